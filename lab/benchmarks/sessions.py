@@ -2,6 +2,7 @@
 
     python lab/benchmarks/sessions.py                          # all sections
     python lab/benchmarks/sessions.py --only chats --quick     # few families, to see that it runs
+    python lab/benchmarks/sessions.py --write                  # the recorded figures, into docs/prefix.md
     python lab/benchmarks/sessions.py --only trace --trace conversation_trace.jsonl
 
 chats: for each family of models, what the second turn of a chat finds whose template drops the thinking of the answer,
@@ -27,7 +28,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -35,9 +36,13 @@ import transformers
 from torch import Tensor
 
 import kvlayers
+import pages
 from lib import report
 from lib.internals import quiet_clock
 from lib.report import shown
+
+PAGE = pages.DOCS / "prefix.md"
+BEGIN, CLOSE = "<!-- sessions: written by lab/benchmarks/sessions.py -->", "<!-- end of sessions -->"
 
 START, END, LINE, WORDS = 1, 2, 3, range(10, 500)
 """Tokens that a template puts around messages, and all others."""
@@ -99,6 +104,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 WITHOUT_HEAD_DIM = ("lfm2", "jamba", "qwen3_next", "falcon_h1")
 
 AGENT_SYSTEM, TOOL_RESULT, AGENT_ANSWER, TURNS = 1024, 160, 24, 10
+OPERATIONS = ("a look-up", "an insertion")
 BLOCK_TOKENS, BUDGETS = 16, (0.1, 0.25, 0.5)
 TOKEN_BYTES = 2 * 8 * 4
 """Bytes of a token of the one layer with one head of 8 that stands for a model in `trace` and `entries`."""
@@ -114,7 +120,7 @@ def options() -> report.Options:
     made.sized("--requests", 2000, 100, "requests of `trace`")
     made.sized("--entries", [100, 1000, 10_000], [50], "entries of `entries`", report.numbers)
     made.sized("--lasting", 10_000, 100, "requests after which memory is measured")
-    made.dtype("float32")
+    made.add("--write", action="store_true", help="write the recorded figures into docs/prefix.md, and stop")
     return made
 
 
@@ -303,7 +309,7 @@ class Timed(NamedTuple):
     def figures(self) -> dict[str, float]:
         return {
             f"{how} of {what}": choose(seconds) * 1e3
-            for what, seconds in (("a look-up", self.lookups), ("an insertion", self.insertions))
+            for what, seconds in zip(OPERATIONS, self, strict=True)
             for how, choose in (("median", statistics.median), ("worst", max))
         }
 
@@ -401,7 +407,7 @@ def serve(run: report.Session) -> dict[str, Any]:
     import clients
 
     found, texts = dict[str, Any](), dict[str, list[str]]()
-    run.given.tokens, run.given.turns = 24, ROUNDS
+    run.given.tokens, run.given.turns, run.given.dtype = 24, ROUNDS, "float32"
     system = {"role": "system", "content": clients.NOTES * (4 if run.quick else 40)}
     for way, before in clients.WAYS.items():
         with clients.server(run, before) as client:
@@ -428,8 +434,45 @@ def serve(run: report.Session) -> dict[str, Any]:
 SECTIONS = {"chats": chats, "agent": agent, "trace": trace, "entries": entries, "serve": serve}
 
 
+def page_tables(record: Mapping[str, Any]) -> str:
+    """What docs/prefix.md shows of a record."""
+    results = record["results"]
+    names = {"turn 2": f"turn 2 of a chat, {IN_COMMON} tokens in common", "user 1": "first other user"}
+    names["user 2"] = "second other user"
+    alike: dict[tuple[int, ...], list[str]] = {}
+    for family, entry in results["chats"].items():
+        alike.setdefault(tuple(entry[name] for name in names), []).append(family)
+    found = [[", ".join(families), *map(str, tokens)] for tokens, families in alike.items()]
+    of_agent, full = results["agent"], results["entries"]["full"]
+    turns = len(of_agent["turns"])
+    times = [
+        [count, *(f"{figures[f'{how} of {what}']:.2f}" for what in OPERATIONS for how in ("median", "worst"))]
+        for count, figures in full.items()
+    ]
+    heads = [f"{what}, {how} ms" for what in OPERATIONS for how in ("median", "worst")]
+    hits = ", ".join(f"{entry['of_ideal']:.3f} at {budget}" for budget, entry in results["trace"].items())
+    return "\n\n".join(
+        [
+            pages.markdown(["model", *names.values()], found),
+            f"An agent of {turns} turns on a random {record['arguments']['hybrid']} of 100M parameters computes "
+            f"{of_agent['computed_of_new']:.2f} times its new tokens from the second turn on, and its first token "
+            f"comes after {of_agent['first_token_of_all']:.2f} of the time of reading all. Of the blocks that an ideal "
+            f"tree of blocks finds in conversations that are made up, a store finds within budgets of bytes: {hits}.",
+            "A full store of prompts of 64 tokens, which gives one away for each that comes:",
+            pages.markdown(["entries", *heads], times),
+            f"{pages.measured_at(record)}.",
+        ]
+    )
+
+
+def written_pages() -> dict[pathlib.Path, str]:
+    newest = max(pages.RECORDED.glob("sessions-*.json"))
+    return {PAGE: pages.between(PAGE.read_text(), BEGIN, CLOSE, page_tables(json.loads(newest.read_text())))}
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    return report.run(options().parse(arguments), SECTIONS)
+    given = options().parse(arguments)
+    return pages.write_pages(written_pages()) if given.write else report.run(given, SECTIONS)
 
 
 if __name__ == "__main__":

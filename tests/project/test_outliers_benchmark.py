@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 import transformers as tf
 
 import versions
+from kvlayers.quantizers import quantizer_names, unregister_quantizer
 
 BENCHMARKS = pathlib.Path(__file__).parents[2] / "lab" / "benchmarks"
 
@@ -16,12 +18,16 @@ pytestmark = versions.benchmarks_of_transformers
 
 
 @pytest.fixture
-def outliers(monkeypatch: pytest.MonkeyPatch) -> Any:
+def outliers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     pytest.importorskip("rich")
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import outliers
 
-    return outliers
+    known = quantizer_names()
+    yield outliers
+    # A run registers quantizers that do not smooth keys.
+    for name in set(quantizer_names()) - set(known):
+        unregister_quantizer(name)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])

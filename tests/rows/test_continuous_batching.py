@@ -178,6 +178,18 @@ def test_a_request_that_is_given_up_changes_no_other(running: Any, llama: Any) -
     assert running.metrics == {"waiting": 0, "reading": 0, "decoding": 0}
 
 
+def test_whoever_gives_up_a_request_gives_up_its_copies(llama: Any) -> None:
+    with kvlayers.installed():
+        manager = llama.init_continuous_batching(config_of(num_return_sequences=3, do_sample=True))
+    name = manager.add_request(PROMPTS[0])
+    assert manager.metrics["waiting"] == 3
+    manager.cancel_request(name)
+    manager.start()
+    manager.stop()
+    assert manager.metrics == {"waiting": 0, "reading": 0, "decoding": 0}
+    assert manager.get_result(timeout=0.05) is None
+
+
 def test_one_request_fails_alone(llama: Any, running: Any) -> None:
     too_long = running.add_request([5] * 256)
     empty = running.add_request([])

@@ -6,6 +6,7 @@ transformers. They call the manager by the methods below, and get transformers' 
 
 import asyncio
 import copy
+import functools
 import itertools
 import logging
 import queue
@@ -65,8 +66,11 @@ def init_continuous_batching(original: Callable[..., Any]) -> Callable[..., Any]
             try:
                 return RowsManager(self, generation_config or self.generation_config, continuous_batching_config)
             except KVLayersError as reason:
-                name = type(self).__name__
-                logger.warning("Continuous batching of %s is that of transformers, without kvlayers: %s", name, reason)
+                logger.warning(
+                    "Continuous batching of %s is that of transformers, without kvlayers: %s",
+                    type(self).__name__,
+                    reason,
+                )
         return original(self, generation_config, continuous_batching_config, *args, **more)
 
     return init
@@ -92,6 +96,8 @@ class _Asked(Request):
         request_id: its name.
         is_streamed: whether each token is told.
         timestamps: when each token came, `None` if nobody asks.
+        prompt: the ids of the prompt, on the host.
+        tokens: those of the answer so far.
         created: when it came.
         began: when it left the queue, -1 before.
     """
@@ -99,22 +105,28 @@ class _Asked(Request):
     request_id: str = ""
     is_streamed: bool = False
     timestamps: list[float] | None = None
+    prompt: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list, init=False)
     created: float = field(default_factory=time.perf_counter)
     began: float = -1.0
+
+    @property
+    def names(self) -> list[str]:
+        """Its name, and those of its copies that have not joined."""
+        return [self.request_id, *(each.request_id for each in self.copies if isinstance(each, _Asked))]
 
     def output(self, status: str, error: BaseException | None = None) -> Any:
         """What the caller gets: the tokens so far, and the name of a `RequestStatus`."""
         from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
-        status = "FAILED" if error is not None else status
-        is_over = status in ("FINISHED", "FAILED")
+        is_over = status == "FINISHED"
         return GenerationOutput(
             request_id=self.request_id,
-            prompt_ids=self.ids[0].tolist(),
-            generated_tokens=self.new_ids.tolist(),
+            prompt_ids=self.prompt,
+            generated_tokens=list(self.tokens),
             logprobs=list((self.row and self.row.logprobs) or ()),
             error=None if error is None else str(error),
-            status=RequestStatus[status],
+            status=RequestStatus.FAILED if error is not None else RequestStatus[status],
             created_time=self.created,
             lifespan=(self.began, time.perf_counter() if is_over else -1),
             timestamps=None if self.timestamps is None else list(self.timestamps),
@@ -195,7 +207,6 @@ class ThreadStatus:
         holder = threading.get_ident()
         with self._changed:
             self._holders.append(holder)
-            self._changed.wait_for(lambda: self._is_paused or not is_running(), IDLE_SECONDS)
             while not self._is_paused and is_running():
                 self._changed.wait(IDLE_SECONDS)
         try:
@@ -239,7 +250,8 @@ class RowsManager:
         self.continuous_batching_config, self.warmed_up = batching_config, True
         self.background_thread_status, self._outputs = ThreadStatus(), Outputs()
         given = {} if batching_config is None else vars(batching_config)
-        _say_what_means_nothing(batching_config)
+        if batching_config is not None:
+            _say_what_means_nothing(batching_config)
         self._keeps_logprobs, self._seed = bool(given.get("return_logprobs")), given.get("seed")
         self._config = self._config_with({})
         self._engine = self._engine_for(self._config, given)
@@ -271,9 +283,8 @@ class RowsManager:
         cache_by_name.resolve_name(
             self.model, named, cache_by_name.requested_name({"generation_config": config}), False
         )
-        name = named.cache_implementation
-        if name in (None, cache_by_name.CONTINUOUS_BATCHING):
-            name = "dynamic"
+        asked = named.cache_implementation
+        name = "dynamic" if asked in (None, cache_by_name.CONTINUOUS_BATCHING) else asked
         tokens = config.prompt_lookup_num_tokens
         drafter = None if tokens is None else LookedUp(generate_calls.prompt_lookup(config, tokens))
         share = given.get("max_memory_percent")
@@ -348,8 +359,6 @@ class RowsManager:
         Raises:
             RuntimeError: the manager does not run.
         """
-        if not self.is_running():
-            raise RuntimeError("The manager must be running to be paused: call start() first.")
         self._work.set()
         with self.background_thread_status.pause(self.is_running):
             yield
@@ -412,10 +421,11 @@ class RowsManager:
         is_streamed: bool,
         timestamps: list[float] | None,
     ) -> _Asked:
-        ids = torch.as_tensor([list(input_ids)], dtype=torch.int64, device=self.model.device)
+        prompt = list(input_ids)
+        ids = torch.as_tensor([prompt], dtype=torch.int64, device=self.model.device)
         asked = _Asked(
             ids, config, keeps_logprobs=self._keeps_logprobs, error=error, request_id=request_id,
-            is_streamed=is_streamed, timestamps=timestamps,
+            is_streamed=is_streamed, timestamps=timestamps, prompt=prompt,
         )  # fmt: skip
         positions = model_types.most_positions(self.model.config)
         if error is None and (not ids.numel() or (positions is not None and ids.shape[1] >= positions)):
@@ -423,12 +433,14 @@ class RowsManager:
                 f"`input_ids` must have 1 token at least, and fewer than the {positions} positions of the model, got "
                 f"{ids.shape[1]}: shorten the prompt."
             )
-        asked.on_token = lambda _: self._tell(asked)
+        asked.on_token = functools.partial(self._tell, asked)
         return asked
 
-    def _tell(self, asked: _Asked) -> bool:
+    def _tell(self, asked: _Asked, token: int) -> bool:
+        asked.tokens.append(token)
         if asked.timestamps is not None:
             asked.timestamps.append(time.perf_counter())
+        # The last one comes with the end.
         if asked.is_streamed and not (asked.row and asked.row.has_ended):
             self._outputs.put(asked.output("DECODING"))
         return False
@@ -509,7 +521,9 @@ class RowsManager:
             asked = self._asked.pop(self._cancelled.popleft(), None)
             if asked is not None:
                 self._engine.cancel(asked)
-                self._outputs.forget(asked.request_id)
+                for name in asked.names:
+                    self._asked.pop(name, None)
+                    self._outputs.forget(name)
         for failed in self._engine.admit(self._next):
             self._end(failed, failed.error)
         if not self._engine.held:
@@ -523,19 +537,17 @@ class RowsManager:
         return True
 
     def _next(self) -> _Asked | None:
-        while True:
-            try:
-                asked = self._input.get_nowait()
-            except queue.Empty:
-                return None
+        # Nobody else takes from it.
+        while not self._input.empty():
+            asked = self._input.get()
             if asked.request_id in self._asked:
                 asked.began = time.perf_counter()
                 return asked
+        return None
 
     def _end(self, asked: _Asked, error: BaseException | None) -> None:
         """Tell how a request ended, and its copies if it has not been read."""
-        names = [asked.request_id, *(each.request_id for each in asked.copies if isinstance(each, _Asked))]
-        for name in names:
+        for name in asked.names:
             if name in self._asked:
                 self._outputs.put(self._asked[name].output("FINISHED", error))
                 # Only now, as whoever waits for outputs looks whether there will be more.
@@ -544,8 +556,6 @@ class RowsManager:
 
 def _say_what_means_nothing(batching_config: Any) -> None:
     """Log which attributes of a config do nothing here, if they differ from their defaults."""
-    if batching_config is None:
-        return
     usual = vars(type(batching_config)())
     others = [
         name for name, value in vars(batching_config).items() if name not in HONOURED and value != usual.get(name)

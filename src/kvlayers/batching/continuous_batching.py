@@ -250,8 +250,10 @@ class RowsManager:
         self.continuous_batching_config, self.warmed_up = batching_config, True
         self.background_thread_status, self._outputs = ThreadStatus(), Outputs()
         given = {} if batching_config is None else vars(batching_config)
-        if batching_config is not None:
-            _say_what_means_nothing(batching_config)
+        usual = {} if batching_config is None else vars(type(batching_config)())
+        others = [name for name, value in given.items() if name not in HONOURED and value != usual.get(name)]
+        if others:
+            logger.warning("Rows have no use for %s of a ContinuousBatchingConfig.", ", ".join(sorted(others)))
         self._keeps_logprobs, self._seed = bool(given.get("return_logprobs")), given.get("seed")
         self._config = self._config_with({})
         self._engine = self._engine_for(self._config, given)
@@ -263,13 +265,13 @@ class RowsManager:
 
     def _config_with(self, options: dict[str, Any]) -> Any:
         """The full config of a request with options of its own."""
-        config, left = generate_calls.full_generation_config(
-            self.model, {"generation_config": self.generation_config, **options}
-        )
+        own = copy.deepcopy(self.generation_config)
+        left = own.update(**options)
         if left:
             raise OptionError(
-                f"options of a request must be those of a GenerationConfig, got {', '.join(sorted(left))}."
+                f"options of a request must be those of a GenerationConfig, got {', '.join(sorted(left))}: leave them out."
             )
+        config, _ = generate_calls.full_generation_config(self.model, {"generation_config": own})
         if config.max_new_tokens is None:
             # Until the model has no positions left, as the length of a prompt is not known here.
             config.max_new_tokens = (model_types.most_positions(self.model.config) or MAX_ROWS * CHUNK_TOKENS) - 1
@@ -552,13 +554,3 @@ class RowsManager:
                 self._outputs.put(self._asked[name].output("FINISHED", error))
                 # Only now, as whoever waits for outputs looks whether there will be more.
                 del self._asked[name]
-
-
-def _say_what_means_nothing(batching_config: Any) -> None:
-    """Log which attributes of a config do nothing here, if they differ from their defaults."""
-    usual = vars(type(batching_config)())
-    others = [
-        name for name, value in vars(batching_config).items() if name not in HONOURED and value != usual.get(name)
-    ]
-    if others:
-        logger.warning("Rows of kvlayers have no use for %s of a ContinuousBatchingConfig.", ", ".join(sorted(others)))

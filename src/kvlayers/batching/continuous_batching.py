@@ -269,7 +269,7 @@ class RowsManager:
         left = own.update(**options)
         if left:
             raise OptionError(
-                f"options of a request must be those of a GenerationConfig, got {', '.join(sorted(left))}: leave them out."
+                f"`options` must be those of a GenerationConfig, got {', '.join(sorted(left))}: leave them out."
             )
         config, _ = generate_calls.full_generation_config(self.model, {"generation_config": own})
         if config.max_new_tokens is None:

@@ -26,9 +26,9 @@ class _States(ctypes.Structure):
 
 class _Search(ctypes.Structure):
     _fields_ = [
-        ("clips", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("clip_count", "refits", "bits")),
-        *((name, ctypes.c_double) for name in ("largest_stretch", "largest_number", "epsilon", "smallest_scale")),
+        *((name, ctypes.c_int64) for name in ("refits", "bits")),
+        *((name, ctypes.c_double) for name in ("clip_step", "largest_stretch")),
+        *((name, ctypes.c_double) for name in ("largest_number", "epsilon", "smallest_scale")),
     ]
 
 
@@ -81,7 +81,7 @@ def pack_blocks(
         raise RuntimeError("The kernel is not loaded: call packs() first.")
     states, partner = (side if side.stride(3) == 1 else side.contiguous() for side in (states, partner))
     batch, kv_heads, blocks, _ = codes.shape
-    planes, clips = PLANES[layout.format.bits], search.clips
+    planes = PLANES[layout.format.bits]
     numbers = torch.finfo(states.dtype)
     rotation = rotation_size(layout.head_dim) if layout.format.rotated else 1
     call = _Pack(
@@ -97,14 +97,13 @@ def pack_blocks(
         len(planes),
         min(numbers.max, search.largest_state) / math.sqrt(rotation),
         _Search(
-            ctypes.addressof(held_clips := (ctypes.c_float * len(clips))(*clips)),
-            *(len(clips), search.refits, layout.format.bits, search.largest_stretch),
+            *(search.refits, layout.format.bits, search.clip_step, search.largest_stretch),
             *(numbers.max, numbers.eps, smallest_positive(states.dtype)),
         ),
         torch.get_num_threads(),
     )
     kernel.kvlayers_pack(ctypes.byref(call))
-    del held_planes, held_clips  # The call has read them.
+    del held_planes  # The call has read them.
 
 
 def _states(states: Tensor) -> _States:

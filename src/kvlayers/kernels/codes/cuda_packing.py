@@ -20,7 +20,7 @@ from kvlayers.kernels.codes.groups import (
     rotation_size,
     smallest_positive,
 )
-from kvlayers.kernels.codes.quantizer_contract import KernelSearch
+from kvlayers.kernels.codes.quantizer_contract import EVEN_CLIPS, NEAR_CLIPS, KernelSearch
 from kvlayers.kernels.codes.smoothing import KeySmoothing
 from kvlayers.utils import triton_support
 from kvlayers.utils.triton_support import DTYPES, DeviceFacts, TritonKernel, is_interpreted, power_of_two
@@ -102,7 +102,9 @@ class PackConstants(_SharedConstants):
     MEANS: bool
     LIMIT: float
     TOP: float
-    CLIPS: tuple[float, ...]
+    CLIP_STEP: float
+    EVEN_CLIPS: int
+    NEAR_CLIPS: tuple[tuple[float, float], ...]
     REFITS: int
     LARGEST_STRETCH: float
     LARGEST_NUMBER: float
@@ -190,7 +192,9 @@ def pack_constants(
         MEANS=means,
         LIMIT=_in_dtype(min(numbers.max, search.largest_state) / math.sqrt(shared["ROTATION"]), dtype, math.floor),
         TOP=float(2**layout.format.bits - 1),
-        CLIPS=search.clips,
+        CLIP_STEP=search.clip_step,
+        EVEN_CLIPS=EVEN_CLIPS,
+        NEAR_CLIPS=NEAR_CLIPS,
         REFITS=search.refits,
         LARGEST_STRETCH=search.largest_stretch,
         LARGEST_NUMBER=numbers.max,

@@ -4,15 +4,13 @@
 
 #include <cmath>
 #include <cstdint>
-#include <vector>
 
 #include "../../utils/vectors.h"
 
 // The fields are those of the ctypes structure in `pack.py`, in the same order.
 struct Search {
-    const float* clips;
-    int64_t clip_count, refits, bits;
-    double largest_stretch, largest_number, epsilon, smallest_scale;
+    int64_t refits, bits;
+    double clip_step, largest_stretch, largest_number, epsilon, smallest_scale;
 };
 
 namespace {
@@ -35,17 +33,7 @@ class GroupSearch {
    public:
     GroupSearch(const Search& search, int64_t size)
         : search(search), size(size), shifted(size * WIDTH), top(spread(float((1 << search.bits) - 1))),
-          count(float(size)) {
-        for (int64_t below = 0; below < search.clip_count; ++below)
-            for (int64_t above = 0; above < search.clip_count; ++above) {
-                lower_clips.push_back(search.clips[below]);
-                upper_clips.push_back(search.clips[above]);
-            }
-        while (lower_clips.size() % AT_ONCE) {
-            lower_clips.push_back(0);
-            upper_clips.push_back(0);
-        }
-    }
+          count(float(size)) {}
 
     // Quantizes a group in each lane: its states are `stride` floats apart, its codes WIDTH bytes.
     Grids quantize(const float* states, int64_t stride, uint8_t* codes) {
@@ -57,7 +45,7 @@ class GroupSearch {
         }
         const Register step = highest / top - lowest / top;
         Grids best = grid(step, lowest);
-        if (search.clip_count == 1) {
+        if (search.clip_step == 0) {
             write_codes(best, states, stride, codes);
             return best;
         }
@@ -85,12 +73,12 @@ class GroupSearch {
     }
 
    private:
-    static constexpr int AT_ONCE = 5;  // clipped ranges, of which the searched widths try 9 or 25
+    static constexpr int AT_ONCE = 5;  // clipped ranges: `EVEN_CLIPS`, then `NEAR_CLIPS`
+    static constexpr float NEAR_BELOW[AT_ONCE] = {1, -1, -1, 0, 0.5f}, NEAR_ABOVE[AT_ONCE] = {-1, 1, 0, -1, 0.5f};
 
     const Search& search;
     const int64_t size;
     FloatBuffer shifted;
-    std::vector<float> lower_clips, upper_clips;
     const Register top;
     const float count;
 
@@ -136,13 +124,14 @@ class GroupSearch {
         for (int64_t at = 0; at < size; ++at)
             store_register(&shifted[at * WIDTH], load_register(states + at * stride) - lowest);
         const Register unit = best.scale;
-        Register least = spread(INFINITY);
-        for (size_t first = 0; first < lower_clips.size(); first += AT_ONCE) {
+        Register least = spread(INFINITY), even = Register{};
+        for (const bool is_even : {true, false}) {
             Grids grids[AT_ONCE];
             Register inverses[AT_ONCE], offsets[AT_ONCE], totals[AT_ONCE];
 #pragma GCC unroll 5
             for (int i = 0; i < AT_ONCE; ++i) {
-                const float low = lower_clips[first + i], high = upper_clips[first + i];
+                const Register low = higher(even + float(search.clip_step) * (is_even ? i : NEAR_BELOW[i]), Register{});
+                const Register high = higher(even + float(search.clip_step) * (is_even ? i : NEAR_ABOVE[i]), Register{});
                 grids[i] = grid(step * (1 - low - high), lowest + step * (top * low));
                 inverses[i] = 1 / grids[i].scale;
                 offsets[i] = (lowest - grids[i].zero) * inverses[i];
@@ -153,6 +142,7 @@ class GroupSearch {
                 const Register ratio = grids[i].scale / unit, wrong = totals[i] * ratio * ratio;
                 const IntRegister is_better = wrong < least;
                 least = where(is_better, wrong, least);
+                if (is_even) even = where(is_better, spread(float(search.clip_step) * i), even);
                 best = {where(is_better, grids[i].scale, best.scale), where(is_better, grids[i].zero, best.zero)};
             }
         }

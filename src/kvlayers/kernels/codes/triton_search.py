@@ -111,12 +111,12 @@ def stretched(codes, residues, weights, scale, zero, C: tl.constexpr, DTYPE: tl.
 
 
 @jit
-def clip_at(index, C: tl.constexpr):
-    """The fraction of the range with this index."""
-    clip = 0.0
-    for position in tl.static_range(len(C.CLIPS)):
-        clip = tl.where(index == position, C.CLIPS[position], clip)
-    return clip
+def near_clip(best, index, END: tl.constexpr, C: tl.constexpr):
+    """The fraction of the range that is cut off at one end: the one with this index of those near the best."""
+    steps = 0.0
+    for position in tl.static_range(len(C.NEAR_CLIPS)):
+        steps = tl.where(index == position, C.NEAR_CLIPS[position][END], steps)
+    return tl.maximum(best + C.CLIP_STEP * steps, 0.0)
 
 
 @jit
@@ -132,18 +132,22 @@ def affine_codes(states, weights, C: tl.constexpr, DTYPE: tl.constexpr):
     # The range itself may exceed the largest float32.
     step = highest / C.TOP - lowest / C.TOP
     scale, zero = stored_grid(step, lowest, C, DTYPE)
-    if len(C.CLIPS) > 1:
+    if C.CLIP_STEP > 0:
         unit = scale
         least = error(states, weights, scale, zero, unit, C)
-        for pair in range(1, len(C.CLIPS) * len(C.CLIPS)):
-            low = clip_at(pair // len(C.CLIPS), C)
-            high = clip_at(pair % len(C.CLIPS), C)
+        best_even = tl.zeros_like(scale)
+        for index in range(1, C.EVEN_CLIPS + len(C.NEAR_CLIPS)):
+            even = tl.full(scale.shape, index * C.CLIP_STEP, tl.float32)
+            is_even = index < C.EVEN_CLIPS
+            low = tl.where(is_even, even, near_clip(best_even, index - C.EVEN_CLIPS, 0, C))
+            high = tl.where(is_even, even, near_clip(best_even, index - C.EVEN_CLIPS, 1, C))
             clipped_scale, clipped_zero = stored_grid(
                 step * (1.0 - low - high), lowest + step * (C.TOP * low), C, DTYPE
             )
             wrong = error(states, weights, clipped_scale, clipped_zero, unit, C)
             scale = tl.where(wrong < least, clipped_scale, scale)
             zero = tl.where(wrong < least, clipped_zero, zero)
+            best_even = tl.where(is_even & (wrong < least), even, best_even)
             least = tl.minimum(wrong, least)
         fitted_scale, fitted_zero = scale, zero
         for _ in range(C.REFITS):
@@ -153,7 +157,7 @@ def affine_codes(states, weights, C: tl.constexpr, DTYPE: tl.constexpr):
             zero = tl.where(wrong < least, fitted_zero, zero)
             least = tl.minimum(wrong, least)
     codes, residues = codes_and_residues(states, scale, zero, C)
-    if len(C.CLIPS) > 1:
+    if C.CLIP_STEP > 0:
         scale, zero = stretched(codes, residues, weights, scale, zero, C, DTYPE)
     return codes, scale, zero
 

@@ -6,7 +6,7 @@ rotated first, as in QuaRot (see `groups`): without the rotation of keys, the di
 doubles.
 
 The range of each group is searched: clipping the outermost states makes the steps between the others finer. The best
-of a grid of clipped ranges is fitted to its own codes by least squares, as in Lloyd's method and as HQQ does for
+of some clipped ranges is fitted to its own codes by least squares, as in Lloyd's method and as HQQ does for
 another norm (https://dropbox.github.io/hqq_blog/). Then the scale is stretched, so that products with a query are not
 biased towards zero, the concern of TurboQuant (https://arxiv.org/abs/2504.19874).
 
@@ -15,7 +15,6 @@ largest state. As in the paper, groups have 32 states, and the newest 128 tokens
 (`residual_length`).
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -35,6 +34,8 @@ from kvlayers.kernels.codes.groups import (
 )
 from kvlayers.kernels.codes.packed_side import unpack_side
 from kvlayers.kernels.codes.quantizer_contract import (
+    EVEN_CLIPS,
+    NEAR_CLIPS,
     Backend,
     CodeFormat,
     KernelSearch,
@@ -45,16 +46,8 @@ from kvlayers.kernels.codes.quantizer_contract import (
     register_quantizer,
 )
 
-CLIPS = {
-    1: (0.0, 0.1, 0.2, 0.3, 0.4),
-    2: (0.0, 0.07, 0.14, 0.21, 0.28),
-    3: (0.0, 0.04, 0.08, 0.12, 0.16),
-    4: (0.0, 0.03, 0.06, 0.09, 0.12),
-    5: (0.0, 0.01, 0.02),
-    6: (0.0, 0.005, 0.01),
-    8: (0.0,),
-}
-"""For each width of a code, the fractions of the range that are tried as the part to cut off at either end."""
+CLIP_STEPS = {1: 0.1, 2: 0.07, 3: 0.04, 4: 0.03, 5: 0.0125, 6: 0.005, 8: 0.0}
+"""For each width of a code, the fraction of the range by whose multiples it is cut off at either end."""
 
 REFITS = 2
 """How often the best range is fitted to its own codes."""
@@ -103,7 +96,7 @@ class NativeQuantizer(Quantizer):
     @property
     def range_search(self) -> KernelSearch:
         """How the range of each group is searched for."""
-        return KernelSearch(CLIPS[self.format.bits], REFITS, LARGEST_STRETCH, LARGEST_STATE)
+        return KernelSearch(CLIP_STEPS[self.format.bits], REFITS, LARGEST_STRETCH, LARGEST_STATE)
 
     @property
     @override
@@ -153,8 +146,8 @@ class NativeQuantizer(Quantizer):
             exact = rotate(exact.clamp(-limit, limit))
         else:
             exact = exact.clamp(-limit, limit)
-        clips = self.range_search.clips
-        grid, float_codes = _GridSearch(grouped(exact, self.format), self.format.bits, states.dtype, clips).best()
+        clip_step = self.range_search.clip_step
+        grid, float_codes = _GridSearch(grouped(exact, self.format), self.format.bits, states.dtype, clip_step).best()
         codes = ungrouped(float_codes).to(torch.uint8)
         scale, zero = (numbers.squeeze(-1).squeeze(-2).to(states.dtype) for numbers in (grid.scale, grid.zero))
         return QuantizedGroups(codes, scale, zero)
@@ -180,12 +173,12 @@ class _GridSearch:
         states: float32, by groups.
         bits: width of a code.
         dtype: dtype that scale and zero are stored in.
-        clips: fractions of the range that are tried as the part to cut off at either end.
+        clip_step: ranges are tried from which multiples of this fraction of the range are cut off.
     """
 
-    def __init__(self, states: Tensor, bits: int, dtype: torch.dtype, clips: tuple[float, ...]) -> None:
+    def __init__(self, states: Tensor, bits: int, dtype: torch.dtype, clip_step: float) -> None:
         self.states = states
-        self.clips = clips
+        self.clip_step = clip_step
         self.bits = bits
         self.dtype = dtype
         self.top = 2**bits - 1
@@ -197,11 +190,18 @@ class _GridSearch:
     def best(self) -> tuple[_Grid, Tensor]:
         """The grid of each group, and codes, float32 as the states."""
         best = self._grid(self.step, self.lowest)
-        if self.clips == (0.0,):
+        if not self.clip_step:
             return best, self._code(best).codes
         unit = best.scale
         least = self._error(best, self._code(best), unit)
-        for grid in self._clipped():
+        even = torch.zeros_like(unit)
+        for steps in range(1, EVEN_CLIPS):
+            grid = self._clipped(clip := torch.full_like(unit, steps * self.clip_step), clip)
+            error = self._error(grid, self._code(grid), unit)
+            even = torch.where(error < least, clip, even)
+            best, least = grid.where(error < least, best), torch.minimum(error, least)
+        for below, above in NEAR_CLIPS:
+            grid = self._clipped(*((even + steps * self.clip_step).clamp(min=0) for steps in (below, above)))
             error = self._error(grid, self._code(grid), unit)
             best, least = grid.where(error < least, best), torch.minimum(error, least)
         grid, coded = best, self._code(best)
@@ -218,11 +218,9 @@ class _GridSearch:
         codes = exact.round().clamp_(0, self.top)
         return _Coded(codes, exact.sub_(codes))
 
-    def _clipped(self) -> Iterator[_Grid]:
-        for below in self.clips:
-            for above in self.clips:
-                if below or above:
-                    yield self._grid(self.step * (1 - below - above), self.lowest + self.step * (self.top * below))
+    def _clipped(self, below: Tensor, above: Tensor) -> _Grid:
+        """The grid of the range of which these fractions are cut off."""
+        return self._grid(self.step * (1 - below - above), self.lowest + self.step * (self.top * below))
 
     def _error(self, grid: _Grid, coded: _Coded, unit: Tensor) -> Tensor:
         """Squared error of each group, in units of `unit`, because squares of the largest states would overflow."""

@@ -790,7 +790,7 @@ ARGUMENTS: dict[str, tuple[type[Exception], Callable[[], object]]] = {
 @pytest.mark.parametrize("case", ARGUMENTS)
 def test_what_makes_no_pair_is_refused(case: str) -> None:
     error, make = ARGUMENTS[case]
-    with pytest.raises(error, match=r"must|expected|takes the options"):
+    with pytest.raises(error, match=r"must|takes the options"):
         make()
 
 
@@ -857,7 +857,7 @@ def test_a_pair_decodes_correctly_after_misuse(misuse: str) -> None:
     decoding = Decoding("bart", lambda: pair, encoded("bart"), prompt(2, 4), pair)
     decoding.step()
     before = [states.clone() for layer in pair for states in layer]
-    with pytest.raises(error, match="must|expected|are not"):
+    with pytest.raises(error, match="must|are not"):
         use(pair)
     for seen, expected in zip((states for layer in pair for states in layer), before, strict=True):
         assert torch.equal(seen, expected)

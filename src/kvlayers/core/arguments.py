@@ -95,10 +95,9 @@ def crop_target(tokens: int, length: int) -> int:
     tokens = whole_number(tokens, "tokens to crop")
     target = tokens if tokens > 0 else length + tokens
     if not 0 <= target <= length:
-        asked = f"to keep {tokens}" if tokens > 0 else f"to remove {-tokens}"
         raise RollbackError(
-            f"expected to crop within the {length} tokens that are held, but was asked {asked}: pass a length of at "
-            f"most {length}, or a negative count of at least {-length}."
+            f"`tokens` must be within the {length} tokens that are held, got {tokens}: pass a length of at most "
+            f"{length}, or a negative count of at least {-length} to remove tokens."
         )
     return target
 

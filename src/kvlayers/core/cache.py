@@ -326,8 +326,8 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
             layer = self._layer(layer_idx)
             if not layer.attends:
                 raise UnsupportedLayerError(
-                    f"expected a layer that attends, but layer {layer_idx} holds nothing that is attended to: make the "
-                    "cache from the config of the model that uses it."
+                    f"`layer_idx` must be that of a layer that attends, got {layer_idx}, which holds nothing that is "
+                    "attended to: make the cache from the config of the model that uses it."
                 )
         following, compiling = self._pass, torch.compiler.is_compiling()
         if compiling:

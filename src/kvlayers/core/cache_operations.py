@@ -163,7 +163,7 @@ class LayerwiseOperations(LayerList):
         held, length = self._token_count(), whole_number(length, "`length`")
         if not 0 <= length <= held:
             raise RollbackError(
-                f"expected to roll back to between 0 and the {held} tokens that are held, but was asked for {length}."
+                f"`length` must be from 0 to the {held} tokens that are held, got {length}: pass a length among them."
             )
         counting = [layer for layer in self.adapted_layers() if layer.length and not layer.is_upstream]
         while True:
@@ -181,7 +181,7 @@ class LayerwiseOperations(LayerList):
         held = self._token_count()
         if any(0 < tokens < held for _, tokens in removals) and self._lacks_recurrent_states():
             raise RollbackError(
-                "expected recurrent layers that have seen the same tokens as the others, but one has seen nothing: the "
+                "Recurrent layers must have seen the same tokens as the others, got one that has seen nothing: the "
                 "model keeps its states elsewhere, or a forward pass was interrupted; reset() the cache."
             )
         for layer, tokens in removals:
@@ -214,8 +214,8 @@ class LayerwiseOperations(LayerList):
     def _check_holds_states(self) -> None:
         if self._lacks_recurrent_states():
             raise UnsupportedLayerError(
-                "expected recurrent layers that have seen the same tokens as the others, but one has seen nothing, so "
-                "that a copy would lack its states: the model keeps them elsewhere, or a forward pass was interrupted; "
+                "Recurrent layers must have seen the same tokens as the others, got one that has seen nothing, so that "
+                "a copy would lack its states: the model keeps them elsewhere, or a forward pass was interrupted; "
                 "compute the tokens again for each continuation."
             )
 

@@ -164,8 +164,9 @@ class LayerList(ABC):
         found = layer if layer.attends else self._first_attending(layer_idx)
         if found is None:
             raise UnsupportedLayerError(
-                f"expected a layer that attends, but layer {layer_idx} is a {type(layer.original).__name__}: ask "
-                "another layer, if the model has one that attends, or make the cache from the config of the model."
+                f"`layer_idx` must be that of a layer that attends, got {layer_idx}, a "
+                f"{type(layer.original).__name__}: ask another layer, if the model has one that attends, or make the "
+                "cache from the config of the model."
             )
         return found
 
@@ -235,15 +236,16 @@ class LayerList(ABC):
         if layer.is_recurrent:
             return layer
         raise UnsupportedLayerError(
-            f"expected a layer with a recurrent state, but layer {layer_idx} is a {type(layer.original).__name__}: the "
-            "cache was made for another model, so make one from the config of the model that uses it."
+            f"`layer_idx` must be that of a layer with a recurrent state, got {layer_idx}, a "
+            f"{type(layer.original).__name__}: the cache was made for another model, so make one from the config of "
+            "the model that uses it."
         )
 
     def _no_recurrent_layer(self, layer_idx: object) -> Exception:
         if not self.layers:
             return UnsupportedLayerError(
-                "expected a cache that was made from the config of the model that uses it, as it has recurrent layers, "
-                f"but this {type(self).__name__} was made without one: pass config=model.config."
+                "The cache of a model with recurrent layers must be made from its config, got a "
+                f"{type(self).__name__} without one: pass config=model.config."
             )
         return LayerIndexError(
             f"A layer index must be from 0 to {len(self.layers) - 1}, got {layer_idx!r}: make the cache from the "
@@ -271,8 +273,8 @@ class LayerList(ABC):
             layer: Any = next((layer for layer in reversed(self.adapted_layers()) if layer.is_recurrent), None)
             if layer is None:
                 raise UnsupportedLayerError(
-                    "expected a layer with a recurrent state, but no layer has one: make the cache from the config of "
-                    "the model that uses it."
+                    "The cache must have a layer with a recurrent state, got none: make it from the config of the "
+                    "model that uses it."
                 )
         elif self.layer_at(layer_idx) is None:
             return False
@@ -347,8 +349,8 @@ class LayerList(ABC):
         layer: Any = self._layer(layer_idx)
         if not layer.has_other_states:
             raise UnsupportedLayerError(
-                f"expected a layer with an indexer, but layer {layer_idx} is a {type(layer.original).__name__}: make "
-                "the cache from the config of the model that uses it."
+                f"`layer_idx` must be that of a layer with an indexer, got {layer_idx}, a "
+                f"{type(layer.original).__name__}: make the cache from the config of the model that uses it."
             )
         updated: Tensor = layer.update_indexer(indexer_key_states)
         return updated

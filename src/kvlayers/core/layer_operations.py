@@ -271,8 +271,8 @@ class LayerOperations(ABC):
         length = self.length
         if length is None:
             raise UnsupportedLayerError(
-                f"expected a layer that counts its tokens, but the model does not tell this {type(self).__name__} how "
-                "many it has seen: ask an attention layer, if the model has one."
+                f"A layer must know how many tokens it has seen, got a {type(self).__name__}, which the model does not "
+                "tell: ask an attention layer, if the model has one."
             )
         return length
 
@@ -452,8 +452,8 @@ class LayerOperations(ABC):
 
     def _does_not_attend(self) -> UnsupportedLayerError:
         return UnsupportedLayerError(
-            f"expected a layer that attends, but this one is a {type(self.original).__name__}: the cache was made for "
-            "another model, so make one from the config of the model that uses it."
+            f"The layer must be one that attends, got a {type(self.original).__name__}: the cache was made for another "
+            "model, so make one from the config of the model that uses it."
         )
 
     def use_prefetcher(self, prefetcher: Any) -> None:
@@ -502,8 +502,8 @@ class LayerOperations(ABC):
             UnsupportedLayerError: always.
         """
         raise UnsupportedLayerError(
-            f"expected a layer whose states can move between devices, but those of a {type(self).__name__} cannot: "
-            "make the cache with offloading=True."
+            f"The layer must be one whose states can move between devices, got a {type(self).__name__}: make the cache "
+            "with offloading=True."
         )
 
     def prefetch(self) -> None:

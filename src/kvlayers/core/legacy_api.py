@@ -36,28 +36,28 @@ def pairs_of(layers: Iterable[Any], states_of: Callable[[Any], StatePair]) -> Le
         keys, values = states_of(layer)
         if layer.is_recurrent:
             raise LegacyFormatError(
-                f"expected layers of keys and values alone, but layer {index} has a recurrent state: use state() and "
-                "load_state(), which keep all states."
+                f"Layers must have keys and values alone, got layer {index}, which has a recurrent state: use state() "
+                "and load_state(), which keep all states."
             )
         if not layer.attends:
             continue
         if layer.has_other_states:
             raise LegacyFormatError(
-                f"expected layers of keys and values alone, but layer {index} has other states, such as the keys of an "
-                "indexer: use state() and load_state(), which keep all states."
+                f"Layers must have keys and values alone, got layer {index}, which has other states, such as the keys "
+                "of an indexer: use state() and load_state(), which keep all states."
             )
         if keys is None or values is None:
             empty = index
             continue
         if empty is not None:
             raise LegacyFormatError(
-                f"expected every layer before a filled one to be filled, but layer {empty} is empty and layer {index} "
-                "is not, which tuples cannot express: use state() and load_state()."
+                f"Layers before a filled one must be filled, got an empty layer {empty} before layer {index}, which "
+                "tuples cannot express: use state() and load_state()."
             )
         seen = layer.length or 0
         if seen > keys.shape[2]:
             raise LegacyFormatError(
-                f"expected layers that hold every token, but layer {index} has dropped {seen - keys.shape[2]} of "
+                f"Layers must hold every token, got layer {index}, which has dropped {seen - keys.shape[2]} of "
                 f"{seen}, which tuples cannot express: use state() and load_state()."
             )
         # transformers' static layers have zeros behind their tokens.
@@ -87,7 +87,7 @@ def check_takes_pairs(layers: Iterable[Any]) -> None:
     for layer in layers:
         if layer.has_other_states:
             raise LegacyFormatError(
-                "expected layers of keys and values alone, but one layer has other states, such as the keys of an "
+                "Layers must have keys and values alone, got one that has other states, such as the keys of an "
                 "indexer: use state() and load_state(), which keep all states."
             )
 
@@ -196,8 +196,8 @@ def check_is_whole(states: tuple[Any, ...], index: int) -> None:
     """Raise `LegacyFormatError` if the states of layer `index` are of a window that has dropped tokens."""
     if isinstance(states, WindowedStates) and states.seen > states[0].shape[2]:
         raise LegacyFormatError(
-            f"expected the states of every token, but layer {index} has dropped {states.seen - states[0].shape[2]} of "
-            f"{states.seen}: pass the cache itself."
+            f"States must be those of every token, got layer {index}, which has dropped "
+            f"{states.seen - states[0].shape[2]} of {states.seen}: pass the cache itself."
         )
 
 

@@ -301,7 +301,7 @@ class TokenLayer(CacheLayer):
     def reserve_form(self, key_form: StateForm, value_form: StateForm) -> None:
         if self._store.length:
             raise StateMismatchError(
-                f"expected an empty layer, but {self._store.length} tokens are held: reset the cache first."
+                f"The layer must be empty, got one that holds {self._store.length} tokens: reset the cache first."
             )
         self._store.reserve_form(key_form, value_form)
 

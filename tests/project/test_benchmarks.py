@@ -1,6 +1,5 @@
 """The benchmark runs, and refuses figures of a cache that decodes other tokens."""
 
-import argparse
 import json
 import pathlib
 from collections.abc import Iterator
@@ -141,26 +140,6 @@ def test_fidelity_scores_a_cache_of_full_precision_at_zero(fidelity: Any, tmp_pa
     assert measured["bytes"]["transformers DynamicCache"]["bytes"] == 2 * 2 * 64 * 2 * 2
 
 
-def test_quantizers_are_compared_with_the_reference_beside_them(benchmark: Any, tmp_path: pathlib.Path) -> None:
-    import quantizers
-
-    output = tmp_path / "quick.json"
-    key = quantizers.Contender("kvlayers", "native", 4)
-    makers = {key: quantizers.MAKERS[key], key._replace(bits=8): lambda config: kvlayers.DynamicCache(config=config)}
-    assert quantizers.main(["--quick", "--output", str(output)], makers) == 0
-    reference, packed, exact = json.loads(output.read_text())["results"]["quantizers"]
-    assert (reference["kl"], reference["step_ratio"]) == (0, 1)
-    # The kernel for prompts adds up in another order than torch's attention.
-    assert max(abs(exact["kl"]), abs(exact["kl_outliers"])) < 1e-9
-    assert packed["bytes"] < reference["bytes"] <= exact["bytes"]
-    assert 0 < packed["kl"] < 0.01
-
-    def failing(config: Any) -> Any:
-        raise ValueError("no such cache")
-
-    assert quantizers.main(["--quick", "--output", str(output)], {key: failing}) == 1
-
-
 def test_fidelity_fails_where_full_precision_differs(fidelity: Any, tmp_path: pathlib.Path) -> None:
     arguments = ["--quick", "--output", str(tmp_path / "quick.json"), "--outlier", "0"]
     assert fidelity.main(arguments, {fidelity.EXACT: lambda config: OtherValues(config=config)}) == 1
@@ -231,10 +210,6 @@ def test_divergences_are_compared_with_the_better_of_transformers(fidelity: Any)
     plain[fidelity.Contender("transformers", "hqq", 2).name] = {"kl": float("nan")}
     assert fidelity.better_baseline({"plain": plain}, "plain", 4) == {"kl": 0.1}
     assert fidelity.better_baseline({"plain": plain}, "plain", 2) is None
-    plain[fidelity.Contender("kvlayers", "native", 4).name] = {"kl": 0.01}
-    run = fidelity.report.Session(argparse.Namespace(), fidelity.report.Progress())
-    fidelity.hold_to_targets(run, {"model": "a model", "plain": plain, "bytes": {}})
-    assert [(target["value"], target["met"]) for target in run.targets] == [(pytest.approx(0.1), True)]
 
 
 class OtherStaticValues(kvlayers.StaticCache):
@@ -286,7 +261,6 @@ def test_calls_of_generate_with_other_tokens_are_disagreements(benchmark: Any) -
     disagreements = timing.Disagreements()
     contenders = {
         compiled.REFERENCE: compiled.GENERATORS[compiled.REFERENCE],
-        compiled.NO_CACHE: compiled.GENERATORS[compiled.NO_CACHE],
         compiled.KVLAYERS: lambda job: {"past_key_values": OtherValues(config=job.model.config)},
     }
     measured = compiled.measure_generate(job, contenders, 1, disagreements, lambda: None)
@@ -318,25 +292,6 @@ def test_compiled_contenders_have_nothing_to_do_with_one_another(benchmark: Any)
     first(numbers=torch.ones(4))
     assert (first.graphs, second.graphs) == (2, 1)
     assert [len(each) for each in inputs] == [1, 1, 2]
-
-
-def test_the_notebook_shows_tokens_a_second_and_the_bytes_that_can_be_counted(
-    benchmark: Any, tmp_path: pathlib.Path
-) -> None:
-    import notebook
-
-    output = tmp_path / "results" / "quick.json"
-    assert notebook.main(["--quick", "--trials", "1", "--output", str(output)]) == 0
-    written = json.loads(output.read_text())
-    assert {"cpu", "cuda", "cores"} <= set(written["hardware"])
-    calls = written["results"]["calls"]
-    assert list(calls) == list(notebook.ROWS)
-    compiled = {name for name in calls if name.endswith("compiled")}
-    assert {name for name, entry in calls.items() if entry["graphs"]} == compiled
-    assert {name for name, entry in calls.items() if entry["peak"] is None} == compiled
-    # Two layers, two KV heads of 16, keys and values, two bytes each.
-    reserved = 28 * 2 * 2 * 16 * 2 * 2
-    assert all(calls[f"{library}.StaticCache"]["peak"] > reserved for library in ("kvlayers", "transformers"))
 
 
 def test_the_benchmark_of_offloading_counts_bytes_where_there_is_no_accelerator(
@@ -385,21 +340,6 @@ def test_the_benchmark_of_latents_compares_logits(
     assert set(written["results"]["bfloat16"]["200"]) == set(mla.CACHES)
     monkeypatch.setitem(mla.CACHES, mla.KVLAYERS, mla.packed(4))
     assert mla.main(["--lengths", "400", "--steps", "1", "--output", str(output)]) == 1
-
-
-def test_the_benchmark_of_scores_compares_them_with_each_pair_alone(
-    benchmark: Any, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import scoring
-
-    output = tmp_path / "scoring.json"
-    assert scoring.main(["--quick", "--output", str(output)]) == 0
-    results = json.loads(output.read_text())["results"]
-    assert {name: found["requests"] for name, found in results.items()} == {"choices": 16, "questions": 10}
-    assert all(0 < found["most_apart"] < scoring.MOST_APART for found in results.values())
-    assert len(results["choices"]["seconds"][scoring.KVLAYERS]) == 2
-    monkeypatch.setitem(scoring.WAYS, scoring.KVLAYERS, lambda *call: [score + 1e-3 for score in scoring.alone(*call)])
-    assert scoring.main(["--quick", "--only", "choices", "--output", str(output)]) == 1
 
 
 ONLY_BRANCHES = ["--quick", "--only", "decode,insert", "--lengths", "32", "--steps", "8", "--trials", "1"]

@@ -119,9 +119,11 @@ class IneligibleError(Exception):
 
 
 def check_generate(model: Any, arguments: Mapping[str, Any]) -> None:
-    """Raise `IneligibleError` if a call is not for the `generate()` of transformers."""
+    """Raise `IneligibleError` if a call is not for the `generate()` of transformers, or if tokens look ahead."""
     if not generate_calls.uses_transformers_generate(model, arguments):
         raise IneligibleError(f"{type(model).__name__} has its own generate(), or was given one (custom_generate)")
+    if model.config.model_type in model_types.ATTENDS_AHEAD:
+        raise IneligibleError(f"the tokens of {type(model).__name__} attend to those behind them")
 
 
 _reasons: Remembered[str | None] = Remembered()
@@ -148,8 +150,6 @@ def _reason_in_config(model: Any) -> str | None:
     name, config = type(model).__name__, model.config
     if config.is_encoder_decoder:
         return f"the states of {name} depend on an encoder's input"
-    if config.model_type in model_types.ATTENDS_AHEAD:
-        return f"the tokens of {name} attend to those behind them"
     has_parts = model_types.decoder_config(config) is not config or type(config).sub_configs
     reasons = {
         f"the states of {name} may depend on more than tokens": has_parts and not model_types.image_arguments(config),

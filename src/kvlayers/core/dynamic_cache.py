@@ -70,7 +70,6 @@ class DynamicCache(Cache, transformers.DynamicCache):  # type: ignore[misc]
     """
 
     made_with = (RecallArgument("recall"),)
-    recall: AttentionMaker | None = None
     is_compileable = False
     """Shapes change at every token, and transformers does not compile around such a cache."""
 
@@ -101,7 +100,6 @@ class DynamicCache(Cache, transformers.DynamicCache):  # type: ignore[misc]
                 "`config` must be given with `checkpoints`, got none: it says which layers are recurrent."
             )
         given = legacy_api.check_nesting(() if ddp_cache_data is None else ddp_cache_data, width=(2, 3))
-        layers: list[Any] = []
         if config is not None:
             layers = dynamic_layers(config, length_hint, checkpoints, self.recall)
             if len(given) > len(layers):
@@ -132,10 +130,6 @@ class DynamicCache(Cache, transformers.DynamicCache):  # type: ignore[misc]
     @override
     def _layer_maker(self) -> Callable[[], Any]:
         return functools.partial(full_attention_layer, recall=self.recall)
-
-    @override
-    def _layers_of_model(self, config: Any) -> list[Any]:
-        return dynamic_layers(config, recall=self.recall)
 
     @classmethod
     def from_legacy_cache(cls, past_key_values: object | None = None, config: object | None = None) -> Self:

@@ -126,6 +126,10 @@ class TokenLayer(CacheLayer):
         """How the tokens are held."""
         return self._store
 
+    def exchange_store(self, make: Callable[[TokenStore], TokenStore]) -> None:
+        """Hold the same tokens in the store that `make` returns for the present one, on the device that computes."""
+        self._store = make(self._store)
+
     @property
     @override
     def held_tokens(self) -> int:

@@ -79,18 +79,18 @@ def quantized_layers(
     """
     check_count(quantization, len(model_layers.layer_specs(config)))
 
-    def window(spec: LayerSpec) -> SlidingLayer:
-        return SlidingLayer(spec.options["sliding_window"])
-
     def quantized_window(spec: LayerSpec) -> SlidingLayer:
         # A window drops its oldest tokens, so no token could stay as a sink.
         in_window = dataclasses.replace(quantization.of_layer(spec.index), sink_tokens=0)
         window = spec.options["sliding_window"]
         return SlidingLayer(window, QuantizedStore(in_window, window_room(window)))
 
+    windows: Factory = (
+        quantized_window if quantize_sliding else lambda spec: SlidingLayer(spec.options["sliding_window"])
+    )
     kinds: dict[str, Factory] = {
         "full_attention": lambda spec: packed_attention_layer(quantization.of_layer(spec.index), length_hint, recall),
-        **dict.fromkeys(WINDOWED, quantized_window if quantize_sliding else window),
+        **dict.fromkeys(WINDOWED, windows),
     }
     return layers_of(config, kinds, checkpoints)
 
@@ -326,7 +326,6 @@ class QuantizedCache(Cache, transformers.QuantizedCache):  # type: ignore[misc]
     """
 
     made_with = (NestedArgument("quantization", made_from=quantization_of_layers), RecallArgument("recall"))
-    recall: AttentionMaker | None = None
     is_compileable = False
     """Shapes change at every token, and transformers does not compile around such a cache."""
 
@@ -386,8 +385,10 @@ class QuantizedCache(Cache, transformers.QuantizedCache):  # type: ignore[misc]
             self.quantization = quantization_of_layers({**options, **of_layers})
         placement = offloading, offload_only_non_sliding, offload_device, offload_directory
         if config is None:
-            bare, make_layer = bare_layers(self.quantization, length_hint, self.recall)
-            super().__init__(bare, make_layer, *placement)
+            make_layer, count = self._layer_maker(length_hint), self.quantization.count
+            of_layers = [self.quantization.of_layer(index) for index in range(count or 0)]
+            bare = [packed_attention_layer(own, length_hint, self.recall) for own in of_layers]
+            super().__init__(bare or None, make_layer, *placement)
             return
         head_dims = model_types.head_dims(config)
         if head_dims is not None:
@@ -396,10 +397,11 @@ class QuantizedCache(Cache, transformers.QuantizedCache):  # type: ignore[misc]
         super().__init__(layers, None, *placement)
 
     @override
-    def _layer_maker(self) -> Callable[[], Any] | None:
+    def _layer_maker(self, length_hint: int | None = None) -> Callable[[], Any] | None:
+        # Bits for each layer are for as many layers.
         if self.quantization.count is not None:
             return None
-        return functools.partial(packed_attention_layer, self.quantization.of_layer(0), recall=self.recall)
+        return functools.partial(packed_attention_layer, self.quantization.of_layer(0), length_hint, self.recall)
 
     @override
     def _layers_of_model(self, config: Any) -> list[Any]:
@@ -410,22 +412,6 @@ class QuantizedCache(Cache, transformers.QuantizedCache):  # type: ignore[misc]
         # Scales were measured in self-attention.
         facts = {name: fact for name, fact in self.quantization.facts().items() if name not in SCALES}
         return QuantizedCache(**facts, **self.offloading_options())
-
-
-def bare_layers(
-    quantization: QuantizationOfLayers, length_hint: int | None = None, recall: AttentionMaker | None = None
-) -> tuple[list[Any] | None, Callable[[], Any] | None]:
-    """Layers of full attention for a cache without a config.
-
-    Returns:
-        All layers if each has its own bits, and otherwise a function that makes a layer.
-    """
-    if quantization.count is None:
-        return None, functools.partial(packed_attention_layer, quantization.of_layer(0), length_hint, recall)
-    layers = [
-        packed_attention_layer(quantization.of_layer(index), length_hint, recall) for index in range(quantization.count)
-    ]
-    return layers, None
 
 
 register("quantized")(named(QuantizedCache, "length_hint"))

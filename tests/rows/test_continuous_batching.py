@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import random
 import threading
 import time
 from collections.abc import Iterator
@@ -70,32 +71,69 @@ def wait_for(condition: Any, seconds: float = 20) -> None:
         time.sleep(0.005)
 
 
-@pytest.mark.parametrize(
-    "family",
-    [
-        "llama", "gemma3", "qwen2", "mistral", "gpt2", "deepseek_v3", "mamba2", "jamba", "lfm2", "qwen3_next",
-        "falcon_h1", "recurrent_gemma",
-    ],
+FAMILIES = (
+    "llama", "gemma3", "qwen3", "mistral", "gpt2", "deepseek_v3", "mamba2", "jamba", "lfm2", "qwen3_next", "falcon_h1",
+    "recurrent_gemma",
 )  # fmt: skip
-def test_answers_are_those_of_generate(family: str) -> None:
+NAMES = ("dynamic", "static", "int4", "sink:window_length=20", "offloaded", "fp8")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_answers_are_those_of_generate_by_each_cache(family: str) -> None:
     model = model_of(family)
-    with kvlayers.installed():
-        outputs = model.generate_batch(PROMPTS, generation_config=config_of())
-    assert [output.generated_tokens for output in outputs.values()] == [alone(model, ids) for ids in PROMPTS]
-    assert all(output.error is None and output.status.name == "FINISHED" for output in outputs.values())
-    assert [output.prompt_ids for output in outputs.values()] == PROMPTS
+    for name in NAMES:
+        with kvlayers.installed(cache=name):
+            outputs = model.generate_batch(PROMPTS[:3], generation_config=config_of())
+            assert [output.generated_tokens for output in outputs.values()] == [
+                model.generate(
+                    torch.tensor([ids]), attention_mask=torch.ones(1, len(ids)), generation_config=config_of()
+                )[0, len(ids) :].tolist()
+                for ids in PROMPTS[:3]
+            ], name
+        assert all(output.error is None and output.status.name == "FINISHED" for output in outputs.values())
+        assert [output.prompt_ids for output in outputs.values()] == PROMPTS[:3]
 
 
-@pytest.mark.parametrize("name", ["dynamic", "static", "int4", "sink:window_length=20", "offloaded", "fp8"])
-def test_rows_have_the_cache_of_install(name: str, llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    with kvlayers.installed(cache=name):
-        outputs = llama.generate_batch(PROMPTS, generation_config=config_of())
-        expected = [
-            llama.generate(torch.tensor([ids]), attention_mask=torch.ones(1, len(ids)), generation_config=config_of())
-            for ids in PROMPTS
-        ]
-    answers = [output.generated_tokens for output in outputs.values()]
-    assert answers == [each[0, len(ids) :].tolist() for each, ids in zip(expected, PROMPTS, strict=True)]
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_answer_is_that_of_generate_whatever_others_ask_for(family: str) -> None:
+    """Requests come at random moments, and some of them are given up, fail, or wait while the manager is paused."""
+    model, chance = model_of(family), random.Random(family)
+    config = transformers.ContinuousBatchingConfig(max_requests_per_batch=3, max_batch_tokens=4)
+    expected = [alone(model, ids) for ids in PROMPTS]
+    answered, failed, given_up = dict[str, int](), set[str](), list[str]()
+    with (
+        kvlayers.installed(),
+        model.continuous_batching_context_manager(config_of(), continuous_batching_config=config) as manager,
+    ):
+        for _ in range(16):
+            which, what = chance.randrange(len(PROMPTS)), chance.choice(("answer", "answer", "cancel", "fail", "pause"))
+            if what == "cancel":
+                given_up.append(
+                    manager.add_request(PROMPTS[which], max_new_tokens=100, streaming=chance.random() < 0.5)
+                )
+            elif what == "fail":
+                # Its processor raises when it first sees scores.
+                failed.add(manager.add_request(PROMPTS[which], sequence_bias={(1000,): 1.0}))
+            else:
+                answered[manager.add_request(PROMPTS[which], streaming=what == "pause")] = which
+            if what == "pause":
+                with manager.pause():
+                    pass
+            if given_up and chance.random() < 0.5:
+                manager.cancel_request(given_up.pop(0))
+            time.sleep(chance.choice((0, 0, 0.002)))
+        for name in given_up:
+            manager.cancel_request(name)
+        last = dict[str, Any]()
+        while {name for name, output in last.items() if output.is_finished()} < answered.keys() | failed:
+            output = manager.get_result(timeout=20)
+            last[output.request_id] = output
+        wait_for(lambda: not any(manager.metrics.values()))
+        assert manager.background_thread_status.fatal_error is None
+    assert {name: last[name].generated_tokens for name in answered} == {
+        name: expected[which] for name, which in answered.items()
+    }
+    assert {last[name].status.name for name in failed} == {"FAILED"}
 
 
 def test_a_store_has_what_requests_begin_with(llama: Any) -> None:

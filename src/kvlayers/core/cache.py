@@ -10,7 +10,7 @@ import transformers
 from torch import Tensor
 from typing_extensions import Self, override
 
-from kvlayers.core.arguments import whole_number
+from kvlayers.core.arguments import query_count, whole_number
 from kvlayers.core.cache_operations import AS_TEXT, CacheState, LayerwiseOperations, Origin
 from kvlayers.core.description import Argument, DescriptionContext, arguments_of, described_facts
 from kvlayers.core.forward_pass import ForwardPassFollower, GivenToGenerate, PassStart, SeenTokens, interruption
@@ -321,7 +321,7 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
         """
         try:
             layer = self.layers[layer_idx] if 0 <= layer_idx < len(self.layers) else None
-        except (TypeError, RuntimeError):
+        except (TypeError, ValueError, RuntimeError):
             raise self._no_layer(layer_idx) from None
         if layer is None:
             return self._update_new_layer(key_states, value_states, layer_idx)
@@ -339,7 +339,7 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
             if handle is not None and calls_operators(layer, key_states, value_states):
                 return updated(handle, layer, layer_idx, key_states, value_states)
         elif not following.at < layer_idx <= following.in_step:
-            new = key_states.shape[-2] if isinstance(key_states, Tensor) else 0
+            new = key_states.shape[-2] if isinstance(key_states, Tensor) and key_states.dim() > 1 else 0
             following.follow(self, layer_idx, layer, new)
         attended: tuple[Tensor, Tensor] = (
             layer.update(key_states, value_states, *args, **kwargs)
@@ -466,8 +466,8 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
         Raises:
             CapacityError: the tokens do not fit in this layer.
         """
-        if isinstance(query_length, Tensor):
-            query_length = query_length.shape[0]
+        if type(query_length) is not int or query_length < 0:
+            query_length = query_count(query_length)
         layer = self.layer_at(layer_idx)
         if layer is None:
             return query_length, 0

@@ -2,7 +2,7 @@
 
 import copy
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, overload
 
@@ -152,7 +152,7 @@ class LayerwiseOperations(LayerList):
         """
         target = self.nearest_restorable(length)
         self._remove(self._removals(target))
-        return length - target
+        return whole_number(length, "`length`") - target
 
     def nearest_restorable(self, length: int) -> int:
         """The greatest length, `length` at most, to which all layers can be put back.
@@ -326,7 +326,15 @@ class LayerwiseOperations(LayerList):
         return joined
 
     def replace_layers(self, layers: Sequence[LayerOperations]) -> None:
-        """Hold other layers, which have seen other tokens."""
+        """Hold other layers, which have seen other tokens.
+
+        Raises:
+            OptionError: something that is not a layer of kvlayers.
+        """
+        if not isinstance(layers, Sequence) or not all(isinstance(layer, LayerOperations) for layer in layers):
+            raise OptionError(
+                f"`layers` must be layers of kvlayers, got {layers!r}: pass what adapted_layers() returns."
+            )
         self.layers, self.known_ids = [layer.original for layer in layers], None
         self.forget_pass()
 
@@ -363,11 +371,13 @@ class LayerwiseOperations(LayerList):
             BatchIndexError: there is not one length for each row.
             RollbackError: a row never had such a length, or cannot be put back to it; nothing is changed.
         """
-        if not isinstance(lengths, Iterable):
+        if not isinstance(lengths, Sequence) and not (isinstance(lengths, Tensor) and lengths.dim() == 1):
             raise BatchIndexError(f"`lengths` must have one length for each row, got {lengths!r}: pass a list.")
         held, wanted = self.row_lengths, [whole_number(length, "`length`") for length in lengths]
         if len(wanted) != len(held):
-            raise BatchIndexError(f"`lengths` must have one length for each of {len(held)} rows, got {len(wanted)}.")
+            raise BatchIndexError(
+                f"`lengths` must have one length for each of {len(held)} rows, got {len(wanted)}: pass a list of them."
+            )
         for row, (length, own) in enumerate(zip(wanted, held, strict=True)):
             if not 0 <= length <= own:
                 raise RollbackError(

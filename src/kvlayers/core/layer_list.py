@@ -33,12 +33,6 @@ def adapted(layer: Any, grows: bool = False) -> LayerOperations:
     return adapter
 
 
-def adapted_anew(layers: Sequence[Any], known: Sequence[LayerOperations], grows: bool) -> list[LayerOperations]:
-    """For each layer the layer itself or its adapter: the known adapter if it has one, and otherwise a new one."""
-    by_identity = {id(layer.original): layer for layer in known}
-    return [by_identity.get(id(layer)) or adapted(layer, grows) for layer in layers]
-
-
 class LayerList(ABC):
     """The part of a cache's interface that says what its layers are.
 
@@ -62,16 +56,18 @@ class LayerList(ABC):
         """
         known = self._adapted
         if len(known) != len(self.layers) or not all(map(operator.is_, known, self.layers)):
-            self._adapted = known = adapted_anew(self.layers, known, self._grows)
+            by_identity = {id(layer.original): layer for layer in known}
+            self._adapted = known = [by_identity.get(id(layer)) or adapted(layer, self._grows) for layer in self.layers]
         return known
 
     def layer_at(self, layer_idx: int) -> LayerOperations | None:
         """The layer, as in `adapted_layers()`; `None` for an index beyond the layers, whose layer may be made later."""
         try:
             if layer_idx >= len(self.layers):
+                operator.index(layer_idx)
                 return None
             layer = self.layers[layer_idx]
-        except (IndexError, TypeError, RuntimeError):
+        except (IndexError, TypeError, ValueError, RuntimeError):
             raise self._no_layer(layer_idx) from None
         if -len(self._adapted) <= layer_idx < len(self._adapted):
             known = self._adapted[layer_idx]
@@ -107,7 +103,7 @@ class LayerList(ABC):
         """
         try:
             index = operator.index(layer_idx)
-        except TypeError:
+        except (TypeError, RuntimeError):
             raise self._no_layer(layer_idx) from None
         if not -len(self.layers) <= index < len(self.layers):
             raise self._no_layer(layer_idx)
@@ -229,7 +225,7 @@ class LayerList(ABC):
         """The layer at `layer_idx`, which has recurrent states."""
         try:
             layer = self.layers[layer_idx]
-        except (IndexError, TypeError):
+        except (IndexError, TypeError, RuntimeError):
             raise self._no_recurrent_layer(layer_idx) from None
         if layer_idx >= len(self._adapted) or self._adapted[layer_idx] is not layer:
             layer = self._layer(layer_idx)
@@ -256,7 +252,7 @@ class LayerList(ABC):
     def _state(states: dict[int, Any], state_idx: int) -> Any:
         try:
             return states[state_idx]
-        except (KeyError, TypeError):
+        except (KeyError, TypeError, RuntimeError):
             raise LayerIndexError(
                 f"A state index must be from 0 to {len(states) - 1}, got {state_idx!r}: make the cache from the "
                 "config of the model that uses it."

@@ -6,11 +6,17 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from kvlayers.core.arguments import BatchIndices, as_batch_indices, crop_target, repeated_rows, unbounded_as_minus_one
+from kvlayers.core.arguments import (
+    BatchIndices,
+    as_batch_indices,
+    crop_target,
+    repeated_rows,
+    unbounded_as_minus_one,
+    whole_number,
+)
 from kvlayers.core.buffer import LayerShape, StateForm
 from kvlayers.core.description import (
     Argument,
@@ -205,7 +211,7 @@ class LayerOperations(ABC):
     def row(self, index: int) -> "LayerOperations":
         """A layer with one sequence of this layer, to go on by itself. It does not change when this layer does."""
         row = self.fork()
-        row.select(torch.tensor([index]))
+        row.select(as_batch_indices([whole_number(index, "`row`")], self.batch_size or 0))
         row.compact()
         return row
 
@@ -371,13 +377,16 @@ class LayerOperations(ABC):
     def fork(self) -> Self:
         """An independent continuation: a change of one layer never shows in the other."""
 
+    keys: Any = None
+    values: Any = None
+
     def peek(self) -> tuple[Tensor | None, Tensor | None]:
         """Keys and values held, `[batch, kv_heads, held, head_dim]`, to be read before the cache changes again.
 
         They may be views of memory that forks share and that is written again, while `keys` and `values` may not. Both
         are `None` for a layer that does not attend.
         """
-        return None, None
+        return self.keys, self.values
 
     @abstractmethod
     def held_tensors(self) -> Iterator[Tensor]:
@@ -471,17 +480,16 @@ class LayerOperations(ABC):
     def check_removal(self, tokens: int) -> None:
         """Raise `RollbackError` if `remove_newest(tokens)` would."""
         if length := self.length:
-            self.check_truncate(length - tokens)
+            self.check_truncate(length - whole_number(tokens, "`tokens`"))
 
     def remove_newest(self, tokens: int) -> None:
         """Roll back the newest `tokens` tokens. A layer that the model never used is left alone."""
         if length := self.length:
-            self.truncate(length - tokens)
+            self.truncate(length - whole_number(tokens, "`tokens`"))
 
     def expand(self, repeats: int) -> None:
         """Repeat each sequence `repeats` times in a row. What the copies have in common may be held only once."""
-        if self.batch_size is not None:
-            self.select(repeated_rows(repeats, self.batch_size))
+        self.batch_repeat_interleave(repeats)
 
     def share_prefix(self, other: "LayerOperations", tokens: int) -> None:
         """Hold the first `tokens` tokens in the memory of `other`, which has seen the same ones, if both can.

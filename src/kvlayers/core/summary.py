@@ -212,9 +212,6 @@ def _times(traces: int) -> str:
 
 def explanation_of(prefixes: Sequence[str], layers: Sequence[LayerOperations], traces: int) -> Explanation:
     """The explanation of a cache with these layers; see `Explanation`."""
-    attention: Counter[str] = Counter()
-    packing: Counter[str] = Counter()
-    for layer in layers:
-        attention.update(layer.attention_paths)
-        packing.update(layer.packing_paths)
+    attention: Counter[str] = sum((Counter(layer.attention_paths) for layer in layers), Counter())
+    packing: Counter[str] = sum((Counter(layer.packing_paths) for layer in layers), Counter())
     return Explanation(tuple(prefixes), dict(attention), dict(packing), traces)

@@ -285,10 +285,8 @@ class TokenLayer(CacheLayer):
 
     @override
     def share_prefix(self, other: LayerOperations, tokens: int) -> None:
-        if not isinstance(other, TokenLayer):
-            return
         dropped = self.length - self._store.length
-        if dropped == other.length - other.store.length:
+        if isinstance(other, TokenLayer) and dropped == other.length - other.store.length:
             self._store.share_prefix(other.store, tokens - dropped)
 
     @override

@@ -15,6 +15,7 @@ from torch import Tensor
 
 import kvlayers
 import versions
+from kvlayers import OptionError
 from kvlayers.core.buffer import TokenBuffer
 from kvlayers.core.forward_pass import in_module
 from kvlayers.generation import call_cache, retried_pass
@@ -218,7 +219,7 @@ def test_padding_on_the_left_stays_masked(family: str) -> None:
 def test_padding_that_a_cache_has_learned_is_known_in_a_prompt_that_is_read_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(kvlayers.Cache, "give_way", lambda cache: "as if")
+    monkeypatch.setattr(kvlayers.Cache, "give_way", lambda cache, ladder: "as if")
     ids = torch.where(PADDED == 1, prompt(2), 0)
     sinks = {"attention_mask": PADDED, "cache_implementation": "sink", "cache_config": {"window_length": 64}}
     with kvlayers.installed():
@@ -537,6 +538,21 @@ def test_the_error_in_the_end_says_what_was_done() -> None:
     assert seen.value.__cause__.__traceback__ is not None
     assert running_out.passes == 6
     assert not kvlayers.is_installed()
+
+
+def test_a_ladder_says_which_steps_may_be_taken() -> None:
+    model, ids = fresh_model("qwen2"), prompt(1)
+    RunningOut(model, [2])
+    with pytest.warns(SteppedDownWarning, match="by one step: int4"):
+        resilient_generate(model, ids, ladder=["int4"])
+    RunningOut(model, [1])
+    with no_step_down(), pytest.raises(torch.OutOfMemoryError, match="no step left"):
+        resilient_generate(model, ids, ladder=("offloaded",))
+    running_out = RunningOut(model, ALWAYS)
+    for ladder in ((), "int8", ["int2"], [("int4", {})], None, [None], {"int8": 1}):
+        with pytest.raises(OptionError, match="`ladder` must be steps of 'int8', 'int4', 'offloaded', got"):
+            resilient_generate(model, ids, ladder=ladder)
+    assert running_out.passes == 0
 
 
 def test_it_stands_in_for_the_function_of_transformers_documentation() -> None:

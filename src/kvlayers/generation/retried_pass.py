@@ -8,6 +8,7 @@ import gc
 import sys
 import traceback
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from kvlayers.core.forward_pass import PassStart
 from kvlayers.errors import InterruptedPassError, RollbackError
 from kvlayers.generation.call_cache import free_reservations
 from kvlayers.generation.current_call import CURRENT, CurrentCall, Inputs
+from kvlayers.generation.patching import ScopedValue
 from kvlayers.generation.prefill import pass_tokens, without_last
 from kvlayers.upstream.callers import warn_the_caller
 from kvlayers.utils.tensor_memory import is_out_of_memory
@@ -26,6 +28,9 @@ from kvlayers.utils.tensor_memory import is_out_of_memory
 class SteppedDownWarning(RuntimeWarning):
     """Memory ran out in a forward pass, which is made again with a cache that takes less."""
 
+
+LADDER: ScopedValue[Sequence[str] | None] = ScopedValue("ladder", None)
+"""The steps that the caches of calls may take, `None` for all."""
 
 OF_PASS = ("cache_position", "next_sequence_length", "is_first_iteration")
 """Inputs of a pass that say which of the tokens it takes."""
@@ -52,7 +57,7 @@ def make_room(model: Any, cache: Cache, began: PassStart | None, error: BaseExce
     try:
         length, kept = _put_back(cache, began, call)
         free_memory()
-        step = cache.give_way()
+        step = cache.give_way(LADDER.get())
         if step is None:
             raise RollbackError(f"its {type(cache).__name__} has no step left to give way by")
     except (RollbackError, InterruptedPassError) as reason:

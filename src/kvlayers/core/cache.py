@@ -499,16 +499,19 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
 
     # Memory
 
-    def give_way(self) -> str | None:
+    def give_way(self, ladder: Sequence[str] | None = None) -> str | None:
         """Take less memory, in place and by one step: 8 bits, then 4 bits, then states on the host.
 
         A step is taken as a whole: by all layers that can take it. If memory runs out within a step, some layers have
         taken it, the tokens are those that were held, and the next call goes on with the same step.
 
+        Args:
+            ladder: the steps that may be taken, the first of them first; all three if it is not given.
+
         Returns:
             The step that was taken, "int8", "int4" or "offloaded"; `None` if there is none left.
         """
-        step: str | None = late.function("give way")(self)
+        step: str | None = late.function("give way")(self, ladder)
         return step
 
     def pack(self, nbits: int = 4) -> None:

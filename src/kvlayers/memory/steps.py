@@ -31,9 +31,9 @@ LADDER = ("int8", "int4", "offloaded")
 """The steps of a cache that was not told which it may take, in order."""
 
 
-def give_way(cache: Cache) -> str | None:
+def give_way(cache: Cache, ladder: Sequence[str] | None = None) -> str | None:
     """See `Cache.give_way`."""
-    for step in LADDER:
+    for step in LADDER if ladder is None else ladder:
         taken = [_takes(part, step) for part in cache.parts()]
         if any(taken):
             return step

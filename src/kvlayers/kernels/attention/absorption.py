@@ -38,14 +38,21 @@ class Projection:
     Attributes:
         snapshot: the tokens. Their keys are the latents, their values the rotated keys that all heads share.
         weight: `[heads * head_channels, latent_dim]`.
-        product: `[batch, 1, tokens, heads * head_channels]`; `None` until something reads it.
+        outline: the product on the meta device, `[batch, 1, tokens, heads * head_channels]`.
+        product: the product; `None` until something reads it.
     """
 
     snapshot: Snapshot
     weight: Tensor
+    outline: Tensor
     product: Tensor | None = None
 
-    def expanded(self) -> Tensor:
+    @property
+    def device(self) -> torch.device:
+        """Device of the product."""
+        return self.weight.device
+
+    def read(self) -> Tensor:
         """What transformers computes, which is the same tensor at every call."""
         if self.product is None:
             self.snapshot.paths.record(EXPANDED)

@@ -5,8 +5,8 @@
 
 `leave`: clients that hang up in the middle of a stream. `crowd`: many requests at once. `endless`: a prompt longer than
 the model, and one that asks for more tokens than the model has positions. `wrong`: requests whose options the server or
-the model refuses. Beside each of them other clients ask, whose texts must be those of a quiet server. At the end no
-request may be left, and threads and memory must have come back.
+the model refuses. Beside each of them other clients ask, whose texts must be those of a quiet server. From the second
+section on, what the first has let grow is there: threads and memory must come back.
 
 It needs "transformers[serving]". The exit code is 1 if a text differs, or something is left.
 """
@@ -26,7 +26,7 @@ from lib.serving import Server, serving
 
 OTHERS, ANSWER = 4, 16
 GROWTH_MIB, GROWTH_THREADS = 200, 2
-"""What the process may have kept at the end beside what it had after the first round."""
+"""What a section may leave in the process, apart from the first."""
 
 
 def options() -> report.Options:
@@ -98,7 +98,7 @@ def wrong(run: report.Session, server: Server) -> dict[str, Any]:
         "no messages": {"model": run.given.model},
         "no tokens": {**body, "max_tokens": 0},
         "less than no tokens": {**body, "max_tokens": -3},
-        "a temperature that is none": {**body, "temperature": "warm"},
+        "a temperature in words": {**body, "temperature": "warm"},
         "a wrong option": {**body, "generation_config": json.dumps({"no_such_option": 1})},
         "another model": {**body, "model": "no/such-model"},
     }
@@ -156,7 +156,6 @@ def attack(run: report.Session) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     given = options().parse(arguments)
-    given.sections = given.only
     with report.session(given) as running:
         found = attack(running)
     return running.finish(found)

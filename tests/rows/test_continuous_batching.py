@@ -1,7 +1,9 @@
 """transformers' continuous batching under `install()`: answers are those of `generate()`, whatever else is asked."""
 
 import asyncio
+import contextlib
 import logging
+import queue
 import random
 import threading
 import time
@@ -9,11 +11,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
 import transformers
 
 import families
 import kvlayers
+from kvlayers.batching import continuous_batching
 from kvlayers.upstream import generate_calls
 from models import fresh_model, prompt, tiny_model
 
@@ -315,6 +319,88 @@ def test_outputs_are_handed_to_an_event_loop(running: Any, llama: Any) -> None:
 
     assert asyncio.run(ask_all()) == [alone(llama, ids) for ids in PROMPTS]
     assert running.get_result(timeout=0.05) is None
+
+
+def test_what_came_before_its_handler_is_handed_to_it(running: Any, llama: Any) -> None:
+    async def ask() -> list[int]:
+        early, late = (running.add_request(PROMPTS[0], streaming=True, max_new_tokens=3) for _ in range(2))
+        while any(running.metrics.values()):
+            await asyncio.sleep(0.005)
+        counts = list[int]()
+        running.register_result_handler(late, lambda output: counts.append(len(output.generated_tokens)))
+        while len(counts) < 3:
+            await asyncio.sleep(0.005)
+        assert [len(running.get_result(early, timeout=20).generated_tokens) for _ in range(3)] == [1, 2, 3]
+        return counts
+
+    assert asyncio.run(asyncio.wait_for(ask(), 20)) == [1, 2, 3]
+    assert running.get_result(timeout=0.05) is None
+
+
+def test_two_requests_of_one_name_are_refused(running: Any, llama: Any) -> None:
+    running.add_request(PROMPTS[0], request_id="mine", max_new_tokens=50)
+    with pytest.raises(kvlayers.OptionError, match="`request_id` must be one that no other request has, got 'mine'"):
+        running.add_request(PROMPTS[1], request_id="mine")
+    assert running.get_result("mine", timeout=20).generated_tokens[:NEW] == alone(llama, PROMPTS[0])
+    running.add_request(PROMPTS[1], request_id="mine")
+    assert running.get_result("mine", timeout=20).generated_tokens == alone(llama, PROMPTS[1])
+
+
+def test_a_name_may_be_used_again_by_the_time_its_request_has_been_given_up(
+    running: Any, llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward, expected = llama.forward, [alone(llama, ids) for ids in PROMPTS[:2]]
+    monkeypatch.setattr(llama, "forward", lambda *given, **named: (time.sleep(0.01), forward(*given, **named))[1])
+    other = running.add_request(PROMPTS[0])
+    running.add_request(PROMPTS[1], request_id="mine", max_new_tokens=200)
+    wait_for(lambda: running.metrics["decoding"] == 2)
+    running.cancel_request("mine")
+
+    def asked_again() -> bool:
+        with contextlib.suppress(kvlayers.OptionError):
+            return running.add_request(PROMPTS[1], request_id="mine") is not None
+        return False
+
+    # While its row is still there.
+    wait_for(asked_again)
+    assert [running.get_result(name, timeout=20).generated_tokens for name in (other, "mine")] == expected
+    assert running.get_result(timeout=0.05) is None
+
+
+def test_who_finds_the_queue_full_is_told_and_leaves_nothing(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(continuous_batching, "SECONDS_FOR_A_PLACE", 0.01)
+    with kvlayers.installed():
+        manager = llama.init_continuous_batching(config_of(), transformers.ContinuousBatchingConfig(max_queue_size=1))
+    first = manager.add_request(PROMPTS[0])
+    with pytest.raises(queue.Full):
+        manager.add_request(PROMPTS[1])
+    manager.start()
+    assert manager.get_result(first, timeout=20).generated_tokens == alone(llama, PROMPTS[0])
+    manager.stop()
+    assert manager.metrics["waiting"] == 0
+
+
+def test_a_manager_is_told_how_many_answers_a_prompt_gets(running: Any, llama: Any) -> None:
+    running.num_return_sequences = 2
+    names = {running.add_request(PROMPTS[0]), running.add_request(PROMPTS[1], num_return_sequences=1)}
+    outputs = [running.get_result(timeout=20) for _ in range(3)]
+    assert {output.request_id for output in outputs} == {*names, f"{min(names)}__child#0"}
+    assert sorted(output.generated_tokens for output in outputs) == sorted(
+        [*2 * [alone(llama, PROMPTS[0])], alone(llama, PROMPTS[1])]
+    )
+
+
+def test_an_answer_ends_at_a_stop_string(running: Any, llama: Any) -> None:
+    words = {"abcdef": 0, **{f"<{token}>": token for token in range(1, 97)}}
+    own = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<1>"))
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=own)
+    whole = alone(llama, PROMPTS[0])
+    ends = next(place for place in range(2, NEW) if whole[place] not in whole[:place])
+    stop = tokenizer.convert_ids_to_tokens(whole[ends])
+    name = running.add_request(PROMPTS[0], stop_strings=[stop], tokenizer=tokenizer)
+    assert running.get_result(name, timeout=20).generated_tokens == whole[: ends + 1]
+    name = running.add_request(PROMPTS[0], stop_strings=[stop])
+    assert "tokenizer" in running.get_result(name, timeout=20).error
 
 
 def test_a_client_whose_loop_is_gone_is_no_error(running: Any, llama: Any) -> None:

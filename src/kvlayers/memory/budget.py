@@ -184,8 +184,8 @@ class Budget:
         least = sum(each.rounded(0, 0, min(self.bits)) if self.bits else each.exact(each.tokens) for each in held)
         raise CapacityError(
             f"`max_bytes` must be at least {exact_bytes(least + int(self.max_bytes) - nbytes)} for {tokens} tokens by "
-            f"the steps {', '.join(self.ladder) or '(none)'}, got {exact_bytes(int(self.max_bytes))}: allow more bytes, or "
-            "further steps, or pass fewer tokens or sequences."
+            f"the steps {', '.join(self.ladder) or '(none)'}, got {exact_bytes(int(self.max_bytes))}: allow more "
+            "bytes, or further steps, or pass fewer tokens or sequences."
         )
 
     def _rounded(self, held: "list[_Held]", nbytes: int, more: int) -> tuple[int, list[int]]:

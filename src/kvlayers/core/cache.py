@@ -280,8 +280,12 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
             compiled: no code that updates this cache
         """
         layers = [layer for layers in self._layers_by_use().values() for layer in layers]
-        memory = "" if self.budget is None else self.budget.note
-        return explanation_of(self.prefix_notes, layers, max(self._traces.values(), default=0), memory)
+        return explanation_of(
+            self.prefix_notes,
+            layers,
+            max(self._traces.values(), default=0),
+            "" if self.budget is None else self.budget.note,
+        )
 
     # Called while torch traces, and not by the code that it makes.
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

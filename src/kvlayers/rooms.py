@@ -30,6 +30,8 @@ PROVIDED = {
     "pack": "kvlayers.memory.steps:pack",
     "offload": "kvlayers.memory.steps:offload",
     "onload": "kvlayers.memory.steps:onload",
+    "budget": "kvlayers.memory.budget:Budget.of",
+    "budget in facts": "kvlayers.memory.budget:Budget.from_facts",
     "recurrent kinds": "kvlayers.recurrent.hybrid_layer:recurrent_kinds",
     "separate rows": "kvlayers.rows.rows_layer:SeparateRows",
     "dense rows": "kvlayers.rows.dense_rows:DenseRows",

@@ -1,5 +1,6 @@
 """The cache: a list of layers, with the interface that transformers, generate() and decode loops call."""
 
+import copy
 import os
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -10,7 +11,7 @@ import transformers
 from torch import Tensor
 from typing_extensions import Self, override
 
-from kvlayers.core.arguments import whole_number
+from kvlayers.core.arguments import query_count, whole_number
 from kvlayers.core.cache_operations import AS_TEXT, CacheState, LayerwiseOperations, Origin
 from kvlayers.core.description import Argument, DescriptionContext, arguments_of, described_facts
 from kvlayers.core.forward_pass import ForwardPassFollower, GivenToGenerate, PassStart, SeenTokens, interruption
@@ -69,6 +70,8 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
     """The other attributes that a file records. A subclass inherits them, and names its own in `described`."""
     prefix_notes: tuple[str, ...] = ()
     """What a prefix store had of the prompts of the call that made the cache; see `explain`."""
+    budget: Any = None
+    """The bytes that the cache stays within, a `Budget` of the room `memory`, `None` for as many as it takes."""
     recall: AttentionMaker | None = None
     """How single queries choose the pages that they attend to, if they do."""
     _rotary: Rotary | None = None
@@ -106,10 +109,9 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
                 "`layers` must be a layer of its own for each layer of the model, got one twice: copy it."
             )
         self.only_non_sliding = offload_only_non_sliding
-        placement = None
         options = offloading, offload_only_non_sliding, offload_device, offload_directory
-        if options[0] is not False or not isinstance(options[1], bool) or options[2:] != ("cpu", None):
-            placement = late.function("offloading")(*options)
+        stays = options[0] is False and isinstance(options[1], bool) and options[2:] == ("cpu", None)
+        placement = None if stays else late.function("offloading")(*options)
         self._pass = ForwardPassFollower()
         # A cache that is made within compiled code is traced through.
         self._handle = None if torch.compiler.is_compiling() else GraphHandle(self)
@@ -221,7 +223,7 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
     def _twin_with(self, layers: Sequence[LayerOperations]) -> Self:
         twin = super()._twin_with(layers)
         twin._pass = self._pass.copy()
-        twin._given = None
+        twin._given, twin.budget = None, copy.copy(self.budget)
         if self._prefetcher is not None:
             # A prefetcher belongs to one thread, and the two caches may be used in two.
             twin._prefetcher = self._prefetcher.for_another_cache()
@@ -280,7 +282,8 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
             compiled: no code that updates this cache
         """
         layers = [layer for layers in self._layers_by_use().values() for layer in layers]
-        return explanation_of(self.prefix_notes, layers, max(self._traces.values(), default=0))
+        memory = "" if self.budget is None else self.budget.note
+        return explanation_of(self.prefix_notes, layers, max(self._traces.values(), default=0), memory)
 
     # Called while torch traces, and not by the code that it makes.
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -323,7 +326,7 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
         """
         try:
             layer = self.layers[layer_idx] if 0 <= layer_idx < len(self.layers) else None
-        except (TypeError, RuntimeError):
+        except (TypeError, ValueError, RuntimeError):
             raise self._no_layer(layer_idx) from None
         if layer is None:
             return self._update_new_layer(key_states, value_states, layer_idx)
@@ -331,8 +334,8 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
             layer = self._layer(layer_idx)
             if not layer.attends:
                 raise UnsupportedLayerError(
-                    f"expected a layer that attends, but layer {layer_idx} holds nothing that is attended to: make the "
-                    "cache from the config of the model that uses it."
+                    f"`layer_idx` must be that of a layer that attends, got {layer_idx}, which holds nothing that is "
+                    "attended to: make the cache from the config of the model that uses it."
                 )
         following, compiling = self._pass, torch.compiler.is_compiling()
         if compiling:
@@ -341,7 +344,9 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
             if handle is not None and calls_operators(layer, key_states, value_states):
                 return updated(handle, layer, layer_idx, key_states, value_states)
         elif not following.at < layer_idx <= following.in_step:
-            new = key_states.shape[-2] if isinstance(key_states, Tensor) else 0
+            new = key_states.shape[-2] if isinstance(key_states, Tensor) and key_states.dim() > 1 else 0
+            if self.budget is not None:
+                self.budget.make_room(self, self.adapted_layers(), layer_idx, key_states, value_states)
             following.follow(self, layer_idx, layer, new)
         attended: tuple[Tensor, Tensor] = (
             layer.update(key_states, value_states, *args, **kwargs)
@@ -361,6 +366,9 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
         if not compiling:
             self._pass.follow(self, layer_idx, None, key_states.shape[-2])
         layers = self.layers_for(layer_idx + 1)
+        new_layers = [adapted(layer) for layer in layers]
+        if self.budget is not None:
+            self.budget.make_room(self, new_layers, layer_idx, key_states, value_states)
         attended: tuple[Tensor, Tensor] = layers[layer_idx].update(key_states, value_states)
         self.layers.extend(layers[len(self.layers) :])
         # Now, so that compiled code does not find out: what it sees for the first time it is compiled for.
@@ -468,8 +476,8 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
         Raises:
             CapacityError: the tokens do not fit in this layer.
         """
-        if isinstance(query_length, Tensor):
-            query_length = query_length.shape[0]
+        if type(query_length) is not int or query_length < 0:
+            query_length = query_count(query_length)
         layer = self.layer_at(layer_idx)
         if layer is None:
             return query_length, 0
@@ -544,10 +552,8 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
         """
         if layer_idx is None:
             late.function("offload")(self, device, directory, only_non_sliding)
-            return
-        layer = self._layer(layer_idx)
-        if not (only_non_sliding and layer.is_sliding):
-            layer.offload()
+        elif not (only_non_sliding and self._layer(layer_idx).is_sliding):
+            self._layer(layer_idx).offload()
 
     def onload(self) -> None:
         """Hold all states on the device that computes from now on: the inverse of `offload`."""
@@ -559,9 +565,8 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
         Raises:
             UnsupportedLayerError: it cannot.
         """
-        layer = self._layer(layer_idx)
-        if not (only_non_sliding and layer.is_sliding):
-            layer.prefetch()
+        if not (only_non_sliding and self._layer(layer_idx).is_sliding):
+            self._layer(layer_idx).prefetch()
 
     def __repr__(self) -> str:
         try:
@@ -601,8 +606,4 @@ def _are_latents(keys: Tensor, values: Tensor) -> bool:
 
 def _placed(layer: Any, prefetcher: Any, only_non_sliding: bool) -> Any:
     """A layer of the cache, wrapped by the prefetcher's room if its states are held elsewhere."""
-    if prefetcher is None:
-        # What is no layer is refused.
-        adapted(layer)
-        return layer
-    return late.function("place")(layer, prefetcher, only_non_sliding)
+    return layer if prefetcher is None else late.function("place")(layer, prefetcher, only_non_sliding)

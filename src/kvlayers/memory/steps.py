@@ -3,7 +3,7 @@
 import functools
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -42,8 +42,16 @@ def give_way(cache: Cache, ladder: Sequence[str] | None = None) -> str | None:
 
 def _takes(part: Any, step: str) -> bool:
     """Whether a cache could take a step, which it then has."""
-    if step in BITS:
-        return _round(part, BITS[step])[0]
+    if part.budget is not None:
+        if step not in part.budget.ladder:
+            return False
+        # There was no memory for as many as its bytes allow.
+        part.budget.most_kept = 0
+    return _round(part, BITS[step])[0] if step in BITS else place_elsewhere(part)
+
+
+def place_elsewhere(part: Any) -> bool:
+    """Hold the states of a cache on the host, if that frees memory of a device. Returns whether it does."""
     devices = {layer.device for layer in part.adapted_layers() if layer.attends}
     prefetcher = Offloading().prefetcher()
     # Elsewhere, states would take memory of the device that computes all the same.
@@ -77,7 +85,7 @@ def _round(part: Any, nbits: int) -> tuple[bool, list[str]]:
     Returns:
         Whether any layer has changed, and the kinds of the layers that stay as they are because they must.
     """
-    _set_rows_apart(part)
+    set_rows_apart(part)
     changed, stay = False, {}
     for layer in part.adapted_layers():
         for holder in holders(layer):
@@ -86,7 +94,7 @@ def _round(part: Any, nbits: int) -> tuple[bool, list[str]]:
             changed |= settings_of(holder.store) != before
             if not isinstance(holder.store, QuantizedStore) or max(holder.store.bits or (0,)) > nbits:
                 stay[type(holder.unwrapped).__name__] = None
-        if layer.attends and not list(holders(layer)):
+        if layer.attends and not holders(layer):
             stay[type(layer.parts[0].unwrapped.original).__name__] = None
     make_layer = part.layer_class_to_replicate
     if make_layer is not None:
@@ -104,11 +112,15 @@ def settings_of(store: TokenStore) -> tuple[Any, ...]:
     return (store.quantization, store.kept) if isinstance(store, QuantizedStore) else ()
 
 
-def holders(layer: LayerOperations) -> Iterator[Any]:
-    """The layers of tokens of each row, of which nothing is kept beside their stores that depends on them."""
-    for row in layer.parts[0].separate_rows:
-        if isinstance(row.unwrapped, TokenLayer) and not row.unwrapped.beside:
-            yield row
+def holders(layer: LayerOperations) -> list[Any]:
+    """The layers of tokens of each row, if they keep nothing beside their stores that depends on how these hold them,
+    and the stores may be exchanged."""
+    rows: list[Any] = [row for row in layer.parts[0].separate_rows if isinstance(row.unwrapped, TokenLayer)]
+    return [
+        row
+        for row in rows
+        if not row.unwrapped.beside and (isinstance(row.store, QuantizedStore) or may_share(row.store))
+    ]
 
 
 def rounded(store: TokenStore, nbits: int, window: bool = False) -> TokenStore:
@@ -119,25 +131,26 @@ def rounded(store: TokenStore, nbits: int, window: bool = False) -> TokenStore:
         nbits: bits of a number.
         window: whether oldest tokens go, so that none can stay as a sink.
     """
-    try:
-        packed = packable(store, nbits, window)
-        if packed is not None and max(packed.bits or (0,)) > nbits:
-            _repack(packed, packed.quantization.narrowed(nbits))
-    except (OptionError, StateMismatchError):
-        # Of a backend without such bits, or a dtype that cannot be coded.
-        return store
+    packed = narrowed(store, nbits, window)
     if packed is None:
         return store
     packed.keep(packed.quantization.residual_length)
     return packed
 
 
-def packable(store: TokenStore, nbits: int, window: bool) -> QuantizedStore | None:
-    """A store that can pack the same tokens, of which none are packed yet if none were; `None` if there is none.
+def narrowed(store: TokenStore, nbits: int, window: bool) -> QuantizedStore | None:
+    """A store that packs the same tokens to `nbits` bits at most, as `rounded`; `None` if that is impossible."""
+    try:
+        packed = _packable(store, nbits, window)
+        if packed is not None and max(packed.bits or (0,)) > nbits:
+            _repack(packed, packed.quantization.narrowed(nbits))
+    except (OptionError, StateMismatchError):
+        # Of a backend without such bits, or a dtype that cannot be coded.
+        return None
+    return packed
 
-    Raises:
-        StateMismatchError: the dtype of the states cannot be coded.
-    """
+
+def _packable(store: TokenStore, nbits: int, window: bool) -> QuantizedStore | None:
     if isinstance(store, QuantizedStore):
         return store
     # What autograd follows must not be rounded.
@@ -166,7 +179,7 @@ def _rounded_layer(make_layer: Callable[[], Any], nbits: int) -> Any:
     return layer
 
 
-def _set_rows_apart(part: Any) -> None:
+def set_rows_apart(part: Any) -> None:
     """Let each row be a layer of its own, where rows stand side by side in one tensor."""
     for index, layer in enumerate(part.adapted_layers()):
         attention = layer.parts[0]
@@ -209,7 +222,7 @@ def _place(part: Any, placement: Offloading) -> None:
         CapacityError: there is no memory for them.
         UnsupportedLayerError: a layer cannot be offloaded.
     """
-    _set_rows_apart(part)
+    set_rows_apart(part)
     part.place(part.layers, placement)
     try:
         for layer in part.adapted_layers():

@@ -316,6 +316,7 @@ class QuantizedStore(TokenStore):
     def keep(self, tokens: int) -> None:
         """Keep the newest `tokens` tokens in full precision at least, and pack the blocks before them that are full."""
         self.kept = tokens
+        self._forget_segments()
         if self._forms is not None and self._blocks_to_pack(0):
             self.append(*self.parts.residual.newest(0))
 

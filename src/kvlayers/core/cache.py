@@ -78,6 +78,8 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
     """How the model's keys are rotated, if the user says it in the place of the model's config."""
     _traces: Mapping[int, int] = MappingProxyType({})
     """For each layer index, how often code that updates the layer was traced."""
+    steps_taken: tuple[str, ...] = ()
+    """The steps that `give_way` has taken."""
     _prefetcher: Any = None
     _given: GivenToGenerate | None = None
     _outlives_generate = False
@@ -516,6 +518,8 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
             The step that was taken, "int8", "int4" or "offloaded"; `None` if there is none left.
         """
         step: str | None = late.function("give way")(self, ladder)
+        if step is not None:
+            self.steps_taken += (step,)
         return step
 
     def pack(self, nbits: int = 4) -> None:

@@ -385,6 +385,9 @@ class StorePart:
 
     def insert(self, ids: Tensor, cache: Cache, division: str = "") -> None:
         """Insert a cache for the tokens that it has seen, if the store can take it."""
+        if cache.steps_taken:
+            self.active.store.record_refusal("its cache ran out of memory, and has given way")
+            return
         # The caller gets the result whatever happens to the store, such as a full disk, or no memory for a copy.
         try:
             self.active.store.insert(ids, cache, model=self._label + division, **self._key)

@@ -47,6 +47,7 @@ FACADES = ("caches", "layers", "stores", "quantizers", "models", "options")
 LADDER = (
     "persistence",
     "prefix",
+    "serving",
     "documents",
     "generation",
     "batching",

@@ -257,9 +257,7 @@ def options_of(config: Any) -> dict[str, Any]:
     Raises:
         IneligibleError: they are not a mapping from names to values.
     """
-    options = config.cache_config
-    if options is None:
-        return {}
+    options = {} if config.cache_config is None else config.cache_config
     if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):
         raise IneligibleError("its cache_config is not a mapping from names to values")
     return dict(options)

@@ -21,7 +21,6 @@ from kvlayers.kernels.attention.gqa import marked_for_sdpa
 from kvlayers.kernels.attention.packed_ops import packed_like
 from kvlayers.kernels.attention.packed_tensor import PackedStates, as_dense
 from kvlayers.kernels.attention.segment_kinds import DenseSegment
-from kvlayers.kernels.attention.segments import KVSegments
 from kvlayers.kernels.codes.quantizer_contract import Side
 from kvlayers.quantized.quantization import Quantization
 from kvlayers.quantized.quantized_store import QuantizedStore
@@ -300,8 +299,8 @@ def _behind(front: KVPair, attended: KVPair) -> KVPair:
         snapshot = keys.snapshot
         # Sinks keep the dtype that they came in, and a store may hold another one since.
         first_keys, first_values = (states.to(snapshot.dtype) for states in front)
-        segments = KVSegments((DenseSegment(first_keys, first_values), *snapshot.segments.in_order))
-        return packed_like(keys, values, replace(snapshot, segments=segments))
+        held = (DenseSegment(first_keys, first_values), *snapshot.segments.in_order)
+        return packed_like(keys, values, replace(snapshot, segments=replace(snapshot.segments, in_order=held)))
     return torch.cat([front[0], keys], dim=2), torch.cat([front[1], values], dim=2)
 
 

@@ -17,6 +17,7 @@ ROOMS = (
     "kvlayers.eviction",
     "kvlayers.interop",
     "kvlayers.rows",
+    "kvlayers.memory",
     "kvlayers.planning",
 )
 """Their import registers the kinds of layers, stores and caches."""
@@ -25,6 +26,12 @@ PROVIDED = {
     "static layers agree": "kvlayers.static.static_cache:share_mask_extents",
     "offloading": "kvlayers.offload.offloading:Offloading.from_options",
     "place": "kvlayers.offload.offloaded_layer:placed",
+    "give way": "kvlayers.memory.steps:give_way",
+    "pack": "kvlayers.memory.steps:pack",
+    "offload": "kvlayers.memory.steps:offload",
+    "onload": "kvlayers.memory.steps:onload",
+    "budget": "kvlayers.memory.budget:Budget.of",
+    "budget in facts": "kvlayers.memory.budget:Budget.from_facts",
     "recurrent kinds": "kvlayers.recurrent.hybrid_layer:recurrent_kinds",
     "separate rows": "kvlayers.rows.rows_layer:SeparateRows",
     "dense rows": "kvlayers.rows.dense_rows:DenseRows",

@@ -38,6 +38,7 @@ ARROWS: dict[str, set[str]] = {
     "eviction": {*GROUND, "core", "quantized"},
     "interop": {*GROUND, "core", "quantized", "static", "encoder_decoder"},
     "rows": {*GROUND, "core", "recurrent"},
+    "memory": {*GROUND, "core", "quantized", "offload"},
 }
 """Which rooms a room may import, besides itself. `LADDER` has the rest."""
 

@@ -1,6 +1,7 @@
 """Which model made the states: the fields of its config that states depend on, and an id of its weights."""
 
 import contextlib
+import copy
 import functools
 import hashlib
 import math
@@ -10,12 +11,12 @@ import re
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from operator import attrgetter
 from types import BuiltinFunctionType, FunctionType, ModuleType
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -108,6 +109,28 @@ Mark = tuple[str, int, int | None, torch.Size, torch.dtype]
 Facts = list[tuple[str, str, object]]
 """Path of a module, and name and value of an attribute."""
 
+T = TypeVar("T")
+
+
+class Remembered(Generic[T]):
+    """What was found for objects, such as configs, until one of their fields changes or they are gone."""
+
+    def __init__(self) -> None:
+        # By number, since configs cannot be hashed.
+        self._known: dict[int, tuple[weakref.ref[object], Mapping[str, object], T]] = {}
+
+    def of(self, owner: object, fields: Mapping[str, object], find: Callable[[], T]) -> T:
+        """What `find` returns for an object with these fields."""
+        number = id(owner)
+        known = self._known.get(number)
+        if known is None or known[0]() is not owner or known[1] != fields:
+            living = weakref.ref(owner, lambda _: self._known.pop(number, None))
+            known = self._known[number] = living, copy.deepcopy(fields), find()
+        return known[2]
+
+
+_fields: Remembered[dict[str, Any]] = Remembered()
+
 _IRRELEVANT_ENDS = ("dropout", "dropout_prob", "drop_rate", "pdrop", "layerdrop")
 
 
@@ -121,10 +144,10 @@ def model_fields(config: object, is_pair: bool) -> dict[str, Any]:
     Raises:
         ConfigError: `config` is not a model config.
     """
+    # The result is remembered, so nobody changes it.
     decoder = decoder_config(config)
     content: Any = config_of(config) if is_pair else decoder
-    fields: dict[str, Any] = _plain(config_fields(content))
-    return fields
+    return _fields.of(content, vars(content), lambda: _plain(config_fields(content)))
 
 
 def model_record(config: object | None, is_pair: bool, weights_id: str | None) -> ModelRecord:

@@ -23,7 +23,7 @@ from kvlayers.persistence.safetensors_header import Content, ranges_of
 from kvlayers.persistence.tensor_file import TensorFile
 from kvlayers.prefix.backends import GoneError, StorageBackend, StoredFile, UnreachableError
 from kvlayers.prefix.backends.contract import ABANDONED_SECONDS
-from kvlayers.prefix.entry import PrefixEntry, fork_at, restorable_length
+from kvlayers.prefix.entry import PrefixEntry, restorable_length
 from kvlayers.prefix.keys import Tokens
 from kvlayers.prefix.nodes import Node, NodeTree, read_nodes
 from kvlayers.prefix.states import MOST_PIECES, NODE_TOKENS, EntryStates, NodesFile, span_needed
@@ -361,7 +361,9 @@ class Directory:
         with contextlib.suppress(UnreachableError):
             self.backend.touch([node.name for node in chain[: len(read)]])
         target = restorable_length(cache, min(length, cache.get_seq_length()))
-        return fork_at(cache, target) if 0 < target < cache.get_seq_length() else (cache if target else None)
+        if 0 < target < cache.get_seq_length():
+            cache.truncate(target)
+        return cache if target else None
 
     def _read(
         self, path: str, chain: Sequence[Node], length: int, cuttable: bool, deadline: float | None

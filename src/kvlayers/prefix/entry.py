@@ -68,7 +68,7 @@ class PrefixEntry:
     def use(self, tokens: int, time: int) -> None:
         """Note that the first tokens were used at some time."""
         older = {length: used for length, used in self.uses.items() if length > tokens or used > time}
-        if all(used < time for length, used in older.items() if length >= tokens):
+        if not older or time > max([used for length, used in older.items() if length >= tokens], default=-1):
             older[tokens] = time
         self.uses = older
 
@@ -80,6 +80,13 @@ class PrefixEntry:
         for tokens, time in uses.items():
             self.use(min(tokens, length), time)
 
+    def fork(self, cache: Cache, length: int) -> Cache:
+        """A fork of the cache of all tokens, rolled back to a length that `restorable_length` has returned."""
+        fork = cache.fork()
+        if length < self.length:
+            fork.truncate(length)
+        return fork
+
     @property
     def is_spare(self) -> bool:
         """Whether it is needed in a file only, and only until a longer entry in a file serves the same prompts."""
@@ -88,15 +95,17 @@ class PrefixEntry:
 
 def can_restore(cache: Cache | None, lengths: Iterable[int]) -> bool:
     """Whether there is a cache, which can be rolled back to exactly each of these lengths."""
-    most = 0 if cache is None else cache.get_seq_length()
-    return cache is not None and all(
-        length <= most and restorable_length(cache, length) == length for length in lengths
-    )
+    if cache is None:
+        return False
+    if cache.keeps_every_token:
+        return True
+    most = cache.get_seq_length()
+    return all(length <= most and restorable_length(cache, length) == length for length in lengths)
 
 
 def restorable_length(cache: Cache, length: int) -> int:
     """The greatest length, at most `length`, to which `cache` can be rolled back; 0 if there is no such length."""
-    if length == cache.get_seq_length():
+    if cache.keeps_every_token or length == cache.get_seq_length():
         return length
     if any(_has_evicted(layer) for layer in cache.adapted_layers()):
         # The tokens behind `length` have had a part in which of those before were evicted.
@@ -122,24 +131,15 @@ def shares_memory(cache: Cache) -> bool:
     return not cache.is_static and not any(isinstance(layer, OffloadedLayer) for layer in cache.adapted_layers())
 
 
-def fork_at(cache: Cache, length: int) -> Cache:
-    """A fork of `cache`, rolled back to a length that `restorable_length` has returned."""
-    fork = cache.fork()
-    if length < cache.get_seq_length():
-        fork.truncate(length)
-    return fork
-
-
-def packed(cache: Cache, length: int, beside: PrefixMatch[Cache] | None) -> Cache:
-    """A fork of the first tokens of `cache`, which has no more memory than they need.
+def packed(fork: Cache, length: int, beside: PrefixMatch[Cache] | None) -> Cache:
+    """A fork, with no more memory than its tokens need.
 
     Args:
-        cache: the cache.
-        length: a length that `restorable_length` has returned.
+        fork: the fork, which is changed.
+        length: its tokens.
         beside: another cache, in whose memory the fork has the tokens that are equal; `None` for memory of its own.
     """
-    fork = fork_at(cache, length)
-    shared = 0 if beside is None or cache.rotates_keys else min(beside.tokens, length)
+    shared = 0 if beside is None or fork.rotates_keys else min(beside.tokens, length)
     if shared * 3 < length * 2:
         # Without a long shared part, all is copied: a caller may hold what others do not.
         fork.compact()

@@ -15,7 +15,6 @@ from kvlayers.prefix.entry import (
     Piece,
     PrefixEntry,
     can_restore,
-    fork_at,
     packed,
     shares_memory,
     union_bytes,
@@ -109,9 +108,9 @@ class EntryIndex:
 
     def entry_covering(self, label: str, ids: Tokens) -> PrefixEntry | None:
         """An entry in memory that can be rolled back to exactly these tokens, or `None`."""
-        begin_alike = itertools.islice(_begin_alike(self.in_memory, label, ids), MOST_TRIED)
-        longer = (each.value for each in begin_alike if each.tokens == len(ids))
-        return next((entry for entry in longer if can_restore(entry.cache, (len(ids),))), None)
+        tokens, begin_alike = self.in_memory.of(label).groups(ids)[0]
+        longer = itertools.islice(begin_alike, MOST_TRIED) if tokens == len(ids) else ()
+        return next((entry for entry in longer if can_restore(entry.cache, (tokens,))), None)
 
     def closest_in_memory(
         self, label: str, ids: Tokens, besides: PrefixEntry | None = None
@@ -145,7 +144,8 @@ class EntryIndex:
         """Record that the first tokens of an entry are used now. If it was leaving memory, it stays."""
         self.uses += 1
         entry.use(tokens, self.uses)
-        self._stay(entry)
+        if entry.is_leaving:
+            self._stay(entry)
 
     def _stay(self, entry: PrefixEntry) -> None:
         if entry.is_leaving:
@@ -490,10 +490,10 @@ class EntryIndex:
         other = None if closest is None else closest.value.cache
         beside = None if closest is None or other is None else PrefixMatch(other, closest.tokens)
         before, cache, storages = self.memory.nbytes, entry.cache, entry.storages
-        self.set_cache(entry, packed(cache, length, beside))
+        self.set_cache(entry, packed(entry.fork(cache, length), length, beside))
         if self.memory.nbytes > before:
             # What it held stays, as a caller goes on with what others share with it.
-            self.set_cache(entry, fork_at(cache, length))
+            self.set_cache(entry, entry.fork(cache, length))
         del cache
         is_shorter = length < entry.length
         if is_shorter:
@@ -535,5 +535,5 @@ def _packed_together(held: Sequence[tuple[PrefixEntry, Cache]]) -> list[Cache]:
         closest = next(trees.of(entry.label).nearest(entry.ids), None)
         beside = None if closest is None else PrefixMatch(forks[closest.value], closest.tokens)
         trees.insert(entry.label, entry.ids, len(forks))
-        forks.append(packed(cache, entry.length, beside))
+        forks.append(packed(cache.fork(), entry.length, beside))
     return forks

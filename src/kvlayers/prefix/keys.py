@@ -123,21 +123,24 @@ class RadixTree(Generic[T]):
             for value in values:
                 yield PrefixMatch(value, matched)
 
-    def groups(self, ids: Tokens) -> Iterator[tuple[int, Iterator[T]]]:
+    def groups(self, ids: Tokens) -> list[tuple[int, Iterator[T]]]:
         """The values as `nearest` has them, those together that share equally many tokens with `ids`."""
-        came_from = None
+        groups, came_from = [], None
         for node, matched, _ in self._path(ids):
-            yield matched, node.values(besides=came_from)
+            groups.append((matched, node.values(besides=came_from)))
             came_from = node
+        return groups
 
-    def _path(self, ids: Tokens) -> Iterator[tuple[_Node[T], int, bool]]:
+    def _path(self, ids: Tokens) -> list[tuple[_Node[T], int, bool]]:
         """The nodes that `ids` lead to, the last one first, how many tokens match, and whether its whole edge does."""
         node: _Node[T] | None
         node, matched, inside = self._descend(ids)
+        path = []
         while node is not None:
-            yield node, matched, not inside
+            path.append((node, matched, not inside))
             matched -= inside or len(node.edge)
             node, inside = node.parent, 0
+        return path
 
     def values(self) -> Iterator[T]:
         """All values, in no particular order."""
@@ -193,7 +196,8 @@ class PrefixTrees(Generic[T]):
 
     def of(self, label: str) -> RadixTree[T]:
         """The tree of a label, for reading only."""
-        return self._trees.get(label, RadixTree())
+        tree = self._trees.get(label)
+        return RadixTree() if tree is None else tree
 
     def insert(self, label: str, ids: Tokens, value: T) -> None:
         """Set the value of these tokens."""
@@ -303,8 +307,9 @@ def checked_cache(cache: object, ids: Tokens) -> tuple[Cache, int]:
             f"`input_ids` must cover the {length} tokens that the cache has seen, got {len(ids)}: pass the ids of the "
             "whole sequence."
         )
-    lengths = {layer.length for layer in cache.adapted_layers() if layer.length}
-    if lengths - {length} or any(layer.is_interrupted for layer in cache.adapted_layers()):
+    states = {(layer.length or length, layer.is_interrupted) for layer in cache.adapted_layers()}
+    if states != {(length, False)}:
+        lengths = {each for each, _ in states}
         raise StateMismatchError(
             f"the layers of `cache` must have seen the same tokens, got lengths {sorted(lengths)}: a forward pass was "
             f"interrupted, so crop the cache to {min(lengths)}."

@@ -5,10 +5,11 @@ import contextvars
 import itertools
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 import torch
 
@@ -16,7 +17,7 @@ from kvlayers.core.cache import Cache
 from kvlayers.errors import CacheFileError, CachePathError, CapacityError
 from kvlayers.prefix.backends import UnreachableError
 from kvlayers.prefix.directory import Directory, FileCandidate, NeedsConfigError
-from kvlayers.prefix.entry import PrefixEntry, fork_at, restorable_length, shares_memory
+from kvlayers.prefix.entry import PrefixEntry, restorable_length, shares_memory
 from kvlayers.prefix.index import MOST_TRIED, EntryIndex, Exchange
 from kvlayers.prefix.keys import Tokens
 from kvlayers.prefix.write_queue import WriteQueue
@@ -83,26 +84,28 @@ class Search:
     found: Found = field(default_factory=Found)
     files: list[FileCandidate] = field(default_factory=list)
     _shared: int = 0
-    _entries: int = 0
+    _stored: Sized = ()
 
     def choose(self, index: EntryIndex) -> None:
         """Find the longest prefix in memory, and the files that may have a longer one."""
         most_tokens = self.most_tokens
-        stored, held = index.entries.of(self.label), index.in_memory.of(self.label)
-        self.found, self.files, self._shared, self._entries = Found(), [], 0, len(stored)
-        if not most_tokens or not self._entries:
+        held = index.in_memory.of(self.label)
+        stored = index.entries.of(self.label) if index.has_directory else held
+        self.found, self.files, self._shared, self._stored = Found(), [], 0, stored
+        if not most_tokens:
             return
         ids = self.ids[:most_tokens]
         for bound, group in held.groups(ids):
+            self._shared = max(self._shared, bound)
             if bound <= self.found.covered:
                 break
             # The shortest first, as a window that has moved less is more likely to be rolled back far enough.
-            for entry in sorted(itertools.islice(group, MOST_TRIED), key=lambda entry: entry.length):
+            for entry in sorted(itertools.islice(group, MOST_TRIED), key=attrgetter("length")):
                 if entry.cache is None or self.found.covered >= bound:
                     break
                 if (target := restorable_length(entry.cache, bound)) > self.found.covered:
-                    self.found = Found(fork_at(entry.cache, target), entry, target)
-        for bound, group in stored.groups(ids):
+                    self.found = Found(entry.fork(entry.cache, target), entry, target)
+        for bound, group in stored.groups(ids) if stored is not held else ():
             self._shared = max(self._shared, bound)
             if bound <= self.found.covered or sum(file.is_whole for file in self.files) >= MAX_FILES:
                 # More would never be read, unless all of these are damaged.
@@ -145,7 +148,7 @@ class Search:
         covered, notes, entry = self.found.covered, self.found.notes, self.found.entry
         if covered == self.most_tokens:
             return "" if covered else "the prompt is a single token, which must be computed"
-        if not self._entries:
+        if not len(self._stored):
             reason = "nothing is stored for this model and namespace"
         elif not self._shared:
             reason = "no stored sequence starts with these tokens"
@@ -247,9 +250,6 @@ class EntryAccess:
             CapacityError: there is no room for it.
         """
         deadline = time.monotonic() + wait_seconds
-        with self._lock:
-            if self._index.use_covering(label, ids):
-                return False
         self._share(label, ids, cache)
         with self._lock, self._index.counted():
             while True:
@@ -277,7 +277,7 @@ class EntryAccess:
             entry, covering = self._index.entries.of(label).get(ids), self._index.entry_covering(label, ids)
             if entry is None and covering is not None and covering.cache is not None:
                 entry = PrefixEntry(label, ids)
-                if not self._take(Exchange(entry, fork_at(covering.cache, len(ids)))):
+                if not self._take(Exchange(entry, covering.fork(covering.cache, len(ids)))):
                     raise CapacityError("there is no room until an entry has been written to the directory: pin later.")
             if entry is not None:
                 self._index.pin(entry)
@@ -360,7 +360,8 @@ class EntryAccess:
             if not self._changed.wait(deadline - time.monotonic()):
                 break
             search.choose(self._index)
-        announced = {id(file.entry) for file in search.files[:1] if file.is_whole} - self._loading
+        first = search.files[0] if search.files else None
+        announced = set[int]() if first is None or not first.is_whole else {id(first.entry)} - self._loading
         self._loading |= announced
         return announced
 
@@ -371,7 +372,8 @@ class EntryAccess:
             if file.entry.path == file.path:
                 index.drop_file(file.entry)
         entry, cache = found.entry, found.cache
-        if entry is None or cache is None or entry not in index:
+        # What is in memory is in the index.
+        if entry is None or cache is None or (entry.cache is None and entry not in index):
             return
         if found.is_whole and entry.cache is None:
             found.cache = cache.fork()

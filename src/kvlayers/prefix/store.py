@@ -18,7 +18,7 @@ from kvlayers.errors import OptionError, PrefixError
 from kvlayers.persistence.fingerprint import weights_id
 from kvlayers.prefix.backends import backend_for
 from kvlayers.prefix.directory import Directory
-from kvlayers.prefix.entry import EvictionPolicy, LeastRecentlyUsed, fork_at
+from kvlayers.prefix.entry import EvictionPolicy, LeastRecentlyUsed
 from kvlayers.prefix.index import EntryIndex
 from kvlayers.prefix.keys import Tokens, checked_cache, label_of, tokens_of
 from kvlayers.prefix.lookup import EntryAccess, Hit
@@ -164,9 +164,13 @@ class PrefixStore:
         """
         ids, label = tokens_of(input_ids), label_of(config, model, namespace)
         cache, length = checked_cache(cache, ids)
+        ids = ids[:length].copy()
+        with self._lock:
+            if self._index.use_covering(label, ids):
+                return False
         # Forked before it is clear whether there is room, since other threads may continue to use the cache.
-        cache = fork_at(cache, length)
-        return self._access.insert(label, ids[:length].copy(), cache, self.write_wait_seconds)
+        cache = cache.fork()
+        return self._access.insert(label, ids, cache, self.write_wait_seconds)
 
     def lookup(
         self,

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvlayers.kernels.attention import fused
+from kvlayers.kernels.attention import slabs
 from kvlayers.kernels.attention.cpu import kernel as cpu_kernel
 from kvlayers.kernels.attention.cpu.kernel import CPU_MAXIMUM_QUERIES, DTYPES
 from kvlayers.kernels.attention.cuda import kernel as cuda_kernel
@@ -258,7 +258,7 @@ def _attend_by_triton(
         mask = mask.expand(*query.size()[:3], keys.size(2))
     segments = KVSegments((DenseSegment(keys, values),))
     scale = query.size(3) ** -0.5 if scale is None else float(scale)
-    by_torch = functools.partial(fused.attend, query, segments, mask, scale)
+    by_torch = functools.partial(slabs.attend, query, segments, mask, scale)
     return cuda_kernel.attend_or_why(query, segments, mask, scale, by_torch)[0]
 
 

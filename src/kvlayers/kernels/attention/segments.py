@@ -269,13 +269,13 @@ class KVSegments:
     @property
     def device(self) -> torch.device:
         """Device of the states."""
-        first = _source(self.in_order[0])
+        first = source_of(self.in_order[0])
         return first.key_slots.device if isinstance(first, DenseSegment) else first.keys.codes.device
 
     @property
     def requires_grad(self) -> bool:
         """Whether autograd follows states in full precision. Codes it never follows."""
-        sources = map(_source, self.in_order)
+        sources = map(source_of, self.in_order)
         return any(segment.requires_grad for segment in sources if isinstance(segment, DenseSegment))
 
     def in_full_precision(self, dtype: torch.dtype) -> tuple["KVSegments", Tensor | None]:
@@ -329,16 +329,16 @@ class KVSegments:
 
 def is_packed(segment: Segment) -> bool:
     """Whether the states of a segment, or of its source, are packed."""
-    return isinstance(_source(segment), PackedSegment)
+    return isinstance(source_of(segment), PackedSegment)
 
 
 def smoothing_of(segment: Segment) -> KeySmoothing | None:
     """How the keys of a segment were smoothed, for each sequence of the batch; `None` if they were not."""
-    source = _source(segment)
+    source = source_of(segment)
     return source.smoothing if isinstance(source, PackedSegment) else None
 
 
-def _source(segment: Segment) -> DenseSegment | PackedSegment:
+def source_of(segment: Segment) -> DenseSegment | PackedSegment:
     """The segment that holds the states."""
     return segment.source if isinstance(segment, GatheredSegment) else segment
 

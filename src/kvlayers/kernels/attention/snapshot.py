@@ -152,8 +152,8 @@ def _newest(number: Tensor, version: int, tokens: int) -> Any:
     snapshot = None if handle is None else handle.newest()
     if snapshot is None or (snapshot.version_number, snapshot.segments.tokens) != (version, tokens):
         raise StaleStatesError(
-            f"expected the states of {tokens} tokens, but the cache has returned other states since, or was deleted: "
-            "call compiled code with the states of the newest update."
+            f"Compiled code must read the newest states of a cache, got those of {tokens} tokens, after which the "
+            "cache returned others or was deleted: call it with the states of the newest update."
         )
     return snapshot
 

@@ -1,6 +1,6 @@
 """Calls the C++ kernel for attention on a CPU. It is in wheels, or is compiled once for this machine and kept on disk.
 
-While there is no library `library()` is `None`, and attention runs in plain torch instead (`attention/reference.py`).
+While there is no library `library()` is `None`, and attention runs in plain torch instead (`attention/slabs.py`).
 
 The arguments are bytes in the layout of `call.h`. Each layer needs them anew for each token, and setting the fields of
 a `ctypes.Structure` one by one would take longer.
@@ -269,7 +269,7 @@ def _maximum_rows(segments: KVSegments) -> int:
 
 
 def attend(query: Tensor, segments: KVSegments, mask: Tensor | None, scale: float) -> Tensor:
-    """Softmax attention; arguments and result are those of `reference.attend`. States have the dtype of the query."""
+    """Softmax attention; arguments and result are those of `slabs.attend`. States have the dtype of the query."""
     if mask is not None and mask.dtype != torch.bool:
         mask = mask.float()
     count = len(segments.in_order)

@@ -360,7 +360,7 @@ class RowsManager:
         """
         status = self.background_thread_status
         if status.is_held_here:
-            raise RuntimeError("The manager must not be paused by who stops it: leave the block of pause() first.")
+            raise RuntimeError("The manager must not be stopped from inside a pause: leave the block of pause() first.")
         status.is_finishing, status.is_stopping = True, status.is_stopping or hard_stop
         self._work.set()
         if block and self._thread is not None:

@@ -95,7 +95,7 @@ class DynamicCache(Cache, transformers.DynamicCache):  # type: ignore[misc]
         if config is not None:
             config = model_types.config_of(config)
         if length_hint is not None:
-            length_hint = tokens(length_hint, "length_hint")
+            length_hint = whole_number(tokens(length_hint, "length_hint"), "`length_hint`")
         if checkpoints is not None and config is None:
             raise OptionError(
                 "`config` must be given with `checkpoints`, got none: it says which layers are recurrent."
@@ -188,7 +188,9 @@ def _dynamic_full(request: CacheRequest) -> Cache:
     options = {"length_hint": request.length_hint, "checkpoints": None, **request.options}
     unknown = sorted(options.keys() - {"length_hint", "checkpoints"})
     if unknown:
-        raise OptionError(f"the cache 'dynamic_full' takes the options length_hint and checkpoints, got {unknown}.")
+        raise OptionError(
+            f"`options` of 'dynamic_full' must be length_hint and checkpoints, got {unknown}: leave them out."
+        )
     hint = options["length_hint"]
     options["length_hint"] = None if hint is None else tokens(hint, "length_hint")
     return Cache(layers=every_token_layers(request.config, **options))

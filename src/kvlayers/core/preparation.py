@@ -42,7 +42,9 @@ def check_empty(cache: Cache) -> None:
 def check_rotary(rotary: object) -> None:
     """Raise `OptionError` if the option `rotary` is neither `None` nor a `Rotary`."""
     if rotary is not None and not isinstance(rotary, Rotary):
-        raise OptionError(f"`rotary` must be a kvlayers.rope.rotary.Rotary, got a {type(rotary).__name__}.")
+        raise OptionError(
+            f"`rotary` must be a kvlayers.rope.rotary.Rotary, got a {type(rotary).__name__}: make one, or pass config=."
+        )
 
 
 def _settings_of(layers: Iterable[Any]) -> list[Any]:

@@ -170,7 +170,7 @@ BY_INDEX: dict[str, Callable[[Any, Any], Any]] = {
     "get_mask_sizes": lambda cache, index: cache.get_mask_sizes(1, index),
     "get_max_length": lambda cache, index: cache.get_max_length([index] if index is None else index),
     "get_usable_length": lambda cache, index: cache.get_usable_length(1, index),
-    "offload": lambda cache, index: cache.offload(index),
+    "offload": lambda cache, index: cache.offload([index] if index is None else index),
     "prefetch": lambda cache, index: cache.prefetch(index),
     "is_recording_past": lambda cache, index: cache.is_recording_past(index),
     "has_previous_state": lambda cache, index: cache.has_previous_state([index] if index is None else index),

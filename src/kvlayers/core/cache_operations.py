@@ -167,19 +167,19 @@ class LayerwiseOperations(LayerList):
             )
         counting = [layer for layer in self.adapted_layers() if layer.length and not layer.is_upstream]
         while True:
-            nearest = min((layer.nearest_restorable(length) for layer in counting), default=length)
+            nearest = min([layer.nearest_restorable(length) for layer in counting], default=length)
             if nearest == length:
                 return length
             length = nearest
 
     def _removals(self, length: int) -> list[tuple[LayerOperations, int]]:
         """By how many tokens each layer must go back. An interrupted pass leaves some layers ahead of others."""
-        held = self._token_count()
-        return [(layer, (layer.length or held) - length) for layer in self.adapted_layers()]
+        lengths = [(layer, layer.length) for layer in self.adapted_layers()]
+        held = max([own or 0 for _, own in lengths], default=0)
+        return [(layer, (own or held) - length) for layer, own in lengths]
 
     def _remove(self, removals: list[tuple[LayerOperations, int]]) -> None:
-        held = self._token_count()
-        if any(0 < tokens < held for _, tokens in removals) and self._lacks_recurrent_states():
+        if self._lacks_recurrent_states() and any(0 < tokens < self._token_count() for _, tokens in removals):
             raise RollbackError(
                 "Recurrent layers must have seen the same tokens as the others, got one that has seen nothing: the "
                 "model keeps its states elsewhere, or a forward pass was interrupted; reset() the cache."
@@ -205,8 +205,7 @@ class LayerwiseOperations(LayerList):
 
     def _lacks_recurrent_states(self) -> bool:
         """Whether a recurrent layer has seen nothing, while others have: the model may keep its states elsewhere."""
-        layers = self.adapted_layers()
-        recurrent = [layer for layer in layers if layer.is_recurrent and not layer.attends]
+        recurrent = (layer for layer in self.adapted_layers() if layer.is_recurrent and not layer.attends)
         # Layers of transformers do not count tokens.
         empty = any(layer.length == 0 or layer.batch_size is None for layer in recurrent)
         return empty and self._token_count() > 0
@@ -220,7 +219,7 @@ class LayerwiseOperations(LayerList):
             )
 
     def _token_count(self) -> int:
-        return max((layer.length or 0 for layer in self.adapted_layers()), default=0)
+        return max([layer.length or 0 for layer in self.adapted_layers()], default=0)
 
     def reorder_cache(self, beam_idx: BatchIndices) -> None:
         """As `batch_select_indices`, by the name that beam search uses."""

@@ -79,7 +79,7 @@ class DynamicLayer(TokenLayer):
 
     @override
     def check_truncate(self, length: int) -> None:
-        check_rollback(length, self.length)
+        check_rollback(length, self._store.length)
 
     @override
     def truncate(self, length: int) -> None:

@@ -118,7 +118,7 @@ class LayerList(ABC):
     @property
     def batch_size(self) -> int:
         """Sequences side by side, -1 before the first states."""
-        return next((layer.batch_size for layer in self.adapted_layers() if layer.batch_size is not None), -1)
+        return next((rows for layer in self.adapted_layers() if (rows := layer.batch_size) is not None), -1)
 
     @property
     def is_initialized(self) -> bool:

@@ -479,13 +479,13 @@ class LayerOperations(ABC):
 
     def check_removal(self, tokens: int) -> None:
         """Raise `RollbackError` if `remove_newest(tokens)` would."""
-        if self.length:
-            self.check_truncate(self.length - whole_number(tokens, "`tokens`"))
+        if length := self.length:
+            self.check_truncate(length - whole_number(tokens, "`tokens`"))
 
     def remove_newest(self, tokens: int) -> None:
         """Roll back the newest `tokens` tokens. A layer that the model never used is left alone."""
-        if self.length:
-            self.truncate(self.length - whole_number(tokens, "`tokens`"))
+        if length := self.length:
+            self.truncate(length - whole_number(tokens, "`tokens`"))
 
     def expand(self, repeats: int) -> None:
         """Repeat each sequence `repeats` times in a row. What the copies have in common may be held only once."""

@@ -121,6 +121,10 @@ class TokenLayer(CacheLayer):
         """How the tokens are held."""
         return self._store
 
+    def exchange_store(self, make: Callable[[TokenStore], TokenStore]) -> None:
+        """Hold the same tokens in the store that `make` returns for the present one, on the device that computes."""
+        self._store = make(self._store)
+
     @property
     @override
     def held_tokens(self) -> int:
@@ -281,10 +285,8 @@ class TokenLayer(CacheLayer):
 
     @override
     def share_prefix(self, other: LayerOperations, tokens: int) -> None:
-        if not isinstance(other, TokenLayer):
-            return
         dropped = self.length - self._store.length
-        if dropped == other.length - other.store.length:
+        if isinstance(other, TokenLayer) and dropped == other.length - other.store.length:
             self._store.share_prefix(other.store, tokens - dropped)
 
     @override

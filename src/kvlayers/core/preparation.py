@@ -19,7 +19,14 @@ def prepare_layers(cache: Cache, layers: list[Any], padding: Tensor | None) -> N
         cache: the cache.
         layers: layers that were made for the model and the padding.
         padding: tokens of padding before each sequence, int64 `[batch]`; `None` without padding.
+
+    Raises:
+        StateMismatchError: the cache has seen tokens.
     """
+    if cache.get_seq_length():
+        raise StateMismatchError(
+            f"The cache must be empty, got one that has seen {cache.get_seq_length()} tokens: reset it first."
+        )
     if _settings_of(layers) == _settings_of(cache.layers):
         # Memory stays reserved, and recording goes on.
         for layer in cache.adapted_layers():
@@ -29,14 +36,6 @@ def prepare_layers(cache: Cache, layers: list[Any], padding: Tensor | None) -> N
     Cache.__init__(cache, layers, None, **cache.offloading_options())
     if is_recording:
         cache.activate_past_recording()
-
-
-def check_empty(cache: Cache) -> None:
-    """Raise `StateMismatchError` if a cache has seen tokens."""
-    if cache.get_seq_length():
-        raise StateMismatchError(
-            f"The cache must be empty, got one that has seen {cache.get_seq_length()} tokens: reset it first."
-        )
 
 
 def check_rotary(rotary: object) -> None:

@@ -39,6 +39,9 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     "a length of a layer as a text": (lambda: held().layers[0].check_truncate("3"), "`length` must be a whole number"),
     "half a length of a layer": (lambda: held().layers[0].nearest_restorable(1.5), "`length` must be a whole number"),
     "one length for all rows": (lambda: held().crop_rows(3), "`lengths` must have one length for each row, got 3"),
+    "a hint that is a truth": (lambda: kvlayers.DynamicCache(length_hint=True), "`length_hint` must be a whole number"),
+    "half a hint": (lambda: kvlayers.DynamicCache(length_hint=1.5), "`length_hint` must be a whole number, got 1.5"),
+    "a name that is a list": (lambda: kvlayers.unregister(["int4"]), r"\['int4'\]"),
     "lengths without an order": (lambda: held().crop_rows({3}), "`lengths` must have one length for each row"),
     "a truth of torch as a length": (lambda: held().truncate(torch.tensor(True)), "`length` must be a whole number"),
     "a length without data": (

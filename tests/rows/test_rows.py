@@ -389,3 +389,53 @@ def test_copies_of_rows_with_an_axis_of_their_own_multiply() -> None:
     padded = torch.cat([torch.nn.functional.pad(row, (0, 0, 5 - row.shape[2], 0)) for row in rows])
     expected = torch.matmul(weights, padded[:, :, None].expand(2, 2, 2, 5, 8))
     torch.testing.assert_close(torch.matmul(weights, values), expected)
+
+
+def rows_of_two(kind: str) -> Any:
+    """Rows of 4 and of 2 tokens, side by side in one tensor ("dynamic") or each a layer ("int8")."""
+    caches = [kvlayers.make_cache(kind, tiny_model("llama").config) for _ in range(2)]
+    torch.manual_seed(0)
+    for cache, tokens in zip(caches, (4, 2), strict=True):
+        for layer in range(2):
+            cache.update(torch.randn(1, 2, tokens, 8), torch.randn(1, 2, tokens, 8), layer)
+    return kvlayers.merge(caches)
+
+
+NEW = torch.zeros(2, 2, 1, 8)
+WRONG_STATES: dict[str, tuple[Any, Any]] = {
+    "values of more tokens": (NEW, torch.zeros(2, 2, 2, 8)),
+    "values of no tokens": (NEW, torch.zeros(2, 2, 0, 8)),
+    "values of another batch": (NEW, torch.zeros(3, 2, 1, 8)),
+    "no keys": (None, NEW),
+    "a text for values": (NEW, "values"),
+}
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "int8"])
+@pytest.mark.parametrize("states", WRONG_STATES)
+def test_states_that_no_pass_returns_together_are_named(kind: str, states: str) -> None:
+    cache = rows_of_two(kind)
+    before = cache.layers[0].keys
+    with pytest.raises(StateMismatchError, match="Keys and values must"):
+        cache.update(*WRONG_STATES[states], 0)
+    assert cache.row_lengths == (4, 2)
+    assert torch.equal(cache.layers[0].keys, before)
+
+
+@pytest.mark.parametrize("new", [1.5, "1", True, -1, None], ids=repr)
+def test_a_number_of_new_tokens_that_is_none_is_named(new: Any) -> None:
+    rows = kvlayers.Rows(rows_of_two("dynamic"))
+    for what in (rows.attention_mask, rows.position_ids):
+        with pytest.raises(OptionError, match="`query_length` must be"):
+            what(new_tokens=new)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "int8"])
+@pytest.mark.parametrize("indices", [[2], [0.5], [], "0", None], ids=repr)
+def test_rows_of_a_layer_that_are_not_there_are_named(kind: str, indices: Any) -> None:
+    layer = rows_of_two(kind).layers[0]
+    with pytest.raises(BatchIndexError, match="`indices` must be"):
+        layer.select(indices)
+    assert layer.row_lengths == (4, 2)
+    layer.select(torch.tensor([-1]))
+    assert layer.row_lengths == (2,)

@@ -57,11 +57,6 @@ def as_batch_indices(indices: BatchIndices, batch_size: int) -> Tensor:
     return rows
 
 
-def is_identity(rows: Tensor, batch_size: int) -> bool:
-    """Whether selecting `rows` changes nothing. False if an accelerator would have to be waited for."""
-    return rows.device.type == "cpu" and rows.shape[0] == batch_size and rows.tolist() == list(range(batch_size))
-
-
 def repeated_rows(repeats: int, batch_size: int) -> Tensor:
     """Indices that repeat each of `batch_size` rows `repeats` times in a row, int64 `[batch_size * repeats]`."""
     if not isinstance(repeats, int) or isinstance(repeats, bool) or repeats < 1:

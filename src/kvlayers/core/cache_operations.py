@@ -13,7 +13,6 @@ from kvlayers.core.arguments import (
     BatchIndices,
     as_batch_indices,
     crop_target,
-    is_identity,
     repeated_rows,
     whole_number,
 )
@@ -453,7 +452,8 @@ class LayerwiseOperations(LayerList):
             layer.compact()
 
     def _select(self, rows: Tensor) -> None:
-        if is_identity(rows, self.batch_size):
+        # Indices on an accelerator are not read back, since that would stall it.
+        if rows.device.type == "cpu" and rows.tolist() == list(range(self.batch_size)):
             return
         self.check_select(rows.shape[0])
         for layer in self.adapted_layers():

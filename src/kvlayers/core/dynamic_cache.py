@@ -101,7 +101,7 @@ class DynamicCache(Cache, transformers.DynamicCache):  # type: ignore[misc]
             raise OptionError(
                 f"The first argument must be states, got a {type(ddp_cache_data).__name__}: pass it as config=...."
             )
-        length_hint = None if length_hint is None else tokens(length_hint, "length_hint")
+        length_hint = None if length_hint is None else whole_number(tokens(length_hint, "length_hint"), "`length_hint`")
         self.budget = budget_of(max_bytes, ladder, length_hint)
         if checkpoints is not None and config is None:
             raise OptionError(
@@ -190,7 +190,9 @@ def _dynamic_full(request: CacheRequest) -> Cache:
     options = {"length_hint": request.length_hint, "checkpoints": None, **request.options}
     unknown = sorted(options.keys() - {"length_hint", "checkpoints"})
     if unknown:
-        raise OptionError(f"the cache 'dynamic_full' takes the options length_hint and checkpoints, got {unknown}.")
+        raise OptionError(
+            f"`options` of 'dynamic_full' must be length_hint and checkpoints, got {unknown}: leave them out."
+        )
     hint = options.pop("length_hint")
     most = None if hint is None else tokens(hint, "length_hint")
     return Cache(layers=every_token_layers(request.config, most, **options))

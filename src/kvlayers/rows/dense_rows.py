@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
-from kvlayers.core.arguments import checked_forms, mismatch
+from kvlayers.core.arguments import as_batch_indices, checked_forms, mismatch
 from kvlayers.core.buffer import StateForm, form_of
 from kvlayers.core.cache_layer import forwarded
 from kvlayers.core.description import Fact
@@ -135,7 +135,7 @@ class DenseRows(RowsLayer):
         return self._states(columns)
 
     def _check(self, keys: Tensor, values: Tensor) -> None:
-        self.check_new(keys)
+        self.check_new(keys, values)
         check_followed(keys, values)
         for states, held in ((keys, self._keys), (values, self._values)):
             if states.shape[1::2] != held.shape[1::2] or states.dtype != held.dtype or states.device != held.device:
@@ -169,7 +169,7 @@ class DenseRows(RowsLayer):
 
     @override
     def select(self, indices: Tensor) -> None:
-        chosen, held = indices.tolist(), self.batch_size
+        chosen, held = as_batch_indices(indices, self.batch_size).tolist(), self.batch_size
         self._lengths = tuple([self._lengths[index] for index in chosen])
         moved = moved_rows(chosen, held)
         if moved is not None and self._keys.shape[0] < 2 * len(chosen):
@@ -180,7 +180,7 @@ class DenseRows(RowsLayer):
         # The rows that go may be the longest.
         columns = min(self._keys.shape[2], capacity_for(self.length))
         kept = (states[:, :, :columns] for states in (self._keys, self._values))
-        self._keys, self._values = (states.index_select(0, indices.to(self.device)) for states in kept)
+        self._keys, self._values = (states.index_select(0, torch.tensor(chosen, device=self.device)) for states in kept)
 
     @override
     def reset(self) -> None:

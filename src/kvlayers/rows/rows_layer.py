@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
-from kvlayers.core.arguments import whole_number
+from kvlayers.core.arguments import as_batch_indices, check_one_batch, checked_forms, whole_number
 from kvlayers.core.buffer import StateForm
 from kvlayers.core.cache_layer import CacheLayer, forwarded
 from kvlayers.core.description import DescriptionContext, Facts
@@ -66,12 +66,15 @@ class RowsLayer(CacheLayer):
 
     @override
     def truncate(self, length: int) -> None:
-        lengths = self._shortened(length)
-        self.check_truncate_rows(lengths)
-        self.truncate_rows(lengths)
+        self.check_truncate(length)
+        self.truncate_rows(self._shortened(length))
 
-    def check_new(self, key_states: Tensor) -> None:
-        """Raise `StateMismatchError` if new states are not of all rows."""
+    def check_new(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Raise `StateMismatchError` if new states are not of all rows, or keys and values not of the same tokens."""
+        if not isinstance(key_states, Tensor) or not isinstance(value_states, Tensor):
+            checked_forms(key_states, value_states)
+        if key_states.shape[::2] != value_states.shape[::2]:
+            check_one_batch(*checked_forms(key_states, value_states))
         if key_states.shape[0] != self.batch_size:
             raise StateMismatchError(
                 f"`key_states` must be of the {self.batch_size} rows of the cache, got {key_states.shape[0]}: pass all "
@@ -255,7 +258,7 @@ class SeparateRows(RowsLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        self.check_new(key_states)
+        self.check_new(key_states, value_states)
         self._take_back()
         new = key_states.shape[2]
         # A row that is full refuses the tokens here, before any row has taken them in.
@@ -342,13 +345,11 @@ class SeparateRows(RowsLayer):
     @override
     def select(self, indices: Tensor) -> None:
         self._take_back()
-        rows: dict[int, list[CacheLayer]] = {}
-        chosen = []
-        for index in indices.tolist():
-            again = rows.setdefault(index, [])
-            again.append(self.rows[index].fork() if again else self.rows[index])
-            chosen.append(again[-1])
-        self.rows = chosen
+        chosen = as_batch_indices(indices, len(self.rows)).tolist()
+        self.rows = [
+            self.rows[index].fork() if index in chosen[:place] else self.rows[index]
+            for place, index in enumerate(chosen)
+        ]
 
     @override
     def reset(self) -> None:

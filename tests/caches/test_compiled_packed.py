@@ -473,7 +473,7 @@ def test_operators_do_what_they_declare(name: str) -> None:
     with torch.no_grad():
         query, keys, values = stepped(cache, generator)
         assert isinstance(keys, PackedStates)
-        of_cache, of_store = cache._handle.number, keys.snapshot.version.handle.number
+        of_cache, of_store = cache._handle.number, keys.snapshot.version.handle
         version, tokens, new = keys.snapshot.version_number, keys.shape[2], torch.randn(1, 2, 1, 8, generator=generator)
         shape = tuple(keys.shape)
         arguments: dict[str, tuple[Any, ...]] = {

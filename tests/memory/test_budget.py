@@ -264,6 +264,18 @@ def test_bad_options_are_named(case: str) -> None:
             kind(**options)
 
 
+def test_a_plan_says_what_a_budget_would_hold() -> None:
+    config = tf.LlamaConfig(**SMALL)
+    planned = kvlayers.plan(config, TOKENS, dtype=torch.float32, names=["dynamic"], max_bytes="60%")
+    cache = DynamicCache(config=config, max_bytes="60%", length_hint=TOKENS)
+    read(cache, [TOKENS])
+    assert f"Of {TOKENS} tokens, {min(exact_tokens(cache))} are exact." in planned.within
+    assert planned.within in planned.notes
+    assert kvlayers.plan(config, TOKENS, names=["dynamic"]).within == ""
+    with pytest.raises(CapacityError, match="`max_bytes` must be at least"):
+        kvlayers.plan(config, TOKENS, names=["dynamic"], max_bytes="5%")
+
+
 def test_contradictions_are_named() -> None:
     for bits in ({"nbits": 4}, {"key_nbits": 4}, {"value_nbits": 8}):
         with pytest.raises(OptionError, match="`nbits` must be left out"):

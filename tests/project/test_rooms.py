@@ -48,6 +48,7 @@ FACADES = ("caches", "layers", "stores", "quantizers", "models", "options")
 LADDER = (
     "persistence",
     "prefix",
+    "serving",
     "documents",
     "generation",
     "batching",

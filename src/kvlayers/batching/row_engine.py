@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kvlayers.core.cache import Cache
 from kvlayers.errors import OptionError
+from kvlayers.generation import retried_pass
 from kvlayers.generation.cache_by_name import AUTO, NamedCache, cache_for, request_of
 from kvlayers.generation.prefill import pass_limit, pass_unseen
 from kvlayers.generation.prefix_reuse.active_store import ActiveStore
@@ -303,7 +304,14 @@ class RowEngine(Generic[Kind]):
         is_read_in_chunks = frequencies_within(model.config, 1, end) is not None
         stop = min(seen + self._chunk_tokens, end) if is_read_in_chunks else end
         positions = torch.arange(stop, device=model.device)[None]
-        output = pass_unseen(model, ids[:, :stop], cache, pass_limit(model, cache) if seen else None, positions)
+        began = cache.newest_pass()
+        try:
+            output = pass_unseen(model, ids[:, :stop], cache, pass_limit(model, cache) if seen else None, positions)
+        except (RuntimeError, MemoryError) as error:
+            if not retried_pass.may_retry(error):
+                raise
+            retried_pass.make_room(cache, began, error, lambda length: None)
+            return self._logits_of(request)
         if stop < end:
             return None
         if request.part is not None:

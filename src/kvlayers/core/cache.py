@@ -78,6 +78,8 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
     """How the model's keys are rotated, if the user says it in the place of the model's config."""
     _traces: Mapping[int, int] = MappingProxyType({})
     """For each layer index, how often code that updates the layer was traced."""
+    steps_taken: tuple[str, ...] = ()
+    """The steps that `give_way` has taken."""
     _prefetcher: Any = None
     _given: GivenToGenerate | None = None
     _outlives_generate = False
@@ -280,8 +282,12 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
             compiled: no code that updates this cache
         """
         layers = [layer for layers in self._layers_by_use().values() for layer in layers]
-        memory = "" if self.budget is None else self.budget.note
-        return explanation_of(self.prefix_notes, layers, max(self._traces.values(), default=0), memory)
+        return explanation_of(
+            self.prefix_notes,
+            layers,
+            max(self._traces.values(), default=0),
+            "" if self.budget is None else self.budget.note,
+        )
 
     # Called while torch traces, and not by the code that it makes.
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -514,6 +520,8 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
             The step that was taken, "int8", "int4" or "offloaded"; `None` if there is none left.
         """
         step: str | None = late.function("give way")(self, ladder)
+        if step is not None:
+            self.steps_taken += (step,)
         return step
 
     def pack(self, nbits: int = 4) -> None:

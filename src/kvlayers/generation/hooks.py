@@ -376,7 +376,7 @@ def forward_pass(original: Callable[..., Any]) -> Callable[..., Any]:
             except (RuntimeError, MemoryError) as error:
                 if not (USES_KVLAYERS.get() and cache_argument.is_generator(self) and retried_pass.may_retry(error)):
                     raise
-                retried_pass.make_room(self, past, began, error)
+                retried_pass.make_room_in_call(self, past, began, error)
             return call(self, *args, **kwargs)
         if isinstance(past, tuple | list):
             return legacy_tuples.forward_with_tuples(original, self, args, kwargs)

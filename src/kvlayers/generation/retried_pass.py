@@ -4,11 +4,11 @@ The loop of `generate()` never notices. What it streams, draws and counts comes 
 by one pass, such as windows and recurrent states, read earlier tokens again.
 """
 
+import functools
 import gc
 import sys
 import traceback
-import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -35,45 +35,61 @@ LADDER: ScopedValue[Sequence[str] | None] = ScopedValue("ladder", None)
 OF_PASS = ("cache_position", "next_sequence_length", "is_first_iteration")
 """Inputs of a pass that say which of the tokens it takes."""
 
-_taken: "weakref.WeakKeyDictionary[Cache, list[str]]" = weakref.WeakKeyDictionary()
-"""The steps that caches have taken here."""
 
-
-def make_room(model: Any, cache: Cache, began: PassStart | None, error: BaseException) -> None:
+def make_room(
+    cache: Cache, began: PassStart | None, error: BaseException, check_readable: Callable[[int], object]
+) -> tuple[int, int]:
     """Let a cache give way after a forward pass that failed, so that the same pass can be made again.
 
     Args:
-        model: the model.
         cache: the cache of the pass.
         began: what `newest_pass()` of the cache was before the pass.
         error: what ended the pass. The frames in which it was raised are cleared, since they hold activations.
+        check_readable: raises `RollbackError` if so many tokens, all that the cache had seen, cannot be read again.
+
+    Returns:
+        How many tokens the cache had seen, and how many of these it holds now: the others are to be read again.
 
     Raises:
         OutOfMemoryError: memory ran out, but the cache cannot be put back, or has no step left. The message has the
             steps that it has taken.
     """
     _clear_frames(error)
-    call = CURRENT.get()
     try:
-        length, kept = _put_back(cache, began, call)
+        length, kept = _put_back(cache, began, check_readable)
         free_memory()
         step = cache.give_way(LADDER.get())
         if step is None:
             raise RollbackError(f"its {type(cache).__name__} has no step left to give way by")
     except (RollbackError, InterruptedPassError) as reason:
-        raise out_of_memory(error, f"{reason} (steps taken: {', '.join(_taken.get(cache, ['none']))})") from error
-    _taken.setdefault(cache, []).append(step)
+        steps = ", ".join(cache.steps_taken) or "none"
+        raise out_of_memory(error, f"{reason} (steps taken: {steps})") from error
     warn_the_caller(
         f"A forward pass ran out of memory ({_first_line(error)}). It is made again, and its cache has given way by "
         f"one step: {step}.",
         SteppedDownWarning,
     )
+    return length, kept
+
+
+def make_room_in_call(model: Any, cache: Cache, began: PassStart | None, error: BaseException) -> None:
+    """As `make_room`, for a pass of a loop of `generate()`; also read again what must be."""
+    call = CURRENT.get()
+    length, kept = make_room(cache, began, error, functools.partial(_whole_inputs, call))
     if kept < length:
         newest = call.inputs
         ids, given = _whole_inputs(call, length)
         arguments = {name: value for name, value in given.items() if name not in OF_PASS}
         pass_tokens(model, ids[:, :length], without_last(arguments, ids.shape[1] - length), cache, kept)
         call.inputs = newest
+
+
+def level(caches: Sequence[Cache]) -> None:
+    """Let caches give way as often as the one that has done so most often, so that they can be rows of one."""
+    most = max(len(cache.steps_taken) for cache in caches)
+    for cache in caches:
+        while len(cache.steps_taken) < most and cache.give_way(LADDER.get()) is not None:
+            pass
 
 
 def out_of_memory(error: BaseException, reason: str) -> torch.OutOfMemoryError:
@@ -100,7 +116,7 @@ def may_retry(error: BaseException) -> bool:
     return is_out_of_memory(error) and (error.__cause__ is None or not is_out_of_memory(error.__cause__))
 
 
-def _put_back(cache: Cache, began: PassStart | None, call: CurrentCall) -> tuple[int, int]:
+def _put_back(cache: Cache, began: PassStart | None, check_readable: Callable[[int], object]) -> tuple[int, int]:
     """Put all layers back to where they were before a pass that was interrupted.
 
     Returns:
@@ -123,8 +139,11 @@ def _put_back(cache: Cache, began: PassStart | None, call: CurrentCall) -> tuple
     except RollbackError:
         kept = 0
     if kept < length:
-        _whole_inputs(call, length)
-    cache.truncate(kept)
+        check_readable(length)
+    if kept == 0 and len(set(cache.row_lengths)) > 1:
+        cache.reset()
+    else:
+        cache.truncate(kept)
     return length, kept
 
 

@@ -184,8 +184,8 @@ class Budget:
         least = sum(each.rounded(0, 0, min(self.bits)) if self.bits else each.exact(each.tokens) for each in held)
         raise CapacityError(
             f"`max_bytes` must be at least {exact_bytes(least + int(self.max_bytes) - nbytes)} for {tokens} tokens by "
-            f"the steps {', '.join(self.ladder) or '(none)'}, got {exact_bytes(self.max_bytes)}: allow more bytes, or "
-            "further steps, or pass fewer tokens or sequences."
+            f"the steps {', '.join(self.ladder) or '(none)'}, got {exact_bytes(int(self.max_bytes))}: allow more "
+            "bytes, or further steps, or pass fewer tokens or sequences."
         )
 
     def _rounded(self, held: "list[_Held]", nbytes: int, more: int) -> tuple[int, list[int]]:
@@ -214,7 +214,7 @@ class Budget:
         self.note = f"all but the newest {kept} tokens of {', '.join(rounded)}"
         if min(bits) not in self._said:
             self._said = (*self._said, min(bits))
-            logger.warning("within max_bytes=%s: %s.", readable_bytes(self.max_bytes), self.note)
+            logger.warning("within max_bytes=%s: %s.", readable_bytes(int(self.max_bytes)), self.note)
 
 
 def free_memory(device: torch.device) -> int:
@@ -235,8 +235,8 @@ def free_memory(device: torch.device) -> int:
     if device.type == "mps":
         return int(torch.mps.recommended_max_memory() - torch.mps.current_allocated_memory())
     raise OptionError(
-        f"`device` must be one whose free memory torch reports (cpu, cuda, xpu, mps), got {device}: pass a number of "
-        "bytes, or name a cache."
+        f"`device` must be one whose free memory torch reports (cpu, cuda, xpu, mps), got {device}: pass `memory`, "
+        "or `max_bytes`, in bytes, or name a cache."
     )
 
 
@@ -265,7 +265,7 @@ class _Held:
         self.tokens, self.token_bytes = layer.held_tokens + new, _token_bytes(forms)
         store = layer.store
         is_packed = isinstance(store, QuantizedStore)
-        self._quantization = store.quantization if is_packed else None
+        self._quantization: Quantization | None = store.quantization if is_packed else None
         self.bits = max(store.bits) if is_packed else None
         self._blocks = len(store.parts.blocks or ()) if is_packed else 0
         try:
@@ -329,8 +329,9 @@ def _block_bytes(quantization: Quantization, forms: tuple[StateForm, StateForm],
     return sum(block_nbytes(quantizers[side].format, side, form, size) for side, form in zip(SIDES, forms, strict=True))
 
 
-def _kept(store: Any, kept: int) -> Any:
-    store.keep(kept)
+def _kept(store: TokenStore, kept: int) -> TokenStore:
+    if isinstance(store, QuantizedStore):
+        store.keep(kept)
     return store
 
 

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from kvlayers.core.buffer import TokenBuffer
-from kvlayers.core.cache import Cache
 from kvlayers.core.dense_store import may_share
 from kvlayers.core.layer_operations import LayerOperations, rows_of
 from kvlayers.core.token_layer import TokenLayer
@@ -31,7 +30,7 @@ LADDER = ("int8", "int4", "offloaded")
 """The steps of a cache that was not told which it may take, in order."""
 
 
-def give_way(cache: Cache, ladder: Sequence[str] | None = None) -> str | None:
+def give_way(cache: Any, ladder: Sequence[str] | None = None) -> str | None:
     """See `Cache.give_way`."""
     for step in LADDER if ladder is None else ladder:
         taken = [_takes(part, step) for part in cache.parts()]
@@ -67,7 +66,7 @@ def place_elsewhere(part: Any) -> bool:
 # Fewer bits
 
 
-def pack(cache: Cache, nbits: int = 4) -> None:
+def pack(cache: Any, nbits: int = 4) -> None:
     """See `Cache.pack`."""
     Quantization(nbits=nbits)
     found = [_round(part, nbits) for part in cache.parts()]
@@ -86,7 +85,7 @@ def _round(part: Any, nbits: int) -> tuple[bool, list[str]]:
         Whether any layer has changed, and the kinds of the layers that stay as they are because they must.
     """
     set_rows_apart(part)
-    changed, stay = False, {}
+    changed, stay = False, dict[str, None]()
     for layer in part.adapted_layers():
         for holder in holders(layer):
             before = settings_of(holder.store)
@@ -192,7 +191,7 @@ def set_rows_apart(part: Any) -> None:
 
 
 def offload(
-    cache: Cache, device: str = "cpu", directory: str | os.PathLike[str] | None = None, only_non_sliding: bool = True
+    cache: Any, device: str = "cpu", directory: str | os.PathLike[str] | None = None, only_non_sliding: bool = True
 ) -> None:
     """See `Cache.offload`."""
     placement = Offloading(only_non_sliding, device, directory)
@@ -207,7 +206,7 @@ def offload(
             _place(part, placement)
 
 
-def onload(cache: Cache) -> None:
+def onload(cache: Any) -> None:
     """See `Cache.onload`."""
     for part in cache.parts():
         if part.offloading:

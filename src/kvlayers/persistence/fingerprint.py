@@ -12,7 +12,6 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from enum import Enum
 from operator import attrgetter
 from types import BuiltinFunctionType, FunctionType, ModuleType
@@ -113,23 +112,32 @@ T = TypeVar("T")
 
 
 class Remembered(Generic[T]):
-    """What was found for objects, such as configs, until one of their fields changes or they are gone."""
+    """What was found for objects, until what is read of them has changed. Threads may share it."""
 
     def __init__(self) -> None:
-        # By number, since configs cannot be hashed.
-        self._known: dict[int, tuple[weakref.ref[object], Mapping[str, object], T]] = {}
+        # By number, since configs cannot be hashed. With what was read, and what was found for it.
+        self._known: dict[int, tuple[weakref.ref[object], threading.Lock, list[tuple[object, T]]]] = {}
 
-    def of(self, owner: object, fields: Mapping[str, object], find: Callable[[], T]) -> T:
-        """What `find` returns for an object with these fields."""
+    def of(self, owner: object, read: object, find: Callable[[], T]) -> T:
+        """What `find` returns for an object of which this was read. It is not called twice at the same time."""
         number = id(owner)
-        known = self._known.get(number)
-        if known is None or known[0]() is not owner or known[1] != fields:
-            living = weakref.ref(owner, lambda _: self._known.pop(number, None))
-            known = self._known[number] = living, copy.deepcopy(fields), find()
-        return known[2]
+        with _entering:
+            known = self._known.get(number)
+            if known is None or known[0]() is not owner:
+                living = weakref.ref(owner, lambda _: self._known.pop(number, None))
+                known = self._known[number] = living, threading.Lock(), []
+        _, lock, found = known
+        with lock:
+            if not found or found[0][0] != read:
+                found[:] = [(copy.deepcopy(read), find())]
+            return found[0][1]
 
 
-_fields: Remembered[dict[str, Any]] = Remembered()
+_entering = threading.Lock()
+"""Held while it is looked up what is known of an object."""
+
+_fields = Remembered[dict[str, Any]]()
+_weights = Remembered[str]()
 
 _IRRELEVANT_ENDS = ("dropout", "dropout_prob", "drop_rate", "pdrop", "layerdrop")
 
@@ -261,25 +269,6 @@ def _plain(value: Any) -> Any:
 # Weights
 
 
-@dataclass
-class _Known:
-    """The id of a living model, with what was read of it when the id was made.
-
-    Attributes:
-        read: the facts, and the marks and the probe of the weights.
-        lock: held while the id is made, so that no id is made twice.
-    """
-
-    read: tuple[Facts, list[Mark], bytes] | None = None
-    text: str = ""
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-
-_known: weakref.WeakKeyDictionary[torch.nn.Module, _Known] = weakref.WeakKeyDictionary()
-_entering = threading.Lock()
-"""Held while `_known` is read or changed."""
-
-
 @torch.no_grad()
 def weights_id(model: torch.nn.Module) -> str:
     """An id of a model's weights: equal for equal weights, different if a single element differs.
@@ -315,13 +304,7 @@ def weights_id(model: torch.nn.Module) -> str:
         (name, weight.data_ptr(), None if weight.is_inference() else weight._version, weight.shape, weight.dtype)
         for name, weight in weights
     ]
-    read = facts, marks, _probe(weights)
-    with _entering:
-        known = _known.setdefault(model, _Known())
-    with known.lock:
-        if known.read != read:
-            known.read, known.text = read, SCHEME + _digest(weights, facts)
-        return known.text
+    return _weights.of(model, (facts, marks, _probe(weights)), lambda: SCHEME + _digest(weights, facts))
 
 
 def _weights_and_facts(model: torch.nn.Module) -> tuple[list[tuple[str, Tensor]], Facts]:

@@ -1,6 +1,7 @@
 """An entry of a prefix store: its tokens and its cache, what memory it takes, and when it leaves."""
 
 import heapq
+import math
 from collections.abc import Collection, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
@@ -15,6 +16,19 @@ from kvlayers.utils.tensor_memory import Storages
 
 Piece = tuple[int, int]
 """Address and bytes of a piece of memory."""
+
+
+@dataclass(frozen=True, eq=False)
+class Pin:
+    """What keeps entries in a store.
+
+    Attributes:
+        until: time of its end, as `time.monotonic()` counts, which no change of a clock affects.
+        priority: entries of less priority leave before. What is not pinned has 0; what never leaves has infinity.
+    """
+
+    until: float = math.inf
+    priority: float = math.inf
 
 
 @dataclass(eq=False)
@@ -32,7 +46,7 @@ class PrefixEntry:
             store. More tokens have an earlier use; all of them have one.
         used: time of the last use in seconds since 1970; `None` if it was not used since the store was made.
         hits: look-ups that it has served.
-        pins: how many calls of `pin` no `unpin` has undone.
+        pins: what keeps it, the newest last.
         boundaries: lengths that the entry serves: its own, and those of the entries that it has replaced.
         is_leaving: whether it has been evicted, and leaves memory as soon as it is in a file.
         is_being_written: whether it is being written to a file, which holds its memory.
@@ -47,7 +61,7 @@ class PrefixEntry:
     uses: dict[int, int] = field(default_factory=dict)
     used: float | None = None
     hits: int = 0
-    pins: int = 0
+    pins: list[Pin] = field(default_factory=list)
     boundaries: set[int] = field(default_factory=set)
     is_leaving: bool = False
     is_being_written: bool = False
@@ -65,6 +79,11 @@ class PrefixEntry:
         """When all of its tokens were last used, by a counter that grows with each use of the store."""
         return self.uses.get(self.length, 0)
 
+    @property
+    def priority(self) -> float:
+        """Entries of less priority are evicted first, and none of infinite priority is."""
+        return max([pin.priority for pin in self.pins], default=0.0)
+
     def use(self, tokens: int, time: int) -> None:
         """Note that the first tokens were used at some time."""
         older = {length: used for length, used in self.uses.items() if length > tokens or used > time}
@@ -77,8 +96,8 @@ class PrefixEntry:
         self.ids = self.ids[:length].copy()
         self.boundaries = {boundary for boundary in self.boundaries if boundary < length} | {length}
         uses, self.uses = self.uses, {}
-        for tokens, time in uses.items():
-            self.use(min(tokens, length), time)
+        for tokens, when in uses.items():
+            self.use(min(tokens, length), when)
 
     def fork(self, cache: Cache, length: int) -> Cache:
         """A fork of the cache of all tokens, rolled back to a length that `restorable_length` has returned."""
@@ -188,7 +207,7 @@ class EvictionOrder:
         self._policy = policy
         self._new: dict[PrefixEntry, None] = {}
         # By rank as it was, and by number. An entry has one number that counts.
-        self._heap: list[tuple[tuple[bool, float], int, PrefixEntry]] = []
+        self._heap: list[tuple[tuple[float, float], int, PrefixEntry]] = []
         self._numbers: dict[PrefixEntry, int] = {}
         self._count = 0
 
@@ -205,7 +224,7 @@ class EvictionOrder:
             heapq.heapify(self._heap)
 
     def first(self) -> PrefixEntry | None:
-        """The entry that is to be evicted first; `None` if only pinned ones are left."""
+        """The entry that is to be evicted first; `None` if only those are left that are never evicted."""
         for entry in list(self._new):
             self._push(entry)
             del self._new[entry]
@@ -219,12 +238,12 @@ class EvictionOrder:
                 looked_at.add(entry)
                 self._push(entry)
             else:
-                # Pinned entries come last.
-                return None if entry.pins else entry
+                # What never leaves comes last.
+                return None if entry.priority == math.inf else entry
         return None
 
-    def _rank(self, entry: PrefixEntry) -> tuple[bool, float]:
-        return bool(entry.pins), self._policy.rank(entry)
+    def _rank(self, entry: PrefixEntry) -> tuple[float, float]:
+        return entry.priority, self._policy.rank(entry)
 
     def _push(self, entry: PrefixEntry) -> None:
         self._count += 1

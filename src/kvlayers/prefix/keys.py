@@ -1,5 +1,6 @@
 """The key of a prefix: its tokens, its model and its namespace; and the tree that finds tokens with a common prefix."""
 
+import functools
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -223,7 +224,8 @@ LABEL_PREFIX = "kvlayers.prefix:"
 
 
 def label_of(config: object | None, model: str | None, namespace: str) -> str:
-    """A text that is the same for the same model and namespace, and differs for any others.
+    """A text that is the same for the same model and namespace, and differs for any others. It ends with a mark of the
+    namespace.
 
     Args:
         config: config of the model.
@@ -246,7 +248,14 @@ def label_of(config: object | None, model: str | None, namespace: str) -> str:
             "config=model.config."
         )
     fields = None if config is None else model_fields(config, is_pair=False)
-    return LABEL_PREFIX + hashlib.sha256(canonical([fields, model, namespace]).encode()).hexdigest()
+    whole = hashlib.sha256(canonical([fields, model, namespace]).encode()).hexdigest()
+    return f"{LABEL_PREFIX}{whole}:{namespace_mark(namespace)}"
+
+
+@functools.lru_cache(maxsize=1024)
+def namespace_mark(namespace: str) -> str:
+    """A text that is the same for the same namespace, which nobody can read in it."""
+    return hashlib.sha256(namespace.encode()).hexdigest()[:32]
 
 
 def tokens_of(input_ids: object) -> Tokens:
@@ -259,13 +268,10 @@ def tokens_of(input_ids: object) -> Tokens:
         raise OptionError(f"`input_ids` must be a tensor, got a {type(input_ids).__name__}.")
     if input_ids.dtype != torch.int64:
         raise OptionError(f"`input_ids` must be int64, got {input_ids.dtype}: pass what the tokenizer returned.")
-    if input_ids.dim() not in (1, 2):
+    if input_ids.dim() not in (1, 2) or (input_ids.dim() == 2 and input_ids.shape[0] != 1):
         raise OptionError(
-            f"`input_ids` must have shape [tokens] or [1, tokens], got {list(input_ids.shape)}: pass one sequence."
-        )
-    if input_ids.dim() == 2 and input_ids.shape[0] != 1:
-        raise OptionError(
-            f"`input_ids` must be one sequence, got {input_ids.shape[0]}: pass one row, such as input_ids[:1]."
+            f"`input_ids` must have shape [tokens] or [1, tokens], got {list(input_ids.shape)}: pass one sequence, as "
+            "input_ids[:1] is one."
         )
     if input_ids.device.type == "meta":
         raise OptionError(

@@ -288,7 +288,8 @@ class PackedBlocks:
         for start in range(0, len(self), self.blocks_at_once):
             some = slice(start, start + self.blocks_at_once)
             pieces = [(side, DenseSegment(held[f"{side}_codes"], held[f"{side}_parameters"])) for side in SIDES]
-            twin.write(start, *(self._side(side, piece, some).states(self.dtype) for side, piece in pieces))
+            keys, values = (self._side(side, piece, some).states(self.dtype) for side, piece in pieces)
+            twin.write(start, keys, values)
         twin.hold(len(self))
         twin._ends, twin._first, twin._tokens = list(self._ends), self._first, self._tokens
         return twin

@@ -396,8 +396,10 @@ class QuantizedCache(Cache, transformers.QuantizedCache):  # type: ignore[misc]
         placement = offloading, offload_only_non_sliding, offload_device, offload_directory
         if config is None:
             make_layer, count = self._layer_maker(hint), self.quantization.count
-            of_layers = [self.quantization.of_layer(index) for index in range(count or 0)]
-            bare = [packed_attention_layer(own, hint, self.recall) for own in of_layers]
+            bare = [
+                packed_attention_layer(self.quantization.of_layer(index), hint, self.recall)
+                for index in range(count or 0)
+            ]
             super().__init__(bare or None, make_layer, *placement)
             return
         head_dims = model_types.head_dims(config)

@@ -299,8 +299,8 @@ def _behind(front: KVPair, attended: KVPair) -> KVPair:
         snapshot = keys.snapshot
         # Sinks keep the dtype that they came in, and a store may hold another one since.
         first_keys, first_values = (states.to(snapshot.dtype) for states in front)
-        segments = snapshot.segments.with_prefix(DenseSegment(first_keys, first_values))
-        return packed_like(keys, values, replace(snapshot, segments=segments))
+        held = (DenseSegment(first_keys, first_values), *snapshot.segments.in_order)
+        return packed_like(keys, values, replace(snapshot, segments=replace(snapshot.segments, in_order=held)))
     return torch.cat([front[0], keys], dim=2), torch.cat([front[1], values], dim=2)
 
 

@@ -189,6 +189,7 @@ OF_POSITIONS = (
 
 SERVER_MODULES = ("utils", "chat_completion", "completion", "response")
 OF_SERVERS = (
+    Probe("cli.serving.utils", "BaseHandler._validate_request", ("body",)),
     Probe("cli.serving.utils", "InferenceThread.submit", ("fn",)),
     Probe("cli.serving.utils", "InferenceThread.async_submit", ("fn",)),
     Probe("cli.serving.chat_completion", "CompletionUsage"),

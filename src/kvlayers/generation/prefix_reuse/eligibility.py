@@ -257,9 +257,7 @@ def options_of(config: Any) -> dict[str, Any]:
     Raises:
         IneligibleError: they are not a mapping from names to values.
     """
-    options = config.cache_config
-    if options is None:
-        return {}
+    options = {} if config.cache_config is None else config.cache_config
     if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):
         raise IneligibleError("its cache_config is not a mapping from names to values")
     return dict(options)
@@ -385,6 +383,9 @@ class StorePart:
 
     def insert(self, ids: Tensor, cache: Cache, division: str = "") -> None:
         """Insert a cache for the tokens that it has seen, if the store can take it."""
+        if cache.steps_taken:
+            self.active.store.record_refusal("its cache ran out of memory, and has given way")
+            return
         # The caller gets the result whatever happens to the store, such as a full disk, or no memory for a copy.
         try:
             self.active.store.insert(ids, cache, model=self._label + division, **self._key)

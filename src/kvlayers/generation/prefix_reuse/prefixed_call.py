@@ -275,11 +275,9 @@ class PrefixedCall:
 
         What was decoded is not inserted, since only the call knew its tokens.
         """
-        ids = self._prompts.input_ids
-        tokens = ids.shape[1]
+        tokens = self._prompts.input_ids.shape[1]
         was_read = all(layer.length is not None and layer.length >= tokens for layer in cache.adapted_layers())
-        is_one = len(ids) == cache.batch_size == 1 and not self._prompts.is_padded
-        if is_one and was_read and not depends_on_chunks(cache):
+        if self._is_one and was_read and not depends_on_chunks(cache):
             # What cannot be rolled back was inserted during the prefill.
             # The caller gets the error that has ended the call, and no other.
             with contextlib.suppress(KVLayersError, RuntimeError, MemoryError):
@@ -291,8 +289,11 @@ class PrefixedCall:
         sequences = output.sequences if isinstance(output, ModelOutput) else output
         ids = self._prompts.input_ids
         if self._is_one:
-            keys = self._keys.input_ids.to(sequences.device)
-            self._images.insert(self._part, torch.cat([keys, sequences[:, ids.shape[1] :]], dim=1), cache)
+            self._images.insert(
+                self._part,
+                torch.cat([self._keys.input_ids.to(sequences.device), sequences[:, ids.shape[1] :]], dim=1),
+                cache,
+            )
         elif self._prompts.is_padded:
             # The padding may have been moved.
             sequences[:, : ids.shape[1]] = ids.repeat_interleave(sequences.shape[0] // ids.shape[0], dim=0)
@@ -507,17 +508,12 @@ def _stacked(states: Sequence[LayerState], length: int) -> LayerState:
     for name, form in example.tensors.items():
         own = [state.tensors.get(name) for state in states]
         if name in ("keys", "values"):
-            nothing = form[:, :, :0]
-            held = [nothing if tensor is None else tensor for tensor in own]
-            tensors[name] = _tokens_side_by_side(held, [length - _seen(state) for state in states], most)
+            held = [form[:, :, :0] if tensor is None else tensor for tensor in own]
+            seen = [fact if isinstance(fact := state.facts.get("length"), int) else 0 for state in states]
+            tensors[name] = _tokens_side_by_side(held, [length - tokens for tokens in seen], most)
         elif not _is_past(name):
             tensors[name] = torch.cat([torch.zeros_like(form) if tensor is None else tensor for tensor in own])
     return LayerState(example.kind, tensors, facts if tensors else dict(example.facts))
-
-
-def _seen(state: LayerState) -> int:
-    length = state.facts.get("length")
-    return length if isinstance(length, int) else 0
 
 
 def _is_past(name: str) -> bool:

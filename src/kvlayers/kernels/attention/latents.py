@@ -20,7 +20,14 @@ from typing_extensions import override
 from kvlayers.kernels.attention import absorption
 from kvlayers.kernels.attention.absorption import HeadWeights, Projection
 from kvlayers.kernels.attention.packed_ops import packed_like, snapshot_of
-from kvlayers.kernels.attention.packed_tensor import Implementations, PackedStates, StateTensor, implements, sizes_of
+from kvlayers.kernels.attention.packed_tensor import (
+    Implementations,
+    PackedStates,
+    StateTensor,
+    implements,
+    sizes_of,
+    unchanged,
+)
 from kvlayers.kernels.attention.snapshot import Snapshot
 from kvlayers.utils.sending import sent_by_value
 from kvlayers.utils.transforms import is_changed_by_torch
@@ -161,6 +168,7 @@ def _viewing(func: Callable[..., Any]) -> Callable[..., Any]:
 
 
 DeferredStates.implementations.update({func: _viewing(func) for func in VIEW_FUNCTIONS})
+DeferredStates.implementations.update(dict.fromkeys((Tensor.contiguous, Tensor.detach, Tensor.to), unchanged))
 # A reshape that would copy is none of a view.
 DeferredStates.implementations[Tensor.reshape] = _viewing(Tensor.view)
 
@@ -196,13 +204,6 @@ def _write(keys: Any, states: Any, **options: Any) -> Any:
         return COMPUTED
     memory.parts.append((keys.outline, states))
     return keys
-
-
-@_of_deferred(Tensor.contiguous, Tensor.detach, Tensor.to)
-def _unchanged(states: Any, *args: Any, **kwargs: Any) -> Any:
-    wanted = {*args, *kwargs.values()}
-    is_same = isinstance(states, StateTensor) and wanted <= {states.dtype, states.device}
-    return states if is_same else COMPUTED
 
 
 @_of_deferred(scaled_dot_product_attention)

@@ -351,6 +351,8 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
             new = key_states.shape[-2] if isinstance(key_states, Tensor) and key_states.dim() > 1 else 0
             if self.budget is not None:
                 self.budget.make_room(self, self.adapted_layers(), layer_idx, key_states, value_states)
+                # It may have set rows apart.
+                layer = self.adapted_layers()[layer_idx]
             following.follow(self, layer_idx, layer, new)
         attended: tuple[Tensor, Tensor] = (
             layer.update(key_states, value_states, *args, **kwargs)

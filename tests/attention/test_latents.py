@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import kvlayers
 from kvlayers.kernels.attention.absorption import BLOCKS, EXPANDED, by_products
-from kvlayers.kernels.attention.latents import AssembledKeys, ExpandedLatents, LatentStates, as_latents
+from kvlayers.kernels.attention.latents import DeferredStates, LatentStates, NewKeys, as_latents
 from kvlayers.kernels.attention.packed_tensor import PackedStates
 from kvlayers.upstream import compat
 from matrix import product
@@ -259,7 +259,8 @@ READS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
 def test_whatever_reads_an_expansion_reads_what_transformers_computes(name: str) -> None:
     keys, values, weight = latents_and_weight()
     deferred = expanded(*as_latents(keys, values), weight)
-    assert [type(states) for states in deferred] == [AssembledKeys, ExpandedLatents]
+    assert all(isinstance(states, DeferredStates) for states in deferred)
+    assert [isinstance(states.memory, NewKeys) for states in deferred] == [True, False]
     expected = READS[name](*expanded(keys, values, weight))
     torch.testing.assert_close(READS[name](*deferred), expected, rtol=1e-5, atol=1e-5)
 

@@ -688,7 +688,7 @@ ARGUMENTS: dict[str, tuple[type[Exception], Callable[[], object]]] = {
 @pytest.mark.parametrize("case", ARGUMENTS)
 def test_what_makes_no_pair_is_refused(case: str) -> None:
     error, make = ARGUMENTS[case]
-    with pytest.raises(error, match=r"must|expected|takes the options"):
+    with pytest.raises(error, match=r"must|takes the options"):
         make()
 
 
@@ -754,7 +754,7 @@ def test_a_pair_decodes_correctly_after_misuse(misuse: str) -> None:
     pair = pair_of("bart", "dynamic", "dynamic")
     decoding = decoding_of("bart", pair, lambda: pair, prompt(2, 4))
     before = [states.clone() for layer in pair for states in layer]
-    with pytest.raises(error, match="must|expected|are not"):
+    with pytest.raises(error, match="must|are not"):
         use(pair)
     for seen, expected in zip((states for layer in pair for states in layer), before, strict=True):
         assert torch.equal(seen, expected)

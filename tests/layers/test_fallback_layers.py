@@ -227,7 +227,7 @@ def test_a_model_whose_layers_share_nothing_is_given_no_cache_with_shared_ones()
     cache = cache_of("gemma3n", "dynamic")
     if len(cache) == 2:
         pytest.skip(f"transformers {transformers.__version__} leaves out the layers that share")
-    with pytest.raises(kvlayers.errors.UnsupportedLayerError, match="layer 2 holds nothing"):
+    with pytest.raises(kvlayers.errors.UnsupportedLayerError, match="got 2, which holds nothing"):
         tiny_model("gemma3")(prompt(2, PROMPT), past_key_values=cache)
     assert "2 x DummyLayer, " in repr(cache)
 
@@ -319,9 +319,9 @@ def test_a_state_of_other_layers_is_refused(family: str) -> None:
     if family in SHARING or not compat.INDEXERS_DEPEND_ON_CHUNKS:
         others.append(cache_of(family, "static"))
     for other in others:
-        with pytest.raises(kvlayers.errors.StateMismatchError, match="must|expected|are not"):
+        with pytest.raises(kvlayers.errors.StateMismatchError, match="must|are not"):
             decoding.cache.load_state(other.state())
-        with pytest.raises(kvlayers.errors.StateMismatchError, match="must|expected|are not"):
+        with pytest.raises(kvlayers.errors.StateMismatchError, match="must|are not"):
             other.load_state(decoding.cache.state())
     for misuse in (
         lambda cache: cache.batch_select_indices([2]),
@@ -330,7 +330,7 @@ def test_a_state_of_other_layers_is_refused(family: str) -> None:
         lambda cache: cache.crop(PROMPT + 1),
         lambda cache: cache.update(torch.zeros(2, 2, 1, 8), torch.zeros(2, 2, 1, 8), len(cache)),
     ):
-        with pytest.raises(kvlayers.KVLayersError, match="must|expected|are not"):
+        with pytest.raises(kvlayers.KVLayersError, match="must|are not"):
             misuse(decoding.cache)
     decoding.step()
     decoding.step()

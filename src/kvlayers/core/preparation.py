@@ -35,7 +35,7 @@ def check_empty(cache: Cache) -> None:
     """Raise `StateMismatchError` if a cache has seen tokens."""
     if cache.get_seq_length():
         raise StateMismatchError(
-            f"The cache must be empty, but it has seen {cache.get_seq_length()} tokens: reset it first."
+            f"The cache must be empty, got one that has seen {cache.get_seq_length()} tokens: reset it first."
         )
 
 

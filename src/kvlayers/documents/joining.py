@@ -478,7 +478,7 @@ def _check_movable(layers: Sequence[LayerOperations], name: str) -> None:
         if layer.is_upstream or layer.fidelity == "evicting" or has_more or not keeps_all:
             raise UnsupportedLayerError(
                 f"`{name}` must hold the keys and values of all tokens, or of windows, and nothing else, got "
-                f"{layer.original!r}: use another cache."
+                f"{layer.original!r}: use another cache, or extract(row) of a batch of rows."
             )
 
 

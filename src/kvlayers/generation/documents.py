@@ -129,7 +129,8 @@ class DocumentPrompt:
         cache, cached_tokens = self._put_together(
             model, active or active_store.for_call() or _for_one_call(), arguments
         )
-        return call_with(cache, model.generate, {**arguments, name: cache}, (cached_tokens,))
+        with active_store.CURRENT.override(None):
+            return call_with(cache, model.generate, {**arguments, name: cache}, (cached_tokens,))
 
     def _put_together(
         self, model: Any, active: active_store.ActiveStore, arguments: dict[str, Any]

@@ -16,6 +16,7 @@ from kvlayers.core.cache import Cache
 from kvlayers.core.dynamic_cache import DynamicCache
 from kvlayers.core.preparation import left_padding_of
 from kvlayers.errors import OptionError, RollbackError
+from kvlayers.generation import retried_pass
 from kvlayers.generation.prefill import PER_TOKEN_ARGUMENTS, is_told_positions, pass_tokens, pass_unseen
 from kvlayers.rope.from_config import frequencies_within
 from kvlayers.rows import Rows, merge
@@ -167,10 +168,12 @@ class RowDecoder:
     def join(self, rows: Sequence[DecodedRow], caches: Sequence[Cache]) -> None:
         """Add rows, of one or several caches that have seen all of their tokens but the last.
 
-        The caches do not change, unless there is one, and no row yet: it is taken over.
+        The caches have the tokens that they had, unless there is one, and no row yet: it is taken over. All give way
+        as often as the one that ran out of memory most often.
         """
         if not rows:
             return
+        retried_pass.level(caches if self.cache is None else [self.cache, *caches])
         if self.cache is not None:
             self.cache.extend(*caches)
         else:
@@ -225,6 +228,7 @@ class RowDecoder:
         passed = [[row.last, *draft] for row, draft in zip(self.rows, drafts, strict=True)]
         tokens = torch.tensor([own + own[-1:] * (new - len(own)) for own in passed], device=self._model.device)
         logits = self._pass(tokens, cache)
+        cache = self.cache
         greatest = logits.argmax(-1).tolist()
         for index, (row, draft) in enumerate(zip(self.rows, drafts, strict=True)):
             self._take(row, draft, logits[index], greatest[index])
@@ -232,6 +236,30 @@ class RowDecoder:
             cache.crop_rows([row.tokens - 1 for row in self.rows])
 
     def _pass(self, tokens: Tensor, cache: Cache) -> Tensor:
+        """Logits of the next tokens, by a pass that is made again as often as the cache can give way."""
+        began = cache.newest_pass()
+        try:
+            return self._logits_of(tokens, cache)
+        except (RuntimeError, MemoryError) as error:
+            if not retried_pass.may_retry(error):
+                raise
+            length, kept = retried_pass.make_room(cache, began, error, lambda length: None)
+        if kept < length:
+            cache = self.cache = self._read_again(cache)
+        return self._pass(tokens, cache)
+
+    def _read_again(self, emptied: Cache) -> Cache:
+        """A cache that has read the tokens of each row but the last, like one that could not go back by one pass."""
+        caches = []
+        for index, row in enumerate(self.rows):
+            alone = emptied.extract(index)
+            alone.reset()
+            ids = row.ids[:, row.padding : -1]
+            pass_unseen(self._model, ids, alone, None, torch.arange(ids.shape[1], device=ids.device)[None])
+            caches.append(alone)
+        return caches[0] if len(caches) == 1 else merge(caches)
+
+    def _logits_of(self, tokens: Tensor, cache: Cache) -> Tensor:
         """Logits of the next tokens; of a row alone as `generate()` computes them, which may read it all again."""
         row, border = self.rows[0], self._border
         if border is not None and tokens.numel() == 1 and cache.get_seq_length() <= border < row.tokens:

@@ -107,7 +107,7 @@ class SinkCache(Cache):
     def _layer_without_config(self) -> SinkLayer:
         if self._rotary is None:
             raise ConfigError(
-                "expected to know how the model rotates its keys, but the cache has no config: make it with "
+                "`config` must say how the model rotates its keys, got none: make the cache with "
                 "config=model.config, call prepare(model.config), or generate() under kvlayers.install()."
             )
         return self._sinks.layer(self._rotary)

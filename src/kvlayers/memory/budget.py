@@ -18,7 +18,7 @@ from kvlayers.core.description import Fact, Facts
 from kvlayers.core.layer_operations import LayerOperations
 from kvlayers.core.token_store import TokenStore
 from kvlayers.errors import CapacityError, OptionError, StateMismatchError
-from kvlayers.memory.steps import BITS, LADDER, holders, narrowed, place_elsewhere, set_rows_apart
+from kvlayers.memory.steps import BITS, LADDER, exchange_store, holders, narrowed, place_elsewhere, set_rows_apart
 from kvlayers.quantized.checks import checked_quantizers
 from kvlayers.quantized.packed_blocks import GROWTH_DIVISOR as BLOCKS_GROWTH_DIVISOR
 from kvlayers.quantized.packed_blocks import SIDES, block_nbytes
@@ -303,7 +303,7 @@ class _Held:
         if self.bits is not None:
             # What a residual holds beside the sinks before it packs.
             room = most - store.quantization.sink_tokens - max(self.size, 1)
-            self.layer.exchange_store(functools.partial(_kept, kept=max(room, store.quantization.residual_length)))
+            exchange_store(self.layer, functools.partial(_kept, kept=max(room, store.quantization.residual_length)))
         elif not self.layer.is_sliding:
             store.length_hint = most if length_hint is None else min(most, length_hint)
 
@@ -311,7 +311,7 @@ class _Held:
         """Hold all but the newest `kept` tokens in `nbits` bits at most, now and as further tokens come."""
         hint = self.window if self.layer.is_sliding else length_hint
         make = functools.partial(_within, nbits=nbits, kept=kept, hint=hint, window=self.layer.is_sliding)
-        self.layer.exchange_store(make)
+        exchange_store(self.layer, make)
 
 
 def _most_exact(held: Sequence[_Held], nbytes: int) -> int:

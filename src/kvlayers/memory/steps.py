@@ -17,7 +17,7 @@ from kvlayers.errors import CapacityError, OptionError, StateMismatchError, Unsu
 from kvlayers.offload.buffers import HostBuffer, StagedBuffer
 from kvlayers.offload.offloaded_layer import OffloadedLayer
 from kvlayers.offload.offloading import Offloading
-from kvlayers.quantized.quantization import Quantization
+from kvlayers.quantized.quantization import DEFAULT_SINK_TOKENS, Quantization
 from kvlayers.quantized.quantized_store import QuantizedStore
 from kvlayers.utils import late
 
@@ -164,7 +164,7 @@ def _packable(store: TokenStore, nbits: int, window: bool) -> QuantizedStore | N
     if store.is_pending or not may_share(store) or any(states.requires_grad for states in store.held_tensors()):
         return None
     # In a window no token could stay as a sink.
-    return QuantizedStore.over(store, Quantization(nbits=nbits, **{"sink_tokens": 0} if window else {}))
+    return QuantizedStore.over(store, Quantization(nbits=nbits, sink_tokens=0 if window else DEFAULT_SINK_TOKENS))
 
 
 def _repack(store: QuantizedStore, quantization: Quantization) -> None:

@@ -265,7 +265,7 @@ class _Held:
         self.tokens, self.token_bytes = layer.held_tokens + new, _token_bytes(forms)
         store = layer.store
         # Beams and forks hold once what they have in common, until it is rounded.
-        self._in_common = max(layer.held_tokens * self.token_bytes - store.nbytes, 0)
+        self._in_common: int = max(layer.held_tokens * self.token_bytes - store.nbytes, 0)
         is_packed = isinstance(store, QuantizedStore)
         self._quantization: Quantization | None = store.quantization if is_packed else None
         self.bits = max(store.bits) if is_packed else None

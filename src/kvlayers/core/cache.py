@@ -116,7 +116,7 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
         # A cache that is made within compiled code is traced through.
         self._handle = None if torch.compiler.is_compiling() else GraphHandle(self)
         self.layer_class_to_replicate = layer_class_to_replicate
-        self.place(layers or (), placement)
+        self._place(layers or (), placement)
         let_static_layers_agree(self.adapted_layers())
 
     def __getstate__(self) -> dict[str, Any]:
@@ -199,7 +199,7 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
         """
         return cls.from_description(options, [], context)._layers_of_model(config)
 
-    def place(self, layers: Sequence[Any], offloading: Any) -> None:
+    def _place(self, layers: Sequence[Any], offloading: Any) -> None:
         """Hold the states of these layers, and of those that are made later, where `offloading` says.
 
         Args:

@@ -1,6 +1,7 @@
 """Attention by torch's fused kernels over slabs is that of the states: on a CPU, by its own fused kernel."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from kvlayers.kernels.attention.segment_kinds import DenseSegment, PackedSegment
 from kvlayers.kernels.attention.segments import KVSegments
 from kvlayers.kernels.codes.packed_side import PackedSide, pack_side
 from kvlayers.kernels.codes.quantizer_contract import CodeFormat, QuantizedGroups, Side
+from kvlayers.kernels.codes.smoothing import KeySmoothing
 from matrix import product
 
 BLOCK = 64
@@ -108,6 +110,19 @@ def test_sinks_packed_blocks_and_residual_are_one_attention(
         query = queries_of_a_model(batch, KV_HEADS * group, queries, head_dim, dtype)
         check(query, held, None, head_dim**-0.5)
         check(query.contiguous(), held, torch.rand(batch, 1, queries, held.tokens) > 0.4, head_dim**-0.5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_smoothed_keys_are_scored_as_they_were(dtype: torch.dtype) -> None:
+    sinks, packed, residual = segments(2, 64, dtype, cut=True).in_order
+    assert isinstance(packed, PackedSegment)
+    factor, mean = (part.to(dtype) for part in (1 + torch.rand(2, KV_HEADS, 1, 64), torch.randn(2, KV_HEADS, 1, 64)))
+    smoothed = replace(packed, smoothing=KeySmoothing(factor=factor, mean=mean))
+    held = KVSegments((sinks, smoothed, residual))
+    for queries in (1, 6):
+        query = queries_of_a_model(2, KV_HEADS * 4, queries, 64, dtype)
+        check(query, held, None, 0.1)
+        check(query, held, torch.rand(2, 1, queries, held.tokens) > 0.4, 0.1)
 
 
 @pytest.mark.parametrize(

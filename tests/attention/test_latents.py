@@ -265,6 +265,20 @@ def test_whatever_reads_an_expansion_reads_what_transformers_computes(name: str)
     torch.testing.assert_close(READS[name](*deferred), expected, rtol=1e-5, atol=1e-5)
 
 
+def test_a_view_of_the_right_shape_with_other_axes_is_computed() -> None:
+    latents, rotated, weight = (
+        states[:, :, :HEADS] if states.dim() == 4 else states for states in latents_and_weight()
+    )
+
+    def attended(latents: torch.Tensor, rotated: torch.Tensor) -> torch.Tensor:
+        keys, _ = expanded(latents, rotated, weight)
+        # As many tokens as heads, and nobody swaps their axes.
+        values = linear(latents, weight).view(2, HEADS, HEADS, NOPE + VALUE)[..., NOPE:]
+        return scaled_dot_product_attention(torch.ones(2, HEADS, 1, NOPE + ROPE), keys, values)
+
+    torch.testing.assert_close(attended(*as_latents(latents, rotated)), attended(latents, rotated), **NEAR)
+
+
 def test_products_are_attention() -> None:
     keys, _, _ = latents_and_weight()
     query, mask = torch.randn(2, 1, 6, RANK), torch.randn(2, 1, 6, 30)

@@ -84,8 +84,8 @@ def whole_number(number: object, what: str) -> int:
     raise OptionError(f"{what} must be a whole number, got {number!r}: pass an integer.")
 
 
-def query_count(queries: object) -> Any:
-    """Tokens of the next update: their number, or that of their positions, int64 `[tokens]`.
+def query_count(queries: object, what: str = "`query_length`") -> int:
+    """Tokens of the next update: their number, or that of their positions, int64 `[tokens]`. `what` names it in errors.
 
     Raises:
         OptionError: it is neither.
@@ -93,10 +93,10 @@ def query_count(queries: object) -> Any:
     if isinstance(queries, Tensor) and queries.dim() == 1:
         queries = queries.shape[0]
     # While code is exported, the number is a symbol.
-    count = queries if isinstance(queries, torch.SymInt) else whole_number(queries, "`query_length`")
+    count: Any = queries if isinstance(queries, torch.SymInt) else whole_number(queries, what)
     if count < 0:
-        raise OptionError(f"`query_length` must be at least 0, got {count}: pass the number of new tokens.")
-    return count
+        raise OptionError(f"{what} must be at least 0, got {count}: pass the number of new tokens.")
+    return count  # type: ignore[no-any-return]
 
 
 def crop_target(tokens: int, length: int) -> int:

@@ -480,8 +480,9 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
         Raises:
             CapacityError: the tokens do not fit in this layer.
         """
-        if type(query_length) is not int or query_length < 0:
-            query_length = query_count(query_length)
+        # In ordinary calls without a call in Python.
+        is_count = type(query_length) is int and query_length >= 0
+        query_length = query_length if is_count else query_count(query_length)
         layer = self.layer_at(layer_idx)
         if layer is None:
             return query_length, 0

@@ -148,7 +148,8 @@ def measure(run: report.Session) -> dict[str, Any]:
         cells = found.setdefault(name, {})
         for cache in caches:
             summary = scores[NAMES[cache][0]].summary()
-            cells[cache] = {key: summary.get(key) for key in ("kl", "kl_99", "kl_of_passages", "agreement", "failure")}
+            figures = {key: summary.get(key) for key in ("kl", "kl_99", "kl_of_passages", "agreement", "failure")}
+            cells[cache] = {**figures, "date": run.environment["date"]}
             run.expect(not summary.get("failure"), f"{cache}, {name}: {summary.get('failure')}")
         found = {known: found[known] for known in order if known in found}
         run.write({"outliers": {"rows": found, "bytes": held}})
@@ -168,6 +169,9 @@ def _resumed(given: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         if record["arguments"][name] != getattr(given, name):
             raise SystemExit(f"--{name} must be that of {given.resume}: {record['arguments'][name]}")
     found = record["results"]["outliers"]
+    for cells in found["rows"].values():
+        for figures in cells.values():
+            figures.setdefault("date", record["date"])
     return found["rows"], found["bytes"]
 
 
@@ -197,7 +201,16 @@ def page_table(record: dict[str, Any], rows: Sequence[str] | None = None, left_o
     found, arguments = record["results"]["outliers"], record["arguments"]
     caches = [name for name in arguments["caches"] if name not in left_out]
     shown = [row for row in rows or found["rows"] if row in found["rows"]]
-    cells = [[row, *(_cell(found["rows"][row][name]) for name in caches)] for row in shown]
+    dates = {figures.get("date", record["date"])[:10] for cells in found["rows"].values() for figures in cells.values()}
+    newest = max(dates)
+
+    def dated(figures: dict[str, Any]) -> str:
+        is_marked = len(dates) > 1 and figures.get("date", record["date"])[:10] == newest
+        return _cell(figures) + " *" * is_marked
+
+    cells = [[row, *(dated(found["rows"][row][name]) for name in caches)] for row in shown]
+    older = ", ".join(sorted(dates - {newest}))
+    marks = f" Cells with * were measured on {newest}, the others on {older}." if older else ""
     held = ", ".join(f"`{name}` {found['bytes'][name]['bytes']:,.0f}" for name in caches)
     model = pathlib.Path(arguments["model"]).name
     lengths = f"{arguments['scored']} tokens after {arguments['context']}"
@@ -206,7 +219,7 @@ def page_table(record: dict[str, Any], rows: Sequence[str] | None = None, left_o
             pages.markdown(["keys", *(f"`{name}`" for name in caches)], cells),
             "",
             f"KL in nats, and equal top tokens. {model}, {arguments['dtype']}, {lengths}. Bytes a token: {held}. "
-            f"{pages.measured_at(record)}.",
+            f"{pages.measured_at(record)}.{marks}",
         ]
     )
 

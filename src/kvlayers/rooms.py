@@ -40,7 +40,7 @@ PROVIDED = {
     "recall in facts": "kvlayers.recall.recall_layer:Recall.from_facts",
     "adapter": "kvlayers.interop.adapter:adapter",
     "DynamicCache": "kvlayers.core.dynamic_cache:DynamicCache",
-    "explain": "kvlayers.serving.metrics:explained",
+    "explain": "kvlayers.serving.reports:explained",
     "pin": "kvlayers.serving.sessions:pin_of",
     "session": "kvlayers.serving.sessions:session_of",
     "import of a session": "kvlayers.serving.sessions:import_session",

@@ -937,6 +937,19 @@ def test_the_scale_is_that_of_torch_where_it_is_not_given(scale: float | None) -
     check(dispatch.attend(query, case.segments, None, scale, PathCounter()), *case.attended(query, None, used))
 
 
+@pytest.mark.parametrize("queries", [1, 40])
+def test_rounds_of_slabs_are_one_softmax(queries: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("CPU_SCORES_AT_ONCE", "CPU_CODES_AT_ONCE"):
+        monkeypatch.setattr(slabs, name, 1)
+    case = Case(block_count=4)
+    query, mask = case.query(2, queries), torch.ones(1, 1, queries, case.tokens, dtype=torch.bool)
+    # The first round shows no token, or all rounds do.
+    mask[..., 0, :70] = False
+    for given in (None, mask):
+        seen = slabs.attend(query, case.segments, full(given, query, case.tokens), 0.2)
+        check(seen, *case.attended(query, given, 0.2))
+
+
 def test_more_queries_than_the_kernel_is_for_go_block_by_block() -> None:
     case = Case(kv_heads=1)
     query = case.query(2, kernel.CPU_MAXIMUM_ROWS // 2 + 1)

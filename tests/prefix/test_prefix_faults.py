@@ -24,7 +24,7 @@ from backend_cases import PART, covered, filled, large, put
 from kvlayers import CapacityError, PrefixStore
 from kvlayers.persistence import atomic_file
 from kvlayers.prefix.backends import redis
-from kvlayers.serving.directory_report import report_on
+from kvlayers.serving.reports import report_on
 from proxy import Line, line_to
 
 ROOM = 2**30

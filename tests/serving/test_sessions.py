@@ -284,9 +284,20 @@ def spoilt(path: pathlib.Path, how: str) -> None:
                 archive.writestr("0" * 64 + ".safetensors", b"no node")
 
 
-@pytest.mark.parametrize(
-    "how", ["empty", "no zip", "cut", "a changed byte", "a path", "a bomb", "no name", "another part"]
-)
+SPOILT = {
+    "empty": "holds no session",
+    "no zip": "holds no session",
+    "cut": "holds no session",
+    "a changed byte": "file",
+    "a path": "has a part '../escaped",
+    "a bomb": "more bytes than the file",
+    "no name": "holds no session",
+    "another part": "damaged",
+}
+"""What is wrong, and what is said of it."""
+
+
+@pytest.mark.parametrize("how", SPOILT)
 def test_a_spoilt_file_is_refused_and_changes_nothing(how: str, tmp_path: pathlib.Path) -> None:
     store = PrefixStore("1MiB")
     with store.session("a") as session:
@@ -294,7 +305,7 @@ def test_a_spoilt_file_is_refused_and_changes_nothing(how: str, tmp_path: pathli
     session.export(tmp_path / "file")
     spoilt(tmp_path / "file", how)
     other = PrefixStore("1MiB")
-    with pytest.raises(CacheFileError, match="file"):
+    with pytest.raises(CacheFileError, match=SPOILT[how]):
         other.import_session(tmp_path / "file")
     assert (len(other), os.listdir(tmp_path)) == (0, ["file"])
 

@@ -308,8 +308,11 @@ class RowsManager:
         )
         asked = named.cache_implementation
         name = "dynamic" if asked in (None, cache_by_name.CONTINUOUS_BATCHING) else asked
-        looks_up = config.prompt_lookup_num_tokens is not None
-        drafter, room_for_drafts = drafter_of(config, config.prompt_lookup_num_tokens, None) if looks_up else (None, 0)
+        drafter, room_for_drafts = (
+            (None, 0)
+            if config.prompt_lookup_num_tokens is None
+            else drafter_of(config, config.prompt_lookup_num_tokens, None)
+        )
         share = given.get("max_memory_percent")
         return RowEngine[_Asked](
             self.model,
@@ -422,8 +425,8 @@ class RowsManager:
         if request_id in self._asked:
             raise OptionError(f"`request_id` must be one that no other request has, got {request_id!r}: leave it out.")
         given = {"tokenizer": options.pop("tokenizer", None)}
-        own = {"max_new_tokens": max_new_tokens, "eos_token_id": eos_token_id}
-        options |= {name: value for name, value in own.items() if value is not None}
+        named = (("max_new_tokens", max_new_tokens), ("eos_token_id", eos_token_id))
+        options |= {name: value for name, value in named if value is not None}
         prompt, config, error = list(input_ids), self._config, None
         ids = torch.empty(1, 0, dtype=torch.int64)
         try:
@@ -545,14 +548,14 @@ class RowsManager:
                     self._outputs.forget(each.request_id)
         for failed in self._engine.admit(self._next):
             self._end(failed, failed.error)
-        if not self._engine.held:
-            if status.is_finishing and self._input.empty():
-                return False
+        if self._engine.held:
+            for ended in self._engine.advance():
+                self._end(ended, ended.error)
+        elif status.is_finishing and self._input.empty():
+            return False
+        else:
             self._work.wait(IDLE_SECONDS)
             self._work.clear()
-            return True
-        for ended in self._engine.advance():
-            self._end(ended, ended.error)
         return True
 
     def _next(self) -> _Asked | None:

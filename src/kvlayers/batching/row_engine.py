@@ -233,8 +233,8 @@ class RowEngine(Generic[Kind]):
         processors = generate_calls.logits_processors(self._model, own, request.ids, request.given)
         criteria = generate_calls.stopping_criteria(self._model, own, request.given)
         # A draft would be rotated by the frequencies of a longer sequence.
-        longest = 0 if request.frequencies is None else own.max_length
-        request.row = DecodedRow(request.ids, processors, criteria, bool(own.do_sample), longest)
+        most = 0 if request.frequencies is None else own.max_length
+        request.row = DecodedRow(request.ids, processors, criteria, bool(own.do_sample), most)
         request.row.logprobs = [] if request.keeps_logprobs else None
         self._reading.append(request)
         return True
@@ -301,8 +301,7 @@ class RowEngine(Generic[Kind]):
         if seen == 0 and remembers_lengths(model.config):
             # By a pass over a short sequence, so that the answer does not depend on those before it.
             model(ids[:, :1], use_cache=False)
-        is_read_in_chunks = frequencies_within(model.config, 1, end) is not None
-        stop = min(seen + self._chunk_tokens, end) if is_read_in_chunks else end
+        stop = end if frequencies_within(model.config, 1, end) is None else min(seen + self._chunk_tokens, end)
         positions = torch.arange(stop, device=model.device)[None]
         began = cache.newest_pass()
         try:

@@ -15,7 +15,7 @@ from kvlayers.errors import CachePathError
 from kvlayers.persistence import CacheFile, inspect_cache
 from kvlayers.prefix.keys import LABEL_PREFIX
 from kvlayers.prefix.report import PrefixNode, PrefixTree, readable_age
-from kvlayers.serving.directory_report import DirectoryReport, report_on
+from kvlayers.serving.reports import DirectoryReport, report_on
 from kvlayers.utils.units import readable_bytes
 
 LABEL_DIGITS = 12

@@ -116,7 +116,7 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
         # A cache that is made within compiled code is traced through.
         self._handle = None if torch.compiler.is_compiling() else GraphHandle(self)
         self.layer_class_to_replicate = layer_class_to_replicate
-        self.place(layers or (), placement)
+        self._place(layers or (), placement)
         let_static_layers_agree(self.adapted_layers())
 
     def __getstate__(self) -> dict[str, Any]:
@@ -199,7 +199,7 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
         """
         return cls.from_description(options, [], context)._layers_of_model(config)
 
-    def place(self, layers: Sequence[Any], offloading: Any) -> None:
+    def _place(self, layers: Sequence[Any], offloading: Any) -> None:
         """Hold the states of these layers, and of those that are made later, where `offloading` says.
 
         Args:
@@ -351,6 +351,8 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
             new = key_states.shape[-2] if isinstance(key_states, Tensor) and key_states.dim() > 1 else 0
             if self.budget is not None:
                 self.budget.make_room(self, self.adapted_layers(), layer_idx, key_states, value_states)
+                # It may have set rows apart.
+                layer = self.adapted_layers()[layer_idx]
             following.follow(self, layer_idx, layer, new)
         attended: tuple[Tensor, Tensor] = (
             layer.update(key_states, value_states, *args, **kwargs)

@@ -118,12 +118,12 @@ class TokenLayer(CacheLayer):
 
     @property
     def store(self) -> TokenStore:
-        """How the tokens are held."""
+        """How the tokens are held. Another store that is set must hold the same tokens, on the device that computes."""
         return self._store
 
-    def exchange_store(self, make: Callable[[TokenStore], TokenStore]) -> None:
-        """Hold the same tokens in the store that `make` returns for the present one, on the device that computes."""
-        self._store = make(self._store)
+    @store.setter
+    def store(self, store: TokenStore) -> None:
+        self._store = store
 
     @property
     @override

@@ -17,7 +17,7 @@ from torch import Tensor
 from kvlayers.core.cache import Cache
 from kvlayers.core.forward_pass import PassStart
 from kvlayers.errors import InterruptedPassError, RollbackError
-from kvlayers.generation.call_cache import free_reservations
+from kvlayers.generation import call_cache
 from kvlayers.generation.current_call import CURRENT, CurrentCall, Inputs
 from kvlayers.generation.patching import ScopedValue
 from kvlayers.generation.prefill import pass_tokens, without_last
@@ -163,7 +163,7 @@ def _whole_inputs(call: CurrentCall, length: int) -> Inputs:
 
 def free_memory() -> None:
     """Free memory that is kept for the next call, garbage, and what the device's allocator keeps in reserve."""
-    free_reservations()
+    call_cache.free_reservations()
     gc.collect()
     # There is only one kind of device besides the CPU.
     if torch.accelerator.is_available():

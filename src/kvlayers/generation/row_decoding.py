@@ -228,12 +228,11 @@ class RowDecoder:
         passed = [[row.last, *draft] for row, draft in zip(self.rows, drafts, strict=True)]
         tokens = torch.tensor([own + own[-1:] * (new - len(own)) for own in passed], device=self._model.device)
         logits = self._pass(tokens, cache)
-        cache = self.cache
         greatest = logits.argmax(-1).tolist()
         for index, (row, draft) in enumerate(zip(self.rows, drafts, strict=True)):
             self._take(row, draft, logits[index], greatest[index])
-        if self._drafter is not None:
-            cache.crop_rows([row.tokens - 1 for row in self.rows])
+        if self._drafter is not None and self.cache is not None:
+            self.cache.crop_rows([row.tokens - 1 for row in self.rows])
 
     def _pass(self, tokens: Tensor, cache: Cache) -> Tensor:
         """Logits of the next tokens, by a pass that is made again as often as the cache can give way."""

@@ -16,7 +16,7 @@ from typing import Any
 from kvlayers.generation.patching import Patch
 from kvlayers.generation.prefix_reuse import active_store
 from kvlayers.prefix import PrefixStore
-from kvlayers.serving import requests
+from kvlayers.serving.sessions import enter_session
 from kvlayers.upstream import compat, supported
 
 logger = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ def _in_session(original: Callable[..., Any]) -> Callable[..., Any]:
     def validate(self: Any, body: Any) -> None:
         original(self, body)
         if (active := active_store.CURRENT.get()) is not None:
-            requests.enter_session(active.store, active.namespace, body)
+            enter_session(active.store, active.namespace, body)
 
     return validate
 

@@ -18,7 +18,7 @@ from kvlayers.core.description import Fact, Facts
 from kvlayers.core.layer_operations import LayerOperations
 from kvlayers.core.token_store import TokenStore
 from kvlayers.errors import CapacityError, OptionError, StateMismatchError
-from kvlayers.memory.steps import BITS, LADDER, holders, narrowed, place_elsewhere, set_rows_apart
+from kvlayers.memory.steps import BITS, LADDER, exchange_store, holders, narrowed, place_elsewhere, set_rows_apart
 from kvlayers.quantized.checks import checked_quantizers
 from kvlayers.quantized.packed_blocks import GROWTH_DIVISOR as BLOCKS_GROWTH_DIVISOR
 from kvlayers.quantized.packed_blocks import SIDES, block_nbytes
@@ -264,6 +264,8 @@ class _Held:
         self.window = layer.unwrapped.room if layer.is_sliding else sys.maxsize
         self.tokens, self.token_bytes = layer.held_tokens + new, _token_bytes(forms)
         store = layer.store
+        # Beams and forks hold once what they have in common, until it is rounded.
+        self._in_common: int = max(layer.held_tokens * self.token_bytes - store.nbytes, 0)
         is_packed = isinstance(store, QuantizedStore)
         self._quantization: Quantization | None = store.quantization if is_packed else None
         self.bits = max(store.bits) if is_packed else None
@@ -280,7 +282,7 @@ class _Held:
 
     def exact(self, tokens: int) -> int:
         """Bytes of so many tokens in full precision."""
-        return min(tokens, self.window) * self.token_bytes
+        return min(tokens, self.window) * self.token_bytes - self._in_common
 
     def rounded(self, more: int, kept: int, nbits: int) -> int:
         """Bytes of `more` tokens than with the new ones, of which the newest `kept` stay exact at least."""
@@ -295,15 +297,15 @@ class _Held:
         grown = min(tokens + max(tokens // GROWTH_DIVISOR, MINIMUM_GROWTH), sinks + room)
         exact = sinks + max(room, tokens - sinks - blocks * self.size) if blocks else grown
         spare = blocks + blocks // BLOCKS_GROWTH_DIVISOR
-        return self.exact(exact) + spare * _block_bytes(quantization, tuple(self._forms), self.size)
+        return self._in_common + self.exact(exact) + spare * _block_bytes(quantization, tuple(self._forms), self.size)
 
     def stay_exact(self, more: int, length_hint: int | None) -> None:
         """Grow no further than for `more` tokens, in full precision."""
         store, most = self.layer.store, min(self.tokens + more, self.window)
         if self.bits is not None:
             # What a residual holds beside the sinks before it packs.
-            room = most - store.quantization.sink_tokens - max(self.size, 1)
-            self.layer.exchange_store(functools.partial(_kept, kept=max(room, store.quantization.residual_length)))
+            kept = most - store.quantization.sink_tokens - max(self.size, 1)
+            self.give_way(self.bits, kept, store.length_hint)
         elif not self.layer.is_sliding:
             store.length_hint = most if length_hint is None else min(most, length_hint)
 
@@ -311,7 +313,7 @@ class _Held:
         """Hold all but the newest `kept` tokens in `nbits` bits at most, now and as further tokens come."""
         hint = self.window if self.layer.is_sliding else length_hint
         make = functools.partial(_within, nbits=nbits, kept=kept, hint=hint, window=self.layer.is_sliding)
-        self.layer.exchange_store(make)
+        exchange_store(self.layer, make)
 
 
 def _most_exact(held: Sequence[_Held], nbytes: int) -> int:
@@ -329,16 +331,11 @@ def _block_bytes(quantization: Quantization, forms: tuple[StateForm, StateForm],
     return sum(block_nbytes(quantizers[side].format, side, form, size) for side, form in zip(SIDES, forms, strict=True))
 
 
-def _kept(store: TokenStore, kept: int) -> TokenStore:
-    if isinstance(store, QuantizedStore):
-        store.keep(kept)
-    return store
-
-
 def _within(store: TokenStore, nbits: int, kept: int, hint: int | None, window: bool) -> TokenStore:
     packed = narrowed(store, nbits, window)
     if packed is None:
         return store
     # Not the number of tokens that would have fitted in full precision.
     packed.length_hint = hint
-    return _kept(packed, max(kept, packed.quantization.residual_length))
+    packed.keep(max(kept, packed.quantization.residual_length))
+    return packed

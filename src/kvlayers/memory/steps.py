@@ -17,7 +17,7 @@ from kvlayers.errors import CapacityError, OptionError, StateMismatchError, Unsu
 from kvlayers.offload.buffers import HostBuffer, StagedBuffer
 from kvlayers.offload.offloaded_layer import OffloadedLayer
 from kvlayers.offload.offloading import Offloading
-from kvlayers.quantized.quantization import Quantization
+from kvlayers.quantized.quantization import DEFAULT_SINK_TOKENS, Quantization
 from kvlayers.quantized.quantized_store import QuantizedStore
 from kvlayers.utils import late
 
@@ -89,7 +89,7 @@ def _round(part: Any, nbits: int) -> tuple[bool, list[str]]:
     for layer in part.adapted_layers():
         for holder in holders(layer):
             before = settings_of(holder.store)
-            holder.exchange_store(functools.partial(rounded, nbits=nbits, window=holder.is_sliding))
+            exchange_store(holder, functools.partial(rounded, nbits=nbits, window=holder.is_sliding))
             changed |= settings_of(holder.store) != before
             if not isinstance(holder.store, QuantizedStore) or max(holder.store.bits or (0,)) > nbits:
                 stay[type(holder.unwrapped).__name__] = None
@@ -120,6 +120,14 @@ def holders(layer: LayerOperations) -> list[Any]:
         for row in rows
         if not row.unwrapped.beside and (isinstance(row.store, QuantizedStore) or may_share(row.store))
     ]
+
+
+def exchange_store(holder: Any, make: Callable[[TokenStore], TokenStore]) -> None:
+    """Hold the tokens of a layer in the store that `make` returns for the present one, on the device that computes."""
+    if isinstance(holder, OffloadedLayer):
+        holder.exchange_store(make)
+    else:
+        holder.store = make(holder.store)
 
 
 def rounded(store: TokenStore, nbits: int, window: bool = False) -> TokenStore:
@@ -155,8 +163,8 @@ def _packable(store: TokenStore, nbits: int, window: bool) -> QuantizedStore | N
     # What autograd follows must not be rounded.
     if store.is_pending or not may_share(store) or any(states.requires_grad for states in store.held_tensors()):
         return None
-    quantization = Quantization(nbits=nbits)
-    return QuantizedStore.over(store, Quantization(nbits=nbits, sink_tokens=0) if window else quantization)
+    # In a window no token could stay as a sink.
+    return QuantizedStore.over(store, Quantization(nbits=nbits, sink_tokens=0 if window else DEFAULT_SINK_TOKENS))
 
 
 def _repack(store: QuantizedStore, quantization: Quantization) -> None:
@@ -174,7 +182,7 @@ def _repack(store: QuantizedStore, quantization: Quantization) -> None:
 def _rounded_layer(make_layer: Callable[[], Any], nbits: int) -> Any:
     layer = make_layer()
     for holder in holders(layer):
-        holder.exchange_store(functools.partial(rounded, nbits=nbits))
+        exchange_store(holder, functools.partial(rounded, nbits=nbits))
     return layer
 
 
@@ -211,7 +219,7 @@ def onload(cache: Any) -> None:
     for part in cache.parts():
         if part.offloading:
             layers = [_onloaded(layer) for layer in part.adapted_layers()]
-            part.place([layer.original for layer in layers], None)
+            part._place([layer.original for layer in layers], None)
 
 
 def _place(part: Any, placement: Offloading) -> None:
@@ -222,7 +230,7 @@ def _place(part: Any, placement: Offloading) -> None:
         UnsupportedLayerError: a layer cannot be offloaded.
     """
     set_rows_apart(part)
-    part.place(part.layers, placement)
+    part._place(part.layers, placement)
     try:
         for layer in part.adapted_layers():
             for row in _offloaded(layer):

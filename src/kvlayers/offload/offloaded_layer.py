@@ -240,9 +240,9 @@ class OffloadedLayer(WrapperLayer):
         self._read_counts()
 
     def exchange_store(self, make: Callable[[TokenStore], TokenStore]) -> None:
-        """See `TokenLayer.exchange_store`."""
+        """Hold the same tokens in the store that `make` returns for the present one, which is on its device then."""
         with self._fetched(changes=True):
-            self.wrapped.exchange_store(make)
+            self.wrapped.store = make(self.wrapped.store)
 
     def _note_change(self) -> None:
         self.version += 1

@@ -316,8 +316,10 @@ def checked_cache(cache: object, ids: Tokens) -> tuple[Cache, int]:
     states = {(layer.length or length, layer.is_interrupted) for layer in cache.adapted_layers()}
     if states != {(length, False)}:
         lengths = {each for each, _ in states}
+        # If all have seen as many, a pass has ended between the convolution of a layer and its recurrent state.
         raise StateMismatchError(
-            f"the layers of `cache` must have seen the same tokens, got lengths {sorted(lengths)}: a forward pass was "
-            f"interrupted, so crop the cache to {min(lengths)}."
+            f"the layers of `cache` must have seen the same tokens, got lengths {sorted(lengths)} after a forward pass "
+            f"that was interrupted: {'truncate' if len(lengths) == 1 else 'crop'} the cache to "
+            f"{'where that pass began' if len(lengths) == 1 else min(lengths)}, or reset() it."
         )
     return cache, length

@@ -1,12 +1,14 @@
 """Sessions: what one conversation holds in a store, by a name, and the file that takes it to another host."""
 
 import json
+import logging
 import math
 import os
 import re
 import time
 import weakref
 import zipfile
+from collections.abc import Mapping
 from contextvars import Token
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -17,6 +19,7 @@ from typing_extensions import Self
 from kvlayers.errors import CacheFileError, CachePathError, OptionError, PrefixError
 from kvlayers.persistence.atomic_file import replacing
 from kvlayers.persistence.safetensors_header import check_regular
+from kvlayers.prefix import PrefixStore
 from kvlayers.prefix.backends.contract import SUFFIX
 from kvlayers.prefix.backends.local import LocalBackend
 from kvlayers.prefix.directory import Directory, FileCandidate, NeedsConfigError
@@ -24,6 +27,11 @@ from kvlayers.prefix.entry import Pin, PrefixEntry, union_bytes
 from kvlayers.prefix.keys import PrefixTrees, Tokens, common_tokens, namespace_mark
 from kvlayers.prefix.lookup import IN_SESSION, EntryAccess
 from kvlayers.utils.units import readable_bytes
+
+logger = logging.getLogger(__name__)
+
+NAME_FIELD, OPTIONS_FIELD = "prompt_cache_key", "metadata"
+"""The field with the name of a session, and the one with `cache_ttl` and `cache_priority`, numbers as texts."""
 
 MOST_BRANCHES = 16
 """Texts of a session that do not begin with each other, as answers that were asked for again. The oldest ones go."""
@@ -274,3 +282,21 @@ def _unpack(path: str, place: str) -> str:
                 raise ValueError(f"it has a part {member.filename!r:.80}")
             archive.extract(member, place)
         return str(json.loads(archive.comment))
+
+
+def enter_session(store: PrefixStore, namespace: str, body: Mapping[str, Any]) -> None:
+    """Let what this request inserts belong to the session that it names, in the context that is copied for its thread.
+
+    A client that passes a time keeps the session for so long, with a finite priority: what has less leaves first. The
+    server answers whatever a client has written: what is no time or no priority is logged.
+    """
+    name, options = body.get(NAME_FIELD), body.get(OPTIONS_FIELD)
+    if not isinstance(name, str) or not name:
+        return
+    session = store.session(name, namespace)
+    IN_SESSION.set(session)
+    if isinstance(options, Mapping) and "cache_ttl" in options:
+        try:
+            session.pin(float(options["cache_ttl"]), float(options.get("cache_priority", 1)))
+        except (TypeError, ValueError, OptionError) as error:
+            logger.warning("A request does not keep its session: %.300s", error)

@@ -483,8 +483,8 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
             CapacityError: the tokens do not fit in this layer.
         """
         # In ordinary calls without a call in Python.
-        is_count = type(query_length) is int and query_length >= 0
-        query_length = query_length if is_count else query_count(query_length)
+        if not (type(query_length) is int and query_length >= 0):
+            query_length = query_count(query_length)
         layer = self.layer_at(layer_idx)
         if layer is None:
             return query_length, 0

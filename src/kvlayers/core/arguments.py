@@ -38,8 +38,14 @@ def as_batch_indices(indices: BatchIndices, batch_size: int) -> Tensor:
                 "each sequence."
             )
         rows = rows.nonzero().squeeze(1)
-    is_no_list = rows.dim() != 1 or rows.shape[0] == 0 or rows.is_meta or rows.layout != torch.strided
-    if is_no_list or rows.is_floating_point() or rows.is_complex():
+    if (
+        rows.dim() != 1
+        or rows.shape[0] == 0
+        or rows.is_meta
+        or rows.layout != torch.strided
+        or rows.is_floating_point()
+        or rows.is_complex()
+    ):
         raise BatchIndexError(
             f"`indices` must be a list of at least one batch index, all whole numbers, got shape {tuple(rows.shape)} "
             f"of {rows.dtype} on {rows.device}: pass the numbers of the sequences to keep."

@@ -426,7 +426,7 @@ def test_states_that_no_pass_returns_together_are_named(kind: str, states: str) 
 def test_a_number_of_new_tokens_that_is_none_is_named(new: Any) -> None:
     rows = kvlayers.Rows(rows_of_two("dynamic"))
     for what in (rows.attention_mask, rows.position_ids):
-        with pytest.raises(OptionError, match="`query_length` must be"):
+        with pytest.raises(OptionError, match="`new_tokens` must be"):
             what(new_tokens=new)
 
 

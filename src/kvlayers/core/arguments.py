@@ -38,8 +38,14 @@ def as_batch_indices(indices: BatchIndices, batch_size: int) -> Tensor:
                 "each sequence."
             )
         rows = rows.nonzero().squeeze(1)
-    is_no_list = rows.dim() != 1 or rows.shape[0] == 0 or rows.is_meta or rows.layout != torch.strided
-    if is_no_list or rows.is_floating_point() or rows.is_complex():
+    if (
+        rows.dim() != 1
+        or rows.shape[0] == 0
+        or rows.is_meta
+        or rows.layout != torch.strided
+        or rows.is_floating_point()
+        or rows.is_complex()
+    ):
         raise BatchIndexError(
             f"`indices` must be a list of at least one batch index, all whole numbers, got shape {tuple(rows.shape)} "
             f"of {rows.dtype} on {rows.device}: pass the numbers of the sequences to keep."
@@ -84,8 +90,8 @@ def whole_number(number: object, what: str) -> int:
     raise OptionError(f"{what} must be a whole number, got {number!r}: pass an integer.")
 
 
-def query_count(queries: object) -> Any:
-    """Tokens of the next update: their number, or that of their positions, int64 `[tokens]`.
+def query_count(queries: object, what: str = "`query_length`") -> int:
+    """Tokens of the next update: their number, or that of their positions, int64 `[tokens]`. `what` names it in errors.
 
     Raises:
         OptionError: it is neither.
@@ -93,10 +99,10 @@ def query_count(queries: object) -> Any:
     if isinstance(queries, Tensor) and queries.dim() == 1:
         queries = queries.shape[0]
     # While code is exported, the number is a symbol.
-    count = queries if isinstance(queries, torch.SymInt) else whole_number(queries, "`query_length`")
+    count: Any = queries if isinstance(queries, torch.SymInt) else whole_number(queries, what)
     if count < 0:
-        raise OptionError(f"`query_length` must be at least 0, got {count}: pass the number of new tokens.")
-    return count
+        raise OptionError(f"{what} must be at least 0, got {count}: pass the number of new tokens.")
+    return count  # type: ignore[no-any-return]
 
 
 def crop_target(tokens: int, length: int) -> int:

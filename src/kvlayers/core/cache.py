@@ -482,7 +482,8 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
         Raises:
             CapacityError: the tokens do not fit in this layer.
         """
-        if type(query_length) is not int or query_length < 0:
+        # In ordinary calls without a call in Python.
+        if not (type(query_length) is int and query_length >= 0):
             query_length = query_count(query_length)
         layer = self.layer_at(layer_idx)
         if layer is None:

@@ -104,7 +104,7 @@ class Rows:
         device = self._device if device is None else device
         attends = any(layer.attends for layer in self.cache.self_attention.adapted_layers())
         lengths = self.lengths if attends else [0] * len(self.lengths)
-        columns = max(lengths, default=0) + query_count(new_tokens)
+        columns = max(lengths, default=0) + query_count(new_tokens, "`new_tokens`")
         first = columns - new_tokens - torch.tensor(lengths, device=device)
         return (torch.arange(columns, device=device) >= first[:, None]).long()
 
@@ -114,7 +114,9 @@ class Rows:
         lengths, origins = self.lengths, self.cache.origins
         of_each = zip(origins * (len(lengths) // len(origins)), lengths, strict=True)
         next_ones = [origin.first_position + length for origin, length in of_each]
-        return torch.tensor(next_ones, device=device)[:, None] + torch.arange(query_count(new_tokens), device=device)
+        return torch.tensor(next_ones, device=device)[:, None] + torch.arange(
+            query_count(new_tokens, "`new_tokens`"), device=device
+        )
 
     @property
     def _device(self) -> Any:

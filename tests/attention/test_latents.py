@@ -271,9 +271,13 @@ def test_a_view_of_the_right_shape_with_other_axes_is_computed() -> None:
     )
 
     def attended(latents: torch.Tensor, rotated: torch.Tensor) -> torch.Tensor:
-        keys, _ = expanded(latents, rotated, weight)
+        by_token = linear(latents, weight).view(2, HEADS, HEADS, NOPE + VALUE)
+        by_head = by_token.transpose(1, 2)
+        keys = by_head.new_empty(2, HEADS, HEADS, NOPE + ROPE)
+        keys[..., :NOPE].copy_(by_head[..., :NOPE])
+        keys[..., NOPE:].copy_(rotated.expand(-1, HEADS, -1, -1))
         # As many tokens as heads, and nobody swaps their axes.
-        values = linear(latents, weight).view(2, HEADS, HEADS, NOPE + VALUE)[..., NOPE:]
+        values = by_token[..., NOPE:]
         return scaled_dot_product_attention(torch.ones(2, HEADS, 1, NOPE + ROPE), keys, values)
 
     torch.testing.assert_close(attended(*as_latents(latents, rotated)), attended(latents, rotated), **NEAR)

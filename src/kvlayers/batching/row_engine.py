@@ -302,10 +302,15 @@ class RowEngine(Generic[Kind]):
             # By a pass over a short sequence, so that the answer does not depend on those before it.
             model(ids[:, :1], use_cache=False)
         stop = end if frequencies_within(model.config, 1, end) is None else min(seen + self._chunk_tokens, end)
-        positions = torch.arange(stop, device=model.device)[None]
         began = cache.newest_pass()
         try:
-            output = pass_unseen(model, ids[:, :stop], cache, pass_limit(model, cache) if seen else None, positions)
+            output = pass_unseen(
+                model,
+                ids[:, :stop],
+                cache,
+                pass_limit(model, cache) if seen else None,
+                torch.arange(stop, device=model.device)[None],
+            )
         except (RuntimeError, MemoryError) as error:
             if not retried_pass.may_retry(error):
                 raise

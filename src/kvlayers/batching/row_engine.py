@@ -14,12 +14,11 @@ from torch import Tensor
 
 from kvlayers.core.cache import Cache
 from kvlayers.errors import OptionError
-from kvlayers.generation import retried_pass
 from kvlayers.generation.cache_by_name import AUTO, NamedCache, cache_for, request_of
-from kvlayers.generation.prefill import pass_limit, pass_unseen
 from kvlayers.generation.prefix_reuse.active_store import ActiveStore
 from kvlayers.generation.prefix_reuse.eligibility import StorePart
 from kvlayers.generation.prefix_reuse.prefixed_call import usable_cache
+from kvlayers.generation.retried_pass import pass_unseen
 from kvlayers.generation.row_decoding import DecodedRow, Drafter, RowDecoder, check_positions
 from kvlayers.prefix import Hit
 from kvlayers.rope.from_config import frequencies_within, remembers_lengths
@@ -301,21 +300,10 @@ class RowEngine(Generic[Kind]):
         if seen == 0 and remembers_lengths(model.config):
             # By a pass over a short sequence, so that the answer does not depend on those before it.
             model(ids[:, :1], use_cache=False)
-        stop = end if frequencies_within(model.config, 1, end) is None else min(seen + self._chunk_tokens, end)
-        began = cache.newest_pass()
-        try:
-            output = pass_unseen(
-                model,
-                ids[:, :stop],
-                cache,
-                pass_limit(model, cache) if seen else None,
-                torch.arange(stop, device=model.device)[None],
-            )
-        except (RuntimeError, MemoryError) as error:
-            if not retried_pass.may_retry(error):
-                raise
-            retried_pass.make_room(cache, began, error, lambda length: None)
-            return self._logits_of(request)
+        is_read_in_chunks = frequencies_within(model.config, 1, end) is not None
+        stop = min(seen + self._chunk_tokens, end) if is_read_in_chunks else end
+        positions = torch.arange(stop, device=model.device)[None]
+        output = pass_unseen(model, ids[:, :stop], cache, None, positions)
         if stop < end:
             return None
         if request.part is not None:

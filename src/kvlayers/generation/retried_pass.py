@@ -21,6 +21,7 @@ from kvlayers.generation import call_cache
 from kvlayers.generation.current_call import CURRENT, CurrentCall, Inputs
 from kvlayers.generation.patching import ScopedValue
 from kvlayers.generation.prefill import pass_tokens, without_last
+from kvlayers.upstream import cache_argument, generate_calls, model_types
 from kvlayers.upstream.callers import warn_the_caller
 from kvlayers.utils.tensor_memory import is_out_of_memory
 
@@ -82,6 +83,36 @@ def make_room_in_call(model: Any, cache: Cache, began: PassStart | None, error: 
         arguments = {name: value for name, value in given.items() if name not in OF_PASS}
         pass_tokens(model, ids[:, :length], without_last(arguments, ids.shape[1] - length), cache, kept)
         call.inputs = newest
+
+
+def pass_unseen(model: Any, ids: Tensor, cache: Cache, chunk: int | None, positions: Tensor, **arguments: Any) -> Any:
+    """Pass those of the tokens `[1, tokens]` to a model that its cache has not seen.
+
+    A pass that runs out of memory is made again, as often as the cache can give way.
+
+    Args:
+        model: the model.
+        ids: all tokens.
+        cache: the cache.
+        chunk: tokens of one forward pass. Default: as many as the model can take.
+        positions: of all tokens, `[1, tokens]` or `[axes, 1, tokens]`.
+        arguments: further arguments of the model.
+
+    Returns:
+        The output of the last forward pass.
+    """
+    arguments |= {cache_argument.name_in_generate(model): cache, "attention_mask": None, "use_cache": True}
+    arguments |= model_types.newest_logits_only(model)
+    if "position_ids" in generate_calls.forward_arguments(model):
+        arguments["position_ids"] = positions
+    while True:
+        began = cache.newest_pass()
+        try:
+            return pass_tokens(model, ids, arguments, cache, cache.get_seq_length(), chunk)
+        except (RuntimeError, MemoryError) as error:
+            if not may_retry(error):
+                raise
+            make_room(cache, began, error, lambda length: None)
 
 
 def level(caches: Sequence[Cache]) -> None:

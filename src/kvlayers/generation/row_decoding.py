@@ -17,7 +17,7 @@ from kvlayers.core.dynamic_cache import DynamicCache
 from kvlayers.core.preparation import left_padding_of
 from kvlayers.errors import OptionError, RollbackError
 from kvlayers.generation import retried_pass
-from kvlayers.generation.prefill import PER_TOKEN_ARGUMENTS, is_told_positions, pass_tokens, pass_unseen
+from kvlayers.generation.prefill import PER_TOKEN_ARGUMENTS, is_told_positions, pass_tokens
 from kvlayers.rope.from_config import frequencies_within
 from kvlayers.rows import Rows, merge
 from kvlayers.upstream import cache_argument, generate_calls, model_types
@@ -254,7 +254,7 @@ class RowDecoder:
             alone = emptied.extract(index)
             alone.reset()
             ids = row.ids[:, row.padding : -1]
-            pass_unseen(self._model, ids, alone, None, torch.arange(ids.shape[1], device=ids.device)[None])
+            retried_pass.pass_unseen(self._model, ids, alone, None, torch.arange(ids.shape[1], device=ids.device)[None])
             caches.append(alone)
         return caches[0] if len(caches) == 1 else merge(caches)
 
@@ -264,7 +264,7 @@ class RowDecoder:
         if border is not None and tokens.numel() == 1 and cache.get_seq_length() <= border < row.tokens:
             ids = row.ids[:, row.padding :]
             positions = torch.arange(row.tokens, device=ids.device)[None]
-            logits: Tensor = pass_unseen(self._model, ids, cache, None, positions).logits
+            logits: Tensor = retried_pass.pass_unseen(self._model, ids, cache, None, positions).logits
             return logits
         return pass_rows(self._model, tokens, cache)
 

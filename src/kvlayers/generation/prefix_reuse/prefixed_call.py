@@ -28,7 +28,7 @@ from kvlayers.core.layer_operations import LayerState
 from kvlayers.errors import KVLayersError, UnsupportedLayerError
 from kvlayers.generation import cache_by_name
 from kvlayers.generation.patching import overriding
-from kvlayers.generation.prefill import MIN_TOKENS, is_told_positions, pass_limit, pass_unseen
+from kvlayers.generation.prefill import MIN_TOKENS, is_told_positions, pass_limit
 from kvlayers.generation.prefix_reuse import active_store
 from kvlayers.generation.prefix_reuse.borders import snapshot_lengths
 from kvlayers.generation.prefix_reuse.eligibility import (
@@ -44,6 +44,7 @@ from kvlayers.generation.prefix_reuse.eligibility import (
     prompts_of,
 )
 from kvlayers.generation.prefix_reuse.images import Images, ImagesApart, images_in_place
+from kvlayers.generation.retried_pass import pass_unseen
 from kvlayers.prefix import Hit
 from kvlayers.prefix.keys import tokens_of
 from kvlayers.recurrent.hybrid_layer import LINEAR

@@ -62,17 +62,15 @@ def init_continuous_batching(original: Callable[..., Any]) -> Callable[..., Any]
         self: Any, generation_config: Any = None, continuous_batching_config: Any = None, *args: Any, **more: Any
     ) -> Any:
         is_served = self.device.type == "cpu" if SERVED.get() is None else SERVED.get()
-        if is_served and _KEPT in vars(self):
-            return vars(self)[_KEPT]
-        if is_served:
-            try:
-                return RowsManager(self, generation_config or self.generation_config, continuous_batching_config)
-            except KVLayersError as reason:
-                logger.warning(
-                    "Continuous batching of %s is that of transformers, without kvlayers: %s",
-                    type(self).__name__,
-                    reason,
+        try:
+            if is_served:
+                return vars(self).get(_KEPT) or RowsManager(
+                    self, generation_config or self.generation_config, continuous_batching_config
                 )
+        except KVLayersError as reason:
+            logger.warning(
+                "Continuous batching of %s is that of transformers, without kvlayers: %s", type(self).__name__, reason
+            )
         return original(self, generation_config, continuous_batching_config, *args, **more)
 
     return init
@@ -287,8 +285,7 @@ class RowsManager:
     def _config_with(self, options: dict[str, Any]) -> Any:
         """The full config of a request with options of its own."""
         own = copy.deepcopy(self.generation_config)
-        left = own.update(**options)
-        if left:
+        if left := own.update(**options):
             raise OptionError(
                 f"`options` must be those of a GenerationConfig, got {', '.join(sorted(left))}: leave them out."
             )
@@ -440,7 +437,6 @@ class RowsManager:
                 )
         except Exception as reason:
             error = reason
-        answers = options.get("num_return_sequences") or self.num_return_sequences
         first, *copies = (
             _Asked(
                 ids,
@@ -454,7 +450,13 @@ class RowsManager:
                 timestamps=[] if record_timestamps else None,
                 prompt=prompt,
             )
-            for name in (request_id, *(f"{request_id}__child#{index}" for index in range(answers - 1)))
+            for name in (
+                request_id,
+                *(
+                    f"{request_id}__child#{index}"
+                    for index in range((options.get("num_return_sequences") or self.num_return_sequences) - 1)
+                ),
+            )
         )
         first.copies = copies
         self._asked.update({each.request_id: each for each in (first, *copies)})

@@ -300,7 +300,8 @@ class RowEngine(Generic[Kind]):
         if seen == 0 and remembers_lengths(model.config):
             # By a pass over a short sequence, so that the answer does not depend on those before it.
             model(ids[:, :1], use_cache=False)
-        stop = end if frequencies_within(model.config, 1, end) is None else min(seen + self._chunk_tokens, end)
+        is_read_in_chunks = frequencies_within(model.config, 1, end) is not None
+        stop = min(seen + self._chunk_tokens, end) if is_read_in_chunks else end
         positions = torch.arange(stop, device=model.device)[None]
         output = pass_unseen(model, ids[:, :stop], cache, None, positions)
         if stop < end:

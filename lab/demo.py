@@ -6,11 +6,13 @@ python lab/demo.py --help
 """
 
 import functools
+import itertools
 import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
+from pydoc_data.topics import topics
 from typing import Annotated, Any
 
 import torch
@@ -26,10 +28,9 @@ from transformers.generation.streamers import BaseStreamer
 from kvlayers import DynamicCache, PrefixStore, generate, models
 from kvlayers.commands.common import CHECK_FAILED, NO_OPTIONS, Dtype
 from kvlayers.commands.console import print_json
-from kvlayers.errors import KVLayersError
+from kvlayers.errors import ConfigError, KVLayersError, OptionError
 from kvlayers.options import readable_bytes
 from kvlayers_lab.cli.console import bar_between_runs, measuring
-from kvlayers_lab.measuring import text
 from kvlayers_lab.measuring.contenders import Contender, exact_names, is_supported, make_contender
 from kvlayers_lab.measuring.decoding import ContenderResult, measure, warm_up
 from kvlayers_lab.measuring.nbytes import cache_nbytes
@@ -419,6 +420,49 @@ PROMPT = "Once upon a time, a programmer"
 DEFAULT_CONTEXT = 4096
 
 
+def real_text_ids(tokenizer: Any, tokens: int) -> list[int]:
+    """The first `tokens` token ids of Python's documentation, which is repeated if it is too short.
+
+    Raises:
+        ConfigError: the tokenizer returns no tokens for English text.
+    """
+    ids: list[int] = []
+    for index, topic in enumerate(itertools.cycle(topics.values())):
+        if len(ids) >= tokens:
+            break
+        if index == len(topics) and not ids:
+            raise ConfigError(
+                "The tokenizer returns no tokens for English text: use the tokenizer of a model that reads English."
+            )
+        ids += tokenizer(topic, add_special_tokens=False).input_ids
+    return ids[:tokens]
+
+
+def input_ids(tokenizer: Any, prompt: str, context: int) -> Tensor:
+    """Token ids, int64 `[1, tokens]`: the tokenizer's BOS token if any, `context` tokens of real text, and the prompt.
+
+    Raises:
+        OptionError: there is neither a prompt nor a context.
+        ConfigError: the tokenizer returns no tokens for English text.
+    """
+    ids = real_text_ids(tokenizer, context)
+    if prompt:
+        ids += tokenizer(f"\n\n{prompt}" if context else prompt, add_special_tokens=False).input_ids
+    if not ids:
+        raise OptionError("Pass a prompt, or a `--context` of at least 1 token: got neither.")
+    return torch.tensor([models.bos_ids(tokenizer) + ids])
+
+
+def check_length(config: Any, tokens: int) -> None:
+    """Raise `OptionError` if a model has no positions for `tokens` tokens."""
+    most = models.most_positions(config)
+    if most is not None and tokens > most:
+        raise OptionError(
+            f"Context, prompt and continuation together must be within the {most} positions of the model, got {tokens} "
+            "tokens: pass a smaller `--context` or `--tokens`."
+        )
+
+
 def demo(
     prompt: Annotated[
         str | None,
@@ -463,9 +507,9 @@ def demo(
     with measuring("demo", NO_OPTIONS, as_json, threads) as console:
         target = find_device(device)
         loaded = load(console, find(console, model), dtype.on(target), target)
-        ids = text.input_ids(loaded.tokenizer, prompt, context)
+        ids = input_ids(loaded.tokenizer, prompt, context)
         question = loaded.tokenizer(QUESTION, add_special_tokens=False, return_tensors="pt").input_ids
-        text.check_length(loaded.model.config, ids.shape[1] + 2 * tokens + question.shape[1])
+        check_length(loaded.model.config, ids.shape[1] + 2 * tokens + question.shape[1])
         _stream(console, loaded, ids, prompt, context, tokens)
         results = _compare(console, loaded, ids, tokens, trials)
         samples = _sample(console, loaded.model, ids[:, -PROMPT_OF_SAMPLES:], min(tokens, TOKENS_OF_SAMPLES))

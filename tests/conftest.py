@@ -1,6 +1,5 @@
 """What every test may count on: one thread, the same seeds, and transformers left as it was found."""
 
-import dataclasses
 import gc
 import math
 import os
@@ -98,9 +97,8 @@ def _kernels_are_there() -> None:
 
 
 # Keys as even as those of tests have factors and means too, so that whatever reads packed keys is seen to use them.
-THRESHOLDS = {name: getattr(smoothing, name) for name in ("FACTORS", "FACTORS_ROTATED", "LARGE_MEAN")}
-smoothing.FACTORS = dataclasses.replace(smoothing.FACTORS, largest_error=math.inf)
-smoothing.FACTORS_ROTATED = dataclasses.replace(smoothing.FACTORS_ROTATED, largest_error=math.inf)
+THRESHOLDS = {name: getattr(smoothing, name) for name in ("LARGEST_ERROR", "LARGE_MEAN")}
+smoothing.LARGEST_ERROR = math.inf
 smoothing.LARGE_MEAN = 0.0
 
 

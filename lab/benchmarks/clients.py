@@ -13,17 +13,14 @@ import concurrent.futures
 import contextlib
 import json
 import os
-import pathlib
-import shutil
-import socket
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from lib import report
+from lib.serving import serving
 
 STORE = "2GiB"
 KVLAYERS = [sys.executable, "-m", "kvlayers", "run", "--prefix-store", STORE, "--"]
@@ -69,25 +66,8 @@ def options() -> report.Options:
 @contextlib.contextmanager
 def server(run: report.Session, before: Sequence[str]) -> Iterator[Any]:
     """A running `transformers serve`, as a client of the package openai; what stands before it in the command."""
-    import openai
-
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    transformers = shutil.which("transformers", path=pathlib.Path(sys.executable).parent)
-    command = [*before, transformers, "serve", run.given.model, "--port", str(port), "--dtype", run.given.dtype]
-    environment = {**os.environ, "OMP_NUM_THREADS": str(run.given.threads)}
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        while process.poll() is None:
-            with contextlib.suppress(OSError):
-                urllib.request.urlopen(f"http://localhost:{port}/health")
-                break
-            time.sleep(0.2)
-        yield openai.OpenAI(base_url=f"http://localhost:{port}/v1", api_key="none", timeout=900)
-    finally:
-        process.terminate()
-        process.wait()
+    with serving(run.given.model, run.given.dtype, run.given.threads, before) as running:
+        yield running.client
 
 
 def ask(run: report.Session, client: Any, messages: list[dict[str, str]], streamed: bool, chunks: int = -1) -> Any:
@@ -119,7 +99,8 @@ def ask(run: report.Session, client: Any, messages: list[dict[str, str]], stream
     seconds = time.perf_counter() - began
     details = usage.prompt_tokens_details
     cached = 0 if details is None else details.cached_tokens
-    return {"text": text, "first": first or seconds, "seconds": seconds, "asked": usage.prompt_tokens, "cached": cached}
+    counts = {"asked": usage.prompt_tokens, "cached": cached, "answered": usage.completion_tokens}
+    return {"text": text, "first": first or seconds, "seconds": seconds, **counts}
 
 
 def chat(run: report.Session) -> dict[str, Any]:

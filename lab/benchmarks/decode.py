@@ -26,7 +26,6 @@ from lib import report
 from lib.compiled import (
     GENERATORS,
     INDUCTOR,
-    SERVING,
     Job,
     measure_generate,
     measure_static,
@@ -106,14 +105,13 @@ class Sections:
         found: dict[str, Any] = {"model": workload.name, "eager": {}, "compiled": {}}
         prompt, new, reserve = given.generate
         job = Job(workload.name, workload.model, workload.prompt(prompt), new, reserve, given.backend)
-        contenders = {name: GENERATORS[name] for name in SERVING}
         with nothing_in_memory(given.backend):
             for length in given.static_lengths:
                 reserved = reservations(length, given.times, given.most_reserved, given.steps)
                 eager, in_graphs = measure_static(workload, self.makers, length, reserved, trials, given.backend)
                 found["eager"][length], found["compiled"][length] = summarise(eager), summarise(in_graphs)
-            tick = run.ticking(f"generate {new} tokens", len(SERVING) + trials.count)
-            calls = summarise(measure_generate(job, contenders, trials.count, trials.disagreements, tick))
+            tick = run.ticking(f"generate {new} tokens", len(GENERATORS) + trials.count)
+            calls = summarise(measure_generate(job, GENERATORS, trials.count, trials.disagreements, tick))
         found["generate"] = {"prompt": prompt, "reserve": reserve, "calls": calls}
         columns = {"reserved": shown("reserved", ""), "ms a step": ms("median"), "times as fast": span("speed")}
         columns |= {"MB held": mb("held"), "logits\napart": shown("logit_distance", ".3f")}

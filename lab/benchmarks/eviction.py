@@ -35,7 +35,7 @@ import kvlayers
 from kvlayers.eviction import eviction_rule_names
 from lib import report
 from lib.contenders import CONTENDERS, KVLAYERS, REFERENCE, Maker, fill
-from lib.internals import PackedStates, cache_nbytes, interleaved, quiet_clock, reference
+from lib.internals import PackedStates, cache_nbytes, interleaved, quiet_clock, slabs
 from lib.report import mb, ms, shown
 from lib.timing import Measured, measure_prefill, summarise, times_as_fast
 from lib.workload import Shape
@@ -114,7 +114,7 @@ def reference_output(query: Tensor, attended: tuple[Any, Any]) -> Tensor:
     keys, values = attended
     if isinstance(keys, PackedStates):
         segments = keys.snapshot.read_for(query)
-        found = reference.attend(query.float(), segments, None, query.shape[3] ** -0.5)
+        found = slabs.attend(query.float(), segments, None, query.shape[3] ** -0.5)
     else:
         found = torch.nn.functional.scaled_dot_product_attention(
             query.float(), keys.float(), values.float(), enable_gqa=True

@@ -48,7 +48,6 @@ def options() -> report.Options:
     made.sized("--outlier", 30.0, 30.0, "bias of its two key channels; 0 for none", float)
     made.some_of("--backends", KNOWN, "libraries and backends", BACKENDS)
     made.dtype("float32", ("float32", "bfloat16"))
-    made.add("--plot", type=pathlib.Path, help="PNG or SVG of divergence against bytes; needs matplotlib")
     return made
 
 
@@ -109,33 +108,6 @@ def better_baseline(measured: dict[str, Any], kind: str, bits: int | None) -> di
     )
 
 
-def hold_to_targets(run: report.Session, measured: dict[str, Any]) -> None:
-    def target(what: str, value: float | None, **bounds: float) -> None:
-        if value is not None:
-            run.target(f"{measured['model']}, {what}", value, **bounds)
-
-    def native(bits: int, key: str = "kl", kind: str = "plain") -> float | None:
-        found: float | None = measured.get(kind, {}).get(Contender("kvlayers", "native", bits).name, {}).get(key)
-        return found
-
-    def relative(one: float | None, other: float | None) -> float | None:
-        return None if one is None or other is None else one / other
-
-    better = {bits: (better_baseline(measured, "plain", bits) or {}).get("kl") for bits in (2, 4)}
-    held = {name: entry["bytes"] for name, entry in measured["bytes"].items()}
-    for bits, most in ((4, 1 / 10), (2, 1 / 40)):
-        what = f"{bits} bits, divergence relative to the better of transformers'"
-        target(what, relative(native(bits), better[bits]), at_most=most)
-        others = [held.get(Contender("transformers", backend, bits).name, math.inf) for backend in BASELINES]
-        own = held.get(Contender("kvlayers", "native", bits).name)
-        target(f"{bits} bits, bytes relative to transformers' smallest", relative(own, min(others)), at_most=1)
-    what = "2 bits, divergence relative to the better of transformers' at 4 bits"
-    target(what, relative(native(2), better[4]), at_most=1)
-    with_outliers = relative(native(4, kind="outliers"), native(4))
-    target("4 bits, divergence with outliers relative to without", with_outliers, at_most=2)
-    target("8 bits, agreement of the most likely token", native(8, "agreement"), at_least=0.995)
-
-
 def show(run: report.Session, measured: dict[str, Any]) -> None:
     columns = {"KL": shown("kl", ".3g"), "99th": shown("kl_99", ".3g"), "over better": shown("over_better", ".4f")}
     columns |= {"perplexity": shown("perplexity", ".3f"), "agreement": shown("agreement", ".2%")}
@@ -157,26 +129,6 @@ def show(run: report.Session, measured: dict[str, Any]) -> None:
         run.table(title, "cache", {"": rows}, {**columns, "seconds": shown("seconds", ".0f")})
     for line in (*failures, *measured["notes"]):
         run.console.print(line, markup=False)
-
-
-def plot(results: list[dict[str, Any]], path: pathlib.Path) -> None:
-    from matplotlib.figure import Figure
-
-    panels = [(measured, kind) for measured in results for kind in KINDS if kind in measured]
-    figure = Figure(figsize=(6 * len(panels), 4.5), layout="constrained")
-    for axes, (measured, kind) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
-        lines: dict[str, list[tuple[float, float]]] = {}
-        for name, entry in measured[kind].items():
-            if entry["bits"] is not None and entry.get("kl", 0) > 0:
-                point = measured["bytes"][name]["bytes"], entry["kl"]
-                lines.setdefault(f"{entry['library']} {entry['backend']}", []).append(point)
-        for label, points in lines.items():
-            axes.plot(*zip(*sorted(points), strict=True), marker="o", label=label)
-        axes.set(yscale="log", xlabel="bytes per token", ylabel="mean KL divergence")
-        axes.set_title(measured["model"] + (" with outliers" if kind == "outliers" else ""))
-        axes.legend()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
 
 
 def check(run: report.Session, measured: dict[str, Any]) -> None:
@@ -209,14 +161,6 @@ def main(arguments: Sequence[str] | None = None, makers: dict[Contender, CacheMa
     for measured in results:
         show(run, measured)
         check(run, measured)
-        # A random model attends to all tokens alike, so its figures say nothing about fidelity.
-        if not given.quick:
-            hold_to_targets(run, measured)
-    if given.plot:
-        try:
-            plot(results, given.plot)
-        except ImportError:
-            run.console.print("no plot: it needs matplotlib, which is not installed")
     return run.finish(results)
 
 

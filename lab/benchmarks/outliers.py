@@ -1,7 +1,8 @@
 """Measures what quantizers lose on models whose keys have outliers, relative to the same model in full precision.
 
     python lab/benchmarks/outliers.py                  # the demo model, every row: some 30 minutes on two cores
-    python lab/benchmarks/outliers.py --only x30       # the rows whose name contains this text
+    python lab/benchmarks/outliers.py --only x30 +100  # the rows whose names contain one of these texts
+    python lab/benchmarks/outliers.py --resume RECORD  # what a record lacks, or the rows of --only again
     python lab/benchmarks/outliers.py --quick          # a small random model, to see that it runs
     python lab/benchmarks/outliers.py --write          # the records, into docs/benchmarks.md and docs/quantized.md
 
@@ -12,13 +13,16 @@ token to token. "x30 in 2 slow, all": the two slowest rotary pairs of all KV hea
 
 Each cache is compared with transformers' DynamicCache of the same modified model, by the mean KL divergence in nats a
 token and by the share of equal top tokens. kvlayers' caches of 4 bits hold about as many bytes; all bytes are shown. A
-name with "plain" is the same quantizer of keys that are not smoothed (`kvlayers.kernels.codes.smoothing`).
+name with "plain" is the same quantizer of keys that are not smoothed (`kvlayers.kernels.codes.smoothing`). Passages
+differ by more than caches do: with several of them (`--passages`), a figure has the standard error of their mean.
 """
 
 import itertools
+import json
 import pathlib
+import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -84,6 +88,14 @@ ROWS: list[KeyOutliers | ValueOutliers] = [
 ]
 
 
+QUICK = (
+    PLAIN,
+    *("+30 in 1 slow, all", "+30 in 1 fast, all", "x30 in 1 slow, all", "x30 in 1 fast, all"),
+    "values x30 in 2 channels",
+)
+"""The rows of a quick run."""
+
+
 def options() -> report.Options:
     made = report.Options("outliers", __doc__, quick="a small random model and few rows")
     made.real_model(RANDOM, is_needed=True)
@@ -92,57 +104,113 @@ def options() -> report.Options:
     made.sized("--scored", 128, 128, "tokens of each that are scored")
     made.sized("--chunk", 64, 64, "tokens read at once")
     made.some_of("--caches", list(NAMES), "caches")
-    made.add("--only", default="", help="only rows whose name contains this text")
+    made.add("--only", nargs="+", default=[], help="only rows whose names contain one of these texts")
+    made.add("--resume", type=pathlib.Path, help="JSON file of an earlier run, whose other figures stay")
     made.dtype("float32", ("float32", "bfloat16"))
     made.add("--write", action="store_true", help="write the recorded tables into the pages, and stop")
     return made
 
 
-def chosen(given: Any) -> list[KeyOutliers | ValueOutliers | None]:
-    """The rows to measure; `None` for the model as it is."""
-    rows = [row for row in ROWS if given.only in row.name]
+def chosen(given: Any, known: Mapping[str, Any]) -> dict[str, KeyOutliers | ValueOutliers | None]:
+    """The rows to measure by name; `None` for the model as it is.
+
+    Args:
+        given: the arguments.
+        known: the rows of an earlier run. They are measured again only if `--only` names them.
+    """
+    rows: dict[str, KeyOutliers | ValueOutliers | None] = {PLAIN: None, **{row.name: row for row in ROWS}}
+    if given.only:
+        return {name: row for name, row in rows.items() if any(text in name for text in given.only)}
     if given.quick:
-        rows = [row for row in rows if row.size == 30 and (isinstance(row, ValueOutliers) or row.pairs == 1)]
-    return [None, *rows]
+        rows = {name: rows[name] for name in QUICK}
+    return {name: row for name, row in rows.items() if not {*given.caches} <= known.get(name, {}).keys()}
 
 
 def measure(run: report.Session) -> dict[str, Any]:
-    """For each row, the figures of each cache; and the bytes of each cache a token."""
-    given = run.given
+    """For each row, the figures of each cache; and the bytes of each cache a token.
+
+    What has been measured is in the output file before the next row is.
+    """
+    given, caches = run.given, run.given.caches
+    found, held = _resumed(given)
     model, texts = load(given.model, given.text, given.dtype, given.passages, given.context + given.scored + 1)
-    makers = {REFERENCE: FULL[REFERENCE], **dict(NAMES[name] for name in given.caches)}
-    rows = chosen(given)
+    makers = {REFERENCE: FULL[REFERENCE], **dict(NAMES[name] for name in caches)}
+    for name in caches:
+        held[name] = measure_bytes(NAMES[name][1], model.config, given.context, given.scored, given.chunk)
+    rows = chosen(given, found)
+    # The record is of all caches, whichever are measured now.
+    given.caches = [name for name in NAMES if name in held]
     tick = run.ticking("rows", (given.context + given.scored) // given.chunk * len(texts) * len(rows))
-    found: dict[str, Any] = {}
-    for row in rows:
+    order = [PLAIN, *(row.name for row in ROWS)]
+    for name, row in rows.items():
         with nullcontext() if row is None else row.applied(model):
             scores = read(model, texts, makers, given.context, given.chunk, NoRecord(), tick)
-        summaries = {name: scores[NAMES[name][0]].summary() for name in given.caches}
-        found[PLAIN if row is None else row.name] = {
-            name: {key: summary.get(key) for key in ("kl", "kl_99", "agreement", "failure")}
-            for name, summary in summaries.items()
-        }
-    held = {
-        name: measure_bytes(NAMES[name][1], model.config, given.context, given.scored, given.chunk)
-        for name in given.caches
-    }
-    columns = {name: lambda cells, name=name: cells[name]["failure"] or _cell(cells[name]) for name in given.caches}
-    run.table("KL divergence, and the share of equal top tokens", "keys", {"": found}, columns)
-    for row, cells in found.items():
-        for name, cell in cells.items():
-            run.expect(not cell["failure"], f"{name}, {row}: {cell['failure']}")
+        cells = found.setdefault(name, {})
+        for cache in caches:
+            summary = scores[NAMES[cache][0]].summary()
+            figures = {key: summary.get(key) for key in ("kl", "kl_99", "kl_of_passages", "agreement", "failure")}
+            cells[cache] = {**figures, "date": run.environment["date"]}
+            run.expect(not summary.get("failure"), f"{cache}, {name}: {summary.get('failure')}")
+        found = {known: found[known] for known in order if known in found}
+        run.write({"outliers": {"rows": found, "bytes": held}})
+    columns = {name: lambda cells, name=name: _cell(cells[name]) for name in caches}
+    columns |= {f"{name} / plain": lambda cells, name=name: _ratio(cells, name) for name in _smoothed(caches)}
+    measured = {name: found[name] for name in rows}
+    run.table("KL divergence, and the share of equal top tokens", "keys", {"": measured}, columns)
     return {"rows": found, "bytes": held}
 
 
-def _cell(figures: dict[str, float]) -> str:
-    return f"{figures['kl']:.2g} {figures['agreement']:.0%}"
+def _resumed(given: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The rows and the bytes of the earlier run, which must have been of the same lengths."""
+    if given.resume is None:
+        return {}, {}
+    record = json.loads(given.resume.read_text())
+    for name in ("context", "scored", "chunk", "dtype"):
+        if record["arguments"][name] != getattr(given, name):
+            raise SystemExit(f"--{name} must be that of {given.resume}: {record['arguments'][name]}")
+    found = record["results"]["outliers"]
+    for cells in found["rows"].values():
+        for figures in cells.values():
+            figures.setdefault("date", record["date"])
+    return found["rows"], found["bytes"]
+
+
+def _smoothed(caches: Sequence[str]) -> list[str]:
+    """The caches of which there is a plain one."""
+    return [name for name in caches if f"{name} plain" in caches]
+
+
+def _cell(figures: dict[str, Any]) -> str:
+    if figures["failure"]:
+        return str(figures["failure"])
+    passages = figures.get("kl_of_passages") or []
+    error = f" ±{statistics.stdev(passages) / len(passages) ** 0.5:.1g}" if len(passages) > 1 else ""
+    return f"{figures['kl']:.2g}{error} {figures['agreement']:.0%}"
+
+
+def _ratio(cells: Mapping[str, Any], name: str) -> str:
+    """The divergence relative to that without smoothing, and the least and the largest of the passages."""
+    smoothed, plain = (cells[each]["kl_of_passages"] or () for each in (name, f"{name} plain"))
+    if not (smoothed and plain):
+        return ""
+    ratios = [mine / other for mine, other in zip(smoothed, plain, strict=True)]
+    return f"{sum(smoothed) / sum(plain):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
 
 
 def page_table(record: dict[str, Any], rows: Sequence[str] | None = None, left_out: Sequence[str] = ()) -> str:
     found, arguments = record["results"]["outliers"], record["arguments"]
     caches = [name for name in arguments["caches"] if name not in left_out]
     shown = [row for row in rows or found["rows"] if row in found["rows"]]
-    cells = [[row, *(_cell(found["rows"][row][name]) for name in caches)] for row in shown]
+    dates = {figures.get("date", record["date"])[:10] for cells in found["rows"].values() for figures in cells.values()}
+    newest = max(dates)
+
+    def dated(figures: dict[str, Any]) -> str:
+        is_marked = len(dates) > 1 and figures.get("date", record["date"])[:10] == newest
+        return _cell(figures) + " *" * is_marked
+
+    cells = [[row, *(dated(found["rows"][row][name]) for name in caches)] for row in shown]
+    older = ", ".join(sorted(dates - {newest}))
+    marks = f" Cells with * were measured on {newest}, the others on {older}." if older else ""
     held = ", ".join(f"`{name}` {found['bytes'][name]['bytes']:,.0f}" for name in caches)
     model = pathlib.Path(arguments["model"]).name
     lengths = f"{arguments['scored']} tokens after {arguments['context']}"
@@ -151,7 +219,7 @@ def page_table(record: dict[str, Any], rows: Sequence[str] | None = None, left_o
             pages.markdown(["keys", *(f"`{name}`" for name in caches)], cells),
             "",
             f"KL in nats, and equal top tokens. {model}, {arguments['dtype']}, {lengths}. Bytes a token: {held}. "
-            f"{pages.measured_at(record)}.",
+            f"{pages.measured_at(record)}.{marks}",
         ]
     )
 

@@ -105,24 +105,6 @@ def window_plot(found: Mapping[str, Any]) -> Axes | None:
     return axes
 
 
-def chat_plot(found: Mapping[str, Any]) -> Axes | None:
-    turns = found["results"].get("chat")
-    if not turns:
-        return None
-    tokens = [turn["tokens"] for turn in turns]
-    lines: list[Line] = [
-        (label, tokens, [turn[key] for turn in turns], STYLES[style])
-        for key, label, style in (
-            ("transformers", "transformers", "transformers.DynamicCache"),
-            ("seconds", "kvlayers, PrefixStore", "kvlayers.DynamicCache"),
-        )
-    ]
-    title = f"Turns of a chat, {pathlib.Path(found['arguments']['model']).name}, float32"
-    axes = lines_plot(found, title, "tokens of the turn's prompt", "s a turn", lines)
-    axes.set_ylim(bottom=0)
-    return axes
-
-
 def calibration_plot(found: Mapping[str, Any]) -> Axes | None:
     measured = found["results"].get("calibration")
     if not measured:
@@ -243,7 +225,6 @@ def draw_picture(found: Mapping[str, Any], path: pathlib.Path) -> None:
 DRAWN: dict[str, Callable[[Mapping[str, Any]], Axes | None]] = {
     "update": update_plot,
     "window": window_plot,
-    "chat": chat_plot,
     "kl": calibration_plot,
     "position": position_plot,
 }

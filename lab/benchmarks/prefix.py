@@ -7,11 +7,10 @@
 memory: bytes of a store, of its directory and of deep copies of transformers' cache, for six questions about a document
 of 1,000 tokens and for ten about 3,000.
 first: time to the first token of a prompt of 4,096 stored tokens and a question of 16, and of eight such prompts.
-chat: ten turns of a chat.
 decode: a decode step behind a hit, beside that of a contiguous cache, on a random llama.
 insert: a branch of 100 tokens on a document of 8,192 in the shape of SmolLM2: time, bytes written, bytes held more.
 
-The first three need a real model: `--model`, or the model from `make demo`. Contenders take turns, and figures are
+The first two need a real model: `--model`, or the model from `make demo`. Contenders take turns, and figures are
 medians over the trials. "from disk" does not open a store, and reads a file that the system may have cached.
 
 The exit code is 1 if a token differs from transformers' (in `decode`, from that of the contiguous cache), except for
@@ -37,8 +36,6 @@ from lib import report
 from lib.internals import quiet_clock
 from lib.report import shown
 from lib.stored import (
-    ANSWER_TOKENS,
-    ASKED,
     BEHIND_HIT,
     CASES,
     CONTIGUOUS,
@@ -56,7 +53,6 @@ from lib.workload import QUICK_SHAPE, Shape
 COLD, COPIED = "transformers, all of it", "transformers, deepcopy of the prefix's cache"
 MEMORY, DISK = "kvlayers, from memory", "kvlayers, from disk"
 WAYS = (COLD, COPIED, MEMORY, DISK)
-TURNS, TURN_TOKENS = 10, 24
 SMOLLM2_SHAPE = Shape(layers=30, heads=9, kv_heads=3, head_dim=64)
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -196,35 +192,6 @@ def first(run: report.Session) -> dict[str, Any]:
     return found
 
 
-def chat(run: report.Session) -> list[dict[str, Any]]:
-    """Ten turns of a chat with a store and without: tokens, tokens found in the store, seconds, equal answers."""
-    workload = padded(run.real(torch.float32))
-    if workload is None:
-        return []
-    model, opening, store = workload.model, run.given.prefix // 4, kvlayers.PrefixStore(ROOM)
-    text = workload.prompt(opening + TURNS * TURN_TOKENS)
-    turns, ids, tick = [], text[:, :opening], run.ticking("chat", TURNS)
-    for turn in range(TURNS):
-        before = store.statistics.tokens_covered
-        with quiet_clock():
-            begin = time.perf_counter()
-            answered = kvlayers.generate(model, ids, prefix_store=store, **ASKED)
-            middle = time.perf_counter()
-            expected = model.generate(ids, attention_mask=torch.ones_like(ids), **ASKED)
-            end = time.perf_counter()
-        covered = store.statistics.tokens_covered - before
-        entry = {"tokens": ids.shape[1], "covered": covered, "seconds": middle - begin, "transformers": end - middle}
-        turns.append({**entry, "same": torch.equal(answered, expected)})
-        run.expect(turns[-1]["same"], f"turn {turn + 1} of the chat has another answer of {ANSWER_TOKENS} tokens")
-        at = opening + turn * TURN_TOKENS
-        ids = torch.cat([expected, text[:, at : at + TURN_TOKENS]], dim=1)
-        tick()
-    columns = {"tokens": shown("tokens", ""), "covered": shown("covered", ""), "s": shown("seconds", ".3f")}
-    columns["transformers, s"] = shown("transformers", ".3f")
-    run.table("A chat", "turn", {"": {str(turn + 1): entry for turn, entry in enumerate(turns)}}, columns)
-    return turns
-
-
 def decode(run: report.Session) -> dict[str, Any]:
     """Steps behind a hit on a document and a question, and with a contiguous cache of equal states, in turns."""
     given, found = run.given, dict[str, Any]()
@@ -269,7 +236,7 @@ def insert(run: report.Session) -> dict[str, Any]:
     return found
 
 
-SECTIONS = {"memory": memory, "first": first, "chat": chat, "decode": decode, "insert": insert}
+SECTIONS = {"memory": memory, "first": first, "decode": decode, "insert": insert}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

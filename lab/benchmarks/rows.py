@@ -7,18 +7,30 @@
 `steps`: a decode step of 8 rows of one length and of different lengths, beside an ordinary batch with transformers'
 cache. `crop`: seconds of `crop_rows` at 16,384 tokens, and of joining a row. `drafts`: tokens a second of a batch that
 repeats a text, by prompt look-up and without. `many`: 32 prompts whose answers differ 1 to 8 in length, by
-`generate_many`, by one batch, by batches of 8 that are sorted by length, and by transformers' `generate_batch`.
-`repeats`: the prefill of 8 equal prompts beside that of one. Contenders take turns, and figures are medians over the
-trials.
+`generate_many`, by one batch, and by batches of 8 that are sorted by length. `generate_batch`: the same prompts by
+transformers' continuous batching, plain and under `install()`. `repeats`: the prefill of 8 equal prompts beside that of
+one. Contenders take turns, and figures are medians over the trials.
+
+`serve`: requests that arrive at random, by an exponential distribution, at `transformers serve` with and without
+`--continuous-batching`, plain and under `kvlayers run`: seconds to the first token, milliseconds a token behind it,
+and the most memory of the server. It needs `--model` and "transformers[serving]". It and `generate_batch` are recorded
+by themselves:
+
+    python lab/benchmarks/rows.py --only generate_batch,serve --threads 2 --trials 1 --least 12 --longest 256
+    python lab/benchmarks/record.py lab/benchmarks/results/rows-....json lab/benchmarks/recorded/serving-....json
 
 The exit code is 1 if more tokens differ from plain decoding than ties explain.
 """
 
+import concurrent.futures
 import contextlib
 import copy
 import functools
+import itertools
 import json
+import operator
 import pathlib
+import random
 import statistics
 import sys
 import time
@@ -35,12 +47,14 @@ import pages
 from lib import report
 from lib.contenders import fill
 from lib.internals import cache_nbytes, quiet_clock
+from lib.serving import serving
 from lib.timing import Turns
 from lib.workload import FILL_CHUNK
 
 ROWS = 8
 PAGE = pages.DOCS / "rows.md"
 BEGIN, END = "<!-- rows: written by lab/benchmarks/rows.py -->", "<!-- end of rows -->"
+BEGIN_SERVING, END_SERVING = "<!-- serving: written by lab/benchmarks/rows.py -->", "<!-- end of serving -->"
 SUMMARY = (
     "Repeat this text word by word. A cache holds keys and values of the tokens that a model has seen, so that each "
     "new token is computed from its own states and those that are held. A batch has several sequences, which end at "
@@ -50,7 +64,8 @@ SUMMARY = (
 
 def options() -> report.Options:
     made = report.Options("rows", __doc__, threads=2, quick="a random model and few tokens")
-    made.some_of("--only", ("steps", "crop", "drafts", "many", "repeats"), "sections")
+    usual = [name for name in SECTIONS if name != "serve"]
+    made.some_of("--only", list(SECTIONS), "sections", usual)
     made.real_model(in_quick="none")
     made.sized("--context", 512, 64, "tokens of the longest row")
     made.sized("--long", 16384, 512, "tokens of the rows that are rolled back")
@@ -60,6 +75,8 @@ def options() -> report.Options:
     made.sized("--least", 24, 2, "tokens of the shortest answer of `many`; the longest has eight times as many")
     made.sized("--prefix", 1024, 64, "tokens of the equal prompts")
     made.sized("--steps", 12, 3, "steps that are timed")
+    made.sized("--requests", 20, 4, "requests of `serve`")
+    made.sized("--interval", 1.5, 0.2, "seconds between two requests of `serve`, on average", float)
     made.sized("--trials", 3, 1, "trials")
     made.add("--write", action="store_true", help="write the recorded figures into docs/rows.md, and stop")
     return made
@@ -337,37 +354,125 @@ class Many:
             yield running
 
 
+def compared(run: report.Session, ways: dict[str, Callable[[], Answers]], first: str, reference: str) -> dict[str, Any]:
+    """Ways of answering the same prompts, which take turns.
+
+    Args:
+        run: the run.
+        ways: by name.
+        first: the way whose time the others are shown as a share of.
+        reference: the way whose answers the others must have.
+    """
+    turns = Turns(ways)
+    with torch.no_grad(), quiet_clock():
+        for _ in range(run.given.trials):
+            seen = turns.take(lambda name: ways[name]())
+    expected, found = seen[reference].ids, dict[str, Any]()
+    for name, answers in seen.items():
+        equal = sum(answers.ids[number] == ids for number, ids in expected.items())
+        # Padding changes the order of sums, and a tie the rest of an answer.
+        run.expect(equal >= 0.8 * len(expected), f"{len(expected) - equal} answers of {name} have other tokens")
+        found[name] = {
+            "seconds": turns.median(name),
+            "share": turns.ratio(first, name),
+            "first": statistics.median(answers.first),
+            "bytes": answers.nbytes,
+            "equal": equal,
+        }
+    return found
+
+
+def generate_batch(run: report.Session) -> dict[str, Any]:
+    """The prompts of `many` by transformers' continuous batching, plain and under `install()`."""
+    work, plain, by_rows = Many(Subject(run), run.given), "plain", "under install()"
+    with work.managers() as managers:
+        ways = {
+            name: functools.partial(work.by_manager, manager)
+            for name, manager in zip((plain, by_rows), managers, strict=False)
+        }
+        found = compared(run, ways, plain, plain) if ways else {}
+    columns = {
+        "s": report.shown("seconds", ".1f"),
+        "s to a first token, median": report.shown("first", ".1f"),
+        "MB of states": report.mb("bytes", ".0f"),
+        "equal answers": report.shown("equal", ".0f"),
+    }
+    run.table(f"generate_batch of {run.given.prompts} prompts", "", {"": found}, columns)
+    if found:
+        seconds = (found[name]["seconds"] for name in (by_rows, plain))
+        run.target("generate_batch by rows, of transformers' time", operator.truediv(*seconds), at_most=0.5)
+    return found
+
+
+ANSWER = 32
+"""Tokens of an answer of `serve`."""
+
+BLOCKS = "128"
+"""Blocks of 256 tokens that transformers' continuous batching reserves. By default it takes 60 % of the memory."""
+
+
+def serve(run: report.Session) -> dict[str, Any]:
+    """Requests that arrive at random at a server: the first token, the others, and memory."""
+    import clients
+
+    chance, count, now = random.Random(0), run.given.requests, 0.0
+    arrivals, chats = list[float](), list[list[dict[str, str]]]()
+    for number in range(count):
+        now += chance.expovariate(1 / run.given.interval)
+        arrivals.append(now)
+        notes = clients.NOTES * chance.randrange(1, 8)
+        chats.append([{"role": "user", "content": f"{notes}Question {number}: which tree is it, and why?"}])
+    run.given.tokens, found, texts = ANSWER, dict[str, Any](), dict[str, list[str]]()
+    modes = {"": [], ", --continuous-batching": ["--continuous-batching", "--cb-num-blocks", BLOCKS]}
+    for (way, before), (mode, options) in itertools.product(clients.WAYS.items(), modes.items()):
+        with serving(run.given.model, "float32", run.given.threads, before, options) as server:
+            # The first request loads what the others find loaded.
+            clients.ask(run, server.client, [{"role": "user", "content": "Begin."}], streamed=True)
+
+            def ask(number: int, client: Any = server.client, begin: float = time.perf_counter()) -> dict[str, Any]:
+                time.sleep(max(0.0, begin + arrivals[number] - time.perf_counter()))
+                answer: dict[str, Any] = clients.ask(run, client, chats[number], streamed=True)
+                return answer
+
+            with concurrent.futures.ThreadPoolExecutor(count) as crowd:
+                answers = list(crowd.map(ask, range(count)))
+            texts[f"{way}{mode}"] = [answer["text"] for answer in answers]
+            first = [answer["first"] for answer in answers]
+            rest = [(answer["seconds"] - answer["first"]) / max(answer["answered"] - 1, 1) for answer in answers]
+            found[f"{way}{mode}"] = {
+                "first": statistics.median(first),
+                "late_first": statistics.quantiles(first, n=20, method="inclusive")[-1],
+                "token": statistics.median(rest),
+                "late_token": statistics.quantiles(rest, n=20, method="inclusive")[-1],
+                "bytes": server.status("VmHWM") * 1024,
+                "equal": sum(map(operator.eq, texts[f"{way}{mode}"], texts[next(iter(texts))])),
+            }
+    for name, way in found.items():
+        run.expect(way["equal"] >= 0.8 * count, f"{count - way['equal']} of {count} texts of {name} differ")
+    columns = {
+        "s to the first token": report.shown("first"),
+        "95th percentile": report.shown("late_first"),
+        "ms a token": report.ms("token", ".0f"),
+        "95th percentile ": report.ms("late_token", ".0f"),
+        "MB of the server": report.mb("bytes", ".0f"),
+        "equal texts": report.shown("equal", "d"),
+    }
+    title = f"{count} requests, one in {run.given.interval} s on average, answers of {ANSWER} tokens"
+    run.table(title, "", {"": found}, columns)
+    return found
+
+
 def many(run: report.Session) -> dict[str, Any]:
     """Seconds of prompts whose answers differ 1 to 8 in length."""
     work, count = Many(Subject(run), run.given), run.given.prompts
     best, one, sorted_ones = "kvlayers, generate_many", "transformers, one batch", "transformers, sorted batches"
-    batching = ("transformers, generate_batch", "kvlayers, generate_batch")
     ways: dict[str, Callable[[], Answers]] = {
         best: lambda: work.by_rows(count),
         f"{best} of {ROWS} rows": lambda: work.by_rows(ROWS),
         one: lambda: work.batch(range(count)),
         sorted_ones: lambda: work.batches(ROWS),
     }
-    with work.managers() as managers:
-        ways |= {
-            name: functools.partial(work.by_manager, manager) for name, manager in zip(batching, managers, strict=False)
-        }
-        turns = Turns(ways)
-        with torch.no_grad(), quiet_clock():
-            for _ in range(run.given.trials):
-                seen = turns.take(lambda name: ways[name]())
-    reference, found = seen[one].ids, dict[str, Any]()
-    for name, answers in seen.items():
-        equal = sum(answers.ids[number] == reference[number] for number in range(count))
-        # Padding changes the order of sums, and a tie the rest of an answer.
-        run.expect(equal >= 0.8 * count, f"{count - equal} of {count} answers of {name} have other tokens")
-        found[name] = {
-            "seconds": turns.median(name),
-            "share": turns.ratio(best, name),
-            "first": statistics.median(answers.first),
-            "bytes": answers.nbytes,
-            "equal": equal,
-        }
+    found = compared(run, ways, best, one)
     columns = {
         "s": report.shown("seconds", ".1f"),
         "generate_many's share": report.shown("share", ".2f"),
@@ -383,13 +488,6 @@ def many(run: report.Session) -> dict[str, Any]:
         {"": found},
         columns,
     )
-    of_transformers, of_rows = (found.get(name) for name in batching)
-    if of_transformers and of_rows:
-        run.target(
-            "generate_batch by rows, of transformers' time",
-            of_rows["seconds"] / of_transformers["seconds"],
-            at_most=0.5,
-        )
     run.target("generate_many beside one batch", found[one]["share"], at_most=0.65)
     run.target("generate_many beside sorted batches", found[sorted_ones]["share"], at_most=0.8)
     return found
@@ -467,17 +565,68 @@ def page_tables(record: dict[str, Any]) -> str:
     )
 
 
+def serving_tables(record: dict[str, Any]) -> str:
+    """What docs/rows.md shows of `generate_batch` and `serve`."""
+    found, arguments = record["results"], record["arguments"]
+    batches = [
+        [f"`generate_batch`, {name}", f"{way['seconds']:.1f}", f"{way['first']:.1f}", f"{way['bytes'] / 1e6:,.0f}"]
+        for name, way in found["generate_batch"].items()
+    ]
+    servers = [
+        [
+            name,
+            *(f"{way[key]:.2f}" for key in ("first", "late_first")),
+            *(f"{way[key] * 1e3:.0f}" for key in ("token", "late_token")),
+            f"{way['bytes'] / 1e6:,.0f}",
+        ]
+        for name, way in found["serve"].items()
+    ]
+    heads = ["", "s to the first token", "95th percentile", "ms a token", "95th percentile", "MB of the server"]
+    return "\n".join(
+        [
+            f"{arguments['prompts']} prompts, as below:",
+            "",
+            pages.markdown(["", "s", "s to a first token (median)", "MB of states"], batches, "---:"),
+            "",
+            f"`transformers serve`, {arguments['requests']} requests that arrive at random, one in "
+            f"{arguments['interval']} s on average, answers of {ANSWER} tokens, medians and 95th percentiles:",
+            "",
+            pages.markdown(heads, servers, "---:"),
+            "",
+            f"{pathlib.Path(arguments['model']).name} in float32, {pages.measured_at(record)}. transformers' own "
+            f"continuous batching reserves {BLOCKS} blocks here; by default it takes 60 % of the memory.",
+        ]
+    )
+
+
+BLOCKS_OF_PAGE = (("rows", BEGIN, END, page_tables), ("serving", BEGIN_SERVING, END_SERVING, serving_tables))
+"""What is written into the page: names of records, marks around it, and what makes it of a record."""
+
+
 def written_pages() -> dict[pathlib.Path, str]:
-    newest = max(pages.RECORDED.glob("rows-*.json"))
-    return {PAGE: pages.between(PAGE.read_text(), BEGIN, END, page_tables(json.loads(newest.read_text())))}
+    page = PAGE.read_text()
+    for name, begin, end, made in BLOCKS_OF_PAGE:
+        for newest in sorted(pages.RECORDED.glob(f"{name}-*.json"))[-1:]:
+            page = pages.between(page, begin, end, made(json.loads(newest.read_text())))
+    return {PAGE: page}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     given = options().parse(arguments)
     if given.write:
         return pages.write_pages(written_pages())
-    sections = {"steps": steps, "crop": crop, "drafts": drafts, "many": many, "repeats": repeats}
-    return report.run(given, sections)
+    return report.run(given, SECTIONS)
+
+
+SECTIONS: dict[str, Callable[[report.Session], Any]] = {
+    "steps": steps,
+    "crop": crop,
+    "drafts": drafts,
+    "many": many,
+    "generate_batch": generate_batch,
+    "repeats": repeats,
+    "serve": serve,
+}
 
 
 if __name__ == "__main__":

@@ -13,20 +13,26 @@ least recently used leaf goes first. The trace has a line of JSON for each reque
 publishes it; without `--trace`, conversations are made up.
 entries: milliseconds of a look-up and of an insertion into a full store, by the number of its entries, and memory after
 many requests.
+snapshots: seconds of a prompt that a store reads with snapshots between messages, and with the last state alone.
 serve: rounds of several chats through `transformers serve`, with a store and without, by the package openai. It needs
-`--model` and "transformers[serving]".
+`--model`. What "transformers[serving]" lacks here is installed into a directory of its own, by pip.
 
 Models are random, in float32. The exit code is 1 if a text differs.
 """
 
 import collections
+import importlib.metadata
+import importlib.util
 import itertools
 import json
 import os
 import pathlib
 import random
+import re
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -103,6 +109,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 WITHOUT_HEAD_DIM = ("lfm2", "jamba", "qwen3_next", "falcon_h1")
 
+LARGE = {
+    "hidden_size": 768, "intermediate_size": 2048, "num_attention_heads": 12, "num_key_value_heads": 4,
+    "vocab_size": 32_000,
+}  # fmt: skip
+"""A model of 100M parameters."""
 AGENT_SYSTEM, TOOL_RESULT, AGENT_ANSWER, TURNS = 1024, 160, 24, 10
 OPERATIONS = ("a look-up", "an insertion")
 BLOCK_TOKENS, BUDGETS = 16, (0.1, 0.25, 0.5)
@@ -112,13 +123,14 @@ TOKEN_BYTES = 2 * 8 * 4
 
 def options() -> report.Options:
     made = report.Options("sessions", __doc__, threads=2, quick="few families, turns and requests")
-    made.some_of("--only", list(SECTIONS), "sections", ["chats", "agent", "trace", "entries"])
+    made.some_of("--only", list(SECTIONS), "sections", ["chats", "agent", "snapshots", "trace", "entries"])
     made.real_model()
     made.sized("--families", list(FAMILIES), ["llama", "gemma3"], "families of `chats`", lambda text: text.split(","))
     made.add("--hybrid", choices=("lfm2", "qwen3_next"), default="lfm2", help="the model of `agent` (lfm2)")
     made.add("--trace", type=pathlib.Path, help="JSON lines with `hash_ids` (conversations that are made up)")
     made.sized("--requests", 2000, 100, "requests of `trace`")
     made.sized("--entries", [100, 1000, 10_000], [50], "entries of `entries`", report.numbers)
+    made.sized("--trials", 15, 1, "trials of `snapshots`")
     made.sized("--lasting", 10_000, 100, "requests after which memory is measured")
     made.add("--write", action="store_true", help="write the recorded figures into docs/prefix.md, and stop")
     return made
@@ -198,8 +210,7 @@ def chats(run: report.Session) -> dict[str, Any]:
 
 def agent(run: report.Session) -> dict[str, Any]:
     """Turns of an agent: a tool's result each, an answer whose thinking is dropped."""
-    sizes = {} if run.quick else {"hidden_size": 768, "intermediate_size": 2048, "num_attention_heads": 12,
-                                  "num_key_value_heads": 4, "vocab_size": 32_000}  # fmt: skip
+    sizes = {} if run.quick else LARGE
     turns = 3 if run.quick else TURNS
     model, store, made = model_of(run.given.hybrid, **sizes), kvlayers.PrefixStore("4GiB"), Chats()
     computed: list[int] = []
@@ -237,6 +248,40 @@ def agent(run: report.Session) -> dict[str, Any]:
     columns |= {f"{name}, s": shown(name, ".3f") for name in ("with a store", "reading all")}
     run.table(f"An agent on {run.given.hybrid}", "turn", {"": rows}, columns)
     return {"turns": rows, "computed_of_new": share, "first_token_of_all": soon}
+
+
+def snapshots(run: report.Session) -> dict[str, Any]:
+    """What a prompt of an agent takes that nobody has read before. The ways take turns."""
+    model, made = model_of(run.given.hybrid, **({} if run.quick else LARGE)), Chats()
+    prompt = made.message(AGENT_SYSTEM // (8 if run.quick else 1))
+    for _ in range(6):
+        prompt += made.message(TOOL_RESULT)
+    prompt += GENERATION_PROMPT
+    ways: dict[str, dict[str, Any] | None] = {
+        "no store": None,
+        "the last state alone": {"snapshot_tokens": None},
+        "snapshots": {"snapshot_tokens": 512},
+    }
+    seconds, texts = {name: list[float]() for name in ways}, set[tuple[int, ...]]()
+    entries, tick = dict[str, int](), run.ticking("snapshots", (run.given.trials + 1) * len(ways))
+    for _, (name, options) in itertools.product(range(run.given.trials + 1), ways.items()):
+        store = None if options is None else kvlayers.PrefixStore("4GiB", **options)
+        # Without ends of messages, no border is known.
+        model.generation_config.eos_token_id = END if name == "snapshots" else None
+        with quiet_clock():
+            begin = time.perf_counter()
+            texts.add(tuple(generated(model, prompt, 1, store)))
+            seconds[name].append(time.perf_counter() - begin)
+        entries[name] = 0 if store is None else len(store)
+        tick()
+    run.expect(len(texts) == 1, "a first token depends on snapshots")
+    # The first trial of each warms up.
+    rows = {name: {"seconds": statistics.median(own[1:]), "entries": entries[name]} for name, own in seconds.items()}
+    share = rows["snapshots"]["seconds"] / rows["the last state alone"]["seconds"]
+    run.target("seconds of a prompt with snapshots, of those without", share, at_most=1.02)
+    columns = {"s": shown("seconds", ".3f"), "entries": shown("entries", "")}
+    run.table(f"A prompt of {len(prompt)} tokens on {run.given.hybrid}", "", {"": rows}, columns)
+    return {"ways": rows, "of_without": share}
 
 
 Blocks = tuple[int, ...]
@@ -399,6 +444,22 @@ def entries(run: report.Session) -> dict[str, Any]:
     return {"full": found, "growth_mib": growth}
 
 
+def need_serving(run: report.Session) -> None:
+    """Install what `transformers serve` needs and is not there, for this process and those that it starts."""
+    needed = [text for text in importlib.metadata.requires("transformers") or () if 'extra == "serving"' in text]
+    packages = sorted({re.split(r"[^\w.-]", text)[0] for text in needed} - {"torch", "transformers", "accelerate"})
+    missing = [name for name in packages if importlib.util.find_spec(name.replace("-", "_")) is None]
+    if missing:
+        place = tempfile.mkdtemp(prefix="serving-")
+        run.console.print(f"Installing {', '.join(missing)} into {place}")
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--target", place]
+        subprocess.run([*pip, *missing], check=True)
+        sys.path.append(place)
+        importlib.invalidate_caches()
+        before = os.environ.get("PYTHONPATH")
+        os.environ["PYTHONPATH"] = place if not before else os.pathsep.join([before, place])
+
+
 SESSIONS, ROUNDS = 4, 4
 
 
@@ -406,6 +467,7 @@ def serve(run: report.Session) -> dict[str, Any]:
     """Rounds of several chats through a server: seconds of all, and equal texts."""
     import clients
 
+    need_serving(run)
     found, texts = dict[str, Any](), dict[str, list[str]]()
     run.given.tokens, run.given.turns, run.given.dtype = 24, ROUNDS, "float32"
     system = {"role": "system", "content": clients.NOTES * (4 if run.quick else 40)}
@@ -431,7 +493,7 @@ def serve(run: report.Session) -> dict[str, Any]:
     return found
 
 
-SECTIONS = {"chats": chats, "agent": agent, "trace": trace, "entries": entries, "serve": serve}
+SECTIONS = {"chats": chats, "agent": agent, "snapshots": snapshots, "trace": trace, "entries": entries, "serve": serve}
 
 
 def page_tables(record: Mapping[str, Any]) -> str:

@@ -15,7 +15,8 @@ from .generation.chat import Chat
 from .generation.documents import store_document
 from .generation.install import generate, install, installed, is_installed, uninstall
 from .generation.known_ids import PromptMismatchWarning
-from .generation.resilient import SteppedDownWarning, resilient_generate
+from .generation.resilient import resilient_generate
+from .generation.retried_pass import SteppedDownWarning
 from .interop.aliases import (
     HQQQuantizedCache,
     HybridCache,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvlayers.kernels.attention import dispatch, reference
+from kvlayers.kernels.attention import dispatch, slabs
 from kvlayers.kernels.attention.cpu import kernel
 from kvlayers.kernels.attention.dispatch import PathCounter
 from kvlayers.kernels.attention.packed_ops import packed_pair
@@ -317,7 +317,7 @@ def test_threads_split_shared_and_own_segments() -> None:
 def test_a_shared_sequence_is_read_once_for_all_that_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each other way of reading would need a copy for each sequence, or fail here."""
     monkeypatch.setattr(KVSegments, "dense", lambda *arguments: pytest.fail("a copy was made"))
-    for plain in (dispatch.attend_shared, kernel.attend):
+    for plain in (slabs.attend, kernel.attend):
         held = history(5, 6, kinds="dense rows")
         query = held.query(2, 1)
         held.check(query, None, plain(query, held.segments, None, 0.2))
@@ -332,14 +332,14 @@ def test_groups_are_read_in_few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     segments = KVSegments((*shared, random_states_of(4, 7, torch.float32), random_states_of(4, 0, torch.float32)))
     read: list[tuple[int, int]] = []
-    of_reference = reference.attend_partly
+    of_part = slabs._attended
 
-    def counted(query: Tensor, part: KVSegments, *rest: Any, **named: Any) -> tuple[Tensor, Tensor]:
+    def counted(query: Tensor, part: KVSegments, *rest: Any) -> Any:
         read.append((part.batch, part.tokens))
-        return of_reference(query, part, *rest, **named)
+        return of_part(query, part, *rest)
 
-    monkeypatch.setattr(reference, "attend_partly", counted)
-    dispatch.attend_shared(torch.randn(4, 4, 1, 64), segments, None, 0.2)
+    monkeypatch.setattr(slabs, "_attended", counted)
+    slabs.attend(torch.randn(4, 4, 1, 64), segments, None, 0.2)
     assert read == [(2, 40), (4, 20), (2, 20), (4, 7)]
 
 

@@ -200,10 +200,10 @@ def test_keys_of_a_few_queries_are_repeated_no_earlier(
 ) -> None:
     monkeypatch.setattr(dense_kernels, "CPU_MINIMUM_STATES", 0)
     called: list[tuple[int, int]] = []
-    attend = dense_kernels.attend_on_cpu
+    attend = kernel.attend_dense
     monkeypatch.setattr(
-        dense_kernels,
-        "attend_on_cpu",
+        kernel,
+        "attend_dense",
         lambda *given, **options: called.append(given[1].shape[1]) or attend(*given, **options),
     )
     model, ids = fresh_model("llama"), prompt(2, sum(PARTS))

@@ -15,7 +15,7 @@ import kvlayers
 import versions
 from kvlayers.kernels.attention import dense_kernels, gqa, model_attention
 from kvlayers.kernels.attention.cpu import kernel
-from kvlayers.kernels.attention.dense_kernels import attend_on_cpu, takes_on_cpu
+from kvlayers.kernels.attention.dense_kernels import takes_on_cpu
 from matrix import seeds
 from models import COMMON, fresh_model, prompt, tiny_model
 
@@ -36,9 +36,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     seen: list[tuple[int, int]] = []
     attend = kernel.attend_dense
 
-    def counted(query: Tensor, keys: Tensor, *arguments: Any) -> Tensor:
+    def counted(query: Tensor, keys: Tensor, *arguments: Any, **options: Any) -> Tensor:
         seen.append((query.shape[1], keys.shape[1]))
-        return attend(query, keys, *arguments)
+        return attend(query, keys, *arguments, **options)
 
     monkeypatch.setattr(kernel, "attend_dense", counted)
     return seen
@@ -105,7 +105,7 @@ def test_random_shapes_are_as_close_to_float64_as_torch(seed: int) -> None:
     assert takes_on_cpu(query, keys, values, mask)
 
     right = exact(query, keys, values, mask, scale)
-    error = (attend_on_cpu(query, keys, values, mask, scale).double() - right).norm()
+    error = (kernel.attend_dense(query, keys, values, mask, scale).double() - right).norm()
     of_torch = mask if mask is None or mask.dtype == torch.bool else mask.to(dtype)
     torchs = scaled_dot_product_attention(query, keys, values, of_torch, scale=scale, enable_gqa=True)
     # Sums in another order: as close as torch's, give or take a rounding.
@@ -113,7 +113,7 @@ def test_random_shapes_are_as_close_to_float64_as_torch(seed: int) -> None:
 
     softcap, sinks = chosen.choice([None, 5.0]), torch.randn(heads)
     right = exact(query, keys, values, mask, scale, softcap, sinks)
-    error = (attend_on_cpu(query, keys, values, mask, scale, softcap, sinks).double() - right).norm()
+    error = (kernel.attend_dense(query, keys, values, mask, scale, softcap, sinks).double() - right).norm()
     assert error <= 4 * torch.finfo(dtype).eps * right.norm() + 1e-12
 
 
@@ -122,34 +122,34 @@ def test_slots_behind_the_last_token_are_not_read(seen: int) -> None:
     """A static cache has free slots behind its tokens, which cost nothing, whatever they hold."""
     query, keys, values = torch.randn(1, 4, 1, 16), torch.randn(1, 2, 600, 16), torch.randn(1, 2, 600, 16)
     mask = (torch.arange(600) < seen).expand(1, 1, 1, 600)
-    expected = attend_on_cpu(query, keys[:, :, :seen], values[:, :, :seen], None, None)
+    expected = kernel.attend_dense(query, keys[:, :, :seen], values[:, :, :seen], None, None)
     keys[:, :, seen:], values[:, :, seen:] = math.nan, math.nan
-    assert torch.equal(attend_on_cpu(query, keys, values, mask, None), expected)
+    assert torch.equal(kernel.attend_dense(query, keys, values, mask, None), expected)
 
 
 @pytest.mark.parametrize("hidden", [1, 63, 256, 300])
 def test_padding_in_front_is_not_read(hidden: int) -> None:
     query, keys, values = torch.randn(1, 4, 1, 16), torch.randn(1, 2, 600, 16), torch.randn(1, 2, 600, 16)
     mask = (torch.arange(600) >= hidden).expand(1, 1, 1, 600)
-    expected = attend_on_cpu(query, keys[:, :, hidden:], values[:, :, hidden:], None, None)
+    expected = kernel.attend_dense(query, keys[:, :, hidden:], values[:, :, hidden:], None, None)
     keys[:, :, :hidden], values[:, :, :hidden] = math.nan, math.nan
     # Units of tokens begin elsewhere, so sums are in another order.
-    torch.testing.assert_close(attend_on_cpu(query, keys, values, mask, None), expected, rtol=0, atol=1e-6)
+    torch.testing.assert_close(kernel.attend_dense(query, keys, values, mask, None), expected, rtol=0, atol=1e-6)
 
 
 def test_rows_that_see_other_tokens_are_read_to_the_last_of_any() -> None:
     query, keys, values = torch.randn(1, 4, 3, 16), torch.randn(1, 2, 600, 16), torch.randn(1, 2, 600, 16)
     mask = torch.arange(600) < torch.tensor([[300], [5], [290]])
     for row in range(3):
-        expected = attend_on_cpu(query[:, :, row : row + 1], keys, values, mask[None, None, row : row + 1], None)
-        seen = attend_on_cpu(query, keys, values, mask[None, None], None)
+        expected = kernel.attend_dense(query[:, :, row : row + 1], keys, values, mask[None, None, row : row + 1], None)
+        seen = kernel.attend_dense(query, keys, values, mask[None, None], None)
         torch.testing.assert_close(seen[:, :, row : row + 1], expected, rtol=0, atol=1e-6)
 
 
 def test_nan_that_is_seen_stays_nan() -> None:
     query, keys, values = torch.randn(1, 4, 1, 16), torch.randn(1, 2, 300, 16), torch.randn(1, 2, 300, 16)
     keys[:, 0, 100] = math.nan
-    attended = attend_on_cpu(query, keys, values, None, None)
+    attended = kernel.attend_dense(query, keys, values, None, None)
     assert attended[:, :2].isnan().all()
     assert attended[:, 2:].isfinite().all()
 

@@ -1,6 +1,7 @@
 """Attention by torch's fused kernels over slabs is that of the states: on a CPU, by its own fused kernel."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,13 +9,14 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvlayers.kernels.attention import dispatch, fused, pieces, reference
+from kvlayers.kernels.attention import dispatch, fused, slabs
 from kvlayers.kernels.attention.cuda import kernel as cuda_kernel
 from kvlayers.kernels.attention.dispatch import PathCounter
 from kvlayers.kernels.attention.segment_kinds import DenseSegment, PackedSegment
 from kvlayers.kernels.attention.segments import KVSegments
 from kvlayers.kernels.codes.packed_side import PackedSide, pack_side
 from kvlayers.kernels.codes.quantizer_contract import CodeFormat, QuantizedGroups, Side
+from kvlayers.kernels.codes.smoothing import KeySmoothing
 from matrix import product
 
 BLOCK = 64
@@ -26,10 +28,10 @@ KV_HEADS = 2
 @pytest.fixture(autouse=True)
 def small_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slabs of two blocks, and a merge in between, so that few tokens go all ways."""
-    monkeypatch.setattr(pieces, "SLAB_BYTES", 1)
-    monkeypatch.setattr(pieces, "MINIMUM_SLAB_TOKENS", 2 * BLOCK)
-    monkeypatch.setattr(fused, "PARTS_AT_ONCE", 3)
-    monkeypatch.setattr(fused, "INTERPRETED", True)
+    monkeypatch.setattr(slabs, "SLAB_BYTES", 1)
+    monkeypatch.setattr(slabs, "MINIMUM_SLAB_TOKENS", 2 * BLOCK)
+    monkeypatch.setattr(slabs, "PARTS_AT_ONCE", 3)
+    monkeypatch.setattr(slabs, "INTERPRETED", True)
 
 
 def packed_side(side: Side, batch: int, head_dim: int, dtype: torch.dtype) -> PackedSide:
@@ -83,7 +85,7 @@ def check(query: Tensor, held: KVSegments, mask: Tensor | None, scale: float) ->
     """
     dtype = query.dtype
     full = None if mask is None else mask.expand(*query.shape[:3], held.tokens)
-    seen = fused.attend(query, held, full, scale)
+    seen = slabs.attend(query, held, full, scale)
     wanted = exact(query, held, full, scale)
     assert (seen.shape, seen.dtype) == (wanted.shape, dtype)
     assert seen.isfinite().all()
@@ -108,6 +110,19 @@ def test_sinks_packed_blocks_and_residual_are_one_attention(
         query = queries_of_a_model(batch, KV_HEADS * group, queries, head_dim, dtype)
         check(query, held, None, head_dim**-0.5)
         check(query.contiguous(), held, torch.rand(batch, 1, queries, held.tokens) > 0.4, head_dim**-0.5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_smoothed_keys_are_scored_as_they_were(dtype: torch.dtype) -> None:
+    sinks, packed, residual = segments(2, 64, dtype, cut=True).in_order
+    assert isinstance(packed, PackedSegment)
+    factor, mean = (part.to(dtype) for part in (1 + torch.rand(2, KV_HEADS, 1, 64), torch.randn(2, KV_HEADS, 1, 64)))
+    smoothed = replace(packed, smoothing=KeySmoothing(factor=factor, mean=mean))
+    held = KVSegments((sinks, smoothed, residual))
+    for queries in (1, 6):
+        query = queries_of_a_model(2, KV_HEADS * 4, queries, 64, dtype)
+        check(query, held, None, 0.1)
+        check(query, held, torch.rand(2, 1, queries, held.tokens) > 0.4, 0.1)
 
 
 @pytest.mark.parametrize(
@@ -142,11 +157,11 @@ def test_a_query_that_sees_nothing_gets_zeros_and_one_that_sees_a_part_gets_that
         seen[:, :, 2, SINKS:] = False
         lowest = -torch.inf if hidden == "-inf" else torch.finfo(torch.float32).min
         mask = seen if hidden == "bool" else torch.zeros(seen.shape).masked_fill(~seen, lowest)
-        result = fused.attend(query, held, mask.expand(-1, query.shape[1], -1, -1), 0.1)
+        result = slabs.attend(query, held, mask.expand(-1, query.shape[1], -1, -1), 0.1)
         assert not result[:, :, 0].any()
         check(query, held, seen, 0.1)
         torch.testing.assert_close(
-            result, fused.attend(query, held, seen.expand(-1, query.shape[1], -1, -1), 0.1), rtol=0, atol=0
+            result, slabs.attend(query, held, seen.expand(-1, query.shape[1], -1, -1), 0.1), rtol=0, atol=0
         )
 
 
@@ -159,12 +174,12 @@ def test_states_of_zeros_keep_their_weight_beside_hidden_tokens() -> None:
     )
     mask = torch.zeros(1, 1, 1, 16, dtype=torch.bool)
     mask[..., 9] = True
-    seen = fused.attend(torch.zeros(1, 1, 1, 64).bfloat16(), held, mask, 1.0)
+    seen = slabs.attend(torch.zeros(1, 1, 1, 64).bfloat16(), held, mask, 1.0)
     assert torch.equal(seen, torch.full_like(seen, 3))
 
 
 def test_plain_torch_takes_a_few_queries_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused, "SCORES_AT_ONCE", 3 * 2 * 8 * 2 * BLOCK)
+    monkeypatch.setattr(slabs, "SCORES_AT_ONCE", 3 * 2 * 8 * 2 * BLOCK)
     held = segments(2, 64, torch.float32, cut=True)
     query = queries_of_a_model(2, 8, 11, 64, torch.float32)
     for mask in (None, torch.rand(2, 1, 11, held.tokens) > 0.5, torch.randn(1, 8, 1, held.tokens)):
@@ -176,7 +191,7 @@ def test_states_that_no_fused_kernel_takes_go_through_plain_torch(key_dim: int, 
     keys, values = torch.randn(2, 2, 150, key_dim).bfloat16(), torch.randn(2, 2, 150, value_dim).bfloat16()
     held = KVSegments((DenseSegment(keys, values),))
     query = queries_of_a_model(2, 4, 3, key_dim, torch.bfloat16)
-    assert fused.description(query, held) == fused.PLAIN
+    assert not fused.takes(query, held.head_dims, has_mask=True)
     check(query, held, torch.rand(2, 1, 3, 150) > 0.5, 0.1)
 
 
@@ -188,9 +203,9 @@ def test_the_products_of_eager_attention_are_those_of_the_states(dtype: torch.dt
     weights = torch.rand(2, 8, 3, held.tokens).to(dtype)
     # Each of 64 or 300 summands has two factors that are rounded, and each of four parts is rounded once.
     close = {"rtol": 0, "atol": 8 * torch.finfo(dtype).eps}
-    seen, wanted = reference.scores(query, held).double(), query.double() @ keys.transpose(2, 3)
+    seen, wanted = slabs.scores(query, held).double(), query.double() @ keys.transpose(2, 3)
     torch.testing.assert_close(seen / wanted.abs().max(), wanted / wanted.abs().max(), **close)
-    seen, wanted = reference.combine(weights, held).double(), weights.double() @ values
+    seen, wanted = slabs.combine(weights, held).double(), weights.double() @ values
     torch.testing.assert_close(seen / wanted.abs().max(), wanted / wanted.abs().max(), **close)
 
 
@@ -212,8 +227,8 @@ def test_explanations_name_the_path() -> None:
 def test_no_query_attends_to_anything(dtype: torch.dtype) -> None:
     held = segments(2, 64, dtype, cut=False)
     query = queries_of_a_model(2, 8, 0, 64, dtype)
-    assert fused.attend(query, held, None, 0.1).shape == (2, 8, 0, 64)
-    assert fused.attend(query, held, torch.ones(2, 8, 0, held.tokens, dtype=torch.bool), 0.1).shape == (2, 8, 0, 64)
+    assert slabs.attend(query, held, None, 0.1).shape == (2, 8, 0, 64)
+    assert slabs.attend(query, held, torch.ones(2, 8, 0, held.tokens, dtype=torch.bool), 0.1).shape == (2, 8, 0, 64)
 
 
 def test_channels_need_not_be_neighbours() -> None:
@@ -247,7 +262,7 @@ def test_kernels_are_those_that_torch_may_use_now(monkeypatch: pytest.MonkeyPatc
 def test_what_a_refused_kernel_is_compared_with_is_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
     states = torch.randn(1, 2, 30, 64)
     query, held = torch.randn(1, 4, 1, 64), KVSegments((DenseSegment(states, states + 1),))
-    expected = reference.attend(query, held, None, 0.1)
+    expected = slabs.attend(query, held, None, 0.1)
     monkeypatch.setattr(cuda_kernel, "obstacle", lambda *args: None)
     monkeypatch.setattr(cuda_kernel, "attend", lambda *args: torch.zeros_like(expected))
     monkeypatch.setattr(cuda_kernel, "variants_to_compare", lambda *args: [object()])
@@ -261,8 +276,8 @@ def test_what_a_refused_kernel_is_compared_with_is_the_result(monkeypatch: pytes
     found, why = cuda_kernel.attend_or_why(query, held, None, 0.1, by_torch)
     assert found is expected
     assert why == "it differs"
-    monkeypatch.setattr(fused, "INTERPRETED", True)
-    monkeypatch.setattr(fused, "attend", lambda *args: by_torch())
+    monkeypatch.setattr(slabs, "INTERPRETED", True)
+    monkeypatch.setattr(slabs, "attend", lambda *args: by_torch())
     paths = PathCounter()
     assert dispatch.attend(query, held, None, 0.1, paths) is expected
     assert len(computed) == 2

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvlayers import DynamicLayer
-from kvlayers.kernels.attention import fused, segment_kinds
+from kvlayers.kernels.attention import segment_kinds, slabs
 from kvlayers.kernels.attention.packed_tensor import PackedStates
 from matrix import product
 
@@ -26,7 +26,7 @@ CHOICES = {
 @pytest.fixture(params=["read", "not read"])
 def indices_are(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Attention as on an accelerator, where indices come from the host, or from the accelerator."""
-    monkeypatch.setattr(fused, "INTERPRETED", True)
+    monkeypatch.setattr(slabs, "INTERPRETED", True)
     monkeypatch.setattr(segment_kinds, "reading_waits", lambda indices: request.param == "not read")
     return str(request.param)
 

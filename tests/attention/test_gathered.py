@@ -22,7 +22,7 @@ from gathered_states import (
     random_pieces,
 )
 from kvlayers.errors import StateMismatchError, UnsupportedLayerError
-from kvlayers.kernels.attention import dispatch, fused, pieces, reference
+from kvlayers.kernels.attention import dispatch, slabs
 from kvlayers.kernels.attention.cpu import kernel
 from kvlayers.kernels.attention.dispatch import PathCounter
 from kvlayers.kernels.attention.packed_ops import packed_pair
@@ -278,13 +278,13 @@ def test_what_stands_beside_the_pieces_is_not_read(with_kernel: bool, name: str)
 
 @pytest.mark.parametrize(("dtype", "name"), once([torch.float32, torch.bfloat16], SOURCES))
 def test_the_path_of_accelerators(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, name: str) -> None:
-    monkeypatch.setattr(pieces, "MINIMUM_SLAB_TOKENS", 2 * BLOCK)
-    monkeypatch.setattr(pieces, "SLAB_BYTES", 1)
+    monkeypatch.setattr(slabs, "MINIMUM_SLAB_TOKENS", 2 * BLOCK)
+    monkeypatch.setattr(slabs, "SLAB_BYTES", 1)
     tolerance = 1e-5 if dtype == torch.float32 else 0.03
 
     def accelerated(compute: Callable[..., Tensor], *arguments: object) -> Tensor:
         with monkeypatch.context() as accelerator:
-            accelerator.setattr(fused, "INTERPRETED", True)
+            accelerator.setattr(slabs, "INTERPRETED", True)
             return compute(*arguments, PathCounter())
 
     for seed in range(3):
@@ -294,15 +294,15 @@ def test_the_path_of_accelerators(monkeypatch: pytest.MonkeyPatch, dtype: torch.
             for kind in MASKS[seed % 2 :: 2]:
                 mask = random_mask(kind, query, held)
                 seen = accelerated(dispatch.attend, query, held.segments, mask, 0.2)
-                wanted = reference.attend(query, held.segments, full_mask(mask, query, held), 0.2)
+                wanted = slabs.attend(query, held.segments, full_mask(mask, query, held), 0.2)
                 torch.testing.assert_close(seen, wanted, rtol=tolerance, atol=tolerance)
-            wanted = reference.scores(query, held.segments)
+            wanted = slabs.scores(query, held.segments)
             seen = accelerated(dispatch.scores, query, held.segments)
             torch.testing.assert_close(seen, wanted, rtol=tolerance, atol=tolerance * 8)
             weights = wanted.mul(0.2).softmax(-1)
             seen, wanted = (
                 accelerated(dispatch.combine, weights, held.segments),
-                reference.combine(weights, held.segments),
+                slabs.combine(weights, held.segments),
             )
             torch.testing.assert_close(seen, wanted, rtol=tolerance, atol=tolerance)
 
@@ -312,7 +312,7 @@ def full_mask(mask: Tensor | None, query: Tensor, held: Mixed) -> Tensor | None:
 
 
 def test_a_head_without_tokens_gets_zeros_on_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused, "INTERPRETED", True)
+    monkeypatch.setattr(slabs, "INTERPRETED", True)
     held = mixed(
         [gathered(dense_source(2, 70, torch.float32), [[[(1, 9)], []], [[], [(2, 5), (0, 3)]]])], torch.float32
     )
@@ -376,6 +376,6 @@ def test_empty_segments_beside_pieces_on_accelerators(monkeypatch: pytest.Monkey
     empty = ordinary(dense_source(1, 0, torch.float32))
     held = mixed([empty, read, empty, ordinary(dense_source(1, 3, torch.float32)), empty], torch.float32)
     query = held.query(1, 1)
-    expected = reference.scores(query, held.segments)
-    monkeypatch.setattr(fused, "INTERPRETED", True)
-    torch.testing.assert_close(reference.scores(query, held.segments), expected)
+    expected = slabs.scores(query, held.segments)
+    monkeypatch.setattr(slabs, "INTERPRETED", True)
+    torch.testing.assert_close(slabs.scores(query, held.segments), expected)

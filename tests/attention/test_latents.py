@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import kvlayers
 from kvlayers.kernels.attention.absorption import BLOCKS, EXPANDED, by_products
-from kvlayers.kernels.attention.latents import AssembledKeys, ExpandedLatents, LatentStates, as_latents
+from kvlayers.kernels.attention.latents import DeferredStates, LatentStates, NewKeys, as_latents
 from kvlayers.kernels.attention.packed_tensor import PackedStates
 from kvlayers.upstream import compat
 from matrix import product
@@ -259,9 +259,28 @@ READS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
 def test_whatever_reads_an_expansion_reads_what_transformers_computes(name: str) -> None:
     keys, values, weight = latents_and_weight()
     deferred = expanded(*as_latents(keys, values), weight)
-    assert [type(states) for states in deferred] == [AssembledKeys, ExpandedLatents]
+    assert all(isinstance(states, DeferredStates) for states in deferred)
+    assert [isinstance(states.memory, NewKeys) for states in deferred] == [True, False]
     expected = READS[name](*expanded(keys, values, weight))
     torch.testing.assert_close(READS[name](*deferred), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_view_of_the_right_shape_with_other_axes_is_computed() -> None:
+    latents, rotated, weight = (
+        states[:, :, :HEADS] if states.dim() == 4 else states for states in latents_and_weight()
+    )
+
+    def attended(latents: torch.Tensor, rotated: torch.Tensor) -> torch.Tensor:
+        by_token = linear(latents, weight).view(2, HEADS, HEADS, NOPE + VALUE)
+        by_head = by_token.transpose(1, 2)
+        keys = by_head.new_empty(2, HEADS, HEADS, NOPE + ROPE)
+        keys[..., :NOPE].copy_(by_head[..., :NOPE])
+        keys[..., NOPE:].copy_(rotated.expand(-1, HEADS, -1, -1))
+        # As many tokens as heads, and nobody swaps their axes.
+        values = by_token[..., NOPE:]
+        return scaled_dot_product_attention(torch.ones(2, HEADS, 1, NOPE + ROPE), keys, values)
+
+    torch.testing.assert_close(attended(*as_latents(latents, rotated)), attended(latents, rotated), **NEAR)
 
 
 def test_products_are_attention() -> None:

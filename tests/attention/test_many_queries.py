@@ -70,7 +70,7 @@ def states(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor, 
 
 
 def check(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, is_causal: bool = False) -> None:
-    seen = dense_kernels.attend_on_cpu(query, keys, values, mask, None, is_causal=is_causal)
+    seen = kernel.attend_dense(query, keys, values, mask, None, is_causal=is_causal)
     wide = mask if mask is None or mask.dtype == torch.bool else mask.double()
     exact = scaled_dot_product_attention(
         query.double(), keys.double(), values.double(), wide, is_causal=is_causal, enable_gqa=True
@@ -97,10 +97,10 @@ def test_as_exact_as_torch(dtype: torch.dtype, name: str) -> None:
 def test_threads_change_nothing(threads: int) -> None:
     query, keys, values = states(SHAPES["long"], torch.float32)
     before = torch.get_num_threads()
-    expected = dense_kernels.attend_on_cpu(query, keys, values, None, None)
+    expected = kernel.attend_dense(query, keys, values, None, None)
     try:
         torch.set_num_threads(threads)
-        assert torch.equal(dense_kernels.attend_on_cpu(query, keys, values, None, None), expected)
+        assert torch.equal(kernel.attend_dense(query, keys, values, None, None), expected)
     finally:
         torch.set_num_threads(before)
 
@@ -116,7 +116,7 @@ def test_what_is_not_finite_spreads_as_far_as_in_torch(number: float, dtype: tor
         # In float64: torch's attention in half precision makes some finite number of an infinite score.
         exact = scaled_dot_product_attention(*(side.double() for side in sides), mask, enable_gqa=True)
         for is_causal in (True, False):
-            seen = dense_kernels.attend_on_cpu(*sides, None if is_causal else mask, None, is_causal=is_causal)
+            seen = kernel.attend_dense(*sides, None if is_causal else mask, None, is_causal=is_causal)
             # Torch adds masks to hidden scores, and multiplies hidden values by zero. So does the kernel in a block of
             # which a part is seen, but for scores that `is_causal` hides.
             assert torch.equal(seen[:, :, 20:].isfinite(), exact[:, :, 20:].isfinite())
@@ -132,14 +132,14 @@ def test_queries_that_see_nothing_get_what_torch_gives_them(dtype: torch.dtype) 
     values[:, :, 7] = torch.nan
     mask = torch.rand(2, 1, 40, 300, generator=torch.Generator().manual_seed(0)) > 0.5
     mask[0, :, 3], mask[1], mask[..., 7] = False, False, False
-    seen = dense_kernels.attend_on_cpu(query, keys, values, mask, None)
+    seen = kernel.attend_dense(query, keys, values, mask, None)
     assert seen[0, :, 3].eq(0).all()
     assert seen[1].eq(0).all()
     values[:, :, 7] = 0
     for hidden in (-torch.inf, torch.finfo(dtype).min):
         additive = torch.zeros(mask.shape, dtype=dtype).masked_fill(~mask, hidden)
         expected = scaled_dot_product_attention(query, keys, values, additive, enable_gqa=True)
-        seen = dense_kernels.attend_on_cpu(query, keys, values, additive, None)
+        seen = kernel.attend_dense(query, keys, values, additive, None)
         torch.testing.assert_close(seen, expected, rtol=0, atol=TOLERANCES[dtype])
         assert bool(seen[0, :, 3].eq(0).all()) == (hidden == -torch.inf)
 
@@ -155,7 +155,7 @@ def test_soft_caps_and_sinks(dtype: torch.dtype) -> None:
     with_sinks = torch.cat([scores, sinks.double()[None, :, None, None].expand(1, 9, 70, 1)], -1)
     for some, own in ((scores, None), (with_sinks, sinks)):
         expected = some.softmax(-1)[..., :70] @ values.double().repeat_interleave(3, 1)
-        seen = dense_kernels.attend_on_cpu(query, keys, values, mask, None, 2.0, own)
+        seen = kernel.attend_dense(query, keys, values, mask, None, 2.0, own)
         torch.testing.assert_close(seen.double(), expected, rtol=0, atol=TOLERANCES[dtype])
 
 
@@ -167,7 +167,7 @@ def test_scales(dtype: torch.dtype, scale: float) -> None:
     mask = torch.ones(50, 77, dtype=torch.bool).tril(27)
     wide = (side.double() for side in (query, keys, values))
     exact = scaled_dot_product_attention(*wide, mask, scale=scale, enable_gqa=True)
-    seen = dense_kernels.attend_on_cpu(query, keys, values, mask, scale)
+    seen = kernel.attend_dense(query, keys, values, mask, scale)
     # Rounded scores count more if they are large.
     torch.testing.assert_close(seen.double(), exact, rtol=0, atol=TOLERANCES[dtype] * max(scale, 1))
 
@@ -176,7 +176,7 @@ def test_scales(dtype: torch.dtype, scale: float) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_states_need_not_be_contiguous(dtype: torch.dtype) -> None:
     query, keys, values = states((2, 4, 2, 40, 70, 32, 32), dtype)
-    expected = dense_kernels.attend_on_cpu(query, keys, values, None, None)
+    expected = kernel.attend_dense(query, keys, values, None, None)
     ways = {
         "channels apart": lambda side: side.transpose(2, 3).contiguous().transpose(2, 3),
         "tokens apart": lambda side: side.repeat_interleave(2, 2)[:, :, ::2],
@@ -186,11 +186,9 @@ def test_states_need_not_be_contiguous(dtype: torch.dtype) -> None:
     }
     for way in ways.values():
         for sides in ((way(query), keys, values), (query, way(keys), values), (query, keys, way(values))):
-            assert torch.equal(dense_kernels.attend_on_cpu(*sides, None, None), expected)
-    one = dense_kernels.attend_on_cpu(query[:, :2], keys[:, :1].expand(-1, 2, -1, -1), values[:, :2], None, None)
-    assert torch.equal(
-        one[:, 0], dense_kernels.attend_on_cpu(query[:, :1], keys[:, :1], values[:, :1], None, None)[:, 0]
-    )
+            assert torch.equal(kernel.attend_dense(*sides, None, None), expected)
+    one = kernel.attend_dense(query[:, :2], keys[:, :1].expand(-1, 2, -1, -1), values[:, :2], None, None)
+    assert torch.equal(one[:, 0], kernel.attend_dense(query[:, :1], keys[:, :1], values[:, :1], None, None)[:, 0])
 
 
 @needs_kernel

@@ -22,13 +22,13 @@ for dtype in (torch.float32, torch.bfloat16):
         for number in range(1, 5):
             parts = [first, *others[:number]]
             wanted = fused.merge([(out.float(), logsumexp) for out, logsumexp in parts])
-            seen, _ = fused._merged(parts, dtype)
+            seen, _ = fused.merged(parts, dtype, wants_logsumexp=False)
             assert seen.shape == wanted.shape and seen.dtype == dtype, (seen.shape, seen.dtype)
             # Computed in float32, and rounded once.
             torch.testing.assert_close(seen.float(), wanted, rtol=torch.finfo(dtype).eps, atol=1e-6)
             if number == 1:
                 assert torch.equal(seen[0, 0, 0, 0], others[0][0][0, 0, 0, 0])
-            seen, logsumexp = fused._merged(parts)
+            seen, logsumexp = fused.merged(parts, torch.float32, wants_logsumexp=True)
             assert seen.dtype == logsumexp.dtype == torch.float32
             torch.testing.assert_close(seen, wanted)
             torch.testing.assert_close(logsumexp, torch.stack([one for _, one in parts]).logsumexp(0))

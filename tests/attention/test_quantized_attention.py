@@ -18,7 +18,7 @@ from transformers.integrations.sdpa_attention import repeat_kv
 from transformers.models.llama.modeling_llama import repeat_kv as eager_repeat_kv
 
 import kvlayers
-from kvlayers.kernels.attention import dispatch, pieces, reference
+from kvlayers.kernels.attention import dispatch, slabs
 from kvlayers.kernels.attention.cpu import kernel
 from kvlayers.kernels.attention.dispatch import PathCounter
 from kvlayers.kernels.attention.packed_tensor import PackedStates
@@ -28,7 +28,7 @@ from matrix import product
 from random_states import SUMS, Rule, check, code_format, packed_states
 
 needs_compiler = pytest.mark.skipif(kernel.library() is None, reason="there is no C++ compiler for the kernel")
-KERNELS = [pytest.param(kernel.attend, marks=needs_compiler, id="cpu"), pytest.param(reference.attend, id="blocks")]
+KERNELS = [pytest.param(kernel.attend, marks=needs_compiler, id="cpu"), pytest.param(slabs.attend, id="blocks")]
 WIDTHS: list[int | str] = [1, 2, 3, 4, 5, 6, 8, "fp8", *(f"codebook {bits}" for bits in (1, 2, 3, 4))]
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -805,8 +805,8 @@ def test_without_the_kernel_attention_goes_block_by_block(
     expected = with_gqa(query, keys.dense(), values.dense())
     no_copy()
     called = []
-    attend = reference.attend
-    monkeypatch.setattr(reference, "attend", lambda *args: called.append(args) or attend(*args))
+    attend = slabs.attend
+    monkeypatch.setattr(slabs, "attend", lambda *args: called.append(args) or attend(*args))
     close(with_gqa(query, keys, values), expected)
     assert len(called) == 1
 
@@ -908,11 +908,11 @@ def test_attention_allocates_no_tensor_as_large_as_the_held_states(
         monkeypatch.setattr(kernel.MANY, "get", lambda: None)
     dense_keys = KV_HEADS * LONG * KEY_DIM * 4
     # Of a cache that is as many times longer than this one.
-    monkeypatch.setattr(pieces, "CPU_CODES_AT_ONCE", KV_HEADS * LONG * KEY_DIM // 4)
+    monkeypatch.setattr(slabs, "CPU_CODES_AT_ONCE", KV_HEADS * LONG * KEY_DIM // 4)
     for tokens in (1, 40, 200):
         sizes = created_by(long_layer.fork(), tokens)
-        # The largest are scores: as many as pieces.py says at once, for each kv head, or those of one block.
-        at_once = 4 * max(KV_HEADS * max(pieces.CPU_SCORES_AT_ONCE, 2 * tokens * 64), pieces.CPU_CODES_AT_ONCE)
+        # The largest are scores: as many as slabs.py says at once, for each kv head, or those of one block.
+        at_once = 4 * max(KV_HEADS * max(slabs.CPU_SCORES_AT_ONCE, 2 * tokens * 64), slabs.CPU_CODES_AT_ONCE)
         codes_that_moved = LONG * STATE_BYTES // 3
         if with_kernel and tokens > kernel.CPU_MAXIMUM_QUERIES:
             # Many queries are given a copy of the layer's states, with the residual and the new tokens, for one call:
@@ -935,6 +935,19 @@ def test_the_scale_is_that_of_torch_where_it_is_not_given(scale: float | None) -
     query = case.query(2, 2)
     used = case.key_dim**-0.5 if scale is None else scale
     check(dispatch.attend(query, case.segments, None, scale, PathCounter()), *case.attended(query, None, used))
+
+
+@pytest.mark.parametrize("queries", [1, 40])
+def test_rounds_of_slabs_are_one_softmax(queries: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("CPU_SCORES_AT_ONCE", "CPU_CODES_AT_ONCE"):
+        monkeypatch.setattr(slabs, name, 1)
+    case = Case(block_count=4)
+    query, mask = case.query(2, queries), torch.ones(1, 1, queries, case.tokens, dtype=torch.bool)
+    # The first round shows no token, or all rounds do.
+    mask[..., 0, :70] = False
+    for given in (None, mask):
+        seen = slabs.attend(query, case.segments, full(given, query, case.tokens), 0.2)
+        check(seen, *case.attended(query, given, 0.2))
 
 
 def test_more_queries_than_the_kernel_is_for_go_block_by_block() -> None:

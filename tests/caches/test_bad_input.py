@@ -56,7 +56,7 @@ def test_states_that_do_not_fit_change_nothing(kind: str, bad: str, filled: int)
         pair = states(*GOOD), states(*GOOD)
         layer.update(*pair)
         untouched.update(*pair)
-    with pytest.raises(kvlayers.errors.StateMismatchError, match="must .* got|expected .* saw"):
+    with pytest.raises(kvlayers.errors.StateMismatchError, match="must .* got"):
         layer.update(*BAD_STATES[bad])
     pair = states(*GOOD), states(*GOOD)
     for seen, expected in zip(layer.update(*pair), untouched.update(*pair), strict=True):
@@ -215,7 +215,7 @@ def test_a_window_of_transformers_own_is_not_rolled_back_half_way() -> None:
 def test_cropping_more_than_is_held_names_both_numbers() -> None:
     """Upstream, crop(-10) on 3 tokens leaves an empty cache and says nothing."""
     cache = kvlayers.DynamicCache([(states(1, 2, 3, 8), states(1, 2, 3, 8))])
-    with pytest.raises(kvlayers.errors.RollbackError, match=r"within the 3 tokens .* to remove 10"):
+    with pytest.raises(kvlayers.errors.RollbackError, match=r"within the 3 tokens .* got -10"):
         cache.crop(-10)
     assert cache.get_seq_length() == 3
 
@@ -231,7 +231,7 @@ def _with_layer_type(layer_type: str) -> transformers.PretrainedConfig:
 
 OPTION, CONFIG = kvlayers.OptionError, kvlayers.errors.ConfigError
 WHAT_EXISTS = "takes the options .* but was given"
-MUST = "must|expected|are not"
+MUST = "must|are not"
 WRONG_ARGUMENTS: dict[str, tuple[type[Exception], str, Callable[[], object]]] = {
     # Upstream, StaticCache(config, 4, max_cash_len=9) is accepted.
     "misspelt": (OPTION, WHAT_EXISTS, lambda: kvlayers.StaticCache(LLAMA, 4, max_cash_len=9)),

@@ -39,6 +39,31 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     "a length of a layer as a text": (lambda: held().layers[0].check_truncate("3"), "`length` must be a whole number"),
     "half a length of a layer": (lambda: held().layers[0].nearest_restorable(1.5), "`length` must be a whole number"),
     "one length for all rows": (lambda: held().crop_rows(3), "`lengths` must have one length for each row, got 3"),
+    "a hint that is a truth": (lambda: kvlayers.DynamicCache(length_hint=True), "`length_hint` must be a whole number"),
+    "half a hint": (lambda: kvlayers.DynamicCache(length_hint=1.5), "`length_hint` must be a whole number, got 1.5"),
+    "a name that is a list": (lambda: kvlayers.unregister(["int4"]), r"\['int4'\]"),
+    "lengths without an order": (lambda: held().crop_rows({3}), "`lengths` must have one length for each row"),
+    "a truth of torch as a length": (lambda: held().truncate(torch.tensor(True)), "`length` must be a whole number"),
+    "a length without data": (
+        lambda: held().truncate(torch.tensor(3, device="meta")),
+        "`length` must be a whole number",
+    ),
+    "a row without data": (lambda: held().extract(torch.tensor(0, device="meta")), "`row` must be a whole number"),
+    "rows without data": (
+        lambda: held().keep_rows(torch.zeros(1, dtype=torch.int64, device="meta")),
+        "`indices` must be a list .* on meta",
+    ),
+    "rows of a sparse list": (
+        lambda: held().keep_rows(torch.tensor([0]).to_sparse()),
+        "`indices` must be a list",
+    ),
+    "queries as a text": (lambda: held().get_mask_sizes("3", 0), "`query_length` must be a whole number, got '3'"),
+    "half a query": (lambda: held().get_mask_sizes(1.5, 0), "`query_length` must be a whole number, got 1.5"),
+    "fewer queries than none": (lambda: held().get_mask_sizes(-1, 0), "`query_length` must be at least 0, got -1"),
+    "a table of queries": (lambda: held().get_mask_sizes(torch.zeros(2, 2), 0), "`query_length` must be a whole"),
+    "keys of one dimension": (lambda: held().update(torch.zeros(3), STATES, 0), r"must be \[batch, kv_heads, tokens"),
+    "layers that are none": (lambda: held().replace_layers([None]), "`layers` must be layers of kvlayers"),
+    "a layer for layers": (lambda: held().replace_layers(held()), "`layers` must be layers of kvlayers"),
     "a prefix shared with a number": (lambda: held().share_prefix(3, 3), "`other` must be a cache of kvlayers"),
     "a shared prefix as a text": (lambda: held().share_prefix(held(), "3"), "`tokens` must be a whole number"),
     "a layer made ready for nothing": (lambda: layers.DynamicLayer().lazy_initialization(None), "must be tensors"),
@@ -145,7 +170,7 @@ BY_INDEX: dict[str, Callable[[Any, Any], Any]] = {
     "get_mask_sizes": lambda cache, index: cache.get_mask_sizes(1, index),
     "get_max_length": lambda cache, index: cache.get_max_length([index] if index is None else index),
     "get_usable_length": lambda cache, index: cache.get_usable_length(1, index),
-    "offload": lambda cache, index: cache.offload(index),
+    "offload": lambda cache, index: cache.offload([index] if index is None else index),
     "prefetch": lambda cache, index: cache.prefetch(index),
     "is_recording_past": lambda cache, index: cache.is_recording_past(index),
     "has_previous_state": lambda cache, index: cache.has_previous_state([index] if index is None else index),
@@ -156,7 +181,11 @@ BY_INDEX: dict[str, Callable[[Any, Any], Any]] = {
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("name", BY_INDEX)
-@pytest.mark.parametrize("index", ["0", None, 1.5, [0], (1, 2), torch.tensor([0, 1]), -9], ids=repr)
+@pytest.mark.parametrize(
+    "index",
+    ["0", None, 1.5, [0], (1, 2), torch.tensor([0, 1]), -9, 2.0, float("inf"), torch.tensor(0, device="meta")],
+    ids=repr,
+)
 def test_an_index_that_no_layer_has_is_named(name: str, index: Any) -> None:
     with pytest.raises(kvlayers.errors.LayerIndexError, match="`layer_idx` must be a whole number from 0 to 1"):
         BY_INDEX[name](held(), index)

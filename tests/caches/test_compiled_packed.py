@@ -353,7 +353,7 @@ def test_gradients_of_queries_alone(attention: str) -> None:
 
 def test_compiled_code_does_not_run_on_a_cache_that_was_deleted() -> None:
     number, keys = kvlayers.QuantizedCache()._handle.number, torch.zeros(1, 2, 3, 64)
-    with pytest.raises(kvlayers.errors.StaleStatesError, match="it was deleted: keep it"):
+    with pytest.raises(kvlayers.errors.StaleStatesError, match="that was deleted: keep it"):
         torch.ops.kvlayers.take_in(number, 0, keys, keys)
 
 
@@ -367,7 +367,7 @@ def test_states_that_have_left_the_device_are_not_read() -> None:
         return keys + 1
 
     states = torch.ones(1, 2, 3, 8)
-    with torch.no_grad(), pytest.raises(StaleStatesError, match="layer 0 to be read before other offloaded layers"):
+    with torch.no_grad(), pytest.raises(StaleStatesError, match="Layer 0 must be read before other offloaded layers"):
         torch.compile(late, backend="eager", fullgraph=True)(states)
 
 
@@ -473,7 +473,7 @@ def test_operators_do_what_they_declare(name: str) -> None:
     with torch.no_grad():
         query, keys, values = stepped(cache, generator)
         assert isinstance(keys, PackedStates)
-        of_cache, of_store = cache._handle.number, keys.snapshot.version.handle.number
+        of_cache, of_store = cache._handle.number, keys.snapshot.version.handle
         version, tokens, new = keys.snapshot.version_number, keys.shape[2], torch.randn(1, 2, 1, 8, generator=generator)
         shape = tuple(keys.shape)
         arguments: dict[str, tuple[Any, ...]] = {

@@ -117,7 +117,7 @@ def test_tuples_of_too_few_or_misplaced_layers_are_refused() -> None:
         kvlayers.DynamicCache.from_legacy_cache((pair,), config=config)
     cache = kvlayers.DynamicCache()
     cache.update(*pair, 1)
-    with pytest.raises(kvlayers.errors.LegacyFormatError, match="layer 0 is empty"):
+    with pytest.raises(kvlayers.errors.LegacyFormatError, match="got an empty layer 0 before layer 1"):
         cache.to_legacy_cache()
 
 

@@ -34,9 +34,6 @@ CHATTING: dict[str, tuple[str, CacheMaker]] = {
 """For each kind a family and what makes a cache for it, which rounds nothing in a text of `ROOM` tokens."""
 
 
-PACKAGES = {"quanto": "optimum.quanto", "hqq": "hqq"}
-"""What each backend of transformers needs."""
-
 OLD_CHAT = """
 from transformers import SinkCache
 

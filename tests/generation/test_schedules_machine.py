@@ -17,7 +17,7 @@ from kvlayers.errors import InterruptedPassError, KVLayersError, RollbackError, 
 from models import given, tiny_model
 from vision_models import inputs, seeing_model
 
-pytestmark = [pytest.mark.slow, pytest.mark.nightly]
+pytestmark = [pytest.mark.slow, pytest.mark.nightly, pytest.mark.timeout(3600)]
 
 MOST = 40
 VOCAB = 90
@@ -126,7 +126,8 @@ class Schedules(RuleBasedStateMachine):
     def copied(self, way: str) -> None:
         if way == "state" and len(self.rows) == 1:
             cache = kvlayers.DynamicCache(config=self.model.config)
-            cache.load_state(self.cache.state())
+            # A row that was one of several is saved by itself.
+            cache.load_state(self.cache.extract(0).state())
             self.cache = cache
         elif way == "pickle":
             self.cache = pickle.loads(pickle.dumps(self.cache))
@@ -227,6 +228,8 @@ class Schedules(RuleBasedStateMachine):
     @rule(new=texts, start=st.integers(0, 2))
     def replace(self, new: list[int], start: int) -> None:
         (text,) = self.rows
+        # A row that was one of several is a cache by itself from here on.
+        self.cache = self.cache.extract(0)
         self.cache.known_ids = torch.tensor([text])
         kvlayers.replace_tokens(self.cache, start, start + 1, torch.tensor([new]), self.model)
         self.rows = [[*text[:start], *new, *text[start + 1 :]]]

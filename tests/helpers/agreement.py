@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kvlayers import CacheLayer, OffloadedLayer
 from kvlayers.eviction.eviction_progress import EvictionProgress
-from kvlayers.kernels.attention.snapshot import StoreHandle
+from kvlayers.kernels.attention.snapshot import Version
 from kvlayers.rope.rotary import Rotary
 from oracle import Oracle, states
 
@@ -41,7 +41,7 @@ def _parts(thing: Any) -> Iterable[Any]:
         return thing.values()
     if isinstance(thing, list | tuple):
         return thing
-    if isinstance(thing, Rotary | StoreHandle | EvictionProgress):
+    if isinstance(thing, Rotary | Version | EvictionProgress):
         return ()
     if not type(thing).__module__.startswith(("kvlayers", "other_package")):
         return ()

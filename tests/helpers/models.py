@@ -31,6 +31,7 @@ WINDOW = 8
 CONFIGS: dict[str, Any] = {
     "llama": lambda: tf.LlamaConfig(**COMMON),
     "qwen2": lambda: tf.Qwen2Config(**COMMON),
+    "qwen3": lambda: tf.Qwen3Config(**COMMON),
     "mistral": lambda: tf.MistralConfig(**COMMON, sliding_window=WINDOW),
     "gemma2": lambda: tf.Gemma2Config(**COMMON, sliding_window=WINDOW, query_pre_attn_scalar=8),
     "gemma3": lambda: tf.Gemma3TextConfig(

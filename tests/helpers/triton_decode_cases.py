@@ -17,8 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaConfig
 
 from kvlayers import QuantizedCache
-from kvlayers.kernels.attention import dispatch
-from kvlayers.kernels.attention import reference as plain
+from kvlayers.kernels.attention import dispatch, slabs
 from kvlayers.kernels.attention.cuda import kernel, plan
 from kvlayers.kernels.attention.cuda.plan import Launch, supports
 from kvlayers.kernels.attention.dispatch import PathCounter
@@ -34,6 +33,12 @@ from kvlayers.utils.triton_support import DeviceFacts
 from matrix import to_run
 
 SIDES: tuple[Side, Side] = ("keys", "values")
+
+
+def in_products(query: Tensor, segments: KVSegments, mask: Tensor | None, scale: float) -> Tensor:
+    """Attention by torch's products in float32, as on a CPU."""
+    with mock.patch.object(slabs, "INTERPRETED", False):
+        return slabs.attend(query, segments, mask, scale)
 
 
 @dataclass
@@ -564,7 +569,7 @@ def check_resources() -> dict[str, Any]:
             paths = PathCounter()
             out = dispatch.attend(query, segments, None, 0.125, paths)
             found["paths"].append(next(iter(paths.counts)))
-            torch.testing.assert_close(out, plain.attend(query, segments, None, 0.125))
+            torch.testing.assert_close(out, in_products(query, segments, None, 0.125))
     return found
 
 
@@ -593,7 +598,7 @@ def check_wrong_code() -> dict[str, Any]:
             out = dispatch.attend(query, segments, None, 0.125, paths)
             found += paths.counts
             if number == number:
-                torch.testing.assert_close(out, plain.attend(query, segments, None, 0.125))
+                torch.testing.assert_close(out, in_products(query, segments, None, 0.125))
     forget()
     return {"launches": launches, "paths": found}
 
@@ -616,7 +621,7 @@ def check_cache(backend: str, nbits: int) -> dict[str, Any]:
         out = scaled_dot_product_attention(query, keys, values, attn_mask=mask, enable_gqa=True)
         segments = keys.snapshot.segments
         whole = None if mask is None else mask.expand(1, 4, new, segments.tokens)
-        expected = plain.attend(query, segments, whole, 64**-0.5)
+        expected = in_products(query, segments, whole, 64**-0.5)
         worst = max(worst, float((out - expected).abs().amax()))
         packed_tokens.add(sum(one.tokens for one in segments.in_order if isinstance(one, PackedSegment)))
         paths |= set(keys.snapshot.paths.counts)

@@ -40,6 +40,10 @@ def import_kvlayers() -> None:
     import kvlayers  # noqa: F401
 
 
+def import_the_command() -> None:
+    import kvlayers.__main__  # noqa: F401
+
+
 def make_a_cache() -> None:
     from kvlayers import DynamicCache
 
@@ -61,6 +65,7 @@ def main() -> None:
 
     import kvlayers
 
+    found["the command"] = apart(import_the_command)
     found["a cache"] = apart(make_a_cache)
     found["errors"] = apart(lambda: kvlayers.errors.CapacityError)
     from transformers import GenerationMixin  # noqa: F401

@@ -236,46 +236,6 @@ def test_rows_of_a_batch_are_of_other_places_of_the_text() -> None:
     assert rows(Letters(), "abcd", 2, 4).tolist() == [list(b"abcd")] * 2
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["{model}", "--lengths", "1k,lots"], "a number of tokens.*got 'lots'"),
-        (["{model}", "--lengths", "0"], "`--lengths` must be at least 1 token each, got 0"),
-        (["{model}", "--steps", "256"], "`--steps` must be fewer than the 256 positions.*got 256"),
-        (["{model}", "--name", "dinamic"], "did you mean 'dynamic'"),
-        (["{model}", "--against", "int4"], "`--against` must be one of static, quanto, hqq, got 'int4'"),
-        (["{model}", "--device", "cuda:77"], "`--device` must be a device of this machine, got 'cuda:77'"),
-        (["{model}", "--text", "none.txt"], "`--text`: none.txt cannot be read"),
-        (["{model}", "--text", "."], "`--text`: . cannot be read"),
-        (["{model}", "--text", "empty.txt"], "empty.txt is empty"),
-        (["{model}", "--text", "binary"], "`--text` must be a text in UTF-8, but binary is not"),
-        (["{model}", "--text", "zeros"], "zeros has zero bytes"),
-        (["{model}", "--text", "short.txt"], "at least 224 tokens, got 4"),
-        (["{model}", "--report", "no/such/report.html"], "`--report`: no/such/report.html cannot be written"),
-        (["{model}", "--report", "."], "`--report`: . cannot be written"),
-        (["./none"], "`MODEL` must be a model directory"),
-        (["no/model"], "no/model cannot be loaded"),
-        (["."], "must be a causal language model"),
-    ],
-)
-def test_bad_input_is_one_line_and_exit_code_2_before_weights_are_loaded(
-    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], words: str
-) -> None:
-    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", None)
-    (tmp_path / "empty.txt").write_text(" \n")
-    (tmp_path / "short.txt").write_text("the sea is a")
-    (tmp_path / "binary").write_bytes(b"\x80\xff")
-    (tmp_path / "zeros").write_bytes(b"the\0sea")
-    result = bench(
-        *(argument.format(model=str(llama)) if argument == "{model}" else argument for argument in arguments)
-    )
-    assert result.exit_code == 2, result.output
-    assert re.search(words, result.stderr), result.stderr
-    assert result.stderr.count("\n") == 1
-    assert result.stderr.startswith("kvlayers bench: ")
-    assert not (tmp_path / "kvlayers-bench.html").exists()
-
-
 def row_of(cache: str, *trials: list[float], nbytes: int = 10) -> decoding.ContenderResult:
     library, name = cache.split()
     made = [decoding.Trial(1.0, steps, nbytes, torch.zeros(1, 2)) for steps in trials]

@@ -174,33 +174,6 @@ def test_documents_are_computed_behind_their_beginning_once(llama: Path) -> None
     hook.remove()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        (("--documents", "1"), "`--documents` must be whole numbers, at least 2"),
-        (("--documents", "two"), "`--documents` must be whole numbers, at least 2"),
-        (("--documents", "2", "--recompute", "120%"), "`--recompute` must be a number of first tokens"),
-        (("--documents", "2", "--recompute", "-3"), "`--recompute` must be a number of first tokens"),
-        (("--documents", "2", "--document-tokens", "0"), "`--document-tokens` must be at least 1"),
-        (("--documents", "2", "--scored", "1"), "`--scored` must be at least 2 tokens"),
-        (("--documents", "40"), "within the 512 positions of the model"),
-        (("--documents", "2", "--bits", "4"), "`--bits` does not apply to `--documents`"),
-        (("--documents", "2", "--tasks", "needle", "--lengths", "512"), "`--lengths` does not apply to `--documents`"),
-        (("--documents", "2", "--results", "file"), "`--results` needs `--tasks`"),
-        (("--documents", "2", "--budget", "2"), "`--budget` is for tasks"),
-        (("--documents", "2", "--tasks", "needle", "--max-kl", "2"), "`--max-kl` is for a running text"),
-        (("--recompute", "5%"), "is for documents: pass `--documents` as well"),
-    ],
-)
-def test_wrong_input_is_named(llama: Path, arguments: tuple[str, ...], expected: str) -> None:
-    given = (
-        arguments if "--document-tokens" in arguments or "--documents" not in arguments else (*QUICK[2:], *arguments)
-    )
-    result = fidelity(llama, *QUICK[:2], *given)
-    assert result.exit_code == 2
-    assert expected in words(result.output)
-
-
 def test_the_report_has_a_picture(llama: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="the report needs the extra 'report'")
     arguments = ("--documents", "2", "--recompute", "0,50%", "--scored", SCORED, "--passages", 1)

@@ -101,15 +101,6 @@ def test_a_calibration_is_measured_as_what_it_has_found(llama: Path, tmp_path: P
     assert said["settings"][2]["kl"] == pytest.approx(slow_figures(llama, **bits)["kl"], rel=1e-3)
 
 
-def test_a_calibration_of_another_model_is_refused(llama: Path, tmp_path: Path) -> None:
-    found = MeasuredSetting({"key_nbits": [8, 2, 4], "value_nbits": [2, 4, 4]}, 100.0, 0.1)
-    kvlayers_lab.Calibration(found, None, ()).save(tmp_path)
-    for path, words in ((tmp_path, "2 layers of the model, got 3"), (tmp_path / "none", "`--calibration`: ")):
-        result = fidelity(llama, "--text", "text.txt", *QUICK, "--calibration", path)
-        assert result.exit_code == 2
-        assert words in " ".join(result.stderr.split())
-
-
 def test_bytes_are_those_of_a_real_cache_in_bfloat16(llama: Path) -> None:
     config = tf.AutoConfig.from_pretrained(llama)
     said, _ = measured(llama, "--bits", "4,k8v2,hqq:4" if reports_hqq() else "4,k8v2")
@@ -326,40 +317,6 @@ def test_passages_begin_at_lines_where_there_are_any() -> None:
 
 def test_without_a_file_the_text_is_that_of_pythons_help() -> None:
     assert len(read_text(None)) > 100_000
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["{model}", "--bits", "lots"], "`--bits` must be bits, such as 4.*got 'lots'"),
-        (["{model}", "--bits", "4,7"], "`--bits` .*one of 1, 2, 3, 4, 5, 6, 8, got 7"),
-        (["{model}", "--bits", "fp8:4"], "`--bits` of the fp8 backend must be one of 8, got 4"),
-        (["{model}", "--context", "32q"], "a number of tokens.*got '32q'"),
-        (["{model}", "--context", "100"], "multiples of `--chunk`, 32"),
-        (["{model}", "--scored", "0"], "at least one token must be scored, got"),
-        (["{model}", "--context", "256"], "within the 256 positions of the model"),
-        (["{model}", "--device", "cuda:77"], "`--device` must be a device of this machine, got 'cuda:77'"),
-        (["{model}", "--text", "none.txt"], "`--text`: none.txt cannot be read"),
-        (["{model}", "--text", "empty.txt"], "empty.txt is empty"),
-        (["{model}", "--text", "binary"], "`--text` must be a text in UTF-8, but binary is not"),
-        (["{model}", "--text", "short.txt"], "4 passages of 225 tokens, but one has only"),
-        (["{model}", "--report", "no/such/report.html"], "`--report`: no/such/report.html cannot be written"),
-        (["./none"], "`MODEL` must be a model directory"),
-        (["no/model"], "no/model cannot be loaded"),
-    ],
-)
-def test_bad_input_is_one_line_and_exit_code_2_before_weights_are_loaded(
-    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], words: str
-) -> None:
-    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", None)
-    (tmp_path / "empty.txt").write_text("")
-    (tmp_path / "short.txt").write_text("the sea is a")
-    (tmp_path / "binary").write_bytes(b"\x80\xff")
-    result = fidelity(*(str(llama) if argument == "{model}" else argument for argument in arguments))
-    assert result.exit_code == 2, result.output
-    assert re.search(words, result.stderr), result.stderr
-    assert result.stderr.count("\n") == 1
-    assert result.stderr.startswith("kvlayers fidelity: ")
 
 
 def test_a_package_that_is_missing_is_named(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:

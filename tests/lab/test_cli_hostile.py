@@ -105,20 +105,6 @@ def test_a_model_that_cannot_read(llama: Path, monkeypatch: pytest.MonkeyPatch) 
     check_refused(run("fidelity", llama), "fidelity", "RuntimeError (out of something)")
 
 
-@pytest.mark.parametrize(
-    ("command", "arguments", "words"),
-    [
-        ("bench", ("--report", "~nobody-of-that-name/x.html"), "no home"),
-        ("fidelity", ("--calibration", "~nobody-of-that-name/x"), "no home"),
-        ("bench", ("--device", "meta"), "'meta'"),
-        ("fidelity", ("--max-kl", "inf"), "`--max-kl` must be a finite number, at least 0, got inf"),
-        ("fidelity", ("--max-perplexity-increase", "inf"), "`--max-perplexity-increase` must be a finite number"),
-    ],
-)
-def test_arguments_that_are_none(llama: Path, command: str, arguments: tuple[str, ...], words: str) -> None:
-    check_refused(run(command, llama, *arguments), command, words)
-
-
 @pytest.mark.parametrize("arguments", [("--context", "9" * 400), ("--context", "1k", "--memory", "9" * 400 + "GiB")])
 def test_numbers_beyond_all_machines(llama: Path, arguments: tuple[str, ...]) -> None:
     check_refused(run("plan", llama, *arguments), "plan", "more than any machine has")

@@ -262,10 +262,6 @@ def test_caches_of_other_libraries_take_part(llama: Path, tmp_path: Path) -> Non
 
 
 def test_a_calibration_is_given_the_tasks(llama: Path, tmp_path: Path) -> None:
-    found = MeasuredSetting({"key_nbits": [8, 2, 4], "value_nbits": [2, 4, 4]}, 100.0, 0.1)
-    kvlayers_lab.Calibration(found, None, ()).save(tmp_path)
-    result = tasks(llama, *QUICK, "--calibration", tmp_path)
-    assert result.exit_code == 2
     options = ("--bits", "4,2", "--calibration", tmp_path, "--results", "answers")
     for bits, resumed in ((4, 0), (2, 3 * SAMPLES), (2, 4 * SAMPLES)):
         found = MeasuredSetting({"nbits": bits}, 100.0, 0.1)
@@ -304,81 +300,9 @@ def test_usual_lengths_of_tasks_are_those_that_the_model_has_positions_for() -> 
     assert fitting_lengths(positions(256), [100, 256]) == [100, 256]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--tasks", "needles"], r"`--tasks` must be echo, keys, .*or all, got 'needles'"),
-        (["--tasks", "needle,"], "`--tasks` must be .*got ''"),
-        (["--tasks", "echo", "--lengths", "many"], "`--lengths` must be a number of tokens.*got 'many'"),
-        (["--tasks", "echo", "--lengths", "0"], "`--lengths` must be at least 1 token each, got 0"),
-        (
-            ["--tasks", "echo", "--lengths", "300,600"],
-            "`--lengths` must be within the 512 positions of the model, got 600",
-        ),
-        (["--tasks", "echo", "--lengths", "512"], "must leave room for the answer within the 512 positions"),
-        (["--tasks", "echo", "--lengths", "20"], "`--lengths` must be at least .* tokens for the task 'echo'"),
-        (["--tasks", "echo", "--depths", "0,150"], "`--depths` must be percentages from 0 to 100.*got '150'"),
-        (["--tasks", "echo", "--depths", "nan"], "`--depths` must be percentages.*got 'nan'"),
-        (["--tasks", "echo", "--depths", ""], "`--depths` must be percentages.*got ''"),
-        (["--tasks", "echo", "--budget", "101"], "`--budget` must be percentage points from 0 to 100, got 101"),
-        (["--tasks", "echo", "--bits", "lots"], "`--bits` must be bits, such as 4.*got 'lots'"),
-        (["--tasks", "echo", "--bits", ""], "`--bits` must be bits"),
-        (["--tasks", "echo", "--name", "dynamik"], "`--name` must be .*got 'dynamik'. Did you mean dynamic"),
-        (["--tasks", "echo", "--name", "no_module:made"], "`--name` must be a callable that can be imported, got 'no_"),
-        (
-            ["--tasks", "echo", "--name", "none_caches:made"],
-            "none_caches:made must return a cache of transformers, got",
-        ),
-        (["--tasks", "echo", "--against", "dynamo"], "`--against` must be .*got 'dynamo'"),
-        (["--tasks", "echo", "--text", "none.txt"], "`--text`: none.txt cannot be read"),
-        (["--tasks", "echo", "--device", "cuda:77"], "`--device` must be a device of this machine, got 'cuda:77'"),
-        (["--tasks", "echo", "--report", "no/such/report.html"], "`--report`: no/such/report.html cannot be written"),
-        (["--tasks", "echo", "--results", "no/such.jsonl"], "`--results`: no/such.jsonl cannot be written"),
-        (["--tasks", "echo", "--results", "/dev/null"], "`--results`: /dev/null must be a file, but it is a device"),
-        (["--tasks", "echo", "--results", ":b:/x"], "`--results`: :b:/x cannot be written"),
-        (["--tasks", "echo", "--name", "none_caches:ends"], "none_caches:ends cannot make a cache .*SystemExit .7."),
-        (["--tasks", "echo", "--name", "none_caches:filled"], "must return a new, empty cache at each call, got one"),
-        (["--tasks", "echo", "--calibration", "none"], "`--calibration`: "),
-        (["--tasks", "echo", "--max-kl", "1"], "`--max-kl` is for a running text: leave out either it or `--tasks`"),
-        (["--tasks", "echo", "--passages", "4"], "`--passages` is for a running text"),
-        (["--seed", "0"], "`--seed` is for tasks: pass `--tasks` as well, or leave `--seed` out"),
-        (["--budget", "5"], "`--budget` is for tasks"),
-    ],
-)
-def test_bad_input_of_tasks_is_one_line_and_exit_code_2_before_weights_are_loaded(
-    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], said: str
-) -> None:
-    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", None)
-    (tmp_path / "none_caches.py").write_text(
-        "import torch, transformers\n"
-        "def made(config): return None\n"
-        "def ends(config): raise SystemExit(7)\n"
-        "def filled(config):\n"
-        "    cache = transformers.DynamicCache(config=config)\n"
-        "    cache.update(torch.zeros(1, 2, 3, 8), torch.zeros(1, 2, 3, 8), 0)\n"
-        "    return cache\n"
-    )
-    text = [] if "--text" in arguments else ["--text", "text.txt"]
-    lengths = [] if "--lengths" in arguments or "--tasks" not in arguments else ["--lengths", "320"]
-    result = tasks(llama, *text, *lengths, *arguments)
-    assert result.exit_code == 2, result.output
-    assert re.search(said, result.stderr), result.stderr
-    assert result.stderr.count("\n") == 1, result.stderr
-    assert result.stderr.startswith("kvlayers fidelity: ")
-
-
 def test_a_file_that_has_no_results_is_refused(llama: Path, tmp_path: Path) -> None:
     (tmp_path / "text.jsonl").write_text("the sea\n")
     result = tasks(llama, *QUICK, "--bits", "8", "--results", "text.jsonl")
     assert result.exit_code == 2
     assert "`--results`: text.jsonl must be a file of results" in result.stderr
     assert (tmp_path / "text.jsonl").read_text() == "the sea\n"
-
-
-@needs_report
-@pytest.mark.parametrize("kind", [("--tasks", "echo", "--lengths", "320"), ()])
-def test_the_report_does_not_replace_the_results(llama: Path, tmp_path: Path, kind: tuple[str, ...]) -> None:
-    (tmp_path / "one").write_text("")
-    result = tasks(llama, "--text", "text.txt", *kind, "--results", "one", "--report", "./one")
-    assert result.exit_code == 2
-    assert "`--results` and `--report` must be two files, got one for both" in result.stderr

@@ -19,11 +19,10 @@ from safetensors import safe_open
 from transformers.utils import logging
 
 import command_line
-import fresh_process
 import kvlayers
 from kvlayers.__main__ import main
 from kvlayers_lab import models as demo_model
-from kvlayers_lab.measuring import contenders, decoding, text
+from kvlayers_lab.measuring import contenders, decoding
 from kvlayers_lab.measuring.nbytes import cache_nbytes
 from kvlayers_lab.names import DEMO_MODEL
 from model_directories import save_model, word_tokenizer
@@ -283,9 +282,9 @@ def test_bytes_of_transformers_include_what_views_keep_alive() -> None:
 
 def test_the_context_is_real_text_of_as_many_tokens_as_asked_for() -> None:
     tokenizer = word_tokenizer()
-    assert len(text.real_text_ids(tokenizer, 500)) == 500
-    assert len(text.input_ids(tokenizer, "the sea", 500)[0]) == 502
-    assert text.input_ids(tokenizer, "the sea", 0).tolist() == [[3, 4]]
+    assert len(demo_run.real_text_ids(tokenizer, 500)) == 500
+    assert len(demo_run.input_ids(tokenizer, "the sea", 500)[0]) == 502
+    assert demo_run.input_ids(tokenizer, "the sea", 0).tolist() == [[3, 4]]
 
 
 def test_neither_prompt_nor_context_is_refused(llama: Path) -> None:
@@ -430,13 +429,3 @@ def test_the_command_without_its_packages_says_what_to_install(
         main()
     assert exit_info.value.code == 2
     assert capsys.readouterr().err == 'kvlayers: the commands need typer: pip install "kvlayers[cli]"\n'
-
-
-def test_importing_kvlayers_brings_neither_the_command_line_nor_generate() -> None:
-    # Nor does its entry point, which imports kvlayers first.
-    code = (
-        "import sys, transformers; transformers.Cache; before = set(sys.modules); import kvlayers.__main__; "
-        "late = {'typer', 'rich', 'transformers.generation.utils'}; print([*late & {*sys.modules} - before])"
-    )
-    ran = fresh_process.run(code)
-    assert ran.stdout == "[]\n", ran.stderr

@@ -390,6 +390,9 @@ def test_whole_tasks_have_the_results_of_hf(tasks: Path, monkeypatch: pytest.Mon
         )
 
 
+BEFORE = f"{fresh_process.BEFORE}; import lm_eval.__main__, lm_eval.models.huggingface, torch.utils.collect_env"
+"""What takes seconds, once for all commands."""
+
 COMMAND = """
 import functools, sys
 import lm_eval.tasks, torch.utils.collect_env
@@ -414,7 +417,7 @@ def test_the_command_runs_the_harness_and_its_results_name_the_cache(
         *("--model_args", f"pretrained={directory},cache=int4,cache_config=residual_length:64,chunk=16"),
         *("--output_path", f"{tmp_path / 'results.json'}"),
     ]
-    ran = fresh_process.run(COMMAND.format(arguments=arguments))
+    ran = fresh_process.run(COMMAND.format(arguments=arguments), BEFORE)
     assert ran.returncode == 0, ran.stderr[-3000:]
     assert CHOICES in ran.stdout
     [path] = tmp_path.rglob("*.json")
@@ -431,6 +434,6 @@ def test_under_the_command_the_model_hf_generates_with_the_cache_that_is_named(d
         *("--model", "hf", "--tasks", ANSWERS, "--include_path", str(tasks), "--device", "cpu", "--limit", "2"),
         *("--model_args", f"pretrained={directory}", "--gen_kwargs", "cache_implementation=int4"),
     ]
-    ran = fresh_process.run(COMMAND.format(arguments=arguments))
+    ran = fresh_process.run(COMMAND.format(arguments=arguments), BEFORE)
     assert ran.returncode == 0, ran.stderr[-3000:]
     assert ANSWERS in ran.stdout

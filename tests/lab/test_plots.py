@@ -90,8 +90,8 @@ def test_a_plot_shows_the_medians_and_says_where_they_are_from(plots: Any) -> No
 
 
 def test_a_result_without_a_part_gives_no_plot_of_it(plots: Any) -> None:
-    chat = recorded("prefix-2026-11-22.json")
-    assert [name for name, plot in plots.DRAWN.items() if plot(chat) is not None] == ["chat"]
+    found = recorded("calibration-2026-11-25.json")
+    assert [name for name, plot in plots.DRAWN.items() if plot(found) is not None] == ["kl"]
 
 
 def test_what_is_recorded_lacks_the_single_times_alone(record: Any) -> None:

@@ -106,8 +106,6 @@ HEAD_DIM, PREFIX, OWN, BRANCHES = 64, 1000, 50, 6
 TOKEN_BYTES = 2 * HEAD_DIM * 4
 WINDOW = 512
 
-ROTARY = Rotary(10000.0 ** -(torch.arange(0, HEAD_DIM, 2) / HEAD_DIM), "halves")
-
 SHARING: dict[str, Callable[[], CacheLayer]] = {
     "dynamic": DynamicLayer,
     "sliding": lambda: SlidingLayer(WINDOW),

@@ -161,7 +161,8 @@ def test_columns_that_need_not_be_tokens_are_not_counted() -> None:
     assert layer.conv_states[0].shape[-1] == KERNEL
     for roll_back in (lambda: layer.truncate(1), lambda: layer.check_removal(1), layer.get_seq_length):
         with pytest.raises(
-            (kvlayers.errors.RollbackError, kvlayers.errors.UnsupportedLayerError), match="counts its tokens"
+            (kvlayers.errors.RollbackError, kvlayers.errors.UnsupportedLayerError),
+            match="counts its tokens|how many tokens",
         ):
             roll_back()
     layer.reset()
@@ -566,7 +567,7 @@ def test_indices_out_of_range_are_named_errors() -> None:
     for act in (lambda: cache.get_conv_state(1), lambda: cache.update_recurrent_state(torch.zeros(1, 4), 1)):
         with pytest.raises(kvlayers.errors.UnsupportedLayerError, match="another model"):
             act()
-    with pytest.raises(kvlayers.errors.UnsupportedLayerError, match="no layer has one"):
+    with pytest.raises(kvlayers.errors.UnsupportedLayerError, match="recurrent state, got none"):
         kvlayers.DynamicCache(config=tiny_model("llama").config).has_previous_state()
 
 

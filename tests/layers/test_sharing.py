@@ -54,16 +54,6 @@ def test_a_writer_copies_no_more_than_what_is_live(kind: str) -> None:
     assert more <= copies * max(sum(alone.values()), 2 * 4096)
 
 
-CHANGES: dict[str, Callable[[CacheLayer, Oracle], object]] = {
-    "truncate": lambda layer, oracle: (layer.truncate(40), oracle.truncate(40)) if oracle.can_truncate(40) else None,
-    "select": lambda layer, oracle: (layer.batch_select_indices([1]), oracle.select([1])),
-    "repeat": lambda layer, oracle: (layer.batch_repeat_interleave(2), oracle.select([0, 0, 1, 1])),
-    "reset": lambda layer, oracle: (layer.reset(), oracle.reset()),
-    "load another state": lambda layer, oracle: (layer.load_state(layer.fork().state()), None),
-    "record": lambda layer, oracle: (layer.activate_past_recording(), setattr(oracle, "recording", True)),
-}
-
-
 def test_who_is_left_alone_goes_on_in_place() -> None:
     generator = torch.Generator().manual_seed(0)
     layer, oracle = filled("dynamic", generator)

@@ -23,8 +23,8 @@ import s3_server
 from backend_cases import PART, covered, filled, large, put
 from kvlayers import CapacityError, PrefixStore
 from kvlayers.persistence import atomic_file
-from kvlayers.prefix.backends import backend_for, redis
-from kvlayers.prefix.report import report_on
+from kvlayers.prefix.backends import redis
+from kvlayers.serving.reports import report_on
 from proxy import Line, line_to
 
 ROOM = 2**30
@@ -324,11 +324,11 @@ def test_processes_that_share_a_directory_and_are_killed_at_any_moment(tmp_path:
     (directory / lost.name).unlink()
     for path in directory.iterdir():
         os.utime(path, (1, 1))
-    assert len(report_on(backend_for(directory, None), lambda *_: None).unreferenced) == 1
+    assert len(report_on(str(directory), lambda *_: None).unreferenced) == 1
     store = PrefixStore(ROOM, directory)
     assert [covered(store, list(ids)) for ids in acknowledged] == [len(ids) for ids in acknowledged]
     assert (store.statistics.damaged, store.statistics.failed_reads) == (0, 0)
     store.refresh()
     assert [path for path in directory.iterdir() if path.suffix == ".tmp"] == []
-    held = report_on(backend_for(directory, None), lambda *_: None)
+    held = report_on(str(directory), lambda *_: None)
     assert (held.unreferenced, held.problems) == ((), ())

@@ -8,7 +8,7 @@ import pathlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ from kvlayers.errors import CacheFileError, CachePathError, KVLayersError
 from kvlayers.prefix.backends import GoneError, UnreachableError
 from kvlayers.prefix.backends.contract import Content, StoredFile
 from kvlayers.prefix.backends.local import LocalBackend
-from kvlayers.prefix.directory import Directory, WrittenEntry
+from kvlayers.prefix.directory import Directory
 from kvlayers.prefix.keys import label_of
 from kvlayers.prefix.nodes import Node
 from kvlayers.prefix.states import MOST_PIECES, NODE_TOKENS
@@ -39,6 +39,11 @@ class Stored:
     path: str
 
 
+class Written(NamedTuple):
+    path: str
+    nbytes: int
+
+
 def filled(kind: Kind, ids: Ids) -> Any:
     cache = kind.make()
     extend(kind, cache, [], ids)
@@ -47,8 +52,8 @@ def filled(kind: Kind, ids: Ids) -> Any:
 
 def write(
     directory: Directory, ids: Ids, neighbours: Sequence[tuple[str, int]] = (), kind: Kind = KINDS["full"]
-) -> WrittenEntry:
-    return directory.write(LABEL, np.array(ids, np.int64), {len(ids)}, filled(kind, ids), neighbours)
+) -> Written:
+    return Written(*directory.write(LABEL, np.array(ids, np.int64), {len(ids)}, filled(kind, ids), neighbours))
 
 
 def load(directory: Directory, path: str, ids: Ids, length: int | None = None, deadline: float | None = None) -> Any:
@@ -71,7 +76,7 @@ def files(path: pathlib.Path) -> list[pathlib.Path]:
     return sorted(path.glob("*.safetensors"))
 
 
-def nodes(directory: Directory, entry: WrittenEntry) -> list[Node]:
+def nodes(directory: Directory, entry: Written) -> list[Node]:
     return directory._tree.chain(pathlib.Path(entry.path).name)
 
 
@@ -109,7 +114,7 @@ def test_states_as_wide_as_those_of_large_models_are_found_again(make: Any, tmp_
     cache, ids = make(), np.arange(300)
     states = torch.randn(1, 8, len(ids), 128, dtype=torch.bfloat16)
     cache.update(states, -states, 0)
-    path = opened(tmp_path).write(LABEL, ids, {len(ids)}, cache).path
+    path = opened(tmp_path).write(LABEL, ids, {len(ids)}, cache)[0]
     again = opened(tmp_path)
     assert again.reports.damaged_files == 0
     loaded = again.load(Stored(ids, path), len(ids), None, None)
@@ -239,7 +244,7 @@ def test_states_of_other_forms_are_never_mixed(tmp_path: pathlib.Path) -> None:
             cache = kind.make()
             cache.update(states, -states, layer_idx=0)
         neighbours = [(first.path, 600)]
-        entry = directory.write(LABEL, np.array(ids, np.int64), {len(ids)}, cache, neighbours)
+        entry = Written(*directory.write(LABEL, np.array(ids, np.int64), {len(ids)}, cache, neighbours))
         found = load(directory, entry.path, ids)
         assert type(found) is type(cache)
         assert torch.equal(found.layers[0].keys + 0, cache.layers[0].keys + 0)
@@ -255,9 +260,9 @@ def test_sinks_do_not_take_over_what_was_computed_beside_other_tokens(tmp_path: 
         cache.update(states, -states, layer_idx=0)
         caches.append(cache)
     ids = np.arange(300)
-    first = directory.write(LABEL, ids, {300}, caches[0], ())
+    first = Written(*directory.write(LABEL, ids, {300}, caches[0], ()))
     other = np.array([*range(299), 7])
-    second = directory.write(LABEL, other, {300}, caches[1], [(first.path, 299)])
+    second = Written(*directory.write(LABEL, other, {300}, caches[1], [(first.path, 299)]))
     found = directory.load(Stored(other, second.path), 300, None, None)
     assert found is not None
     assert torch.equal(found.layers[0].keys, caches[1].layers[0].keys)
@@ -334,7 +339,7 @@ def test_an_entry_of_another_tenant_is_not_believed(tmp_path: pathlib.Path) -> N
     directory = Directory(LocalBackend(str(tmp_path)))
     mine = write(directory, DOCUMENT)
     cache = filled(KINDS["full"], DOCUMENT)
-    other = directory.write(label_of(None, "m", "another"), np.array(DOCUMENT), {700}, cache, ())
+    other = Written(*directory.write(label_of(None, "m", "another"), np.array(DOCUMENT), {700}, cache, ()))
     pathlib.Path(mine.path).write_bytes(pathlib.Path(other.path).read_bytes())
     check(KINDS["full"], load(directory, mine.path, DOCUMENT), DOCUMENT[:512])
     assert directory.reports.damaged_files == 1

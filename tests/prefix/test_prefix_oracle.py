@@ -17,7 +17,7 @@ from kvlayers import CapacityError, PrefixStore
 from kvlayers.errors import PrefixError
 from models import tiny_model
 from redis_server import running, why_not
-from vision_models import inputs, seeing_model
+from vision_models import IMAGE, TOKENS, inputs, seeing_model
 
 HEADS, HEAD_DIM, LAYERS = 2, 4, 2
 TOKEN_BYTES = LAYERS * 2 * HEADS * HEAD_DIM * 4
@@ -298,6 +298,84 @@ def test_no_call_stops_learning(way: str) -> None:
         assert torch.equal(first.sequences, second.sequences)
         assert second.cached_tokens[0] >= 41
     assert (store.statistics.refused, store.statistics.bypassed) == (0, 0)
+
+
+class Contexts:
+    """Random prompts of documents or images: popular ones, in front of questions, in any order."""
+
+    def __init__(self, seed: int) -> None:
+        self.chance = random.Random(seed)
+        self.texts = [self.text(self.chance.randint(4, 30)) for _ in range(12)]
+        self.begin = [1, *self.text(5)]
+
+    def text(self, length: int) -> list[int]:
+        return [self.chance.randrange(3, 90) for _ in range(length)]
+
+    def popular(self) -> int:
+        return min(int(self.chance.expovariate(0.25)), len(self.texts) - 1)
+
+    def with_images(self) -> list[Any]:
+        """Pieces as `vision_models.inputs` takes them."""
+        images = [(self.popular(), (4, 4)) for _ in range(self.chance.randint(1, 2))]
+        return [self.begin, *images, self.texts[self.popular()]]
+
+
+def found_in_documents(contexts: Contexts, most: int) -> Iterator[tuple[int, Ids]]:
+    """For each document of many prompts, the tokens that are found of it, and its ids."""
+    model = tiny_model("llama")
+    cache = kvlayers.DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(torch.tensor([[3]]), past_key_values=cache)
+    store = PrefixStore(most * sum(states.nbytes for layer in cache.layers for states in (layer.keys, layer.values)))
+    del cache
+    for _ in range(STEPS):
+        ids = (*contexts.begin, *contexts.texts[contexts.popular()], *contexts.text(contexts.chance.randint(0, 6)))
+        before = store.statistics.tokens_covered
+        beginning, document = torch.tensor([ids[:6]]), torch.tensor([ids[6:]])
+        kvlayers.store_document(store, document, model, beginning=beginning)
+        yield store.statistics.tokens_covered - before, ids
+
+
+def found_with_images(contexts: Contexts, most: int) -> Iterator[tuple[int, Ids]]:
+    """For each of many prompts with images, the tokens that are found, and its ids: those of images by their image."""
+    model = seeing_model("llava")
+    asked = {"max_new_tokens": 1, "do_sample": False, "pad_token_id": 0, "return_dict_in_generate": True}
+    first = inputs("llava", [contexts.begin, (0, (4, 4))])
+    output = kvlayers.generate(model, **first, **asked)
+    layers = output.past_key_values.layers
+    store = PrefixStore(most * sum(s[:, :, :1].nbytes for layer in layers for s in (layer.keys, layer.values)))
+    for _ in range(STEPS // 3):
+        pieces = contexts.with_images()
+        given = inputs("llava", pieces)
+        numbers = iter([1000 * (number + 1) for number, _ in pieces[1:-1]])
+        ids: list[int] = []
+        for token in given["input_ids"][0].tolist():
+            is_image = token == IMAGE
+            starts = is_image and (not ids or ids[-1] < 1000 or ids[-1] % 1000 == TOKENS["llava"] - 1)
+            ids.append(next(numbers) if starts else ids[-1] + 1 if is_image else token)
+        yield kvlayers.generate(model, **given, **asked, prefix_store=store).cached_tokens[0], tuple(ids)
+
+
+WAYS: dict[str, Callable[[Contexts, int], Iterator[tuple[int, Ids]]]] = {
+    "documents": found_in_documents,
+    "images": found_with_images,
+}
+
+
+@pytest.mark.parametrize("way", ["documents", pytest.param("images", marks=versions.images_in_prefixes)])
+@pytest.mark.parametrize(("seed", "most"), [(1, 60), (2, 120), (3, 250)])
+def test_as_much_of_documents_and_images_is_found_as_in_an_ideal_tree(way: str, seed: int, most: int) -> None:
+    ideal, found, of_ideal = IdealTree(most), 0, 0
+    for covered, ids in WAYS[way](Contexts(seed), most):
+        # The last token of a prompt is computed again. A document is found as a whole, and so is an image.
+        best = ideal.find(ids if way == "images" else (*ids, 0))
+        while best < len(ids) and ids[best] > 1000 and ids[best] % 1000:
+            best -= 1
+        of_ideal += best
+        ideal.add(ids)
+        found += covered
+    assert of_ideal > 0
+    assert found >= 0.97 * of_ideal
 
 
 # Directories

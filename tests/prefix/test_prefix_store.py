@@ -650,7 +650,7 @@ def test_threads_share_a_store(tmp_path: pathlib.Path) -> None:
         (torch.ones(1, 0, dtype=torch.int64), "at least one token"),
         (torch.tensor(3), r"\[1, tokens\], got \[\]"),
         (torch.ones(1, 1, 2, dtype=torch.int64), r"\[1, tokens\], got \[1, 1, 2\]"),
-        (torch.ones(2, 3, dtype=torch.int64), "one sequence, got 2"),
+        (torch.ones(2, 3, dtype=torch.int64), "got \\[2, "),
     ],
 )
 def test_ids_of_other_kinds_are_refused(input_ids: Any, message: str) -> None:

@@ -41,10 +41,13 @@ def test_beside_transformers_an_import_adds_next_to_nothing(imported: Any) -> No
 
 
 @needs_a_fork
-def test_a_cache_is_made_without_generate(imported: Any) -> None:
-    assert "kvlayers.core.dynamic_cache" in imported["a cache"]
-    assert "transformers.generation.utils" not in imported["a cache"]
-    assert not roots(imported["a cache"]) & OPTIONAL
+@pytest.mark.parametrize(
+    ("step", "module"), [("a cache", "kvlayers.core.dynamic_cache"), ("the command", "kvlayers.__main__")]
+)
+def test_neither_generate_nor_the_command_line_is_imported_for(imported: Any, step: str, module: str) -> None:
+    assert module in imported[step]
+    assert "transformers.generation.utils" not in imported[step]
+    assert not roots(imported[step]) & OPTIONAL
 
 
 @needs_a_fork

@@ -72,33 +72,12 @@ def test_plain_english_passes(sentence: str) -> None:
     assert OLD_STYLE.search(sentence) is None
 
 
-ROOMS_STILL_WITH_OLD_ERRORS: tuple[str, ...] = ()
-"""Rooms whose errors are being put into the one grammar. The list goes when the last of them has it."""
-
-
 def test_errors_have_one_grammar() -> None:
     """An error says "`name` must be X, got Y: do Z"."""
     package = ROOT / "src" / "kvlayers"
-    files = [
-        path for path in package.rglob("*.py") if path.relative_to(package).parts[0] not in ROOMS_STILL_WITH_OLD_ERRORS
-    ]
+    files = sorted(package.rglob("*.py"))
     assert len(files) > 100
     assert [name_of(path) for path in files if "but saw" in " ".join(path.read_text().split())] == []
-
-
-ROOMS_WITHOUT_EXPECTATIONS = (
-    "static",
-    "offload",
-    "recurrent",
-    "utils",
-    "upstream",
-    "interop",
-    "recall",
-    "encoder_decoder",
-    "commands",
-    "errors.py",
-)
-"""Rooms none of whose errors begins with "expected". The list goes when all rooms are in it."""
 
 
 def beginnings_of_errors(path: pathlib.Path) -> Iterator[str]:
@@ -114,7 +93,7 @@ def beginnings_of_errors(path: pathlib.Path) -> Iterator[str]:
 
 def test_errors_say_what_must_be_and_not_what_was_expected() -> None:
     package = ROOT / "src" / "kvlayers"
-    files = [path for path in package.rglob("*.py") if path.relative_to(package).parts[0] in ROOMS_WITHOUT_EXPECTATIONS]
+    files = sorted(package.rglob("*.py"))
     found = [(name_of(path), beginning) for path in files for beginning in beginnings_of_errors(path)]
     assert len(found) > 100
     assert [each for each in found if each[1].lower().startswith("expected")] == []

@@ -20,7 +20,7 @@ def gpu_tables(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module("gpu_tables")
 
 
-BY_BENCHMARKS = ("outliers", "long_decode", "rows", "documents", "peers", "sessions")
+BY_BENCHMARKS = ("outliers", "long_decode", "rows", "documents", "peers", "sessions", "memory")
 
 
 @pytest.mark.parametrize(

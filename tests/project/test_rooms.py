@@ -38,6 +38,7 @@ ARROWS: dict[str, set[str]] = {
     "eviction": {*GROUND, "core", "quantized"},
     "interop": {*GROUND, "core", "quantized", "static", "encoder_decoder"},
     "rows": {*GROUND, "core", "recurrent"},
+    "memory": {*GROUND, "core", "quantized", "offload"},
 }
 """Which rooms a room may import, besides itself. `LADDER` has the rest."""
 
@@ -47,6 +48,7 @@ FACADES = ("caches", "layers", "stores", "quantizers", "models", "options")
 LADDER = (
     "persistence",
     "prefix",
+    "serving",
     "documents",
     "generation",
     "batching",

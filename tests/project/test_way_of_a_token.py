@@ -4,10 +4,14 @@ Ceilings go down with the code, and up only for a reason that the same commit gi
 """
 
 import collections
+import contextlib
+import functools
+import importlib
 import pathlib
+import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 
 import pytest
@@ -17,6 +21,8 @@ import transformers
 import kvlayers
 
 PACKAGE = pathlib.Path(kvlayers.__file__).parent
+ROOT = pathlib.Path(__file__).parents[2]
+DRAWN = re.compile(r"`(\w+\.)?(\w+)`, \*([\w/]+\.py)\*")
 CONFIG = transformers.LlamaConfig(
     hidden_size=128, num_attention_heads=2, num_key_value_heads=2, num_hidden_layers=2, max_position_embeddings=4096
 )
@@ -26,13 +32,13 @@ CACHES: dict[str, Callable[[], kvlayers.Cache]] = {
     "sinks": lambda: kvlayers.SinkCache(config=CONFIG, window_length=32, num_sink_tokens=4),
     "static": lambda: kvlayers.StaticCache(config=CONFIG, max_cache_len=256),
 }
-MOST_CALLS = {"dense": (12, 5), "packed": (24, 12), "sinks": (42, 9), "static": (46, 9)}
+MOST_CALLS = {"dense": (12, 5), "packed": (19, 11), "sinks": (42, 9), "static": (46, 9)}
 """Most calls, and most files that they are in, when a token begins a forward pass at the first layer."""
 
-MOST_CALLS_OF_A_LATER_LAYER = {"dense": (8, 4), "packed": (18, 11), "sinks": (38, 8), "static": (40, 8)}
+MOST_CALLS_OF_A_LATER_LAYER = {"dense": (8, 4), "packed": (15, 10), "sinks": (38, 8), "static": (40, 8)}
 """The same for any later layer, where nothing is asked about the forward pass."""
 
-MOST_MEMBERS = {kvlayers.DynamicLayer: 112, kvlayers.DynamicCache: 96, kvlayers.stores.DenseStore: 70}
+MOST_MEMBERS = {kvlayers.DynamicLayer: 112, kvlayers.DynamicCache: 100, kvlayers.stores.DenseStore: 70}
 """Most public members of a class, inherited ones counted."""
 
 MOST_MODULES = 77
@@ -43,16 +49,10 @@ def states(tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(1, 2, tokens, 64), torch.randn(1, 2, tokens, 64)
 
 
-@torch.no_grad()
-def calls_of_one_token(cache: kvlayers.Cache, layer_idx: int) -> list[tuple[str, str]]:
-    """The file and the name of each function of the package that one update calls, after some tokens."""
-    # So many that blocks are packed, or so few that no kernel is chosen by their number.
-    for tokens in (200 if isinstance(cache, kvlayers.QuantizedCache) else 60, 1, 1, 1):
-        for index in range(2):
-            cache.update(*states(tokens), index)
-    for index in range(layer_idx):
-        cache.update(*states(1), index)
-    found, new = [], states(1)
+@contextlib.contextmanager
+def calls_noted() -> Iterator[list[tuple[str, str]]]:
+    """The file and the name of each function of the package that is called within this block."""
+    found: list[tuple[str, str]] = []
 
     def note(frame: FrameType, event: str, _: object) -> None:
         code = frame.f_code
@@ -62,9 +62,24 @@ def calls_of_one_token(cache: kvlayers.Cache, layer_idx: int) -> list[tuple[str,
     before = sys.getprofile()
     sys.setprofile(note)
     try:
-        cache.update(*new, layer_idx)
+        yield found
     finally:
         sys.setprofile(before)
+
+
+@torch.no_grad()
+def calls_of_one_token(
+    cache: kvlayers.Cache, layer_idx: int, prompt: int, then: Callable[..., object] = lambda *returned: None
+) -> list[tuple[str, str]]:
+    """The calls of one update after some tokens, and those of what is then done with the states that it returns."""
+    for tokens in (prompt, 1, 1, 1):
+        for index in range(2):
+            cache.update(*states(tokens), index)
+    for index in range(layer_idx):
+        cache.update(*states(1), index)
+    new = states(1)
+    with calls_noted() as found:
+        then(*cache.update(*new, layer_idx))
     return found
 
 
@@ -73,14 +88,15 @@ def calls_of_one_token(cache: kvlayers.Cache, layer_idx: int) -> list[tuple[str,
     ("layer_idx", "most"), [(0, MOST_CALLS), (1, MOST_CALLS_OF_A_LATER_LAYER)], ids=["first", "later"]
 )
 def test_an_update_makes_no_more_calls_than_it_did(kind: str, layer_idx: int, most: dict[str, tuple[int, int]]) -> None:
-    calls = calls_of_one_token(CACHES[kind](), layer_idx)
+    # So many that blocks are packed, or so few that no kernel is chosen by their number.
+    calls = calls_of_one_token(CACHES[kind](), layer_idx, 200 if kind == "packed" else 60)
     files = {file for file, _ in calls}
     assert (len(calls), len(files)) <= most[kind], collections.Counter(calls)
     assert len(files) <= most[kind][1], files
 
 
-def test_a_token_takes_the_way_that_the_pages_draw() -> None:
-    calls = calls_of_one_token(CACHES["dense"](), 1)
+def test_a_dense_token_takes_the_way_that_the_core_draws() -> None:
+    calls = calls_of_one_token(CACHES["dense"](), 1, 60)
     drawn = [
         ("core/cache.py", "update"),
         ("core/dynamic_layer.py", "update"),
@@ -91,6 +107,44 @@ def test_a_token_takes_the_way_that_the_pages_draw() -> None:
     assert list(dict.fromkeys(calls)) == drawn
     page = (PACKAGE / "core" / "README.md").read_text()
     assert all(pathlib.Path(file).name in page and name in page for file, name in drawn[:-1])
+
+
+def drawn_columns() -> dict[str, list[tuple[str, str, str]]]:
+    """By heading, the functions of each column of the table in docs/design.md: file, class or nothing, and name.
+
+    Drawn is what stands in front of its file: "`Class.function`, *room/file.py*". "the same" is the cell on the left.
+    """
+    page = (ROOT / "docs" / "design.md").read_text()
+    table = page.partition("### The way of a token")[2].partition("### ")[0]
+    head, _, *rows = (
+        [cell.strip() for cell in line.strip("| ").split("|")] for line in table.splitlines() if "|" in line
+    )
+    columns: dict[str, list[tuple[str, str, str]]] = {heading: [] for heading in head[-3:]}
+    for first, *cells in rows:
+        drawn: list[tuple[str, str, str]] = []
+        for heading, cell in zip(columns, cells, strict=True):
+            if not cell.startswith("the same"):
+                drawn = [(file, owner, name) for owner, name, file in DRAWN.findall(cell)]
+            columns[heading] += [(file, owner, name) for owner, name, file in DRAWN.findall(first)] + drawn
+    return columns
+
+
+@pytest.mark.parametrize(
+    ("heading", "kind"), {"full precision": "dense", "quantized": "packed", "static": "static"}.items()
+)
+def test_a_token_takes_the_way_that_the_table_draws(heading: str, kind: str) -> None:
+    attention = functools.partial(
+        torch.nn.functional.scaled_dot_product_attention, torch.randn(1, 4, 1, 64), enable_gqa=True
+    )
+    drawn = drawn_columns()[heading]
+    # The update, the layer, the store, what it returns, and who reads that.
+    assert len(drawn) >= 5
+    calls = iter(calls_of_one_token(CACHES[kind](), 1, 200, attention))
+    for file, owner, name in drawn:
+        assert (file, name) in calls, f"{file}: {name} is not called after those that are drawn before it"
+        if owner:
+            module = importlib.import_module(f"kvlayers.{file.removesuffix('.py').replace('/', '.')}")
+            assert name in vars(getattr(module, owner[:-1])), f"{owner}{name} is not in {file}"
 
 
 @pytest.mark.parametrize("contract", MOST_MEMBERS, ids=lambda contract: contract.__name__)

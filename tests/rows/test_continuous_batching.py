@@ -1,18 +1,23 @@
 """transformers' continuous batching under `install()`: answers are those of `generate()`, whatever else is asked."""
 
 import asyncio
+import contextlib
 import logging
+import queue
+import random
 import threading
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
 import transformers
 
 import families
 import kvlayers
+from kvlayers.batching import continuous_batching
 from kvlayers.upstream import generate_calls
 from models import fresh_model, prompt, tiny_model
 
@@ -70,32 +75,69 @@ def wait_for(condition: Any, seconds: float = 20) -> None:
         time.sleep(0.005)
 
 
-@pytest.mark.parametrize(
-    "family",
-    [
-        "llama", "gemma3", "qwen2", "mistral", "gpt2", "deepseek_v3", "mamba2", "jamba", "lfm2", "qwen3_next",
-        "falcon_h1", "recurrent_gemma",
-    ],
+FAMILIES = (
+    "llama", "gemma3", "qwen3", "mistral", "gpt2", "deepseek_v3", "mamba2", "jamba", "lfm2", "qwen3_next", "falcon_h1",
+    "recurrent_gemma",
 )  # fmt: skip
-def test_answers_are_those_of_generate(family: str) -> None:
+NAMES = ("dynamic", "static", "int4", "sink:window_length=20", "offloaded", "fp8")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_answers_are_those_of_generate_by_each_cache(family: str) -> None:
     model = model_of(family)
-    with kvlayers.installed():
-        outputs = model.generate_batch(PROMPTS, generation_config=config_of())
-    assert [output.generated_tokens for output in outputs.values()] == [alone(model, ids) for ids in PROMPTS]
-    assert all(output.error is None and output.status.name == "FINISHED" for output in outputs.values())
-    assert [output.prompt_ids for output in outputs.values()] == PROMPTS
+    for name in NAMES:
+        with kvlayers.installed(cache=name):
+            outputs = model.generate_batch(PROMPTS[:3], generation_config=config_of())
+            assert [output.generated_tokens for output in outputs.values()] == [
+                model.generate(
+                    torch.tensor([ids]), attention_mask=torch.ones(1, len(ids)), generation_config=config_of()
+                )[0, len(ids) :].tolist()
+                for ids in PROMPTS[:3]
+            ], name
+        assert all(output.error is None and output.status.name == "FINISHED" for output in outputs.values())
+        assert [output.prompt_ids for output in outputs.values()] == PROMPTS[:3]
 
 
-@pytest.mark.parametrize("name", ["dynamic", "static", "int4", "sink:window_length=20", "offloaded", "fp8"])
-def test_rows_have_the_cache_of_install(name: str, llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    with kvlayers.installed(cache=name):
-        outputs = llama.generate_batch(PROMPTS, generation_config=config_of())
-        expected = [
-            llama.generate(torch.tensor([ids]), attention_mask=torch.ones(1, len(ids)), generation_config=config_of())
-            for ids in PROMPTS
-        ]
-    answers = [output.generated_tokens for output in outputs.values()]
-    assert answers == [each[0, len(ids) :].tolist() for each, ids in zip(expected, PROMPTS, strict=True)]
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_answer_is_that_of_generate_whatever_others_ask_for(family: str) -> None:
+    """Requests come at random moments, and some of them are given up, fail, or wait while the manager is paused."""
+    model, chance = model_of(family), random.Random(family)
+    config = transformers.ContinuousBatchingConfig(max_requests_per_batch=3, max_batch_tokens=4)
+    expected = [alone(model, ids) for ids in PROMPTS]
+    answered, failed, given_up = dict[str, int](), set[str](), list[str]()
+    with (
+        kvlayers.installed(),
+        model.continuous_batching_context_manager(config_of(), continuous_batching_config=config) as manager,
+    ):
+        for _ in range(16):
+            which, what = chance.randrange(len(PROMPTS)), chance.choice(("answer", "answer", "cancel", "fail", "pause"))
+            if what == "cancel":
+                given_up.append(
+                    manager.add_request(PROMPTS[which], max_new_tokens=100, streaming=chance.random() < 0.5)
+                )
+            elif what == "fail":
+                # Its processor raises when it first sees scores.
+                failed.add(manager.add_request(PROMPTS[which], sequence_bias={(1000,): 1.0}))
+            else:
+                answered[manager.add_request(PROMPTS[which], streaming=what == "pause")] = which
+            if what == "pause":
+                with manager.pause():
+                    pass
+            if given_up and chance.random() < 0.5:
+                manager.cancel_request(given_up.pop(0))
+            time.sleep(chance.choice((0, 0, 0.002)))
+        for name in given_up:
+            manager.cancel_request(name)
+        last = dict[str, Any]()
+        while {name for name, output in last.items() if output.is_finished()} < answered.keys() | failed:
+            output = manager.get_result(timeout=20)
+            last[output.request_id] = output
+        wait_for(lambda: not any(manager.metrics.values()))
+        assert manager.background_thread_status.fatal_error is None
+    assert {name: last[name].generated_tokens for name in answered} == {
+        name: expected[which] for name, which in answered.items()
+    }
+    assert {last[name].status.name for name in failed} == {"FAILED"}
 
 
 def test_a_store_has_what_requests_begin_with(llama: Any) -> None:
@@ -277,6 +319,88 @@ def test_outputs_are_handed_to_an_event_loop(running: Any, llama: Any) -> None:
 
     assert asyncio.run(ask_all()) == [alone(llama, ids) for ids in PROMPTS]
     assert running.get_result(timeout=0.05) is None
+
+
+def test_what_came_before_its_handler_is_handed_to_it(running: Any, llama: Any) -> None:
+    async def ask() -> list[int]:
+        early, late = (running.add_request(PROMPTS[0], streaming=True, max_new_tokens=3) for _ in range(2))
+        while any(running.metrics.values()):
+            await asyncio.sleep(0.005)
+        counts = list[int]()
+        running.register_result_handler(late, lambda output: counts.append(len(output.generated_tokens)))
+        while len(counts) < 3:
+            await asyncio.sleep(0.005)
+        assert [len(running.get_result(early, timeout=20).generated_tokens) for _ in range(3)] == [1, 2, 3]
+        return counts
+
+    assert asyncio.run(asyncio.wait_for(ask(), 20)) == [1, 2, 3]
+    assert running.get_result(timeout=0.05) is None
+
+
+def test_two_requests_of_one_name_are_refused(running: Any, llama: Any) -> None:
+    running.add_request(PROMPTS[0], request_id="mine", max_new_tokens=50)
+    with pytest.raises(kvlayers.OptionError, match="`request_id` must be one that no other request has, got 'mine'"):
+        running.add_request(PROMPTS[1], request_id="mine")
+    assert running.get_result("mine", timeout=20).generated_tokens[:NEW] == alone(llama, PROMPTS[0])
+    running.add_request(PROMPTS[1], request_id="mine")
+    assert running.get_result("mine", timeout=20).generated_tokens == alone(llama, PROMPTS[1])
+
+
+def test_a_name_may_be_used_again_by_the_time_its_request_has_been_given_up(
+    running: Any, llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward, expected = llama.forward, [alone(llama, ids) for ids in PROMPTS[:2]]
+    monkeypatch.setattr(llama, "forward", lambda *given, **named: (time.sleep(0.01), forward(*given, **named))[1])
+    other = running.add_request(PROMPTS[0])
+    running.add_request(PROMPTS[1], request_id="mine", max_new_tokens=200)
+    wait_for(lambda: running.metrics["decoding"] == 2)
+    running.cancel_request("mine")
+
+    def asked_again() -> bool:
+        with contextlib.suppress(kvlayers.OptionError):
+            return running.add_request(PROMPTS[1], request_id="mine") is not None
+        return False
+
+    # While its row is still there.
+    wait_for(asked_again)
+    assert [running.get_result(name, timeout=20).generated_tokens for name in (other, "mine")] == expected
+    assert running.get_result(timeout=0.05) is None
+
+
+def test_who_finds_the_queue_full_is_told_and_leaves_nothing(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(continuous_batching, "SECONDS_FOR_A_PLACE", 0.01)
+    with kvlayers.installed():
+        manager = llama.init_continuous_batching(config_of(), transformers.ContinuousBatchingConfig(max_queue_size=1))
+    first = manager.add_request(PROMPTS[0])
+    with pytest.raises(queue.Full):
+        manager.add_request(PROMPTS[1])
+    manager.start()
+    assert manager.get_result(first, timeout=20).generated_tokens == alone(llama, PROMPTS[0])
+    manager.stop()
+    assert manager.metrics["waiting"] == 0
+
+
+def test_a_manager_is_told_how_many_answers_a_prompt_gets(running: Any, llama: Any) -> None:
+    running.num_return_sequences = 2
+    names = {running.add_request(PROMPTS[0]), running.add_request(PROMPTS[1], num_return_sequences=1)}
+    outputs = [running.get_result(timeout=20) for _ in range(3)]
+    assert {output.request_id for output in outputs} == {*names, f"{min(names)}__child#0"}
+    assert sorted(output.generated_tokens for output in outputs) == sorted(
+        [*2 * [alone(llama, PROMPTS[0])], alone(llama, PROMPTS[1])]
+    )
+
+
+def test_an_answer_ends_at_a_stop_string(running: Any, llama: Any) -> None:
+    words = {"abcdef": 0, **{f"<{token}>": token for token in range(1, 97)}}
+    own = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<1>"))
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=own)
+    whole = alone(llama, PROMPTS[0])
+    ends = next(place for place in range(2, NEW) if whole[place] not in whole[:place])
+    stop = tokenizer.convert_ids_to_tokens(whole[ends])
+    name = running.add_request(PROMPTS[0], stop_strings=[stop], tokenizer=tokenizer)
+    assert running.get_result(name, timeout=20).generated_tokens == whole[: ends + 1]
+    name = running.add_request(PROMPTS[0], stop_strings=[stop])
+    assert "tokenizer" in running.get_result(name, timeout=20).error
 
 
 def test_a_client_whose_loop_is_gone_is_no_error(running: Any, llama: Any) -> None:

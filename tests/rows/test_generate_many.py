@@ -496,3 +496,17 @@ def test_there_is_no_bar_without_a_terminal_or_beside_on_token(
     assert len([*answers]) == 2
     assert len(seen) == 4
     assert terminal.getvalue() == ""
+
+
+def test_rows_within_bytes_give_the_answers_of_exact_ones() -> None:
+    model, prompts = tiny_model("llama"), [prompt(1, tokens, tokens)[0] for tokens in (5, 12, 30, 7)]
+    exact, bounded = (
+        [
+            answer.ids.tolist()
+            for answer in kvlayers.generate_many(
+                model, prompts, cache_config=options, max_new_tokens=6, in_order=True, progress=False
+            )
+        ]
+        for options in (None, {"max_bytes": "1MiB"})
+    )
+    assert bounded == exact

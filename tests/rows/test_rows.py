@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import kvlayers
 from kvlayers.errors import BatchIndexError, OptionError, RollbackError, StateMismatchError, UnsupportedLayerError
@@ -282,6 +283,74 @@ def test_rolling_back_dense_rows_moves_nothing() -> None:
     assert cache.row_lengths == (399, 1)
 
 
+class Copied(TorchDispatchMode):
+    """Counts the bytes of what operations return in memory of their own, or write in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nbytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and not func.is_view:
+            self.nbytes += result.nbytes
+        return result
+
+
+@pytest.mark.parametrize("family", ["llama", "mamba", "jamba"])
+def test_a_row_that_leaves_copies_one_of_the_others_at_most(family: str) -> None:
+    model, alone = tiny_model(family), []
+    for seed in range(9):
+        alone.append(kvlayers.DynamicCache(config=model.config))
+        with torch.no_grad():
+            model(prompt(1, 20, seed), **given(alone[-1]))
+    cache = kvlayers.merge(alone)
+    of_row = sum(states.nbytes for layer in cache.adapted_layers() for states in layer.held_tensors()) / len(alone)
+    with Copied() as copied:
+        cache.keep_rows([0, 1, 8, 3, 4, 5, 6, 7])
+        assert 0 < copied.nbytes < 1.5 * of_row
+        copied.nbytes = 0
+        cache.keep_rows(range(7))
+        assert copied.nbytes < 0.1 * of_row
+
+
+def test_a_row_that_joins_takes_the_memory_of_one_that_has_left() -> None:
+    model, alone = tiny_model("llama"), []
+    for seed in range(9):
+        alone.append(kvlayers.DynamicCache(config=model.config))
+        with torch.no_grad():
+            model(prompt(1, 20, seed), **given(alone[-1]))
+    cache = kvlayers.merge(alone[:8])
+    of_row = cache.nbytes / 8
+    for count in range(5):
+        cache.keep_rows(range(7))
+        with Copied() as copied:
+            cache.extend(alone[8])
+        # The states and the zeros behind them, of which there is room for a few tokens more.
+        assert copied.nbytes < 3 * of_row, count
+    assert cache.nbytes == 8 * of_row
+
+
+def test_what_a_row_has_left_does_not_reach_the_next_one() -> None:
+    model = tiny_model("llama")
+    first, second = (kvlayers.DynamicCache(config=model.config) for _ in range(2))
+    broken = kvlayers.DynamicCache(config=model.config)
+    with torch.no_grad():
+        for cache, tokens in ((first, 30), (second, 5)):
+            model(prompt(1, tokens, tokens), **given(cache))
+    for index in range(model.config.num_hidden_layers):
+        broken.update(torch.full((1, 2, 40, 8), torch.nan), torch.full((1, 2, 40, 8), torch.nan), index)
+    cache = kvlayers.merge([first, first, broken])
+    cache.keep_rows([0, 1])
+    cache.extend(second)
+    rows = kvlayers.Rows(cache)
+    with torch.no_grad():
+        logits = model(
+            prompt(3, 1, 7), attention_mask=rows.attention_mask(), position_ids=rows.position_ids(), **given(cache)
+        ).logits
+    assert logits.isfinite().all()
+
+
 def test_rows_of_pairs_go_on_as_if_they_were_alone() -> None:
     model = tiny_model("t5")
     with torch.no_grad():
@@ -320,3 +389,53 @@ def test_copies_of_rows_with_an_axis_of_their_own_multiply() -> None:
     padded = torch.cat([torch.nn.functional.pad(row, (0, 0, 5 - row.shape[2], 0)) for row in rows])
     expected = torch.matmul(weights, padded[:, :, None].expand(2, 2, 2, 5, 8))
     torch.testing.assert_close(torch.matmul(weights, values), expected)
+
+
+def rows_of_two(kind: str) -> Any:
+    """Rows of 4 and of 2 tokens, side by side in one tensor ("dynamic") or each a layer ("int8")."""
+    caches = [kvlayers.make_cache(kind, tiny_model("llama").config) for _ in range(2)]
+    torch.manual_seed(0)
+    for cache, tokens in zip(caches, (4, 2), strict=True):
+        for layer in range(2):
+            cache.update(torch.randn(1, 2, tokens, 8), torch.randn(1, 2, tokens, 8), layer)
+    return kvlayers.merge(caches)
+
+
+NEW = torch.zeros(2, 2, 1, 8)
+WRONG_STATES: dict[str, tuple[Any, Any]] = {
+    "values of more tokens": (NEW, torch.zeros(2, 2, 2, 8)),
+    "values of no tokens": (NEW, torch.zeros(2, 2, 0, 8)),
+    "values of another batch": (NEW, torch.zeros(3, 2, 1, 8)),
+    "no keys": (None, NEW),
+    "a text for values": (NEW, "values"),
+}
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "int8"])
+@pytest.mark.parametrize("states", WRONG_STATES)
+def test_states_that_no_pass_returns_together_are_named(kind: str, states: str) -> None:
+    cache = rows_of_two(kind)
+    before = cache.layers[0].keys
+    with pytest.raises(StateMismatchError, match="Keys and values must"):
+        cache.update(*WRONG_STATES[states], 0)
+    assert cache.row_lengths == (4, 2)
+    assert torch.equal(cache.layers[0].keys, before)
+
+
+@pytest.mark.parametrize("new", [1.5, "1", True, -1, None], ids=repr)
+def test_a_number_of_new_tokens_that_is_none_is_named(new: Any) -> None:
+    rows = kvlayers.Rows(rows_of_two("dynamic"))
+    for what in (rows.attention_mask, rows.position_ids):
+        with pytest.raises(OptionError, match="`new_tokens` must be"):
+            what(new_tokens=new)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "int8"])
+@pytest.mark.parametrize("indices", [[2], [0.5], [], "0", None], ids=repr)
+def test_rows_of_a_layer_that_are_not_there_are_named(kind: str, indices: Any) -> None:
+    layer = rows_of_two(kind).layers[0]
+    with pytest.raises(BatchIndexError, match="`indices` must be"):
+        layer.select(indices)
+    assert layer.row_lengths == (4, 2)
+    layer.select(torch.tensor([-1]))
+    assert layer.row_lengths == (2,)

@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -169,28 +168,6 @@ def test_padded_sequences_have_sinks_of_their_own(model: Any) -> None:
 def batched_cos_and_sin(model: Any, position_ids: Tensor) -> tuple[Tensor, Tensor]:
     rows = [cos_and_sin(model, positions) for positions in position_ids]
     return torch.cat([cos for cos, _ in rows]), torch.cat([sin for _, sin in rows])
-
-
-OPERATIONS = {
-    "fork": lambda cache: cache.fork(),
-    "deepcopy": copy.deepcopy,
-    "pickle": lambda cache: pickle.loads(pickle.dumps(cache)),
-    "select": lambda cache: cache.batch_select_indices([0]) or cache,
-    "repeat and select": lambda cache: (cache.batch_repeat_interleave(3), cache.batch_select_indices([2]), cache)[-1],
-}
-
-
-@pytest.mark.parametrize("operation", OPERATIONS)
-@pytest.mark.parametrize("read", [10, 60])
-def test_decoding_goes_on_after_an_operation(
-    model: Any, uninterrupted: Callable[[int], Tensor], operation: str, read: int
-) -> None:
-    ids = prompt(1, read + 40)
-    expected = uninterrupted(read + 40)[read:]
-    cache = sink_cache(model)
-    logits_of(model, ids[:, :read], cache, [1] * read)
-    cache = OPERATIONS[operation](cache)
-    torch.testing.assert_close(logits_of(model, ids[:, read:], cache, [1] * 40), expected, **EXACT)
 
 
 @pytest.mark.parametrize("read", [10, 60])

@@ -300,7 +300,7 @@ def test_states_that_do_not_fit_leave_a_store_untouched(bad: str, tokens: int) -
     layer = QuantizedLayer(SMALL)
     layer.update(*some_states(tokens, 2, 3))
     twin, before, nbytes = layer.fork(), layer.state(), layer.nbytes
-    with pytest.raises(StateMismatchError, match="must .* got|expected .* saw"):
+    with pytest.raises(StateMismatchError, match="must .* got"):
         layer.update(*BAD[bad](*some_states(3, 2, 3)))
     assert same_state(layer.state().tensors, before.tensors)
     assert (layer.state().facts, layer.nbytes) == (before.facts, nbytes)
@@ -324,7 +324,7 @@ FIRST: dict[str, tuple[tuple[Tensor, Tensor], type[Exception]]] = {
 def test_first_states_that_cannot_be_held_are_refused(case: str) -> None:
     states, error = FIRST[case]
     layer = QuantizedLayer(dataclasses.replace(SMALL, value_group_size=8))
-    with pytest.raises(error, match="must .* got|expected .* saw"):
+    with pytest.raises(error, match="must .* got"):
         layer.update(*states)
     assert (layer.length, layer.nbytes, layer.batch_size) == (0, 0, None)
     layer.update(*some_states(3))
@@ -400,7 +400,7 @@ def test_a_damaged_state_is_refused_and_changes_nothing(damage: str) -> None:
     layer = QuantizedLayer(SMALL)
     layer.update(*some_states(250, 2, 2))
     before = layer.state()
-    with pytest.raises(StateMismatchError, match="must|expected|are not"):
+    with pytest.raises(StateMismatchError, match="must|are not"):
         layer.load_state(dataclasses.replace(state, tensors=DAMAGES[damage](state.tensors)))
     assert layer.length == 250
     assert same_state(layer.state().tensors, before.tensors)
@@ -684,5 +684,5 @@ def test_a_format_that_no_kernel_reads_is_refused(asked: dict[str, int]) -> None
 
 @pytest.mark.parametrize("option", [{"nbits": 4.0}, {"nbits": True}, {"nbits": "4"}, {"axis_key": False}])
 def test_an_option_of_another_type_is_refused_at_construction(option: dict[str, Any]) -> None:
-    with pytest.raises(OptionError, match="must|expected|are not"):
+    with pytest.raises(OptionError, match="must|are not"):
         Quantization("hqq" if "axis_key" in option else "native", **option)

@@ -5,47 +5,14 @@ from typing import Any
 
 import pytest
 import torch
-import transformers as tf
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import kvlayers
-from agreement import check_at_rest, continue_decoding, step
 from kvlayers import DynamicCache, DynamicLayer
 from kvlayers.kernels.attention.packed_tensor import PackedStates
-from layer_kinds import OPERATIONS
-from matrix import once, product
-from models import fresh_model, prompt, tiny_model
-from oracle import Oracle
-
-
-def expanded(past: int, steps: int, generator: torch.Generator) -> tuple[DynamicLayer, Oracle]:
-    layer, oracle = DynamicLayer(), Oracle()
-    step(layer, oracle, past, generator)
-    OPERATIONS["expand"](layer, oracle)
-    for _ in range(steps):
-        step(layer, oracle, 1, generator)
-    return layer, oracle
-
-
-@pytest.mark.parametrize(("operation", "steps"), once(OPERATIONS, [0, 1, 30]))
-def test_a_layer_with_a_shared_prefix_decodes_as_the_oracle_does_after_an_operation(operation: str, steps: int) -> None:
-    generator = torch.Generator().manual_seed(1)
-    layer, oracle = expanded(20, steps, generator)
-    if operation == "expand":
-        layer.expand(2)
-        oracle.select([row for row in range(6) for _ in range(2)])
-    elif operation == "select by a mask":
-        layer.batch_select_indices(torch.tensor([False, True, False, True, True, False]))
-        oracle.select([1, 3, 4])
-    elif operation == "repeat":
-        layer.batch_repeat_interleave(2)
-        oracle.select([row for row in range(6) for _ in range(2)])
-    else:
-        layer = OPERATIONS[operation](layer, oracle)
-    check_at_rest(layer, oracle)
-    continue_decoding(layer, oracle, generator)
-
+from matrix import product
+from models import fresh_model, prompt
 
 CHOICES = {
     "as they were": [0, 1, 2, 3, 4, 5],
@@ -134,32 +101,6 @@ def test_a_loop_over_an_expanded_cache_gives_the_same_tokens(family: str, attent
     caches[1].expand(4)
     assert torch.equal(loop(model, caches[0], first, 20), loop(model, caches[1], first, 20))
     assert caches[1].batch_size == 8
-
-
-def test_forty_continuations_hold_the_prompt_once() -> None:
-    """The example of transformers' documentation that runs out of memory there: 40 sequences after 1,024 tokens."""
-    model, ids = tiny_model("llama"), prompt(1, 1024)
-    ours, theirs = DynamicCache(config=model.config), tf.DynamicCache(config=model.config)
-    first = prompt(40, 1, seed=3)
-    with torch.no_grad():
-        model(ids, past_key_values=ours)
-        model(ids, past_key_values=theirs)
-    ours.expand(40)
-    theirs.batch_repeat_interleave(40)
-    most = 0
-    tokens = []
-    step_ids = first
-    with torch.no_grad():
-        for _ in range(48):
-            step_ids = model(step_ids, past_key_values=ours).logits[:, -1:].argmax(-1)
-            tokens.append(step_ids)
-            most = max(most, ours.nbytes)
-    assert torch.equal(torch.cat(tokens, dim=1), loop(model, theirs, first, 48))
-    expanded_bytes = sum(t.nbytes for layer in theirs.layers for t in (layer.keys, layer.values))
-    assert most <= expanded_bytes / 10
-    token = 2 * 2 * 2 * 8 * 4
-    # What is spare is a sixteenth of a prompt's worth a sequence at most.
-    assert most <= token * (1024 + 1024 // 8 + 40 * (48 + 16))
 
 
 def test_expanding_an_empty_cache_or_by_one_changes_nothing() -> None:

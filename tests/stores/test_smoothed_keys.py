@@ -349,9 +349,33 @@ def test_even_channels_get_no_factor() -> None:
 def test_the_head_that_has_a_large_channel_gets_a_factor() -> None:
     factor = KeySmoothing.for_keys(pair(1, 64)[0], keys_quantizer("native")).factor
     assert factor is not None
-    assert float(factor[0, 0, 0, 5]) == pytest.approx(30 / math.sqrt(2), rel=0.4)
+    assert float(factor[0, 0, 0, 5]) == pytest.approx(30 / math.sqrt(8), rel=0.4)
     assert float(factor[0, 0, 0].median()) < 1.5
     assert torch.equal(factor[0, 1], torch.ones(1, HEAD_DIM))
+
+
+@pytest.mark.usefixtures("usual_smoothing")
+@pytest.mark.parametrize("channels", [2, 8, 16, 24])
+@pytest.mark.parametrize("size", [3, 5, 10, 30])
+@pytest.mark.parametrize("name", ["native", "turboquant"])
+def test_factors_cost_little_where_queries_are_large(name: str, size: int, channels: int) -> None:
+    keys = torch.randn(1, 1, 512, HEAD_DIM, generator=torch.Generator().manual_seed(0))
+    keys[..., :channels] *= size
+    smoothing = KeySmoothing.for_keys(keys, keys_quantizer(name), BLOCK)
+    assert smoothing.factor is not None
+    squares = smoothing.factor.flatten().square()
+    # Queries that weigh the factors 2.5 times as much as queries whose channels are alike, if any do.
+    most, mean = float(squares[:channels].mean()), float(squares.mean())
+    share = min(1.0, max(0.0, (2.5 * mean - 1) / (most - 1))) if most > 1 else 0.5
+    weights = torch.cat([torch.full((channels,), share / channels), torch.ones(HEAD_DIM - channels)])
+    weights[channels:] *= (1 - share) / (HEAD_DIM - channels)
+    errors = []
+    for smooths in (True, False):
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(type(keys_quantizer(name)), "smooths_keys", smooths)
+            store = filled((keys, keys), name, residual_length=0, sink_tokens=0)
+        errors.append(float(((as_dense(store.newest(512)[0]) - keys).square() * weights).sum(-1).mean()))
+    assert errors[0] <= LIMIT * errors[1]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

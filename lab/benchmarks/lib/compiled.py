@@ -15,10 +15,9 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 import kvlayers
-from lib.contenders import KVLAYERS, KVLAYERS_STATIC, NO_CACHE, REFERENCE, TRANSFORMERS_STATIC, Maker, compiled
+from lib.contenders import KVLAYERS, KVLAYERS_STATIC, REFERENCE, TRANSFORMERS_STATIC, Maker, compiled
 from lib.internals import interleaved, quiet_clock
-from lib.peak import peak_bytes
-from lib.report import Cell, Session, mb, shown, span
+from lib.report import Cell, Session, shown, span
 from lib.timing import Disagreements, Measured, Tick, Trials, greedy_reference, measure_decode, step
 
 INDUCTOR = "inductor"
@@ -198,14 +197,8 @@ GENERATORS: dict[str, Arguments] = {
     KVLAYERS: lambda job: {"past_key_values": kvlayers.DynamicCache(config=job.model.config)},
     compiled(KVLAYERS_STATIC): lambda job: {**job.kvlayers_static(), **job.compiling()},
     compiled(TRANSFORMERS_STATIC): lambda job: {**job.transformers_static(), **job.compiling()},
-    KVLAYERS_STATIC: lambda job: {**job.kvlayers_static(), "disable_compile": True},
-    TRANSFORMERS_STATIC: lambda job: {**job.transformers_static(), "disable_compile": True},
-    NO_CACHE: lambda job: {"use_cache": False},
 }
 """The reference comes first: tokens and ratios are compared with it."""
-
-SERVING = (REFERENCE, KVLAYERS, compiled(KVLAYERS_STATIC), compiled(TRANSFORMERS_STATIC))
-"""The contenders that one would decode with."""
 
 
 class Generator:
@@ -256,7 +249,6 @@ def measure_generate(
     trials: int,
     disagreements: Disagreements,
     tick: Tick,
-    peaks: bool = False,
 ) -> Measured:
     """Time calls of `generate()`. Each contender's first call compiles; later calls take turns and must not compile.
 
@@ -266,12 +258,10 @@ def measure_generate(
         trials: timed calls of each contender after the first.
         disagreements: where different tokens are recorded.
         tick: called after each contender's first call, and after each trial.
-        peaks: whether to call each contender once more for its bytes.
 
     Returns:
         For each contender `first`, the seconds of its first call, `seconds` of the calls by trial, `new` tokens,
-        `graphs` of the first call, `recompiles` of all later calls and, with `peaks`, `peak`: the peak bytes beyond the
-        model's, or `None` if they cannot be counted.
+        `graphs` of the first call, and `recompiles` of all later calls.
     """
     measured: Measured = {}
     seen: list[tuple[str, list[int]]] = []
@@ -290,9 +280,6 @@ def measure_generate(
                 first, tokens = call()
             compare(name, 0, tokens)
             measured[name] = {"first": first, "graphs": call.graphs, "new": job.new, "seconds": []}
-            if peaks:
-                # Operations in compiled code cannot be counted.
-                measured[name]["peak"] = None if call.graphs else peak_bytes(call, job.model)
             tick()
         for trial in range(trials):
             for name in interleaved(list(calls), trial):
@@ -306,12 +293,11 @@ def measure_generate(
 
 
 def show_calls(run: Session, title: str, calls: Measured) -> None:
-    """Print a table of calls of `generate()`, with bytes if they were counted."""
+    """Print a table of calls of `generate()`."""
     columns: dict[str, Cell] = {
         "s a call": shown("median", ".3f"),
         "tokens/s": lambda entry: f"{entry['new'] / entry['median']:.1f}",
         "times as fast": span("speed"),
-        "peak MB": mb("peak", ".2f"),
         "graphs": lambda entry: f"{entry['graphs'] or ''}",
         "first\ncall, s": shown("first", ".3f"),
         "compiled\nlater": lambda entry: f"{entry['recompiles']}" if entry["graphs"] else "",

@@ -53,7 +53,7 @@ from lib.internals import (
     as_dense,
     dispatch,
     interleaved,
-    reference,
+    slabs,
 )
 from packed_reference import counted_launches, extended, filled_store, random_pair, relative_error
 
@@ -225,7 +225,7 @@ def evicted_attention(setup: Setup) -> Findings:
         def to_pieces(query: Tensor = query, uneven: KVSegments = uneven, scale: float = scale) -> Tensor:
             return dispatch.attend(query, uneven, None, scale, PathCounter())
 
-        error = relative_error(to_pieces(), reference.attend(query, uneven, None, scale))
+        error = relative_error(to_pieces(), slabs.attend(query, uneven, None, scale))
         found.expect(error < LEAST_ALLOWED, f"{tokens:,} tokens: attention to pieces is {error:.3f} from plain torch's")
         calls = {
             f"even budgets, {tokens // KEEP:,}": functools.partial(attend, query, even),

@@ -15,7 +15,7 @@ from kvlayers.core.named_caches import is_registered
 from kvlayers.eviction.evicting_config import rules_for
 from kvlayers.eviction.selection import HEAD_FLOOR, KeptTokens, select
 from kvlayers.generation.cache_by_name import named_cache
-from kvlayers.kernels.attention import dispatch, reference
+from kvlayers.kernels.attention import dispatch, slabs
 from kvlayers.kernels.attention.dispatch import CUDA, PathCounter
 from kvlayers.kernels.attention.gqa import marked_for_sdpa
 from kvlayers.kernels.attention.packed_tensor import PackedStates, as_dense

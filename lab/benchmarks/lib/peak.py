@@ -1,6 +1,6 @@
 """Counts the bytes that are in use while a cache grows, storage by storage, and the bytes that operations write."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -95,13 +95,6 @@ def measure_peak(make: Maker, config: Any, length: int, worst_from: int) -> dict
         "worst_moment": worst,
         "reported": cache_nbytes(cache) / held,
     }
-
-
-def peak_bytes(call: Callable[[], Any], model: Any) -> int:
-    """The peak bytes that `call` uses in eager code, beyond the weights of a model."""
-    with LiveBytes(ignored=[*model.parameters(), *model.buffers()]) as counter:
-        call()
-    return counter.peak
 
 
 WRITING_NOTHING = {"empty", "empty_strided", "new_empty", "new_empty_strided", "empty_like", "set_", "_unsafe_view"}

@@ -193,6 +193,20 @@ class Session:
             table.add_section()
         self.console.print(table)
 
+    def _found(self) -> list[dict[str, Any]]:
+        return [entry for each in self._disagreements for entry in each.found]
+
+    def write(self, results: Any, **more: Any) -> None:
+        """Write the JSON file of what was found so far."""
+        arguments = {
+            key: str(value) if isinstance(value, pathlib.Path) else value for key, value in vars(self.given).items()
+        }
+        wrong = {"targets": self.targets, "disagreements": self._found(), "wrong": self.wrong}
+        output = self.given.output
+        output.parent.mkdir(parents=True, exist_ok=True)
+        content = {**self.environment, "arguments": arguments, "results": results, **wrong, **more}
+        output.write_text(json.dumps(content, indent=1))
+
     def finish(self, results: Any, **more: Any) -> int:
         """Show the targets, write the JSON file and print what was wrong; return 1 if something was, else 0."""
         say = self.console.print
@@ -200,15 +214,9 @@ class Session:
         for target in [] if self.quick else self.targets:
             verdict = "[green]met[/]" if target["met"] else "[red]missed[/]"
             say(f"{verdict}: {target['what']}: {target['value']:.4g}, asked {target['asked']}")
-        found = [entry for each in self._disagreements for entry in each.found]
-        arguments = {
-            key: str(value) if isinstance(value, pathlib.Path) else value for key, value in vars(self.given).items()
-        }
-        content = {"results": results, "targets": self.targets, "disagreements": found, "wrong": self.wrong, **more}
-        output = self.given.output
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(json.dumps({**self.environment, "arguments": arguments, **content}, indent=1))
-        say(f"written to {output}")
+        self.write(results, **more)
+        say(f"written to {self.given.output}")
+        found = self._found()
         for entry in sorted(found, key=lambda entry: entry["tie"])[:SHOWN]:
             gap = f", logits {entry['logit_gap']:.4f} apart" if "logit_gap" in entry else ""
             say(

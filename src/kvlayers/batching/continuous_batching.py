@@ -6,7 +6,6 @@ transformers. They call the manager by the methods below, and get transformers' 
 
 import asyncio
 import copy
-import functools
 import itertools
 import logging
 import queue
@@ -27,7 +26,7 @@ from kvlayers.generation import cache_by_name
 from kvlayers.generation.call_arguments import check_model
 from kvlayers.generation.install import SERVED
 from kvlayers.generation.prefix_reuse import active_store
-from kvlayers.generation.row_decoding import LookedUp
+from kvlayers.generation.row_decoding import drafter_of
 from kvlayers.upstream import generate_calls, model_types
 
 logger = logging.getLogger(__name__)
@@ -36,6 +35,9 @@ MAX_ROWS, CHUNK_TOKENS = 32, 512
 
 IDLE_SECONDS = 0.1
 """How long a thread waits before it looks again whether the other one is still there."""
+
+SECONDS_FOR_A_PLACE = 10
+"""How long who asks waits for a place in a full queue, as in transformers. The thread may have ended meanwhile."""
 
 NO_END = -1
 """The `eos_token_id` of transformers' continuous batching for answers that end by their length alone."""
@@ -60,17 +62,15 @@ def init_continuous_batching(original: Callable[..., Any]) -> Callable[..., Any]
         self: Any, generation_config: Any = None, continuous_batching_config: Any = None, *args: Any, **more: Any
     ) -> Any:
         is_served = self.device.type == "cpu" if SERVED.get() is None else SERVED.get()
-        if is_served and _KEPT in vars(self):
-            return vars(self)[_KEPT]
-        if is_served:
-            try:
-                return RowsManager(self, generation_config or self.generation_config, continuous_batching_config)
-            except KVLayersError as reason:
-                logger.warning(
-                    "Continuous batching of %s is that of transformers, without kvlayers: %s",
-                    type(self).__name__,
-                    reason,
+        try:
+            if is_served:
+                return vars(self).get(_KEPT) or RowsManager(
+                    self, generation_config or self.generation_config, continuous_batching_config
                 )
+        except KVLayersError as reason:
+            logger.warning(
+                "Continuous batching of %s is that of transformers, without kvlayers: %s", type(self).__name__, reason
+            )
         return original(self, generation_config, continuous_batching_config, *args, **more)
 
     return init
@@ -88,51 +88,6 @@ def destroy_kept_manager(original: Callable[..., Any]) -> Callable[..., Any]:
     return destroy
 
 
-@dataclass(eq=False)
-class _Asked(Request):
-    """A request with what its caller is told of it.
-
-    Attributes:
-        request_id: its name.
-        is_streamed: whether each token is told.
-        timestamps: when each token came, `None` if nobody asks.
-        prompt: the ids of the prompt, on the host.
-        tokens: those of the answer so far.
-        created: when it came.
-        began: when it left the queue, -1 before.
-    """
-
-    request_id: str = ""
-    is_streamed: bool = False
-    timestamps: list[float] | None = None
-    prompt: list[int] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list, init=False)
-    created: float = field(default_factory=time.perf_counter)
-    began: float = -1.0
-
-    @property
-    def names(self) -> list[str]:
-        """Its name, and those of its copies that have not joined."""
-        return [self.request_id, *(each.request_id for each in self.copies if isinstance(each, _Asked))]
-
-    def output(self, status: str, error: BaseException | None = None) -> Any:
-        """What the caller gets: the tokens so far, and the name of a `RequestStatus`."""
-        from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
-
-        is_over = status == "FINISHED"
-        return GenerationOutput(
-            request_id=self.request_id,
-            prompt_ids=self.prompt,
-            generated_tokens=list(self.tokens),
-            logprobs=list((self.row and self.row.logprobs) or ()),
-            error=None if error is None else str(error),
-            status=RequestStatus.FAILED if error is not None else RequestStatus[status],
-            created_time=self.created,
-            lifespan=(self.began, time.perf_counter() if is_over else -1),
-            timestamps=None if self.timestamps is None else list(self.timestamps),
-        )
-
-
 class Outputs:
     """Outputs that wait for their callers, or are handed to the event loops of these."""
 
@@ -142,9 +97,12 @@ class Outputs:
         self._handlers: dict[str, tuple[Callable[[Any], object], asyncio.AbstractEventLoop]] = {}
 
     def handle(self, request_id: str, callback: Callable[[Any], object]) -> None:
-        """Hand the outputs of a request to a function, in the event loop that runs now."""
+        """Hand the outputs of a request to a function, in the event loop that runs now: also those that wait."""
         with self._changed:
             self._handlers[request_id] = callback, asyncio.get_running_loop()
+            earlier, self._waiting = self._waiting, deque()
+            for output in earlier:
+                self.put(output)
 
     def forget(self, request_id: str) -> None:
         """Hand nothing more of a request to anybody."""
@@ -178,6 +136,65 @@ class Outputs:
                 if left <= 0 or is_over():
                     return None
                 self._changed.wait(min(left, IDLE_SECONDS))
+
+
+@dataclass(eq=False)
+class _Asked(Request):
+    """A request with what its caller is told of it.
+
+    Attributes:
+        outputs: where its caller finds them.
+        request_id: its name.
+        is_streamed: whether each token is told.
+        timestamps: when each token came, `None` if nobody asks.
+        prompt: the ids of the prompt, on the host.
+        tokens: those of the answer so far.
+        created: when it came.
+        began: when it left the queue, -1 before.
+    """
+
+    outputs: Outputs = field(default_factory=Outputs)
+    request_id: str = ""
+    is_streamed: bool = False
+    timestamps: list[float] | None = None
+    prompt: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list, init=False)
+    created: float = field(default_factory=time.perf_counter)
+    began: float = -1.0
+
+    def __post_init__(self) -> None:
+        self.on_token = self.tell
+
+    def tell(self, token: int) -> bool:
+        """Take note of a token, and tell it if the caller asks for each. It does not end the answer."""
+        self.tokens.append(token)
+        if self.timestamps is not None:
+            self.timestamps.append(time.perf_counter())
+        # The last one comes with the end.
+        if self.is_streamed and not (self.row and self.row.has_ended):
+            self.outputs.put(self.output("DECODING"))
+        return False
+
+    @property
+    def with_copies(self) -> "list[_Asked]":
+        """The request, and its copies that have not joined."""
+        return [self, *(each for each in self.copies if isinstance(each, _Asked))]
+
+    def output(self, status: str, error: BaseException | None = None) -> Any:
+        """What the caller gets: the tokens so far, and the name of a `RequestStatus`."""
+        from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
+
+        return GenerationOutput(
+            request_id=self.request_id,
+            prompt_ids=self.prompt,
+            generated_tokens=list(self.tokens),
+            logprobs=list((self.row and self.row.logprobs) or ()),
+            error=None if error is None else str(error),
+            status=RequestStatus.FAILED if error is not None else RequestStatus[status],
+            created_time=self.created,
+            lifespan=(self.began, time.perf_counter() if status == "FINISHED" else -1),
+            timestamps=None if self.timestamps is None else list(self.timestamps),
+        )
 
 
 class ThreadStatus:
@@ -238,6 +255,7 @@ class RowsManager:
 
     Attributes:
         warmed_up: `True`, since nothing is compiled.
+        num_return_sequences: answers to a prompt whose request does not say how many.
         background_thread_status: what the thread was asked for, and what ended it.
 
     Raises:
@@ -256,6 +274,7 @@ class RowsManager:
             logger.warning("Rows have no use for %s of a ContinuousBatchingConfig.", ", ".join(sorted(others)))
         self._keeps_logprobs, self._seed = bool(given.get("return_logprobs")), given.get("seed")
         self._config = self._config_with({})
+        self.num_return_sequences: int = self._config.num_return_sequences or 1
         self._engine = self._engine_for(self._config, given)
         self._numbers, self._work = itertools.count(), threading.Event()
         self._input: queue.Queue[_Asked] = queue.Queue(given.get("max_queue_size") or 0)
@@ -266,8 +285,7 @@ class RowsManager:
     def _config_with(self, options: dict[str, Any]) -> Any:
         """The full config of a request with options of its own."""
         own = copy.deepcopy(self.generation_config)
-        left = own.update(**options)
-        if left:
+        if left := own.update(**options):
             raise OptionError(
                 f"`options` must be those of a GenerationConfig, got {', '.join(sorted(left))}: leave them out."
             )
@@ -287,8 +305,11 @@ class RowsManager:
         )
         asked = named.cache_implementation
         name = "dynamic" if asked in (None, cache_by_name.CONTINUOUS_BATCHING) else asked
-        tokens = config.prompt_lookup_num_tokens
-        drafter = None if tokens is None else LookedUp(generate_calls.prompt_lookup(config, tokens))
+        drafter, room_for_drafts = (
+            (None, 0)
+            if config.prompt_lookup_num_tokens is None
+            else drafter_of(config, config.prompt_lookup_num_tokens, None)
+        )
         share = given.get("max_memory_percent")
         return RowEngine[_Asked](
             self.model,
@@ -299,7 +320,7 @@ class RowsManager:
             None if share is None else Fraction(share),
             given.get("max_batch_tokens") or CHUNK_TOKENS,
             drafter,
-            tokens or 0,
+            room_for_drafts,
         )
 
     def warmup(self) -> None:
@@ -339,7 +360,7 @@ class RowsManager:
         """
         status = self.background_thread_status
         if status.is_held_here:
-            raise RuntimeError("The manager must not be paused by who stops it: leave the block of pause() first.")
+            raise RuntimeError("The manager must not be stopped from inside a pause: leave the block of pause() first.")
         status.is_finishing, status.is_stopping = True, status.is_stopping or hard_stop
         self._work.set()
         if block and self._thread is not None:
@@ -351,8 +372,7 @@ class RowsManager:
 
     def destroy(self) -> None:
         """Stop, and keep nothing."""
-        if self.is_running():
-            self.stop()
+        self.stop()
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -384,68 +404,69 @@ class RowsManager:
             streaming: whether each token is an output.
             record_timestamps: whether outputs say when each token came.
             eos_token_id: tokens that end the answer.
-            options: other options of a `GenerationConfig`, such as `temperature`. Wrong ones fail this request alone.
+            options: other options of a `GenerationConfig`, such as `temperature`, and a `tokenizer` for stop strings.
+                Wrong ones fail this request alone.
 
         Returns:
             Its name; `None` if the manager takes no more requests.
+
+        Raises:
+            OptionError: another request of this name has not ended.
+            queue.Full: as many requests wait as may, and none has been taken for ten seconds.
         """
         status = self.background_thread_status
         if status.fatal_error is not None or status.is_finishing:
             logger.warning("A request was dropped: the manager has been stopped, or its thread has failed.")
             return None
         request_id = f"req_{next(self._numbers)}" if request_id is None else request_id
-        own = {"max_new_tokens": max_new_tokens, "eos_token_id": eos_token_id}
-        options |= {name: value for name, value in own.items() if value is not None}
-        config, error = self._config, None
+        if request_id in self._asked:
+            raise OptionError(f"`request_id` must be one that no other request has, got {request_id!r}: leave it out.")
+        given = {"tokenizer": options.pop("tokenizer", None)}
+        named = (("max_new_tokens", max_new_tokens), ("eos_token_id", eos_token_id))
+        options |= {name: value for name, value in named if value is not None}
+        prompt, config, error = list(input_ids), self._config, None
+        ids = torch.empty(1, 0, dtype=torch.int64)
         try:
             config = self._config_with(options) if options else config
+            ids = torch.as_tensor([prompt], dtype=torch.int64, device=self.model.device)
+            positions = model_types.most_positions(self.model.config)
+            if not prompt or (positions is not None and len(prompt) >= positions):
+                raise CapacityError(
+                    f"`input_ids` must have 1 token at least, and fewer than the {positions} positions of the model, "
+                    f"got {len(prompt)}: shorten the prompt."
+                )
         except Exception as reason:
             error = reason
-        names = [
-            request_id,
-            *(f"{request_id}__child#{index}" for index in range((config.num_return_sequences or 1) - 1)),
-        ]
         first, *copies = (
-            self._new(name, input_ids, config, error, streaming, [] if record_timestamps else None) for name in names
+            _Asked(
+                ids,
+                config,
+                given=given,
+                keeps_logprobs=self._keeps_logprobs,
+                error=error,
+                outputs=self._outputs,
+                request_id=name,
+                is_streamed=streaming,
+                timestamps=[] if record_timestamps else None,
+                prompt=prompt,
+            )
+            for name in (
+                request_id,
+                *(
+                    f"{request_id}__child#{index}"
+                    for index in range((options.get("num_return_sequences") or self.num_return_sequences) - 1)
+                ),
+            )
         )
         first.copies = copies
         self._asked.update({each.request_id: each for each in (first, *copies)})
-        self._input.put(first)
+        try:
+            self._input.put(first, timeout=SECONDS_FOR_A_PLACE)
+        except queue.Full:
+            self.cancel_request(request_id)
+            raise
         self._work.set()
         return request_id
-
-    def _new(
-        self,
-        request_id: str,
-        input_ids: Sequence[int],
-        config: Any,
-        error: Exception | None,
-        is_streamed: bool,
-        timestamps: list[float] | None,
-    ) -> _Asked:
-        prompt = list(input_ids)
-        ids = torch.as_tensor([prompt], dtype=torch.int64, device=self.model.device)
-        asked = _Asked(
-            ids, config, keeps_logprobs=self._keeps_logprobs, error=error, request_id=request_id,
-            is_streamed=is_streamed, timestamps=timestamps, prompt=prompt,
-        )  # fmt: skip
-        positions = model_types.most_positions(self.model.config)
-        if error is None and (not ids.numel() or (positions is not None and ids.shape[1] >= positions)):
-            asked.error = CapacityError(
-                f"`input_ids` must have 1 token at least, and fewer than the {positions} positions of the model, got "
-                f"{ids.shape[1]}: shorten the prompt."
-            )
-        asked.on_token = functools.partial(self._tell, asked)
-        return asked
-
-    def _tell(self, asked: _Asked, token: int) -> bool:
-        asked.tokens.append(token)
-        if asked.timestamps is not None:
-            asked.timestamps.append(time.perf_counter())
-        # The last one comes with the end.
-        if asked.is_streamed and not (asked.row and asked.row.has_ended):
-            self._outputs.put(asked.output("DECODING"))
-        return False
 
     def add_requests(
         self,
@@ -474,12 +495,13 @@ class RowsManager:
 
     def request_id_iter(self, request_id: str) -> Iterator[Any]:
         """The outputs of one request, up to the last one. It ends without one if the request is given up."""
-        while True:
-            is_asked = request_id in self._asked and self.is_running()
-            output = self.get_result(request_id, IDLE_SECONDS)
-            if output is not None:
-                yield output
-            if not is_asked if output is None else output.is_finished():
+        while (
+            output := self._outputs.get(
+                request_id, None, lambda: request_id not in self._asked or not self.is_running()
+            )
+        ) is not None:
+            yield output
+            if output.is_finished():
                 return
 
     def register_result_handler(self, request_id: str, callback: Callable[[Any], object]) -> None:
@@ -523,34 +545,35 @@ class RowsManager:
             asked = self._asked.pop(self._cancelled.popleft(), None)
             if asked is not None:
                 self._engine.cancel(asked)
-                for name in asked.names:
-                    self._asked.pop(name, None)
-                    self._outputs.forget(name)
+                for each in asked.with_copies:
+                    self._asked.pop(each.request_id, None)
+                    self._outputs.forget(each.request_id)
         for failed in self._engine.admit(self._next):
             self._end(failed, failed.error)
-        if not self._engine.held:
-            if status.is_finishing and self._input.empty():
-                return False
+        if self._engine.held:
+            for ended in self._engine.advance():
+                self._end(ended, ended.error)
+        elif status.is_finishing and self._input.empty():
+            return False
+        else:
             self._work.wait(IDLE_SECONDS)
             self._work.clear()
-            return True
-        for ended in self._engine.advance():
-            self._end(ended, ended.error)
         return True
 
     def _next(self) -> _Asked | None:
         # Nobody else takes from it.
         while not self._input.empty():
             asked = self._input.get()
-            if asked.request_id in self._asked:
+            if self._asked.get(asked.request_id) is asked:
                 asked.began = time.perf_counter()
                 return asked
         return None
 
     def _end(self, asked: _Asked, error: BaseException | None) -> None:
         """Tell how a request ended, and its copies if it has not been read."""
-        for name in asked.names:
-            if name in self._asked:
-                self._outputs.put(self._asked[name].output("FINISHED", error))
+        for each in asked.with_copies:
+            # Who was given up may have a namesake.
+            if self._asked.get(each.request_id) is each:
+                self._outputs.put(each.output("FINISHED", error))
                 # Only now, as whoever waits for outputs looks whether there will be more.
-                del self._asked[name]
+                del self._asked[each.request_id]

@@ -151,8 +151,9 @@ def generate_many(
     given = {name: options.pop(name) for name in SEEN_BY_IDS if name in options}
     config, left = generate_calls.full_generation_config(model, {"max_new_tokens": max_new_tokens, **options})
     of_generate = options.keys() & {*generate_calls.arguments_of_generate(), "max_length"} - {"generation_config"}
-    without_cache = {"use_cache"} if options.get("use_cache") is False else set()
-    if refused := sorted(of_generate | without_cache | {name for name in NOT_HERE if vars(config).get(name)}):
+    of_generate |= {name for name in NOT_HERE if vars(config).get(name)}
+    of_generate |= {"use_cache"} if options.get("use_cache") is False else set()
+    if refused := sorted(of_generate):
         raise OptionError(f"`options` must not have what generate_many does not do, got {', '.join(refused)}.")
     if left:
         raise OptionError(f"`options` must be options of a GenerationConfig, got {', '.join(sorted(left))}.")

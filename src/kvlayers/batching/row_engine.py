@@ -15,10 +15,10 @@ from torch import Tensor
 from kvlayers.core.cache import Cache
 from kvlayers.errors import OptionError
 from kvlayers.generation.cache_by_name import AUTO, NamedCache, cache_for, request_of
-from kvlayers.generation.prefill import pass_limit, pass_unseen
 from kvlayers.generation.prefix_reuse.active_store import ActiveStore
 from kvlayers.generation.prefix_reuse.eligibility import StorePart
 from kvlayers.generation.prefix_reuse.prefixed_call import usable_cache
+from kvlayers.generation.retried_pass import pass_unseen
 from kvlayers.generation.row_decoding import DecodedRow, Drafter, RowDecoder, check_positions
 from kvlayers.prefix import Hit
 from kvlayers.rope.from_config import frequencies_within, remembers_lengths
@@ -133,7 +133,7 @@ class RowEngine(Generic[Kind]):
         if drafter is not None and (is_kept_elsewhere or example.recurrent_parts()):
             raise OptionError(
                 "`prompt_lookup_num_tokens` and `assistant_model` must be left out for a model whose states cannot be "
-                f"taken back, got a {type(model).__name__}."
+                f"taken back, each row's to a length of its own, got a {type(model).__name__}."
             )
         self._max_rows, self._chunk_tokens = max_rows, chunk_tokens
         self._room = late.function("room for rows")(named.name, request_of(model, named.options, batch_size=1), memory)
@@ -158,11 +158,6 @@ class RowEngine(Generic[Kind]):
     def held(self) -> list[Kind]:
         """The requests whose states are held."""
         return [*self._of.values(), *self._reading]
-
-    @property
-    def requests(self) -> list[Kind]:
-        """All requests that have not ended, those that wait last."""
-        return [*self.held, *self._waiting]
 
     def admit(self, more: Callable[[], Kind | None]) -> Iterator[Kind]:
         """Let requests join that fit, and yield those that have failed.
@@ -206,16 +201,14 @@ class RowEngine(Generic[Kind]):
         for row, reason in self._decoder.drop_ended():
             yield self._ended(self._of.pop(row), reason)
 
-    def cancel(self, request: Kind) -> bool:
-        """Take a request out, and return whether it is out now: one that is being decoded ends with the next step."""
+    def cancel(self, request: Kind) -> None:
+        """Take a request out. One that is being decoded ends with the next step."""
         if request.row is not None and request.row in self._of:
             request.row.is_stopped = True
-            return False
         for requests in (self._waiting, self._reading):
             if request in requests:
                 requests.remove(request)
                 request.cache = None
-        return True
 
     def _show(self, row: DecodedRow, token: int) -> bool:
         on_token = self._of[row].on_token
@@ -239,8 +232,8 @@ class RowEngine(Generic[Kind]):
         processors = generate_calls.logits_processors(self._model, own, request.ids, request.given)
         criteria = generate_calls.stopping_criteria(self._model, own, request.given)
         # A draft would be rotated by the frequencies of a longer sequence.
-        longest = 0 if request.frequencies is None else own.max_length
-        request.row = DecodedRow(request.ids, processors, criteria, bool(own.do_sample), longest)
+        most = 0 if request.frequencies is None else own.max_length
+        request.row = DecodedRow(request.ids, processors, criteria, bool(own.do_sample), most)
         request.row.logprobs = [] if request.keeps_logprobs else None
         self._reading.append(request)
         return True
@@ -307,10 +300,10 @@ class RowEngine(Generic[Kind]):
         if seen == 0 and remembers_lengths(model.config):
             # By a pass over a short sequence, so that the answer does not depend on those before it.
             model(ids[:, :1], use_cache=False)
-        is_whole = frequencies_within(model.config, 1, end) is None
-        stop = end if is_whole else min(seen + self._chunk_tokens, end)
+        is_read_in_chunks = frequencies_within(model.config, 1, end) is not None
+        stop = min(seen + self._chunk_tokens, end) if is_read_in_chunks else end
         positions = torch.arange(stop, device=model.device)[None]
-        output = pass_unseen(model, ids[:, :stop], cache, pass_limit(model, cache) if seen else None, positions)
+        output = pass_unseen(model, ids[:, :stop], cache, None, positions)
         if stop < end:
             return None
         if request.part is not None:

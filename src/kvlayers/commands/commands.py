@@ -21,6 +21,7 @@ PLAN_OPTIONS = {
     "memory": "--memory",
     "encoder_length": "--encoder-length",
     "names": "--name",
+    "max_bytes": "--max-bytes",
 }
 
 
@@ -49,6 +50,10 @@ def plan(
             help="A cache to plan, also with options (sink:window_length=512); repeat for several. Default: all."
         ),
     ] = None,
+    max_bytes: Annotated[
+        str | None,
+        typer.Option(help="Say what a cache would hold that stays within 2GiB, or within 50% of full precision."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show what each kind of cache would cost for a model, from its config alone, and which one to use.
@@ -73,6 +78,7 @@ def plan(
             memory,
             names=name,
             encoder_length=encoded,
+            max_bytes=max_bytes,
         )
     if as_json:
         print_json(planned)

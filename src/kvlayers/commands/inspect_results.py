@@ -13,9 +13,9 @@ from rich.tree import Tree
 from kvlayers.commands.console import plain, print_json
 from kvlayers.errors import CachePathError
 from kvlayers.persistence import CacheFile, inspect_cache
-from kvlayers.prefix.backends import existing_backend
 from kvlayers.prefix.keys import LABEL_PREFIX
-from kvlayers.prefix.report import DirectoryReport, PrefixNode, PrefixTree, readable_age, report_on
+from kvlayers.prefix.report import PrefixNode, PrefixTree, readable_age
+from kvlayers.serving.reports import DirectoryReport, report_on
 from kvlayers.utils.units import readable_bytes
 
 LABEL_DIGITS = 12
@@ -89,11 +89,10 @@ def show_directory(directory: str, as_json: bool) -> bool:
         CachePathError: it cannot be reached, or no file in it is that of an entry.
         OptionError: it is a URL of an unknown scheme, or of one whose package is not installed.
     """
-    backend = existing_backend(directory, None)
     console, columns = Console(stderr=True), (TextColumn("reading entries"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=None)
-        found = report_on(backend, lambda done, total: bar.update(task, completed=done, total=total))
+        found = report_on(directory, lambda done, total: bar.update(task, completed=done, total=total))
     if not found.entries and not found.problems:
         raise CachePathError(
             f"{found.directory} has no entries of a prefix store: name the directory of a store, or a saved cache."

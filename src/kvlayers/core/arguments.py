@@ -4,6 +4,7 @@ import contextlib
 import operator
 from collections.abc import Sequence
 from operator import index
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,17 +31,24 @@ def as_batch_indices(indices: BatchIndices, batch_size: int) -> Tensor:
         rows = torch.as_tensor(indices)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise BatchIndexError(f"`indices` must be batch indices, got {indices!r}: pass a list or a tensor.") from error
-    if rows.dtype == torch.bool:
+    if rows.dtype == torch.bool and not rows.is_meta:
         if tuple(rows.shape) != (batch_size,):
             raise BatchIndexError(
                 f"A mask of sequences must have the shape ({batch_size},), got {tuple(rows.shape)}: pass one entry for "
                 "each sequence."
             )
         rows = rows.nonzero().squeeze(1)
-    if rows.dim() != 1 or rows.shape[0] == 0 or rows.is_floating_point() or rows.is_complex():
+    if (
+        rows.dim() != 1
+        or rows.shape[0] == 0
+        or rows.is_meta
+        or rows.layout != torch.strided
+        or rows.is_floating_point()
+        or rows.is_complex()
+    ):
         raise BatchIndexError(
             f"`indices` must be a list of at least one batch index, all whole numbers, got shape {tuple(rows.shape)} "
-            f"of {rows.dtype}: pass the numbers of the sequences to keep."
+            f"of {rows.dtype} on {rows.device}: pass the numbers of the sequences to keep."
         )
     rows = rows.to(torch.int64)
     if rows.device.type == "cpu":
@@ -53,11 +61,6 @@ def as_batch_indices(indices: BatchIndices, batch_size: int) -> Tensor:
         if lowest < 0:
             rows = rows % batch_size
     return rows
-
-
-def is_identity(rows: Tensor, batch_size: int) -> bool:
-    """Whether selecting `rows` changes nothing. False if an accelerator would have to be waited for."""
-    return rows.device.type == "cpu" and rows.shape[0] == batch_size and rows.tolist() == list(range(batch_size))
 
 
 def repeated_rows(repeats: int, batch_size: int) -> Tensor:
@@ -75,13 +78,31 @@ def unbounded_as_minus_one(capacity: int | None) -> int:
 def whole_number(number: object, what: str) -> int:
     """`number` as an `int`, if it is an int, or an integer tensor of one element. `what` names it in the error.
 
+    A truth is no number, since `True` is hardly ever meant as 1.
+
     Raises:
         OptionError: it is something else, such as a float.
     """
-    if not isinstance(number, bool):
-        with contextlib.suppress(TypeError):
+    if not isinstance(number, bool) and not (isinstance(number, Tensor) and number.dtype == torch.bool):
+        # torch raises a RuntimeError for a tensor without data.
+        with contextlib.suppress(TypeError, RuntimeError):
             return operator.index(number)  # type: ignore[arg-type]
     raise OptionError(f"{what} must be a whole number, got {number!r}: pass an integer.")
+
+
+def query_count(queries: object, what: str = "`query_length`") -> int:
+    """Tokens of the next update: their number, or that of their positions, int64 `[tokens]`. `what` names it in errors.
+
+    Raises:
+        OptionError: it is neither.
+    """
+    if isinstance(queries, Tensor) and queries.dim() == 1:
+        queries = queries.shape[0]
+    # While code is exported, the number is a symbol.
+    count: Any = queries if isinstance(queries, torch.SymInt) else whole_number(queries, what)
+    if count < 0:
+        raise OptionError(f"{what} must be at least 0, got {count}: pass the number of new tokens.")
+    return count  # type: ignore[no-any-return]
 
 
 def crop_target(tokens: int, length: int) -> int:
@@ -95,10 +116,9 @@ def crop_target(tokens: int, length: int) -> int:
     tokens = whole_number(tokens, "tokens to crop")
     target = tokens if tokens > 0 else length + tokens
     if not 0 <= target <= length:
-        asked = f"to keep {tokens}" if tokens > 0 else f"to remove {-tokens}"
         raise RollbackError(
-            f"expected to crop within the {length} tokens that are held, but was asked {asked}: pass a length of at "
-            f"most {length}, or a negative count of at least {-length}."
+            f"`tokens` must be within the {length} tokens that are held, got {tokens}: pass a length of at most "
+            f"{length}, or a negative count of at least {-length} to remove tokens."
         )
     return target
 

@@ -1,6 +1,6 @@
 """The cache: a list of layers, with the interface that transformers, generate() and decode loops call."""
 
-import functools
+import copy
 import os
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -11,11 +11,11 @@ import transformers
 from torch import Tensor
 from typing_extensions import Self, override
 
-from kvlayers.core.arguments import whole_number
+from kvlayers.core.arguments import query_count, whole_number
 from kvlayers.core.cache_operations import AS_TEXT, CacheState, LayerwiseOperations, Origin
 from kvlayers.core.description import Argument, DescriptionContext, arguments_of, described_facts
 from kvlayers.core.forward_pass import ForwardPassFollower, GivenToGenerate, PassStart, SeenTokens, interruption
-from kvlayers.core.from_config import dynamic_layers
+from kvlayers.core.from_config import AttentionMaker, dynamic_layers
 from kvlayers.core.graph_operators import GraphHandle, calls_operators, updated
 from kvlayers.core.layer_list import adapted, in_step, let_static_layers_agree
 from kvlayers.core.layer_operations import LayerOperations
@@ -70,10 +70,16 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
     """The other attributes that a file records. A subclass inherits them, and names its own in `described`."""
     prefix_notes: tuple[str, ...] = ()
     """What a prefix store had of the prompts of the call that made the cache; see `explain`."""
+    budget: Any = None
+    """The bytes that the cache stays within, a `Budget` of the room `memory`, `None` for as many as it takes."""
+    recall: AttentionMaker | None = None
+    """How single queries choose the pages that they attend to, if they do."""
     _rotary: Rotary | None = None
     """How the model's keys are rotated, if the user says it in the place of the model's config."""
     _traces: Mapping[int, int] = MappingProxyType({})
     """For each layer index, how often code that updates the layer was traced."""
+    steps_taken: tuple[str, ...] = ()
+    """The steps that `give_way` has taken."""
     _prefetcher: Any = None
     _given: GivenToGenerate | None = None
     _outlives_generate = False
@@ -103,19 +109,15 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
                 "`layers` must be a layer of its own for each layer of the model, got one twice: copy it."
             )
         self.only_non_sliding = offload_only_non_sliding
-        self._offloading: Any = None
         options = offloading, offload_only_non_sliding, offload_device, offload_directory
-        if options[0] is not False or not isinstance(options[1], bool) or options[2:] != ("cpu", None):
-            self._offloading = late.function("offloading")(*options)
-        self._prefetcher = None if self._offloading is None else self._offloading.prefetcher()
+        stays = options[0] is False and isinstance(options[1], bool) and options[2:] == ("cpu", None)
+        placement = None if stays else late.function("offloading")(*options)
         self._pass = ForwardPassFollower()
         # A cache that is made within compiled code is traced through.
         self._handle = None if torch.compiler.is_compiling() else GraphHandle(self)
-        self.layers = [_placed(layer, self._prefetcher, offload_only_non_sliding) for layer in layers or ()]
+        self.layer_class_to_replicate = layer_class_to_replicate
+        self._place(layers or (), placement)
         let_static_layers_agree(self.adapted_layers())
-        self.layer_class_to_replicate = None
-        if layer_class_to_replicate is not None:
-            self._make_more_with(layer_class_to_replicate)
 
     def __getstate__(self) -> dict[str, Any]:
         # Compiled code knows a copy by another handle.
@@ -175,9 +177,7 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
         cache.origins = (described_origin(options),)
         for argument in arguments_of(cls):
             setattr(cache, argument.attribute or argument.name, argument.read(options, context))
-        make_layer = cache._layer_maker() if options["grows"] else None
-        if make_layer is not None:
-            cache._make_more_with(make_layer)
+        cache.layer_class_to_replicate = cache._layer_maker() if options["grows"] else None
         return cache
 
     def _layer_maker(self) -> Callable[[], Any] | None:
@@ -186,7 +186,7 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
 
     def _layers_of_model(self, config: Any) -> list[Any]:
         """The layers of a cache with these options for a model."""
-        return dynamic_layers(config)
+        return dynamic_layers(config, recall=self.recall)
 
     @classmethod
     def layers_from_config(cls, options: Mapping[str, Any], config: object, context: DescriptionContext) -> list[Any]:
@@ -199,11 +199,20 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
         """
         return cls.from_description(options, [], context)._layers_of_model(config)
 
-    def _make_more_with(self, make_layer: Callable[[], Any]) -> None:
-        """Let `make_layer` make a layer whenever the model uses one more."""
-        self.layer_class_to_replicate = functools.partial(
-            _made_and_placed, make_layer, self._prefetcher, self.only_non_sliding
-        )
+    def _place(self, layers: Sequence[Any], offloading: Any) -> None:
+        """Hold the states of these layers, and of those that are made later, where `offloading` says.
+
+        Args:
+            layers: layers whose states are on the device that computes.
+            offloading: an `Offloading` of the room `offload`, `None` for the device that computes.
+
+        Raises:
+            UnsupportedLayerError: a layer cannot be offloaded; nothing is changed.
+        """
+        prefetcher = None if offloading is None else offloading.prefetcher()
+        only_non_sliding = self.only_non_sliding if offloading is None else offloading.only_non_sliding
+        self.layers = [_placed(layer, prefetcher, only_non_sliding) for layer in layers]
+        self._offloading, self._prefetcher, self.only_non_sliding = offloading, prefetcher, only_non_sliding
 
     @property
     def traffic(self) -> Any:
@@ -214,14 +223,12 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
     def _twin_with(self, layers: Sequence[LayerOperations]) -> Self:
         twin = super()._twin_with(layers)
         twin._pass = self._pass.copy()
-        twin._given = None
+        twin._given, twin.budget = None, copy.copy(self.budget)
         if self._prefetcher is not None:
             # A prefetcher belongs to one thread, and the two caches may be used in two.
             twin._prefetcher = self._prefetcher.for_another_cache()
             for layer in twin.adapted_layers():
                 layer.use_prefetcher(twin._prefetcher)
-            if isinstance(self.layer_class_to_replicate, functools.partial):
-                twin._make_more_with(self.layer_class_to_replicate.args[0])
         return twin
 
     @property
@@ -275,7 +282,12 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
             compiled: no code that updates this cache
         """
         layers = [layer for layers in self._layers_by_use().values() for layer in layers]
-        return explanation_of(self.prefix_notes, layers, max(self._traces.values(), default=0))
+        return explanation_of(
+            self.prefix_notes,
+            layers,
+            max(self._traces.values(), default=0),
+            "" if self.budget is None else self.budget.note,
+        )
 
     # Called while torch traces, and not by the code that it makes.
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -318,7 +330,7 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
         """
         try:
             layer = self.layers[layer_idx] if 0 <= layer_idx < len(self.layers) else None
-        except (TypeError, RuntimeError):
+        except (TypeError, ValueError, RuntimeError):
             raise self._no_layer(layer_idx) from None
         if layer is None:
             return self._update_new_layer(key_states, value_states, layer_idx)
@@ -326,8 +338,8 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
             layer = self._layer(layer_idx)
             if not layer.attends:
                 raise UnsupportedLayerError(
-                    f"expected a layer that attends, but layer {layer_idx} holds nothing that is attended to: make the "
-                    "cache from the config of the model that uses it."
+                    f"`layer_idx` must be that of a layer that attends, got {layer_idx}, which holds nothing that is "
+                    "attended to: make the cache from the config of the model that uses it."
                 )
         following, compiling = self._pass, torch.compiler.is_compiling()
         if compiling:
@@ -336,13 +348,17 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
             if handle is not None and calls_operators(layer, key_states, value_states):
                 return updated(handle, layer, layer_idx, key_states, value_states)
         elif not following.at < layer_idx <= following.in_step:
-            new = key_states.shape[-2] if isinstance(key_states, Tensor) else 0
+            new = key_states.shape[-2] if isinstance(key_states, Tensor) and key_states.dim() > 1 else 0
+            if self.budget is not None:
+                self.budget.make_room(self, self.adapted_layers(), layer_idx, key_states, value_states)
+                # It may have set rows apart.
+                layer = self.adapted_layers()[layer_idx]
             following.follow(self, layer_idx, layer, new)
-        attended: tuple[Tensor, Tensor]
-        if layer.is_upstream:
-            attended = layer.update(key_states, value_states, *args, **kwargs)
-        else:
-            attended = layer.update(key_states, value_states)
+        attended: tuple[Tensor, Tensor] = (
+            layer.update(key_states, value_states, *args, **kwargs)
+            if layer.is_upstream
+            else layer.update(key_states, value_states)
+        )
         if not compiling:
             following.at = layer_idx
             if key_states.shape[1] == 1 and _are_latents(key_states, value_states):
@@ -356,6 +372,9 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
         if not compiling:
             self._pass.follow(self, layer_idx, None, key_states.shape[-2])
         layers = self.layers_for(layer_idx + 1)
+        new_layers = [adapted(layer) for layer in layers]
+        if self.budget is not None:
+            self.budget.make_room(self, new_layers, layer_idx, key_states, value_states)
         attended: tuple[Tensor, Tensor] = layers[layer_idx].update(key_states, value_states)
         self.layers.extend(layers[len(self.layers) :])
         # Now, so that compiled code does not find out: what it sees for the first time it is compiled for.
@@ -410,8 +429,8 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
     @override
     def layers_for(self, count: int) -> list[Any]:
         make_layer = self.layer_class_to_replicate
-        missing = range(len(self.layers), count) if make_layer is not None else ()
-        return [*self.layers, *(make_layer() for _ in missing if make_layer is not None)]
+        made = [] if make_layer is None else [make_layer() for _ in range(len(self.layers), count)]
+        return [*self.layers, *(_placed(layer, self._prefetcher, self.only_non_sliding) for layer in made)]
 
     # Lengths and masks
 
@@ -463,8 +482,9 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
         Raises:
             CapacityError: the tokens do not fit in this layer.
         """
-        if isinstance(query_length, Tensor):
-            query_length = query_length.shape[0]
+        # In ordinary calls without a call in Python.
+        if not (type(query_length) is int and query_length >= 0):
+            query_length = query_count(query_length)
         layer = self.layer_at(layer_idx)
         if layer is None:
             return query_length, 0
@@ -486,17 +506,65 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
         seen = self.get_seq_length(layer_idx)
         return seen if torch.compiler.is_compiling() else int(seen)
 
-    # Placement
+    # Memory
 
-    def offload(self, layer_idx: int, only_non_sliding: bool = True) -> None:
-        """Move a layer's states to the host, if its kind can.
+    def give_way(self, ladder: Sequence[str] | None = None) -> str | None:
+        """Take less memory, in place and by one step: 8 bits, then 4 bits, then states on the host.
+
+        A step is taken as a whole: by all layers that can take it. If memory runs out within a step, some layers have
+        taken it, the tokens are those that were held, and the next call goes on with the same step.
+
+        Args:
+            ladder: the steps that may be taken, the first of them first; all three if it is not given.
+
+        Returns:
+            The step that was taken, "int8", "int4" or "offloaded"; `None` if there is none left.
+        """
+        step: str | None = late.function("give way")(self, ladder)
+        if step is not None:
+            self.steps_taken += (step,)
+        return step
+
+    def pack(self, nbits: int = 4) -> None:
+        """Hold all but the oldest and the newest tokens in `nbits` bits at most, in place, from now on.
+
+        Layers that cannot stay as they are, and the log names their kinds: reservations, recurrent states, and layers
+        that keep something of their tokens beside them. Windows are rounded too.
 
         Raises:
-            UnsupportedLayerError: it cannot.
+            OptionError: the native quantizer has no such bits.
+            UnsupportedLayerError: no layer can.
         """
-        layer = self._layer(layer_idx)
-        if not (only_non_sliding and layer.is_sliding):
-            layer.offload()
+        late.function("pack")(self, nbits)
+
+    def offload(
+        self,
+        layer_idx: int | None = None,
+        only_non_sliding: bool = True,
+        device: str = "cpu",
+        directory: str | os.PathLike[str] | None = None,
+    ) -> None:
+        """Hold states on the host or on disk from now on, and on their device only while they are attended to.
+
+        Args:
+            layer_idx: one layer, for code of transformers, whose layers move by themselves; by default all layers.
+            only_non_sliding: leave layers that attend within a window where they are.
+            device: "cpu" for the host's memory, "disk" for memory-mapped files.
+            directory: the directory of these files, for "disk".
+
+        Raises:
+            OptionError: the place does not exist, or states are offloaded to another one.
+            UnsupportedLayerError: a layer cannot be offloaded; nothing is changed.
+            CapacityError: there is no memory for the states; nothing is changed.
+        """
+        if layer_idx is None:
+            late.function("offload")(self, device, directory, only_non_sliding)
+        elif not (only_non_sliding and self._layer(layer_idx).is_sliding):
+            self._layer(layer_idx).offload()
+
+    def onload(self) -> None:
+        """Hold all states on the device that computes from now on: the inverse of `offload`."""
+        late.function("onload")(self)
 
     def prefetch(self, layer_idx: int, only_non_sliding: bool = True) -> None:
         """Bring a layer's states back from the host, if its kind can.
@@ -504,9 +572,8 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
         Raises:
             UnsupportedLayerError: it cannot.
         """
-        layer = self._layer(layer_idx)
-        if not (only_non_sliding and layer.is_sliding):
-            layer.prefetch()
+        if not (only_non_sliding and self._layer(layer_idx).is_sliding):
+            self._layer(layer_idx).prefetch()
 
     def __repr__(self) -> str:
         try:
@@ -546,12 +613,4 @@ def _are_latents(keys: Tensor, values: Tensor) -> bool:
 
 def _placed(layer: Any, prefetcher: Any, only_non_sliding: bool) -> Any:
     """A layer of the cache, wrapped by the prefetcher's room if its states are held elsewhere."""
-    if prefetcher is None:
-        # What is no layer is refused.
-        adapted(layer)
-        return layer
-    return late.function("place")(layer, prefetcher, only_non_sliding)
-
-
-def _made_and_placed(make_layer: Callable[[], Any], prefetcher: Any, only_non_sliding: bool) -> Any:
-    return _placed(make_layer(), prefetcher, only_non_sliding)
+    return layer if prefetcher is None else late.function("place")(layer, prefetcher, only_non_sliding)

@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 from typing_extensions import override
 
-from kvlayers.core.arguments import checked_forms, whole_number
+from kvlayers.core.arguments import checked_forms, query_count, whole_number
 from kvlayers.core.buffer import StateForm
 from kvlayers.core.layer_operations import LayerOperations
 from kvlayers.errors import StateMismatchError
@@ -83,10 +83,6 @@ class CacheLayer(LayerOperations, CacheLayerMixin):  # type: ignore[misc]
     def held_tokens(self) -> int | None:
         return self.length
 
-    @override
-    def peek(self) -> tuple[Tensor | None, Tensor | None]:
-        return self.keys, self.values
-
     @abstractmethod
     def reserve_form(self, key_form: StateForm, value_form: StateForm) -> None:
         """Prepare for states of these forms before the first ones arrive."""
@@ -138,7 +134,7 @@ class CacheLayer(LayerOperations, CacheLayerMixin):  # type: ignore[misc]
 
     def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
         """As `mask_sizes`. Caches of transformers before 5.4 pass positions instead, int64 `[query_length]`."""
-        return self.mask_sizes(query_length.shape[0] if isinstance(query_length, Tensor) else query_length)
+        return self.mask_sizes(query_count(query_length))
 
 
 def not_of_so_many(length: int, held: int) -> StateMismatchError:

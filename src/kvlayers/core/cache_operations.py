@@ -2,7 +2,7 @@
 
 import copy
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, overload
 
@@ -13,7 +13,6 @@ from kvlayers.core.arguments import (
     BatchIndices,
     as_batch_indices,
     crop_target,
-    is_identity,
     repeated_rows,
     whole_number,
 )
@@ -152,7 +151,7 @@ class LayerwiseOperations(LayerList):
         """
         target = self.nearest_restorable(length)
         self._remove(self._removals(target))
-        return length - target
+        return whole_number(length, "`length`") - target
 
     def nearest_restorable(self, length: int) -> int:
         """The greatest length, `length` at most, to which all layers can be put back.
@@ -163,25 +162,25 @@ class LayerwiseOperations(LayerList):
         held, length = self._token_count(), whole_number(length, "`length`")
         if not 0 <= length <= held:
             raise RollbackError(
-                f"expected to roll back to between 0 and the {held} tokens that are held, but was asked for {length}."
+                f"`length` must be from 0 to the {held} tokens that are held, got {length}: pass a length among them."
             )
         counting = [layer for layer in self.adapted_layers() if layer.length and not layer.is_upstream]
         while True:
-            nearest = min((layer.nearest_restorable(length) for layer in counting), default=length)
+            nearest = min([layer.nearest_restorable(length) for layer in counting], default=length)
             if nearest == length:
                 return length
             length = nearest
 
     def _removals(self, length: int) -> list[tuple[LayerOperations, int]]:
         """By how many tokens each layer must go back. An interrupted pass leaves some layers ahead of others."""
-        held = self._token_count()
-        return [(layer, (layer.length or held) - length) for layer in self.adapted_layers()]
+        lengths = [(layer, layer.length) for layer in self.adapted_layers()]
+        held = max([own or 0 for _, own in lengths], default=0)
+        return [(layer, (own or held) - length) for layer, own in lengths]
 
     def _remove(self, removals: list[tuple[LayerOperations, int]]) -> None:
-        held = self._token_count()
-        if any(0 < tokens < held for _, tokens in removals) and self._lacks_recurrent_states():
+        if self._lacks_recurrent_states() and any(0 < tokens < self._token_count() for _, tokens in removals):
             raise RollbackError(
-                "expected recurrent layers that have seen the same tokens as the others, but one has seen nothing: the "
+                "Recurrent layers must have seen the same tokens as the others, got one that has seen nothing: the "
                 "model keeps its states elsewhere, or a forward pass was interrupted; reset() the cache."
             )
         for layer, tokens in removals:
@@ -205,8 +204,7 @@ class LayerwiseOperations(LayerList):
 
     def _lacks_recurrent_states(self) -> bool:
         """Whether a recurrent layer has seen nothing, while others have: the model may keep its states elsewhere."""
-        layers = self.adapted_layers()
-        recurrent = [layer for layer in layers if layer.is_recurrent and not layer.attends]
+        recurrent = (layer for layer in self.adapted_layers() if layer.is_recurrent and not layer.attends)
         # Layers of transformers do not count tokens.
         empty = any(layer.length == 0 or layer.batch_size is None for layer in recurrent)
         return empty and self._token_count() > 0
@@ -214,13 +212,13 @@ class LayerwiseOperations(LayerList):
     def _check_holds_states(self) -> None:
         if self._lacks_recurrent_states():
             raise UnsupportedLayerError(
-                "expected recurrent layers that have seen the same tokens as the others, but one has seen nothing, so "
-                "that a copy would lack its states: the model keeps them elsewhere, or a forward pass was interrupted; "
+                "Recurrent layers must have seen the same tokens as the others, got one that has seen nothing, so that "
+                "a copy would lack its states: the model keeps them elsewhere, or a forward pass was interrupted; "
                 "compute the tokens again for each continuation."
             )
 
     def _token_count(self) -> int:
-        return max((layer.length or 0 for layer in self.adapted_layers()), default=0)
+        return max([layer.length or 0 for layer in self.adapted_layers()], default=0)
 
     def reorder_cache(self, beam_idx: BatchIndices) -> None:
         """As `batch_select_indices`, by the name that beam search uses."""
@@ -327,7 +325,15 @@ class LayerwiseOperations(LayerList):
         return joined
 
     def replace_layers(self, layers: Sequence[LayerOperations]) -> None:
-        """Hold other layers, which have seen other tokens."""
+        """Hold other layers, which have seen other tokens.
+
+        Raises:
+            OptionError: something that is not a layer of kvlayers.
+        """
+        if not isinstance(layers, Sequence) or not all(isinstance(layer, LayerOperations) for layer in layers):
+            raise OptionError(
+                f"`layers` must be layers of kvlayers, got {layers!r}: pass what adapted_layers() returns."
+            )
         self.layers, self.known_ids = [layer.original for layer in layers], None
         self.forget_pass()
 
@@ -364,11 +370,13 @@ class LayerwiseOperations(LayerList):
             BatchIndexError: there is not one length for each row.
             RollbackError: a row never had such a length, or cannot be put back to it; nothing is changed.
         """
-        if not isinstance(lengths, Iterable):
+        if not isinstance(lengths, Sequence) and not (isinstance(lengths, Tensor) and lengths.dim() == 1):
             raise BatchIndexError(f"`lengths` must have one length for each row, got {lengths!r}: pass a list.")
         held, wanted = self.row_lengths, [whole_number(length, "`length`") for length in lengths]
         if len(wanted) != len(held):
-            raise BatchIndexError(f"`lengths` must have one length for each of {len(held)} rows, got {len(wanted)}.")
+            raise BatchIndexError(
+                f"`lengths` must have one length for each of {len(held)} rows, got {len(wanted)}: pass a list of them."
+            )
         for row, (length, own) in enumerate(zip(wanted, held, strict=True)):
             if not 0 <= length <= own:
                 raise RollbackError(
@@ -444,7 +452,8 @@ class LayerwiseOperations(LayerList):
             layer.compact()
 
     def _select(self, rows: Tensor) -> None:
-        if is_identity(rows, self.batch_size):
+        # Indices on an accelerator are not read back, since that would stall it.
+        if rows.device.type == "cpu" and rows.tolist() == list(range(self.batch_size)):
             return
         self.check_select(rows.shape[0])
         for layer in self.adapted_layers():

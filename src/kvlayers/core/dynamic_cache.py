@@ -2,7 +2,7 @@
 
 import functools
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,9 +15,11 @@ from kvlayers.core.arguments import whole_number
 from kvlayers.core.cache import Cache
 from kvlayers.core.dynamic_layer import DynamicLayer
 from kvlayers.core.from_config import (
+    BUDGET,
+    RECALL,
     AttentionMaker,
     Checkpoints,
-    RecallArgument,
+    budget_of,
     dynamic_layers,
     every_token_layers,
     full_attention_layer,
@@ -59,18 +61,23 @@ class DynamicCache(Cache, transformers.DynamicCache):  # type: ignore[misc]
             arguments.
         recall: how a single query chooses the pages that it attends to in layers of full attention, `Recall` or a
             mapping of its arguments. Without it, a query attends to every token.
+        max_bytes: the bytes that the cache stays within, such as "2GiB"; a share "50%" of what `length_hint` tokens
+            take in full precision; or "50% of free", of the memory that is free. The cache is exact until it reaches
+            them, and is rounded from its oldest tokens on after that. Without it, it takes as many as it needs.
+        ladder: the steps that it may take to stay within `max_bytes`, of "int8", "int4" and "offloaded", in this order;
+            all three if it is not given.
         ddp_cache_data: states to begin with. For each layer keys and values, `[batch, kv_heads, tokens, head_dim]`,
             and optionally the layer's sliding window as a tensor. `None` for keys and values leaves a layer empty.
 
     Raises:
         ConfigError: the config does not describe the model's layers.
-        OptionError: an option that does not exist, or a config as the first argument.
+        OptionError: an option that does not exist, a config as the first argument, or no such bytes or steps.
+        CapacityError: later, by a forward pass whose tokens do not fit within `max_bytes` after all steps.
         UnsupportedLayerError: a layer cannot be offloaded, and offloading is asked for.
         LegacyFormatError: the states are nested in another way.
     """
 
-    made_with = (RecallArgument("recall"),)
-    recall: AttentionMaker | None = None
+    made_with = (RECALL, BUDGET)
     is_compileable = False
     """Shapes change at every token, and transformers does not compile around such a cache."""
 
@@ -86,24 +93,23 @@ class DynamicCache(Cache, transformers.DynamicCache):  # type: ignore[misc]
         offload_directory: str | os.PathLike[str] | None = None,
         checkpoints: Checkpoints | Mapping[str, int | None] | None = None,
         recall: AttentionMaker | Mapping[str, Any] | None = None,
+        max_bytes: int | str | None = None,
+        ladder: Sequence[str] | None = None,
     ) -> None:
         self.recall = recall_of(recall)
         if isinstance(ddp_cache_data, transformers.PretrainedConfig | torch.nn.Module):
             raise OptionError(
                 f"The first argument must be states, got a {type(ddp_cache_data).__name__}: pass it as config=...."
             )
-        if config is not None:
-            config = model_types.config_of(config)
-        if length_hint is not None:
-            length_hint = tokens(length_hint, "length_hint")
+        length_hint = None if length_hint is None else whole_number(tokens(length_hint, "length_hint"), "`length_hint`")
+        self.budget = budget_of(max_bytes, ladder, length_hint)
         if checkpoints is not None and config is None:
             raise OptionError(
                 "`config` must be given with `checkpoints`, got none: it says which layers are recurrent."
             )
         given = legacy_api.check_nesting(() if ddp_cache_data is None else ddp_cache_data, width=(2, 3))
-        layers: list[Any] = []
         if config is not None:
-            layers = dynamic_layers(config, length_hint, checkpoints, self.recall)
+            layers = dynamic_layers(model_types.config_of(config), length_hint, checkpoints, self.recall)
             if len(given) > len(layers):
                 raise LayerIndexError(
                     f"The states must be of at most {len(layers)} layers, as the config has, got {len(given)}: pass "
@@ -132,10 +138,6 @@ class DynamicCache(Cache, transformers.DynamicCache):  # type: ignore[misc]
     @override
     def _layer_maker(self) -> Callable[[], Any]:
         return functools.partial(full_attention_layer, recall=self.recall)
-
-    @override
-    def _layers_of_model(self, config: Any) -> list[Any]:
-        return dynamic_layers(config, recall=self.recall)
 
     @classmethod
     def from_legacy_cache(cls, past_key_values: object | None = None, config: object | None = None) -> Self:
@@ -188,7 +190,9 @@ def _dynamic_full(request: CacheRequest) -> Cache:
     options = {"length_hint": request.length_hint, "checkpoints": None, **request.options}
     unknown = sorted(options.keys() - {"length_hint", "checkpoints"})
     if unknown:
-        raise OptionError(f"the cache 'dynamic_full' takes the options length_hint and checkpoints, got {unknown}.")
-    hint = options["length_hint"]
-    options["length_hint"] = None if hint is None else tokens(hint, "length_hint")
-    return Cache(layers=every_token_layers(request.config, **options))
+        raise OptionError(
+            f"`options` of 'dynamic_full' must be length_hint and checkpoints, got {unknown}: leave them out."
+        )
+    hint = options.pop("length_hint")
+    most = None if hint is None else tokens(hint, "length_hint")
+    return Cache(layers=every_token_layers(request.config, most, **options))

@@ -79,7 +79,7 @@ class DynamicLayer(TokenLayer):
 
     @override
     def check_truncate(self, length: int) -> None:
-        check_rollback(length, self.length)
+        check_rollback(length, self._store.length)
 
     @override
     def truncate(self, length: int) -> None:
@@ -92,5 +92,5 @@ def check_rollback(length: int, held: int) -> None:
     """Raise `RollbackError` if a layer of `held` tokens never had `length` tokens."""
     if not 0 <= whole_number(length, "`length`") <= held:
         raise RollbackError(
-            f"expected to roll back to between 0 and the {held} tokens that are held, but was asked for {length}."
+            f"`length` must be from 0 to the {held} tokens that are held, got {length}: pass a length among them."
         )

@@ -231,7 +231,7 @@ def _interrupted(lengths: Sequence[int | None], recurrent: bool) -> InterruptedP
         method = "truncate" if recurrent else "crop"
         repair = f"{method}({shortest}) the cache and pass the tokens from there on again, or reset() it"
     return InterruptedPassError(
-        "expected all layers to have seen the same tokens, but the last forward pass of this cache was interrupted "
+        "All layers must have seen the same tokens, got a cache whose last forward pass was interrupted "
         f"(tokens seen by {seen}): {repair}."
     )
 

@@ -131,17 +131,32 @@ def recall_of(given: AttentionMaker | Mapping[str, Any] | None) -> AttentionMake
     return None if given is None else late.function("recall")(given)
 
 
-class RecallArgument(Argument):
-    """The option `recall` of a cache. A cache without it has no such facts."""
+def budget_of(max_bytes: object, ladder: object, length_hint: int | None) -> Any:
+    """What the options `max_bytes` and `ladder` of a cache say: a `Budget` of the room `memory`, `None` without them.
+
+    Raises:
+        OptionError: they are no bytes and no steps, or contradict each other.
+    """
+    return None if max_bytes is None and ladder is None else late.function("budget")(max_bytes, ladder, length_hint)
+
+
+@dataclass(frozen=True)
+class ProvidedArgument(Argument):
+    """An option of a cache that a room above serves, such as `recall`. A cache without it has no such facts."""
 
     @override
     def facts_of(self, described: object) -> dict[str, Fact]:
-        recall: AttentionMaker | None = self.value_of(described)
-        return {} if recall is None else recall.facts()
+        given: AttentionMaker | None = self.value_of(described)
+        return {} if given is None else given.facts()
 
     @override
-    def read(self, facts: Facts, context: DescriptionContext) -> AttentionMaker | None:
-        return late.function("recall in facts")(facts) if "recall_pages" in facts else None
+    def read(self, facts: Facts, context: DescriptionContext) -> Any:
+        return late.function(f"{self.name} in facts")(facts) if self.fact in facts else None
+
+
+RECALL = ProvidedArgument("recall", fact="recall_pages")
+BUDGET = ProvidedArgument("budget", fact="max_bytes")
+"""Options of caches that grow."""
 
 
 def every_token_layers(

@@ -70,8 +70,8 @@ class GraphHandle:
         """The states of `tokens` tokens that the last update of a layer returned."""
         if layer_idx not in self.returned:
             raise StaleStatesError(
-                f"expected layer {layer_idx} to be read before other offloaded layers are updated, but it was read "
-                "afterwards, when its states had left the device: run this function in eager code."
+                f"Layer {layer_idx} must be read before other offloaded layers are updated, got a call after that, "
+                "when its states had left the device: run this function in eager code."
             )
         keys, values = self.returned[layer_idx]
         if keys.shape[2] != tokens:
@@ -91,7 +91,8 @@ def _handle(number: Tensor) -> GraphHandle:
 
 def _gone() -> StaleStatesError:
     return StaleStatesError(
-        "expected a cache that still exists, but it was deleted: keep it for as long as compiled code uses it."
+        "The cache of compiled code must still exist, got one that was deleted: keep it for as long as the code uses "
+        "it."
     )
 
 

@@ -33,12 +33,6 @@ def adapted(layer: Any, grows: bool = False) -> LayerOperations:
     return adapter
 
 
-def adapted_anew(layers: Sequence[Any], known: Sequence[LayerOperations], grows: bool) -> list[LayerOperations]:
-    """For each layer the layer itself or its adapter: the known adapter if it has one, and otherwise a new one."""
-    by_identity = {id(layer.original): layer for layer in known}
-    return [by_identity.get(id(layer)) or adapted(layer, grows) for layer in layers]
-
-
 class LayerList(ABC):
     """The part of a cache's interface that says what its layers are.
 
@@ -62,16 +56,18 @@ class LayerList(ABC):
         """
         known = self._adapted
         if len(known) != len(self.layers) or not all(map(operator.is_, known, self.layers)):
-            self._adapted = known = adapted_anew(self.layers, known, self._grows)
+            by_identity = {id(layer.original): layer for layer in known}
+            self._adapted = known = [by_identity.get(id(layer)) or adapted(layer, self._grows) for layer in self.layers]
         return known
 
     def layer_at(self, layer_idx: int) -> LayerOperations | None:
         """The layer, as in `adapted_layers()`; `None` for an index beyond the layers, whose layer may be made later."""
         try:
             if layer_idx >= len(self.layers):
+                operator.index(layer_idx)
                 return None
             layer = self.layers[layer_idx]
-        except (IndexError, TypeError, RuntimeError):
+        except (IndexError, TypeError, ValueError, RuntimeError):
             raise self._no_layer(layer_idx) from None
         if -len(self._adapted) <= layer_idx < len(self._adapted):
             known = self._adapted[layer_idx]
@@ -107,7 +103,7 @@ class LayerList(ABC):
         """
         try:
             index = operator.index(layer_idx)
-        except TypeError:
+        except (TypeError, RuntimeError):
             raise self._no_layer(layer_idx) from None
         if not -len(self.layers) <= index < len(self.layers):
             raise self._no_layer(layer_idx)
@@ -122,7 +118,7 @@ class LayerList(ABC):
     @property
     def batch_size(self) -> int:
         """Sequences side by side, -1 before the first states."""
-        return next((layer.batch_size for layer in self.adapted_layers() if layer.batch_size is not None), -1)
+        return next((rows for layer in self.adapted_layers() if (rows := layer.batch_size) is not None), -1)
 
     @property
     def is_initialized(self) -> bool:
@@ -164,8 +160,9 @@ class LayerList(ABC):
         found = layer if layer.attends else self._first_attending(layer_idx)
         if found is None:
             raise UnsupportedLayerError(
-                f"expected a layer that attends, but layer {layer_idx} is a {type(layer.original).__name__}: ask "
-                "another layer, if the model has one that attends, or make the cache from the config of the model."
+                f"`layer_idx` must be that of a layer that attends, got {layer_idx}, a "
+                f"{type(layer.original).__name__}: ask another layer, if the model has one that attends, or make the "
+                "cache from the config of the model."
             )
         return found
 
@@ -228,22 +225,23 @@ class LayerList(ABC):
         """The layer at `layer_idx`, which has recurrent states."""
         try:
             layer = self.layers[layer_idx]
-        except (IndexError, TypeError):
+        except (IndexError, TypeError, RuntimeError):
             raise self._no_recurrent_layer(layer_idx) from None
         if layer_idx >= len(self._adapted) or self._adapted[layer_idx] is not layer:
             layer = self._layer(layer_idx)
         if layer.is_recurrent:
             return layer
         raise UnsupportedLayerError(
-            f"expected a layer with a recurrent state, but layer {layer_idx} is a {type(layer.original).__name__}: the "
-            "cache was made for another model, so make one from the config of the model that uses it."
+            f"`layer_idx` must be that of a layer with a recurrent state, got {layer_idx}, a "
+            f"{type(layer.original).__name__}: the cache was made for another model, so make one from the config of "
+            "the model that uses it."
         )
 
     def _no_recurrent_layer(self, layer_idx: object) -> Exception:
         if not self.layers:
             return UnsupportedLayerError(
-                "expected a cache that was made from the config of the model that uses it, as it has recurrent layers, "
-                f"but this {type(self).__name__} was made without one: pass config=model.config."
+                "The cache of a model with recurrent layers must be made from its config, got a "
+                f"{type(self).__name__} without one: pass config=model.config."
             )
         return LayerIndexError(
             f"A layer index must be from 0 to {len(self.layers) - 1}, got {layer_idx!r}: make the cache from the "
@@ -254,7 +252,7 @@ class LayerList(ABC):
     def _state(states: dict[int, Any], state_idx: int) -> Any:
         try:
             return states[state_idx]
-        except (KeyError, TypeError):
+        except (KeyError, TypeError, RuntimeError):
             raise LayerIndexError(
                 f"A state index must be from 0 to {len(states) - 1}, got {state_idx!r}: make the cache from the "
                 "config of the model that uses it."
@@ -271,8 +269,8 @@ class LayerList(ABC):
             layer: Any = next((layer for layer in reversed(self.adapted_layers()) if layer.is_recurrent), None)
             if layer is None:
                 raise UnsupportedLayerError(
-                    "expected a layer with a recurrent state, but no layer has one: make the cache from the config of "
-                    "the model that uses it."
+                    "The cache must have a layer with a recurrent state, got none: make it from the config of the "
+                    "model that uses it."
                 )
         elif self.layer_at(layer_idx) is None:
             return False
@@ -347,8 +345,8 @@ class LayerList(ABC):
         layer: Any = self._layer(layer_idx)
         if not layer.has_other_states:
             raise UnsupportedLayerError(
-                f"expected a layer with an indexer, but layer {layer_idx} is a {type(layer.original).__name__}: make "
-                "the cache from the config of the model that uses it."
+                f"`layer_idx` must be that of a layer with an indexer, got {layer_idx}, a "
+                f"{type(layer.original).__name__}: make the cache from the config of the model that uses it."
             )
         updated: Tensor = layer.update_indexer(indexer_key_states)
         return updated

@@ -6,11 +6,17 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from kvlayers.core.arguments import BatchIndices, as_batch_indices, crop_target, repeated_rows, unbounded_as_minus_one
+from kvlayers.core.arguments import (
+    BatchIndices,
+    as_batch_indices,
+    crop_target,
+    repeated_rows,
+    unbounded_as_minus_one,
+    whole_number,
+)
 from kvlayers.core.buffer import LayerShape, StateForm
 from kvlayers.core.description import (
     Argument,
@@ -205,7 +211,7 @@ class LayerOperations(ABC):
     def row(self, index: int) -> "LayerOperations":
         """A layer with one sequence of this layer, to go on by itself. It does not change when this layer does."""
         row = self.fork()
-        row.select(torch.tensor([index]))
+        row.select(as_batch_indices([whole_number(index, "`row`")], self.batch_size or 0))
         row.compact()
         return row
 
@@ -271,8 +277,8 @@ class LayerOperations(ABC):
         length = self.length
         if length is None:
             raise UnsupportedLayerError(
-                f"expected a layer that counts its tokens, but the model does not tell this {type(self).__name__} how "
-                "many it has seen: ask an attention layer, if the model has one."
+                f"A layer must know how many tokens it has seen, got a {type(self).__name__}, which the model does not "
+                "tell: ask an attention layer, if the model has one."
             )
         return length
 
@@ -371,13 +377,16 @@ class LayerOperations(ABC):
     def fork(self) -> Self:
         """An independent continuation: a change of one layer never shows in the other."""
 
+    keys: Any = None
+    values: Any = None
+
     def peek(self) -> tuple[Tensor | None, Tensor | None]:
         """Keys and values held, `[batch, kv_heads, held, head_dim]`, to be read before the cache changes again.
 
         They may be views of memory that forks share and that is written again, while `keys` and `values` may not. Both
         are `None` for a layer that does not attend.
         """
-        return None, None
+        return self.keys, self.values
 
     @abstractmethod
     def held_tensors(self) -> Iterator[Tensor]:
@@ -452,8 +461,8 @@ class LayerOperations(ABC):
 
     def _does_not_attend(self) -> UnsupportedLayerError:
         return UnsupportedLayerError(
-            f"expected a layer that attends, but this one is a {type(self.original).__name__}: the cache was made for "
-            "another model, so make one from the config of the model that uses it."
+            f"The layer must be one that attends, got a {type(self.original).__name__}: the cache was made for another "
+            "model, so make one from the config of the model that uses it."
         )
 
     def use_prefetcher(self, prefetcher: Any) -> None:
@@ -470,18 +479,17 @@ class LayerOperations(ABC):
 
     def check_removal(self, tokens: int) -> None:
         """Raise `RollbackError` if `remove_newest(tokens)` would."""
-        if self.length:
-            self.check_truncate(self.length - tokens)
+        if length := self.length:
+            self.check_truncate(length - whole_number(tokens, "`tokens`"))
 
     def remove_newest(self, tokens: int) -> None:
         """Roll back the newest `tokens` tokens. A layer that the model never used is left alone."""
-        if self.length:
-            self.truncate(self.length - tokens)
+        if length := self.length:
+            self.truncate(length - whole_number(tokens, "`tokens`"))
 
     def expand(self, repeats: int) -> None:
         """Repeat each sequence `repeats` times in a row. What the copies have in common may be held only once."""
-        if self.batch_size is not None:
-            self.select(repeated_rows(repeats, self.batch_size))
+        self.batch_repeat_interleave(repeats)
 
     def share_prefix(self, other: "LayerOperations", tokens: int) -> None:
         """Hold the first `tokens` tokens in the memory of `other`, which has seen the same ones, if both can.
@@ -502,8 +510,8 @@ class LayerOperations(ABC):
             UnsupportedLayerError: always.
         """
         raise UnsupportedLayerError(
-            f"expected a layer whose states can move between devices, but those of a {type(self).__name__} cannot: "
-            "make the cache with offloading=True."
+            f"The layer must be one whose states can move between devices, got a {type(self).__name__}: make the cache "
+            "with offloading=True."
         )
 
     def prefetch(self) -> None:

@@ -64,8 +64,9 @@ def layer_class(kind: Fact) -> type[LayerOperations]:
     """
     found = LAYER_CLASSES.get(kind)
     if found is None:
-        unknown = LAYER_CLASSES.unknown(kind)
-        raise RegistryError(f"{unknown} Import the package that registers it, or call register_layer().")
+        raise RegistryError(
+            f"{LAYER_CLASSES.unknown(kind)} Import the package that registers it, or call register_layer()."
+        )
     return found
 
 

@@ -34,30 +34,26 @@ def pairs_of(layers: Iterable[Any], states_of: Callable[[Any], StatePair]) -> Le
     empty: int | None = None
     for index, layer in enumerate(layers):
         keys, values = states_of(layer)
-        if layer.is_recurrent:
+        if layer.is_recurrent or (layer.attends and layer.has_other_states):
+            more = "a recurrent state" if layer.is_recurrent else "other states, such as the keys of an indexer"
             raise LegacyFormatError(
-                f"expected layers of keys and values alone, but layer {index} has a recurrent state: use state() and "
+                f"Layers must have keys and values alone, got layer {index}, which has {more}: use state() and "
                 "load_state(), which keep all states."
             )
         if not layer.attends:
             continue
-        if layer.has_other_states:
-            raise LegacyFormatError(
-                f"expected layers of keys and values alone, but layer {index} has other states, such as the keys of an "
-                "indexer: use state() and load_state(), which keep all states."
-            )
         if keys is None or values is None:
             empty = index
             continue
         if empty is not None:
             raise LegacyFormatError(
-                f"expected every layer before a filled one to be filled, but layer {empty} is empty and layer {index} "
-                "is not, which tuples cannot express: use state() and load_state()."
+                f"Layers before a filled one must be filled, got an empty layer {empty} before layer {index}, which "
+                "tuples cannot express: use state() and load_state()."
             )
         seen = layer.length or 0
         if seen > keys.shape[2]:
             raise LegacyFormatError(
-                f"expected layers that hold every token, but layer {index} has dropped {seen - keys.shape[2]} of "
+                f"Layers must hold every token, got layer {index}, which has dropped {seen - keys.shape[2]} of "
                 f"{seen}, which tuples cannot express: use state() and load_state()."
             )
         # transformers' static layers have zeros behind their tokens.
@@ -84,12 +80,11 @@ def handed_out_states(layer: Any) -> StatePair:
 
 def check_takes_pairs(layers: Iterable[Any]) -> None:
     """Raise `LegacyFormatError` if a layer needs other states of its tokens than keys and values."""
-    for layer in layers:
-        if layer.has_other_states:
-            raise LegacyFormatError(
-                "expected layers of keys and values alone, but one layer has other states, such as the keys of an "
-                "indexer: use state() and load_state(), which keep all states."
-            )
+    if any(layer.has_other_states for layer in layers):
+        raise LegacyFormatError(
+            "Layers must have keys and values alone, got one that has other states, such as the keys of an "
+            "indexer: use state() and load_state(), which keep all states."
+        )
 
 
 def check_tuples(states: object, width: Sequence[int]) -> LegacyStates:
@@ -158,7 +153,8 @@ def check_nesting(states: object, width: Sequence[int]) -> tuple[tuple[Any, ...]
     if isinstance(states, Tensor) or not isinstance(states, Iterable):
         seen = f"a tensor {_shown(states)}" if isinstance(states, Tensor) else f"a {type(states).__name__}"
         raise LegacyFormatError(f"A legacy cache must be {expected}, got {seen}: pass what to_legacy_cache() returns.")
-    layers = tuple(_unstacked(layer) for layer in states)
+    # PEFT has a layer as one tensor, `[count, batch, kv_heads, tokens, head_dim]`.
+    layers = tuple(layer.unbind() if isinstance(layer, Tensor) and layer.dim() == 5 else layer for layer in states)
     for index, layer in enumerate(layers):
         if not isinstance(layer, tuple | list) or len(layer) not in width:
             seen = f"{len(layer)} entries" if isinstance(layer, tuple | list) else f"a {type(layer).__name__}"
@@ -168,11 +164,6 @@ def check_nesting(states: object, width: Sequence[int]) -> tuple[tuple[Any, ...]
                 f"A legacy cache must be {expected}, got {seen} at layer {index}: nest the tensors one tuple per layer."
             )
     return tuple(layer if isinstance(layer, WindowedStates) else tuple(layer) for layer in layers)
-
-
-def _unstacked(layer: Any) -> Any:
-    """The tensors of a layer that comes as one tensor, `[count, batch, kv_heads, tokens, head_dim]`, as in PEFT."""
-    return layer.unbind() if isinstance(layer, Tensor) and layer.dim() == 5 else layer
 
 
 class WindowedStates(tuple[Any, ...]):
@@ -196,8 +187,8 @@ def check_is_whole(states: tuple[Any, ...], index: int) -> None:
     """Raise `LegacyFormatError` if the states of layer `index` are of a window that has dropped tokens."""
     if isinstance(states, WindowedStates) and states.seen > states[0].shape[2]:
         raise LegacyFormatError(
-            f"expected the states of every token, but layer {index} has dropped {states.seen - states[0].shape[2]} of "
-            f"{states.seen}: pass the cache itself."
+            f"States must be those of every token, got layer {index}, which has dropped "
+            f"{states.seen - states[0].shape[2]} of {states.seen}: pass the cache itself."
         )
 
 

@@ -19,7 +19,14 @@ def prepare_layers(cache: Cache, layers: list[Any], padding: Tensor | None) -> N
         cache: the cache.
         layers: layers that were made for the model and the padding.
         padding: tokens of padding before each sequence, int64 `[batch]`; `None` without padding.
+
+    Raises:
+        StateMismatchError: the cache has seen tokens.
     """
+    if cache.get_seq_length():
+        raise StateMismatchError(
+            f"The cache must be empty, got one that has seen {cache.get_seq_length()} tokens: reset it first."
+        )
     if _settings_of(layers) == _settings_of(cache.layers):
         # Memory stays reserved, and recording goes on.
         for layer in cache.adapted_layers():
@@ -31,18 +38,12 @@ def prepare_layers(cache: Cache, layers: list[Any], padding: Tensor | None) -> N
         cache.activate_past_recording()
 
 
-def check_empty(cache: Cache) -> None:
-    """Raise `StateMismatchError` if a cache has seen tokens."""
-    if cache.get_seq_length():
-        raise StateMismatchError(
-            f"The cache must be empty, but it has seen {cache.get_seq_length()} tokens: reset it first."
-        )
-
-
 def check_rotary(rotary: object) -> None:
     """Raise `OptionError` if the option `rotary` is neither `None` nor a `Rotary`."""
     if rotary is not None and not isinstance(rotary, Rotary):
-        raise OptionError(f"`rotary` must be a kvlayers.rope.rotary.Rotary, got a {type(rotary).__name__}.")
+        raise OptionError(
+            f"`rotary` must be a kvlayers.rope.rotary.Rotary, got a {type(rotary).__name__}: make one, or pass config=."
+        )
 
 
 def _settings_of(layers: Iterable[Any]) -> list[Any]:

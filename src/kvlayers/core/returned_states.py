@@ -51,7 +51,10 @@ class ReturnedStates:
             segments, key_form.dtype, key_form.device, version, version.number, length, self.paths, store
         )
         batch, kv_heads, key_dim, _, _ = key_form
-        return packed_pair(snapshot, (batch, kv_heads, tokens, key_dim), (batch, kv_heads, tokens, value_form.head_dim))
+        return (
+            PackedStates(snapshot, "keys", (batch, kv_heads, tokens, key_dim)),
+            PackedStates(snapshot, "values", (batch, kv_heads, tokens, value_form.head_dim)),
+        )
 
     def newest(
         self, count: int, attended: Callable[[int], KVPair], forms: tuple[StateForm, StateForm], length: int

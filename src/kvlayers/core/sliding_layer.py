@@ -102,10 +102,9 @@ class WindowLayer(TokenLayer):
         needed = max(length - self.window + 1, 0)
         if length and needed < dropped:
             raise RollbackError(
-                f"expected to roll back over tokens that are still held, but going from {self._seen} to {length} "
-                f"tokens needs token {needed} again, and the tokens before {dropped} have left the window of "
-                f"{self.window}: call activate_past_recording() before the tokens that may be taken back, or "
-                "fork() the cache."
+                f"`length` must be one to which the held tokens suffice, got {length} of {self._seen}: that needs "
+                f"token {needed} again, and the tokens before {dropped} have left the window of {self.window}: call "
+                "activate_past_recording() before the tokens that may be taken back, or fork() the cache."
             )
 
     def _tokens_to_return_to(self) -> int:

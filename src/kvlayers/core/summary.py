@@ -178,12 +178,14 @@ class Explanation:
             counted once for each layer, side and forward pass that packs.
         traces: how often torch.compile or torch.export has traced code that updates the cache. 1 is the first
             compilation; each further one was for another shape, or another mode, such as `no_grad`.
+        memory: what the cache has rounded, or moved, to stay within its `max_bytes`; empty without them.
     """
 
     prefixes: tuple[str, ...]
     attention: Mapping[str, int]
     packing: Mapping[str, int]
     traces: int
+    memory: str = ""
 
     def __repr__(self) -> str:
         ways, packing = (sorted(counts.items(), key=lambda way: -way[1]) for counts in (self.attention, self.packing))
@@ -192,6 +194,7 @@ class Explanation:
             *(f"attention, {count} times: {way}" for way, count in ways),
             *([] if ways else [f"attention: {FULL_PRECISION}"]),
             *(f"packing, {count} times: {way}" for way, count in packing),
+            *([f"memory: {self.memory}"] if self.memory else []),
             f"compiled: {_times(self.traces)}",
         ]
         return "\n".join(lines)
@@ -210,11 +213,8 @@ def _times(traces: int) -> str:
     return f"{traces} times{again}" if traces > 1 else "once"
 
 
-def explanation_of(prefixes: Sequence[str], layers: Sequence[LayerOperations], traces: int) -> Explanation:
+def explanation_of(prefixes: Sequence[str], layers: Sequence[LayerOperations], traces: int, memory: str) -> Explanation:
     """The explanation of a cache with these layers; see `Explanation`."""
-    attention: Counter[str] = Counter()
-    packing: Counter[str] = Counter()
-    for layer in layers:
-        attention.update(layer.attention_paths)
-        packing.update(layer.packing_paths)
-    return Explanation(tuple(prefixes), dict(attention), dict(packing), traces)
+    attention: Counter[str] = sum((Counter(layer.attention_paths) for layer in layers), Counter())
+    packing: Counter[str] = sum((Counter(layer.packing_paths) for layer in layers), Counter())
+    return Explanation(tuple(prefixes), dict(attention), dict(packing), traces, memory)

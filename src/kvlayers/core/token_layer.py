@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
-from kvlayers.core.arguments import repeated_rows
+from kvlayers.core.arguments import as_batch_indices, repeated_rows
 from kvlayers.core.buffer import LayerShape, StateForm
 from kvlayers.core.cache_layer import CacheLayer, forwarded
 from kvlayers.core.dense_store import DenseStore
@@ -67,11 +67,6 @@ class PendingAssignment:
         )
 
 
-def same_tokens(keys: Tensor, values: Tensor) -> bool:
-    """Whether keys and values have the same number of sequences and tokens."""
-    return (keys.shape[0], keys.shape[2]) == (values.shape[0], values.shape[2])
-
-
 def _part_of_form(side: str, part: str) -> Any:
     """A property of a layer: a part of the form of its store's keys or values, `None` before the first states."""
 
@@ -123,8 +118,12 @@ class TokenLayer(CacheLayer):
 
     @property
     def store(self) -> TokenStore:
-        """How the tokens are held."""
+        """How the tokens are held. Another store that is set must hold the same tokens, on the device that computes."""
         return self._store
+
+    @store.setter
+    def store(self, store: TokenStore) -> None:
+        self._store = store
 
     @property
     @override
@@ -219,7 +218,8 @@ class TokenLayer(CacheLayer):
             keys, values = (states, values) if side == "keys" else (keys, states)
             # A layer without tokens has no states for the other half yet.
             keys, values = (states[:, :, :0] if half is None else half for half in (keys, values))
-            if same_tokens(keys, values):
+            # The same numbers of sequences and of tokens.
+            if keys.shape[::2] == values.shape[::2]:
                 self._replace(keys, values)
             else:
                 self._store = cast("TokenStore", PendingAssignment(self._store, keys, values))
@@ -259,7 +259,12 @@ class TokenLayer(CacheLayer):
 
     @override
     def select(self, indices: Tensor) -> None:
-        self._with_beside(indices, lambda: self._store.select(indices))
+        try:
+            self._with_beside(indices, lambda: self._store.select(indices))
+        except (AttributeError, IndexError, TypeError, RuntimeError):
+            # Not before, since beam search asks at each step, with indices that its cache has checked.
+            as_batch_indices(indices, self.batch_size or 0)
+            raise
 
     @override
     def expand(self, repeats: int) -> None:
@@ -280,10 +285,8 @@ class TokenLayer(CacheLayer):
 
     @override
     def share_prefix(self, other: LayerOperations, tokens: int) -> None:
-        if not isinstance(other, TokenLayer):
-            return
         dropped = self.length - self._store.length
-        if dropped == other.length - other.store.length:
+        if isinstance(other, TokenLayer) and dropped == other.length - other.store.length:
             self._store.share_prefix(other.store, tokens - dropped)
 
     @override
@@ -301,7 +304,7 @@ class TokenLayer(CacheLayer):
     def reserve_form(self, key_form: StateForm, value_form: StateForm) -> None:
         if self._store.length:
             raise StateMismatchError(
-                f"expected an empty layer, but {self._store.length} tokens are held: reset the cache first."
+                f"The layer must be empty, got one that holds {self._store.length} tokens: reset the cache first."
             )
         self._store.reserve_form(key_form, value_form)
 

@@ -161,7 +161,8 @@ def joined(
     lengths, shared = _checked(caches, model), whole_number(beginning_tokens, "`beginning_tokens`")
     if not 0 <= shared < min(lengths) + (len(lengths) == 1):
         raise OptionError(
-            f"`beginning_tokens` must be from 0 to less than the tokens of each cache, got {beginning_tokens}."
+            f"`beginning_tokens` must be from 0 to less than the tokens of each cache, got {beginning_tokens}: pass "
+            "fewer."
         )
     pieces, end = [], 0
     for number, (cache, length) in enumerate(zip(caches, lengths, strict=True)):
@@ -173,7 +174,8 @@ def joined(
     known = _known_ids(caches, lengths, ids, "ids", amount)
     if known is not None and any(bool((own[:, :shared] != known[0][:, :shared]).any()) for own in known):
         raise StateMismatchError(
-            f"`beginning_tokens` must be tokens that all caches begin with, got {shared}, in which the caches differ."
+            f"`beginning_tokens` must be tokens that all caches begin with, got {shared}, in which the caches differ: "
+            "pass fewer."
         )
     tokens = None if known is None else torch.cat([known[0], *(own[:, shared:] for own in known[1:])], dim=1)
     return _joined(pieces, model, lengths[0], amount, tokens, into)
@@ -220,7 +222,10 @@ def replace_tokens(
         )
     first, after = whole_number(start, "`start`"), whole_number(stop, "`stop`")
     if not 0 <= first <= after <= length:
-        raise OptionError(f"`start` and `stop` must be a range of the {length} tokens, got {start} and {stop}.")
+        raise OptionError(
+            f"`start` and `stop` must be a range of the {length} tokens, got {start} and {stop}: pass two positions in "
+            "order."
+        )
     new = _as_rows(ids, cache.batch_size, "ids")
     # Without tokens after them, the new ones have seen all that they would see.
     amount = recompute_amount(recompute) * (after < length)
@@ -256,11 +261,14 @@ def _checked(caches: Sequence[Cache], model: Any) -> list[int]:
             raise StateMismatchError(f"`caches` must each have tokens, got {cache!r}: pass its document first.")
         if form_of_rows(cache) != expected or cache.batch_size != caches[0].batch_size:
             raise StateMismatchError(
-                f"`caches` must be of one model, kind, settings and batch size, got {caches[0]!r} and {cache!r}."
+                f"`caches` must be of one model, kind, settings and batch size, got {caches[0]!r} and {cache!r}: make "
+                "them alike."
             )
     count, expected_count = len(caches[0].adapted_layers()), len(layer_specs(model))
     if count != expected_count:
-        raise StateMismatchError(f"`caches` must have the {expected_count} layers of `model`, got {count}.")
+        raise StateMismatchError(
+            f"`caches` must have the {expected_count} layers of `model`, got {count}: pass the model that filled them."
+        )
     return [cache.get_seq_length() for cache in caches]
 
 
@@ -275,7 +283,8 @@ def recompute_amount(recompute: int | str) -> int | Fraction:
     share = share_of(recompute)
     if share is None:
         raise OptionError(
-            f"`recompute` must be a number of first tokens, such as 32, or a share, such as '15%', got {recompute!r}."
+            f"`recompute` must be a number of first tokens, such as 32, or a share, such as '15%', got {recompute!r}: "
+            "pass one."
         )
     return share
 
@@ -285,10 +294,22 @@ def _as_rows(ids: Tensor, batch: int, name: str) -> Tensor:
     try:
         found = torch.as_tensor(ids)
     except (TypeError, ValueError, RuntimeError):
-        raise OptionError(f"`{name}` must be whole numbers [tokens] or [{batch}, tokens], got {ids!r}.") from None
+        raise OptionError(
+            f"`{name}` must be whole numbers [tokens] or [{batch}, tokens], got {ids!r}: pass ids."
+        ) from None
     found = found[None] if found.dim() == 1 else found
-    if found.dim() != 2 or found.is_floating_point() or found.shape[0] not in (1, batch):
-        raise OptionError(f"`{name}` must be whole numbers [tokens] or [{batch}, tokens], got {list(found.shape)}.")
+    if (
+        found.is_floating_point()
+        or found.dtype == torch.bool
+        or found.is_meta
+        or found.is_sparse
+        or found.dim() != 2
+        or found.shape[0] not in (1, batch)
+    ):
+        raise OptionError(
+            f"`{name}` must be whole numbers [tokens] or [{batch}, tokens], got {found.dtype} {list(found.shape)} on "
+            f"{found.device}: pass ids as the tokenizer returns them."
+        )
     return found.to(torch.int64).expand(batch, -1)
 
 
@@ -309,7 +330,10 @@ def _known_ids(
         amount: what is to be recomputed.
     """
     if not isinstance(given, list | tuple | Tensor | None):
-        raise OptionError(f"`{name}` must be the token ids of each of the {len(caches)} caches, got {given!r}.")
+        raise OptionError(
+            f"`{name}` must be the token ids of each of the {len(caches)} caches, got {given!r}: pass a list with the "
+            "ids of each."
+        )
     ids = [cache.known_ids for cache in caches] if given is None else list(given)
     known = [own for own in ids if own is not None]
     if not len(known) == len(ids) == len(caches):
@@ -324,11 +348,17 @@ def _known_ids(
         if own.shape[1] != length and given is None:
             raise StateMismatchError(f"The cache knows {own.shape[1]} of its {length} tokens: pass `{name}`.")
         if own.shape[1] != length:
-            raise StateMismatchError(f"`{name}` must be the {length} tokens of the cache, got {own.shape[1]}.")
+            raise StateMismatchError(
+                f"`{name}` must be the {length} tokens of the cache, got {own.shape[1]}: pass the ids that it was "
+                "filled with."
+            )
         # A comparison waits for the device.
         count = 0 if given is None or cache.known_ids is None else min(cache.known_ids.shape[1], length)
         if count and bool((cache.known_ids[:, :count].to(own.device) != own[:, :count]).any()):  # type: ignore[index]
-            raise StateMismatchError(f"`{name}` must be the tokens that the cache has seen, got others.")
+            raise StateMismatchError(
+                f"`{name}` must be the tokens that the cache has seen, got others: pass the ids that it was filled "
+                "with."
+            )
     return [own.to(found[0].device) for own in found]
 
 
@@ -478,7 +508,7 @@ def _check_movable(layers: Sequence[LayerOperations], name: str) -> None:
         if layer.is_upstream or layer.fidelity == "evicting" or has_more or not keeps_all:
             raise UnsupportedLayerError(
                 f"`{name}` must hold the keys and values of all tokens, or of windows, and nothing else, got "
-                f"{layer.original!r}: use another cache."
+                f"{layer.original!r}: use another cache, or extract(row) of a batch of rows."
             )
 
 

@@ -76,7 +76,10 @@ def check_recomputable(model: Any, layers: Sequence[LayerOperations]) -> None:
             implementation that takes no masks of its own.
     """
     if not isinstance(model, torch.nn.Module):
-        raise OptionError(f"`model` must be a model if `recompute` is not 0, got a {type(model).__name__}.")
+        raise OptionError(
+            f"`model` must be a model if `recompute` is not 0, got a {type(model).__name__}: pass the model that "
+            "filled the caches."
+        )
     dtypes = {form.dtype for layer in layers for form in layer.forms}
     expected = autocast_dtype(model_device(model)) or model.dtype
     if dtypes - {expected}:

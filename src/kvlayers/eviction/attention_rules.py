@@ -130,7 +130,9 @@ class SnapKV(AttentionRule):
         for name, number in (("queries", self.queries), ("kernel", self.kernel)):
             check_whole_number(number, f"`{name}`", 1)
         if not self.kernel % 2:
-            raise OptionError(f"`kernel` must be odd, so that a token is in the middle, got {self.kernel}.")
+            raise OptionError(
+                f"`kernel` must be odd, so that a token is in the middle, got {self.kernel}: pass an odd number."
+            )
 
     @override
     def scores(self, keys: Tensor, values: Tensor, queries: Tensor | None) -> Tensor:
@@ -206,7 +208,7 @@ class ExpectedAttention(EvictionRule):
         for name, number, least in (("future", self.future, 1), ("sinks", self.sinks, 0)):
             check_whole_number(number, f"`{name}`", least)
         if not self.epsilon >= 0:
-            raise OptionError(f"`epsilon` must be at least 0, got {self.epsilon!r}.")
+            raise OptionError(f"`epsilon` must be at least 0, got {self.epsilon!r}: pass a small number, such as 0.02.")
 
     @override
     def for_attention(self, rotary: Rotary | None, scale: float | None) -> Self:

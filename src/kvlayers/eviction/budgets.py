@@ -60,7 +60,7 @@ def check_layer_budgets(layer_budgets: object) -> None:
     if not weights or not all(_is_positive(weight) for weight in weights):
         raise OptionError(
             f"`layer_budgets` must be {' or '.join(map(repr, NAMES))}, or positive numbers with one for each layer, "
-            f"got {layer_budgets!r}."
+            f"got {layer_budgets!r}: pass one of these."
         )
 
 
@@ -78,7 +78,8 @@ def _shares(layer_budgets: LayerBudgets, layers: int, average: float, least: flo
         return _pyramid(layers, average, least, most)
     if len(layer_budgets) != layers:
         raise OptionError(
-            f"`layer_budgets` must have a number for each of the {layers} layers that evict, got {len(layer_budgets)}."
+            f"`layer_budgets` must have a number for each of the {layers} layers that evict, got {len(layer_budgets)}: "
+            "pass as many."
         )
     return _weighted(list(layer_budgets), average, least, most)
 

@@ -11,7 +11,7 @@ from kvlayers.core.cache import Cache
 from kvlayers.core.description import NestedArgument, RotaryArgument
 from kvlayers.core.layer_operations import LayerOperations
 from kvlayers.core.named_caches import named, register, register_cache_class
-from kvlayers.core.preparation import check_empty, check_rotary, left_padding_of, padding_of, prepare_layers
+from kvlayers.core.preparation import check_rotary, left_padding_of, padding_of, prepare_layers
 from kvlayers.errors import ConfigError, UnsupportedLayerError
 from kvlayers.eviction.budgets import LayerBudgets, check_layer_budgets
 from kvlayers.eviction.evicting_config import EvictingConfig, evicting_layers
@@ -159,7 +159,6 @@ class EvictingCache(Cache):
             StateMismatchError: tokens are held, or there is padding that is not on the left.
             ConfigError: as for the cache itself.
         """
-        check_empty(self)
         padding = self._evicting.left_padding if attention_mask is None else left_padding_of(attention_mask)
         evicting = self._evicting.with_padding(padding)
         prepare_layers(self, evicting_layers(config_of(config), evicting, self._rotary), padding)

@@ -69,7 +69,7 @@ class RandomEviction(EvictionRule):
 
     def __post_init__(self) -> None:
         if not isinstance(self.seed, int) or isinstance(self.seed, bool):
-            raise OptionError(f"`seed` must be a whole number, got {self.seed!r}.")
+            raise OptionError(f"`seed` must be a whole number, got {self.seed!r}: pass an integer.")
 
     @override
     def scores(self, keys: Tensor, values: Tensor, queries: Tensor | None) -> Tensor:

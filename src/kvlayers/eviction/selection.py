@@ -92,12 +92,15 @@ def select(
     wanted = _numbers("keep", keep, batch)
     for name, number in (("sinks", sinks), ("recent", recent)):
         if number < 0:
-            raise OptionError(f"`{name}` must be at least 0, got {number}.")
+            raise OptionError(f"`{name}` must be at least 0, got {number}: pass a larger one.")
     if isinstance(floor, bool) or not isinstance(floor, int | float) or not 0 <= floor <= 1:
-        raise OptionError(f"`floor` must be a number from 0 to 1, got {floor!r}.")
+        raise OptionError(f"`floor` must be a number from 0 to 1, got {floor!r}: pass a share, such as 0.2.")
     held = tokens - front
     if bool((held < 0).any()):
-        raise OptionError(f"`padding` must be at most the {tokens} tokens there are, got {front.tolist()}.")
+        raise OptionError(
+            f"`padding` must be at most the {tokens} tokens there are, got {front.tolist()}: pass the padding of these "
+            "tokens."
+        )
     positions, first = torch.arange(tokens, device=scores.device), front.to(scores.device)[..., None]
     is_recent, is_sink = positions >= tokens - recent, (positions >= first) & (positions < first + sinks)
     if blocks is not None:
@@ -119,7 +122,10 @@ def _numbers(name: str, given: int | Sequence[int], batch: int) -> Tensor:
     """One number for each sequence, int64 `[batch]` on the host."""
     numbers = [given] * batch if isinstance(given, int) else list(given)
     if len(numbers) != batch or any(number < 0 for number in numbers):
-        raise OptionError(f"`{name}` must be 0 or more, with a number for each of {batch} sequences, got {given!r}.")
+        raise OptionError(
+            f"`{name}` must be 0 or more, with a number for each of {batch} sequences, got {given!r}: pass one for "
+            "each."
+        )
     return torch.tensor(numbers, dtype=torch.int64)
 
 

@@ -59,7 +59,7 @@ class EvictionSettings:
         """
         check_amounts(keep, budget, sink_tokens, recent_tokens)
         if not isinstance(per_head, bool):
-            raise OptionError(f"`per_head` must be True or False, got {per_head!r}.")
+            raise OptionError(f"`per_head` must be True or False, got {per_head!r}: pass one of them.")
         named, name = found_rule(rule)
         fitted = named.for_attention(rotary, scale)
         _check_queries(fitted)
@@ -125,7 +125,9 @@ def check_amounts(keep: object, budget: object, sink_tokens: object, recent_toke
             "keep half of the tokens, or budget=4096 to keep as many, whatever the length of the text."
         )
     if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int | float) or not 0 < keep <= 1):
-        raise OptionError(f"`keep` must be a number larger than 0 and at most 1, got {keep!r}.")
+        raise OptionError(
+            f"`keep` must be a number larger than 0 and at most 1, got {keep!r}: pass a share, such as 0.5."
+        )
     if budget is not None:
         least = sink_tokens + recent_tokens  # type: ignore[operator]
         if not isinstance(budget, int) or isinstance(budget, bool) or not least <= budget <= MOST_TOKENS:
@@ -163,7 +165,7 @@ def found_rule(rule: object) -> tuple[EvictionRule, str | None]:
         got = f"the class {rule.__name__}: pass an instance" if isinstance(rule, type) else f"a {type(rule).__name__}"
         raise OptionError(
             f"`rule` must be the name of a rule ({', '.join(eviction_rule_names())}), an EvictionRule, or a "
-            f"ScorerPress of kvpress, got {got}."
+            f"ScorerPress of kvpress, got {got}: pass one of them."
         )
     return rule, eviction_rule_name(rule)
 

@@ -226,8 +226,12 @@ class Chat:
     def fork(self) -> "Chat":
         """A second chat that goes on from here. What both hold is held once; see `Cache.fork`."""
         twin = Chat.__new__(Chat)
-        vars(twin).update(vars(self), messages=[dict(message) for message in self.messages], _seen=list(self._seen))
-        twin._cache = None if self._cache is None else self._cache.fork()
+        vars(twin).update(
+            vars(self),
+            messages=[dict(message) for message in self.messages],
+            _seen=list(self._seen),
+            _cache=None if self._cache is None else self._cache.fork(),
+        )
         return twin
 
     def save(self, path: str | os.PathLike[str], *, weights_id: str | None = None) -> None:

@@ -20,7 +20,6 @@ from kvlayers.core.from_config import WINDOWED
 from kvlayers.documents.joining import EVERYTHING, check_into, check_joinable, joined, recompute_amount
 from kvlayers.errors import OptionError
 from kvlayers.generation import cache_by_name
-from kvlayers.generation.prefill import pass_unseen
 from kvlayers.generation.prefix_reuse import active_store
 from kvlayers.generation.prefix_reuse.eligibility import IneligibleError, StorePart
 from kvlayers.generation.prefix_reuse.prefixed_call import (
@@ -29,6 +28,7 @@ from kvlayers.generation.prefix_reuse.prefixed_call import (
     check_counted,
     usable_cache,
 )
+from kvlayers.generation.retried_pass import pass_unseen
 from kvlayers.prefix import PrefixStore
 from kvlayers.upstream import cache_argument, model_types
 from kvlayers.upstream.model_layers import layer_specs, model_device
@@ -129,7 +129,8 @@ class DocumentPrompt:
         cache, cached_tokens = self._put_together(
             model, active or active_store.for_call() or _for_one_call(), arguments
         )
-        return call_with(cache, model.generate, {**arguments, name: cache}, (cached_tokens,))
+        with active_store.CURRENT.override(None):
+            return call_with(cache, model.generate, {**arguments, name: cache}, (cached_tokens,))
 
     def _put_together(
         self, model: Any, active: active_store.ActiveStore, arguments: dict[str, Any]

@@ -29,8 +29,9 @@ from kvlayers.generation import (
     call_cache,
     known_ids,
     legacy_tuples,
+    retried_pass,
 )
-from kvlayers.generation.current_call import CURRENT, Acquired, CurrentCall
+from kvlayers.generation.current_call import CURRENT, USES_KVLAYERS, Acquired, CurrentCall
 from kvlayers.generation.patching import Method, Patch, overriding
 from kvlayers.generation.prefill import prefill_in_chunks, prefill_once
 from kvlayers.generation.prefix_reuse import active_store, prefixed_call
@@ -94,9 +95,10 @@ def generate(original: Method) -> Method:
         try:
             with overriding(CURRENT, CurrentCall(requested, record, may_be_stopped, acquired)):
                 output = original(assisted.view_for_generate(self, given), *args, **kwargs)
-        except BaseException:
+        except BaseException as error:
             # A retry with less memory must not find the cache kept alive here.
             record.release_cache()
+            retried_pass.say_why_not(error)
             raise
         finally:
             if mask_mode is not None:
@@ -197,6 +199,7 @@ def prepare_cache_for_generation(original: Method) -> Method:
             if isinstance(past, Cache):
                 # What the cache would look at by itself has been checked here.
                 past.forget_call()
+                _note_inputs(self, past)
             elif past is None:
                 call_cache.leave_on_host(model_kwargs.get(argument), self)
             return
@@ -208,6 +211,7 @@ def prepare_cache_for_generation(original: Method) -> Method:
             generation_config.cache_implementation = None
         prefixed_call.explain_bypass(cache)
         model_kwargs[argument] = cache
+        _note_inputs(self, cache)
 
     return prepare_cache_for_generation
 
@@ -257,7 +261,9 @@ def prefill(original: Method) -> Method:
         def transformers_prefill(input_ids: Tensor, model_kwargs: dict[str, Any]) -> Any:
             return original(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
 
-        is_in_chunks = generation_config.prefill_chunk_size is not None
+        is_in_chunks, call = generation_config.prefill_chunk_size is not None, CURRENT.get()
+        if is_in_chunks and call.record is not None:
+            call.prompt = input_ids, dict(model_kwargs)
         if is_in_chunks and frequencies_within(self.config, 1, input_ids.shape[1]) is None:
             # Parts of the prompt would be rotated by the frequencies of shorter prompts.
             generation_config.prefill_chunk_size = None
@@ -272,28 +278,49 @@ def prefill(original: Method) -> Method:
 METHOD = "prepare_inputs_for_generation"
 
 _handing_lock = threading.Lock()
-_handing_over: dict[type, Patch] = {}
+_handing_over: dict[tuple[type, Callable[..., Any]], Patch] = {}
 
 
 def hand_over_cache(model: Any) -> None:
     """Let a model that keeps an old name, or gives the cache up, get that of `generate()`, until `take_cache_back`."""
-    owner = type(model)
-    if getattr(owner, METHOD) is getattr(GenerationMixin, METHOD):
+    if getattr(type(model), METHOD) is getattr(GenerationMixin, METHOD):
         return
-    if not cache_argument.keeps_an_old_name(model) and model_types.reads_again_behind(model) is None:
-        return
+    if cache_argument.keeps_an_old_name(model) or model_types.reads_again_behind(model) is not None:
+        _replace_method(type(model), functools.partial(_respelling, cache_argument.name_for(model)))
+
+
+def _replace_method(owner: type, wrap: Callable[[Method], Method]) -> None:
     with _handing_lock:
-        if owner not in _handing_over:
-            _handing_over[owner] = Patch(owner, METHOD, functools.partial(_respelling, cache_argument.name_for(model)))
-        _handing_over[owner].apply()
+        key = owner, getattr(wrap, "func", wrap)
+        if key not in _handing_over:
+            _handing_over[key] = Patch(owner, METHOD, wrap)
+        _handing_over[key].apply()
 
 
 def take_cache_back() -> None:
-    """Undo `hand_over_cache` for all classes."""
+    """Undo `hand_over_cache` for all classes, and what notes the inputs of passes."""
     with _handing_lock:
-        for patch in _handing_over.values():
+        for patch in reversed(_handing_over.values()):
             patch.remove()
         _handing_over.clear()
+
+
+def _note_inputs(model: Any, cache: Any) -> None:
+    """Note what passes are prepared from if a cache cannot go back by one pass: it reads earlier tokens again."""
+    if isinstance(cache, Cache) and not cache.keeps_every_token:
+        _replace_method(type(model), _noting)
+
+
+def _noting(original: Method) -> Method:
+
+    @functools.wraps(original)
+    def prepare_inputs(self: Any, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+        call = CURRENT.get()
+        if call.record is not None:
+            call.inputs = input_ids, kwargs
+        return original(self, input_ids, *args, **kwargs)
+
+    return prepare_inputs
 
 
 def _respelling(old: str, original: Method) -> Method:
@@ -341,7 +368,16 @@ def forward_pass(original: Callable[..., Any]) -> Callable[..., Any]:
             and isinstance(past, Cache)
             and (is_compiling or not _is_prompt(kwargs.get("input_ids")) or CURRENT.get().record is not None)
         ):
-            return original(self, *args, **kwargs)
+            if is_compiling:
+                return original(self, *args, **kwargs)
+            began = (past.self_attention_cache if past.is_pair else past)._pass.began
+            try:
+                return original(self, *args, **kwargs)
+            except (RuntimeError, MemoryError) as error:
+                if not (USES_KVLAYERS.get() and cache_argument.is_generator(self) and retried_pass.may_retry(error)):
+                    raise
+                retried_pass.make_room_in_call(self, past, began, error)
+            return call(self, *args, **kwargs)
         if isinstance(past, tuple | list):
             return legacy_tuples.forward_with_tuples(original, self, args, kwargs)
         for argument in args:

@@ -33,7 +33,6 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextvars import ContextVar
 from typing import Any
 
 from torch import Tensor
@@ -54,6 +53,7 @@ from kvlayers.generation import (
     known_ids,
     transformers4_names,
 )
+from kvlayers.generation.current_call import USES_KVLAYERS
 from kvlayers.generation.documents import DocumentPrompt
 from kvlayers.generation.patching import Activation, Method, Patch, ScopedValue, overriding
 from kvlayers.generation.prefix_reuse import active_store
@@ -231,19 +231,17 @@ def _given(
 SERVED: ScopedValue[bool | None] = ScopedValue("whether rows serve continuous batching", None)
 """The option `continuous_batching`; `None` for models on a CPU alone."""
 
-_in_call: ContextVar[bool | None] = ContextVar("whether the current call of generate() uses kvlayers", default=None)
-
 
 @contextlib.contextmanager
 def call_with_kvlayers() -> Iterator[None]:
     """Lasts for one call that uses kvlayers, installed or not. Calls in other threads are not affected."""
-    with _activation.private_call(), overriding(_in_call, True):
+    with _activation.private_call(), overriding(USES_KVLAYERS, True):
         yield
 
 
 def _uses_kvlayers() -> bool:
     """Whether code that runs now uses kvlayers: as the current call of `generate()` does, or if it is installed."""
-    in_call = _in_call.get()
+    in_call = USES_KVLAYERS.get()
     return is_installed() if in_call is None else in_call
 
 
@@ -270,8 +268,8 @@ def _wrap_generate(original: Method) -> Method:
         with _activation.call() as is_active, transformers4_names.ACTIVATION.call():
             # Decided once, so that all methods agree, even if another thread installs or uninstalls meanwhile. A call
             # within another one, such as that of a draft model, follows the outer call.
-            uses_kvlayers = is_active or bool(_in_call.get())
-            with overriding(_in_call, uses_kvlayers):
+            uses_kvlayers = is_active or bool(USES_KVLAYERS.get())
+            with overriding(USES_KVLAYERS, uses_kvlayers):
                 return (replacement if uses_kvlayers else original)(self, *args, **kwargs)
 
     return generate
@@ -319,7 +317,7 @@ def _patches() -> list[Patch]:
         Patch(
             GenerationConfig,
             cache_by_name.FIELD,
-            lambda _: cache_by_name.SavedName(lambda: is_installed() and _in_call.get() is None),
+            lambda _: cache_by_name.SavedName(lambda: is_installed() and USES_KVLAYERS.get() is None),
         ),
     ]
 

@@ -156,27 +156,6 @@ def pass_tokens(
     return output
 
 
-def pass_unseen(model: Any, ids: Tensor, cache: Cache, chunk: int | None, positions: Tensor, **arguments: Any) -> Any:
-    """Pass those of the tokens `[1, tokens]` to a model that its cache has not seen.
-
-    Args:
-        model: the model.
-        ids: all tokens.
-        cache: the cache.
-        chunk: tokens of one forward pass. Default: as many as the model can take.
-        positions: of all tokens, `[1, tokens]` or `[axes, 1, tokens]`.
-        arguments: further arguments of the model.
-
-    Returns:
-        The output of the last forward pass.
-    """
-    arguments |= {cache_argument.name_in_generate(model): cache, "attention_mask": None, "use_cache": True}
-    arguments |= model_types.newest_logits_only(model)
-    if "position_ids" in generate_calls.forward_arguments(model):
-        arguments["position_ids"] = positions
-    return pass_tokens(model, ids, arguments, cache, cache.get_seq_length(), chunk)
-
-
 def is_told_positions(model: Any) -> bool:
     """Whether padding before a prompt changes no position: a model is told positions, has relative ones, or none."""
     is_free = model.config.model_type in (*model_types.HAS_RELATIVE_POSITIONS, *model_types.HAS_NO_POSITIONS)

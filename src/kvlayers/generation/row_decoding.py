@@ -16,7 +16,8 @@ from kvlayers.core.cache import Cache
 from kvlayers.core.dynamic_cache import DynamicCache
 from kvlayers.core.preparation import left_padding_of
 from kvlayers.errors import OptionError, RollbackError
-from kvlayers.generation.prefill import PER_TOKEN_ARGUMENTS, is_told_positions, pass_tokens, pass_unseen
+from kvlayers.generation import retried_pass
+from kvlayers.generation.prefill import PER_TOKEN_ARGUMENTS, is_told_positions, pass_tokens
 from kvlayers.rope.from_config import frequencies_within
 from kvlayers.rows import Rows, merge
 from kvlayers.upstream import cache_argument, generate_calls, model_types
@@ -167,10 +168,12 @@ class RowDecoder:
     def join(self, rows: Sequence[DecodedRow], caches: Sequence[Cache]) -> None:
         """Add rows, of one or several caches that have seen all of their tokens but the last.
 
-        The caches do not change, unless there is one, and no row yet: it is taken over.
+        The caches have the tokens that they had, unless there is one, and no row yet: it is taken over. All give way
+        as often as the one that ran out of memory most often.
         """
         if not rows:
             return
+        retried_pass.level(caches if self.cache is None else [self.cache, *caches])
         if self.cache is not None:
             self.cache.extend(*caches)
         else:
@@ -228,16 +231,40 @@ class RowDecoder:
         greatest = logits.argmax(-1).tolist()
         for index, (row, draft) in enumerate(zip(self.rows, drafts, strict=True)):
             self._take(row, draft, logits[index], greatest[index])
-        if self._drafter is not None:
-            cache.crop_rows([row.tokens - 1 for row in self.rows])
+        if self._drafter is not None and self.cache is not None:
+            self.cache.crop_rows([row.tokens - 1 for row in self.rows])
 
     def _pass(self, tokens: Tensor, cache: Cache) -> Tensor:
+        """Logits of the next tokens, by a pass that is made again as often as the cache can give way."""
+        began = cache.newest_pass()
+        try:
+            return self._logits_of(tokens, cache)
+        except (RuntimeError, MemoryError) as error:
+            if not retried_pass.may_retry(error):
+                raise
+            length, kept = retried_pass.make_room(cache, began, error, lambda length: None)
+        if kept < length:
+            cache = self.cache = self._read_again(cache)
+        return self._pass(tokens, cache)
+
+    def _read_again(self, emptied: Cache) -> Cache:
+        """A cache that has read the tokens of each row but the last, like one that could not go back by one pass."""
+        caches = []
+        for index, row in enumerate(self.rows):
+            alone = emptied.extract(index)
+            alone.reset()
+            ids = row.ids[:, row.padding : -1]
+            retried_pass.pass_unseen(self._model, ids, alone, None, torch.arange(ids.shape[1], device=ids.device)[None])
+            caches.append(alone)
+        return caches[0] if len(caches) == 1 else merge(caches)
+
+    def _logits_of(self, tokens: Tensor, cache: Cache) -> Tensor:
         """Logits of the next tokens; of a row alone as `generate()` computes them, which may read it all again."""
         row, border = self.rows[0], self._border
         if border is not None and tokens.numel() == 1 and cache.get_seq_length() <= border < row.tokens:
             ids = row.ids[:, row.padding :]
             positions = torch.arange(row.tokens, device=ids.device)[None]
-            logits: Tensor = pass_unseen(self._model, ids, cache, None, positions).logits
+            logits: Tensor = retried_pass.pass_unseen(self._model, ids, cache, None, positions).logits
             return logits
         return pass_rows(self._model, tokens, cache)
 

@@ -16,6 +16,7 @@ from typing import Any
 from kvlayers.generation.patching import Patch
 from kvlayers.generation.prefix_reuse import active_store
 from kvlayers.prefix import PrefixStore
+from kvlayers.serving.sessions import enter_session
 from kvlayers.upstream import compat, supported
 
 logger = logging.getLogger(__name__)
@@ -31,12 +32,22 @@ def _in_context_of_request(original: Callable[..., Any]) -> Callable[..., Any]:
     return submit
 
 
+def _in_session(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def validate(self: Any, body: Any) -> None:
+        original(self, body)
+        if (active := active_store.CURRENT.get()) is not None:
+            enter_session(active.store, active.namespace, body)
+
+    return validate
+
+
 def _usage_of_completions(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original, updated=())
     def usage(**counts: Any) -> Any:
-        covered = active_store.COVERED.get()
-        details = {} if covered is None else {"prompt_tokens_details": {"cached_tokens": sum(covered)}}
-        return original(**counts, **details)
+        if (covered := active_store.COVERED.get()) is not None:
+            counts["prompt_tokens_details"] = {"cached_tokens": sum(covered)}
+        return original(**counts)
 
     return usage
 
@@ -99,6 +110,7 @@ def patches() -> list[Patch]:
     """What is replaced in the modules of transformers' server, which are imported."""
     modules = {name: importlib.import_module(f"transformers.cli.serving.{name}") for name in supported.SERVER_MODULES}
     return [
+        Patch(modules["utils"].BaseHandler, "_validate_request", _in_session),
         Patch(modules["utils"].InferenceThread, "submit", _in_context_of_request),
         Patch(modules["utils"].InferenceThread, "async_submit", _in_context_of_request),
         Patch(modules["chat_completion"], "CompletionUsage", _usage_of_completions),

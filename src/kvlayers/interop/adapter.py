@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
-from kvlayers.core.arguments import no_room_for_tokens
+from kvlayers.core.arguments import as_batch_indices, no_room_for_tokens, whole_number
 from kvlayers.core.buffer import StateForm
 from kvlayers.core.cache_layer import forwarded
 from kvlayers.core.description import Fact
@@ -211,10 +211,6 @@ class TransformersLayer(LayerOperations):
         """Values held, `[batch, kv_heads, tokens, head_dim]`, `None` for a layer that does not attend."""
         return self.layer.values if self.attends else None
 
-    @override
-    def peek(self) -> tuple[Tensor | None, Tensor | None]:
-        return self.keys, self.values
-
     @property
     @override
     def held_tokens(self) -> int | None:
@@ -325,6 +321,7 @@ class TransformersLayer(LayerOperations):
 
     @override
     def check_removal(self, tokens: int) -> None:
+        tokens = whole_number(tokens, "`tokens`")
         obstacle = None if self.is_empty or tokens == 0 else self._obstacle_to_removal(tokens)
         if obstacle is not None:
             raise RollbackError(f"A {type(self.layer).__name__} of transformers must {obstacle}.")
@@ -359,10 +356,9 @@ class TransformersLayer(LayerOperations):
     @override
     def remove_newest(self, tokens: int) -> None:
         self.check_removal(tokens)
-        if self.is_empty or not isinstance(self.layer, _Croppable):
-            return
         # A past that was recorded for this is forgotten.
-        if tokens or (self.is_recurrent and self.record_past):
+        changes = isinstance(self.layer, _Croppable) and (tokens or (self.is_recurrent and self.record_past))
+        if changes and not self.is_empty:
             self.layer.crop(-tokens)
 
     @override
@@ -375,6 +371,7 @@ class TransformersLayer(LayerOperations):
 
     @override
     def select(self, indices: Tensor) -> None:
+        indices = indices if self.batch_size is None else as_batch_indices(indices, self.batch_size)
         self.check_select(indices.shape[0])
         if self.is_empty:
             return

@@ -86,9 +86,8 @@ class HostBuffer(TokenBuffer):
 
     @override
     def first_sequences(self, batch_size: int) -> "TokenBuffer":
-        if batch_size == self.rows.shape[1]:
-            return self
-        return HostBuffer(self.rows[:, :batch_size], self.memory, self.device)
+        is_all = batch_size == self.rows.shape[1]
+        return self if is_all else HostBuffer(self.rows[:, :batch_size], self.memory, self.device)
 
 
 class StagedBuffer(TokenBuffer):
@@ -170,10 +169,8 @@ def clipped(ranges: Sequence[tuple[int, int]], start: int, end: int) -> list[tup
     """The parts of ranges between `start` and `end`, counted from `start`, sorted and without overlaps."""
     found: list[tuple[int, int]] = []
     for begin, stop in sorted((max(part[0], start) - start, min(part[1], end) - start) for part in ranges):
-        if begin >= stop:
-            continue
-        if found and begin <= found[-1][1]:
+        if begin < stop and found and begin <= found[-1][1]:
             found[-1] = found[-1][0], max(stop, found[-1][1])
-        else:
+        elif begin < stop:
             found.append((begin, stop))
     return found

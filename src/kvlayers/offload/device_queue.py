@@ -140,8 +140,7 @@ class WriteBack:
         if buffer.first == 0 and buffer.capacity == buffer.host.capacity:
             # Its tokens are in the same slots as on the host.
             return buffer.host
-        has_moved = buffer.first != 0
-        extended = None if has_moved else buffer.host.extended(buffer.capacity)
+        extended = None if buffer.first else buffer.host.extended(buffer.capacity)
         if extended is not None:
             return extended
         self._wait()

@@ -16,12 +16,14 @@ from kvlayers.core.layer_list import adapted
 from kvlayers.core.layer_operations import LayerState
 from kvlayers.core.layer_registry import layer_class, register_layer
 from kvlayers.core.token_layer import TokenLayer
+from kvlayers.core.token_store import TokenStore
 from kvlayers.errors import CapacityError, OptionError, UnsupportedLayerError
 from kvlayers.kernels.attention.packed_ops import observed, observer_of
 from kvlayers.kernels.attention.packed_tensor import PackedStates
 from kvlayers.kernels.codes.quantizer_contract import Side
 from kvlayers.offload.paged_reads import PagedReads
 from kvlayers.offload.prefetcher import Prefetcher
+from kvlayers.utils import late
 
 
 def facts_of_wrapped(facts: Facts) -> dict[str, Fact]:
@@ -94,7 +96,7 @@ class OffloadedLayer(WrapperLayer):
             )
         super().__init__(layer)
         self.prefetcher = Prefetcher() if prefetcher is None else prefetcher
-        self.index = self.prefetcher.next_index()
+        self.index = next(self.prefetcher.numbers)
         self.version = 0
         self._seen = self._past = 0
         self._pages = PagedReads()
@@ -236,6 +238,11 @@ class OffloadedLayer(WrapperLayer):
         with self._fetched(changes=True):
             yield self.wrapped
         self._read_counts()
+
+    def exchange_store(self, make: Callable[[TokenStore], TokenStore]) -> None:
+        """Hold the same tokens in the store that `make` returns for the present one, which is on its device then."""
+        with self._fetched(changes=True):
+            self.wrapped.store = make(self.wrapped.store)
 
     def _note_change(self) -> None:
         self.version += 1
@@ -388,8 +395,7 @@ def _page_tokens_of(layer: TokenLayer, keys: Tensor) -> int | None:
         layer: the layer.
         keys: keys of the new tokens, `[batch, kv_heads, tokens, head_dim]`.
     """
-    tracked = torch.is_grad_enabled() and keys.requires_grad
-    apart = layer.store.holds_pages_apart and not tracked
+    apart = layer.store.holds_pages_apart and not (torch.is_grad_enabled() and keys.requires_grad)
     return layer.chosen_page_tokens(keys.shape[2]) if apart else None
 
 
@@ -408,11 +414,13 @@ def placed(layer: Any, prefetcher: Prefetcher, only_non_sliding: bool) -> Any:
         UnsupportedLayerError: it attends, and its states cannot be moved.
     """
     known = adapted(layer)
-    attention = known.parts[0]
-    if isinstance(attention, TokenLayer):
-        stays = only_non_sliding and attention.is_sliding
-        wrapped: Any = attention if stays else OffloadedLayer(attention, prefetcher)
-        return known.with_attention(wrapped)
+    attention: Any = known.parts[0]
+    rows = attention.separate_rows
+    if all(isinstance(row, TokenLayer) for row in rows):
+        if only_non_sliding and attention.is_sliding:
+            return layer
+        wrapped = [OffloadedLayer(row, prefetcher) for row in rows]
+        return known.with_attention(wrapped[0] if rows[0] is attention else late.function("separate rows")(wrapped))
     if attention.attends:
         raise UnsupportedLayerError(
             f"Layers must be of a kind that can be offloaded, got a {type(attention.original).__name__}, which holds "

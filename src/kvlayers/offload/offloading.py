@@ -56,8 +56,7 @@ class Offloading:
         Raises:
             OptionError: as for `Offloading`, or a directory is given without offloading, or a flag is not a bool.
         """
-        flags = {"offloading": offloading, "offload_only_non_sliding": offload_only_non_sliding}
-        for name, given in flags.items():
+        for name, given in (("offloading", offloading), ("offload_only_non_sliding", offload_only_non_sliding)):
             if not isinstance(given, bool):
                 raise OptionError(f"`{name}` must be True or False, got {given!r}.")
         placement = cls(offload_only_non_sliding, offload_device, offload_directory)

@@ -1,6 +1,7 @@
 """Copies the states of layers to their device just before they are needed, and writes back the new ones."""
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -51,6 +52,7 @@ class Prefetcher:
 
     Attributes:
         meter: bytes moved.
+        numbers: the indices of new layers.
     """
 
     def __init__(self, memory: HomeMemory | None = None, transfers: TransfersMaker = transfers_for) -> None:
@@ -58,7 +60,7 @@ class Prefetcher:
         self.meter = TrafficMeter()
         self._make_transfers = transfers
         self._queues: dict[torch.device, DeviceQueue | None] = {}
-        self._layers = 0
+        self.numbers = itertools.count()
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Streams belong to a process.
@@ -67,13 +69,8 @@ class Prefetcher:
     def for_another_cache(self) -> "Prefetcher":
         """A prefetcher for another cache, with memory and streams of the same kind and the same meter."""
         twin = Prefetcher(self.memory, self._make_transfers)
-        twin.meter, twin._layers = self.meter, self._layers
+        twin.meter, twin.numbers = self.meter, self.numbers
         return twin
-
-    def next_index(self) -> int:
-        """The index of a new layer."""
-        self._layers += 1
-        return self._layers - 1
 
     def queue(self, device: torch.device | None) -> DeviceQueue | None:
         """The queue of a device, `None` if its states are computed in the memory where they are."""

@@ -1,6 +1,7 @@
 """Which model made the states: the fields of its config that states depend on, and an id of its weights."""
 
 import contextlib
+import copy
 import functools
 import hashlib
 import math
@@ -10,12 +11,11 @@ import re
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
 from operator import attrgetter
 from types import BuiltinFunctionType, FunctionType, ModuleType
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -108,6 +108,37 @@ Mark = tuple[str, int, int | None, torch.Size, torch.dtype]
 Facts = list[tuple[str, str, object]]
 """Path of a module, and name and value of an attribute."""
 
+T = TypeVar("T")
+
+
+class Remembered(Generic[T]):
+    """What was found for objects, until what is read of them has changed. Threads may share it."""
+
+    def __init__(self) -> None:
+        # By number, since configs cannot be hashed. With what was read, and what was found for it.
+        self._known: dict[int, tuple[weakref.ref[object], threading.Lock, list[tuple[object, T]]]] = {}
+
+    def of(self, owner: object, read: object, find: Callable[[], T]) -> T:
+        """What `find` returns for an object of which this was read. It is not called twice at the same time."""
+        number = id(owner)
+        with _entering:
+            known = self._known.get(number)
+            if known is None or known[0]() is not owner:
+                living = weakref.ref(owner, lambda _: self._known.pop(number, None))
+                known = self._known[number] = living, threading.Lock(), []
+        _, lock, found = known
+        with lock:
+            if not found or found[0][0] != read:
+                found[:] = [(copy.deepcopy(read), find())]
+            return found[0][1]
+
+
+_entering = threading.Lock()
+"""Held while it is looked up what is known of an object."""
+
+_fields = Remembered[dict[str, Any]]()
+_weights = Remembered[str]()
+
 _IRRELEVANT_ENDS = ("dropout", "dropout_prob", "drop_rate", "pdrop", "layerdrop")
 
 
@@ -121,10 +152,10 @@ def model_fields(config: object, is_pair: bool) -> dict[str, Any]:
     Raises:
         ConfigError: `config` is not a model config.
     """
+    # The result is remembered, so nobody changes it.
     decoder = decoder_config(config)
     content: Any = config_of(config) if is_pair else decoder
-    fields: dict[str, Any] = _plain(config_fields(content))
-    return fields
+    return _fields.of(content, vars(content), lambda: _plain(config_fields(content)))
 
 
 def model_record(config: object | None, is_pair: bool, weights_id: str | None) -> ModelRecord:
@@ -238,25 +269,6 @@ def _plain(value: Any) -> Any:
 # Weights
 
 
-@dataclass
-class _Known:
-    """The id of a living model, with what was read of it when the id was made.
-
-    Attributes:
-        read: the facts, and the marks and the probe of the weights.
-        lock: held while the id is made, so that no id is made twice.
-    """
-
-    read: tuple[Facts, list[Mark], bytes] | None = None
-    text: str = ""
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-
-_known: weakref.WeakKeyDictionary[torch.nn.Module, _Known] = weakref.WeakKeyDictionary()
-_entering = threading.Lock()
-"""Held while `_known` is read or changed."""
-
-
 @torch.no_grad()
 def weights_id(model: torch.nn.Module) -> str:
     """An id of a model's weights: equal for equal weights, different if a single element differs.
@@ -292,13 +304,7 @@ def weights_id(model: torch.nn.Module) -> str:
         (name, weight.data_ptr(), None if weight.is_inference() else weight._version, weight.shape, weight.dtype)
         for name, weight in weights
     ]
-    read = facts, marks, _probe(weights)
-    with _entering:
-        known = _known.setdefault(model, _Known())
-    with known.lock:
-        if known.read != read:
-            known.read, known.text = read, SCHEME + _digest(weights, facts)
-        return known.text
+    return _weights.of(model, (facts, marks, _probe(weights)), lambda: SCHEME + _digest(weights, facts))
 
 
 def _weights_and_facts(model: torch.nn.Module) -> tuple[list[tuple[str, Tensor]], Facts]:

@@ -1,7 +1,7 @@
 """Load a cache from a file, and continue decoding."""
 
 import os
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -93,12 +93,9 @@ def load_cache(
 def _device_of(cache: Cache) -> torch.device:
     """The device that a cache computes on; the host if it holds no states yet."""
     parts = [cache.self_attention_cache] if cache.is_pair else [cache]
-    for layer in (layer for part in parts for layer in part.adapted_layers()):
-        if layer.batch_size is not None and not layer.is_upstream:
-            found = layer.parts[0].device
-            if found is not None:
-                return torch.device(found)
-    return torch.device("cpu")
+    layers = (layer for part in parts for layer in part.adapted_layers())
+    holding = (layer for layer in layers if layer.batch_size is not None and not layer.is_upstream)
+    return torch.device(next((found for layer in holding if (found := layer.parts[0].device) is not None), "cpu"))
 
 
 def _check_length(path: str, record: CacheRecord, length: object) -> None:
@@ -152,7 +149,8 @@ class StateReader:
             raise StateMismatchError(f"The cache has {len(cache.layers)} layers, got states of {len(record.layers)}.")
         for index, (layer, layer_record) in enumerate(zip(cache.adapted_layers(), record.layers, strict=True)):
             pairs = self.saved.pieces(layer_prefix(part, index))
-            if pairs and _appends(layer, layer_record):
+            # States that can be taken in piece by piece, instead of all at once.
+            if pairs and loads_prefixes(layer_record) and isinstance(layer, TokenLayer) and may_share(layer.store):
                 self._append(layer, layer_record, pairs)
             else:
                 layer.load_state(self._state(layer, layer_record, part, index))
@@ -249,11 +247,6 @@ class StateReader:
                 if own.recording:
                     layer.activate_past_recording()
         return cache
-
-
-def _appends(layer: LayerOperations, record: LayerRecord) -> TypeGuard[TokenLayer]:
-    """Whether the states of a layer can be taken in piece by piece, instead of all at once."""
-    return loads_prefixes(record) and isinstance(layer, TokenLayer) and may_share(layer.store)
 
 
 def _parts(cache: Cache) -> list[Cache]:

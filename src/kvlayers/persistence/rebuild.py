@@ -6,7 +6,7 @@ from typing import Any
 
 from kvlayers.core.cache import CACHE_CLASSES, Cache
 from kvlayers.core.description import DescriptionContext
-from kvlayers.core.layer_operations import LAYER_CLASSES, LayerOperations
+from kvlayers.core.layer_operations import LAYER_CLASSES
 from kvlayers.core.layer_registry import layer_names
 from kvlayers.core.token_store import STORE_CLASSES
 from kvlayers.errors import CacheFileError, KVLayersError, ModelMismatchError, RegistryError
@@ -88,7 +88,9 @@ def rebuilt(saved: SavedFile, part: int | None, context: DescriptionContext, con
             layers = [of_model[index] if layer is None else layer for index, layer in enumerate(layers)]
         cache = cache_class.from_description(record.options, layers, context)
         # Again for the finished layers: they may have been made from the config, not from the facts in the file.
-        _check_reservation(saved, record, part, [_reserved_by_layer(layer) for layer in cache.adapted_layers()])
+        parts = [[part.unwrapped for part in layer.parts] for layer in cache.adapted_layers()]
+        held = [[type(each).reserved_by(each.describe()) for each in of_layer] for of_layer in parts]
+        _check_reservation(saved, record, part, held)
     return cache
 
 
@@ -180,11 +182,6 @@ def _reserved_by_facts(layer: LayerRecord) -> list[_Reservation]:
     except KeyError:
         # The facts are incomplete, so no layer is made from them.
         return []
-
-
-def _reserved_by_layer(layer: LayerOperations) -> list[_Reservation]:
-    parts = [part.unwrapped for part in layer.parts]
-    return [type(part).reserved_by(part.describe()) for part in parts]
 
 
 def _check_reservation(

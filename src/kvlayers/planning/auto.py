@@ -12,6 +12,7 @@ import transformers
 from kvlayers.core.named_caches import CacheRequest, register
 from kvlayers.errors import CapacityError, ConfigError, KVLayersError, OptionError, UnsupportedLayerError
 from kvlayers.generation.cache_by_name import AUTO, cache_for
+from kvlayers.memory.budget import free_memory
 from kvlayers.planning.planner import bytes_by_length, checked_count, plan_for
 from kvlayers.rows.dense_rows import capacity_for
 from kvlayers.utils.units import amount_of_bytes, readable_bytes
@@ -36,12 +37,15 @@ def chosen_cache(request: CacheRequest) -> transformers.Cache:
     """The cache that a plan recommends. The log says which: as a warning unless it is exact and on the device.
 
     Args:
-        request: must have a `length_hint`. Its only option is `memory`: bytes, or a text such as "1GiB".
+        request: must have a `length_hint`. Its only option is `memory`: bytes, or a text such as "1GiB". With
+            `max_bytes` there is nothing to choose: a cache that grows stays within them.
 
     Raises:
         OptionError: another option, or no length hint.
         CapacityError: no cache is within the memory.
     """
+    if "max_bytes" in request.options:
+        return cache_for(WITHOUT_PLAN, request)
     memory = _budget(request)
     devices = _devices(request)
     on_cpu = all(device.type == "cpu" for device in devices)
@@ -89,29 +93,6 @@ def _budget(request: CacheRequest) -> int | dict[torch.device, int]:
 def _bytes_of(memory: Any) -> int:
     """The bytes of `memory`, a number or a text such as "1GiB"."""
     return checked_count(amount_of_bytes(memory, "memory"), "memory", "bytes")
-
-
-def free_memory(device: torch.device) -> int:
-    """Bytes that tensors on a device can still take: free memory, and memory that torch has reserved and not used.
-
-    Raises:
-        OptionError: torch does not report the free memory of such a device.
-    """
-    if device.type == "cpu":
-        # Late, as nothing else needs it.
-        import psutil
-
-        return int(psutil.virtual_memory().available)
-    if device.type in ("cuda", "xpu"):
-        memory: Any = torch.get_device_module(device)
-        free, _ = memory.mem_get_info(device)
-        return int(free + memory.memory_reserved(device) - memory.memory_allocated(device))
-    if device.type == "mps":
-        return int(torch.mps.recommended_max_memory() - torch.mps.current_allocated_memory())
-    raise OptionError(
-        f"`device` must be one whose free memory torch reports (cpu, cuda, xpu, mps), got {device}: pass `memory`, in "
-        "bytes, or name a cache."
-    )
 
 
 # Rows side by side

@@ -301,8 +301,11 @@ def _summed(layers: Sequence[LayerBytes]) -> CacheBytes:
     # The first layer follows the last one, at the next token.
     following = [*travelling[1:], *travelling[:1]] if len(travelling) > 1 else [0] * len(travelling)
     staged = max((one + other for one, other in zip(travelling, following, strict=True)), default=0)
-    host = sum(layer.host + layer.spare for layer in layers)
-    return CacheBytes(sum(layer.device for layer in layers), host, staged + sum(layer.copies for layer in layers))
+    return CacheBytes(
+        resident=sum(layer.device for layer in layers),
+        host=sum(layer.host + layer.spare for layer in layers),
+        staged=staged + sum(layer.copies for layer in layers),
+    )
 
 
 # Layers that evict: which tokens they keep depends on the states, so only the budget is known.

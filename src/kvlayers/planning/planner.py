@@ -15,7 +15,7 @@ from transformers import PretrainedConfig
 
 from kvlayers.core.arguments import whole_number
 from kvlayers.core.named_caches import CacheRequest, cache_names
-from kvlayers.core.token_store import Fidelity
+from kvlayers.core.token_store import Fidelity, states_on_meta
 from kvlayers.errors import CapacityError, ConfigError, KVLayersError, OptionError, RegistryError
 from kvlayers.generation.cache_by_name import AUTO, NamedCache, cache_for, named_cache
 from kvlayers.planning.cache_bytes import CacheBytes, CacheTrial
@@ -92,6 +92,7 @@ class Plan:
         recommended: the cache to use.
         left_out: for each other name, why the model does not support the cache, or why it cannot be planned.
         most_positions: the most tokens that the model has positions for, `None` if its config names no limit.
+        within: what a cache that stays within `max_bytes` would hold, a sentence; empty without them.
     """
 
     context_length: int
@@ -102,6 +103,7 @@ class Plan:
     recommended: PlannedCache
     left_out: Mapping[str, str] = dataclasses.field(default_factory=dict)
     most_positions: int | None = None
+    within: str = ""
 
     def __getitem__(self, name: str) -> PlannedCache:
         """The planned cache called `name`.
@@ -134,6 +136,7 @@ class Plan:
         return (
             f"Use {self.recommended.name!r}: {self.recommended.reason}",
             *([f"At the same cost: {', '.join(same)}."] if same else []),
+            *([self.within] if self.within else []),
             *(
                 [f"Careful: the model has positions for {most} tokens, and {self.context_length} are planned."]
                 if most is not None and self.context_length > most
@@ -242,8 +245,10 @@ def nothing_fits(
 ) -> KVLayersError:
     """The error for a budget that is too small for all caches, or for a model that no cache could be planned for."""
     if not caches or memory is None:
-        reasons = "; ".join(f"{name}: {reason}" for name, reason in left_out.items())
-        return ConfigError(f"No cache could be planned for the model: {reasons}.")
+        return ConfigError(
+            "No cache could be planned for the model: "
+            f"{'; '.join(f'{name}: {reason}' for name, reason in left_out.items())}."
+        )
     keeping = [cache for cache in caches if cache.fidelity != "evicting"] or caches
     least = min(keeping, key=lambda cache: cache.device_bytes)
     furthest = max(keeping, key=lambda cache: cache.longest_context or 0)
@@ -285,6 +290,7 @@ def plan(
     *,
     names: Sequence[str] | None = None,
     encoder_length: int | str | None = None,
+    max_bytes: int | str | None = None,
 ) -> Plan:
     """What each kind of cache costs for a model, from its config: nothing is loaded or allocated.
 
@@ -302,6 +308,7 @@ def plan(
             default all names are planned, and a cache that the model does not support is left out instead of raising an
             error.
         encoder_length: tokens of the encoder's output, for a model with an encoder: 1024, or "1k".
+        max_bytes: say too what a `DynamicCache` with this option would hold: tokens that are exact, and rounded.
 
     Raises:
         OptionError: a number is missing, too small or not a number, or `dtype` is not a dtype.
@@ -345,7 +352,8 @@ def plan(
     caches, refused = wanted.caches(cache_names() if names is None else names)
     if names is not None and refused:
         raise next(iter(refused.values()))
-    return wanted.plan(caches, refused)
+    made = wanted.plan(caches, refused)
+    return made if max_bytes is None else dataclasses.replace(made, within=wanted.within(max_bytes))
 
 
 def plan_for(request: CacheRequest, memory: int | Mapping[torch.device, int], names: Sequence[str]) -> Plan:
@@ -399,6 +407,20 @@ class _Wanted:
     encoder_length: int | None
     layer_devices: Sequence[torch.device] = ()
     memory_by_device: Mapping[torch.device | None, int] = dataclasses.field(default_factory=dict)
+
+    def within(self, max_bytes: int | str) -> str:
+        """What a cache that stays within a budget holds after one pass, in a sentence.
+
+        Raises:
+            CapacityError: the budget is too small.
+        """
+        request = CacheRequest(self.config, {"max_bytes": max_bytes}, batch_size=self.batch_size, dtype=self.dtype)
+        cache: Any = _made(SIMPLEST, request, self.context_length).self_attention
+        for index, shape in enumerate(layer_shapes(self.config, self.batch_size, self.dtype)):
+            if shape.token is not None:
+                cache.update(*states_on_meta(shape.forms(), self.context_length), index)
+        exact = [layer.length - (layer.exact_from or 0) for layer in cache.adapted_layers() if layer.attends]
+        return f"Within {max_bytes}: {cache.budget.note}. Of {self.context_length} tokens, {min(exact)} are exact."
 
     def bytes_in_full(self) -> int:
         """Bytes of the device that a cache in full precision takes.

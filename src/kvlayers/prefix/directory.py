@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from kvlayers.core.cache import Cache
+from kvlayers.core.layer_operations import LAYER_CLASSES
 from kvlayers.errors import CacheFileError, CachePathError, KVLayersError
 from kvlayers.persistence.load import StateReader
 from kvlayers.persistence.node_file import NodeFile
@@ -23,7 +24,7 @@ from kvlayers.persistence.safetensors_header import Content, ranges_of
 from kvlayers.persistence.tensor_file import TensorFile
 from kvlayers.prefix.backends import GoneError, StorageBackend, StoredFile, UnreachableError
 from kvlayers.prefix.backends.contract import ABANDONED_SECONDS
-from kvlayers.prefix.entry import PrefixEntry, fork_at, restorable_length
+from kvlayers.prefix.entry import PrefixEntry, restorable_length
 from kvlayers.prefix.keys import Tokens
 from kvlayers.prefix.nodes import Node, NodeTree, read_nodes
 from kvlayers.prefix.states import MOST_PIECES, NODE_TOKENS, EntryStates, NodesFile, span_needed
@@ -41,19 +42,6 @@ NODES_AHEAD = 8
 """Nodes that are being checked, or wait for it, while the caller uses those before."""
 
 NANOSECONDS = 10**9
-
-
-@dataclass(frozen=True)
-class WrittenEntry:
-    """An entry that was written.
-
-    Attributes:
-        path: path of the file with its last tokens, or URL without credentials.
-        nbytes: bytes of its nodes, which other entries may share.
-    """
-
-    path: str
-    nbytes: int
 
 
 @dataclass(frozen=True)
@@ -95,10 +83,6 @@ class FileReports:
         file = None
         with contextlib.suppress(UnreachableError):
             (file,) = self._backend.find([name_in(path)])
-        self.damaged_file(path, file, error)
-
-    def damaged_file(self, path: str, file: StoredFile | None, error: Exception) -> None:
-        """As `damaged`, for a file that was just listed; `None` if it does not exist."""
         with self._lock:
             if self.has(path, file):
                 return
@@ -174,7 +158,7 @@ class Directory:
     def nbytes(self) -> int:
         """Bytes of all nodes."""
         with self._lock:
-            return self._tree.nbytes
+            return sum(node.nbytes for node in self._tree.nodes.values())
 
     def pieces(self, path: str) -> dict[str, int]:
         """Bytes of each node of an entry, by name. No file is read."""
@@ -224,7 +208,7 @@ class Directory:
             if isinstance(node, UnreachableError):
                 self.reports.unreachable(node)
             elif isinstance(node, KVLayersError):
-                self.reports.damaged_file(self.backend.path_of(file.name), file, node)
+                self.reports.damaged(self.backend.path_of(file.name), node)
             elif node is not None:
                 found.append(node)
         with self._lock:
@@ -242,7 +226,7 @@ class Directory:
         boundaries: Collection[int],
         cache: Cache,
         neighbours: Sequence[tuple[str, int]] = (),
-    ) -> WrittenEntry:
+    ) -> tuple[str, int]:
         """Write an entry. When this returns, it is acknowledged: a crash does not lose it.
 
         Tokens that neighbours have in nodes are not written again.
@@ -255,6 +239,10 @@ class Directory:
             neighbours: entries of the same label in the directory that begin with some of the same tokens, the best
                 first: the path of each, and the number of these tokens.
 
+        Returns:
+            Path of the file with its last tokens, or URL without credentials, and bytes of its nodes, which other
+            entries may share.
+
         Raises:
             KVLayersError: the disk is full, or the cache is of a kind that cannot be loaded from a file.
         """
@@ -266,7 +254,7 @@ class Directory:
                 if chain is not None:
                     path = self.backend.path_of(chain[-1].name)
                     self.reports.forget(path)
-                    return WrittenEntry(path, sum(node.nbytes for node in chain))
+                    return path, sum(node.nbytes for node in chain)
         raise UnreachableError(
             f"an entry in {self.backend.path_of('')} is incomplete, because its nodes were deleted {ATTEMPTS} times "
             "meanwhile: use one directory_max_bytes for all stores of a directory."
@@ -302,10 +290,10 @@ class Directory:
             chain = list(itertools.takewhile(lambda node: node.name not in self._unusable, self._chain(path)))
             start = states.shared(chain, tokens)
             if start > most:
-                best, most = [node for node in chain if node.start < start], start
+                best, most = [node for node in chain if node.record.start < start], start
         boundary = most // NODE_TOKENS * NODE_TOKENS
-        if sum(node.start >= boundary for node in best) >= MOST_PIECES:
-            most, best = boundary, [node for node in best if node.start < boundary]
+        if sum(node.record.start >= boundary for node in best) >= MOST_PIECES:
+            most, best = boundary, [node for node in best if node.record.start < boundary]
         return best, most
 
     def load(
@@ -338,21 +326,21 @@ class Directory:
         chain = self._chain(stored.path)
         if not chain:
             raise GoneError("the entry has no file any more.")
-        if chain[-1].needs_config and config is None:
-            raise NeedsConfigError
-        config = config if chain[-1].needs_config else None
         end = chain[-1].record
+        needs_config = not all(kind in LAYER_CLASSES for kind in end.entry.layers)
+        if needs_config and config is None:
+            raise NeedsConfigError
         length = min(length, len(stored.ids))
         first, stop = span_needed(end, length)
         if end.entry.cuttable:
-            chain = [node for node in chain if node.start < stop]
+            chain = [node for node in chain if node.record.start < stop]
         chain = [node for node in chain if node.record.stop > first or node is chain[-1]]
         read, length = self._read(stored.path, chain, length, end.entry.cuttable, deadline)
         place = torch.device("cpu") if device is None else checked_device(device)
         cut = length if end.entry.cuttable else None
         try:
             saved = NodesFile(read, end.stop if cut is None else cut)
-            cache = StateReader(saved, place, cut, verify=True).new(config)
+            cache = StateReader(saved, place, cut, verify=True).new(config if needs_config else None)
         except CachePathError:
             raise
         except KVLayersError as error:
@@ -361,7 +349,9 @@ class Directory:
         with contextlib.suppress(UnreachableError):
             self.backend.touch([node.name for node in chain[: len(read)]])
         target = restorable_length(cache, min(length, cache.get_seq_length()))
-        return fork_at(cache, target) if 0 < target < cache.get_seq_length() else (cache if target else None)
+        if 0 < target < cache.get_seq_length():
+            cache.truncate(target)
+        return cache if target else None
 
     def _read(
         self, path: str, chain: Sequence[Node], length: int, cuttable: bool, deadline: float | None
@@ -375,7 +365,7 @@ class Directory:
             if isinstance(found, CacheFileError | GoneError):
                 self._unusable.add(node.name)
             can_end = bool(read) and chain[len(read) - 1].record.whole
-            served = min(length, node.start) if cuttable and can_end else 0
+            served = min(length, node.record.start) if cuttable and can_end else 0
             if not served:
                 raise (
                     CacheFileError(f"{path} cannot be loaded: {found}") if isinstance(found, CacheFileError) else found
@@ -446,7 +436,7 @@ class Directory:
 
     def touch(self, used: Iterable[tuple[str, int]]) -> None:
         """Record that entries are used now: the path of each, and how many of its first tokens; the last use last."""
-        names = [node.name for path, tokens in used for node in self._chain(path) if node.start < tokens]
+        names = [node.name for path, tokens in used for node in self._chain(path) if node.record.start < tokens]
         with contextlib.suppress(UnreachableError):
             self.backend.touch(names)
 

@@ -1,6 +1,7 @@
 """An entry of a prefix store: its tokens and its cache, what memory it takes, and when it leaves."""
 
 import heapq
+import math
 from collections.abc import Collection, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
@@ -15,6 +16,19 @@ from kvlayers.utils.tensor_memory import Storages
 
 Piece = tuple[int, int]
 """Address and bytes of a piece of memory."""
+
+
+@dataclass(frozen=True, eq=False)
+class Pin:
+    """What keeps entries in a store.
+
+    Attributes:
+        until: time of its end, as `time.monotonic()` counts, which no change of a clock affects.
+        priority: entries of less priority leave before. What is not pinned has 0; what never leaves has infinity.
+    """
+
+    until: float = math.inf
+    priority: float = math.inf
 
 
 @dataclass(eq=False)
@@ -32,7 +46,7 @@ class PrefixEntry:
             store. More tokens have an earlier use; all of them have one.
         used: time of the last use in seconds since 1970; `None` if it was not used since the store was made.
         hits: look-ups that it has served.
-        pins: how many calls of `pin` no `unpin` has undone.
+        pins: what keeps it, the newest last.
         boundaries: lengths that the entry serves: its own, and those of the entries that it has replaced.
         is_leaving: whether it has been evicted, and leaves memory as soon as it is in a file.
         is_being_written: whether it is being written to a file, which holds its memory.
@@ -47,7 +61,7 @@ class PrefixEntry:
     uses: dict[int, int] = field(default_factory=dict)
     used: float | None = None
     hits: int = 0
-    pins: int = 0
+    pins: list[Pin] = field(default_factory=list)
     boundaries: set[int] = field(default_factory=set)
     is_leaving: bool = False
     is_being_written: bool = False
@@ -65,10 +79,15 @@ class PrefixEntry:
         """When all of its tokens were last used, by a counter that grows with each use of the store."""
         return self.uses.get(self.length, 0)
 
+    @property
+    def priority(self) -> float:
+        """Entries of less priority are evicted first, and none of infinite priority is."""
+        return max([pin.priority for pin in self.pins], default=0.0)
+
     def use(self, tokens: int, time: int) -> None:
         """Note that the first tokens were used at some time."""
         older = {length: used for length, used in self.uses.items() if length > tokens or used > time}
-        if all(used < time for length, used in older.items() if length >= tokens):
+        if not older or time > max([used for length, used in older.items() if length >= tokens], default=-1):
             older[tokens] = time
         self.uses = older
 
@@ -77,8 +96,15 @@ class PrefixEntry:
         self.ids = self.ids[:length].copy()
         self.boundaries = {boundary for boundary in self.boundaries if boundary < length} | {length}
         uses, self.uses = self.uses, {}
-        for tokens, time in uses.items():
-            self.use(min(tokens, length), time)
+        for tokens, when in uses.items():
+            self.use(min(tokens, length), when)
+
+    def fork(self, cache: Cache, length: int) -> Cache:
+        """A fork of the cache of all tokens, rolled back to a length that `restorable_length` has returned."""
+        fork = cache.fork()
+        if length < self.length:
+            fork.truncate(length)
+        return fork
 
     @property
     def is_spare(self) -> bool:
@@ -88,15 +114,17 @@ class PrefixEntry:
 
 def can_restore(cache: Cache | None, lengths: Iterable[int]) -> bool:
     """Whether there is a cache, which can be rolled back to exactly each of these lengths."""
-    most = 0 if cache is None else cache.get_seq_length()
-    return cache is not None and all(
-        length <= most and restorable_length(cache, length) == length for length in lengths
-    )
+    if cache is None:
+        return False
+    if cache.keeps_every_token:
+        return True
+    most = cache.get_seq_length()
+    return all(length <= most and restorable_length(cache, length) == length for length in lengths)
 
 
 def restorable_length(cache: Cache, length: int) -> int:
     """The greatest length, at most `length`, to which `cache` can be rolled back; 0 if there is no such length."""
-    if length == cache.get_seq_length():
+    if cache.keeps_every_token or length == cache.get_seq_length():
         return length
     if any(_has_evicted(layer) for layer in cache.adapted_layers()):
         # The tokens behind `length` have had a part in which of those before were evicted.
@@ -122,24 +150,15 @@ def shares_memory(cache: Cache) -> bool:
     return not cache.is_static and not any(isinstance(layer, OffloadedLayer) for layer in cache.adapted_layers())
 
 
-def fork_at(cache: Cache, length: int) -> Cache:
-    """A fork of `cache`, rolled back to a length that `restorable_length` has returned."""
-    fork = cache.fork()
-    if length < cache.get_seq_length():
-        fork.truncate(length)
-    return fork
-
-
-def packed(cache: Cache, length: int, beside: PrefixMatch[Cache] | None) -> Cache:
-    """A fork of the first tokens of `cache`, which has no more memory than they need.
+def packed(fork: Cache, length: int, beside: PrefixMatch[Cache] | None) -> Cache:
+    """A fork, with no more memory than its tokens need.
 
     Args:
-        cache: the cache.
-        length: a length that `restorable_length` has returned.
+        fork: the fork, which is changed.
+        length: its tokens.
         beside: another cache, in whose memory the fork has the tokens that are equal; `None` for memory of its own.
     """
-    fork = fork_at(cache, length)
-    shared = 0 if beside is None or cache.rotates_keys else min(beside.tokens, length)
+    shared = 0 if beside is None or fork.rotates_keys else min(beside.tokens, length)
     if shared * 3 < length * 2:
         # Without a long shared part, all is copied: a caller may hold what others do not.
         fork.compact()
@@ -188,7 +207,7 @@ class EvictionOrder:
         self._policy = policy
         self._new: dict[PrefixEntry, None] = {}
         # By rank as it was, and by number. An entry has one number that counts.
-        self._heap: list[tuple[tuple[bool, float], int, PrefixEntry]] = []
+        self._heap: list[tuple[tuple[float, float], int, PrefixEntry]] = []
         self._numbers: dict[PrefixEntry, int] = {}
         self._count = 0
 
@@ -205,7 +224,7 @@ class EvictionOrder:
             heapq.heapify(self._heap)
 
     def first(self) -> PrefixEntry | None:
-        """The entry that is to be evicted first; `None` if only pinned ones are left."""
+        """The entry that is to be evicted first; `None` if only those are left that are never evicted."""
         for entry in list(self._new):
             self._push(entry)
             del self._new[entry]
@@ -219,12 +238,12 @@ class EvictionOrder:
                 looked_at.add(entry)
                 self._push(entry)
             else:
-                # Pinned entries come last.
-                return None if entry.pins else entry
+                # What never leaves comes last.
+                return None if entry.priority == math.inf else entry
         return None
 
-    def _rank(self, entry: PrefixEntry) -> tuple[bool, float]:
-        return bool(entry.pins), self._policy.rank(entry)
+    def _rank(self, entry: PrefixEntry) -> tuple[float, float]:
+        return entry.priority, self._policy.rank(entry)
 
     def _push(self, entry: PrefixEntry) -> None:
         self._count += 1

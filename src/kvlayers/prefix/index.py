@@ -2,8 +2,10 @@
 
 import contextlib
 import itertools
+import math
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvlayers.core.cache import Cache
@@ -13,9 +15,9 @@ from kvlayers.prefix.entry import (
     EvictionPolicy,
     MemoryAccount,
     Piece,
+    Pin,
     PrefixEntry,
     can_restore,
-    fork_at,
     packed,
     shares_memory,
     union_bytes,
@@ -35,6 +37,9 @@ MOST_APART = 3
 
 MOST_PACKED = 2
 """Entries of which one insertion gives back spare room, since this copies."""
+
+MOST_LEFT = 64
+"""Prefixes that have left for room, of which `explain` says so."""
 
 LEAST_PART = 32
 """At least one token in so many leaves an entry at a time, since what stays of its own memory is copied."""
@@ -66,6 +71,8 @@ class EntryIndex:
     Attributes:
         evictions: how often an entry left memory, is leaving it, or lost its last tokens.
         uses: how often entries were used, which is the time that their uses have.
+        left: tokens that have left memory for room, and were not written, the newest last.
+        note: is called with each entry whose cache, file or tokens have changed.
         entries: all entries, for reading only.
         in_memory: those of them that are in memory, also while they are leaving it.
         memory: what these hold.
@@ -76,7 +83,11 @@ class EntryIndex:
         self.has_directory = has_directory
         self.evictions = 0
         self.uses = 0
+        self.left: deque[tuple[str, Tokens]] = deque(maxlen=MOST_LEFT)
         self._policy = policy
+        # What does nothing, until a listener asks to be told.
+        self.note: Callable[[PrefixEntry], object] = id
+        self._first_end = math.inf
         self._start()
 
     def _start(self) -> None:
@@ -102,16 +113,17 @@ class EntryIndex:
 
     # Reading
 
-    @property
-    def tokens(self) -> int:
-        """Tokens in memory. Those that several entries begin with count once."""
-        return sum(tree.tokens for tree in self.in_memory)
-
     def entry_covering(self, label: str, ids: Tokens) -> PrefixEntry | None:
         """An entry in memory that can be rolled back to exactly these tokens, or `None`."""
-        begin_alike = itertools.islice(_begin_alike(self.in_memory, label, ids), MOST_TRIED)
-        longer = (each.value for each in begin_alike if each.tokens == len(ids))
-        return next((entry for entry in longer if can_restore(entry.cache, (len(ids),))), None)
+        tokens, begin_alike = self.in_memory.of(label).groups(ids)[0]
+        longer = itertools.islice(begin_alike, MOST_TRIED) if tokens == len(ids) else ()
+        return next((entry for entry in longer if can_restore(entry.cache, (tokens,))), None)
+
+    def along(self, label: str, ids: Tokens) -> list[PrefixEntry]:
+        """Entries of the first of these tokens, the shortest first, and one that begins with all of them."""
+        found = self.entries.of(label).prefixes_of(ids)
+        covering = self.entry_covering(label, ids)
+        return found if covering is None or covering in found else [*found, covering]
 
     def closest_in_memory(
         self, label: str, ids: Tokens, besides: PrefixEntry | None = None
@@ -139,13 +151,15 @@ class EntryIndex:
     def add(self, entry: PrefixEntry) -> None:
         """Add an entry, or note that it is used now."""
         self.entries.insert(entry.label, entry.ids, entry)
+        self.note(entry)
         self.touch(entry, entry.length)
 
     def touch(self, entry: PrefixEntry, tokens: int) -> None:
         """Record that the first tokens of an entry are used now. If it was leaving memory, it stays."""
         self.uses += 1
         entry.use(tokens, self.uses)
-        self._stay(entry)
+        if entry.is_leaving:
+            self._stay(entry)
 
     def _stay(self, entry: PrefixEntry) -> None:
         if entry.is_leaving:
@@ -153,19 +167,32 @@ class EntryIndex:
             self._staying.add(entry, entry.storages)
             self._order.add(entry)
 
-    def pin(self, entry: PrefixEntry) -> None:
+    def pin(self, entry: PrefixEntry, pin: Pin) -> None:
         """Pin an entry. If it was leaving memory, it stays."""
-        entry.pins += 1
-        self._pinned[entry] = None
+        self._first_end = min(self._first_end, pin.until)
         self._stay(entry)
+        self._set_pins(entry, [*entry.pins, pin])
 
     def unpin(self, entry: PrefixEntry) -> None:
-        """Undo one `pin`."""
-        entry.pins -= 1
-        if not entry.pins:
-            self._pinned.pop(entry, None)
-            if entry.cache is not None and not entry.is_leaving:
-                self._order.add(entry)
+        """Undo the newest `pin`."""
+        self._set_pins(entry, entry.pins[:-1])
+
+    def end_pins(self, ended: Pin | None = None) -> None:
+        """Take back the pins whose time is over, and this one."""
+        now = time.monotonic()
+        if ended is None and now < self._first_end:
+            return
+        for entry in list(self._pinned):
+            self._set_pins(entry, [pin for pin in entry.pins if pin is not ended and pin.until > now])
+        self._first_end = min([pin.until for entry in self._pinned for pin in entry.pins], default=math.inf)
+
+    def _set_pins(self, entry: PrefixEntry, pins: list[Pin]) -> None:
+        entry.pins = pins
+        self._pinned.pop(entry, None)
+        if pins:
+            self._pinned[entry] = None
+        if entry.cache is not None and not entry.is_leaving:
+            self._order.add(entry)
 
     def set_stuck(self, entry: PrefixEntry) -> None:
         """Make room elsewhere from now on, since writing this entry takes too long."""
@@ -188,6 +215,7 @@ class EntryIndex:
         self.drop_cache(entry)
         self.entries.remove(entry.label, entry.ids)
         self._pinned.pop(entry, None)
+        self.note(entry)
 
     def set_cache(self, entry: PrefixEntry, cache: Cache) -> None:
         """Hold a cache of the tokens of an entry in memory, in place of the one that it may have had."""
@@ -197,6 +225,7 @@ class EntryIndex:
         self._count(entry, cache.storages())
         self._order.add(entry)
         self._unpacked[entry] = None
+        self.note(entry)
 
     def _count(self, entry: PrefixEntry, storages: Storages) -> None:
         """Count the memory of an entry, in place of what was counted for it before."""
@@ -218,6 +247,7 @@ class EntryIndex:
         self._count(entry, {})
         entry.is_leaving = False
         self._unpacked.pop(entry, None)
+        self.note(entry)
         self._trim_holders(before)
 
     def _trim_holders(self, storages: Storages) -> None:
@@ -253,6 +283,7 @@ class EntryIndex:
     def set_file(self, entry: PrefixEntry, path: str, nbytes: int) -> None:
         """Record the file of an entry, which leaves memory if it was to."""
         entry.path, entry.file_bytes = path, nbytes
+        self.note(entry)
         self.unset_stuck(entry)
         if entry.is_leaving:
             self.drop_cache(entry)
@@ -260,6 +291,7 @@ class EntryIndex:
     def drop_file(self, entry: PrefixEntry) -> None:
         """Stop using the file of an entry, which is gone or damaged."""
         entry.path, entry.file_bytes = None, 0
+        self.note(entry)
         if entry.cache is None and entry in self:
             self.remove(entry)
 
@@ -288,6 +320,7 @@ class EntryIndex:
         self._start()
         for entry in entries:
             entry.cache, entry.storages, entry.is_leaving = None, {}, False
+            self.note(entry)
         return [entry.path for entry in entries if entry.path is not None]
 
     # Memory
@@ -300,19 +333,27 @@ class EntryIndex:
             self.touch(covering, len(ids))
         return covering is not None
 
-    def exchange(self, label: str, ids: Tokens, cache: Cache) -> Exchange | None:
-        """What happens if a cache is inserted; `None` if an entry in memory can be rolled back to its tokens."""
+    def exchange(self, label: str, ids: Tokens, cache: Cache, pins: Sequence[Pin] = ()) -> Exchange | None:
+        """What happens if a cache is inserted; `None` if an entry in memory can be rolled back to its tokens.
+
+        Args:
+            label: model and namespace.
+            ids: all tokens that `cache` has seen.
+            cache: the cache.
+            pins: what keeps the new entry. Those that it replaces have no other pins.
+        """
         if self.use_covering(label, ids):
             return None
         tree = self.entries.of(label)
         known = tree.get(ids)
         entry = PrefixEntry(label, ids) if known is None else known
         shorter = [old for old in tree.prefixes_of(ids) if old is not entry]
-        replaced = [old for old in shorter if not old.pins and can_restore(cache, old.boundaries)]
+        replaced = [old for old in shorter if set(old.pins) <= set(pins) and can_restore(cache, old.boundaries)]
         return Exchange(entry, cache, replaced)
 
     def check_room(self, exchange: Exchange) -> None:
-        """Raise `CapacityError` unless there is room for an exchange besides the pinned entries."""
+        """Raise `CapacityError` unless there is room for an exchange besides the entries that never leave."""
+        self.end_pins()
         new = exchange.entry, exchange.cache
         nbytes = self._bytes_of([new])
         if nbytes > self.max_bytes:
@@ -324,7 +365,11 @@ class EntryIndex:
             # Whatever of it is pinned. There may be many thousands of entries.
             return
         affected = {exchange.entry, *exchange.replaced}
-        pinned = [(entry, entry.cache) for entry in self._pinned if entry.cache is not None and entry not in affected]
+        pinned = [
+            (entry, entry.cache)
+            for entry in self._pinned
+            if entry.cache is not None and entry.priority == math.inf and entry not in affected
+        ]
         if pinned and self._bytes_of([*pinned, new]) > self.max_bytes:
             raise CapacityError(
                 f"there is no room for {exact_bytes(nbytes)}, as {exact_bytes(self._bytes_of(pinned))} of "
@@ -412,15 +457,14 @@ class EntryIndex:
         for entry in entries:
             cache, entry.cache, entry.storages = entry.cache, None, {}
             self.entries.insert(entry.label, entry.ids, entry)
-            if entry.pins:
-                self._pinned[entry] = None
+            self._set_pins(entry, entry.pins)
             if cache is not None:
                 self.set_cache(entry, cache)
             if entry.is_leaving:
                 self._order.discard(entry)
 
     def evict(self, most: int, kept: PrefixEntry | None = None) -> list[PrefixEntry]:
-        """Evict entries until those that stay take at most `most` bytes, or only pinned ones and one more are left.
+        """Evict entries until those that stay take at most `most` bytes, or no other one can leave.
 
         Args:
             most: bytes; 0 for all entries.
@@ -429,6 +473,7 @@ class EntryIndex:
         Returns:
             Entries that must be written before they leave.
         """
+        self.end_pins()
         must_be_written: list[PrefixEntry] = []
         # If everything goes, nothing has to be moved.
         unpacked = (each for each in self._unpacked if not each.is_leaving)
@@ -446,6 +491,7 @@ class EntryIndex:
                 self.leave(entry)
                 must_be_written.append(entry)
             else:
+                self.left.append((entry.label, entry.ids))
                 self._shorten(entry, most)
         for each in stay:
             # One that is being written may be leaving already, for an entry that replaces it.
@@ -490,10 +536,10 @@ class EntryIndex:
         other = None if closest is None else closest.value.cache
         beside = None if closest is None or other is None else PrefixMatch(other, closest.tokens)
         before, cache, storages = self.memory.nbytes, entry.cache, entry.storages
-        self.set_cache(entry, packed(cache, length, beside))
+        self.set_cache(entry, packed(entry.fork(cache, length), length, beside))
         if self.memory.nbytes > before:
             # What it held stays, as a caller goes on with what others share with it.
-            self.set_cache(entry, fork_at(cache, length))
+            self.set_cache(entry, entry.fork(cache, length))
         del cache
         is_shorter = length < entry.length
         if is_shorter:
@@ -535,5 +581,5 @@ def _packed_together(held: Sequence[tuple[PrefixEntry, Cache]]) -> list[Cache]:
         closest = next(trees.of(entry.label).nearest(entry.ids), None)
         beside = None if closest is None else PrefixMatch(forks[closest.value], closest.tokens)
         trees.insert(entry.label, entry.ids, len(forks))
-        forks.append(packed(cache, entry.length, beside))
+        forks.append(packed(cache.fork(), entry.length, beside))
     return forks

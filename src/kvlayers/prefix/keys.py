@@ -1,5 +1,6 @@
 """The key of a prefix: its tokens, its model and its namespace; and the tree that finds tokens with a common prefix."""
 
+import functools
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -123,21 +124,24 @@ class RadixTree(Generic[T]):
             for value in values:
                 yield PrefixMatch(value, matched)
 
-    def groups(self, ids: Tokens) -> Iterator[tuple[int, Iterator[T]]]:
+    def groups(self, ids: Tokens) -> list[tuple[int, Iterator[T]]]:
         """The values as `nearest` has them, those together that share equally many tokens with `ids`."""
-        came_from = None
+        groups, came_from = [], None
         for node, matched, _ in self._path(ids):
-            yield matched, node.values(besides=came_from)
+            groups.append((matched, node.values(besides=came_from)))
             came_from = node
+        return groups
 
-    def _path(self, ids: Tokens) -> Iterator[tuple[_Node[T], int, bool]]:
+    def _path(self, ids: Tokens) -> list[tuple[_Node[T], int, bool]]:
         """The nodes that `ids` lead to, the last one first, how many tokens match, and whether its whole edge does."""
         node: _Node[T] | None
         node, matched, inside = self._descend(ids)
+        path = []
         while node is not None:
-            yield node, matched, not inside
+            path.append((node, matched, not inside))
             matched -= inside or len(node.edge)
             node, inside = node.parent, 0
+        return path
 
     def values(self) -> Iterator[T]:
         """All values, in no particular order."""
@@ -193,7 +197,8 @@ class PrefixTrees(Generic[T]):
 
     def of(self, label: str) -> RadixTree[T]:
         """The tree of a label, for reading only."""
-        return self._trees.get(label, RadixTree())
+        tree = self._trees.get(label)
+        return RadixTree() if tree is None else tree
 
     def insert(self, label: str, ids: Tokens, value: T) -> None:
         """Set the value of these tokens."""
@@ -219,7 +224,8 @@ LABEL_PREFIX = "kvlayers.prefix:"
 
 
 def label_of(config: object | None, model: str | None, namespace: str) -> str:
-    """A text that is the same for the same model and namespace, and differs for any others.
+    """A text that is the same for the same model and namespace, and differs for any others. It ends with a mark of the
+    namespace.
 
     Args:
         config: config of the model.
@@ -242,7 +248,14 @@ def label_of(config: object | None, model: str | None, namespace: str) -> str:
             "config=model.config."
         )
     fields = None if config is None else model_fields(config, is_pair=False)
-    return LABEL_PREFIX + hashlib.sha256(canonical([fields, model, namespace]).encode()).hexdigest()
+    whole = hashlib.sha256(canonical([fields, model, namespace]).encode()).hexdigest()
+    return f"{LABEL_PREFIX}{whole}:{namespace_mark(namespace)}"
+
+
+@functools.lru_cache(maxsize=1024)
+def namespace_mark(namespace: str) -> str:
+    """A text that is the same for the same namespace, which nobody can read in it."""
+    return hashlib.sha256(namespace.encode()).hexdigest()[:32]
 
 
 def tokens_of(input_ids: object) -> Tokens:
@@ -255,13 +268,10 @@ def tokens_of(input_ids: object) -> Tokens:
         raise OptionError(f"`input_ids` must be a tensor, got a {type(input_ids).__name__}.")
     if input_ids.dtype != torch.int64:
         raise OptionError(f"`input_ids` must be int64, got {input_ids.dtype}: pass what the tokenizer returned.")
-    if input_ids.dim() not in (1, 2):
+    if input_ids.dim() not in (1, 2) or (input_ids.dim() == 2 and input_ids.shape[0] != 1):
         raise OptionError(
-            f"`input_ids` must have shape [tokens] or [1, tokens], got {list(input_ids.shape)}: pass one sequence."
-        )
-    if input_ids.dim() == 2 and input_ids.shape[0] != 1:
-        raise OptionError(
-            f"`input_ids` must be one sequence, got {input_ids.shape[0]}: pass one row, such as input_ids[:1]."
+            f"`input_ids` must have shape [tokens] or [1, tokens], got {list(input_ids.shape)}: pass one sequence, as "
+            "input_ids[:1] is one."
         )
     if input_ids.device.type == "meta":
         raise OptionError(
@@ -303,10 +313,13 @@ def checked_cache(cache: object, ids: Tokens) -> tuple[Cache, int]:
             f"`input_ids` must cover the {length} tokens that the cache has seen, got {len(ids)}: pass the ids of the "
             "whole sequence."
         )
-    lengths = {layer.length for layer in cache.adapted_layers() if layer.length}
-    if lengths - {length} or any(layer.is_interrupted for layer in cache.adapted_layers()):
+    states = {(layer.length or length, layer.is_interrupted) for layer in cache.adapted_layers()}
+    if states != {(length, False)}:
+        lengths = {each for each, _ in states}
+        # If all have seen as many, a pass has ended between the convolution of a layer and its recurrent state.
         raise StateMismatchError(
-            f"the layers of `cache` must have seen the same tokens, got lengths {sorted(lengths)}: a forward pass was "
-            f"interrupted, so crop the cache to {min(lengths)}."
+            f"the layers of `cache` must have seen the same tokens, got lengths {sorted(lengths)} after a forward pass "
+            f"that was interrupted: {'truncate' if len(lengths) == 1 else 'crop'} the cache to "
+            f"{'where that pass began' if len(lengths) == 1 else min(lengths)}, or reset() it."
         )
     return cache, length

@@ -5,10 +5,12 @@ import contextvars
 import itertools
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Any
 
 import torch
 
@@ -16,13 +18,17 @@ from kvlayers.core.cache import Cache
 from kvlayers.errors import CacheFileError, CachePathError, CapacityError
 from kvlayers.prefix.backends import UnreachableError
 from kvlayers.prefix.directory import Directory, FileCandidate, NeedsConfigError
-from kvlayers.prefix.entry import PrefixEntry, fork_at, restorable_length, shares_memory
+from kvlayers.prefix.entry import Pin, PrefixEntry, restorable_length, shares_memory
 from kvlayers.prefix.index import MOST_TRIED, EntryIndex, Exchange
 from kvlayers.prefix.keys import Tokens
 from kvlayers.prefix.write_queue import WriteQueue
 
 MAX_FILES = 4
 """Files that one lookup tries at most: only loading tells whether a window can be rolled back far enough."""
+
+
+IN_SESSION: contextvars.ContextVar[Any] = contextvars.ContextVar("the session of what is inserted", default=None)
+"""The session that the insertions of this context belong to: a `Session`, which stands above this room."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +81,7 @@ class Search:
     Attributes:
         found: the longest prefix.
         files: what to load, the best first: each may serve more tokens than what memory has.
+        shared: tokens that an entry begins with, whether or not its states can go back to there.
     """
 
     label: str
@@ -82,28 +89,30 @@ class Search:
     most_tokens: int
     found: Found = field(default_factory=Found)
     files: list[FileCandidate] = field(default_factory=list)
-    _shared: int = 0
-    _entries: int = 0
+    shared: int = 0
+    _stored: Sized = ()
 
     def choose(self, index: EntryIndex) -> None:
         """Find the longest prefix in memory, and the files that may have a longer one."""
         most_tokens = self.most_tokens
-        stored, held = index.entries.of(self.label), index.in_memory.of(self.label)
-        self.found, self.files, self._shared, self._entries = Found(), [], 0, len(stored)
-        if not most_tokens or not self._entries:
+        held = index.in_memory.of(self.label)
+        stored = index.entries.of(self.label) if index.has_directory else held
+        self.found, self.files, self.shared, self._stored = Found(), [], 0, stored
+        if not most_tokens:
             return
         ids = self.ids[:most_tokens]
         for bound, group in held.groups(ids):
+            self.shared = max(self.shared, bound)
             if bound <= self.found.covered:
                 break
             # The shortest first, as a window that has moved less is more likely to be rolled back far enough.
-            for entry in sorted(itertools.islice(group, MOST_TRIED), key=lambda entry: entry.length):
+            for entry in sorted(itertools.islice(group, MOST_TRIED), key=attrgetter("length")):
                 if entry.cache is None or self.found.covered >= bound:
                     break
                 if (target := restorable_length(entry.cache, bound)) > self.found.covered:
-                    self.found = Found(fork_at(entry.cache, target), entry, target)
-        for bound, group in stored.groups(ids):
-            self._shared = max(self._shared, bound)
+                    self.found = Found(entry.fork(entry.cache, target), entry, target)
+        for bound, group in stored.groups(ids) if stored is not held else ():
+            self.shared = max(self.shared, bound)
             if bound <= self.found.covered or sum(file.is_whole for file in self.files) >= MAX_FILES:
                 # More would never be read, unless all of these are damaged.
                 break
@@ -137,23 +146,20 @@ class Search:
             directory.reports.unreachable(UnreachableError(f"{self.files[0].path} was not read in time."))
             self.found.notes["a file could not be reached in time"] = None
 
-    def hit(self) -> Hit:
-        """The longest prefix that was found. It belongs to the caller."""
-        return Hit(self.found.cache, self.found.covered, self._reason(), self._shared)
-
-    def _reason(self) -> str:
+    def reason(self) -> str:
+        """Why no more was found."""
         covered, notes, entry = self.found.covered, self.found.notes, self.found.entry
         if covered == self.most_tokens:
             return "" if covered else "the prompt is a single token, which must be computed"
-        if not self._entries:
+        if not len(self._stored):
             reason = "nothing is stored for this model and namespace"
-        elif not self._shared:
+        elif not self.shared:
             reason = "no stored sequence starts with these tokens"
-        elif covered < self._shared and notes:
-            reason = f"{self._shared} tokens are stored, but only {covered} of them can be used now"
-        elif covered < self._shared:
+        elif covered < self.shared and notes:
+            reason = f"{self.shared} tokens are stored, but only {covered} of them can be used now"
+        elif covered < self.shared:
             reason = (
-                f"{self._shared} tokens are stored, but windows and recurrent states can be rolled back to {covered} "
+                f"{self.shared} tokens are stored, but windows and recurrent states can be rolled back to {covered} "
                 "of them only: insert a cache where prompts diverge"
             )
         else:
@@ -226,12 +232,12 @@ class EntryAccess:
         directory: Directory | None,
         writes: WriteQueue | None,
     ) -> None:
-        self._index, self._changed, self._directory, self._writes = index, changed, directory, writes
+        self.index, self._changed, self._directory, self._writes = index, changed, directory, writes
         # Not by the condition, whose methods are Python: an interrupt within them would leave it locked.
-        self._lock = lock
+        self.lock = lock
         self._loading: set[int] = set()
 
-    def insert(self, label: str, ids: Tokens, cache: Cache, wait_seconds: float) -> bool:
+    def insert(self, label: str, ids: Tokens, cache: Cache, wait_seconds: float, pins: Sequence[Pin] = ()) -> bool:
         """Insert a cache for tokens, unless an entry in memory can be rolled back to them.
 
         Args:
@@ -239,6 +245,7 @@ class EntryAccess:
             ids: all tokens that `cache` has seen.
             cache: the cache, to which nobody else will write.
             wait_seconds: how long to wait at most until there is memory.
+            pins: what is to keep it.
 
         Returns:
             Whether it was inserted.
@@ -247,13 +254,10 @@ class EntryAccess:
             CapacityError: there is no room for it.
         """
         deadline = time.monotonic() + wait_seconds
-        with self._lock:
-            if self._index.use_covering(label, ids):
-                return False
         self._share(label, ids, cache)
-        with self._lock, self._index.counted():
+        with self.lock, self.index.counted():
             while True:
-                exchange = self._index.exchange(label, ids, cache)
+                exchange = self.index.exchange(label, ids, cache, pins)
                 if exchange is None:
                     return False
                 if self._take(exchange):
@@ -264,7 +268,7 @@ class EntryAccess:
                         f"{wait_seconds} s: insert it later, or make the store with a larger write_wait_seconds."
                     )
 
-    def pin(self, label: str, ids: Tokens) -> bool:
+    def pin(self, label: str, ids: Tokens, pin: Pin) -> bool:
         """Pin the entry of exactly these tokens. If a longer one in memory serves them, they get an entry first.
 
         Returns:
@@ -273,14 +277,14 @@ class EntryAccess:
         Raises:
             CapacityError: the longer one shares no memory, and there is no room for a copy of it.
         """
-        with self._lock, self._index.counted():
-            entry, covering = self._index.entries.of(label).get(ids), self._index.entry_covering(label, ids)
+        with self.lock, self.index.counted():
+            entry, covering = self.index.entries.of(label).get(ids), self.index.entry_covering(label, ids)
             if entry is None and covering is not None and covering.cache is not None:
                 entry = PrefixEntry(label, ids)
-                if not self._take(Exchange(entry, fork_at(covering.cache, len(ids)))):
+                if not self._take(Exchange(entry, covering.fork(covering.cache, len(ids)))):
                     raise CapacityError("there is no room until an entry has been written to the directory: pin later.")
             if entry is not None:
-                self._index.pin(entry)
+                self.index.pin(entry, pin)
             return entry is not None
 
     def find(
@@ -304,7 +308,7 @@ class EntryAccess:
         """
         deadline = time.monotonic() + wait_seconds
         search = Search(label, ids, most_tokens)
-        with self._lock:
+        with self.lock:
             announced = self._choose(search, deadline)
         try:
             if self._directory is not None and search.files:
@@ -313,21 +317,21 @@ class EntryAccess:
             loaded = found.cache if found.is_whole else None
             if loaded is not None:
                 self._share(label, ids[: found.covered], loaded)
-            with self._lock, self._index.counted():
+            with self.lock, self.index.counted():
                 self._keep(search)
-                return search.hit()
+                return Hit(search.found.cache, search.found.covered, search.reason(), search.shared)
         finally:
             # Not before it is in memory, or whoever waits would read it again.
             if announced:
-                with self._lock:
+                with self.lock:
                     self._loading -= announced
                     self._changed.notify_all()
 
     def _share(self, label: str, ids: Tokens, cache: Cache) -> None:
         """Have a cache hold its first tokens where an entry in memory holds them, and give back its spare room."""
-        with self._lock:
+        with self.lock:
             can_share = shares_memory(cache) and not cache.rotates_keys
-            closest = self._index.closest_in_memory(label, ids) if can_share else None
+            closest = self.index.closest_in_memory(label, ids) if can_share else None
             other = None if closest is None or closest.value.cache is None else closest.value.cache.fork()
         if closest is not None and other is not None:
             cache.share_prefix(other, closest.tokens)
@@ -336,13 +340,13 @@ class EntryAccess:
         before = cache.storages()
         # This may move what it shares with entries.
         cache.trim()
-        with self._lock, self._index.counted():
-            self._index.note_moves(before.items() - cache.storages().items())
+        with self.lock, self.index.counted():
+            self.index.note_moves(before.items() - cache.storages().items())
 
     def _take(self, exchange: Exchange) -> bool:
         """Make an exchange if there is room for it now. If not, entries are on their way out of memory."""
-        self._index.check_room(exchange)
-        is_made, leaving = self._index.make(exchange)
+        self.index.check_room(exchange)
+        is_made, leaving = self.index.make(exchange)
         if self._writes is not None:
             self._writes.write(leaving)
             for old in exchange.replaced if is_made else ():
@@ -355,23 +359,25 @@ class EntryAccess:
         Returns:
             What other threads are to wait for.
         """
-        search.choose(self._index)
+        search.choose(self.index)
         while search.files and id(search.files[0].entry) in self._loading:
             if not self._changed.wait(deadline - time.monotonic()):
                 break
-            search.choose(self._index)
-        announced = {id(file.entry) for file in search.files[:1] if file.is_whole} - self._loading
+            search.choose(self.index)
+        first = search.files[0] if search.files else None
+        announced = set[int]() if first is None or not first.is_whole else {id(first.entry)} - self._loading
         self._loading |= announced
         return announced
 
     def _keep(self, search: Search) -> None:
         """Hold in memory what was loaded, and forget files that are gone or damaged."""
-        index, found = self._index, search.found
+        index, found = self.index, search.found
         for file in found.damaged:
             if file.entry.path == file.path:
                 index.drop_file(file.entry)
         entry, cache = found.entry, found.cache
-        if entry is None or cache is None or entry not in index:
+        # What is in memory is in the index.
+        if entry is None or cache is None or (entry.cache is None and entry not in index):
             return
         if found.is_whole and entry.cache is None:
             found.cache = cache.fork()

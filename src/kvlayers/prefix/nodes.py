@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvlayers.core.layer_operations import LAYER_CLASSES
 from kvlayers.errors import CacheFileError, KVLayersError
 from kvlayers.persistence.node_file import NodeHead, NodeRecord, is_node, read_head
 from kvlayers.persistence.safetensors_header import ReadRange, parse_header
@@ -43,26 +42,6 @@ class Node:
     file: StoredFile | None = None
 
     @property
-    def label(self) -> str:
-        """Model and namespace."""
-        return self.record.entry.label
-
-    @property
-    def lengths(self) -> set[int]:
-        """Lengths that it serves if its tokens are the last ones of an entry that cannot be cut."""
-        return set(self.record.lengths)
-
-    @property
-    def needs_config(self) -> bool:
-        """Whether its layers cannot be made without the config of the model."""
-        return not all(kind in LAYER_CLASSES for kind in self.record.entry.layers)
-
-    @property
-    def start(self) -> int:
-        """Position of its first token."""
-        return self.record.start
-
-    @property
     def used(self) -> int:
         """Time of its last use in nanoseconds since 1970, as the last listing said; 0 if nobody knows."""
         return 0 if self.file is None else self.file.used
@@ -70,7 +49,7 @@ class Node:
     @property
     def end(self) -> int:
         """The position behind its last token."""
-        return self.start + len(self.ids)
+        return self.record.start + len(self.ids)
 
 
 def look(path: str, file: StoredFile, read: ReadRange) -> Node | None:
@@ -107,7 +86,7 @@ def read_nodes(
 def _continues(node: Node, parent: Node) -> bool:
     """Whether an entry that ends behind a node begins with all tokens of its parent."""
     # A packed block of the parent may reach into the tokens of the node.
-    both = parent.end - node.start
+    both = parent.end - node.record.start
     return both <= len(node.ids) and bool((parent.ids[len(parent.ids) - both :] == node.ids[:both]).all())
 
 
@@ -121,30 +100,25 @@ class NodeTree:
     def __init__(self, nodes: Iterable[Node] = ()) -> None:
         self.nodes = {node.name: node for node in nodes}
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all nodes."""
-        return sum(node.nbytes for node in self.nodes.values())
-
     def chain(self, name: str) -> list[Node]:
         """A node behind all nodes with the tokens before, the first one first; empty if one of them is missing."""
         chain: list[Node] = []
         start = None
         while name:
             node = self.nodes.get(name)
-            if node is None or (start is not None and not node.start < start <= node.end):
+            if node is None or (start is not None and not node.record.start < start <= node.end):
                 return []
             chain.append(node)
-            name, start = node.record.parent, node.start
+            name, start = node.record.parent, node.record.start
         return chain[::-1]
 
     def orphans(self) -> list[Node]:
         """Nodes that nobody can use, because a node with the tokens before is missing."""
         usable: dict[str, Node] = {}
         orphans = []
-        for node in sorted(self.nodes.values(), key=lambda node: node.start):
+        for node in sorted(self.nodes.values(), key=lambda node: node.record.start):
             parent = usable.get(node.record.parent)
-            if not node.record.parent or (parent is not None and parent.start < node.start <= parent.end):
+            if not node.record.parent or (parent is not None and parent.record.start < node.record.start <= parent.end):
                 usable[node.name] = node
             else:
                 orphans.append(node)
@@ -157,14 +131,14 @@ class NodeTree:
         lost = {node.name for node in self.orphans()}
         ends = []
         # Children begin behind the beginning of their parents.
-        for node in sorted(self.nodes.values(), key=lambda node: -node.start):
+        for node in sorted(self.nodes.values(), key=lambda node: -node.record.start):
             serves = served.get(node.name, set())
-            is_served = node.name in continued if node.record.entry.cuttable else node.lengths <= serves
+            is_served = node.name in continued if node.record.entry.cuttable else set(node.record.lengths) <= serves
             if node.record.whole and not is_served and node.name not in lost:
                 ends.append(node)
             parent = self.nodes.get(node.record.parent)
             if parent is not None and _continues(node, parent):
-                served.setdefault(parent.name, set()).update(serves, node.lengths)
+                served.setdefault(parent.name, set()).update(serves, node.record.lengths)
                 continued.add(parent.name)
         return self._of_different_tokens(ends)
 
@@ -173,10 +147,10 @@ class NodeTree:
         trees: dict[tuple[str, bool], RadixTree[Node]] = {}
         tokens = [(node, self.ids(self.chain(node.name))) for node in ends]
         for node, ids in tokens:
-            trees.setdefault((node.label, node.record.entry.cuttable), RadixTree()).insert(ids, node)
+            trees.setdefault((node.record.entry.label, node.record.entry.cuttable), RadixTree()).insert(ids, node)
         different = []
         for node, ids in tokens:
-            begin_alike = trees[node.label, node.record.entry.cuttable].nearest(ids)
+            begin_alike = trees[node.record.entry.label, node.record.entry.cuttable].nearest(ids)
             first, second = next(begin_alike), next(begin_alike, None)
             is_served = node.record.entry.cuttable and second is not None and second.tokens == len(ids)
             if first.value is node and not is_served:
@@ -205,11 +179,12 @@ class NodeTree:
 
     def ids(self, chain: Sequence[Node]) -> Tokens:
         """All tokens that lead to the end of a chain."""
-        stops = [node.start for node in chain[1:]] + [chain[-1].end]
-        return np.concatenate([node.ids[: stop - node.start] for node, stop in zip(chain, stops, strict=True)])
+        stops = [node.record.start for node in chain[1:]] + [chain[-1].end]
+        return np.concatenate([node.ids[: stop - node.record.start] for node, stop in zip(chain, stops, strict=True)])
 
     def entry(self, node: Node, path: str) -> PrefixEntry:
         """The entry that ends where a node ends."""
         chain = self.chain(node.name)
         nbytes = sum(each.nbytes for each in chain)
-        return PrefixEntry(node.label, self.ids(chain), path=path, file_bytes=nbytes, boundaries=node.lengths)
+        label, lengths = node.record.entry.label, set(node.record.lengths)
+        return PrefixEntry(label, self.ids(chain), path=path, file_bytes=nbytes, boundaries=lengths)

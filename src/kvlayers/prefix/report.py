@@ -2,14 +2,12 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from kvlayers.errors import KVLayersError
-from kvlayers.prefix.backends import StorageBackend, StoredFile
-from kvlayers.prefix.keys import RadixTree, Tokens
-from kvlayers.prefix.nodes import Node, NodeTree, read_nodes
+from kvlayers.prefix.entry import PrefixEntry
+from kvlayers.prefix.keys import LABEL_PREFIX, RadixTree
 from kvlayers.utils.units import readable_bytes
 
 
@@ -101,7 +99,7 @@ class PrefixNode:
 
     def __str__(self) -> str:
         if self.label:
-            return f"model and namespace {self.label.rpartition(':')[2][:12]}"
+            return f"model and namespace {self.label.removeprefix(LABEL_PREFIX)[:12]}"
         parts = [f"{self.tokens} tokens", readable_bytes(self.nbytes)]
         if self.file_bytes:
             parts.append(f"{readable_bytes(self.file_bytes)} in files")
@@ -155,51 +153,31 @@ class PrefixTree:
         return "\n".join(branch + str(node) for branch, node in self._walk()) or "nothing is held"
 
 
-@dataclass(frozen=True)
-class TreeEntry:
-    """An entry, as far as the tree shows it.
-
-    Attributes:
-        label: model and namespace.
-        ids: the tokens.
-        memory: bytes of each piece of its memory, by address; empty if it is not in memory.
-        files: bytes of each of its files, by name; empty if it is not in files.
-        hits: look-ups that it has served.
-        used: time of its last use in seconds since 1970, `None` if nobody knows.
-        pinned: whether it is pinned.
-    """
-
-    label: str
-    ids: Tokens
-    memory: Mapping[int, int] = field(default_factory=dict)
-    files: Mapping[str, int] = field(default_factory=dict)
-    hits: int = 0
-    used: float | None = None
-    pinned: bool = False
-
-
-def tree_of(entries: Iterable[TreeEntry]) -> PrefixTree:
+def tree_of(entries: Mapping[PrefixEntry, Mapping[str, int]]) -> PrefixTree:
     """The tree of these entries. A piece that several entries hold counts where their tokens diverge.
+
+    Args:
+        entries: for each of them, the bytes of its files, by name.
 
     Example:
         >>> import numpy as np
-        >>> one = TreeEntry("model", np.array([1, 2, 3]), {10: 100, 11: 5})
-        >>> other = TreeEntry("model", np.array([1, 2, 9, 9]), {10: 100, 12: 7})
-        >>> print(tree_of([one, other]))
+        >>> one = PrefixEntry("model", np.array([1, 2, 3]), storages={10: 100, 11: 5})
+        >>> other = PrefixEntry("model", np.array([1, 2, 9, 9]), storages={10: 100, 12: 7})
+        >>> print(tree_of({one: {}, other: {}}))
         model and namespace model
         └─ 2 tokens, 100 B
            ├─ 1 tokens, 5 B, memory, 0 hits
            └─ 2 tokens, 7 B, memory, 0 hits
     """
-    trees: dict[str, RadixTree[TreeEntry]] = {}
+    trees: dict[str, RadixTree[PrefixEntry]] = {}
     for each in entries:
         trees.setdefault(each.label, RadixTree()).insert(each.ids, each)
     now, seen_memory, seen_files = time.time(), set[int](), set[str]()
     tops: list[PrefixNode] = []
     for label, tree in sorted(trees.items()):
         parents, tokens, holders = zip(*tree.nodes(), strict=True)
-        memory = _bytes_where_shared([{} if each is None else each.memory for each in holders], parents, seen_memory)
-        files = _bytes_where_shared([{} if each is None else each.files for each in holders], parents, seen_files)
+        memory = _bytes_where_shared([{} if each is None else each.storages for each in holders], parents, seen_memory)
+        files = _bytes_where_shared([{} if each is None else entries[each] for each in holders], parents, seen_files)
         below: list[list[PrefixNode]] = [[] for _ in parents]
         # Children stand behind their parents.
         for number in range(len(parents) - 1, -1, -1):
@@ -211,9 +189,9 @@ def tree_of(entries: Iterable[TreeEntry]) -> PrefixTree:
                 file_bytes=files[number],
                 hits=0 if entry is None else entry.hits,
                 age=None if entry is None or entry.used is None else max(now - entry.used, 0.0),
-                pinned=entry is not None and entry.pinned,
-                in_memory=entry is not None and bool(entry.memory),
-                in_files=entry is not None and bool(entry.files),
+                pinned=entry is not None and bool(entry.pins),
+                in_memory=entry is not None and bool(entry.storages),
+                in_files=entry is not None and bool(entries[entry]),
                 children=children,
             )
             parent = parents[number]
@@ -260,73 +238,3 @@ def readable_age(seconds: float) -> str:
         if seconds >= length:
             return f"{seconds / length:.0f} {unit}"
     return f"{seconds:.0f} s"
-
-
-@dataclass(frozen=True)
-class DirectoryReport:
-    """What the files of a store hold.
-
-    Attributes:
-        directory: its path or URL, without credentials.
-        tree: the tokens of all entries, each once. Who has used them how often is not in the files.
-        entries: number of entries.
-        tokens: number of tokens of all entries, each counted once.
-        nbytes: bytes of their files, each counted once.
-        unshared_nbytes: what they would take if no entry shared files with another one.
-        unreferenced: files that nobody can use, because a file with the tokens before is missing.
-        problems: for each file that is damaged, missing or cannot be read, what is wrong with it.
-    """
-
-    directory: str
-    tree: PrefixTree
-    entries: int
-    tokens: int
-    nbytes: int
-    unshared_nbytes: int
-    unreferenced: tuple[StoredFile, ...]
-    problems: tuple[str, ...]
-
-
-def report_on(backend: StorageBackend, progress: Callable[[int, int], None]) -> DirectoryReport:
-    """Read all entries of a directory. Nothing is written, and no states are read.
-
-    Args:
-        backend: where they are.
-        progress: is called with the number of files that were read, and of all files to read.
-
-    Raises:
-        UnreachableError: the directory does not exist, or cannot be reached.
-    """
-    files = backend.files()
-    nodes: list[Node] = []
-    problems: list[str] = []
-    progress(0, len(files))
-    for number, (_, found) in enumerate(read_nodes(backend, files), 1):
-        progress(number, len(files))
-        if isinstance(found, KVLayersError):
-            problems.append(str(found))
-        elif found is not None:
-            nodes.append(found)
-    held = NodeTree(nodes)
-    orphans = held.orphans()
-    problems += sorted(
-        f"{backend.path_of(parent)} is missing: the tokens behind it are in other files."
-        for parent in {node.record.parent for node in orphans} - held.nodes.keys()
-    )
-    entries = []
-    for node in held.ends():
-        pieces = {each.name: each.nbytes for each in held.chain(node.name)}
-        used = node.used / 10**9 if node.used else None
-        entries.append(TreeEntry(node.label, held.ids(held.chain(node.name)), {}, pieces, used=used))
-    tree = tree_of(entries)
-    sizes = {name: nbytes for entry in entries for name, nbytes in entry.files.items()}
-    return DirectoryReport(
-        backend.path_of("").rstrip("/"),
-        tree,
-        len(entries),
-        sum(node.tokens for node in tree.nodes),
-        sum(sizes.values()),
-        sum(nbytes for entry in entries for nbytes in entry.files.values()),
-        tuple(StoredFile(node.name, node.nbytes) for node in sorted(orphans, key=lambda node: node.name)),
-        tuple(problems),
-    )

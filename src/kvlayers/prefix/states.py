@@ -127,10 +127,10 @@ class EntryStates:
         if last is None or not last.groups or (last.cuttable, last.settings) != (self.cuttable, self._facts.settings):
             return 0
         start = min(tokens, chain[-1].end) if self.cuttable else min(tokens, chain[-1].end, len(self.ids) - 1)
-        stops = [node.start for node in chain[1:]] + [chain[-1].record.stop]
+        stops = [node.record.start for node in chain[1:]] + [chain[-1].record.stop]
         for group in self.groups:
             held = [
-                other.between(node.start, stop).positions()
+                other.between(node.record.start, stop).positions()
                 for node, stop in zip(chain, stops, strict=True)
                 for other in node.record.own()
                 if other.key == group.key
@@ -153,7 +153,10 @@ class EntryStates:
         spans = np.unique(begins[begins >= start] // NODE_TOKENS)
         cuts = [start, *(NODE_TOKENS * spans[1:]).tolist(), length]
         for first, stop in itertools.pairwise(cuts):
-            whole = stop == length or (self.cuttable and all(_can_end(group, stop) for group in self.groups))
+            # Not without any block if the first tokens are packed.
+            whole = stop == length or (
+                self.cuttable and all(group.between(0, stop).runs for group in self.groups if _has_codes(group))
+            )
             runs = tuple(group.between(0 if whole else first, stop).runs for group in self.groups)
             record = NodeRecord(self._facts, parent, first, stop, whole, self._lengths if whole else (), runs)
             if record.has_cache:
@@ -221,11 +224,6 @@ def span_needed(record: NodeRecord, length: int) -> tuple[int, int]:
     firsts = [(group.runs[0].first, _has_codes(group)) for group in record.groups if group.runs]
     codes = [first + 1 for first, has_codes in firsts if has_codes]
     return min([first for first, _ in firsts], default=0), max([length, *codes])
-
-
-def _can_end(group: RowGroup, stop: int) -> bool:
-    """Whether a layer can be made of the rows before `stop`: not without any block if its first tokens are packed."""
-    return not _has_codes(group) or bool(group.between(0, stop).runs)
 
 
 def _has_codes(group: RowGroup) -> bool:

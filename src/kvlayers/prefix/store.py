@@ -1,12 +1,14 @@
 """The prefix store: caches of prompts, to be found by the prefix that a new prompt shares with them."""
 
+import dataclasses
 import logging
 import math
 import os
 import threading
 import uuid
-from collections import Counter
-from collections.abc import Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -18,16 +20,20 @@ from kvlayers.errors import OptionError, PrefixError
 from kvlayers.persistence.fingerprint import weights_id
 from kvlayers.prefix.backends import backend_for
 from kvlayers.prefix.directory import Directory
-from kvlayers.prefix.entry import EvictionPolicy, LeastRecentlyUsed, fork_at
+from kvlayers.prefix.entry import EvictionPolicy, LeastRecentlyUsed
 from kvlayers.prefix.index import EntryIndex
 from kvlayers.prefix.keys import Tokens, checked_cache, label_of, tokens_of
-from kvlayers.prefix.lookup import EntryAccess, Hit
-from kvlayers.prefix.report import PrefixStatistics, PrefixTree, TreeEntry, tree_of
+from kvlayers.prefix.lookup import IN_SESSION, EntryAccess, Hit
+from kvlayers.prefix.report import PrefixStatistics, PrefixTree, tree_of
 from kvlayers.prefix.write_queue import WriteQueue
+from kvlayers.utils import late
 from kvlayers.utils.options import checked_device, checks_options
 from kvlayers.utils.units import amount_of_bytes, readable_bytes
 
 logger = logging.getLogger(__name__)
+
+MOST_RECENT = 16
+"""Look-ups that found less than they might have, which `explain` tells."""
 
 
 class PrefixStore:
@@ -57,6 +63,8 @@ class PrefixStore:
             their memory. After that, the entry that has waited longest is dropped, and counted in
             `statistics.dropped_writes`.
         read_wait_seconds: how long `lookup` waits at most for files. After that, it uses what has arrived.
+        on_event: is called with a `StoreEvent` for each prefix that the store has now or has no longer, in a thread of
+            its own, which holds no lock.
 
     Raises:
         OptionError: an option does not exist, a budget is not a positive number of bytes, a number of seconds is
@@ -88,14 +96,14 @@ class PrefixStore:
         storage_options: Mapping[str, object] | None = None,
         write_wait_seconds: float = 1.0,
         read_wait_seconds: float = 30.0,
+        on_event: Callable[[Any], object] | None = None,
     ) -> None:
-        max_bytes = amount_of_bytes(max_bytes, "max_bytes")
-        _check_count("max_bytes", max_bytes, "bytes")
+        max_bytes = _positive("max_bytes", amount_of_bytes(max_bytes, "max_bytes"), "bytes")
         if snapshot_tokens is not None:
-            _check_count("snapshot_tokens", snapshot_tokens, "tokens")
+            _positive("snapshot_tokens", snapshot_tokens, "tokens")
         if directory_max_bytes is not None:
-            directory_max_bytes = amount_of_bytes(directory_max_bytes, "directory_max_bytes")
-            _check_count("directory_max_bytes", directory_max_bytes, "bytes")
+            nbytes = amount_of_bytes(directory_max_bytes, "directory_max_bytes")
+            directory_max_bytes = _positive("directory_max_bytes", nbytes, "bytes")
             if directory is None:
                 raise OptionError("`directory_max_bytes` needs a `directory`, got none: pass both.")
         if policy is not None and (isinstance(policy, type) or not isinstance(policy, EvictionPolicy)):
@@ -105,7 +113,8 @@ class PrefixStore:
         if storage_options is not None and directory is None:
             raise OptionError("`storage_options` need a `directory`, got none: pass both.")
         for name, seconds in (("write_wait_seconds", write_wait_seconds), ("read_wait_seconds", read_wait_seconds)):
-            _check_seconds(name, seconds)
+            if not isinstance(seconds, int | float) or isinstance(seconds, bool) or not 0 <= seconds < math.inf:
+                raise OptionError(f"`{name}` must be a number of seconds, 0 or more, got {seconds!r}.")
         if device is not None:
             # Checked now, since files would otherwise seem damaged later.
             checked_device(device)
@@ -118,6 +127,9 @@ class PrefixStore:
         self._counts: Counter[str] = Counter()
         self._bypasses: Counter[str] = Counter()
         self._index = EntryIndex(max_bytes, policy or LeastRecentlyUsed(), directory is not None)
+        if on_event is not None:
+            self._index.note = late.function("listener")(on_event, self._index, self._lock).note
+        self._recent: deque[tuple[str, Tokens, Hit]] = deque(maxlen=MOST_RECENT)
         self._directory: Directory | None = None
         self._writes: WriteQueue | None = None
         if directory is not None:
@@ -164,9 +176,17 @@ class PrefixStore:
         """
         ids, label = tokens_of(input_ids), label_of(config, model, namespace)
         cache, length = checked_cache(cache, ids)
-        # Forked before it is clear whether there is room, since other threads may continue to use the cache.
-        cache = fork_at(cache, length)
-        return self._access.insert(label, ids[:length].copy(), cache, self.write_wait_seconds)
+        ids, session = ids[:length].copy(), IN_SESSION.get()
+        with self._lock:
+            is_new = not self._index.use_covering(label, ids)
+        if is_new:
+            # Forked before it is clear whether there is room, since other threads may continue to use the cache.
+            cache, pins = cache.fork(), () if session is None else session.pins_in(self._access)
+            is_new = self._access.insert(label, ids, cache, self.write_wait_seconds, pins)
+        if session is not None:
+            with self._lock:
+                session.add(self._access, label, ids)
+        return is_new
 
     def lookup(
         self,
@@ -198,40 +218,58 @@ class PrefixStore:
             raise OptionError(f"`leave` must be from 0 to the number of tokens, {len(ids)}, got {leave!r}.")
         hit = self._access.find(label, ids, len(ids) - leave, config, self.device, self.read_wait_seconds)
         with self._lock:
-            found = hit.cache is not None
-            self._counts.update(hits=found, misses=not found, covered=hit.covered, asked=len(ids))
-            self._counts["unusable"] += hit.known - hit.covered
+            self._counts["misses" if hit.cache is None else "hits"] += 1
+            self._counts.update(covered=hit.covered, asked=len(ids))
+            if hit.reason:
+                self._recent.append((label, ids, dataclasses.replace(hit, cache=None)))
         return hit
 
     def pin(
-        self, input_ids: Tensor, config: object | None = None, namespace: str = "", model: str | None = None
+        self,
+        input_ids: Tensor,
+        config: object | None = None,
+        namespace: str = "",
+        model: str | None = None,
+        *,
+        ttl: float | None = None,
+        priority: float | None = None,
     ) -> None:
         """Do not evict these tokens, until `unpin` has been called as often as `pin`.
 
         The entry for exactly these tokens is pinned. If a longer entry in memory can be rolled back to them, they get
         an entry first, and what the longer one has beyond them may be evicted.
 
+        Args:
+            input_ids: as for `lookup`.
+            config: as for `lookup`.
+            namespace: as for `lookup`.
+            model: as for `lookup`.
+            ttl: seconds after which this pin ends by itself, whatever happens to the clock. Default: it does not.
+            priority: a number. What has less leaves before, and what is not pinned has 0; so tokens of a priority
+                leave memory in the end, if there is no room, and below 0 they leave first. Default: they never leave.
+
         Raises:
             PrefixError: there is no such entry.
             CapacityError: the longer entry shares no memory (static and offloaded caches), and there is no room for a
                 copy of it.
-            OptionError: as `lookup`.
+            OptionError: as `lookup`; or `ttl` or `priority` is no such number.
         """
-        ids = tokens_of(input_ids)
-        if not self._access.pin(label_of(config, model, namespace), ids):
+        ids, label = tokens_of(input_ids), label_of(config, model, namespace)
+        if not self._access.pin(label, ids, late.function("pin")(ttl, priority)):
             raise _no_entry(ids)
 
     def unpin(
         self, input_ids: Tensor, config: object | None = None, namespace: str = "", model: str | None = None
     ) -> None:
-        """Undo one `pin`.
+        """Undo the newest `pin`.
 
         Raises:
-            PrefixError: there is no such entry, or it is not pinned.
+            PrefixError: there is no such entry, or it is not pinned any more.
             OptionError: as `lookup`.
         """
         label, ids = label_of(config, model, namespace), tokens_of(input_ids)
         with self._lock:
+            self._index.end_pins()
             entry = self._index.entries.of(label).get(ids)
             if entry is None:
                 raise _no_entry(ids)
@@ -240,6 +278,51 @@ class PrefixStore:
                     f"the entry for these {len(ids)} tokens is not pinned: call unpin() once for each pin()."
                 )
             self._index.unpin(entry)
+
+    def session(self, name: str, namespace: str = "", ttl: float = 3600.0) -> Any:
+        """The `Session` of a name, by which one conversation is kept, and taken to another host.
+
+        Args:
+            name: its name, any text. Equal names in different namespaces are different sessions.
+            namespace: the namespace of the conversation.
+            ttl: seconds without use after which the session expires, and its name is free.
+
+        Raises:
+            OptionError: `name` is empty or no text, `namespace` is no text, or `ttl` is no positive number.
+
+        Example:
+            >>> store = PrefixStore("1MiB")
+            >>> store.session("../user-17").tokens
+            0
+        """
+        return late.function("session")(self._access, name, namespace, ttl)
+
+    def import_session(
+        self,
+        path: str | os.PathLike[str],
+        name: str | None = None,
+        config: object | None = None,
+        namespace: str = "",
+    ) -> Any:
+        """Insert what `Session.export` has written, and return its session.
+
+        It is found by look-ups for the model that it was computed with, and by no others.
+
+        Args:
+            path: the file.
+            name: name of the session here. Default: the name that it had.
+            config: as for `lookup`.
+            namespace: its namespace, which must be the one that it had.
+
+        Raises:
+            CachePathError: the file does not exist or cannot be read.
+            CacheFileError: it is damaged, or holds no session.
+            PrefixError: it is of another namespace.
+            CapacityError: there is no room for all of it. What was inserted before stays.
+            OptionError: as `session`, or `config` is needed.
+        """
+        access, wait_seconds = self._access, self.write_wait_seconds
+        return late.function("import of a session")(access, path, name, config, namespace, self.device, wait_seconds)
 
     def evict(self, nbytes: int | str | None = None) -> int:
         """Evict entries until at least `nbytes` bytes of memory are free, or all that are not pinned.
@@ -253,8 +336,7 @@ class PrefixStore:
             Number of bytes freed.
         """
         if nbytes is not None:
-            nbytes = amount_of_bytes(nbytes, "nbytes")
-            _check_count("nbytes", nbytes, "bytes")
+            nbytes = _positive("nbytes", amount_of_bytes(nbytes, "nbytes"), "bytes")
         with self._lock, self._index.counted():
             before = self._index.memory.nbytes
             leaving = self._index.evict(0 if nbytes is None else before - nbytes)
@@ -374,18 +456,8 @@ class PrefixStore:
     def tree(self) -> PrefixTree:
         """What is held, as a tree of tokens, for people: `print(store.tree())`."""
         with self._lock:
-            return tree_of(
-                TreeEntry(
-                    entry.label,
-                    entry.ids,
-                    entry.storages,
-                    {} if entry.path is None or self._directory is None else self._directory.pieces(entry.path),
-                    entry.hits,
-                    entry.used,
-                    bool(entry.pins),
-                )
-                for entry in self._index
-            )
+            directory, entries = self._directory, list(self._index)
+            return tree_of({each: directory.pieces(each.path) if directory and each.path else {} for each in entries})
 
     @property
     def statistics(self) -> PrefixStatistics:
@@ -409,13 +481,13 @@ class PrefixStore:
                 refused=self._counts["refused"],
                 dropped_writes=0 if writes is None else writes.dropped_writes,
                 pending_writes=0 if writes is None else writes.pending_writes,
-                tokens=index.tokens,
+                tokens=sum(tree.tokens for tree in index.in_memory),
                 shared_bytes=index.memory.shared_bytes,
                 bypasses=dict(self._bypasses),
             )
 
     def explain(self) -> str:
-        """How much of the prompts the store had, and why calls of `generate()` could not use it: text for people.
+        """How much of the prompts the store had, and why calls and the newest look-ups found no more: text for people.
 
         Example:
             >>> store = PrefixStore("1MiB")
@@ -424,15 +496,7 @@ class PrefixStore:
             0 of 0 tokens that were asked for were stored
             1 calls went on without it: it is given a cache
         """
-        now, unusable = self.statistics, self._counts["unusable"]
-        found = f"{now.tokens_covered} of {now.tokens_asked} tokens that were asked for were stored"
-        if unusable:
-            found += (
-                f"\n{unusable} more were known, but not the states behind them: windows and recurrent states cannot go "
-                "back. generate() stores them where prompts part, for the next prompt that parts there"
-            )
-        counts = sorted(now.bypasses.items(), key=lambda bypass: -bypass[1])
-        return "\n".join([found, *(f"{count} calls went on without it: {reason}" for reason, count in counts)])
+        return str(late.function("explain")(self.statistics, self._recent, self._index, self._lock))
 
     def record_bypass(self, reason: str) -> None:
         """Count a call of `generate()` that could not use the store, and log the reason if it is a new one."""
@@ -467,13 +531,8 @@ def _no_entry(ids: Tokens) -> PrefixError:
     return PrefixError(f"the store has no entry for these {len(ids)} tokens: insert() one first.")
 
 
-def _check_count(name: str, value: object, unit: str) -> None:
+def _positive(name: str, value: int, unit: str) -> int:
     """Raise `OptionError` unless `value` is a positive whole number."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise OptionError(f"`{name}` must be a positive number of {unit}, got {value!r}.")
-
-
-def _check_seconds(name: str, value: object) -> None:
-    """Raise `OptionError` unless `value` is a number of seconds that is not negative."""
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
-        raise OptionError(f"`{name}` must be a number of seconds, 0 or more, got {value!r}.")
+    return value

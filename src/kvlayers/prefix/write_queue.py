@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from kvlayers.errors import CachePathError, KVLayersError
-from kvlayers.prefix.directory import Directory, WrittenEntry
+from kvlayers.prefix.directory import Directory
 from kvlayers.prefix.entry import PrefixEntry
 from kvlayers.prefix.index import EntryIndex
 
@@ -41,7 +41,7 @@ class _Write:
     superseded: list[PrefixEntry] = field(default_factory=list)
 
 
-_Job = _Write | Callable[[], object]
+_Job = _Write | Callable[[], None]
 """An entry to write, or files to delete."""
 
 
@@ -198,7 +198,7 @@ class WriteQueue:
                 self._current = ticket, job
             delay: float | None = None
             try:
-                delay = self._do(job)
+                delay = self._do_write(job) if isinstance(job, _Write) else job()
             except Exception:
                 logger.exception("A prefix store could not tidy its directory")
             finally:
@@ -212,13 +212,6 @@ class WriteQueue:
                     if delay is not None:
                         self._changed.wait_for(lambda: self._most_tries == 1, delay)
 
-    def _do(self, job: _Job) -> float | None:
-        """Do a job, and return the seconds after which to try again, `None` if it is done."""
-        if isinstance(job, _Write):
-            return self._do_write(job)
-        job()
-        return None
-
     def _do_delete(self, paths: Sequence[str]) -> None:
         self._directory.delete_all(paths)
         with self._changed:
@@ -231,6 +224,7 @@ class WriteQueue:
         self._directory.tidy()
 
     def _do_write(self, job: _Write) -> float | None:
+        """Write an entry, and return the seconds after which to try again, `None` if it is done."""
         entry = job.entry
         job.tries += 1
         try:
@@ -241,7 +235,7 @@ class WriteQueue:
             level = logging.WARNING if isinstance(error, KVLayersError) else logging.ERROR
         else:
             if written is not None:
-                self._finish_write(job, written)
+                self._finish_write(job, *written)
                 self._do_shrink()
             return None
         with self._changed:
@@ -257,7 +251,7 @@ class WriteQueue:
         logger.log(level, "An entry of a prefix store was not written to its directory: %s", failure)
         return None
 
-    def _written(self, job: _Write) -> WrittenEntry | None:
+    def _written(self, job: _Write) -> tuple[str, int] | None:
         entry = job.entry
         with self._changed:
             if entry.cache is None or entry.path is not None or entry not in self._index:
@@ -272,14 +266,14 @@ class WriteQueue:
             boundaries = sorted(entry.boundaries)
         return self._directory.write(entry.label, entry.ids, boundaries, cache, neighbours)
 
-    def _finish_write(self, job: _Write, written: WrittenEntry) -> None:
+    def _finish_write(self, job: _Write, path: str, nbytes: int) -> None:
         entry = job.entry
         with self._changed:
             entry.is_being_written = self._is_unreachable = self._is_stalled = False
             if entry in self._index:
                 self.spilled += 1
                 self._own.add(entry)
-                self._index.set_file(entry, written.path, written.nbytes)
+                self._index.set_file(entry, path, nbytes)
                 useless = [old for old in job.superseded if old in self._index and old.is_spare]
                 for old in useless:
                     # Its last node is one of the new entry's, or is deleted when nobody has used it for an hour.
@@ -287,7 +281,7 @@ class WriteQueue:
                 return
             used = {entry.path for entry in self._index}
         # The store was cleared meanwhile.
-        self._directory.delete_all({written.path} - used)
+        self._directory.delete_all({path} - used)
 
     def _do_shrink(self) -> None:
         most = self.directory_max_bytes

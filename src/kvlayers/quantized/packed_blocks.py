@@ -281,6 +281,19 @@ class PackedBlocks:
         twin._sides_differ = False
         return twin
 
+    def repacked(self, quantizers: dict[Side, Quantizer], forms: tuple[StateForm, StateForm]) -> Self:
+        """The same tokens, packed again by quantizers whose blocks have as many. Keys stay smoothed as they are."""
+        held, twin = self.state(), self.__class__(quantizers, forms, self.block_tokens)
+        twin.prepare(len(self))
+        for start in range(0, len(self), self.blocks_at_once):
+            some = slice(start, start + self.blocks_at_once)
+            pieces = [(side, DenseSegment(held[f"{side}_codes"], held[f"{side}_parameters"])) for side in SIDES]
+            keys, values = (self._side(side, piece, some).states(self.dtype) for side, piece in pieces)
+            twin.write(start, keys, values)
+        twin.hold(len(self))
+        twin._ends, twin._first, twin._tokens = list(self._ends), self._first, self._tokens
+        return twin
+
     def taken(self, blocks: Tensor) -> Self:
         """A copy of the full blocks with the numbers `blocks`, int64 `[count]` on the host."""
         held = self.state()
@@ -371,8 +384,6 @@ class PackedBlocks:
     def load_state(self, tensors: dict[str, Tensor]) -> None:
         """Restore a state, which `check_packed_state` has checked."""
         self.clear()
-        if not tensors:
-            return
         for side in SIDES:
             held = {"keys": tensors[f"{side}_codes"], "values": tensors[f"{side}_parameters"]}
             self._packed[side].load_state(held)

@@ -227,10 +227,7 @@ class QuantizedParts:
             part.clear()
 
     def _each(self) -> Iterator[DenseStore | PackedBlocks]:
-        yield self.sinks
-        if self.blocks is not None:
-            yield self.blocks
-        yield self.residual
+        return (part for part in (self.sinks, self.blocks, self.residual) if part is not None)
 
     # Copies and state
 
@@ -331,7 +328,5 @@ def _copy_tokens(parts: list[KVPair], start: int, count: int, to: KVPair) -> Non
     """Copy keys and values of `count` tokens from `start`, counted over all parts."""
     found = _pieces_of(parts, start, count)
     for target, *side in zip(to, *found, strict=True):
-        if len(side) == 1:
-            target.copy_(side[0])
-        elif side:
+        if side:
             torch.cat(side, dim=2, out=target)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from typing_extensions import Self
@@ -125,6 +125,11 @@ class Quantization:
             "keys": self._backend.quantizer(self.keys, key_head_dim),
             "values": self._backend.quantizer(self.values, value_head_dim),
         }
+
+    def narrowed(self, nbits: int) -> Self:
+        """These options, with at most `nbits` bits."""
+        keys, values = (min(side.nbits, nbits) for side in (self.keys, self.values))
+        return replace(self, nbits=None, key_nbits=keys, value_nbits=values)
 
     @classmethod
     def of(cls, given: object) -> Self | None:

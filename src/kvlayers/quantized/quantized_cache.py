@@ -16,14 +16,16 @@ from kvlayers.core.cache import Cache
 from kvlayers.core.description import NestedArgument
 from kvlayers.core.dynamic_layer import DynamicLayer
 from kvlayers.core.from_config import (
+    BUDGET,
     FULL,
     HYBRID,
+    RECALL,
     WINDOWED,
     AttentionMaker,
     CheckpointOptions,
     Checkpoints,
     Factory,
-    RecallArgument,
+    budget_of,
     layers_of,
     recall_of,
 )
@@ -79,9 +81,6 @@ def quantized_layers(
     """
     check_count(quantization, len(model_layers.layer_specs(config)))
 
-    def window(spec: LayerSpec) -> SlidingLayer:
-        return SlidingLayer(spec.options["sliding_window"])
-
     def quantized_window(spec: LayerSpec) -> SlidingLayer:
         # A window drops its oldest tokens, so no token could stay as a sink.
         in_window = dataclasses.replace(quantization.of_layer(spec.index), sink_tokens=0)
@@ -90,7 +89,10 @@ def quantized_layers(
 
     kinds: dict[str, Factory] = {
         "full_attention": lambda spec: packed_attention_layer(quantization.of_layer(spec.index), length_hint, recall),
-        **dict.fromkeys(WINDOWED, quantized_window if quantize_sliding else window),
+        **dict.fromkeys(
+            WINDOWED,
+            quantized_window if quantize_sliding else lambda spec: SlidingLayer(spec.options["sliding_window"]),
+        ),
     }
     return layers_of(config, kinds, checkpoints)
 
@@ -318,6 +320,11 @@ class QuantizedCache(Cache, transformers.QuantizedCache):  # type: ignore[misc]
             arguments.
         recall: how a single query chooses the pages that it attends to in layers of full attention, `Recall` or a
             mapping of its arguments. A page is a packed block. Without it, a query attends to every token.
+        max_bytes: the bytes that the cache stays within, such as "2GiB"; a share "50%" of what `length_hint` tokens
+            take in full precision; or "50% of free", of the memory that is free. The cache is exact until it reaches
+            them, and is rounded from its oldest tokens on after that. Without it, it takes as many as it needs.
+        ladder: the steps that it may take to stay within `max_bytes`, of "int8", "int4" and "offloaded", in this order;
+            all three if it is not given. They say the bits, so `nbits` must be left out.
 
     Raises:
         OptionError: an option that does not exist, a value that the backend does not accept, bits for another number
@@ -325,8 +332,7 @@ class QuantizedCache(Cache, transformers.QuantizedCache):  # type: ignore[misc]
         ConfigError: the config does not describe the model's layers.
     """
 
-    made_with = (NestedArgument("quantization", made_from=quantization_of_layers), RecallArgument("recall"))
-    recall: AttentionMaker | None = None
+    made_with = (NestedArgument("quantization", made_from=quantization_of_layers), RECALL, BUDGET)
     is_compileable = False
     """Shapes change at every token, and transformers does not compile around such a cache."""
 
@@ -354,6 +360,8 @@ class QuantizedCache(Cache, transformers.QuantizedCache):  # type: ignore[misc]
         offload_directory: str | os.PathLike[str] | None = None,
         checkpoints: Checkpoints | Mapping[str, int | None] | None = None,
         recall: AttentionMaker | Mapping[str, Any] | None = None,
+        max_bytes: int | str | None = None,
+        ladder: Sequence[str] | None = None,
     ) -> None:
         self.recall = recall_of(recall)
         if not isinstance(backend, str):
@@ -363,10 +371,8 @@ class QuantizedCache(Cache, transformers.QuantizedCache):  # type: ignore[misc]
             )
         if not isinstance(quantize_sliding, bool):
             raise OptionError(f"`quantize_sliding` must be True or False, got {quantize_sliding!r}: pass one of them.")
-        if config is not None:
-            config = model_types.config_of(config)
-        if length_hint is not None:
-            length_hint = whole_number(tokens(length_hint, "length_hint"), "length_hint")
+        config = None if config is None else model_types.config_of(config)
+        hint = None if length_hint is None else whole_number(tokens(length_hint, "length_hint"), "length_hint")
         given = {
             "nbits": nbits,
             "axis_key": axis_key,
@@ -379,6 +385,9 @@ class QuantizedCache(Cache, transformers.QuantizedCache):  # type: ignore[misc]
             "value_group_size": value_group_size,
             "sink_tokens": sink_tokens,
         }
+        self.budget = budget_of(max_bytes, ladder, hint)
+        if self.budget is not None:
+            given["nbits"] = self.budget.first_bits(backend, nbits, key_nbits, value_nbits)
         options = {"backend": backend, **{name: value for name, value in given.items() if value is not None}}
         self.quantization = quantization_of_layers(options)
         if scales is not None:
@@ -386,20 +395,25 @@ class QuantizedCache(Cache, transformers.QuantizedCache):  # type: ignore[misc]
             self.quantization = quantization_of_layers({**options, **of_layers})
         placement = offloading, offload_only_non_sliding, offload_device, offload_directory
         if config is None:
-            bare, make_layer = bare_layers(self.quantization, length_hint, self.recall)
-            super().__init__(bare, make_layer, *placement)
+            make_layer, count = self._layer_maker(hint), self.quantization.count
+            bare = [
+                packed_attention_layer(self.quantization.of_layer(index), hint, self.recall)
+                for index in range(count or 0)
+            ]
+            super().__init__(bare or None, make_layer, *placement)
             return
         head_dims = model_types.head_dims(config)
         if head_dims is not None:
             self.quantization.quantizers(*head_dims)
-        layers = quantized_layers(config, self.quantization, quantize_sliding, length_hint, checkpoints, self.recall)
+        layers = quantized_layers(config, self.quantization, quantize_sliding, hint, checkpoints, self.recall)
         super().__init__(layers, None, *placement)
 
     @override
-    def _layer_maker(self) -> Callable[[], Any] | None:
+    def _layer_maker(self, length_hint: int | None = None) -> Callable[[], Any] | None:
+        # Bits for each layer are for as many layers.
         if self.quantization.count is not None:
             return None
-        return functools.partial(packed_attention_layer, self.quantization.of_layer(0), recall=self.recall)
+        return functools.partial(packed_attention_layer, self.quantization.of_layer(0), length_hint, self.recall)
 
     @override
     def _layers_of_model(self, config: Any) -> list[Any]:
@@ -410,22 +424,6 @@ class QuantizedCache(Cache, transformers.QuantizedCache):  # type: ignore[misc]
         # Scales were measured in self-attention.
         facts = {name: fact for name, fact in self.quantization.facts().items() if name not in SCALES}
         return QuantizedCache(**facts, **self.offloading_options())
-
-
-def bare_layers(
-    quantization: QuantizationOfLayers, length_hint: int | None = None, recall: AttentionMaker | None = None
-) -> tuple[list[Any] | None, Callable[[], Any] | None]:
-    """Layers of full attention for a cache without a config.
-
-    Returns:
-        All layers if each has its own bits, and otherwise a function that makes a layer.
-    """
-    if quantization.count is None:
-        return None, functools.partial(packed_attention_layer, quantization.of_layer(0), length_hint, recall)
-    layers = [
-        packed_attention_layer(quantization.of_layer(index), length_hint, recall) for index in range(quantization.count)
-    ]
-    return layers, None
 
 
 register("quantized")(named(QuantizedCache, "length_hint"))

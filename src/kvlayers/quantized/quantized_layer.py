@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
-from kvlayers.core.arguments import whole_number
+from kvlayers.core.cache_layer import forwarded
 from kvlayers.core.description import DescriptionContext, Fact, Facts, OptionsArgument, arguments_from
 from kvlayers.core.dynamic_layer import DynamicLayer
 from kvlayers.core.layer_operations import LAYER_CLASSES
@@ -54,9 +54,7 @@ class QuantizedLayer(DynamicLayer):
 
     @checks_options
     def __init__(self, quantization: Quantization | None = None, length_hint: int | None = None) -> None:
-        if length_hint is not None:
-            length_hint = whole_number(length_hint, "length_hint")
-        super().__init__(store=QuantizedStore(quantization or Quantization(), length_hint))
+        super().__init__(length_hint, QuantizedStore(quantization or Quantization(), length_hint))
 
     @property
     def quantization(self) -> Quantization:
@@ -93,10 +91,8 @@ class QuantizedLayer(DynamicLayer):
         """States that share a scale, as given; `None` for a size that suits the head_dim."""
         return self.quantization.keys.group_size
 
-    @property
-    def residual_length(self) -> int:
-        """Newest tokens that stay in full precision."""
-        return self.quantization.residual_length
+    residual_length = forwarded("quantization")
+    """Newest tokens that stay in full precision."""
 
     # By the private names of transformers' layers that kvpress uses. What is assigned is packed when it is held.
 
@@ -106,21 +102,8 @@ class QuantizedLayer(DynamicLayer):
     def _dequantize(self, tensor: Tensor) -> Tensor:
         return as_dense(tensor)
 
-    @property
-    def _quantized_keys(self) -> Tensor | None:
-        return self.keys
-
-    @_quantized_keys.setter
-    def _quantized_keys(self, states: Tensor) -> None:
-        self.keys = states
-
-    @property
-    def _quantized_values(self) -> Tensor | None:
-        return self.values
-
-    @_quantized_values.setter
-    def _quantized_values(self, states: Tensor) -> None:
-        self.values = states
+    _quantized_keys = DynamicLayer.keys
+    _quantized_values = DynamicLayer.values
 
     @override
     def _assign(self, states: Tensor, side: Side) -> None:

@@ -51,6 +51,7 @@ class QuantizedStore(TokenStore):
 
     Attributes:
         parts: the held tokens: sinks, packed blocks, and the residual.
+        kept: newest tokens that stay in full precision at least: `residual_length`, or more while memory lasts.
     """
 
     is_opaque = True
@@ -70,6 +71,7 @@ class QuantizedStore(TokenStore):
                 f"`quantization` must be a Quantization, got {quantization!r}: pass Quantization(nbits=4)."
             )
         self.quantization = quantization
+        self.kept = quantization.residual_length
         # One is compiled at a time. Attention gains more by its kernel than packing.
         packs = backend(quantization.backend)
         sides = (quantization.keys, quantization.values)
@@ -85,6 +87,19 @@ class QuantizedStore(TokenStore):
         self._old_segments: tuple[Segment, ...] | None = None
         self._returned = ReturnedStates()
         self.packing = PathCounter()
+
+    @classmethod
+    def over(cls, states: DenseStore, quantization: Quantization) -> Self:
+        """A store of the tokens of `states`, which become its residual. Nothing is packed until `keep`.
+
+        Raises:
+            StateMismatchError: such states cannot be quantized.
+        """
+        store = cls(quantization, states.length_hint)
+        if states.key_form is not None and states.value_form is not None:
+            store.reserve_form(states.key_form, states.value_form)
+            store.parts.residual, store._length = states, states.length
+        return store
 
     @property
     @override
@@ -147,7 +162,7 @@ class QuantizedStore(TokenStore):
     def _room(self) -> int:
         """Tokens that the residual may hold."""
         size = 0 if self.parts.blocks is None else self.parts.blocks.block_tokens
-        return self._missing_sinks + self.quantization.residual_length + size
+        return self._missing_sinks + self.kept + size
 
     # Taking in states
 
@@ -156,7 +171,7 @@ class QuantizedStore(TokenStore):
         parts = self.parts
         # Asked once, as of all that follows: each question is a call at every token.
         blocks, residual = parts.blocks or None, parts.residual
-        room = self._room if blocks is None else self.quantization.residual_length + blocks.block_tokens
+        room = self._room if blocks is None else self.kept + blocks.block_tokens
         fits = self._appends_one and residual.length < room
         if not fits or torch.compiler.is_compiling() or not residual.append_one(keys, values):
             return super().take_in(keys, values)
@@ -174,15 +189,13 @@ class QuantizedStore(TokenStore):
     def validate(self, keys: Tensor, values: Tensor) -> int:
         forms = in_one_dtype(*checked_forms(keys, values))
         self._validated = None
+        if forms != self._forms and self.length and self._forms is not None:
+            promoted = promoted_forms(forms, self._forms)
+            if promoted is None:
+                raise mismatch(forms, self._forms, self.length)
+            # States of other dtypes are converted when they are taken in.
+            forms = promoted
         if forms != self._forms:
-            if self.length and self._forms is not None:
-                promoted = promoted_forms(forms, self._forms)
-                if promoted is None:
-                    raise mismatch(forms, self._forms, self.length)
-                if promoted == self._forms:
-                    # The states are converted when they are taken in.
-                    return int(keys.shape[2])
-                forms = promoted
             checked_quantizers(self.quantization, *forms)
             self._validated = forms
         return int(keys.shape[2])
@@ -245,9 +258,7 @@ class QuantizedStore(TokenStore):
         new = keys.shape[2]
         blocks = self._blocks_to_pack(new)
         if blocks:
-            self.parts.pack(
-                keys, values, blocks, self._missing_sinks, self.quantization.residual_length, self.length_hint
-            )
+            self.parts.pack(keys, values, blocks, self._missing_sinks, self.kept, self.length_hint)
             self._forget_segments()
             for path in () if self.parts.blocks is None else self.parts.blocks.packing_paths():
                 self.packing.record(path)
@@ -289,6 +300,7 @@ class QuantizedStore(TokenStore):
         new = keys.shape[2]
         if new >= kept and self._forms is not None:
             fresh = QuantizedStore(self.quantization, self.length_hint)
+            fresh.kept = self.kept
             fresh._start_over(self._forms)
             fresh.append(keys.narrow(2, new - kept, kept), values.narrow(2, new - kept, kept))
             self.parts = fresh.parts
@@ -298,6 +310,23 @@ class QuantizedStore(TokenStore):
             self.append(keys, values)
             self.drop_oldest(self.length - kept)
         return marked_for_sdpa(*self._attended(segments), new)
+
+    # Giving way
+
+    def keep(self, tokens: int) -> None:
+        """Keep the newest `tokens` tokens in full precision at least, and pack the blocks before them that are full."""
+        self.kept = tokens
+        self._forget_segments()
+        if self._forms is not None and self._blocks_to_pack(0):
+            self.append(*self.parts.residual.newest(0))
+
+    def repack(self, quantization: Quantization) -> None:
+        """Pack all blocks again, by a quantization whose blocks have as many tokens. Keys stay smoothed as they are."""
+        if self.parts.blocks is not None:
+            forms = self._known_forms()
+            self.parts.blocks = self.parts.blocks.repacked(checked_quantizers(quantization, *forms), forms)
+        self.quantization = quantization
+        self._invalidate_snapshots()
 
     # Reading
 

@@ -85,7 +85,7 @@ class SmoothingRuns:
     def dropped(self, gone: int, keeps_first: bool) -> Self:
         """The runs without the oldest `gone` blocks. The first one may serve other tokens, and is kept then."""
         starts = tuple(max(start - gone, 0) for start in self._starts)
-        return self if starts == self._starts else self._part(0 if keeps_first else max(starts.count(0) - 1, 0), starts)
+        return self._part(0 if keeps_first else max(starts.count(0) - 1, 0), starts)
 
     def cropped(self, blocks: int, keeps_first: bool) -> Self:
         """The runs of the first `blocks` blocks, likewise."""
@@ -94,10 +94,10 @@ class SmoothingRuns:
 
     def _part(self, skipped: int, starts: tuple[int, ...]) -> Self:
         """The runs behind `skipped` ones, up to the last of `starts`."""
+        if starts == self._starts:
+            return self
         count = len(starts) - skipped
-        if count == len(self):
-            return self if starts == self._starts else self.__class__(starts, self._vectors)
-        if count <= 0:
+        if not count:
             return self.__class__()
         return self._each(lambda buffer: buffer.reallocated(skipped, count, count), starts[skipped:])
 
@@ -111,10 +111,7 @@ class SmoothingRuns:
 
     def repeated(self, batch: int, repeats: int) -> Self:
         """The runs of `batch` sequences, each of which is repeated in a row."""
-        if not self._vectors:
-            return self
-        device = next(iter(self._vectors.values())).tensor.device
-        return self.selected(torch.arange(batch, device=device).repeat_interleave(repeats))
+        return self.selected(torch.arange(batch).repeat_interleave(repeats))
 
     def promoted(self, dtype: torch.dtype) -> Self:
         """The runs in another dtype."""

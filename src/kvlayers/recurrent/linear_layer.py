@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
-from kvlayers.core.arguments import whole_number
+from kvlayers.core.arguments import as_batch_indices, whole_number
 from kvlayers.core.cache_layer import forwarded
 from kvlayers.core.description import Fact, OptionsArgument
 from kvlayers.core.from_config import Checkpoints
@@ -77,8 +77,6 @@ class LinearAttentionLayer(LayerOperations, compat.LINEAR_LAYER):  # type: ignor
     can_be_stacked = True
     fidelity: Fidelity = "exact"
     capacity: int | None = None
-    keys: Tensor | None = None
-    values: Tensor | None = None
 
     checkpoints = forwarded("_past")
     """When checkpoints are taken, and how many are kept."""
@@ -314,6 +312,7 @@ class LinearAttentionLayer(LayerOperations, compat.LINEAR_LAYER):  # type: ignor
 
     @override
     def select(self, indices: Tensor) -> None:
+        indices = as_batch_indices(indices, self.batch_size or 0)
         self._past.select(indices)
         self._states.select(indices)
 

@@ -67,7 +67,10 @@ class Rotary:
                 "model's rotate_half."
             )
         if not isinstance(self.first, int) or isinstance(self.first, bool) or self.first < 0:
-            raise OptionError(f"`first` must be a dimension of the keys (an int from 0 on), got {self.first!r}.")
+            raise OptionError(
+                f"`first` must be a dimension of the keys (an int from 0 on), got {self.first!r}: pass the first that "
+                "is rotated."
+            )
         if inv_freq.dim() != 1 or inv_freq.numel() == 0 or not bool(inv_freq.isfinite().all()):
             raise ConfigError(
                 f"`inv_freq` must have finite frequencies of shape [pairs], with at least one pair, got {inv_freq!r}: "
@@ -209,5 +212,5 @@ def _by_sequence(distance: Tensor, frequencies: Tensor) -> Tensor:
 def _bad_distance(distance: object) -> OptionError:
     return OptionError(
         "`distance` must be a whole number of tokens, or an int64 tensor [batch] with a number for each sequence, got "
-        f"{distance!r}."
+        f"{distance!r}: pass one of them."
     )

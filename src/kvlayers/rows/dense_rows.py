@@ -7,15 +7,16 @@ import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
-from kvlayers.core.arguments import checked_forms, mismatch
+from kvlayers.core.arguments import as_batch_indices, checked_forms, mismatch
 from kvlayers.core.buffer import StateForm, form_of
+from kvlayers.core.cache_layer import forwarded
 from kvlayers.core.description import Fact
 from kvlayers.core.dynamic_layer import DynamicLayer, check_rollback
 from kvlayers.core.layer_operations import LayerOperations
 from kvlayers.core.token_store import KVPair
 from kvlayers.errors import StateMismatchError
 from kvlayers.kernels.attention.row_states import AdjacentRowStates, RowColumns, RowStates
-from kvlayers.rows.rows_layer import RowsLayer, check_followed
+from kvlayers.rows.rows_layer import RowsLayer, check_followed, moved_rows
 
 GROWTH_DIVISOR = 8
 """A full tensor grows by an eighth, as that of a `DenseStore`."""
@@ -40,10 +41,12 @@ def places_behind(lengths: tuple[int, ...], new: int, device: torch.device) -> t
 class DenseRows(RowsLayer):
     """Rows of `DynamicLayer`s in full precision. A step costs what that of an ordinary batch costs.
 
-    A row begins in column 0 and ends where it ends: to roll it back is to lower its length.
+    A row begins in column 0 and ends where it ends: to roll it back is to lower its length. Behind the rows there may
+    be memory of those that have left, which the next ones take.
 
     Args:
-        layers: `DynamicLayer`s in full precision, and rows of them. Their states are copied.
+        layers: `DynamicLayer`s in full precision, and rows of them. Of rows that come first, the memory is shared, and
+            the others are written behind them; they do not change, and must not grow any more.
     """
 
     keeps_every_token = True
@@ -52,15 +55,20 @@ class DenseRows(RowsLayer):
 
     def __init__(self, layers: Sequence[LayerOperations]) -> None:
         super().__init__()
+        first = layers[0]
         self._lengths = tuple([length or 0 for layer in layers for length in layer.row_lengths])
         held = [layer._held if isinstance(layer, DenseRows) else layer.peek() for layer in layers]
         rows = [[row for states in side for row in torch.split(states, 1)] for side in zip(*held, strict=True)]
-        self._keys: Tensor = _side_by_side(rows[0], self._lengths)
-        self._values: Tensor = _side_by_side(rows[1], self._lengths)
+        # The first rows may have memory behind them already.
+        known, keys, values = 0, rows[0][0][:0], rows[1][0][:0]
+        if isinstance(first, DenseRows):
+            known, keys, values = first.batch_size, first._keys, first._values
+        self._keys: Tensor = _behind(keys, known, rows[0], self._lengths)
+        self._values: Tensor = _behind(values, known, rows[1], self._lengths)
 
     @property
     def _held(self) -> KVPair:
-        return self._keys, self._values
+        return self._keys[: self.batch_size], self._values[: self.batch_size]
 
     @override
     def side_by_side(self, layers: Sequence[LayerOperations]) -> LayerOperations:
@@ -83,17 +91,11 @@ class DenseRows(RowsLayer):
     @property
     @override
     def forms(self) -> tuple[StateForm, ...]:
-        return form_of(self._keys), form_of(self._values)
+        keys, values = self._held
+        return form_of(keys), form_of(values)
 
-    @property
-    @override
-    def dtype(self) -> torch.dtype:
-        return self._keys.dtype
-
-    @property
-    @override
-    def device(self) -> torch.device:
-        return self._keys.device
+    dtype = forwarded("_keys")
+    device = forwarded("_keys")
 
     @property
     @override
@@ -108,7 +110,7 @@ class DenseRows(RowsLayer):
         return self._states(RowColumns(self._lengths, self.device))[1].dense()
 
     def _states(self, columns: RowColumns) -> tuple[RowStates, RowStates]:
-        keys, values = (states.narrow(2, 0, columns.tokens) for states in (self._keys, self._values))
+        keys, values = (states.narrow(2, 0, columns.tokens) for states in self._held)
         return AdjacentRowStates(keys, columns), AdjacentRowStates(values, columns)
 
     @override
@@ -126,18 +128,18 @@ class DenseRows(RowsLayer):
         new = key_states.shape[2]
         written, columns = places_behind(self._lengths, new, self.device)
         self._keys, self._values = (_with_room(states, columns.tokens) for states in (self._keys, self._values))
-        for held, states in ((self._keys, key_states), (self._values, value_states)):
+        for held, states in zip(self._held, (key_states, value_states), strict=True):
             held.scatter_(2, written.expand(states.shape), states)
         # Last, so that an interrupted update has not happened.
         self._lengths = columns.lengths
         return self._states(columns)
 
     def _check(self, keys: Tensor, values: Tensor) -> None:
-        self.check_new(keys)
+        self.check_new(keys, values)
         check_followed(keys, values)
         for states, held in ((keys, self._keys), (values, self._values)):
             if states.shape[1::2] != held.shape[1::2] or states.dtype != held.dtype or states.device != held.device:
-                raise mismatch(checked_forms(keys, values), checked_forms(self._keys, self._values), self.length)
+                raise mismatch(checked_forms(keys, values), checked_forms(*self._held), self.length)
 
     @override
     def mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -167,21 +169,18 @@ class DenseRows(RowsLayer):
 
     @override
     def select(self, indices: Tensor) -> None:
-        chosen, held = indices.tolist(), self.batch_size
-        rows = len(chosen)
+        chosen, held = as_batch_indices(indices, self.batch_size).tolist(), self.batch_size
         self._lengths = tuple([self._lengths[index] for index in chosen])
-        # Usually a few rows go, and others from the end take their places: only these are moved.
-        if held < 2 * rows <= 2 * held and all(own in (place, *range(rows, held)) for place, own in enumerate(chosen)):
+        moved = moved_rows(chosen, held)
+        if moved is not None and self._keys.shape[0] < 2 * len(chosen):
             for states in (self._keys, self._values):
-                for place, own in enumerate(chosen):
-                    if own != place:
-                        states[place].copy_(states[own])
-            self._keys, self._values = self._keys[:rows], self._values[:rows]
+                for place, own in moved:
+                    states[place].copy_(states[own])
             return
         # The rows that go may be the longest.
         columns = min(self._keys.shape[2], capacity_for(self.length))
         kept = (states[:, :, :columns] for states in (self._keys, self._values))
-        self._keys, self._values = (states.index_select(0, indices.to(self.device)) for states in kept)
+        self._keys, self._values = (states.index_select(0, torch.tensor(chosen, device=self.device)) for states in kept)
 
     @override
     def reset(self) -> None:
@@ -190,25 +189,31 @@ class DenseRows(RowsLayer):
     @override
     def fork(self) -> Self:
         twin = self._twin()
-        twin._keys, twin._values = self._keys.clone(), self._values.clone()
+        twin._keys, twin._values = (states.clone() for states in self._held)
         return twin
 
     @override
     def trim(self) -> None:
-        self._keys, self._values = (
-            states[:, :, : self.length].clone() if states.shape[2] > self.length else states
-            for states in (self._keys, self._values)
-        )
+        rows, tokens = self.batch_size, self.length
+        if self._keys.shape[0] > rows or self._keys.shape[2] > tokens:
+            self._keys, self._values = (states[:rows, :, :tokens].clone() for states in (self._keys, self._values))
 
 
-def _side_by_side(states: Sequence[Tensor], lengths: Sequence[int]) -> Tensor:
-    """The first tokens of rows `[1, kv_heads, any, head_dim]` in one tensor, with room for more."""
-    _, kv_heads, _, head_dim = states[0].shape
-    capacity = capacity_for(max(lengths))
+def _behind(memory: Tensor, known: int, states: Sequence[Tensor], lengths: Sequence[int]) -> Tensor:
+    """Rows in one tensor with room for more: those behind the `known` ones are written to the memory of these.
+
+    Args:
+        memory: `[rows, kv_heads, any, head_dim]`.
+        known: how many of its rows hold tokens.
+        states: those of all rows, `[1, kv_heads, any, head_dim]` each.
+        lengths: their tokens.
+    """
+    whole = _with_room(memory, max(lengths), len(states))
     with torch.inference_mode(False), torch.no_grad():
-        whole = states[0].new_zeros((len(states), kv_heads, capacity, head_dim))
-        for row, (own, length) in enumerate(zip(states, lengths, strict=True)):
-            whole[row, :, :length] = own[0, :, :length]
+        for row in range(known, len(states)):
+            whole[row, :, : lengths[row]] = states[row][0, :, : lengths[row]]
+            # What a row before it has left may be no numbers, which no mask takes out of a sum.
+            whole[row, :, lengths[row] :] = 0
     return whole
 
 
@@ -217,9 +222,13 @@ def capacity_for(tokens: int) -> int:
     return tokens + max(tokens // GROWTH_DIVISOR, MINIMUM_GROWTH)
 
 
-def _with_room(states: Tensor, tokens: int) -> Tensor:
-    """The states, or a copy of them with room for more tokens if these do not fit."""
-    if states.shape[2] >= tokens:
+def _with_room(states: Tensor, tokens: int, rows: int = 0) -> Tensor:
+    """The states, or a copy of them with room for more tokens and rows if these do not fit."""
+    held, _, capacity, _ = states.shape
+    if held >= rows and capacity >= tokens:
         return states
+    # The first rows are as many as they are, and those that join later are followed by others.
+    more_rows = rows + (rows // GROWTH_DIVISOR if held else 0) - held if rows > held else 0
+    more_tokens = capacity_for(tokens) - capacity if tokens > capacity or not held else 0
     with torch.inference_mode(False), torch.no_grad():
-        return torch.nn.functional.pad(states, (0, 0, 0, capacity_for(tokens) - states.shape[2]))
+        return torch.nn.functional.pad(states, (0, 0, 0, more_tokens, 0, 0, 0, more_rows))

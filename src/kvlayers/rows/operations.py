@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvlayers.core.arguments import query_count
 from kvlayers.core.cache import Cache
 from kvlayers.core.layer_operations import rows_of
 from kvlayers.core.preparation import left_padding_of
@@ -103,7 +104,7 @@ class Rows:
         device = self._device if device is None else device
         attends = any(layer.attends for layer in self.cache.self_attention.adapted_layers())
         lengths = self.lengths if attends else [0] * len(self.lengths)
-        columns = max(lengths, default=0) + new_tokens
+        columns = max(lengths, default=0) + query_count(new_tokens, "`new_tokens`")
         first = columns - new_tokens - torch.tensor(lengths, device=device)
         return (torch.arange(columns, device=device) >= first[:, None]).long()
 
@@ -111,9 +112,11 @@ class Rows:
         """Positions of the next tokens of each row, int64 `[batch, new_tokens]`; arguments as of `attention_mask`."""
         device = self._device if device is None else device
         lengths, origins = self.lengths, self.cache.origins
-        each = origins * len(lengths) if len(origins) == 1 else origins
-        next_ones = [origin.first_position + length for origin, length in zip(each, lengths, strict=True)]
-        return torch.tensor(next_ones, device=device)[:, None] + torch.arange(new_tokens, device=device)
+        of_each = zip(origins * (len(lengths) // len(origins)), lengths, strict=True)
+        next_ones = [origin.first_position + length for origin, length in of_each]
+        return torch.tensor(next_ones, device=device)[:, None] + torch.arange(
+            query_count(new_tokens, "`new_tokens`"), device=device
+        )
 
     @property
     def _device(self) -> Any:

@@ -11,8 +11,8 @@ from typing_extensions import Self, override
 from kvlayers.core.layer_operations import LayerOperations, LayerState
 from kvlayers.errors import InterruptedPassError, UnsupportedLayerError
 from kvlayers.recurrent.linear_layer import LinearAttentionLayer
-from kvlayers.recurrent.states import LinearStates
-from kvlayers.rows.rows_layer import check_followed, not_saved
+from kvlayers.recurrent.states import FAMILIES
+from kvlayers.rows.rows_layer import check_followed, moved_rows, not_saved, of_each_row
 
 
 class RecurrentRows(LinearAttentionLayer):
@@ -37,21 +37,25 @@ class RecurrentRows(LinearAttentionLayer):
         self._join()
 
     def _join(self) -> None:
-        """Let the rows hold views of one tensor for each state."""
-        for name in ("conv", "recurrent"):
-            of_rows = [vars(row._states)[name] for row in self.rows]
+        """Let the rows hold views of one new tensor for each state."""
+        self._places = len(self.rows)
+        for name in FAMILIES:
             for index in range(self.number_of_states):
-                states = [own[index] for own in of_rows]
-                whole = None if any(one is None for one in states) else torch.cat([one.detach() for one in states])
-                vars(self._states)[name][index] = whole
-                if whole is not None:
-                    for own, view in zip(of_rows, torch.split(whole, 1), strict=True):
-                        own[index] = view
+                states = [vars(row._states)[name][index] for row in self.rows]
+                # Allocated in inference mode, it could never be written to outside of it.
+                with torch.inference_mode(False), torch.no_grad():
+                    whole = None if any(one is None for one in states) else torch.cat(states)
+                self._hold(name, index, whole)
+
+    def _hold(self, name: str, index: int, whole: Tensor | None) -> None:
+        """Hold a state of all rows, of which each row has its part as a view."""
+        vars(self._states)[name][index] = whole
+        filled = [vars(row._states) for row in self.rows]
+        if whole is not None:
+            for own, view in zip(filled, torch.split(whole, 1), strict=True):
+                own[name][index] = view
         # A row that was rolled back to nothing has zeros, as it had before its first token.
-        filled: list[LinearStates] = [row._states for row in self.rows]
-        for index in range(self.number_of_states):
-            self._states.has_conv[index] = any(own.has_conv[index] for own in filled)
-            self._states.has_recurrent[index] = any(own.has_recurrent[index] for own in filled)
+        vars(self._states)[f"has_{name}"][index] = any(own[f"has_{name}"][index] for own in filled)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -169,15 +173,8 @@ class RecurrentRows(LinearAttentionLayer):
         self.truncate_rows(lengths)
         return length - target
 
-    @override
-    def activate_past_recording(self) -> None:
-        for row in self.rows:
-            row.activate_past_recording()
-
-    @override
-    def deactivate_past_recording(self) -> None:
-        for row in self.rows:
-            row.deactivate_past_recording()
+    activate_past_recording = of_each_row("activate_past_recording")
+    deactivate_past_recording = of_each_row("deactivate_past_recording")
 
     # The batch
 
@@ -191,11 +188,19 @@ class RecurrentRows(LinearAttentionLayer):
     def select(self, indices: Tensor) -> None:
         self._check_whole()
         chosen = indices.tolist()
+        moved = moved_rows(chosen, len(self.rows))
         self.rows = [
             self.rows[index].fork() if index in chosen[:place] else self.rows[index]
             for place, index in enumerate(chosen)
         ]
-        self._join()
+        if moved is None or 2 * len(chosen) <= self._places:
+            self._join()
+            return
+        for name in FAMILIES:
+            for index, whole in vars(self._states)[name].items():
+                for place, own in moved if whole is not None else ():
+                    whole[place].copy_(whole[own])
+                self._hold(name, index, None if whole is None else whole[: len(chosen)])
 
     @override
     def reset(self) -> None:

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
-from kvlayers.core.arguments import whole_number
+from kvlayers.core.arguments import as_batch_indices, check_one_batch, checked_forms, whole_number
 from kvlayers.core.buffer import StateForm
-from kvlayers.core.cache_layer import CacheLayer
-from kvlayers.core.description import DescriptionContext, Fact, Facts
+from kvlayers.core.cache_layer import CacheLayer, forwarded
+from kvlayers.core.description import DescriptionContext, Facts
 from kvlayers.core.layer_operations import LayerOperations, LayerState
 from kvlayers.core.token_store import Fidelity, least_faithful
 from kvlayers.errors import InterruptedPassError, RollbackError, StateMismatchError, UnsupportedLayerError
@@ -66,12 +66,15 @@ class RowsLayer(CacheLayer):
 
     @override
     def truncate(self, length: int) -> None:
-        lengths = self._shortened(length)
-        self.check_truncate_rows(lengths)
-        self.truncate_rows(lengths)
+        self.check_truncate(length)
+        self.truncate_rows(self._shortened(length))
 
-    def check_new(self, key_states: Tensor) -> None:
-        """Raise `StateMismatchError` if new states are not of all rows."""
+    def check_new(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Raise `StateMismatchError` if new states are not of all rows, or keys and values not of the same tokens."""
+        if not isinstance(key_states, Tensor) or not isinstance(value_states, Tensor):
+            checked_forms(key_states, value_states)
+        if key_states.shape[::2] != value_states.shape[::2]:
+            check_one_batch(*checked_forms(key_states, value_states))
         if key_states.shape[0] != self.batch_size:
             raise StateMismatchError(
                 f"`key_states` must be of the {self.batch_size} rows of the cache, got {key_states.shape[0]}: pass all "
@@ -101,6 +104,16 @@ class RowsLayer(CacheLayer):
         return f"{type(self).__name__}(row_lengths={list(self.row_lengths)})"
 
 
+def moved_rows(chosen: Sequence[int], held: int) -> list[tuple[int, int]] | None:
+    """Which rows move where if the rows at `chosen` are kept, as `(place, row)`; `None` if some would be overwritten.
+
+    Usually a few rows go, and others from the end take their places: only these are moved.
+    """
+    behind = range(len(chosen), held)
+    moved = [(place, own) for place, own in enumerate(chosen) if own != place]
+    return moved if len(chosen) <= held and all(own in behind for _, own in moved) else None
+
+
 def check_followed(*states: Tensor) -> None:
     """Raise `UnsupportedLayerError` if autograd follows new states, which are written to the memory of all rows."""
     if torch.is_grad_enabled() and any(own.requires_grad for own in states):
@@ -116,6 +129,16 @@ def not_saved() -> UnsupportedLayerError:
         "`cache` must be a batch whose sequences have one length to be saved, got rows of their own lengths: save "
         "each cache.extract(row), and merge() them after loading."
     )
+
+
+def of_each_row(name: str) -> Any:
+    """A method of a layer of rows that calls the method of this name of each row."""
+
+    def call(self: Any, *args: Any) -> None:
+        for row in self.rows:
+            getattr(row, name)(*args)
+
+    return call
 
 
 class SeparateRows(RowsLayer):
@@ -140,18 +163,21 @@ class SeparateRows(RowsLayer):
     # What it holds
 
     @property
-    @override
-    def kind(self) -> str:
-        return self.rows[0].kind
+    def first(self) -> CacheLayer:
+        """The first row, which says what all of them have in common."""
+        return self.rows[0]
 
-    @override
-    def describe(self) -> dict[str, Fact]:
-        return self.rows[0].describe()
-
-    @property
-    def reservation_facts(self) -> frozenset[str]:  # type: ignore[override]
-        """Names of facts in which rows may differ: each has a capacity of its own."""
-        return self.rows[0].reservation_facts
+    kind = forwarded("first")
+    describe = forwarded("first")
+    # Rows may differ in these facts: each has a capacity of its own.
+    reservation_facts = forwarded("first")
+    forms = forwarded("first")
+    dtype = forwarded("first")
+    device = forwarded("first")
+    bits = forwarded("first")
+    is_sliding = forwarded("first")
+    sliding_window = forwarded("first")
+    memory_tier = forwarded("first")
 
     @property
     @override
@@ -165,21 +191,6 @@ class SeparateRows(RowsLayer):
         """The length of the longest row at which one of the rows is full."""
         free = [row.capacity - row.length for row in self.rows if row.capacity is not None]
         return self.length + min(free) if free else None
-
-    @property
-    @override
-    def forms(self) -> tuple[StateForm, ...]:
-        return self.rows[0].forms
-
-    @property
-    @override
-    def dtype(self) -> Any:
-        return self.rows[0].dtype
-
-    @property
-    @override
-    def device(self) -> Any:
-        return self.rows[0].device
 
     @property
     @override
@@ -210,21 +221,6 @@ class SeparateRows(RowsLayer):
         return None if None in first else max(position for position in first if position is not None)
 
     @property
-    def bits(self) -> tuple[int, int] | None:  # type: ignore[override]
-        """Bits of a number of a key and of a value if they are rounded, `None` in full precision."""
-        return self.rows[0].bits
-
-    @property
-    def is_sliding(self) -> bool:  # type: ignore[override]
-        """Whether rows attend within a window."""
-        return self.rows[0].is_sliding
-
-    @property
-    def sliding_window(self) -> int | None:  # type: ignore[override]
-        """Tokens that a query attends to, itself included; `None` for full attention."""
-        return self.rows[0].sliding_window
-
-    @property
     def is_croppable(self) -> bool:  # type: ignore[override]
         """Whether `crop` can put every row back as it was."""
         return all(row.is_croppable for row in self.rows)
@@ -249,11 +245,6 @@ class SeparateRows(RowsLayer):
         """How often an accelerator packed keys, or values, on each path."""
         return sum((Counter(row.packing_paths) for row in self.rows), Counter())
 
-    @property
-    def memory_tier(self) -> str:  # type: ignore[override]
-        """Where the states are between updates."""
-        return self.rows[0].memory_tier
-
     @override
     def held_tensors(self) -> Iterator[Tensor]:
         for row in self.rows:
@@ -267,7 +258,7 @@ class SeparateRows(RowsLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        self.check_new(key_states)
+        self.check_new(key_states, value_states)
         self._take_back()
         new = key_states.shape[2]
         # A row that is full refuses the tokens here, before any row has taken them in.
@@ -310,10 +301,7 @@ class SeparateRows(RowsLayer):
         columns = max(_attended(row, query_length) for row in self.rows)
         return columns, self.length + query_length - columns
 
-    @override
-    def make_room(self, tokens: int) -> None:
-        for row in self.rows:
-            row.make_room(tokens)
+    make_room = of_each_row("make_room")
 
     @override
     def reserve_form(self, key_form: StateForm, value_form: StateForm) -> None:
@@ -339,15 +327,8 @@ class SeparateRows(RowsLayer):
         own = zip(self.rows, self._shortened(length), strict=True)
         return length + min(row.nearest_restorable(wanted) - wanted for row, wanted in own)
 
-    @override
-    def activate_past_recording(self) -> None:
-        for row in self.rows:
-            row.activate_past_recording()
-
-    @override
-    def deactivate_past_recording(self) -> None:
-        for row in self.rows:
-            row.deactivate_past_recording()
+    activate_past_recording = of_each_row("activate_past_recording")
+    deactivate_past_recording = of_each_row("deactivate_past_recording")
 
     # The batch
 
@@ -364,13 +345,11 @@ class SeparateRows(RowsLayer):
     @override
     def select(self, indices: Tensor) -> None:
         self._take_back()
-        rows: dict[int, list[CacheLayer]] = {}
-        chosen = []
-        for index in indices.tolist():
-            again = rows.setdefault(index, [])
-            again.append(self.rows[index].fork() if again else self.rows[index])
-            chosen.append(again[-1])
-        self.rows = chosen
+        chosen = as_batch_indices(indices, len(self.rows)).tolist()
+        self.rows = [
+            self.rows[index].fork() if index in chosen[:place] else self.rows[index]
+            for place, index in enumerate(chosen)
+        ]
 
     @override
     def reset(self) -> None:
@@ -384,20 +363,9 @@ class SeparateRows(RowsLayer):
         twin.rows = [row.fork() for row in self.rows]
         return twin
 
-    @override
-    def trim(self) -> None:
-        for row in self.rows:
-            row.trim()
-
-    @override
-    def compact(self) -> None:
-        for row in self.rows:
-            row.compact()
-
-    @override
-    def use_prefetcher(self, prefetcher: Any) -> None:
-        for row in self.rows:
-            row.use_prefetcher(prefetcher)
+    trim = of_each_row("trim")
+    compact = of_each_row("compact")
+    use_prefetcher = of_each_row("use_prefetcher")
 
 
 def _attended(row: CacheLayer, new: int) -> int:

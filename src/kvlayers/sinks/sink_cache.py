@@ -13,7 +13,7 @@ from kvlayers.core.cache_layer import forwarded
 from kvlayers.core.description import OptionsArgument, RotaryArgument
 from kvlayers.core.from_config import HYBRID, dynamic_layers, with_attention
 from kvlayers.core.named_caches import named, register, register_cache_class
-from kvlayers.core.preparation import check_empty, check_rotary, left_padding_of, padding_of, prepare_layers
+from kvlayers.core.preparation import check_rotary, left_padding_of, padding_of, prepare_layers
 from kvlayers.errors import ConfigError
 from kvlayers.quantized.quantization import Quantization
 from kvlayers.rope.from_config import rotaries
@@ -107,7 +107,7 @@ class SinkCache(Cache):
     def _layer_without_config(self) -> SinkLayer:
         if self._rotary is None:
             raise ConfigError(
-                "expected to know how the model rotates its keys, but the cache has no config: make it with "
+                "`config` must say how the model rotates its keys, got none: make the cache with "
                 "config=model.config, call prepare(model.config), or generate() under kvlayers.install()."
             )
         return self._sinks.layer(self._rotary)
@@ -124,7 +124,6 @@ class SinkCache(Cache):
             StateMismatchError: tokens are held, or there is padding that is not on the left.
             ConfigError: as for the cache itself.
         """
-        check_empty(self)
         padding = self._sinks.left_padding if attention_mask is None else left_padding_of(attention_mask)
         sinks = dataclasses.replace(self._sinks, left_padding=padding)
         prepare_layers(self, sink_layers(config_of(config), sinks, self._rotary), padding)

@@ -165,8 +165,8 @@ class SinkLayer(WindowLayer):
     def left_padding(self, padding: Sequence[int] | Tensor | None) -> None:
         if self._seen:
             raise StateMismatchError(
-                f"expected an empty layer, but {self._seen} tokens have been seen: give left_padding before the first "
-                "token."
+                f"`padding` must be given to an empty layer, got one that has seen {self._seen} tokens: give "
+                "left_padding before the first token."
             )
         self._sinks = self._sinks.emptied().with_padding(padding_of(padding))
 
@@ -194,8 +194,8 @@ class SinkLayer(WindowLayer):
     def _assignable(self, states: Tensor) -> Tensor:
         if self._seen != self._store.length or self._seen > self.attended_past(self._seen):
             raise StateMismatchError(
-                f"expected a layer that holds all of its {self._seen} tokens, but tokens have been evicted: use "
-                "state() and load_state()."
+                f"A layer whose states are assigned must hold all of its {self._seen} tokens, got one that has evicted "
+                "some: use state() and load_state()."
             )
         if states.shape[2] != self._seen:
             raise StateMismatchError(
@@ -237,7 +237,7 @@ class SinkLayer(WindowLayer):
         seen = state.length
         if seen and sinks.keys is None:
             raise StateMismatchError(
-                f"expected a state with the first tokens of {seen}, but it has no tokens: take it again."
+                f"`state` must have the first of its {seen} tokens, got a state without tokens: take it again."
             )
 
     @override
@@ -299,8 +299,8 @@ def _behind(front: KVPair, attended: KVPair) -> KVPair:
         snapshot = keys.snapshot
         # Sinks keep the dtype that they came in, and a store may hold another one since.
         first_keys, first_values = (states.to(snapshot.dtype) for states in front)
-        segments = snapshot.segments.with_prefix(DenseSegment(first_keys, first_values))
-        return packed_like(keys, values, replace(snapshot, segments=segments))
+        held = (DenseSegment(first_keys, first_values), *snapshot.segments.in_order)
+        return packed_like(keys, values, replace(snapshot, segments=replace(snapshot.segments, in_order=held)))
     return torch.cat([front[0], keys], dim=2), torch.cat([front[1], values], dim=2)
 
 

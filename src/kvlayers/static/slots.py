@@ -54,7 +54,8 @@ class Buckets(OptionFacts):
         check_whole_number(self.minimum, "`minimum` of Buckets", 1, of="tokens")
         if not isinstance(self.factor, int | float) or not 1 < self.factor <= LARGEST_FACTOR:
             raise OptionError(
-                f"`factor` of Buckets must be above 1 and at most {LARGEST_FACTOR:,}, got {self.factor!r}."
+                f"`factor` of Buckets must be above 1 and at most {LARGEST_FACTOR:,}, got {self.factor!r}: pass, for "
+                "example, 2."
             )
 
     def sizes(self, capacity: int, whole_from: int | None = None) -> tuple[int, ...]:

@@ -189,7 +189,7 @@ class StaticCache(Cache, transformers.StaticCache):  # type: ignore[misc]
         if compiled is None:
             return None if torch.accelerator.is_available() and not of_all else False
         if not isinstance(compiled, bool):
-            raise OptionError(f"`compiled` must be True, False or None, got {compiled!r}.")
+            raise OptionError(f"`compiled` must be True, False or None, got {compiled!r}: pass one of them.")
         if compiled and of_all:
             raise ConfigError(
                 "`config` must be of a model that attends to as many slots as its cache returns, got a "

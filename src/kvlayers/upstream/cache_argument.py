@@ -168,8 +168,3 @@ def replace_in_output(output: Any, replacement: Any) -> None:
     for name, value in list(output.items()):
         if isinstance(value, transformers.Cache):
             output[name] = replacement
-
-
-def as_field(output_class: Any, cache: Any) -> dict[str, Any]:
-    """The argument by which a class of outputs, a dataclass, takes a cache."""
-    return {name: cache for name in SPELLINGS if name in output_class.__dataclass_fields__}

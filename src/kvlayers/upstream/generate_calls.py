@@ -13,14 +13,12 @@ import transformers
 # Transformers 5 spells it PreTrainedConfig, and keeps this name as well.
 from transformers import GenerationConfig, PretrainedConfig, masking_utils
 from transformers.generation import configuration_utils, utils
-from transformers.generation.utils import GenerationMixin, GenerationMode
-from transformers.utils import ModelOutput
+from transformers.generation.utils import GenerationMixin
 
 from kvlayers.upstream import cache_argument, model_types
 from kvlayers.upstream.compat import (
     BLOOM_MASKS_RESERVATION,
     KNOWS_FIRST_ITERATION,
-    LOOPS_COUNT_CACHE_POSITION,
     PREPARES_POSITIONS,
     SLICES_BY_CACHE_POSITION,
     STATIC_CACHES_MADE_APART,
@@ -40,45 +38,9 @@ def batching() -> type | None:
     return owner if "continuous_batching_config" in takes else None
 
 
-def model_kwargs_after(
-    model: Any, input_ids: torch.Tensor, model_kwargs: dict[str, Any], tokens: int
-) -> dict[str, Any]:
-    """The model's arguments in a loop of `generate()` after it has decoded some tokens, but with the cache unchanged.
-
-    Args:
-        model: the model that generates.
-        input_ids: the prompt, `[batch, tokens]`.
-        model_kwargs: arguments of the model for the prompt.
-        tokens: number of decoded tokens.
-    """
-    if LOOPS_COUNT_CACHE_POSITION:
-        positions = torch.arange(input_ids.shape[1], device=input_ids.device)
-        model_kwargs = {**model_kwargs, "cache_position": positions}
-    # One token at a time, as in the loop, since each step repeats the last entry.
-    for _ in range(tokens):
-        model_kwargs = GenerationMixin._update_model_kwargs_for_generation(
-            model, ModelOutput(), model_kwargs, is_encoder_decoder=model.config.is_encoder_decoder
-        )
-    # The loop that follows makes its own, for all tokens.
-    return {name: value for name, value in model_kwargs.items() if name != "cache_position"}
-
-
 def loop_name(mode: Any) -> str:
     """Name of the method of a model that decodes in a `GenerationMode`."""
     return str(utils.GENERATION_MODES_MAPPING[mode])
-
-
-def sampling_loop(owner: type) -> Callable[..., Any]:
-    """The loop with which the models of a class decode token by token."""
-    loop: Callable[..., Any] = getattr(owner, loop_name(GenerationMode.SAMPLE))
-    return loop
-
-
-def has_own_loop(model: Any) -> bool:
-    """Whether a model decodes token by token in another way than `GenerationMixin`."""
-    owner = type(model)
-    updates = owner._update_model_kwargs_for_generation, GenerationMixin._update_model_kwargs_for_generation
-    return sampling_loop(owner) is not sampling_loop(GenerationMixin) or updates[0] is not updates[1]
 
 
 def most_tokens(generation_config: Any, max_cache_length: int) -> int:

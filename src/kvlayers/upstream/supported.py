@@ -160,10 +160,8 @@ OF_GENERATE = (
         ("input_ids_seq_length", "encoder_input_ids", "prefix_allowed_tokens_fn", "logits_processor", "device"),
     ),
     Probe("generation.utils", "GenerationMixin._get_stopping_criteria", ("stopping_criteria", "tokenizer")),
-    Probe("generation.utils", "GenerationMixin._update_model_kwargs_for_generation", ("is_encoder_decoder",)),
     Probe("generation.utils", "GenerationMixin._valid_auto_compile_criteria", ("model_kwargs", "generation_config")),
     LoopProbe("assisted_generation", ("input_ids",)),
-    LoopProbe("sample", ("input_ids", "logits_processor", "stopping_criteria")),
     Probe("generation.utils", "GenerationMixin.prepare_inputs_for_generation", ("input_ids",)),
     Probe("generation.configuration_utils", "ALL_CACHE_IMPLEMENTATIONS"),
     Probe("generation.configuration_utils", "GenerationConfig.save_pretrained"),
@@ -191,6 +189,7 @@ OF_POSITIONS = (
 
 SERVER_MODULES = ("utils", "chat_completion", "completion", "response")
 OF_SERVERS = (
+    Probe("cli.serving.utils", "BaseHandler._validate_request", ("body",)),
     Probe("cli.serving.utils", "InferenceThread.submit", ("fn",)),
     Probe("cli.serving.utils", "InferenceThread.async_submit", ("fn",)),
     Probe("cli.serving.chat_completion", "CompletionUsage"),

@@ -99,7 +99,7 @@ def as_options(cls: type[Options], given: object, example: str) -> Options:
 
 
 def check_whole_number(
-    number: object, name: str, least: int, most: int | None = None, of: str = "", advice: str = ""
+    number: object, name: str, least: int, most: int | None = None, of: str = "", advice: str = ": pass one"
 ) -> None:
     """Raise `OptionError` if an option is not a whole number, or too small or too large.
 
@@ -160,7 +160,7 @@ def check_accepted(dtype: object, device: object) -> None:
     if isinstance(dtype, str):
         checked_dtype(dtype)
     elif dtype is not None and not isinstance(dtype, torch.dtype):
-        raise OptionError(f"`dtype` must be a torch.dtype, got {dtype!r}.")
+        raise OptionError(f"`dtype` must be a torch.dtype, got {dtype!r}: pass one, or leave it out.")
     is_index = isinstance(device, int) and not isinstance(device, bool) and device >= 0
     if device is not None and not is_index:
         try:

@@ -49,7 +49,9 @@ class Registry(Generic[Entry]):
     def check_free(self, name: object) -> None:
         """Raise `RegistryError` if a name is empty or taken."""
         if not isinstance(name, str) or not name.strip():
-            raise RegistryError(f"`name` of the {self.what} must be a string that is not empty, got {name!r}.")
+            raise RegistryError(
+                f"`name` of the {self.what} must be a string that is not empty, got {name!r}: pass one."
+            )
         taken_by = self._entries.get(name)
         if taken_by is not None:
             raise RegistryError(
@@ -64,7 +66,7 @@ class Registry(Generic[Entry]):
             RegistryError: the name is not registered.
         """
         with self._changing:
-            if self._entries.pop(name, None) is None:
+            if not isinstance(name, str) or self._entries.pop(name, None) is None:
                 raise RegistryError(self.unknown(name))
 
     def unknown(self, name: object) -> str:

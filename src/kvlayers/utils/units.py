@@ -92,7 +92,10 @@ def bytes_or_share(given: int | str, name: str) -> int | Fraction:
         return amount_of_bytes(given, name)
     share = share_of(given)
     if not share:
-        raise OptionError(f"`{name}` must be a number of bytes, such as 24GiB, or a share, such as 50%, got {given!r}.")
+        raise OptionError(
+            f"`{name}` must be a number of bytes, such as 24GiB, or a share, such as 50%, got {given!r}: pass one of "
+            "them."
+        )
     return share
 
 
@@ -110,7 +113,7 @@ def share_of(given: object) -> Fraction | None:
 def _quantity(text: str, units: dict[str, int], requirement: str) -> int:
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     if found is None or found[2].lower() not in units:
-        raise OptionError(f"{requirement}, got {text!r}.")
+        raise OptionError(f"{requirement}, got {text!r}: pass such a number.")
     amount = int(Fraction(found[1]) * units[found[2].lower()])
     if amount > MOST:
         raise OptionError(f"{requirement}, got more than any machine has: {text[:20]}.")

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvlayers.errors import ConfigError, OptionError
-from kvlayers.models import bos_ids, decoder_config, most_positions
+from kvlayers.errors import OptionError
+from kvlayers.models import decoder_config
 
 CHARACTERS_PER_TOKEN = 12
 """More than any text needs. A longer text is cut before it is tokenized, since tokenizers are slow on long text."""
@@ -66,46 +66,3 @@ def rows(tokenizer: Any, text: str, count: int, tokens: int) -> Tensor:
         )
     starts = [(len(ids) - tokens) * row // max(count - 1, 1) for row in range(count)]
     return torch.tensor([ids[start : start + tokens] for start in starts], dtype=torch.int64)
-
-
-def real_text_ids(tokenizer: Any, tokens: int) -> list[int]:
-    """The first `tokens` token ids of Python's documentation, which is repeated if it is too short.
-
-    Raises:
-        ConfigError: the tokenizer returns no tokens for English text.
-    """
-    ids: list[int] = []
-    for index, topic in enumerate(itertools.cycle(topics.values())):
-        if len(ids) >= tokens:
-            break
-        if index == len(topics) and not ids:
-            raise ConfigError(
-                "The tokenizer returns no tokens for English text: use the tokenizer of a model that reads English."
-            )
-        ids += tokenizer(topic, add_special_tokens=False).input_ids
-    return ids[:tokens]
-
-
-def input_ids(tokenizer: Any, prompt: str, context: int) -> Tensor:
-    """Token ids, int64 `[1, tokens]`: the tokenizer's BOS token if any, `context` tokens of real text, and the prompt.
-
-    Raises:
-        OptionError: there is neither a prompt nor a context.
-        ConfigError: the tokenizer returns no tokens for English text.
-    """
-    ids = real_text_ids(tokenizer, context)
-    if prompt:
-        ids += tokenizer(f"\n\n{prompt}" if context else prompt, add_special_tokens=False).input_ids
-    if not ids:
-        raise OptionError("Pass a prompt, or a `--context` of at least 1 token: got neither.")
-    return torch.tensor([bos_ids(tokenizer) + ids])
-
-
-def check_length(config: Any, tokens: int) -> None:
-    """Raise `OptionError` if a model has no positions for `tokens` tokens."""
-    most = most_positions(config)
-    if most is not None and tokens > most:
-        raise OptionError(
-            f"Context, prompt and continuation together must be within the {most} positions of the model, got {tokens} "
-            "tokens: pass a smaller `--context` or `--tokens`."
-        )

@@ -1,10 +1,8 @@
 """Which calls of `generate()` can use a prefix store, those whose states depend on tokens alone, and on which model."""
 
-import copy
 import dataclasses
 import sys
-import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,6 +14,7 @@ from kvlayers.core import named_caches
 from kvlayers.core.cache import Cache
 from kvlayers.errors import ConfigError, KVLayersError
 from kvlayers.generation.prefix_reuse.active_store import ActiveStore
+from kvlayers.persistence.fingerprint import Remembered
 from kvlayers.persistence.format import canonical
 from kvlayers.prefix import Hit
 from kvlayers.rope.from_config import depends_on_length
@@ -119,36 +118,30 @@ class IneligibleError(Exception):
     """A call cannot use a store, for the reason in the message. It never leaves kvlayers."""
 
 
-def check_call(model: Any, arguments: Mapping[str, Any]) -> None:
-    """Raise `IneligibleError` if a call is not for the `generate()` of transformers, has a cache, or looks ahead."""
+def check_generate(model: Any, arguments: Mapping[str, Any]) -> None:
+    """Raise `IneligibleError` if a call is not for the `generate()` of transformers, or if tokens look ahead."""
     if not generate_calls.uses_transformers_generate(model, arguments):
         raise IneligibleError(f"{type(model).__name__} has its own generate(), or was given one (custom_generate)")
-    if cache_argument.passed_in(arguments) is not None:
-        raise IneligibleError("it is given a cache")
     if model.config.model_type in model_types.ATTENDS_AHEAD:
         raise IneligibleError(f"the tokens of {type(model).__name__} attend to those behind them")
 
 
-_reasons: "weakref.WeakKeyDictionary[Any, tuple[dict[str, Any], str | None]]" = weakref.WeakKeyDictionary()
-"""For each model a copy of the fields of its config, and the reason that was found for them."""
+_reasons: Remembered[str | None] = Remembered()
+"""For each model, what in its config keeps calls from using a store."""
 
 
 def _check_model(model: Any) -> None:
     """Raise `IneligibleError` if the states of a model depend on more than tokens, or are not in its cache."""
-    check_call(model, {})
-    fields, known = vars(model.config), _reasons.get(model)
-    if known is None or known[0] != fields:
-        known = _reasons[model] = copy.deepcopy(fields), _reason_in_config(model)
-    name, kept = type(model).__name__, model_types.kept_states(model)
+    check_generate(model, {})
+    reason = _reasons.of(model, vars(model.config), lambda: _reason_in_config(model))
+    if reason is not None:
+        raise IneligibleError(reason)
+    name = type(model).__name__
+    if (kept := model_types.kept_states(model)) is not None:
+        raise IneligibleError(f"{name} keeps states outside its cache, in {kept}")
     # Neither a file nor a config says which device the states of a layer belong to.
-    is_spread = len({parameter.device for parameter in model.parameters() if not parameter.is_meta}) > 1
-    _refuse(
-        {
-            str(known[1]): known[1] is not None,
-            f"{name} keeps states outside its cache, in {kept}": kept is not None,
-            f"the weights of {name} are on several devices": is_spread,
-        }
-    )
+    if len({parameter.device for parameter in model.parameters() if not parameter.is_meta}) > 1:
+        raise IneligibleError(f"the weights of {name} are on several devices")
     _check_modules(model)
 
 
@@ -204,16 +197,18 @@ def _check_modules(model: Any) -> None:
         raise IneligibleError("all modules have hooks, on which states may depend")
 
 
-def check_options(model: Any, config: Any, arguments: Mapping[str, Any], model_kwargs: Mapping[str, Any]) -> None:
+def check_options(
+    config: Any, arguments: Mapping[str, Any], model_kwargs: Mapping[str, Any], of_images: Collection[str]
+) -> None:
     """Raise `IneligibleError` if a call passes anything but its prompt to the model.
 
     Args:
-        model: the model.
         config: the full `GenerationConfig` of the call.
         arguments: arguments of the call.
         model_kwargs: the arguments among them that are passed to the model.
+        of_images: names of those that a store can tell images apart by.
     """
-    known = HARMLESS_ARGUMENTS | model_types.image_arguments(model.config)
+    known = HARMLESS_ARGUMENTS.union(of_images)
     others = sorted({name for name, value in model_kwargs.items() if value is not None} - known)
     is_assisted = arguments.get("assistant_model") is not None or config.is_assistant
     mode = config.get_generation_mode()
@@ -262,9 +257,7 @@ def options_of(config: Any) -> dict[str, Any]:
     Raises:
         IneligibleError: they are not a mapping from names to values.
     """
-    options = config.cache_config
-    if options is None:
-        return {}
+    options = {} if config.cache_config is None else config.cache_config
     if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):
         raise IneligibleError("its cache_config is not a mapping from names to values")
     return dict(options)
@@ -288,18 +281,18 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, torch.dtype | torch.device) else value
 
 
-def model_identity(model: torch.nn.Module, weights: str) -> str:
+def model_identity(model: torch.nn.Module, weights: str, device: torch.device) -> str:
     """A text that differs between models that compute different states.
 
     Args:
         model: the model. The text depends on its active adapters, on autocast, and on the implementations of attention
             and of experts.
         weights: the id of its weights.
+        device: the device of the model.
 
     Raises:
         IneligibleError: an implementation cannot be compared.
     """
-    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     autocast = autocast_dtype(device)
     named = implementations.of(model)
     if own := named.incomparable:
@@ -349,11 +342,11 @@ class StorePart:
         _check_model(model)
         if not named_caches.is_registered(cache_name) or generate_calls.makes_own_static_cache(model, cache_name):
             raise IneligibleError(f"the cache '{cache_name}' of {type(model).__name__} is not one of kvlayers")
+        self.active, self.device = active, model_layers.model_device(model)
         try:
-            identity = model_identity(model, active.store.weights_id(model))
+            identity = model_identity(model, active.store.weights_id(model), self.device)
         except ConfigError as error:
             raise IneligibleError(f"its weights cannot be identified ({str(error).partition(': ')[0]})") from error
-        self.active, self.device = active, model_layers.model_device(model)
         self._label = f"{identity} {cache_name} {options_as_text(options)}"
         self._key = {"config": model.config, "namespace": active.namespace}
 
@@ -390,6 +383,9 @@ class StorePart:
 
     def insert(self, ids: Tensor, cache: Cache, division: str = "") -> None:
         """Insert a cache for the tokens that it has seen, if the store can take it."""
+        if cache.steps_taken:
+            self.active.store.record_refusal("its cache ran out of memory, and has given way")
+            return
         # The caller gets the result whatever happens to the store, such as a full disk, or no memory for a copy.
         try:
             self.active.store.insert(ids, cache, model=self._label + division, **self._key)

@@ -103,12 +103,12 @@ def images_in_place(config: Any, input_ids: Tensor, padding: tuple[int, ...], gi
     Raises:
         IneligibleError: it is not clear which tokens belong to which image.
     """
+    if not given:
+        return Images([], input_ids, {}, padding)
     if not all(isinstance(value, Tensor) for value in given.values()):
         raise IneligibleError("what it is given of its images are not tensors")
     of_tokens = {name: given[name] for name in sorted(given) if name in model_types.TOKEN_TYPES}
     of_images = {name: given[name] for name in sorted(given) if name not in model_types.TOKEN_TYPES}
-    if not given:
-        return Images([], input_ids, {}, padding)
     is_image = input_ids == config.image_token_id
     # Without images, an id of a placeholder is text.
     if of_images and any(not torch.equal(types.to(is_image), is_image) for types in of_tokens.values()):

@@ -28,7 +28,7 @@ from kvlayers.core.layer_operations import LayerState
 from kvlayers.errors import KVLayersError, UnsupportedLayerError
 from kvlayers.generation import cache_by_name
 from kvlayers.generation.patching import overriding
-from kvlayers.generation.prefill import MIN_TOKENS, is_told_positions, pass_limit, pass_unseen
+from kvlayers.generation.prefill import MIN_TOKENS, is_told_positions, pass_limit
 from kvlayers.generation.prefix_reuse import active_store
 from kvlayers.generation.prefix_reuse.borders import snapshot_lengths
 from kvlayers.generation.prefix_reuse.eligibility import (
@@ -37,13 +37,14 @@ from kvlayers.generation.prefix_reuse.eligibility import (
     IneligibleError,
     PromptBatch,
     StorePart,
-    check_call,
+    check_generate,
     check_options,
     ids_name,
     options_of,
     prompts_of,
 )
 from kvlayers.generation.prefix_reuse.images import Images, ImagesApart, images_in_place
+from kvlayers.generation.retried_pass import pass_unseen
 from kvlayers.prefix import Hit
 from kvlayers.prefix.keys import tokens_of
 from kvlayers.recurrent.hybrid_layer import LINEAR
@@ -158,7 +159,7 @@ def call_with(cache: Cache, plain: Generate, arguments: Mapping[str, Any], cache
     covered = active_store.COVERED.get()
     if covered is not None:
         covered.append(sum(cached_tokens))
-    with active_store.CURRENT.override(None), overriding(_CACHE_FROM_STORE, cache):
+    with overriding(_CACHE_FROM_STORE, cache):
         return _with_cached_tokens(plain(**arguments), cached_tokens)
 
 
@@ -202,14 +203,16 @@ class PrefixedCall:
     ) -> None:
         self._model = model
         self.unnamed, self._arguments = generate_calls.bind_arguments(model, args, dict(arguments))
-        check_call(model, self._arguments)
+        check_generate(model, self._arguments)
+        if cache_argument.passed_in(self._arguments) is not None:
+            raise IneligibleError("it is given a cache")
         self.config, model_kwargs = generate_calls.full_generation_config(model, self._arguments)
         cache_by_name.resolve_name(
             model, self.config, cache_by_name.requested_name(self._arguments), is_given_a_cache=False
         )
-        check_options(model, self.config, self._arguments, model_kwargs)
-        self._prompts = prompts_of(model, self.config, self._arguments)
         names = model_types.image_arguments(model.config)
+        check_options(self.config, self._arguments, model_kwargs, names)
+        self._prompts = prompts_of(model, self.config, self._arguments)
         given = {name: value for name, value in model_kwargs.items() if name in names and value is not None}
         self._images: Images | ImagesApart
         if given and model.config.model_type in model_types.HAS_IMAGES_APART:
@@ -221,6 +224,7 @@ class PrefixedCall:
         self._keys = PromptBatch(self._images.keys, self._prompts.padding)
         self._positions = generate_calls.own_positions(model, self._prompts.input_ids, model_kwargs)
         self._repeats = generate_calls.sequences_per_prompt(self.config)
+        self._is_one = len(self._prompts) == self._repeats == 1 and not self._prompts.is_padded
         self._name, self._options = self.config.cache_implementation or "dynamic", options_of(self.config)
         self._part = StorePart(model, active, self._name, self._options)
         self.cached_tokens: tuple[int, ...] = ()
@@ -236,7 +240,7 @@ class PrefixedCall:
             IneligibleError: the prompts differ, and their caches cannot be stacked.
         """
         changes: dict[str, Any] = {}
-        if len(self._prompts) == self._repeats == 1 and not self._prompts.is_padded:
+        if self._is_one:
             cache = self._for_one_prompt()
         else:
             example = self.empty()
@@ -272,11 +276,9 @@ class PrefixedCall:
 
         What was decoded is not inserted, since only the call knew its tokens.
         """
-        ids = self._prompts.input_ids
-        tokens = ids.shape[1]
+        tokens = self._prompts.input_ids.shape[1]
         was_read = all(layer.length is not None and layer.length >= tokens for layer in cache.adapted_layers())
-        is_one = len(ids) == cache.batch_size == 1 and not self._prompts.is_padded
-        if is_one and was_read and not depends_on_chunks(cache):
+        if self._is_one and was_read and not depends_on_chunks(cache):
             # What cannot be rolled back was inserted during the prefill.
             # The caller gets the error that has ended the call, and no other.
             with contextlib.suppress(KVLayersError, RuntimeError, MemoryError):
@@ -287,12 +289,15 @@ class PrefixedCall:
         """What `generate()` is to return. The states of a single sequence are inserted into the store."""
         sequences = output.sequences if isinstance(output, ModelOutput) else output
         ids = self._prompts.input_ids
-        if self._prompts.is_padded:
+        if self._is_one:
+            self._images.insert(
+                self._part,
+                torch.cat([self._keys.input_ids.to(sequences.device), sequences[:, ids.shape[1] :]], dim=1),
+                cache,
+            )
+        elif self._prompts.is_padded:
             # The padding may have been moved.
             sequences[:, : ids.shape[1]] = ids.repeat_interleave(sequences.shape[0] // ids.shape[0], dim=0)
-        elif cache.batch_size == sequences.shape[0] == 1:
-            keys = self._keys.input_ids.to(sequences.device)
-            self._images.insert(self._part, torch.cat([keys, sequences[:, ids.shape[1] :]], dim=1), cache)
         return output
 
     def _for_one_prompt(self) -> Cache:
@@ -300,11 +305,11 @@ class PrefixedCall:
         self.cached_tokens = (hit.covered,)
         cache = self._cache_of(hit)
         end = self._images.end(0)
-        if depends_on_chunks(cache):
+        if cache.keeps_every_token:
+            self._compute(0, cache, end)
+        elif depends_on_chunks(cache):
             if hit.covered < end:
                 raise IneligibleError(f"what a cache '{self._name}' holds depends on which tokens came with an image")
-        elif cache.keeps_every_token:
-            self._compute(0, cache, end)
         else:
             self._compute(0, cache, self._prompts.input_ids.shape[1] - 1)
         return cache
@@ -504,17 +509,12 @@ def _stacked(states: Sequence[LayerState], length: int) -> LayerState:
     for name, form in example.tensors.items():
         own = [state.tensors.get(name) for state in states]
         if name in ("keys", "values"):
-            nothing = form[:, :, :0]
-            held = [nothing if tensor is None else tensor for tensor in own]
-            tensors[name] = _tokens_side_by_side(held, [length - _seen(state) for state in states], most)
+            held = [form[:, :, :0] if tensor is None else tensor for tensor in own]
+            seen = [fact if isinstance(fact := state.facts.get("length"), int) else 0 for state in states]
+            tensors[name] = _tokens_side_by_side(held, [length - tokens for tokens in seen], most)
         elif not _is_past(name):
             tensors[name] = torch.cat([torch.zeros_like(form) if tensor is None else tensor for tensor in own])
     return LayerState(example.kind, tensors, facts if tensors else dict(example.facts))
-
-
-def _seen(state: LayerState) -> int:
-    length = state.facts.get("length")
-    return length if isinstance(length, int) else 0
 
 
 def _is_past(name: str) -> bool:

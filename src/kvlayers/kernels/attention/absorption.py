@@ -5,18 +5,20 @@ The score of a head is `q · (W_k c) + q_rot · k_rot`, with the latent `c` and 
 latents, as the query heads of one KV head (DeepSeek-AI 2024, arXiv:2405.04434, section 2.1.2).
 """
 
+import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear, scaled_dot_product_attention
+from typing_extensions import override
 
 from kvlayers.kernels.attention import dispatch
 from kvlayers.kernels.attention.dispatch import PathCounter
-from kvlayers.kernels.attention.pieces import state_pieces
-from kvlayers.kernels.attention.reference import OnlineSoftmax, masked
 from kvlayers.kernels.attention.segment_kinds import DenseSegment
 from kvlayers.kernels.attention.segments import KVSegments, smoothing_of
+from kvlayers.kernels.attention.slabs import Slab, attend_by_products, masked, state_slabs
 from kvlayers.kernels.attention.snapshot import Snapshot
 from kvlayers.kernels.codes.groups import rotate
 from kvlayers.utils.transforms import without_autocast
@@ -36,14 +38,21 @@ class Projection:
     Attributes:
         snapshot: the tokens. Their keys are the latents, their values the rotated keys that all heads share.
         weight: `[heads * head_channels, latent_dim]`.
-        product: `[batch, 1, tokens, heads * head_channels]`; `None` until something reads it.
+        outline: the product on the meta device, `[batch, 1, tokens, heads * head_channels]`.
+        product: the product; `None` until something reads it.
     """
 
     snapshot: Snapshot
     weight: Tensor
+    outline: Tensor
     product: Tensor | None = None
 
-    def expanded(self) -> Tensor:
+    @property
+    def device(self) -> torch.device:
+        """Device of the product."""
+        return self.weight.device
+
+    def read(self) -> Tensor:
         """What transformers computes, which is the same tensor at every call."""
         if self.product is None:
             self.snapshot.paths.record(EXPANDED)
@@ -168,6 +177,30 @@ def _attend_dense(
     return attended.reshape(batch, heads, queries, latent_dim)
 
 
+class _LatentSlab(Slab):
+    """Latents, which are keys and values at once."""
+
+    @functools.cached_property
+    def latents(self) -> Tensor:
+        """Float32 `[batch, 1, tokens, latent_dim]`."""
+        latents, smoothing = self.states("keys"), smoothing_of(self.segment)
+        return latents if smoothing is None else smoothing.restored(latents)
+
+    @override
+    def combine(self, weights: Tensor) -> Tensor:
+        sums = weights @ self.latents
+        return rotate(sums) if self.is_rotated("keys") else sums
+
+
+def _latent_slabs(segments: KVSegments, rows: int) -> Iterator[_LatentSlab]:
+    for position, segment in segments.with_columns:
+        # Latents are summed up as well, so the queries cannot make up for it if they were smoothed.
+        is_smoothed = smoothing_of(segment) is not None
+        for slab in state_slabs(position, segment, rows):
+            rotated = slab.stays_rotated and not is_smoothed
+            yield _LatentSlab(slab.position, slab.segment, slab.dtype, rotated, gathered=slab.gathered)
+
+
 def _attend_packed(query: Tensor, rotated: Tensor, segments: KVSegments, mask: Tensor | None, scale: float) -> Tensor:
     """As `_attend_dense`, on a CPU: a few blocks at a time are brought to full precision, once for all heads."""
     batch, heads, queries, latent_dim = query.shape
@@ -175,20 +208,13 @@ def _attend_packed(query: Tensor, rotated: Tensor, segments: KVSegments, mask: T
     # Products stay the same if both sides are rotated. A rotation by blocks of a Hadamard matrix is its own inverse.
     of_latents = _both(query.reshape(batch, 1, rows, latent_dim).float() * scale)
     of_rotated = _both(rotated.reshape(batch, 1, rows, -1).float() * scale)
-    if mask is not None:
-        mask = mask.expand(batch, heads, queries, segments.tokens)
-    softmax = OnlineSoftmax(of_latents[False])
-    for position, segment in segments.with_columns:
-        for piece in state_pieces(position, segment, rows):
-            latents, latents_rotated = piece.states("keys"), piece.keys_rotated
-            if (smoothing := smoothing_of(piece.segment)) is not None:
-                # Latents are summed up as well, so the queries cannot make up for it.
-                latents = smoothing.restored(rotate(latents) if latents_rotated else latents)
-                latents_rotated = False
-            scores = of_latents[latents_rotated] @ latents.transpose(2, 3)
-            scores += of_rotated[piece.values_rotated] @ piece.states("values").transpose(2, 3)
-            softmax.add(softmax.weights(masked(scores, piece, mask)) @ latents, latents_rotated)
-    return softmax.result()[0].reshape(batch, heads, queries, latent_dim).to(query.dtype)
+
+    def scores_of(slab: _LatentSlab) -> Tensor:
+        scores = of_latents[slab.is_rotated("keys")] @ slab.latents.transpose(2, 3)
+        scores += of_rotated[slab.is_rotated("values")] @ slab.states("values").transpose(2, 3)
+        return masked(scores, slab, mask, queries)
+
+    return attend_by_products(_latent_slabs(segments, rows), rows, scores_of)[0].reshape(query.shape).to(query.dtype)
 
 
 def _both(query: Tensor) -> dict[bool, Tensor]:

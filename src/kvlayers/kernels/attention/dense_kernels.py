@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvlayers.kernels.attention import fused
+from kvlayers.kernels.attention import slabs
 from kvlayers.kernels.attention.cpu import kernel as cpu_kernel
 from kvlayers.kernels.attention.cpu.kernel import CPU_MAXIMUM_QUERIES, DTYPES
 from kvlayers.kernels.attention.cuda import kernel as cuda_kernel
@@ -81,7 +81,7 @@ def attend(
         if not _serves_on_cpu(query, keys, values, mask, is_causal):
             return None
         if _library_for(query.size(2)) is not None:
-            return attend_on_cpu(query, keys, values, mask, scale, is_causal=is_causal)
+            return cpu_kernel.attend_dense(query, keys, values, mask, scale, is_causal=is_causal)
         return None if mask is None else attend_in_blocks(query, keys, values, mask, scale)
     # First, because a tracer would specialize a program on the sizes that are compared.
     if torch.compiler.is_compiling() or is_causal:
@@ -164,34 +164,6 @@ def _library_for(queries: int) -> Any:
     return (cpu_kernel.LIBRARY if queries <= CPU_MAXIMUM_QUERIES else cpu_kernel.MANY).get()
 
 
-def attend_on_cpu(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    mask: Tensor | None,
-    scale: float | None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    is_causal: bool = False,
-) -> Tensor:
-    """As `attend`, of what the compiled kernel takes.
-
-    Args:
-        query: as of `attend`, like those up to `scale`.
-        keys: as of `attend`.
-        values: as of `attend`.
-        mask: as of `attend`.
-        scale: as of `attend`.
-        softcap: limit of the scores, `None` for no limit.
-        sinks: `[heads]`, the score of each head's learned sink, a key without a value; `None` for no sinks.
-        is_causal: as of `attend`.
-    """
-    if mask is not None:
-        mask = mask.expand(*query.size()[:3], keys.size(2))
-    scale = query.size(3) ** -0.5 if scale is None else float(scale)
-    return cpu_kernel.attend_dense(query, keys, values, mask, scale, softcap, sinks, is_causal)
-
-
 def attend_in_blocks(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float | None) -> Tensor | None:
     """As `attend`, by torch's attention of some queries at a time to the tokens from the first to the last they see.
 
@@ -258,7 +230,7 @@ def _attend_by_triton(
         mask = mask.expand(*query.size()[:3], keys.size(2))
     segments = KVSegments((DenseSegment(keys, values),))
     scale = query.size(3) ** -0.5 if scale is None else float(scale)
-    by_torch = functools.partial(fused.attend, query, segments, mask, scale)
+    by_torch = functools.partial(slabs.attend, query, segments, mask, scale)
     return cuda_kernel.attend_or_why(query, segments, mask, scale, by_torch)[0]
 
 

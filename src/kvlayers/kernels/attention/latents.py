@@ -9,7 +9,7 @@ head and split, and the keys are written to a new tensor, beside the rotated key
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -20,241 +20,193 @@ from typing_extensions import override
 from kvlayers.kernels.attention import absorption
 from kvlayers.kernels.attention.absorption import HeadWeights, Projection
 from kvlayers.kernels.attention.packed_ops import packed_like, snapshot_of
-from kvlayers.kernels.attention.packed_tensor import Implementations, PackedStates, StateTensor, implements, sizes_of
+from kvlayers.kernels.attention.packed_tensor import (
+    Implementations,
+    PackedStates,
+    StateTensor,
+    implements,
+    sizes_of,
+    unchanged,
+)
 from kvlayers.kernels.attention.snapshot import Snapshot
 from kvlayers.utils.sending import sent_by_value
 from kvlayers.utils.transforms import is_changed_by_torch
 
-Axes = Literal["projected", "by token", "by head"]
-
-
 COMPUTED = "something reads it"
 """Why a function is given the computed tensor."""
 
+VIEW_FUNCTIONS = (torch.transpose, Tensor.transpose, torch.split, Tensor.split, Tensor.view)
+"""Functions whose results share the memory of their first argument, whatever the others are."""
 
-class ExpandedLatents(StateTensor):
-    """A view of expanded latents. What is written to the computed tensor is not lost: it is the same one each time.
+
+class DeferredStates(StateTensor):
+    """A view of a tensor that is computed when something reads it. What is written to it then is not lost.
 
     Attributes:
-        projection: the latents, and the weight that expands them.
-        axes: what its axes are: `[batch, 1, tokens, heads * head_channels]`, `[batch, tokens, heads, head_channels]` or
-            `[batch, heads, tokens, head_channels]`.
-        first: first of the channels of a head.
-        stop: the channel behind them.
+        memory: what the tensor is computed from, once for all of its views.
+        outline: a tensor on the meta device, which has the sizes, the strides and the offset of the view.
     """
 
     implementations: ClassVar[Implementations] = {}
 
-    projection: Projection
-    axes: Axes
-    first: int
-    stop: int
+    memory: "Projection | NewKeys"
+    outline: Tensor
 
     @classmethod
-    def view_of(
-        cls, projection: Projection, shape: Sequence[int], axes: Axes, first: int, stop: int
-    ) -> "ExpandedLatents":
-        """A view of this shape."""
-        weight = projection.weight
-        view: ExpandedLatents = torch.Tensor._make_wrapper_subclass(
-            cls, shape, dtype=weight.dtype, device=weight.device
+    def of(cls, memory: "Projection | NewKeys", view: Tensor) -> "DeferredStates":
+        """The view of a tensor."""
+        states: DeferredStates = torch.Tensor._make_wrapper_subclass(
+            cls, view.shape, dtype=view.dtype, device=memory.device
         )
-        view.projection, view.axes, view.first, view.stop = projection, axes, first, stop
-        return view
+        states.memory, states.outline = memory, view
+        return states
 
     @override
     def dense(self) -> Tensor:
-        product = self.projection.expanded()
-        if self.axes == "projected":
-            return product
-        by_token = product.view(product.shape[0], product.shape[2], self._heads, -1)
-        states = by_token if self.axes == "by token" else by_token.transpose(1, 2)
-        return states[..., self.first : self.stop]
+        return _placed(self.memory.read(), self.outline)
 
-    @property
-    def _heads(self) -> int:
-        return self.shape[2] if self.axes == "by token" else self.shape[1]
 
-    @property
-    def of_heads(self) -> HeadWeights | None:
-        """The part of the weight that the view is made by, `None` if it is not by head, or something has read it."""
-        if self.axes != "by head" or self.projection.product is not None:
-            return None
-        return HeadWeights(self.projection, self._heads, self.first, self.stop)
+def _placed(memory: Tensor, view: Tensor) -> Tensor:
+    """The part of a tensor that a view on the meta device stands for."""
+    return memory.as_strided(view.shape, view.stride(), view.storage_offset())
 
 
 class NewKeys:
     """The memory that keys are written to, allocated if something reads them.
 
     Attributes:
-        shape: `[batch, heads, tokens, head_dim]`.
-        parts: what was written, with the first channel.
+        whole: the view of all keys, `[batch, heads, tokens, head_dim]`.
+        device: device of the keys.
+        parts: what was written, and where.
         computed: the keys; `None` until something reads them.
     """
 
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-        self.shape, self.dtype, self.device = shape, dtype, device
-        self.parts: list[tuple[int, Tensor]] = []
+    def __init__(self, whole: Tensor, device: torch.device) -> None:
+        self.whole, self.device = whole, device
+        self.parts: list[tuple[Tensor, Tensor]] = []
         self.computed: Tensor | None = None
 
     def read(self) -> Tensor:
         """The keys, which are the same tensor at every call."""
         if self.computed is None:
-            keys = torch.empty(self.shape, dtype=self.dtype, device=self.device)
-            for first, part in self.parts:
+            self.computed = torch.empty_like(self.whole, device=self.device)
+            for place, part in self.parts:
                 states = part
                 if isinstance(part, PackedStates):
                     # One rotated key for all heads, which need not be repeated to be copied.
-                    states = part.snapshot.read().dense("values", self.dtype)
-                keys[..., first : first + part.shape[3]].copy_(states)
-            self.computed = keys
+                    states = part.snapshot.read().dense("values", self.whole.dtype)
+                _placed(self.computed, place).copy_(states)
         return self.computed
 
-    @property
-    def of_heads(self) -> HeadWeights | None:
-        """What the keys are made by, `None` if they are not an expansion with the rotated keys behind it."""
-        if self.computed is not None or len(self.parts) != 2:
+    def weights(self, view: Tensor) -> HeadWeights | None:
+        """What the keys are made by, `None` if they are not latents of an update with its rotated keys behind them.
+
+        Args:
+            view: a view of the keys, which must be that of all.
+        """
+        shape, strides = self.whole.shape, self.whole.stride()
+        if self.computed is not None or len(self.parts) != 2 or not _is_at(view, 0, shape, strides):
             return None
-        (first, own), (second, rotated) = self.parts
-        if not isinstance(own, ExpandedLatents) or not isinstance(rotated, PackedStates):
+        (own_place, own), (rotated_place, rotated) = self.parts
+        if not isinstance(own, DeferredStates) or not isinstance(rotated, PackedStates):
             return None
-        channels = own.stop - own.first
-        is_whole = (first, second) == (0, channels) and channels + rotated.shape[3] == self.shape[3]
-        return own.of_heads if is_whole else None
+        channels, weights = own_place.shape[3], heads_of(own)
+        if weights is None or not _is_at(own_place, 0, (*shape[:3], channels), strides):
+            return None
+        is_behind = _is_at(rotated_place, channels, (*shape[:3], shape[3] - channels), strides)
+        return weights if is_behind and rotated.snapshot is weights.projection.snapshot else None
 
 
-class AssembledKeys(StateTensor):
-    """A view of new keys, as of `ExpandedLatents`.
+def _is_at(view: Tensor, first: int, shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether a view on the meta device has this offset, shape and strides, but those of dimensions of size 1."""
+    if view.storage_offset() != first or view.shape != shape:
+        return False
+    given = view.stride()
+    return given == strides or all(
+        size == 1 or one == other for size, one, other in zip(shape, given, strides, strict=True)
+    )
 
-    Attributes:
-        memory: what the keys are written to.
-        first: first channel of the view.
-        swapped: whether the axes of tokens and channels are swapped.
+
+def heads_of(states: DeferredStates) -> HeadWeights | None:
+    """The part of the weight that a view `[batch, heads, tokens, channels]` of an expansion is made by.
+
+    It is `None` if the view is another one, or something has read the expansion.
     """
-
-    implementations: ClassVar[Implementations] = {}
-
-    memory: NewKeys
-    first: int
-    swapped: bool
-
-    @classmethod
-    def view_of(
-        cls, memory: NewKeys, shape: Sequence[int], first: int = 0, *, swapped: bool = False
-    ) -> "AssembledKeys":
-        """A view of this shape."""
-        view: AssembledKeys = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=memory.dtype, device=memory.device)
-        view.memory, view.first, view.swapped = memory, first, swapped
-        return view
-
-    @override
-    def dense(self) -> Tensor:
-        keys = self.memory.read()
-        if self.swapped:
-            return keys.transpose(2, 3)
-        return keys[..., self.first : self.first + self.shape[3]]
-
-    def of_heads(self, *, swapped: bool) -> HeadWeights | None:
-        """As `NewKeys.of_heads`, if the view is of all channels."""
-        is_whole = self.swapped == swapped and self.shape[2 if swapped else 3] == self.memory.shape[3]
-        return self.memory.of_heads if is_whole else None
+    projection, view = states.memory, states.outline
+    if not isinstance(projection, Projection) or projection.product is not None or view.dim() != 4:
+        return None
+    batch, heads, _, channels = view.shape
+    (_, _, tokens, width), first = projection.outline.shape, int(view.storage_offset())
+    strides = tokens * width, width // heads, width, 1
+    if (
+        width % heads
+        or first + channels > strides[1]
+        or not _is_at(view, first, (batch, heads, tokens, channels), strides)
+    ):
+        return None
+    return HeadWeights(projection, heads, first, first + channels)
 
 
-_of_latents = implements(ExpandedLatents)
-_of_keys = implements(AssembledKeys)
-_of_both = implements(ExpandedLatents, AssembledKeys)
+_of_deferred = implements(DeferredStates)
 
 
-@_of_latents(Tensor.view, Tensor.reshape)
-def _view(states: Any, *sizes: Any) -> Any:
-    shape = sizes_of(sizes)
-    if not isinstance(states, ExpandedLatents) or states.axes != "projected" or len(shape) != 4:
-        return COMPUTED
-    batch, _, tokens, channels = states.shape
-    if not all(isinstance(size, int) for size in shape) or shape[3] < 1 or channels % shape[3]:
-        return COMPUTED
-    heads = channels // shape[3]
-    if shape[:2] != (batch, tokens) or shape[2] not in (-1, heads):
-        return COMPUTED
-    viewed = (batch, tokens, heads, shape[3])
-    return ExpandedLatents.view_of(states.projection, viewed, "by token", 0, shape[3])
+def _viewing(func: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of which the results are views, of deferred states."""
+
+    def viewed(states: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(states, DeferredStates):
+            return COMPUTED
+        try:
+            views = func(states.outline, *args, **kwargs)
+        except (RuntimeError, TypeError, IndexError):
+            return COMPUTED
+        if isinstance(views, Tensor):
+            return DeferredStates.of(states.memory, views)
+        return tuple(DeferredStates.of(states.memory, view) for view in views)
+
+    return viewed
 
 
-@_of_latents(Tensor.transpose, torch.transpose)
-def _by_head(states: Any, dim0: int, dim1: int) -> Any:
-    if not isinstance(states, ExpandedLatents) or states.axes != "by token" or {dim0 % 4, dim1 % 4} != {1, 2}:
-        return COMPUTED
-    batch, tokens, heads, channels = states.shape
-    shape = (batch, heads, tokens, channels)
-    return ExpandedLatents.view_of(states.projection, shape, "by head", states.first, states.stop)
+DeferredStates.implementations.update({func: _viewing(func) for func in VIEW_FUNCTIONS})
+DeferredStates.implementations.update(dict.fromkeys((Tensor.contiguous, Tensor.detach, Tensor.to), unchanged))
+# A reshape that would copy is none of a view.
+DeferredStates.implementations[Tensor.reshape] = _viewing(Tensor.view)
 
 
-@_of_latents(torch.split, Tensor.split)
-def _split(states: Any, sizes: Any, dim: int = 0) -> Any:
-    if not isinstance(states, ExpandedLatents) or states.axes != "by head" or dim not in (3, -1):
-        return COMPUTED
-    if not isinstance(sizes, list | tuple) or sum(sizes) != states.shape[3]:
-        return COMPUTED
-    parts, first = [], states.first
-    for size in sizes:
-        shape = (*states.shape[:3], size)
-        parts.append(ExpandedLatents.view_of(states.projection, shape, "by head", first, first + size))
-        first += size
-    return tuple(parts)
+@_of_deferred(Tensor.__getitem__)
+def _item(states: Any, index: Any) -> Any:
+    indices = index if isinstance(index, tuple) else (index,)
+    are_slices = {slice, type(Ellipsis)}.issuperset(map(type, indices))
+    return _viewing(Tensor.__getitem__)(states, index) if are_slices else COMPUTED
 
 
-@_of_latents(Tensor.new_empty)
+@_of_deferred(Tensor.new_empty)
 def _new_empty(states: Any, *sizes: Any, **options: Any) -> Any:
     shape = sizes_of(sizes)
-    if options or states.axes != "by head" or len(shape) != 4 or shape[:3] != tuple(states.shape[:3]):
+    if options or len(shape) != 4 or shape[:3] != tuple(states.shape[:3]):
         return COMPUTED
-    return AssembledKeys.view_of(NewKeys(shape, states.dtype, states.device), shape)
+    whole = torch.empty(shape, dtype=states.outline.dtype, device="meta")
+    return DeferredStates.of(NewKeys(whole, states.memory.device), whole)
 
 
-@_of_keys(Tensor.__getitem__)
-def _channels(keys: Any, index: Any) -> Any:
-    if keys.swapped or not isinstance(index, tuple) or len(index) != 2 or index[0] is not Ellipsis:
-        return COMPUTED
-    if not isinstance(index[1], slice) or index[1].step not in (None, 1):
-        return COMPUTED
-    first, stop, _ = index[1].indices(keys.shape[3])
-    shape = (*keys.shape[:3], max(stop - first, 0))
-    return AssembledKeys.view_of(keys.memory, shape, keys.first + first)
-
-
-@_of_keys(Tensor.copy_)
+@_of_deferred(Tensor.copy_)
 def _write(keys: Any, states: Any, **options: Any) -> Any:
-    if options or not isinstance(keys, AssembledKeys) or keys.swapped or keys.memory.computed is not None:
+    memory = keys.memory if isinstance(keys, DeferredStates) else None
+    if options or not isinstance(memory, NewKeys) or memory.computed is not None:
         return COMPUTED
     if states.shape != keys.shape or states.dtype != keys.dtype:
         return COMPUTED
     # Neither changes until attention reads it: the expansion is not computed yet, and packed states are read-only.
-    is_expansion = isinstance(states, ExpandedLatents) and states.of_heads is not None
+    expansion = states.memory if isinstance(states, DeferredStates) else None
+    is_expansion = isinstance(expansion, Projection) and expansion.product is None
     is_rotated = isinstance(states, PackedStates) and states.side == "values" and not states.view_taken.swapped
     if not is_expansion and not is_rotated:
         return COMPUTED
-    keys.memory.parts.append((keys.first, states))
+    memory.parts.append((keys.outline, states))
     return keys
 
 
-@_of_keys(Tensor.transpose, torch.transpose)
-def _swapped(keys: Any, dim0: int, dim1: int) -> Any:
-    if not isinstance(keys, AssembledKeys) or {dim0 % 4, dim1 % 4} != {2, 3} or keys.swapped:
-        return COMPUTED
-    batch, heads, tokens, head_dim = keys.shape
-    if head_dim != keys.memory.shape[3]:
-        return COMPUTED
-    return AssembledKeys.view_of(keys.memory, (batch, heads, head_dim, tokens), swapped=True)
-
-
-@_of_both(Tensor.contiguous, Tensor.detach, Tensor.to)
-def _unchanged(states: Any, *args: Any, **kwargs: Any) -> Any:
-    wanted = {*args, *kwargs.values()}
-    is_same = isinstance(states, StateTensor) and wanted <= {states.dtype, states.device}
-    return states if is_same else COMPUTED
-
-
-@_of_both(scaled_dot_product_attention)
+@_of_deferred(scaled_dot_product_attention)
 def _attention(
     query: Any,
     key: Any,
@@ -265,11 +217,11 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    if not isinstance(key, AssembledKeys) or not isinstance(value, ExpandedLatents) or dropout_p or enable_gqa:
+    if not isinstance(key, DeferredStates) or not isinstance(value, DeferredStates) or dropout_p or enable_gqa:
         return COMPUTED
-    keys = key.of_heads(swapped=False)
-    values = value.of_heads
-    if keys is None or values is None or not _is_one_update(key, keys, values):
+    keys = key.memory.weights(key.outline) if isinstance(key.memory, NewKeys) else None
+    values = heads_of(value)
+    if keys is None or values is None or values.projection is not keys.projection:
         return COMPUTED
     if not _fits(query, key) or query.shape[3] != key.shape[3]:
         return COMPUTED
@@ -285,27 +237,16 @@ def _attention(
     return absorption.attend(query, keys, values, attn_mask, is_causal, scale)
 
 
-@_of_both(torch.matmul, Tensor.matmul, Tensor.__matmul__)
+@_of_deferred(torch.matmul, Tensor.matmul, Tensor.__matmul__)
 def _product(left: Any, right: Any) -> Any:
     """`queries @ keys.transpose(2, 3)`, or `weights @ values`, as eager attention is written."""
-    if not _fits(left, right) or left.shape[3] != right.shape[2]:
+    if not isinstance(right, DeferredStates) or not _fits(left, right) or left.shape[3] != right.shape[2]:
         return COMPUTED
-    if isinstance(right, AssembledKeys):
-        keys = right.of_heads(swapped=True)
-        if keys is None or not _is_one_update(right, keys, keys) or not absorption.pays_in_product(left.shape[2], keys):
-            return COMPUTED
-        return absorption.scores(left, keys)
-    values = right.of_heads
-    if values is None or not absorption.pays_in_product(left.shape[2], values):
+    memory = right.memory
+    weights = memory.weights(right.outline.transpose(2, 3)) if isinstance(memory, NewKeys) else heads_of(right)
+    if weights is None or not absorption.pays_in_product(left.shape[2], weights):
         return COMPUTED
-    return absorption.combine(left, values)
-
-
-def _is_one_update(key: AssembledKeys, keys: HeadWeights, values: HeadWeights) -> bool:
-    """Whether the latents of the keys and of the values, and the rotated keys, are those of one update."""
-    rotated = key.memory.parts[1][1]
-    is_one = isinstance(rotated, PackedStates) and rotated.snapshot is keys.projection.snapshot
-    return is_one and values.projection is keys.projection
+    return (absorption.scores if isinstance(memory, NewKeys) else absorption.combine)(left, weights)
 
 
 def _fits(query: Any, states: Any) -> bool:
@@ -361,8 +302,8 @@ def _linear(states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
     is_plain = type(weight) in (Tensor, Parameter) and weight.dtype == states.dtype and weight.is_contiguous()
     follows = snapshot.follows_gradients or (torch.is_grad_enabled() and weight.requires_grad)
     if bias is None and is_plain and not follows and not is_changed_by_torch(states) and weight.device == states.device:
-        shape = (*states.shape[:3], weight.shape[0])
-        return ExpandedLatents.view_of(Projection(snapshot, weight), shape, "projected", 0, weight.shape[0])
+        view = torch.empty((*states.shape[:3], weight.shape[0]), dtype=weight.dtype, device="meta")
+        return DeferredStates.of(Projection(snapshot, weight, view), view)
     return linear(snapshot.read().dense("keys", snapshot.dtype), weight, bias)
 
 

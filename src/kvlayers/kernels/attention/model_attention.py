@@ -13,6 +13,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from kvlayers.errors import ConfigError
 from kvlayers.kernels.attention import custom_masks, dense_kernels
+from kvlayers.kernels.attention.cpu import kernel as cpu_kernel
 from kvlayers.kernels.attention.packed_tensor import StateTensor
 from kvlayers.upstream import compat
 
@@ -92,7 +93,7 @@ def attention(
     if not dropout and not isinstance(key, StateTensor) and not isinstance(value, StateTensor):
         with torch._C.DisableTorchFunctionSubclass():
             if dense_kernels.takes_on_cpu(query, key, value, attention_mask):
-                out = dense_kernels.attend_on_cpu(query, key, value, attention_mask, scale, softcap, s_aux)
+                out = cpu_kernel.attend_dense(query, key, value, attention_mask, scale, softcap, s_aux)
                 return out.transpose(1, 2), None
     return _by_products(query, key, value, attention_mask, dropout, scale, softcap, s_aux), None
 

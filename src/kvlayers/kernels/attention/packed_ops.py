@@ -171,7 +171,7 @@ def _attention_in_graph(
     snapshot: Snapshot = key.snapshot  # type: ignore[attr-defined]
     if _needs_gradients(snapshot.segments, query, attn_mask):
         return None
-    number, version = snapshot.version.handle.number, snapshot.version_number
+    number, version = snapshot.version.handle, snapshot.version_number
     attended: Tensor = attend_packed(number, version, query, key.shape[2], value.shape[3], attn_mask, is_causal, scale)
     return attended
 

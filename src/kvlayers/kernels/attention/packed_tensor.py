@@ -362,8 +362,9 @@ def _repeated(states: Any, repeats: Any, dim: int | None = None, **options: Any)
 
 
 @_of(Tensor.contiguous, Tensor.detach, Tensor.to)
-def _unchanged(states: Any, *args: Any, **kwargs: Any) -> Tensor | str:
-    is_same = isinstance(states, HeldStates) and {*args, *kwargs.values()} <= {states.dtype, states.device}
+def unchanged(states: Any, *args: Any, **kwargs: Any) -> Tensor | str:
+    """The states, if they are asked for in the dtype and on the device that they have."""
+    is_same = isinstance(states, StateTensor) and {*args, *kwargs.values()} <= {states.dtype, states.device}
     return states if is_same else CONVERTED
 
 
@@ -384,7 +385,7 @@ def _in_graph(argument: Any) -> Any:
         if view.grouped or view.swapped or snapshot.follows_gradients:
             return argument.dense()
         shape, of_values = tuple(argument.shape), argument.side == "values"
-        number, version = snapshot.version.handle.number, snapshot.version_number
+        number, version = snapshot.version.handle, snapshot.version_number
         return full_precision(number, version, of_values, view.copies, shape, snapshot.dtype, snapshot.device)
     if isinstance(argument, list | tuple):
         return type(argument)([_in_graph(part) for part in argument])

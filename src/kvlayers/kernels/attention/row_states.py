@@ -256,9 +256,13 @@ def _attention_at_once(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor | str:
-    if not isinstance(key, AdjacentRowStates) or not isinstance(value, AdjacentRowStates):
-        return _attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    is_even = key.columns.are_even or not is_causal
-    if dropout_p or isinstance(query, StateTensor) or not is_even or not are_repeated(key.view_taken, value.view_taken):
+    if (
+        not isinstance(key, AdjacentRowStates)
+        or not isinstance(value, AdjacentRowStates)
+        or isinstance(query, StateTensor)
+        or dropout_p
+        or (is_causal and not key.columns.are_even)
+        or not are_repeated(key.view_taken, value.view_taken)
+    ):
         return _attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     return attend_dense(query, key.together, value.together, key.columns.mask(attn_mask), is_causal, scale)

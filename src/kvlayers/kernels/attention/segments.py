@@ -241,10 +241,6 @@ class KVSegments:
         """Most sequences of the batch that read the same sequence of a segment."""
         return max((1 if segment.rows is None else segment.rows.most_readers) for segment in self.in_order)
 
-    def with_prefix(self, segment: DenseSegment) -> "KVSegments":
-        """The same segments with another one in front."""
-        return KVSegments((segment, *self.in_order))
-
     @property
     def tokens(self) -> int:
         """Tokens in all segments."""
@@ -269,13 +265,13 @@ class KVSegments:
     @property
     def device(self) -> torch.device:
         """Device of the states."""
-        first = _source(self.in_order[0])
+        first = source_of(self.in_order[0])
         return first.key_slots.device if isinstance(first, DenseSegment) else first.keys.codes.device
 
     @property
     def requires_grad(self) -> bool:
         """Whether autograd follows states in full precision. Codes it never follows."""
-        sources = map(_source, self.in_order)
+        sources = map(source_of, self.in_order)
         return any(segment.requires_grad for segment in sources if isinstance(segment, DenseSegment))
 
     def in_full_precision(self, dtype: torch.dtype) -> tuple["KVSegments", Tensor | None]:
@@ -283,7 +279,7 @@ class KVSegments:
 
         What is packed is unpacked once for all sequences that read it. The second is `None` if all heads have all.
         """
-        dense = KVSegments(tuple(self._in_full_precision(segment, dtype) for segment in self.in_order))
+        dense = KVSegments(tuple(_in_full_precision(segment, dtype) for segment in self.in_order))
         if not self.holds_gathered:
             return dense, None
         held = [
@@ -294,51 +290,46 @@ class KVSegments:
         ]
         return dense, torch.cat(held, dim=2)
 
-    def _in_full_precision(self, segment: Segment, dtype: torch.dtype) -> DenseSegment:
-        if isinstance(segment, DenseSegment):
-            return segment
-        if isinstance(segment, GatheredSegment):
-            keys, values = segment.padded_states("keys", dtype), segment.padded_states("values", dtype)
-        else:
-            keys, values = segment.states("keys", dtype), segment.states("values", dtype)
-        smoothing = smoothing_of(segment)
-        if smoothing is None:
-            return DenseSegment(keys, values, segment.rows)
-        if segment.rows is not None:
-            # The smoothing is that of each sequence of the batch.
-            keys, values = segment.rows.select(keys), segment.rows.select(values)
-        return DenseSegment(smoothing.restored(keys), values)
-
     def dense(self, side: Side, dtype: torch.dtype) -> Tensor:
         """All states of one side in full precision, `[batch, kv_heads, tokens, head_dim]`.
 
         Raises:
             UnsupportedLayerError: the heads of a segment hold different numbers of tokens.
         """
-        parts = []
-        for segment in self.in_order:
-            states = segment.states(side, dtype)
-            if segment.rows is not None:
-                states = segment.rows.select(states)
-            smoothing = smoothing_of(segment)
-            if side == "keys" and smoothing is not None:
-                states = smoothing.restored(states)
-            parts.append(states)
+        parts = [_of_batch(segment, side, segment.states(side, dtype)) for segment in self.in_order]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+
+
+def _in_full_precision(segment: Segment, dtype: torch.dtype) -> DenseSegment:
+    """The segment, unpacked once for all sequences that read it, unless each of them has a smoothing of its own."""
+    if isinstance(segment, DenseSegment):
+        return segment
+    states_of = segment.padded_states if isinstance(segment, GatheredSegment) else segment.states
+    keys, values = states_of("keys", dtype), states_of("values", dtype)
+    if smoothing_of(segment) is None:
+        return DenseSegment(keys, values, segment.rows)
+    return DenseSegment(_of_batch(segment, "keys", keys), _of_batch(segment, "values", values))
+
+
+def _of_batch(segment: Segment, side: Side, states: Tensor) -> Tensor:
+    """States of a segment's sequences, for each sequence of the batch, as they were before keys were smoothed."""
+    states = states if segment.rows is None else segment.rows.select(states)
+    smoothing = smoothing_of(segment)
+    return states if smoothing is None or side == "values" else smoothing.restored(states)
 
 
 def is_packed(segment: Segment) -> bool:
     """Whether the states of a segment, or of its source, are packed."""
-    return isinstance(_source(segment), PackedSegment)
+    return isinstance(source_of(segment), PackedSegment)
 
 
 def smoothing_of(segment: Segment) -> KeySmoothing | None:
     """How the keys of a segment were smoothed, for each sequence of the batch; `None` if they were not."""
-    source = _source(segment)
+    source = source_of(segment)
     return source.smoothing if isinstance(source, PackedSegment) else None
 
 
-def _source(segment: Segment) -> DenseSegment | PackedSegment:
+def source_of(segment: Segment) -> DenseSegment | PackedSegment:
     """The segment that holds the states."""
     return segment.source if isinstance(segment, GatheredSegment) else segment
 

@@ -24,45 +24,31 @@ from kvlayers.upstream import compat
 from kvlayers.utils.transforms import without_autocast
 
 _numbers = itertools.count()
-_handles: "weakref.WeakValueDictionary[int, StoreHandle]" = weakref.WeakValueDictionary()
-
-
-class StoreHandle:
-    """The handle by which compiled code knows a store.
-
-    Attributes:
-        number: int64 scalar on the host. Since it is a tensor, it is an input of compiled code, and never a constant.
-        newest: returns the newest `Snapshot` of the store, `None` if nobody holds its states any more.
-    """
-
-    __slots__ = ("__weakref__", "newest", "number")
-
-    def __init__(self) -> None:
-        number = next(_numbers)
-        # A tensor born in inference mode could not be an argument of compiled code outside of it.
-        with torch.inference_mode(False):
-            self.number = torch.tensor(number, device="cpu")
-        self.newest: Callable[[], Any] = lambda: None
-        _handles[number] = self
-
-    def __reduce__(self) -> tuple[type["StoreHandle"], tuple[()]]:
-        # A copy of the store has returned no states yet.
-        return StoreHandle, ()
+_versions: "weakref.WeakValueDictionary[int, Version]" = weakref.WeakValueDictionary()
 
 
 class Version:
-    """Counts the changes of a store that make the states it has returned stale.
+    """Counts the changes of a store that make the states it has returned stale. A copy has returned no states yet.
 
     Attributes:
         number: the count.
-        handle: the handle by which compiled code knows the store.
+        handle: int64 scalar on the host, by which compiled code knows the store. Since it is a tensor, it is an input
+            of compiled code, and never a constant.
+        newest: returns the newest `Snapshot` of the store, `None` if nobody holds its states any more.
     """
 
-    __slots__ = ("handle", "number")
+    __slots__ = ("__weakref__", "handle", "newest", "number")
 
     def __init__(self) -> None:
-        self.number = 0
-        self.handle = StoreHandle()
+        self.number, known_by = 0, next(_numbers)
+        # A tensor born in inference mode could not be an argument of compiled code outside of it.
+        with torch.inference_mode(False):
+            self.handle = torch.tensor(known_by, device="cpu")
+        self.newest: Callable[[], Any] = lambda: None
+        _versions[known_by] = self
+
+    def __reduce__(self) -> tuple[type["Version"], tuple[()]]:
+        return Version, ()
 
     def advance(self) -> None:
         """Make all states that were returned so far stale."""
@@ -101,7 +87,7 @@ class Snapshot:
     bring: Callable[[KVSegments], KVSegments] | None = None
 
     def __post_init__(self) -> None:
-        self.version.handle.newest = weakref.ref(self)
+        self.version.newest = weakref.ref(self)
 
     def read(self) -> KVSegments:
         """The segments.
@@ -148,12 +134,12 @@ class Snapshot:
 
 def _newest(number: Tensor, version: int, tokens: int) -> Any:
     """The newest snapshot of a store, which must be of this version and have so many tokens."""
-    handle = _handles.get(int(number))
-    snapshot = None if handle is None else handle.newest()
+    known = _versions.get(int(number))
+    snapshot = None if known is None else known.newest()
     if snapshot is None or (snapshot.version_number, snapshot.segments.tokens) != (version, tokens):
         raise StaleStatesError(
-            f"expected the states of {tokens} tokens, but the cache has returned other states since, or was deleted: "
-            "call compiled code with the states of the newest update."
+            f"Compiled code must read the newest states of a cache, got those of {tokens} tokens, after which the "
+            "cache returned others or was deleted: call it with the states of the newest update."
         )
     return snapshot
 

@@ -16,9 +16,8 @@ its own. Blocks that agree change nothing, so that how a prompt is cut into chun
 """
 
 import functools
-import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -26,33 +25,19 @@ from typing_extensions import Self
 
 from kvlayers.kernels.codes.quantizer_contract import Quantizer
 
+LARGEST_ERROR = 0.44
+"""Of the error without factors, the most that may be left with them for queries whose channels are alike.
 
-@dataclass(frozen=True, slots=True)
-class FactorRule:
-    """Which factors the channels of a head get, by their variances relative to the median of them.
+A head that would gain less gets none. Packing has not seen a query, and no factors serve all queries: what they take
+from the errors of some channels they add to those of others. The error of real queries is this one times their
+alignment: the mean of the squared factors, weighted by the squares of the queries, relative to their mean without
+weights. Of all heads of SmolLM2 and Gemma 3, it is at most 2.5, so this is 1.1 divided by 2.5.
+"""
 
-    Packing has not seen a query. Large channels often meet large queries, which lose by a factor.
+LARGEST_VARIANCE = 8.0
+"""The variance that a channel may have at most, relative to the median, after its square root has been taken out.
 
-    Attributes:
-        largest_error: of the error without factors, the most that may be left with them for queries whose channels are
-            alike. A head that would gain less gets none.
-        power: the power of a relative variance that is taken out.
-        largest_variance: the relative variance that a channel may have after that.
-    """
-
-    largest_error: float
-    power: float
-    largest_variance: float
-
-
-FACTORS = FactorRule(0.58, 0.75, 2.0)
-"""Measured on SmolLM2: of its 90 heads, those that lose by factors would have 0.6 or more of their error."""
-
-FACTORS_ROTATED = FactorRule(0.47, 0.5, 8.0)
-"""Likewise, for codes without a zero of channels that were rotated.
-
-Each token has one scale there, so that a factor costs the other channels more. On SmolLM2 with three times as large
-keys in 16 channels, the numbers above gave 1.3 times the divergence without factors, these 1.1 times.
+Square roots leave the least error for queries whose channels are alike (by Cauchy and Schwarz).
 """
 
 LARGE_MEAN = 1.0
@@ -70,8 +55,8 @@ PIECES = 8
 LEAST_TOKENS = 32
 """A block of fewer tokens is one piece: variances of fewer than four tokens say little."""
 
-LARGEST_EXACT = 1e15
-"""Times the largest key of most pieces that a key counts: its square is far from overflow."""
+LARGEST_EXACT = 1e8
+"""Times the largest key of most pieces that the keys of a token that counts may be: no square of squares overflows."""
 
 SILENT = 1e-3
 """Of the largest spread of a block, the spread below which a block of zeros or of equal padding is not asked."""
@@ -159,7 +144,10 @@ class KeySmoothing:
         # The first block that is asked.
         first = (found.asked.cumsum(2) == 0).sum(2, keepdim=True).expand(-1, -1, -1, keys.shape[3])
         mean, variance = found.mean, found.variance
-        factor = _factors(variance, found.rule, found.turned).gather(2, first) if factors else None
+        factor = None
+        if factors:
+            channels, error = found.factors
+            factor = torch.where(error <= LARGEST_ERROR, channels, 1.0).gather(2, first)
         subtracted = None
         if means:
             is_large = mean.square() >= LEAST_MEAN * variance
@@ -267,6 +255,9 @@ def vectors_for(quantizer: Quantizer) -> tuple[bool, bool]:
 class _Blocks:
     """What blocks of keys say of vectors.
 
+    Means and variances are medians over pieces of a block. Pieces take turns, token by token, so that each has the
+    drift of the whole block. Tokens that are not finite, or far larger than those of most pieces, do not count.
+
     Args:
         keys: `[batch, kv_heads, tokens, head_dim]`.
         block_tokens: tokens of a block.
@@ -274,26 +265,70 @@ class _Blocks:
 
     Attributes:
         spreads: whether all channels of a token share a scale by a rotation, which spreads what is large among them.
-        rule: which factors suit the quantizer.
-        unit: of the others; see `_statistics`.
-        mean: likewise.
+        unit: of the others, since squares of the largest keys would overflow; `[batch, kv_heads, blocks, 1]`, float32.
+        mean: of channels, `[batch, kv_heads, blocks, head_dim]`, float32.
         variance: likewise.
         asked: which blocks are asked, bool `[batch, kv_heads, blocks, 1]`.
     """
 
     def __init__(self, keys: Tensor, block_tokens: int, quantizer: Quantizer) -> None:
-        blocks: Tensor = torch.unflatten(keys, 2, (-1, block_tokens))
         self.spreads = quantizer.format.rotated and not quantizer.format.has_zero
-        self.rule = FACTORS_ROTATED if self.spreads else FACTORS
-        self.unit, self.mean, self.variance = _statistics(blocks)
+        pieces = PIECES if block_tokens >= LEAST_TOKENS else 1
+        blocks: Tensor = torch.unflatten(keys, 2, (-1, block_tokens))
+        # A copy that is changed in place: every layer of a prompt waits for this.
+        exact = blocks[:, :, :, : block_tokens // pieces * pieces].to(torch.float32, copy=True)
+        largest = exact.abs().amax(4)
+        of_pieces = torch.unflatten(torch.where(largest.isfinite(), largest, 0.0), 3, (-1, pieces)).amax(3)
+        self.unit = _middle(of_pieces.unsqueeze(4)).clamp(min=torch.finfo(torch.float32).tiny)
+        counts = (largest / self.unit <= LARGEST_EXACT).unsqueeze(4)
+        exact.div_(self.unit.unsqueeze(4)).nan_to_num_(0.0, 0.0, 0.0).mul_(counts)
+        of_piece, which = (torch.unflatten(side, 3, (-1, pieces)) for side in (exact, counts))
+        tokens = which.sum(3).clamp(min=1)
+        mean = of_piece.sum(3) / tokens
+        squares = (of_piece - mean.unsqueeze(3)).square_().mul_(which)
+        self.mean, self.variance = _middle(mean), _middle(squares.sum(3) / tokens)
+        self._exact, self._counts = exact, counts
         spread = self.variance.median(-1, keepdim=True).values.sqrt() * self.unit
         self.asked = spread >= SILENT * spread.amax(2, keepdim=True)
-        self._blocks = blocks
 
     @functools.cached_property
-    def turned(self) -> Tensor:
-        """See the function `_turned`."""
-        return _turned(self._blocks, self.unit, self.mean)
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """Factors of channels `[batch, kv_heads, blocks, head_dim]`, and what they leave of the error `[..., 1]`.
+
+        Nothing says that the queries of a channel that turns are small, and attention goes by them. So its error must
+        not exceed that without factors, which all channels share: its factor takes out no more than the factors of the
+        others do.
+        """
+        tiny = torch.finfo(torch.float32).tiny
+        variance, turned = self.variance, self._turned()
+        relative = (variance / variance.median(-1, keepdim=True).values.clamp(min=tiny)).clamp(1.0, LARGEST_FACTOR**4)
+        # Factors divide deviations, so the square of a factor divides a variance.
+        squares = torch.maximum(relative.sqrt(), relative / LARGEST_VARIANCE).clamp(max=LARGEST_FACTOR**2)
+        others, of_others = variance.masked_fill(turned, 0.0), squares.masked_fill(turned, 0.0)
+        left = (others / squares).sum(-1, keepdim=True).clamp(min=tiny)
+        gain = (others.sum(-1, keepdim=True) / left).clamp(min=1.0)
+        error = of_others.sum(-1, keepdim=True) / (~turned).sum(-1, keepdim=True).clamp(min=1) / gain
+        return torch.where(turned, torch.minimum(squares, gain), squares).sqrt(), error
+
+    def _turned(self) -> Tensor:
+        """Which channels hold a constant that positions turn, such as a bias in a fast rotary pair.
+
+        Around their mean, the two channels of such a pair go in a circle. Of random numbers the squared radius would
+        vary as much as it is large. Pairs are neighbours or half a head apart. Other pairs are not found.
+
+        Returns:
+            Bool `[batch, kv_heads, blocks, head_dim]`.
+        """
+        turned = torch.zeros_like(self.mean, dtype=torch.bool)
+        head_dim = turned.shape[3]
+        squares = (self._exact - self.mean.unsqueeze(3)).square_().mul_(self._counts)
+        for inner in (head_dim // 2, 1) if head_dim % 2 == 0 else ():
+            first, second = torch.unflatten(squares, 4, (-1, 2, inner)).unbind(5)
+            radius = first + second
+            mean = radius.mean(3)
+            varies = radius.square_().mean(3) / mean.square() - 1
+            turned |= (varies < LARGEST_VARIATION).unsqueeze(4).expand(*varies.shape[:4], 2, inner).flatten(3)
+        return turned
 
     def lowered(self, smoothing: KeySmoothing) -> KeySmoothing:
         """A smoothing without what costs a block, in float32."""
@@ -302,8 +337,7 @@ class _Blocks:
         asked = self.asked & (self.variance.amax(-1, keepdim=True) > 0)
         if factor is not None:
             # However uneven a block is: channels at the threshold are below it in some.
-            of_any = _factors(self.variance, replace(self.rule, largest_error=math.inf), self.turned)
-            least = torch.where(asked, of_any, torch.inf).amin(2, keepdim=True)
+            least = torch.where(asked, self.factors[0], torch.inf).amin(2, keepdim=True)
             factor = torch.where(factor.float() > LARGEST_EXCESS * least, least, factor.float())
         if mean is not None:
             before, turn = self.mean.square(), (self.mean - mean.float() / self.unit).square()
@@ -329,79 +363,6 @@ class _Blocks:
             )
         squares = factor.square()
         return (after / squares).sum(-1, keepdim=True) > LARGEST_LOSS * (before / squares).sum(-1, keepdim=True)
-
-
-def _factors(variance: Tensor, rule: FactorRule, turned: Tensor) -> Tensor:
-    """Factors of channels, from their variances `[..., head_dim]` in any unit.
-
-    The exponents are half those of the variances, because a factor divides a standard deviation.
-
-    Args:
-        variance: the variances.
-        rule: which factors they get.
-        turned: channels that hold a constant which positions turn, bool of the same shape. Nothing says that their
-            queries are small, and attention goes by them. So their error must not exceed that without factors, which
-            all channels share: the factor takes out no more than the factors of the others do.
-    """
-    tiny = torch.finfo(torch.float32).tiny
-    relative = (variance / variance.median(-1, keepdim=True).values.clamp(min=tiny)).clamp(1.0, LARGEST_FACTOR**4)
-    squares = torch.maximum(relative**rule.power, relative / rule.largest_variance).clamp(max=LARGEST_FACTOR**2)
-    others, of_others = torch.where(turned, 0.0, variance), torch.where(turned, 0.0, squares)
-    left = (others / squares).sum(-1, keepdim=True).clamp(min=tiny)
-    gain = (others.sum(-1, keepdim=True) / left).clamp(min=1.0)
-    error = of_others.sum(-1, keepdim=True) / (~turned).sum(-1, keepdim=True).clamp(min=1) / gain
-    squares = torch.where(turned, torch.minimum(squares, gain), squares)
-    return torch.where(error <= rule.largest_error, squares, 1.0).sqrt()
-
-
-def _turned(blocks: Tensor, unit: Tensor, mean: Tensor) -> Tensor:
-    """Which channels of each block hold a constant that positions turn, such as a bias in a fast rotary pair.
-
-    Around their mean, the two channels of such a pair go in a circle. Of random numbers the squared radius would vary
-    as much as it is large. Pairs are neighbours or half a head apart. Other pairs are not found.
-
-    Args:
-        blocks: `[batch, kv_heads, blocks, tokens, head_dim]`.
-        unit: as of `_statistics`.
-        mean: likewise.
-
-    Returns:
-        Bool `[batch, kv_heads, blocks, head_dim]`.
-    """
-    squares = (blocks.float() / unit.unsqueeze(3) - mean.unsqueeze(3)).square()
-    turned = torch.zeros_like(mean, dtype=torch.bool)
-    half = blocks.shape[4] // 2
-    for inner in (half, 1) if blocks.shape[4] % 2 == 0 else ():
-        pairs: Tensor = torch.unflatten(squares, 4, (-1, 2, inner))
-        radius = pairs.sum(5)
-        varies = (radius / radius.mean(3, keepdim=True) - 1).square().mean(3)
-        turned |= (varies < LARGEST_VARIATION).unsqueeze(4).expand(*varies.shape[:4], 2, inner).flatten(3)
-    return turned
-
-
-def _statistics(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Unit, mean and variance of the channels of each block, by most of its tokens; both in that unit and its square.
-
-    Pieces take turns, token by token, so that each has the whole block's drift.
-
-    Args:
-        blocks: `[batch, kv_heads, blocks, tokens, head_dim]`.
-
-    Returns:
-        Float32 `[batch, kv_heads, blocks, 1 or head_dim]`.
-    """
-    pieces = PIECES if blocks.shape[3] >= LEAST_TOKENS else 1
-    whole = blocks.shape[3] // pieces * pieces
-    exact = torch.unflatten(blocks[:, :, :, :whole], 3, (-1, pieces))
-    finite = exact.isfinite().all(-1, keepdim=True)
-    exact = torch.where(finite, exact.float(), 0.0)
-    # Squares of the largest keys would overflow.
-    unit = _middle(exact.abs().amax((3, 5)).unsqueeze(-1)).clamp(min=torch.finfo(torch.float32).tiny)
-    exact = (exact / unit[:, :, :, None, None]).clamp(-LARGEST_EXACT, LARGEST_EXACT)
-    tokens = finite.sum(3, keepdim=True).clamp(min=1)
-    mean = exact.sum(3, keepdim=True) / tokens
-    variance = torch.where(finite, (exact - mean).square(), 0.0).sum(3, keepdim=True) / tokens
-    return unit, _middle(mean.squeeze(3)), _middle(variance.squeeze(3))
 
 
 def _middle(of_pieces: Tensor) -> Tensor:

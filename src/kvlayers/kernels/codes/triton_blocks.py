@@ -11,15 +11,8 @@ row of the block in each row, and the groups of a row side by side, each padded 
 
 from __future__ import annotations
 
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # Tools that import every module, such as a collector of doctests, may still import this one.
-    triton = tl = None
-
+from kvlayers.kernels.codes.triton_language import jit, tl
 from kvlayers.kernels.codes.triton_search import affine_codes, float8_codes, rounded_to
-
-jit = triton.jit if triton is not None else lambda function: function
 
 
 @jit

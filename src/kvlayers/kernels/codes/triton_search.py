@@ -11,13 +11,7 @@ rounded differently.
 
 from __future__ import annotations
 
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # Tools that import every module, such as a collector of doctests, may still import this one.
-    triton = tl = None
-
-jit = triton.jit if triton is not None else lambda function: function
+from kvlayers.kernels.codes.triton_language import jit, tl
 
 
 @jit

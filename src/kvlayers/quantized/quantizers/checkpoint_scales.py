@@ -5,13 +5,13 @@ A checkpoint with a `kv_cache_scheme` was calibrated with one scale for all keys
 """
 
 import json
-import math
 import os
 import pathlib
 import re
 from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -39,7 +39,13 @@ _OTHER_MODULES = re.compile(r"vision|visual|audio|encoder|(?:^|\.)mtp\.")
 
 _SIDES: dict[str, tuple[Side, ...]] = {"k": ("keys",), "v": ("values",), "kv": ("keys", "values")}
 
-_FLOAT8 = {"type": ("float",), "num_bits": (8,), "symmetric": (True, None), "dynamic": (False, None)}
+_FLOAT8 = {
+    "type": ("float",),
+    "num_bits": (8,),
+    "symmetric": (True, None),
+    "dynamic": (False, None),
+    "strategy": ("tensor", "attn_head", None),
+}
 """What a `kv_cache_scheme` must say, and which of it may be left out (`None`)."""
 
 
@@ -123,8 +129,6 @@ def check_scheme(scheme: object) -> None:
             "`scales`."
         )
     wrong = {name: scheme.get(name) for name, taken in _FLOAT8.items() if scheme.get(name) not in taken}
-    if scheme.get("strategy") not in ("tensor", "attn_head", None):
-        wrong["strategy"] = scheme["strategy"]
     if wrong:
         raise OptionError(
             "`scales`: the kv_cache_scheme of the checkpoint must be of symmetric, static float8 numbers with one "
@@ -164,16 +168,11 @@ def checked_scales(given: object, name: str, kv_heads: int | None) -> Scales:
                 f"{number!r}: calibrate it again."
             )
     # What is computed with is a float32, so that is what is kept.
-    return tuple(_in_float32(float(number)) for number in numbers)
+    return tuple(torch.tensor(numbers, dtype=torch.float32).tolist())
 
 
 _SMALLEST, _LARGEST = 2.0**-126, 2.0**119
 """Between them, quotients of states and products with float8 numbers stay in the range of float32."""
-
-
-def _in_float32(number: float) -> float:
-    mantissa, exponent = math.frexp(number)
-    return math.ldexp(round(mantissa * 2**24), exponent - 24)
 
 
 def _tensors(

@@ -67,12 +67,8 @@ def gaussian_levels(bits: int) -> tuple[float, ...]:
 
 def _mean_between(low: float, high: float) -> float:
     """Mean of a standard normal number between two borders."""
-
-    def density(x: float) -> float:
-        return math.exp(-x * x / 2) / math.sqrt(2 * math.pi)
-
-    probability = (math.erf(high / math.sqrt(2)) - math.erf(low / math.sqrt(2))) / 2
-    return (density(low) - density(high)) / probability
+    normal = NormalDist()
+    return (normal.pdf(low) - normal.pdf(high)) / (normal.cdf(high) - normal.cdf(low))
 
 
 LARGEST_QUANTILE = (1 - 1 / 32 + 1 - 1 / 30) / 2

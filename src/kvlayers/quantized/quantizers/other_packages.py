@@ -114,9 +114,9 @@ class HQQBackend(Backend):
             OptionError: HQQ does not take the options, or hqq is missing.
         """
         self.check(options)
-        if options.axis == 0:
-            return HQQQuantizer(CodeFormat(options.nbits, options.group_size or DEFAULT_GROUP_SIZE, 1))
-        return HQQQuantizer(CodeFormat(options.nbits, 1, channel_group(options, head_dim)))
+        along_tokens = options.axis == 0
+        size = (options.group_size or DEFAULT_GROUP_SIZE, 1) if along_tokens else (1, channel_group(options, head_dim))
+        return HQQQuantizer(CodeFormat(options.nbits, *size))
 
 
 def _quanto() -> Any:
@@ -176,6 +176,6 @@ class QuantoBackend(Backend):
             OptionError: quanto does not take the options, or optimum-quanto is missing.
         """
         self.check(options)
-        if options.axis == -1:
-            return QuantoQuantizer(CodeFormat(options.nbits, options.group_size or DEFAULT_GROUP_SIZE, 1))
-        return QuantoQuantizer(CodeFormat(options.nbits, 1, channel_group(options, head_dim)))
+        along_tokens = options.axis == -1
+        size = (options.group_size or DEFAULT_GROUP_SIZE, 1) if along_tokens else (1, channel_group(options, head_dim))
+        return QuantoQuantizer(CodeFormat(options.nbits, *size))

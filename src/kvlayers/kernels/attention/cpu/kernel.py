@@ -1,6 +1,6 @@
 """Calls the C++ kernel for attention on a CPU. It is in wheels, or is compiled once for this machine and kept on disk.
 
-While there is no library `library()` is `None`, and attention runs in plain torch instead (`attention/reference.py`).
+While there is no library `library()` is `None`, and attention runs in plain torch instead (`attention/slabs.py`).
 
 The arguments are bytes in the layout of `call.h`. Each layer needs them anew for each token, and setting the fields of
 a `ctypes.Structure` one by one would take longer.
@@ -84,11 +84,6 @@ def readable(states: Tensor) -> Tensor:
     return states if states.stride(3) == 1 else states.contiguous()
 
 
-def of_mask(mask: Tensor) -> bytes:
-    """A mask, bool or additive, `[batch, heads, queries, tokens]`."""
-    return _MASK.pack(mask.data_ptr(), *mask.stride(), _MASK_DTYPES.index(mask.dtype))
-
-
 def of_call(
     query: Tensor,
     out: Tensor,
@@ -109,7 +104,7 @@ def of_call(
         head_dims: head_dim of the keys, and of the values.
         segments: how many segments there are.
         scale: factor of the scores.
-        mask: from `of_mask`.
+        mask: address, strides and kind of a mask.
         softcap: limit of the scores, 0 for no limit.
         sinks: address of `[heads]` scores of keys without a value, float32; 0 for none.
     """
@@ -244,8 +239,10 @@ def obstacle(rows: Tensor, segments: KVSegments) -> str | None:
     # No KV head has more queries than all heads of all sequences together. If these are few, as in a decode step,
     # nothing else is looked at.
     batch, heads, queries, _ = rows.shape
-    if batch * heads * queries > _ALWAYS_TAKEN and not _few_share(segments, queries):
-        maximum = _maximum_rows(segments)
+    are_few = batch * heads * queries <= _ALWAYS_TAKEN
+    if not are_few and not (queries <= CPU_MAXIMUM_QUERIES and segments.are_dense and segments.shares_rows):
+        of_dense_rows = CPU_MAXIMUM_DENSE_ROWS if segments.are_dense else CPU_MAXIMUM_GATHERED_ROWS
+        maximum = CPU_MAXIMUM_ROWS if segments.holds_packed else of_dense_rows
         if heads // segments.kv_heads * queries * segments.most_readers > maximum:
             return f"there are more than {maximum} queries for a kv head, as in a prompt"
     return products_obstacle(segments) if library() is not None else f"the kernel {LIBRARY.obstacle}"
@@ -257,19 +254,8 @@ def takes_many(query: Tensor, segments: KVSegments) -> bool:
     return is_many and bool(query.numel() * segments.tokens) and MANY.get() is not None
 
 
-def _few_share(segments: KVSegments, queries: int) -> bool:
-    """Whether sequences share tokens of which none is packed, and have a few queries each."""
-    return queries <= CPU_MAXIMUM_QUERIES and segments.are_dense and segments.shares_rows
-
-
-def _maximum_rows(segments: KVSegments) -> int:
-    if segments.holds_packed:
-        return CPU_MAXIMUM_ROWS
-    return CPU_MAXIMUM_DENSE_ROWS if segments.are_dense else CPU_MAXIMUM_GATHERED_ROWS
-
-
 def attend(query: Tensor, segments: KVSegments, mask: Tensor | None, scale: float) -> Tensor:
-    """Softmax attention; arguments and result are those of `reference.attend`. States have the dtype of the query."""
+    """Softmax attention; arguments and result are those of `slabs.attend`. States have the dtype of the query."""
     if mask is not None and mask.dtype != torch.bool:
         mask = mask.float()
     count = len(segments.in_order)
@@ -294,7 +280,7 @@ def attend_dense(
     keys: Tensor,
     values: Tensor,
     mask: Tensor | None,
-    scale: float,
+    scale: float | None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
     is_causal: bool = False,
@@ -305,8 +291,8 @@ def attend_dense(
         query: `[batch, heads, queries, head_dim]`, of one of `DTYPES`.
         keys: `[batch, kv_heads, tokens, head_dim]`, of the same dtype.
         values: `[batch, kv_heads, tokens, value_head_dim]`, of the same dtype.
-        mask: bool or additive, `[batch, heads, queries, tokens]`, or `None`.
-        scale: factor of the scores.
+        mask: bool or additive, broadcast to `[batch, heads, queries, tokens]`, or `None`.
+        scale: factor of the scores, `1 / sqrt(head_dim)` if `None`.
         softcap: limit of the scores, `None` for no limit.
         sinks: `[heads]`, scores of keys without a value, or `None`.
         is_causal: whether a query attends to the tokens up to its own number alone; only for `MANY`, without a mask.
@@ -316,9 +302,11 @@ def attend_dense(
     sinks = None if sinks is None else sinks.float().contiguous()
     address = 0 if sinks is None else sinks.data_ptr()
     many = query.size(2) > CPU_MAXIMUM_QUERIES
-    if mask is not None and mask.dtype != torch.bool and not many:
-        mask = mask.float()
+    if mask is not None:
+        mask = mask if many or mask.dtype == torch.bool else mask.float()
+        mask = mask.expand(*query.size()[:3], keys.size(2))
     head_dims = keys.size(3), values.size(3)
+    scale = head_dims[0] ** -0.5 if scale is None else float(scale)
     query, out, numbers = _called(query, keys.size(1), head_dims, 1, scale, mask, softcap or 0.0, address)
     if many:
         _loaded(MANY).kvlayers_attend_many(numbers, segment, NO_ROWS, ctypes.c_int64(is_causal), None)
@@ -343,7 +331,9 @@ def _called(
     # In the layout of torch's own result: the transpose after it costs nothing.
     strides = (heads * queries * head_dims[1], head_dims[1], heads * head_dims[1], 1)
     out = query.new_empty_strided((batch, heads, queries, head_dims[1]), strides)
-    described = NO_MASK if mask is None else of_mask(mask)
+    described = NO_MASK
+    if mask is not None:
+        described = _MASK.pack(mask.data_ptr(), *mask.stride(), _MASK_DTYPES.index(mask.dtype))
     return query, out, of_call(query, out, kv_heads, head_dims, segments, scale, described, softcap, sinks)
 
 

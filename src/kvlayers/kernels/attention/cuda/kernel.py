@@ -429,7 +429,7 @@ def compare(variants: list[Variant], seen: Tensor, expected: Tensor) -> str | No
 
 
 def attend(query: Tensor, segments: KVSegments, mask: Tensor | None, scale: float) -> Tensor:
-    """Softmax attention; arguments and result are those of `reference.attend`. `obstacle` must have said `None`.
+    """Softmax attention; arguments and result are those of `slabs.attend`. `obstacle` must have said `None`.
 
     The result has the memory layout of torch's own attention, `[batch, queries, heads, value_head_dim]`.
     """

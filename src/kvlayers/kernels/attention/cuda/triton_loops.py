@@ -7,17 +7,11 @@
 
 from __future__ import annotations
 
-try:
-    import triton.language as tl
-except ImportError:  # Tools that import every module, such as a collector of doctests, may still import this one.
-    tl = None
-
 from kvlayers.kernels.attention.cuda.triton_steps import (
     add_product,
     add_weighted_tile,
     block_of_piece,
     finite_base,
-    jit,
     load_key_parameters,
     load_value_parameters,
     logsumexp_of,
@@ -36,6 +30,7 @@ from kvlayers.kernels.attention.cuda.triton_steps import (
     weigh_scores,
     zero_unseen,
 )
+from kvlayers.kernels.codes.triton_language import jit, tl
 
 
 @jit

@@ -1,0 +1,486 @@
+"""Attention on key-value segments in torch: slab by slab, with one merge by the log-sum-exp of the scores.
+
+It serves what no kernel takes: on a CPU dtypes without a kernel, and machines without a compiler; on an accelerator
+prompts behind a cache, long drafts, codes without a kernel, and devices without Triton.
+
+- Consecutive segments with the same rows are read once: the queries of all sequences that read the same sequence of
+  them are grouped, as if they were queries of one sequence, as in Hydragen (Juravsky et al. 2024, arXiv:2402.05099).
+- On an accelerator a slab is as many packed tokens as may be in full precision at once, in the dtype of the queries. A
+  fused kernel of torch attends to it (`fused`).
+- Elsewhere two products attend to it, in float32, with an online softmax. On a CPU, many queries take a few packed
+  blocks in float32 at once. With few, as in a decode step, the codes of many blocks are multiplied as they are, and
+  their scales are folded into the other factor.
+"""
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from kvlayers.kernels.attention import fused
+from kvlayers.kernels.attention.segment_kinds import DenseSegment, PackedSegment, SegmentRows
+from kvlayers.kernels.attention.segments import (
+    GatheredSegment,
+    KVSegments,
+    PieceColumns,
+    Segment,
+    smoothing_of,
+    source_of,
+    without_rows,
+)
+from kvlayers.kernels.codes.groups import rotate
+from kvlayers.kernels.codes.quantizer_contract import Side
+from kvlayers.kernels.codes.smoothing import KeySmoothing
+from kvlayers.utils import triton_support
+from kvlayers.utils.triton_support import runs_triton
+
+CPU_SCORES_AT_ONCE = 1 << 15
+"""Scores of one head that are worth a round of torch calls on a CPU: with fewer, their fixed cost dominates."""
+
+CPU_MINIMUM_BLOCK_TOKENS = 64
+"""Fewest tokens at once, however many queries there are."""
+
+CPU_MAXIMUM_TOKENS_AT_ONCE = 512
+"""Most tokens that are brought to full precision at once, however few queries there are."""
+
+CPU_MAXIMUM_ROWS_OF_CODES = 32
+"""Rows of a KV head, its query heads times their queries, up to which codes are multiplied before they are scaled."""
+
+CPU_CODES_AT_ONCE = 1 << 21
+"""Codes of keys, or of values, that are numbers in float32 at once: with fewer, the fixed cost of calls dominates."""
+
+SLAB_BYTES = 1 << 28
+"""Bytes of keys, values and mask that are in full precision at once on an accelerator."""
+
+MINIMUM_SLAB_TOKENS = 8192
+"""Fewest tokens of a slab there, whatever the batch: with fewer, launches and merging cost more than attention."""
+
+SCORES_AT_ONCE = 1 << 26
+"""Most scores that are in memory at once on an accelerator if no fused kernel takes the states."""
+
+UNPACKING_BYTES = 16
+"""Bytes that each state takes while plain torch unpacks it: in float32, at several stages at once."""
+
+PARTS_AT_ONCE = 8
+"""Results of slabs that are kept until they are merged."""
+
+INTERPRETED = triton_support.is_interpreted()
+"""Whether Triton interprets its kernels, so that tests take the paths of accelerators on a CPU."""
+
+
+def are_of_accelerators(queries: Tensor) -> bool:
+    """Whether attention of queries takes the paths of accelerators: there, and where they are tested."""
+    return not queries.is_cpu or INTERPRETED
+
+
+@dataclass(frozen=True, eq=False)
+class Slab:
+    """A few tokens of a segment.
+
+    Attributes:
+        position: column of the first token, or that of the gathered segment.
+        segment: the tokens.
+        dtype: the dtype that states are brought to.
+        stays_rotated: whether states that were rotated before they were packed are multiplied as they are.
+        of_codes: whether codes are multiplied, with their scales folded into the other factor: no state is computed.
+        gathered: where the tokens stand in a gathered segment.
+    """
+
+    position: int
+    segment: DenseSegment | PackedSegment
+    dtype: torch.dtype
+    stays_rotated: bool = False
+    of_codes: bool = False
+    gathered: PieceColumns | None = None
+
+    def is_rotated(self, side: Side) -> bool:
+        """Whether the keys, or the values, are still rotated."""
+        segment = self.segment
+        return self.stays_rotated and isinstance(segment, PackedSegment) and segment.side(side).format.rotated
+
+    def states(self, side: Side) -> Tensor:
+        """The keys, or the values, `[batch, kv_heads, tokens, head_dim]`. They are computed anew each time."""
+        if self.stays_rotated and isinstance(self.segment, PackedSegment):
+            states = self.segment.dequantized(side)
+        else:
+            states = self.segment.states(side, self.dtype)
+        return states if self.gathered is None or side == "keys" else self.gathered.cleared(states)
+
+    def scores(self, query: Tensor) -> Tensor:
+        """Products of queries `[batch, kv_heads, rows, head_dim]` and the keys, `[batch, kv_heads, rows, tokens]`.
+
+        Queries are rotated if the keys are.
+        """
+        if not self.of_codes or not isinstance(self.segment, PackedSegment):
+            return query @ self.states("keys").transpose(2, 3)
+        keys = self.segment.keys
+        by_block = query.unsqueeze(2).expand(-1, -1, keys.blocks, -1, -1)
+        return keys.products(by_block).transpose(2, 3).flatten(3)[..., self.segment.first :]
+
+    def combine(self, weights: Tensor) -> Tensor:
+        """Sums of the values, weighted by `[batch, kv_heads, rows, tokens]`: `[batch, kv_heads, rows, head_dim]`."""
+        if not self.of_codes or not isinstance(self.segment, PackedSegment):
+            sums = weights @ self.states("values")
+        else:
+            values = self.segment.values
+            if self.segment.first:
+                weights = torch.nn.functional.pad(weights, (self.segment.first, 0))
+            by_block = torch.unflatten(weights, 3, (-1, values.block_tokens)).transpose(2, 3)
+            sums = values.products(by_block).sum(2)
+        return rotate(sums) if self.is_rotated("values") else sums
+
+    def columns_of(self, rows: Tensor) -> Tensor:
+        """Entries of `[batch, heads, rows, all tokens]` for the tokens of the slab."""
+        if self.gathered is None:
+            return rows.narrow(3, self.position, self.segment.tokens)
+        return self.gathered.read(rows.narrow(3, self.position, self.gathered.width))
+
+    def mask_of(self, mask: Tensor | None, heads: int) -> Tensor | None:
+        """The mask of the slab, from that of all tokens, which is of size 1 where it is the same; padding is hidden."""
+        if self.gathered is None:
+            return None if mask is None else self.columns_of(mask)
+        padding = self.gathered.is_padding
+        hidden = padding.repeat_interleave(heads // padding.shape[1], 1)
+        if mask is None:
+            return hidden.logical_not()
+        part = self.columns_of(mask.expand(hidden.shape[0], heads, -1, -1))
+        return part.masked_fill(hidden, False if part.dtype == torch.bool else -torch.inf)
+
+
+SomeSlab = TypeVar("SomeSlab", bound=Slab)
+
+
+def slabs_on_cpu(segments: KVSegments, rows: int) -> Iterator[Slab]:
+    """All segments in slabs for so many rows of queries of each KV head, of codes where these are few."""
+    for position, segment in segments.with_columns:
+        if not isinstance(segment, PackedSegment) or rows > CPU_MAXIMUM_ROWS_OF_CODES or not _folds_scales(segment):
+            yield from state_slabs(position, segment, rows)
+            continue
+        of_token = segments.batch * segment.kv_heads * max(segment.head_dims)
+        yield from _divided(position, segment, CPU_CODES_AT_ONCE // of_token, torch.float32, True, of_codes=True)
+
+
+def state_slabs(position: int, segment: Segment, rows: int) -> Iterator[Slab]:
+    """A segment, whose first column is `position`, in float32 slabs that are small enough for so many rows."""
+    source = source_of(segment)
+    least = CPU_MINIMUM_BLOCK_TOKENS if isinstance(source, DenseSegment) else source.keys.block_tokens
+    tokens = min(max(CPU_SCORES_AT_ONCE // max(rows, 1), least), CPU_MAXIMUM_TOKENS_AT_ONCE)
+    # What is smaller is rotated: the states, or the queries and the sums of values.
+    return _divided(position, segment, tokens, torch.float32, rows <= tokens)
+
+
+def _folds_scales(segment: PackedSegment) -> bool:
+    return segment.ends is None and segment.keys.layout.row_group == segment.values.layout.row_group == 1
+
+
+def slabs_on_accelerator(
+    segments: KVSegments, dtype: torch.dtype, mask_rows: int = 0, most_tokens: int | None = None
+) -> Iterator[Slab]:
+    """All segments in slabs of a dtype. Dense states are divided only if a mask as long must be converted.
+
+    Args:
+        segments: the segments.
+        dtype: dtype of the slabs.
+        mask_rows: rows of the mask that is read beside them.
+        most_tokens: most tokens of a slab, if scores are in memory.
+    """
+    itemsize = dtype.itemsize if runs_triton(segments.device) else UNPACKING_BYTES
+    numbers = segments.batch * segments.kv_heads * sum(segments.head_dims)
+    tokens = max(SLAB_BYTES // (numbers * itemsize + mask_rows * dtype.itemsize), MINIMUM_SLAB_TOKENS)
+    for position, segment in segments.with_columns:
+        at_once = max(segment.tokens, 1) if isinstance(segment, DenseSegment) and not mask_rows else tokens
+        yield from _divided(position, segment, min(at_once, most_tokens or at_once), dtype)
+
+
+def _divided(
+    position: int,
+    segment: Segment,
+    tokens: int,
+    dtype: torch.dtype,
+    stays_rotated: bool = False,
+    of_codes: bool = False,
+) -> Iterator[Slab]:
+    """A segment, whose first column is `position`, in slabs of about so many tokens."""
+    if isinstance(segment, GatheredSegment):
+        for padded, columns in segment.padded_pieces(tokens):
+            yield Slab(position, padded, dtype, stays_rotated, of_codes, columns)
+        return
+    for piece in segment.pieces(tokens) if segment.tokens else ():
+        yield Slab(position, piece, dtype, stays_rotated, of_codes)
+        position += piece.tokens
+
+
+@dataclass(frozen=True, eq=False)
+class _Part:
+    """Consecutive segments with the same rows.
+
+    If rows are uneven, all queries go to each sequence of the segments, and each sequence takes its own result. So
+    nothing depends on rows that only the accelerator knows.
+
+    Attributes:
+        segments: the segments without their rows.
+        rows: the rows, `None` if each sequence of the batch reads its own.
+        columns: columns of the tokens.
+    """
+
+    segments: KVSegments
+    rows: SegmentRows | None
+    columns: slice
+
+    def grouped(self, rows: Tensor) -> Tensor:
+        """Rows `[batch, heads, queries, any]` of queries, weights or a mask, as rows of the segments' sequences."""
+        if self.rows is None:
+            return rows
+        batch, heads, queries, width = rows.shape
+        sequences = self.rows.sequences if self.rows.are_even else 1
+        by_sequence = rows.reshape(sequences, batch // sequences, heads, queries, width).transpose(1, 2)
+        found = by_sequence.reshape(sequences, heads, batch // sequences * queries, width)
+        return found.expand(self.rows.sequences, -1, -1, -1)
+
+    def ungrouped(self, result: Tensor) -> Tensor:
+        """Results for grouped rows, `[sequences, kv_heads, heads of a group, rows, ...]`, for each of the batch."""
+        if self.rows is None:
+            return result
+        if self.rows.are_even:
+            return torch.unflatten(result, 3, (len(self.rows) // self.rows.sequences, -1)).movedim(3, 1).flatten(0, 1)
+        of_rows, positions = self.rows.on(result.device)
+        return torch.unflatten(result, 3, (len(self.rows), -1)).movedim(3, 1)[of_rows, positions]
+
+
+def _parts(segments: KVSegments, on_accelerator: bool) -> Iterator[_Part]:
+    """The parts that are not empty.
+
+    On a CPU segments keep uneven rows: each sequence of the batch then reads its own copy of a few tokens at a time.
+    """
+    position = 0
+    for _, group in itertools.groupby(segments.in_order, lambda segment: id(segment.rows)):
+        same_rows = tuple(group)
+        rows = same_rows[0].rows
+        if rows is None or not (rows.are_even or on_accelerator):
+            held, rows = KVSegments(same_rows), None
+        else:
+            held = KVSegments(tuple(_of_sequences(segment, rows) for segment in same_rows))
+        start, position = position, position + held.tokens
+        if position > start:
+            yield _Part(held, rows, slice(start, position))
+
+
+def _of_sequences(segment: Segment, rows: SegmentRows) -> Segment:
+    """A segment without rows, smoothed as all sequences of the batch that read one of its sequences have in common."""
+
+    def of_sequences(vectors: Tensor) -> Tensor:
+        own = vectors.new_ones((rows.sequences, *vectors.shape[1:]))
+        return own.index_copy_(0, rows.on(vectors.device)[0], vectors)
+
+    segment = without_rows(segment)
+    if not isinstance(segment, PackedSegment) or segment.smoothing is None:
+        return segment
+    return replace(segment, smoothing=segment.smoothing.mapped(of_sequences))
+
+
+class _Queries:
+    """Queries `[batch, heads, rows, head_dim]` for the keys of slabs, however these are packed."""
+
+    def __init__(self, plain: Tensor) -> None:
+        self._plain = plain
+        self._known: dict[tuple[KeySmoothing | None, bool], tuple[Tensor, Tensor | None]] = {}
+
+    def of(self, slab: Slab) -> tuple[Tensor, Tensor | None]:
+        """The queries, and what is added to their products with the keys, float32 `[batch, heads, rows, 1]`."""
+        smoothing, rotated = kind = smoothing_of(slab.segment), slab.is_rotated("keys")
+        if kind not in self._known:
+            query = self._plain if smoothing is None else smoothing.queries(self._plain)
+            offsets = None if smoothing is None else smoothing.offsets(self._plain)
+            # Products stay the same if both sides are rotated, so keys need not be rotated back.
+            self._known[kind] = rotate(query) if rotated else query, offsets
+        return self._known[kind]
+
+    def scores(self, slab: Slab) -> Tensor:
+        """Products with the keys of a slab."""
+        query, offsets = self.of(slab)
+        products = slab.scores(query)
+        return products if offsets is None else (products + offsets).to(products.dtype)
+
+
+def attend(query: Tensor, segments: KVSegments, mask: Tensor | None, scale: float) -> Tensor:
+    """Softmax attention of queries to the tokens of segments.
+
+    Args:
+        query: `[batch, heads, queries, key_head_dim]`, heads a multiple of the segments' kv_heads.
+        segments: the keys and values.
+        mask: bool or additive, `[batch, heads, queries, tokens]` (expanded), or `None`. On an accelerator, a number of
+            -1e30 and below (in float16 the lowest) hides a token as `-inf` does.
+        scale: factor of the scores.
+
+    Returns:
+        `[batch, heads, queries, value_head_dim]` in the dtype of the query, zeros for queries that see no token.
+    """
+    batch, _, queries, _ = query.shape
+    if not query.numel() or not segments.tokens:
+        return query.new_zeros((*query.shape[:3], segments.head_dims[1]))
+    on_accelerator = are_of_accelerators(query)
+    if mask is not None:
+        # Nothing is copied for each head if the mask is the same for all.
+        mask = fused.unexpanded(mask)
+        mask = mask.expand(batch, -1, queries, -1) if segments.shares_rows else mask
+    found: list[tuple[Tensor, Tensor]] = []
+    for part in _parts(segments, on_accelerator):
+        of_part = None if mask is None else part.grouped(mask[..., part.columns])
+        for out, logsumexp in _attended(part.grouped(query), part.segments, of_part, scale, on_accelerator):
+            found.append((part.ungrouped(out), part.ungrouped(logsumexp)))
+            if len(found) == PARTS_AT_ONCE:
+                found = [fused.merged(found, torch.float32, wants_logsumexp=True)]
+    may_hide = on_accelerator and (mask is not None or segments.holds_gathered)
+    out, logsumexp = fused.merged(found, query.dtype, wants_logsumexp=may_hide)
+    if may_hide:
+        out = out.masked_fill_((logsumexp <= fused.lowest_score(query.dtype) * 0.9)[..., None], 0)
+    return out.flatten(1, 2).to(query.dtype)
+
+
+def _attended(
+    query: Tensor, segments: KVSegments, mask: Tensor | None, scale: float, on_accelerator: bool
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Attention to each slab of segments without rows, as `fused.attend_dense` returns it."""
+    batch, heads, queries, head_dim = query.shape
+    kv_heads = segments.kv_heads
+    mask_rows = 0 if mask is None else mask.shape[:3].numel()
+    has_mask = mask is not None or segments.holds_gathered
+    if on_accelerator and fused.takes(query, segments.head_dims, has_mask):
+        if query.stride(3) != 1 or any(stride % fused.ALIGNED_NUMBERS for stride in query.stride()[:3]):
+            query = query.contiguous()
+        of_slabs = _Queries(query)
+        for slab in slabs_on_accelerator(segments, query.dtype, mask_rows):
+            own, offsets = of_slabs.of(slab)
+            out, logsumexp = fused.attend_dense(
+                own, slab.states("keys"), slab.states("values"), slab.mask_of(mask, heads), scale
+            )
+            if offsets is not None:
+                logsumexp = logsumexp + (offsets[..., 0] * scale).view(logsumexp.shape)
+            yield out, logsumexp
+        return
+    rows = heads // kv_heads * queries
+    if on_accelerator:
+        most_tokens = max(SCORES_AT_ONCE // (batch * kv_heads * rows), CPU_MINIMUM_BLOCK_TOKENS)
+        some = slabs_on_accelerator(segments, torch.float32, mask_rows, most_tokens)
+    else:
+        some = slabs_on_cpu(segments, rows)
+    scaled = _Queries(query.reshape(batch, kv_heads, rows, head_dim).float() * scale)
+    out, logsumexp = attend_by_products(some, rows, lambda slab: masked(scaled.scores(slab), slab, mask, queries))
+    yield torch.unflatten(out, 2, (-1, queries)), torch.unflatten(logsumexp, 2, (-1, queries))
+
+
+def attend_by_products(
+    slabs: Iterable[SomeSlab], rows: int, scores_of: Callable[[SomeSlab], Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Attention to slabs by an online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867), in float32.
+
+    Args:
+        slabs: the tokens, at least one.
+        rows: rows of queries of each KV head.
+        scores_of: the scores of a slab, `[batch, kv_heads, rows, tokens]`, `-inf` for hidden tokens.
+
+    Returns:
+        The attended values `[batch, kv_heads, rows, value_head_dim]`, zeros for rows that see no token, and the
+        log-sum-exp of the scores, `[batch, kv_heads, rows]`, which is the lowest number for these.
+    """
+    lowest = torch.finfo(torch.float32).min
+    highest: Any = None
+    total: Any = None
+    sums: Any = None
+    for some in _rounds(slabs, rows):
+        found = [scores_of(slab) for slab in some]
+        scores = found[0] if len(found) == 1 else torch.cat(found, -1)
+        # A row that sees no token has a finite number as its highest score, as -inf - -inf is not a number.
+        raised = scores.amax(-1, keepdim=True).clamp(min=lowest)
+        raised = raised if highest is None else torch.maximum(highest, raised)
+        weights = torch.exp(scores - raised)
+        added = weights.sum(-1, keepdim=True)
+        if highest is not None:
+            shrink = torch.exp(highest - raised)
+            total, sums = total * shrink, sums * shrink
+        highest, total = raised, added if total is None else total + added
+        for slab, part in zip(some, torch.split(weights, [slab.segment.tokens for slab in some], -1), strict=True):
+            sums = slab.combine(part) if sums is None else sums + slab.combine(part)
+    return torch.where(total == 0, 0.0, sums / total), (highest + total.log().clamp(min=0)).squeeze(-1)
+
+
+def _rounds(slabs: Iterable[SomeSlab], rows: int) -> Iterator[list[SomeSlab]]:
+    """Slabs in rounds of so many scores that the fixed cost of a softmax does not dominate."""
+    some: list[SomeSlab] = []
+    for slab in slabs:
+        if some and rows * sum(other.segment.tokens for other in (*some, slab)) > CPU_SCORES_AT_ONCE:
+            yield some
+            some = []
+        some.append(slab)
+    if some:
+        yield some
+
+
+def masked(scores: Tensor, slab: Slab, mask: Tensor | None, queries: int) -> Tensor:
+    """Scores of a slab, `[batch, kv_heads, rows, tokens]`, with what the mask of all tokens says."""
+    kv_heads, rows = scores.shape[1:3]
+    part = slab.mask_of(mask, kv_heads * rows // queries)
+    if part is None:
+        return scores
+    by_query = torch.unflatten(scores, 2, (-1, queries))
+    part = torch.unflatten(part, 1, (kv_heads, -1)) if part.shape[1] > 1 else part.unsqueeze(1)
+    if part.dtype == torch.bool:
+        return by_query.masked_fill(~part, -torch.inf).flatten(2, 3)
+    return (by_query + part.to(scores.dtype)).flatten(2, 3)
+
+
+def scores(query: Tensor, segments: KVSegments) -> Tensor:
+    """Products of queries `[batch, heads, queries, head_dim]` and all keys, `[batch, heads, queries, tokens]`.
+
+    They are `-inf` where a column of a gathered segment stands for no token.
+    """
+    on_accelerator = are_of_accelerators(query)
+    exact = query if on_accelerator else query.float()
+    batch, heads, queries, head_dim = query.shape
+    kv_heads, tokens = segments.kv_heads, segments.tokens
+    # Padding is written as -inf, to the column behind its segment: that of a later slab, or the last one.
+    products = exact.new_full((batch, kv_heads, heads // kv_heads * queries, tokens + 1), -torch.inf)
+    for part in _parts(segments, on_accelerator):
+        grouped = part.grouped(exact)
+        own = _Queries(grouped.reshape(grouped.shape[0], kv_heads, -1, head_dim))
+        for slab in _slabs_of_product(part.segments, grouped, on_accelerator):
+            found = part.ungrouped(torch.unflatten(own.scores(slab), 2, (-1, grouped.shape[2]))).flatten(2, 3)
+            position = part.columns.start + slab.position
+            if slab.gathered is None:
+                products[..., position : position + found.shape[3]] = found
+            else:
+                found = found.masked_fill(slab.gathered.is_padding, -torch.inf)
+                slab.gathered.write(found, products.narrow(3, position, slab.gathered.width + 1))
+    return products[..., :-1].to(query.dtype).reshape(batch, heads, queries, tokens)
+
+
+def combine(weights: Tensor, segments: KVSegments) -> Tensor:
+    """Sums of the values, weighted by `[batch, heads, queries, tokens]`: `[batch, heads, queries, value_head_dim]`.
+
+    Weights of columns that stand for no token do not count. Sums of slabs are added in float32.
+    """
+    on_accelerator = are_of_accelerators(weights)
+    exact = weights if on_accelerator else weights.float()
+    sums: Tensor | float = 0.0
+    for part in _parts(segments, on_accelerator):
+        grouped = part.grouped(exact[..., part.columns])
+        by_kv_head = grouped.reshape(grouped.shape[0], segments.kv_heads, -1, grouped.shape[3])
+        for slab in _slabs_of_product(part.segments, grouped, on_accelerator):
+            own = slab.columns_of(by_kv_head)
+            if slab.gathered is not None:
+                own = own.masked_fill(slab.gathered.is_padding, 0.0)
+            found = torch.unflatten(slab.combine(own), 2, (-1, grouped.shape[2]))
+            sums = sums + part.ungrouped(found).float()
+    if isinstance(sums, float):
+        return weights.new_zeros((*weights.shape[:3], segments.head_dims[1]))
+    return sums.flatten(1, 2).to(weights.dtype)
+
+
+def _slabs_of_product(segments: KVSegments, rows: Tensor, on_accelerator: bool) -> Iterator[Slab]:
+    """The slabs that queries, or weights, `[batch, heads, rows, any]` are multiplied with."""
+    if on_accelerator:
+        return slabs_on_accelerator(segments, rows.dtype)
+    return slabs_on_cpu(segments, rows.shape[1] // segments.kv_heads * rows.shape[2])

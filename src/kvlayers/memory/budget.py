@@ -1,0 +1,341 @@
+"""Bytes that a cache stays within: it is exact for as long as it can be, and then rounded from its oldest tokens on."""
+
+import bisect
+import functools
+import logging
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvlayers.core.buffer import StateForm, form_of, nbytes_of
+from kvlayers.core.dense_store import GROWTH_DIVISOR, MINIMUM_GROWTH
+from kvlayers.core.description import Fact, Facts
+from kvlayers.core.layer_operations import LayerOperations
+from kvlayers.core.token_store import TokenStore
+from kvlayers.errors import CapacityError, OptionError, StateMismatchError
+from kvlayers.memory.steps import BITS, LADDER, exchange_store, holders, narrowed, place_elsewhere, set_rows_apart
+from kvlayers.quantized.checks import checked_quantizers
+from kvlayers.quantized.packed_blocks import GROWTH_DIVISOR as BLOCKS_GROWTH_DIVISOR
+from kvlayers.quantized.packed_blocks import SIDES, block_nbytes
+from kvlayers.quantized.quantization import Quantization, block_tokens, blocks_beyond
+from kvlayers.quantized.quantized_store import QuantizedStore
+from kvlayers.utils.units import amount_of_bytes, exact_bytes, readable_bytes, share_of
+
+logger = logging.getLogger(__name__)
+
+OF_FREE = "of free"
+"""What stands behind a share of the free memory."""
+
+AHEAD_DIVISOR = 32
+"""Room is made for a part of the tokens more than come now, so that a residual is moved once for many steps."""
+
+
+@dataclass
+class Budget:
+    """The bytes that a cache may take, and the steps by which it stays within them.
+
+    Args:
+        max_bytes: bytes, or a share: of full precision at `length_hint` tokens, or of the memory that is free.
+        ladder: steps that may be taken, in their order.
+        is_of_free: whether a share is one of free memory.
+        length_hint: the tokens at which a share is one of full precision.
+
+    Attributes:
+        most_kept: the most tokens that may stay exact: none beyond the residual once the cache has given way by hand.
+        note: what `explain` says of it.
+    """
+
+    max_bytes: int | Fraction
+    ladder: tuple[str, ...] = LADDER
+    is_of_free: bool = False
+    length_hint: int | None = None
+    most_kept: int = sys.maxsize
+    note: str = ""
+    _planned: tuple[int, ...] = (-1, 0, 0, 0)
+    """For how many tokens there is room, and of how many sequences and layers, and bytes of a token."""
+    _newest: tuple[int, int] = (-1, 0)
+    """Tokens of the layer that came last, and its index. A cache that went back may be exact again."""
+    _said: tuple[int, ...] = ()
+    """Bits that the log has named."""
+
+    @classmethod
+    def of(cls, max_bytes: object, ladder: object, length_hint: int | None = None) -> "Budget":
+        """What the options `max_bytes` and `ladder` of a cache say.
+
+        Raises:
+            OptionError: `max_bytes` is no number of bytes and no share, or a share of what is not known; `ladder` is
+                not a sequence of steps in their order, or is given without `max_bytes`.
+        """
+        if max_bytes is None:
+            raise OptionError(f"`max_bytes` must be given with `ladder`, got ladder={ladder!r} alone: pass both.")
+        steps: Any = LADDER if ladder is None else ladder
+        if isinstance(steps, str) or not isinstance(steps, Sequence) or [s for s in LADDER if s in steps] != [*steps]:
+            raise OptionError(
+                f"`ladder` must be steps of {LADDER} in this order, got {ladder!r}: pass those that may be taken."
+            )
+        text = max_bytes.rstrip() if isinstance(max_bytes, str) else ""
+        is_of_free, share = text.endswith(OF_FREE), share_of(text.removesuffix(OF_FREE))
+        amount: Any = amount_of_bytes(max_bytes, "max_bytes") if share is None else share  # type: ignore[arg-type]
+        if share is not None and not is_of_free and length_hint is None:
+            raise OptionError(
+                f"`length_hint` must be given with `max_bytes={max_bytes!r}`, which is a share of the bytes of so many "
+                "tokens in full precision: pass both, or '50% of free' for a share of the memory that is free."
+            )
+        if isinstance(amount, bool) or not isinstance(amount, int | Fraction) or amount <= 0:
+            raise OptionError(
+                f"`max_bytes` must be a number of bytes, such as '2GiB', or a share, such as '50%', got {max_bytes!r}: "
+                "pass one, or leave it out for as much as it takes."
+            )
+        return cls(amount, tuple(steps), is_of_free, length_hint)
+
+    @property
+    def bits(self) -> list[int]:
+        """Bits of the steps that round."""
+        return [BITS[step] for step in self.ladder if step in BITS]
+
+    def first_bits(self, backend: str, *given: object) -> int | None:
+        """Bits of the first codes of a backend, `None` if no step rounds.
+
+        Raises:
+            OptionError: bits are given as well, or the backend lacks those of a step.
+        """
+        if any(bits is not None for bits in given):
+            raise OptionError(
+                f"`nbits` must be left out with `max_bytes`, as the steps {self.ladder} say the bits, got both: leave "
+                "out one of them."
+            )
+        checked = [Quantization(backend, nbits=bits).keys.nbits for bits in self.bits]
+        return checked[0] if checked else None
+
+    def facts(self) -> dict[str, Fact]:
+        """The budget as plain facts. A share that is not settled yet belongs to this machine, and is none of them."""
+        is_settled = isinstance(self.max_bytes, int)
+        return {"max_bytes": int(self.max_bytes), "ladder": " ".join(self.ladder)} if is_settled else {}
+
+    @classmethod
+    def from_facts(cls, facts: Facts) -> "Budget":
+        """The budget with these facts. Raises as `of`."""
+        return cls.of(facts["max_bytes"], str(facts["ladder"]).split())
+
+    def make_room(
+        self, cache: Any, layers: Sequence[LayerOperations], layer_idx: int, keys: Tensor, values: Tensor
+    ) -> None:
+        """Give way before a forward pass takes in tokens, if they would not fit.
+
+        Args:
+            cache: the cache.
+            layers: its layers, and those that are made for the pass.
+            layer_idx: index of the layer that comes next, which is usually the first one.
+            keys: its new keys, `[batch, kv_heads, new, head_dim]`.
+            values: its new values.
+
+        Raises:
+            CapacityError: they do not fit after all steps; nothing is changed.
+        """
+        length, forms = layers[layer_idx].length or 0, (form_of(keys), form_of(values))
+        tokens, width = length + keys.shape[2], _token_bytes(forms)
+        newest, self._newest = self._newest, (length, layer_idx)
+        last, *others = self._planned
+        if newest < self._newest and tokens <= last and others == [keys.shape[0], len(layers), width]:
+            return
+        # A cache without a config may make further layers in this pass.
+        is_whole = cache.layer_class_to_replicate is None or others[1] == len(layers)
+        set_rows_apart(cache)
+        # Layers that are empty are taken to have the forms that come now.
+        held = [
+            _Held(row, row.forms or forms, keys.shape[2] if index >= layer_idx else 0)
+            for index, layer in enumerate(layers)
+            for row in holders(layer)
+        ]
+        if isinstance(self.max_bytes, Fraction):
+            whole = sum(each.exact(self.length_hint or 0) for each in held)
+            self.max_bytes = int(self.max_bytes * (free_memory(keys.device) if self.is_of_free else whole))
+        fixed = sum(layer.nbytes for layer in layers if not holders(layer))
+        last = tokens + self._fitted(cache, held, self.max_bytes - fixed, tokens, is_whole)
+        self._planned = last, keys.shape[0], len(layers), width
+
+    def _fitted(self, cache: Any, held: "list[_Held]", nbytes: int, tokens: int, is_whole: bool) -> int:
+        """Give way so that all tokens fit in `nbytes` bytes. Returns how many more fit then.
+
+        Raises:
+            CapacityError: as `make_room`.
+        """
+        most = _most_exact(held, nbytes) if is_whole else min(_most_exact(held, nbytes), 0)
+        if most >= 0 and not any(each.layer.exact_from for each in held) and self.most_kept:
+            for each in held:
+                each.stay_exact(most, self.length_hint)
+            self.note = "all tokens are exact"
+            return most
+        for more in (max(tokens // AHEAD_DIVISOR, *(each.size for each in held), 1), 0):
+            kept, bits = self._rounded(held, nbytes, more)
+            if bits:
+                for each, own in zip(held, bits, strict=True):
+                    each.give_way(own, kept, self.length_hint)
+                self._say(min(each.layer.store.kept for each in held if each.size), bits)
+                return more
+        if cache.offloading or ("offloaded" in self.ladder and place_elsewhere(cache)):
+            self.note = "states are on the host"
+            return sys.maxsize
+        least = sum(each.rounded(0, 0, min(self.bits)) if self.bits else each.exact(each.tokens) for each in held)
+        raise CapacityError(
+            f"`max_bytes` must be at least {exact_bytes(least + int(self.max_bytes) - nbytes)} for {tokens} tokens by "
+            f"the steps {', '.join(self.ladder) or '(none)'}, got {exact_bytes(int(self.max_bytes))}: allow more "
+            "bytes, or further steps, or pass fewer tokens or sequences."
+        )
+
+    def _rounded(self, held: "list[_Held]", nbytes: int, more: int) -> tuple[int, list[int]]:
+        """How many tokens stay exact, and the bits of each layer, so that `more` tokens fit; no bits if they do not."""
+
+        def fits(kept: int, bits: Sequence[int]) -> bool:
+            return sum(each.rounded(more, kept, own) for each, own in zip(held, bits, strict=True)) <= nbytes
+
+        bits = [min(self.bits[0], each.bits or self.bits[0]) for each in held] if self.bits else []
+        size = max((each.size for each in held), default=0)
+        if not (bits and size):
+            return 0, []
+        most = min(max(each.tokens for each in held) + more, self.most_kept) // size
+        blocks = bisect.bisect_right(range(most + 1), 0, key=lambda own: not fits(own * size, bits))
+        if blocks:
+            return (blocks - 1) * size, bits
+        for fewer in self.bits[1:]:
+            for index in range(len(bits)):
+                bits[index] = min(bits[index], fewer)
+                if fits(0, bits):
+                    return 0, bits
+        return 0, []
+
+    def _say(self, kept: int, bits: Sequence[int]) -> None:
+        rounded = [f"{bits.count(own)} of {len(bits)} layers in {own} bits" for own in sorted(set(bits), reverse=True)]
+        self.note = f"all but the newest {kept} tokens of {', '.join(rounded)}"
+        if min(bits) not in self._said:
+            self._said = (*self._said, min(bits))
+            logger.warning("within max_bytes=%s: %s.", readable_bytes(int(self.max_bytes)), self.note)
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that tensors on a device can still take: free memory, and memory that torch has reserved and not used.
+
+    Raises:
+        OptionError: torch does not report the free memory of such a device.
+    """
+    if device.type == "cpu":
+        # Late, as nothing else needs it.
+        import psutil
+
+        return int(psutil.virtual_memory().available)
+    if device.type in ("cuda", "xpu"):
+        memory: Any = torch.get_device_module(device)
+        free, _ = memory.mem_get_info(device)
+        return int(free + memory.memory_reserved(device) - memory.memory_allocated(device))
+    if device.type == "mps":
+        return int(torch.mps.recommended_max_memory() - torch.mps.current_allocated_memory())
+    raise OptionError(
+        f"`device` must be one whose free memory torch reports (cpu, cuda, xpu, mps), got {device}: pass `memory`, "
+        "or `max_bytes`, in bytes, or name a cache."
+    )
+
+
+def _token_bytes(forms: Sequence[StateForm]) -> int:
+    return sum(nbytes_of(form, 1) for form in forms)
+
+
+class _Held:
+    """The tokens of one layer, or of one row of it, and the bytes that they would take.
+
+    Args:
+        layer: the layer.
+        forms: forms of its keys and values.
+        new: tokens that it is about to take in.
+
+    Attributes:
+        tokens: tokens that it has with the new ones.
+        window: the most tokens that it ever holds.
+        bits: bits of a code if it packs tokens, `None` if it does not yet.
+        size: tokens of a block, 0 if its states cannot be coded.
+    """
+
+    def __init__(self, layer: Any, forms: Sequence[StateForm], new: int) -> None:
+        self.layer, self._forms = layer, forms
+        self.window = layer.unwrapped.room if layer.is_sliding else sys.maxsize
+        self.tokens, self.token_bytes = layer.held_tokens + new, _token_bytes(forms)
+        store = layer.store
+        # Beams and forks hold once what they have in common, until it is rounded.
+        self._in_common: int = max(layer.held_tokens * self.token_bytes - store.nbytes, 0)
+        is_packed = isinstance(store, QuantizedStore)
+        self._quantization: Quantization | None = store.quantization if is_packed else None
+        self.bits = max(store.bits) if is_packed else None
+        self._blocks = len(store.parts.blocks or ()) if is_packed else 0
+        try:
+            self.size = block_tokens(checked_quantizers(self._rounding(max(BITS.values())), *forms))
+        except (OptionError, StateMismatchError):
+            self.size = 0
+
+    def _rounding(self, nbits: int) -> Quantization:
+        if self._quantization is not None:
+            return self._quantization.narrowed(nbits)
+        return Quantization(nbits=nbits, sink_tokens=0) if self.layer.is_sliding else Quantization(nbits=nbits)
+
+    def exact(self, tokens: int) -> int:
+        """Bytes of so many tokens in full precision."""
+        return min(tokens, self.window) * self.token_bytes - self._in_common
+
+    def rounded(self, more: int, kept: int, nbits: int) -> int:
+        """Bytes of `more` tokens than with the new ones, of which the newest `kept` stay exact at least."""
+        tokens = min(self.tokens + more, self.window)
+        if not self.size:
+            return self.exact(tokens)
+        quantization = self._rounding(nbits)
+        room = max(kept, quantization.residual_length) + self.size
+        sinks = min(quantization.sink_tokens, tokens)
+        blocks = max(blocks_beyond(tokens - sinks, room, self.size), self._blocks)
+        # The residual has been full before its oldest block was packed.
+        grown = min(tokens + max(tokens // GROWTH_DIVISOR, MINIMUM_GROWTH), sinks + room)
+        exact = sinks + max(room, tokens - sinks - blocks * self.size) if blocks else grown
+        spare = blocks + blocks // BLOCKS_GROWTH_DIVISOR
+        return self._in_common + self.exact(exact) + spare * _block_bytes(quantization, tuple(self._forms), self.size)
+
+    def stay_exact(self, more: int, length_hint: int | None) -> None:
+        """Grow no further than for `more` tokens, in full precision."""
+        store, most = self.layer.store, min(self.tokens + more, self.window)
+        if self.bits is not None:
+            # What a residual holds beside the sinks before it packs.
+            kept = most - store.quantization.sink_tokens - max(self.size, 1)
+            self.give_way(self.bits, kept, store.length_hint)
+        elif not self.layer.is_sliding:
+            store.length_hint = most if length_hint is None else min(most, length_hint)
+
+    def give_way(self, nbits: int, kept: int, length_hint: int | None) -> None:
+        """Hold all but the newest `kept` tokens in `nbits` bits at most, now and as further tokens come."""
+        hint = self.window if self.layer.is_sliding else length_hint
+        make = functools.partial(_within, nbits=nbits, kept=kept, hint=hint, window=self.layer.is_sliding)
+        exchange_store(self.layer, make)
+
+
+def _most_exact(held: Sequence[_Held], nbytes: int) -> int:
+    """How many more tokens would fit in full precision, -1 if not even the new ones; many if windows alone are held."""
+    growing = sum(each.token_bytes for each in held if each.window == sys.maxsize)
+    most = max(nbytes, 0) // growing if growing else 1 << 40
+    return (
+        bisect.bisect_right(range(most + 1), nbytes, key=lambda more: sum(e.exact(e.tokens + more) for e in held)) - 1
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def _block_bytes(quantization: Quantization, forms: tuple[StateForm, StateForm], size: int) -> int:
+    quantizers = checked_quantizers(quantization, *forms)
+    return sum(block_nbytes(quantizers[side].format, side, form, size) for side, form in zip(SIDES, forms, strict=True))
+
+
+def _within(store: TokenStore, nbits: int, kept: int, hint: int | None, window: bool) -> TokenStore:
+    packed = narrowed(store, nbits, window)
+    if packed is None:
+        return store
+    # Not the number of tokens that would have fitted in full precision.
+    packed.length_hint = hint
+    packed.keep(max(kept, packed.quantization.residual_length))
+    return packed

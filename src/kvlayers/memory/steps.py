@@ -1,0 +1,272 @@
+"""Steps by which a cache takes less memory in place: tokens in fewer bits, then states on the host or on disk."""
+
+import functools
+import logging
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from kvlayers.core.buffer import TokenBuffer
+from kvlayers.core.dense_store import may_share
+from kvlayers.core.layer_operations import LayerOperations, rows_of
+from kvlayers.core.token_layer import TokenLayer
+from kvlayers.core.token_store import TokenStore
+from kvlayers.errors import CapacityError, OptionError, StateMismatchError, UnsupportedLayerError
+from kvlayers.offload.buffers import HostBuffer, StagedBuffer
+from kvlayers.offload.offloaded_layer import OffloadedLayer
+from kvlayers.offload.offloading import Offloading
+from kvlayers.quantized.quantization import DEFAULT_SINK_TOKENS, Quantization
+from kvlayers.quantized.quantized_store import QuantizedStore
+from kvlayers.utils import late
+
+logger = logging.getLogger(__name__)
+
+BITS = {"int8": 8, "int4": 4}
+"""Bits that tokens are rounded to by each step that rounds them."""
+
+LADDER = ("int8", "int4", "offloaded")
+"""The steps of a cache that was not told which it may take, in order."""
+
+
+def give_way(cache: Any, ladder: Sequence[str] | None = None) -> str | None:
+    """See `Cache.give_way`."""
+    for step in LADDER if ladder is None else ladder:
+        taken = [_takes(part, step) for part in cache.parts()]
+        if any(taken):
+            return step
+    return None
+
+
+def _takes(part: Any, step: str) -> bool:
+    """Whether a cache could take a step, which it then has."""
+    if part.budget is not None:
+        if step not in part.budget.ladder:
+            return False
+        # There was no memory for as many as its bytes allow.
+        part.budget.most_kept = 0
+    return _round(part, BITS[step])[0] if step in BITS else place_elsewhere(part)
+
+
+def place_elsewhere(part: Any) -> bool:
+    """Hold the states of a cache on the host, if that frees memory of a device. Returns whether it does."""
+    devices = {layer.device for layer in part.adapted_layers() if layer.attends}
+    prefetcher = Offloading().prefetcher()
+    # Elsewhere, states would take memory of the device that computes all the same.
+    if part.offloading or not any(map(prefetcher.offloads, devices)):
+        return False
+    try:
+        _place(part, Offloading())
+    except UnsupportedLayerError:
+        return False
+    return True
+
+
+# Fewer bits
+
+
+def pack(cache: Any, nbits: int = 4) -> None:
+    """See `Cache.pack`."""
+    Quantization(nbits=nbits)
+    found = [_round(part, nbits) for part in cache.parts()]
+    stay = [kind for _, kinds in found for kind in kinds]
+    if stay and not any(changed for changed, _ in found):
+        raise UnsupportedLayerError(
+            f"`cache` must have layers whose tokens can be rounded, got {', '.join(stay)}: make the cache with "
+            "cache_implementation='int4', or use a DynamicCache."
+        )
+
+
+def _round(part: Any, nbits: int) -> tuple[bool, list[str]]:
+    """Hold the tokens of each layer in `nbits` bits at most, all but the residual.
+
+    Returns:
+        Whether any layer has changed, and the kinds of the layers that stay as they are because they must.
+    """
+    set_rows_apart(part)
+    changed, stay = False, dict[str, None]()
+    for layer in part.adapted_layers():
+        for holder in holders(layer):
+            before = settings_of(holder.store)
+            exchange_store(holder, functools.partial(rounded, nbits=nbits, window=holder.is_sliding))
+            changed |= settings_of(holder.store) != before
+            if not isinstance(holder.store, QuantizedStore) or max(holder.store.bits or (0,)) > nbits:
+                stay[type(holder.unwrapped).__name__] = None
+        if layer.attends and not holders(layer):
+            stay[type(layer.parts[0].unwrapped.original).__name__] = None
+    make_layer = part.layer_class_to_replicate
+    if make_layer is not None:
+        part.layer_class_to_replicate = functools.partial(_rounded_layer, make_layer, nbits)
+        changed |= not part.layers
+    if stay:
+        logger.warning(
+            "layers of these kinds stay as they are, as their tokens cannot be rounded: %s.", ", ".join(stay)
+        )
+    return changed, list(stay)
+
+
+def settings_of(store: TokenStore) -> tuple[Any, ...]:
+    """What tells whether the tokens of a store are rounded, and how."""
+    return (store.quantization, store.kept) if isinstance(store, QuantizedStore) else ()
+
+
+def holders(layer: LayerOperations) -> list[Any]:
+    """The layers of tokens of each row, if they keep nothing beside their stores that depends on how these hold them,
+    and the stores may be exchanged."""
+    rows: list[Any] = [row for row in layer.parts[0].separate_rows if isinstance(row.unwrapped, TokenLayer)]
+    return [
+        row
+        for row in rows
+        if not row.unwrapped.beside and (isinstance(row.store, QuantizedStore) or may_share(row.store))
+    ]
+
+
+def exchange_store(holder: Any, make: Callable[[TokenStore], TokenStore]) -> None:
+    """Hold the tokens of a layer in the store that `make` returns for the present one, on the device that computes."""
+    if isinstance(holder, OffloadedLayer):
+        holder.exchange_store(make)
+    else:
+        holder.store = make(holder.store)
+
+
+def rounded(store: TokenStore, nbits: int, window: bool = False) -> TokenStore:
+    """A store of the same tokens, all but the residual in `nbits` bits at most; the same store if that is impossible.
+
+    Args:
+        store: how they are held now, which is not used any more.
+        nbits: bits of a number.
+        window: whether oldest tokens go, so that none can stay as a sink.
+    """
+    packed = narrowed(store, nbits, window)
+    if packed is None:
+        return store
+    packed.keep(packed.quantization.residual_length)
+    return packed
+
+
+def narrowed(store: TokenStore, nbits: int, window: bool) -> QuantizedStore | None:
+    """A store that packs the same tokens to `nbits` bits at most, as `rounded`; `None` if that is impossible."""
+    try:
+        packed = _packable(store, nbits, window)
+        if packed is not None and max(packed.bits or (0,)) > nbits:
+            _repack(packed, packed.quantization.narrowed(nbits))
+    except (OptionError, StateMismatchError):
+        # Of a backend without such bits, or a dtype that cannot be coded.
+        return None
+    return packed
+
+
+def _packable(store: TokenStore, nbits: int, window: bool) -> QuantizedStore | None:
+    if isinstance(store, QuantizedStore):
+        return store
+    # What autograd follows must not be rounded.
+    if store.is_pending or not may_share(store) or any(states.requires_grad for states in store.held_tensors()):
+        return None
+    # In a window no token could stay as a sink.
+    return QuantizedStore.over(store, Quantization(nbits=nbits, sink_tokens=0 if window else DEFAULT_SINK_TOKENS))
+
+
+def _repack(store: QuantizedStore, quantization: Quantization) -> None:
+    blocks = QuantizedStore(quantization)
+    if store.key_form is not None and store.value_form is not None:
+        blocks.reserve_form(store.key_form, store.value_form)
+        if blocks.block_tokens != store.block_tokens:
+            raise OptionError(
+                f"`quantization` must have blocks of {store.block_tokens} tokens, as those that are packed, got "
+                f"{blocks.block_tokens}: use groups of the same size."
+            )
+    store.repack(quantization)
+
+
+def _rounded_layer(make_layer: Callable[[], Any], nbits: int) -> Any:
+    layer = make_layer()
+    for holder in holders(layer):
+        exchange_store(holder, functools.partial(rounded, nbits=nbits))
+    return layer
+
+
+def set_rows_apart(part: Any) -> None:
+    """Let each row be a layer of its own, where rows stand side by side in one tensor."""
+    for index, layer in enumerate(part.adapted_layers()):
+        attention = layer.parts[0]
+        if attention.attends and attention.counts_rows and attention.separate_rows[0] is attention:
+            rows = late.function("separate rows")(rows_of([attention]))
+            part.layers[index] = layer.with_attention(rows).original
+
+
+# Another place
+
+
+def offload(
+    cache: Any, device: str = "cpu", directory: str | os.PathLike[str] | None = None, only_non_sliding: bool = True
+) -> None:
+    """See `Cache.offload`."""
+    placement = Offloading(only_non_sliding, device, directory)
+    for part in cache.parts():
+        if part.offloading and part.offloading_options() != placement.options():
+            raise OptionError(
+                f"`cache` must hold its states on their device, got one that is offloaded to "
+                f"{part.offloading_options()['offload_device']!r}: call onload() first."
+            )
+    for part in cache.parts():
+        if not part.offloading:
+            _place(part, placement)
+
+
+def onload(cache: Any) -> None:
+    """See `Cache.onload`."""
+    for part in cache.parts():
+        if part.offloading:
+            layers = [_onloaded(layer) for layer in part.adapted_layers()]
+            part._place([layer.original for layer in layers], None)
+
+
+def _place(part: Any, placement: Offloading) -> None:
+    """Hold the states of a cache elsewhere. If there is no memory for them, nothing has changed.
+
+    Raises:
+        CapacityError: there is no memory for them.
+        UnsupportedLayerError: a layer cannot be offloaded.
+    """
+    set_rows_apart(part)
+    part._place(part.layers, placement)
+    try:
+        for layer in part.adapted_layers():
+            for row in _offloaded(layer):
+                row.prefetcher.write_back(row)
+    except CapacityError:
+        onload(part)
+        raise
+
+
+def _offloaded(layer: LayerOperations) -> list[OffloadedLayer]:
+    return [row for row in layer.parts[0].separate_rows if isinstance(row, OffloadedLayer)]
+
+
+def _onloaded(layer: LayerOperations) -> LayerOperations:
+    if not _offloaded(layer):
+        return layer
+    rows: Sequence[Any] = layer.parts[0].separate_rows
+    here = [_on_device(row) if isinstance(row, OffloadedLayer) else row for row in rows]
+    attention = here[0] if rows[0] is layer.parts[0] else late.function("separate rows")(here)
+    return layer.with_attention(attention)
+
+
+def _on_device(layer: OffloadedLayer) -> TokenLayer:
+    """The wrapped layer, with its states on their device from now on."""
+    layer.prefetcher.synchronize(layer)
+    layer.prefetcher.discard(layer)
+    layer.wrapped.swap_buffers(_as_device_buffer)
+    return layer.wrapped
+
+
+def _as_device_buffer(buffer: TokenBuffer, start: int, end: int) -> TokenBuffer:
+    """A buffer of the same tokens in memory of the device that computes: the same one if it is there."""
+    if not isinstance(buffer, HostBuffer | StagedBuffer):
+        return buffer
+    # Zeros, since a reservation shows its free slots.
+    held = TokenBuffer.allocate(buffer.form, buffer.capacity, torch.zeros)
+    with torch.no_grad():
+        held.write(start, buffer.read(start, end - start))
+    return held

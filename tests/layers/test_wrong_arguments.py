@@ -1,0 +1,75 @@
+"""Members of a layer that are called by hand name what they were given, and change nothing."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import kvlayers
+from kvlayers.errors import KVLayersError
+from layer_kinds import KINDS
+from matrix import once
+
+NOT_NUMBERS: dict[str, Any] = {
+    "nothing": None,
+    "a text": "3",
+    "a truth": True,
+    "half": 1.5,
+    "a list": [1],
+    "no data": torch.tensor(1, device="meta"),
+    "a truth of torch": torch.tensor(True),
+}
+NUMBERS = (
+    *("truncate", "check_truncate", "nearest_restorable", "remove_newest", "check_removal"),
+    *("row", "get_mask_sizes", "crop"),
+)
+OWN_KINDS = [kind for kind in KINDS if "another package" not in kind]
+"""A layer of another package checks its own lengths."""
+NOT_INDICES: dict[str, Any] = {
+    "nothing": None,
+    "a text": "3",
+    "a number": 1,
+    "halves": torch.tensor([0.5]),
+    "beyond": torch.tensor([7]),
+    "no data": torch.zeros(1, dtype=torch.int64, device="meta"),
+    "a table": torch.zeros(1, 1, dtype=torch.int64),
+}
+
+
+def filled(kind: str) -> Any:
+    layer, _ = KINDS[kind]()
+    torch.manual_seed(0)
+    layer.update(torch.randn(2, 2, 6, 8), torch.randn(2, 2, 6, 8))
+    return layer
+
+
+def facts_and_tensors(layer: Any) -> tuple[object, dict[str, torch.Tensor]]:
+    state = layer.state()
+    return state.facts, state.tensors
+
+
+def check_unchanged(layer: Any, before: tuple[object, dict[str, torch.Tensor]]) -> None:
+    facts, tensors = facts_and_tensors(layer)
+    assert facts == before[0]
+    assert tensors.keys() == before[1].keys()
+    assert all(torch.equal(tensors[name], own) for name, own in before[1].items())
+
+
+@pytest.mark.parametrize(("kind", "number"), once(OWN_KINDS, NOT_NUMBERS))
+@pytest.mark.parametrize("member", NUMBERS)
+def test_what_is_no_number_is_named(kind: str, number: str, member: str) -> None:
+    layer = filled(kind)
+    before = facts_and_tensors(layer)
+    with pytest.raises(KVLayersError, match="must be .* got "):
+        getattr(layer, member)(NOT_NUMBERS[number])
+    check_unchanged(layer, before)
+
+
+@pytest.mark.parametrize(("kind", "indices"), once(OWN_KINDS, NOT_INDICES))
+@pytest.mark.parametrize("member", ["select", "batch_select_indices", "reorder_cache"])
+def test_what_are_no_indices_is_named(kind: str, indices: str, member: str) -> None:
+    layer = filled(kind)
+    before = facts_and_tensors(layer)
+    with pytest.raises(kvlayers.errors.BatchIndexError, match=r"must .* got "):
+        getattr(layer, member)(NOT_INDICES[indices])
+    check_unchanged(layer, before)

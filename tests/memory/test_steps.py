@@ -1,0 +1,326 @@
+"""Steps that a cache takes in place: it goes on as a cache that was so from the start, after every operation."""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import kvlayers
+from kvlayers import Cache, DynamicCache, DynamicLayer, OffloadedLayer, Quantization, QuantizedCache, SlidingLayer
+from kvlayers.errors import OptionError, StateMismatchError, UnsupportedLayerError
+from kvlayers.kernels.attention.packed_tensor import as_dense
+from kvlayers.offload import Prefetcher
+from kvlayers.offload.offloading import Offloading
+from kvlayers.stores import QuantizedStore
+from recording_transfers import RecordingTransfers
+
+HEADS, HEAD_DIM, PROMPT, WINDOW = 2, 16, 500, 300
+
+
+def states(tokens: int, batch: int = 2, seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shape = (batch, HEADS, tokens, HEAD_DIM)
+    keys, values = (torch.randn(shape, generator=generator) for _ in range(2))
+    # A mean and a large channel, so that keys are smoothed.
+    keys[..., 3] = keys[..., 3] * 8 + 20
+    return keys, values
+
+
+def filled(cache: Cache, tokens: int = PROMPT, batch: int = 2) -> Cache:
+    for index in range(len(cache.layers)):
+        cache.update(*states(tokens, batch, index), index)
+    return cache
+
+
+def dynamic() -> Cache:
+    return Cache([DynamicLayer(), SlidingLayer(WINDOW), DynamicLayer()])
+
+
+def rounded(nbits: int) -> Cache:
+    """A cache of these bits from the start."""
+    window = SlidingLayer(WINDOW, QuantizedStore(Quantization(nbits=nbits, sink_tokens=0)))
+    layers = [DynamicLayer(store=QuantizedStore(Quantization(nbits=nbits))) for _ in range(2)]
+    return Cache([layers[0], window, layers[1]])
+
+
+def check_goes_on(cache: Any, reference: Any, updates: tuple[int, ...] = (1, 1, 70, 1, 64, 1), **close: float) -> None:
+    """Both hold the same states, and return the same to further updates."""
+    for number, tokens in enumerate((0, *updates)):
+        for index in range(len(reference.layers)):
+            if tokens:
+                new = states(tokens, reference.batch_size, 100 * number + index)
+                check_same(cache.update(*new, index), reference.update(*new, index), **close)
+            check_same(cache.layers[index].peek(), reference.layers[index].peek(), **close)
+
+
+def check_same(got: Any, expected: Any, **close: float) -> None:
+    """Both are states of the same newest tokens, as far as both hold them."""
+    for side, other in zip(got, expected, strict=True):
+        length = min(side.shape[2], other.shape[2])
+        both = (as_dense(states)[:, :, -length:] for states in (side, other))
+        torch.testing.assert_close(*both, **(close or {"rtol": 0, "atol": 0}))
+
+
+def _crop(cache: Cache, length: int) -> None:
+    """Crop the layers that can go back: a full window cannot."""
+    for layer in cache.layers:
+        if not layer.is_sliding:
+            layer.truncate(length)
+
+
+OPERATIONS: dict[str, Callable[[Cache], Cache | None]] = {
+    "nothing": lambda cache: None,
+    "crop into a block": lambda cache: _crop(cache, PROMPT - 250),
+    "crop into the residual": lambda cache: _crop(cache, PROMPT - 20),
+    "reorder": lambda cache: cache.reorder_cache(torch.tensor([1, 0])),
+    "repeat": lambda cache: cache.batch_repeat_interleave(2),
+    "expand": lambda cache: cache.expand(2),
+    "select one": lambda cache: cache.batch_select_indices([1]),
+    "fork": lambda cache: cache.fork(),
+    "row": lambda cache: cache.extract(1),
+    "trim": lambda cache: cache.trim(),
+    "compact": lambda cache: cache.compact(),
+}
+
+
+@pytest.mark.parametrize("nbits", [8, 4])
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_a_packed_cache_goes_on_as_one_of_these_bits_from_the_start(operation: str, nbits: int) -> None:
+    cache, reference = filled(dynamic()), filled(rounded(nbits))
+    cache.pack(nbits)
+    change = OPERATIONS[operation]
+    cache, reference = change(cache) or cache, change(reference) or reference
+    check_goes_on(cache, reference)
+    assert cache.nbytes <= reference.nbytes
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_packing_after_an_operation_is_as_good_as_before(operation: str) -> None:
+    cache, exact = filled(dynamic()), filled(dynamic())
+    change = OPERATIONS[operation]
+    cache, exact = change(cache) or cache, change(exact) or exact
+    cache.pack(8)
+    # A fortieth of the largest state: what codes of 8 bits lose at most.
+    check_goes_on(cache, exact, rtol=0, atol=0.2)
+    for layer, full in zip(cache.layers, exact.layers, strict=True):
+        first = layer.exact_from - layer.length
+        assert first < 0
+        torch.testing.assert_close(
+            as_dense(layer.peek()[0])[:, :, first:], as_dense(full.peek()[0])[:, :, first:], rtol=0, atol=0
+        )
+
+
+def test_a_fork_keeps_what_the_other_one_rounds() -> None:
+    cache, exact = filled(dynamic()), filled(dynamic())
+    fork = cache.fork()
+    cache.pack(4)
+    check_goes_on(fork, exact)
+    assert {layer.fidelity for layer in fork.layers} == {"exact"}
+    assert {layer.fidelity for layer in cache.layers} == {"rounded"}
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_codes_of_8_bits_are_packed_again_as_what_they_stand_for(operation: str) -> None:
+    cache, before = filled(rounded(8)), filled(rounded(8))
+    change = OPERATIONS[operation]
+    cache, before = change(cache) or cache, change(before) or before
+    cache.pack(4)
+    assert all(layer.bits == (4, 4) for layer in cache.layers)
+    for layer, other in zip(cache.layers, before.layers, strict=True):
+        # Slow: a store of 4 bits, whose blocks are packed one by one from what the codes of 8 bits stand for.
+        held, reference = other.store.parts, layer.store.parts
+        again = QuantizedStore(layer.store.quantization).fork()
+        again.reserve_form(other.store.key_form, other.store.value_form)
+        for block, (keys, values) in enumerate(whole_blocks(other.store)):
+            again.parts.blocks.prepare(1)
+            again.parts.blocks.write(0, keys, values)
+            again.parts.blocks.hold(1)
+            for side in ("keys_codes", "values_codes", "keys_parameters", "values_parameters"):
+                got, expected = (parts.blocks.state()[side][:, :, block] for parts in (reference, again.parts))
+                torch.testing.assert_close(got, expected, rtol=0, atol=0)
+        assert reference.blocks.state()["block_ends"].tolist() == held.blocks.state()["block_ends"].tolist()
+        for name, vectors in held.runs.state().items():
+            torch.testing.assert_close(reference.runs.state()[name], vectors, rtol=0, atol=0)
+    check_goes_on(cache, before, rtol=0, atol=4.0)
+
+
+def whole_blocks(store: QuantizedStore) -> list[tuple[Tensor, Tensor]]:
+    """What the codes of each block stand for, cropped tokens included, smoothed as they are."""
+    found = []
+    for segment in store.parts.blocks.segments(0, store.parts.runs):
+        rows = (lambda states: states) if segment.rows is None else segment.rows.select
+        sides = [rows(segment.side(side).states(torch.float32)) for side in ("keys", "values")]
+        found += list(zip(*(torch.split(side, store.block_tokens, 2) for side in sides), strict=True))
+    return found
+
+
+def test_the_ladder_ends_with_none() -> None:
+    cache = filled(dynamic())
+    held = [cache.nbytes]
+    for step in ("int8", "int4"):
+        assert cache.give_way() == step
+        held.append(cache.nbytes)
+    assert held == sorted(held, reverse=True)
+    assert cache.give_way() is None
+    assert cache.nbytes == held[-1]
+
+
+def test_an_empty_cache_packs_what_comes() -> None:
+    for cache in (dynamic(), DynamicCache()):
+        assert cache.give_way() == "int8"
+        for index in range(3):
+            cache.update(*states(PROMPT, 2, index), index)
+        assert {layer.bits for layer in cache.layers} == {(8, 8)}
+        assert cache.give_way() == "int4"
+        assert cache.give_way() is None
+
+
+def test_a_quantized_cache_has_fewer_bits_only() -> None:
+    cache = filled(QuantizedCache(nbits=4, residual_length=64), 0)
+    for index in range(2):
+        cache.update(*states(PROMPT, 2, index), index)
+    before = cache.state()
+    cache.pack(8)
+    assert cache.state().layers[0].facts == before.layers[0].facts
+    cache.pack(2)
+    assert {layer.bits for layer in cache.layers} == {(2, 2)}
+    assert {layer.residual_length for layer in cache.layers} == {64}
+
+
+def test_rows_are_rounded_each_by_itself() -> None:
+    alone = [filled(Cache([DynamicLayer(), DynamicLayer()]), tokens, 1) for tokens in (500, 300)]
+    rows = kvlayers.merge(alone)
+    rows.pack(8)
+    for cache in alone:
+        cache.pack(8)
+    new = states(1, 2, 7)
+    for index in range(2):
+        got = rows.update(*new, index)
+        for row, cache in enumerate(alone):
+            own = cache.update(*(side[row : row + 1] for side in new), index)
+            for side, expected in zip(got, own, strict=True):
+                length = expected.shape[2]
+                torch.testing.assert_close(as_dense(side)[row : row + 1, :, -length:], as_dense(expected))
+
+
+class Moving(Offloading):
+    """Offloading as on a machine with an accelerator."""
+
+    def prefetcher(self) -> Prefetcher:
+        return Prefetcher(transfers=lambda device: RecordingTransfers())
+
+
+@pytest.fixture
+def accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Offloading, "prefetcher", Moving.prefetcher)
+
+
+@pytest.mark.parametrize("back", [False, True])
+@pytest.mark.parametrize("nbits", [None, 8])
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_states_move_there_and_back(operation: str, nbits: int | None, back: bool, accelerator: None) -> None:
+    cache, reference = (filled(dynamic() if nbits is None else rounded(nbits)) for _ in range(2))
+    cache.offload(only_non_sliding=False)
+    assert all(isinstance(layer, OffloadedLayer) and layer.memory_tier == "host" for layer in cache.layers)
+    if back:
+        check_goes_on(cache, reference, (1,))
+        cache.onload()
+        assert not any(isinstance(layer, OffloadedLayer) for layer in cache.layers)
+        assert not cache.offloading
+    change = OPERATIONS[operation]
+    cache, reference = change(cache) or cache, change(reference) or reference
+    check_goes_on(cache, reference)
+
+
+@pytest.mark.parametrize("nbits", [8, 4])
+def test_states_are_rounded_where_they_are_held(nbits: int, accelerator: None) -> None:
+    cache, reference = filled(dynamic()), filled(rounded(nbits))
+    cache.offload()
+    cache.pack(nbits)
+    assert [layer.memory_tier for layer in cache.layers] == ["host", "device", "host"]
+    check_goes_on(cache, reference)
+
+
+def test_the_host_comes_last(accelerator: None) -> None:
+    cache = filled(dynamic())
+    assert [cache.give_way() for _ in range(4)] == ["int8", "int4", "offloaded", None]
+    check_goes_on(cache, _eight_then_four())
+
+
+def _eight_then_four() -> Cache:
+    cache = filled(dynamic())
+    cache.pack(8)
+    cache.pack(4)
+    return cache
+
+
+def test_files_hold_states_of_a_machine_without_an_accelerator(tmp_path: Any) -> None:
+    cache, reference = filled(dynamic()), filled(dynamic())
+    cache.offload(device="disk", directory=tmp_path, only_non_sliding=False)
+    assert {layer.memory_tier for layer in cache.layers} == {"disk"}
+    check_goes_on(cache, reference, (1, 70))
+    cache.onload()
+    assert {layer.memory_tier for layer in cache.layers} == {"device"}
+    check_goes_on(cache, reference)
+
+
+def test_saved_and_loaded(tmp_path: Any) -> None:
+    cache, reference = filled(dynamic()), filled(rounded(8))
+    cache.pack(8)
+    kvlayers.save_cache(cache, tmp_path / "cache")
+    loaded = kvlayers.load_cache(tmp_path / "cache")
+    check_goes_on(loaded, reference)
+    reference = rounded(8)
+    reference.load_state(cache.state())
+    check_goes_on(cache, reference)
+
+
+STAY: dict[str, Callable[[], Any]] = {
+    "static": lambda: kvlayers.StaticLayer(600, max_batch_size=2),
+    "evicting": lambda: kvlayers.EvictingLayer("knorm", keep=0.5, per_head=False),
+    "recall": lambda: kvlayers.RecallLayer(kvlayers.layers.Recall(pages=4)),
+    "sink": lambda: kvlayers.SinkLayer(64, 4, None),
+}
+
+
+@pytest.mark.parametrize("kind", STAY)
+def test_layers_that_cannot_stay_as_they_are_and_are_named(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    alone = filled(Cache([STAY[kind]()]))
+    name = type(alone.layers[0]).__name__
+    with pytest.raises(UnsupportedLayerError, match=name):
+        alone.pack(8)
+    assert alone.give_way() is None
+    beside: list[Any] = [STAY[kind](), DynamicLayer()]
+    cache, exact = filled(Cache(beside)), filled(Cache([STAY[kind]()]))
+    with caplog.at_level(logging.WARNING):
+        cache.pack(8)
+    assert name in caplog.text
+    check_goes_on(Cache([beside[0]]), exact, (1,))
+    assert beside[1].bits == (8, 8)
+
+
+def test_states_that_autograd_follows_stay_exact() -> None:
+    cache = Cache([DynamicLayer()])
+    keys, values = states(300)
+    cache.update(keys.requires_grad_(), values, 0)
+    with pytest.raises(UnsupportedLayerError):
+        cache.pack(8)
+    assert cache.layers[0].keys.requires_grad
+
+
+def test_bad_input(tmp_path: Any) -> None:
+    cache = filled(dynamic())
+    with pytest.raises(OptionError, match="nbits"):
+        cache.pack(7)
+    with pytest.raises(OptionError, match="offload_device"):
+        cache.offload(device="cuda")
+    with pytest.raises(OptionError, match="offload_directory"):
+        cache.offload(device="disk")
+    cache.offload(device="disk", directory=tmp_path)
+    with pytest.raises(OptionError, match="onload"):
+        cache.offload()
+    with pytest.raises(StateMismatchError):
+        dynamic().load_state(filled(rounded(8)).state())

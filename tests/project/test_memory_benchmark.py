@@ -1,0 +1,54 @@
+"""`lab/benchmarks/memory.py` measures what it says, in a quick run."""
+
+import json
+import pathlib
+from typing import Any
+
+import pytest
+
+import kvlayers
+import versions
+
+BENCHMARKS = pathlib.Path(__file__).parents[2] / "lab" / "benchmarks"
+
+pytestmark = versions.benchmarks_of_transformers
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> Any:
+    pytest.importorskip("rich")
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import memory
+
+    return memory
+
+
+def test_what_a_budget_has_become_is_made_again(memory: Any) -> None:
+    import torch
+    import transformers as tf
+
+    config = tf.LlamaConfig(hidden_size=128, num_hidden_layers=3, num_attention_heads=2)
+    cache = kvlayers.DynamicCache(config=config, max_bytes="40%", length_hint=1000)
+    same = None
+    for each in (0, 1):
+        made = cache if each == 0 else memory.as_it_ends(cache)(config)
+        for index in range(3):
+            made.update(torch.randn(1, 2, 1000, 64), torch.randn(1, 2, 1000, 64), index)
+        same = made
+    assert same is not None
+    assert [layer.bits for layer in same.layers] == [layer.bits for layer in cache.layers]
+    assert [layer.exact_from for layer in same.layers] == [layer.exact_from for layer in cache.layers]
+    assert 0 < memory.exact_share(cache) < 1
+
+
+@pytest.mark.slow
+def test_a_quick_run_has_each_section(memory: Any, tmp_path: pathlib.Path) -> None:
+    output = tmp_path / "found.json"
+    assert memory.main(["--quick", "--output", str(output)]) == 0
+    found = json.loads(output.read_text())
+    assert found["wrong"] == []
+    results = found["results"]
+    assert {"int8", "int4", "within 70%", "within 70%, from the start"} <= set(results["loss"])
+    assert set(results["time"]) == {"exact", "int8", "int4"}
+    for name in ("within 70%", "within 50%"):
+        assert results["loss"][name]["bytes"] <= results["loss"][name]["budget"]

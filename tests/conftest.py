@@ -24,7 +24,7 @@ import transformers.processing_utils  # noqa: F401
 import kvlayers
 import versions
 from counted_graphs import counted as counted
-from kvlayers.commands import kernels
+from kvlayers.kernels.attention.cpu import kernel
 from kvlayers.kernels.codes import smoothing
 from rounds import NIGHTLY
 
@@ -92,7 +92,7 @@ def _let_go() -> Iterator[None]:
 @pytest.fixture(autouse=True, scope="session")
 def _kernels_are_there() -> None:
     """Compile, or load, what the first cache would otherwise wait for, and say in the log of a test."""
-    for library in kernels.LIBRARIES:
+    for library in kernel.LIBRARIES:
         library.get()
 
 

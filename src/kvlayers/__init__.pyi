@@ -1,7 +1,6 @@
 """The public names of kvlayers, each imported when it is first asked for, as torch takes seconds to import."""
 
 from .batching.generate_many import Generated, generate_many
-from .commands.kernels import compile_kernels
 from .core.cache import Cache
 from .core.dynamic_cache import DynamicCache
 from .core.named_caches import CacheRequest, cache_names, register, unregister
@@ -29,6 +28,7 @@ from .interop.aliases import (
     SlidingWindowCache,
 )
 from .interop.export import ExportableDecoder, register_export_support
+from .kernels.attention.cpu.kernel import compile_kernels
 from .layers import (
     CacheLayer,
     DynamicLayer,

@@ -19,7 +19,6 @@ from typer.testing import CliRunner
 
 import kvlayers
 from kvlayers.__main__ import make_app
-from kvlayers.commands import kernels
 from kvlayers.kernels.attention.cpu import kernel
 from kvlayers.kernels.attention.segment_kinds import DenseSegment
 from kvlayers.kernels.attention.segments import KVSegments
@@ -286,7 +285,7 @@ def test_a_process_that_waits_does_so_where_a_cache_is_made(
 def test_it_can_be_compiled_ahead_of_time(
     library: NativeLibrary, gate: pathlib.Path, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
 ) -> None:
-    monkeypatch.setattr(kernels, "LIBRARIES", (library,))
+    monkeypatch.setattr(kernel, "LIBRARIES", (library,))
     monkeypatch.setenv("KVLAYERS_COMPILE", "never")
     gate.touch()
     assert kvlayers.compile_kernels()["attention"].parent == tmp_path / "cache"
@@ -299,7 +298,7 @@ def test_what_hinders_the_compiler_ahead_of_time_is_an_error(
 ) -> None:
     for name, value in {"KVLAYERS_CACHE": str(tmp_path), **UNCOMPILABLE[case]}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(kernels, "LIBRARIES", (library,))
+    monkeypatch.setattr(kernel, "LIBRARIES", (library,))
     for _ in range(2):
         with pytest.raises(kvlayers.errors.KernelError, match="kernel for attention must be compiled"):
             kvlayers.compile_kernels()

@@ -49,10 +49,6 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
         "`length` must be a whole number",
     ),
     "a row without data": (lambda: held().extract(torch.tensor(0, device="meta")), "`row` must be a whole number"),
-    "rows without data": (
-        lambda: held().keep_rows(torch.zeros(1, dtype=torch.int64, device="meta")),
-        "`indices` must be a list .* on meta",
-    ),
     "rows of a sparse list": (
         lambda: held().keep_rows(torch.tensor([0]).to_sparse()),
         "`indices` must be a list",

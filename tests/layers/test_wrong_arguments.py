@@ -31,7 +31,6 @@ NOT_INDICES: dict[str, Any] = {
     "a number": 1,
     "halves": torch.tensor([0.5]),
     "beyond": torch.tensor([7]),
-    "no data": torch.zeros(1, dtype=torch.int64, device="meta"),
     "a table": torch.zeros(1, 1, dtype=torch.int64),
 }
 

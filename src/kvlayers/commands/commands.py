@@ -120,8 +120,8 @@ def compile_command() -> None:
 
     Nothing is compiled if the kernels are in the wheel, or were compiled before. Exits with 1 if the compiler fails.
     """
-    from kvlayers.commands.kernels import LIBRARIES
     from kvlayers.errors import KernelError
+    from kvlayers.kernels.attention.cpu.kernel import LIBRARIES
 
     console = Console()
     with one_line_errors("compile", errors=KernelError, code=CHECK_FAILED):

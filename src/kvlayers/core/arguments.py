@@ -41,7 +41,6 @@ def as_batch_indices(indices: BatchIndices, batch_size: int) -> Tensor:
     if (
         rows.dim() != 1
         or rows.shape[0] == 0
-        or rows.is_meta
         or rows.layout != torch.strided
         or rows.is_floating_point()
         or rows.is_complex()

@@ -77,8 +77,6 @@ class LayerwiseOperations(LayerList):
 
     It goes wherever the states go, and only `moved`, `concatenate` and `replace` make another one.
     """
-    warned_of_prompt: bool = False
-    """Whether a `PromptMismatchWarning` was given, which comes only once."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)

@@ -18,11 +18,10 @@ from torch import Tensor
 from transformers.generation.utils import GenerationMixin, GenerationMode
 from transformers.utils import ModelOutput
 
-from kvlayers.core.arguments import crop_target
 from kvlayers.core.cache import Cache
-from kvlayers.core.legacy_api import crop_argument
 from kvlayers.errors import RollbackError
 from kvlayers.generation import row_decoding
+from kvlayers.generation.call_cache import RollbackCache
 from kvlayers.generation.prefill import pass_limit, pass_tokens, without_last
 from kvlayers.upstream import cache_argument, compat, generate_calls
 from kvlayers.upstream.model_types import kept_states
@@ -32,49 +31,6 @@ ASKS_FOR_DRAFTS = ("assistant_model", "assistant_early_exit", "prompt_lookup_num
 
 MAX_REPLAYED_WITH_DRAFT = 32
 """Tokens that are passed again together with the next draft. For more tokens, a checkpoint is worth a pass."""
-
-
-class RollbackCache(Cache):
-    """Another view of a cache, with the same layers, whose `crop` may roll back further than it was asked to.
-
-    transformers' loops over drafts get it in the place of the cache.
-
-    Args:
-        cache: the cache.
-    """
-
-    def __init__(self, cache: Cache) -> None:
-        self.__dict__ = cache.__dict__
-
-    @property
-    def is_croppable(self) -> bool:
-        """Whether drafts can be rolled back, as they always can: transformers asks after the prefill."""
-        return True
-
-    def crop(self, tokens_to_remove: int | None = None, *, max_length: int | None = None) -> None:
-        """Roll back as `truncate` does, to a length that is given as for `Cache.crop`."""
-        self.truncate(crop_target(crop_argument(tokens_to_remove, max_length), self._token_count()))
-
-
-def as_draft_cache(cache: Any) -> Any:
-    """What transformers' loop over drafts gets in the place of a draft model's cache."""
-    if not isinstance(cache, Cache):
-        return cache
-    if not compat.CROPS_DRAFTS_TO_LENGTHS:
-        return RollbackCache(cache) if cache.recurrent_parts() else cache
-    draft = object.__new__(_draft_class(type(cache)))
-    draft.__dict__ = cache.__dict__
-    return draft
-
-
-@functools.cache
-def _draft_class(cache_class: type[Cache]) -> type[Cache]:
-    """A subclass whose `crop` takes a length, which may be zero, and may roll back further."""
-
-    def crop(self: Cache, length: int) -> None:
-        self.truncate(length)
-
-    return type(f"Draft{cache_class.__name__}", (cache_class,), {"crop": crop})
 
 
 class ModelView:

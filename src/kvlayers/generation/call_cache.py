@@ -11,6 +11,7 @@ on with the same addresses. Eager code takes any memory, so its caches are not k
 
 import copy
 import dataclasses
+import functools
 import gc
 import itertools
 import logging
@@ -26,15 +27,17 @@ from torch import Tensor
 from transformers import cache_utils as upstream
 from transformers.generation.utils import GenerationMode
 
+from kvlayers.core.arguments import crop_target
 from kvlayers.core.cache import Cache
 from kvlayers.core.dynamic_layer import DynamicLayer
 from kvlayers.core.forward_pass import check_is_new
 from kvlayers.core.layer_operations import LayerOperations
+from kvlayers.core.legacy_api import crop_argument
 from kvlayers.core.named_caches import CacheRequest
 from kvlayers.core.preparation import left_padding_of
 from kvlayers.core.sliding_layer import SlidingLayer
 from kvlayers.errors import CapacityError, ConfigError, OptionError, StateMismatchError
-from kvlayers.generation import assisted, cache_by_name
+from kvlayers.generation import cache_by_name
 from kvlayers.generation.current_call import CURRENT, Acquired
 from kvlayers.generation.patching import ScopedValue
 from kvlayers.interop.adapter import TransformersLayer
@@ -398,8 +401,51 @@ def for_call(
     cache_by_name.check_rope_dtype(model, cache)
     if generation_config.is_assistant:
         cache.activate_past_recording()
-        cache = assisted.as_draft_cache(cache)
+        cache = as_draft_cache(cache)
     return cache
+
+
+class RollbackCache(Cache):
+    """Another view of a cache, with the same layers, whose `crop` may roll back further than it was asked to.
+
+    transformers' loops over drafts get it in the place of the cache.
+
+    Args:
+        cache: the cache.
+    """
+
+    def __init__(self, cache: Cache) -> None:
+        self.__dict__ = cache.__dict__
+
+    @property
+    def is_croppable(self) -> bool:
+        """Whether drafts can be rolled back, as they always can: transformers asks after the prefill."""
+        return True
+
+    def crop(self, tokens_to_remove: int | None = None, *, max_length: int | None = None) -> None:
+        """Roll back as `truncate` does, to a length that is given as for `Cache.crop`."""
+        self.truncate(crop_target(crop_argument(tokens_to_remove, max_length), self._token_count()))
+
+
+def as_draft_cache(cache: Any) -> Any:
+    """What transformers' loop over drafts gets in the place of a draft model's cache."""
+    if not isinstance(cache, Cache):
+        return cache
+    if not compat.CROPS_DRAFTS_TO_LENGTHS:
+        return RollbackCache(cache) if cache.recurrent_parts() else cache
+    draft = object.__new__(_draft_class(type(cache)))
+    draft.__dict__ = cache.__dict__
+    return draft
+
+
+@functools.cache
+def _draft_class(cache_class: type[Cache]) -> type[Cache]:
+    """A subclass whose `crop` takes a length, which may be zero, and may roll back further."""
+
+    def crop(self: Cache, length: int) -> None:
+        self.truncate(length)
+
+    return type(f"Draft{cache_class.__name__}", (cache_class,), {"crop": crop})
 
 
 def _acquire(

@@ -8,6 +8,7 @@ of `generate()` has ended, those of the returned sequences. Tokens that other lo
 since that would cost something at each token. Unknown tokens are not compared.
 """
 
+import weakref
 from collections.abc import Callable
 from typing import Any, TypeGuard
 
@@ -23,6 +24,9 @@ from kvlayers.upstream.generate_calls import sequences_per_prompt
 
 STRICT_PROMPTS = ScopedValue("strict_prompts", False)
 """The option `strict_prompts` of `install()`."""
+
+_WARNED: "weakref.WeakSet[Cache]" = weakref.WeakSet()
+"""Caches of which a `PromptMismatchWarning` was given, which comes only once."""
 
 
 class PromptMismatchWarning(UserWarning):
@@ -182,6 +186,6 @@ def _compare(cache: Cache, known: Tensor, prompt: Tensor, mask: Tensor | None) -
     )
     if STRICT_PROMPTS.get():
         raise PromptMismatchError(message)
-    if not cache.warned_of_prompt:
-        cache.warned_of_prompt = True
+    if cache not in _WARNED:
+        _WARNED.add(cache)
         warn_the_caller(message, PromptMismatchWarning)

@@ -66,7 +66,7 @@ def make_room(
         steps = ", ".join(cache.steps_taken) or "none"
         raise out_of_memory(error, f"{reason} (steps taken: {steps})") from error
     warn_the_caller(
-        f"A forward pass ran out of memory ({_first_line(error)}). It is made again, and its cache has given way by "
+        f"A forward pass ran out of memory ({error!r:.200}). It is made again, and its cache has given way by "
         f"one step: {step}.",
         SteppedDownWarning,
     )
@@ -209,9 +209,3 @@ def _clear_frames(error: BaseException) -> None:
         chain.append(following)
         traceback.clear_frames(following.__traceback__)
         following = following.__cause__ or following.__context__
-
-
-def _first_line(error: BaseException) -> str:
-    """The class and the first line of an error."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0].rstrip('.')}" if lines else type(error).__name__

@@ -18,6 +18,7 @@ from kvlayers.errors import CacheFileError, OptionError, RollbackError, StateMis
 from kvlayers.persistence.fingerprint import check_model
 from kvlayers.persistence.format import TOKEN_IDS, CacheRecord, LayerRecord, layer_prefix
 from kvlayers.persistence.rebuild import (
+    SavedFile,
     cache_class_of,
     file_at_fault,
     loads_prefixes,
@@ -25,7 +26,6 @@ from kvlayers.persistence.rebuild import (
     rebuilt,
 )
 from kvlayers.persistence.safetensors_header import checked_path
-from kvlayers.persistence.saved_file import SavedFile
 from kvlayers.persistence.tensor_file import opened_file
 from kvlayers.upstream.model_types import config_of
 from kvlayers.utils.options import checked_device

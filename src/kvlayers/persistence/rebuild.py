@@ -1,18 +1,30 @@
-"""Make an empty cache from the description in a file."""
+"""A file of a cache whose description was checked, and an empty cache that is made from it."""
 
 import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+from torch import Tensor
+
 from kvlayers.core.cache import CACHE_CLASSES, Cache
 from kvlayers.core.description import DescriptionContext
 from kvlayers.core.layer_operations import LAYER_CLASSES
 from kvlayers.core.layer_registry import layer_names
-from kvlayers.core.token_store import STORE_CLASSES
+from kvlayers.core.token_store import STORE_CLASSES, KVPair
 from kvlayers.errors import CacheFileError, KVLayersError, ModelMismatchError, RegistryError
-from kvlayers.persistence.format import CacheRecord, LayerRecord, layer_prefix, rotary_name
-from kvlayers.persistence.safetensors_header import refuse, shown
-from kvlayers.persistence.saved_file import SavedFile
+from kvlayers.persistence.format import (
+    DESCRIPTION,
+    OWN_METADATA,
+    TOKEN_IDS,
+    CacheRecord,
+    LayerRecord,
+    layer_prefix,
+    read_description,
+    rotary_name,
+)
+from kvlayers.persistence.node_file import is_node
+from kvlayers.persistence.safetensors_header import parse_json, refuse, shown, typed
+from kvlayers.persistence.tensor_file import DIGESTS, TensorFile
 from kvlayers.rope.rotary import Rotary
 from kvlayers.upstream.model_layers import layer_specs
 
@@ -25,6 +37,58 @@ MAX_RESERVED_TOKENS = 2**22
 FREE_RESERVATION = 2**30
 RESERVATION_FACTOR = 64
 """A file may reserve `FREE_RESERVATION` bytes for its tokens, or `RESERVATION_FACTOR` times its size if more."""
+
+
+_METADATA = {"format", "format_version", DESCRIPTION}
+
+
+class SavedFile:
+    """An open file whose content was checked, except for the bytes of its states, which are checked when they are read.
+
+    Args:
+        file: its tensors.
+
+    Attributes:
+        path: path of the file.
+        header: its header.
+        description: what it says about its cache.
+        nbytes: bytes of the file; a reader of several files sets those of all of them.
+        metadata: texts of whoever saved it.
+        checksum: SHA-256 of the whole file.
+
+    Raises:
+        CacheFileError: it is damaged.
+    """
+
+    def __init__(self, file: TensorFile) -> None:
+        self.path, self.header, self.checksum, self._file = file.path, file.header, file.checksum, file
+        path, metadata, tensors = file.path, file.header.metadata, file.header.tensors
+        if is_node(file.header):
+            remedy = "open its directory with PrefixStore(directory=...)"
+            refuse(path, "the states of its cache", "a node of a prefix store, which has a part of them", remedy)
+        if set(metadata) - {OWN_METADATA} != _METADATA:
+            refuse(path, f"metadata of {', '.join(sorted(_METADATA))}", shown(sorted(metadata)))
+        self.description = read_description(path, metadata[DESCRIPTION])
+        own = parse_json(path, metadata.get(OWN_METADATA, "{}"), "the metadata")
+        self.metadata: dict[str, str] = typed(path, "metadata of texts", dict[str, str], own)
+        self.nbytes = file.header.file_bytes
+        names = [prefix + name for prefix, layer in self.description.layers() for name in layer.tensors]
+        names += [rotary_name(fingerprint) for fingerprint in self.description.rotaries]
+        if sorted([*names, DIGESTS]) != sorted(name for name in tensors if name != TOKEN_IDS):
+            refuse(path, "the tensors that it describes, and no others", f"{len(tensors)} of other names")
+
+    @property
+    def has_token_ids(self) -> bool:
+        """Whether the file has the ids of the tokens."""
+        return TOKEN_IDS in self.header.tensors
+
+    def pieces(self, prefix: str) -> list[KVPair]:
+        """Keys and values of a layer in several pieces, to be copied one after another; empty if each is one tensor."""
+        return []
+
+    def tensor(self, name: str, tokens: int | None = None, verify: bool = True) -> Tensor:
+        """As `TensorFile.tensor`."""
+        return self._file.tensor(name, tokens, verify)
 
 
 @contextlib.contextmanager

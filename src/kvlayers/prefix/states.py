@@ -33,10 +33,9 @@ from kvlayers.persistence.node_file import (
     new_head,
     rows_name,
 )
-from kvlayers.persistence.rebuild import loads_prefixes
+from kvlayers.persistence.rebuild import SavedFile, loads_prefixes
 from kvlayers.persistence.safetensors_header import DTYPES, Content
 from kvlayers.persistence.save import described, header_of
-from kvlayers.persistence.saved_file import SavedFile
 from kvlayers.persistence.tensor_file import DIGEST_BYTES, content_of
 from kvlayers.prefix.backends.contract import SUFFIX
 from kvlayers.prefix.keys import Tokens

@@ -334,15 +334,14 @@ class QuantizedStore(TokenStore):
     def newest(self, count: int) -> KVPair:
         if count <= self.parts.residual.length and not self.parts.residual.has_segments:
             return self.parts.residual.newest(count)
-        return self._returned.newest(count, self._attended_newest, self._known_forms(), self.length)
+        return self._returned.newest(
+            count, lambda kept: self._attended(self._segments(kept)), self._known_forms(), self.length
+        )
 
     @override
     def caller_views(self) -> KVPair:
         # Packed states cannot be written to, and know when they have become stale.
         return self.newest(self.length) if self.parts.old_tokens else self.parts.residual.caller_views()
-
-    def _attended_newest(self, count: int) -> KVPair:
-        return self._attended(self._segments(count))
 
     def _attended(self, segments: KVSegments) -> KVPair:
         """Keys and values for attention: plain tensors if no token is packed or in a shared segment."""

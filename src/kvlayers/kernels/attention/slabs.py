@@ -156,7 +156,12 @@ SomeSlab = TypeVar("SomeSlab", bound=Slab)
 def slabs_on_cpu(segments: KVSegments, rows: int) -> Iterator[Slab]:
     """All segments in slabs for so many rows of queries of each KV head, of codes where these are few."""
     for position, segment in segments.with_columns:
-        if not isinstance(segment, PackedSegment) or rows > CPU_MAXIMUM_ROWS_OF_CODES or not _folds_scales(segment):
+        if (
+            not isinstance(segment, PackedSegment)
+            or rows > CPU_MAXIMUM_ROWS_OF_CODES
+            or segment.ends is not None
+            or not segment.keys.layout.row_group == segment.values.layout.row_group == 1
+        ):
             yield from state_slabs(position, segment, rows)
             continue
         of_token = segments.batch * segment.kv_heads * max(segment.head_dims)
@@ -170,10 +175,6 @@ def state_slabs(position: int, segment: Segment, rows: int) -> Iterator[Slab]:
     tokens = min(max(CPU_SCORES_AT_ONCE // max(rows, 1), least), CPU_MAXIMUM_TOKENS_AT_ONCE)
     # What is smaller is rotated: the states, or the queries and the sums of values.
     return _divided(position, segment, tokens, torch.float32, rows <= tokens)
-
-
-def _folds_scales(segment: PackedSegment) -> bool:
-    return segment.ends is None and segment.keys.layout.row_group == segment.values.layout.row_group == 1
 
 
 def slabs_on_accelerator(

@@ -20,7 +20,7 @@ from kvlayers.kernels.codes.groups import (
     rotation_size,
     smallest_positive,
 )
-from kvlayers.kernels.codes.quantizer_contract import EVEN_CLIPS, NEAR_CLIPS, KernelSearch
+from kvlayers.kernels.codes.quantizer_contract import CLIPS, KernelSearch
 from kvlayers.kernels.codes.smoothing import KeySmoothing
 from kvlayers.utils import triton_support
 from kvlayers.utils.triton_support import DTYPES, DeviceFacts, TritonKernel, is_interpreted, power_of_two
@@ -103,8 +103,7 @@ class PackConstants(_SharedConstants):
     LIMIT: float
     TOP: float
     CLIP_STEP: float
-    EVEN_CLIPS: int
-    NEAR_CLIPS: tuple[tuple[float, float], ...]
+    CLIPS: tuple[tuple[float, float], ...]
     REFITS: int
     LARGEST_STRETCH: float
     LARGEST_NUMBER: float
@@ -193,8 +192,7 @@ def pack_constants(
         LIMIT=_in_dtype(min(numbers.max, search.largest_state) / math.sqrt(shared["ROTATION"]), dtype, math.floor),
         TOP=float(2**layout.format.bits - 1),
         CLIP_STEP=search.clip_step,
-        EVEN_CLIPS=EVEN_CLIPS,
-        NEAR_CLIPS=NEAR_CLIPS,
+        CLIPS=CLIPS,
         REFITS=search.refits,
         LARGEST_STRETCH=search.largest_stretch,
         LARGEST_NUMBER=numbers.max,

@@ -73,7 +73,7 @@ class GroupSearch {
     }
 
    private:
-    static constexpr int AT_ONCE = 5;  // clipped ranges: `EVEN_CLIPS`, then `NEAR_CLIPS`
+    static constexpr int AT_ONCE = 5;  // clipped ranges: a half of `CLIPS`
     static constexpr float NEAR_BELOW[AT_ONCE] = {1, -1, -1, 0, 0.5f}, NEAR_ABOVE[AT_ONCE] = {-1, 1, 0, -1, 0.5f};
 
     const Search& search;

@@ -105,12 +105,12 @@ def stretched(codes, residues, weights, scale, zero, C: tl.constexpr, DTYPE: tl.
 
 
 @jit
-def near_clip(best, index, END: tl.constexpr, C: tl.constexpr):
-    """The fraction of the range that is cut off at one end: the one with this index of those near the best."""
+def clip_at(start, index, END: tl.constexpr, C: tl.constexpr):
+    """The fraction of the range that is cut off at one end in the range with this index."""
     steps = 0.0
-    for position in tl.static_range(len(C.NEAR_CLIPS)):
-        steps = tl.where(index == position, C.NEAR_CLIPS[position][END], steps)
-    return tl.maximum(best + C.CLIP_STEP * steps, 0.0)
+    for position in tl.static_range(len(C.CLIPS)):
+        steps = tl.where(index == position, C.CLIPS[position][END], steps)
+    return tl.maximum(start + C.CLIP_STEP * steps, 0.0)
 
 
 @jit
@@ -130,18 +130,17 @@ def affine_codes(states, weights, C: tl.constexpr, DTYPE: tl.constexpr):
         unit = scale
         least = error(states, weights, scale, zero, unit, C)
         best_even = tl.zeros_like(scale)
-        for index in range(1, C.EVEN_CLIPS + len(C.NEAR_CLIPS)):
-            even = tl.full(scale.shape, index * C.CLIP_STEP, tl.float32)
-            is_even = index < C.EVEN_CLIPS
-            low = tl.where(is_even, even, near_clip(best_even, index - C.EVEN_CLIPS, 0, C))
-            high = tl.where(is_even, even, near_clip(best_even, index - C.EVEN_CLIPS, 1, C))
+        for index in range(1, len(C.CLIPS)):
+            is_even = index < len(C.CLIPS) // 2
+            low = clip_at(tl.where(is_even, 0.0, best_even), index, 0, C)
+            high = clip_at(tl.where(is_even, 0.0, best_even), index, 1, C)
             clipped_scale, clipped_zero = stored_grid(
                 step * (1.0 - low - high), lowest + step * (C.TOP * low), C, DTYPE
             )
             wrong = error(states, weights, clipped_scale, clipped_zero, unit, C)
             scale = tl.where(wrong < least, clipped_scale, scale)
             zero = tl.where(wrong < least, clipped_zero, zero)
-            best_even = tl.where(is_even & (wrong < least), even, best_even)
+            best_even = tl.where(is_even & (wrong < least), low, best_even)
             least = tl.minimum(wrong, least)
         fitted_scale, fitted_zero = scale, zero
         for _ in range(C.REFITS):

@@ -34,8 +34,7 @@ from kvlayers.kernels.codes.groups import (
 )
 from kvlayers.kernels.codes.packed_side import unpack_side
 from kvlayers.kernels.codes.quantizer_contract import (
-    EVEN_CLIPS,
-    NEAR_CLIPS,
+    CLIPS,
     Backend,
     CodeFormat,
     KernelSearch,
@@ -195,15 +194,14 @@ class _GridSearch:
         unit = best.scale
         least = self._error(best, self._code(best), unit)
         even = torch.zeros_like(unit)
-        for steps in range(1, EVEN_CLIPS):
-            grid = self._clipped(clip := torch.full_like(unit, steps * self.clip_step), clip)
-            error = self._error(grid, self._code(grid), unit)
-            even = torch.where(error < least, clip, even)
-            best, least = grid.where(error < least, best), torch.minimum(error, least)
-        for below, above in NEAR_CLIPS:
-            grid = self._clipped(*((even + steps * self.clip_step).clamp(min=0) for steps in (below, above)))
-            error = self._error(grid, self._code(grid), unit)
-            best, least = grid.where(error < least, best), torch.minimum(error, least)
+        for clips in (CLIPS[:5], CLIPS[5:]):
+            start = even
+            for steps in clips:
+                below, above = ((start + count * self.clip_step).clamp(min=0) for count in steps)
+                grid = self._clipped(below, above)
+                error = self._error(grid, self._code(grid), unit)
+                even = torch.where(error < least, below, even)
+                best, least = grid.where(error < least, best), torch.minimum(error, least)
         grid, coded = best, self._code(best)
         for _ in range(REFITS):
             grid = self._refit(grid, coded)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from kvlayers.kernels.attention.segment_kinds import PackedSegment
 from kvlayers.kernels.attention.segments import GatheredSegment, KVSegments, Segment
+from kvlayers.kernels.codes import cpu_packing
 from kvlayers.kernels.codes.packed_side import PackedSide
 from kvlayers.kernels.codes.smoothing import KeySmoothing
 from kvlayers.utils.native_library import NativeLibrary
@@ -370,3 +371,26 @@ def _loaded(of: NativeLibrary = LIBRARY) -> ctypes.CDLL:
 def library() -> ctypes.CDLL | None:
     """The compiled kernel; `None` while it is compiled, and if that has failed."""
     return LIBRARY.get()
+
+
+LIBRARIES = (LIBRARY, MANY, WHOLE, cpu_packing.LIBRARY, OTHER)
+"""All libraries, the most used first."""
+
+
+def compile_kernels() -> dict[str, pathlib.Path]:
+    """Compile the kernels for this CPU, unless they are in the wheel or were compiled before: about half a minute.
+
+    Of several processes, one compiles, and the others wait for it.
+
+    Returns:
+        The file that is used for each purpose.
+
+    Raises:
+        KernelError: there is no compiler, it fails, or the cache directory is not writable.
+
+    Example:
+        >>> import kvlayers
+        >>> sorted(kvlayers.compile_kernels())
+        ['attention', 'codes of 4 and 8 bits', 'other codes', 'packing', 'prompts']
+    """
+    return {library.purpose: library.compile() for library in LIBRARIES}

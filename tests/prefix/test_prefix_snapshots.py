@@ -124,5 +124,7 @@ def test_a_prompt_is_cut_behind_what_is_there() -> None:
     assert snapshot_lengths(ids, 0, 99, 70, [END], 32) == [32, 41, 64, 70, 96, 99]
     assert snapshot_lengths(ids, 41, 99, 20, [END], None) == [99]
     # What every prompt begins with is no branch.
-    assert snapshot_lengths(ids, 0, 99, 3, [], None) == [99]
+    assert snapshot_lengths(ids, 0, 99, 3, [END], None) == [41, 99]
+    # Where no end is known, the next turn may leave out some of the last tokens.
+    assert snapshot_lengths(ids, 0, 99, 3, [], None) == [96, 99]
     assert snapshot_lengths(ids, 99, 99, 60, [END], 32) == []

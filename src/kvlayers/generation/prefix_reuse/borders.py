@@ -9,6 +9,9 @@ from kvlayers.prefix.keys import Tokens
 MOST_BETWEEN = 8
 """Most tokens that a template puts behind every end of a message."""
 
+MOST_DROPPED = 4
+"""Tokens at the end of a prompt that a template may leave out of the next turn, where no end of a message is known."""
+
 LEAST_TO_BRANCH = 16
 """Tokens before a branch that are worth a snapshot. Fewer are what every prompt begins with."""
 
@@ -27,7 +30,7 @@ def snapshot_lengths(
             possibly not with what the template puts behind that, in order to ask for an answer.
         every: so many tokens are a snapshot apart at most, for long texts; `None` for no limit.
     """
-    lengths = {last_border(ids, ends), length}
+    lengths = {last_border(ids, ends) or len(ids) - MOST_DROPPED, length}
     if branch - begin >= LEAST_TO_BRANCH:
         lengths.add(branch)
     if every is not None:

@@ -41,6 +41,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         async_submit = submit
 
     modules[MODULES[0]].InferenceThread = InferenceThread
+    modules[MODULES[0]].BaseHandler = types.SimpleNamespace(_validate_request=lambda self, body: None)
     for name in MODULES[1:3]:
         modules[name].CompletionUsage = dict
     modules[MODULES[3]].compute_usage = lambda tokens: types.SimpleNamespace(

@@ -12,7 +12,7 @@ from models import fresh_model, prompt
 
 
 def model_identity(model: Any) -> str:
-    return eligibility.model_identity(model, kvlayers.weights_id(model))
+    return eligibility.model_identity(model, kvlayers.weights_id(model), model.device)
 
 
 @pytest.fixture

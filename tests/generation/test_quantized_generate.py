@@ -38,7 +38,8 @@ SEEDS = {
     "gpt2": 8,
     "deepseek_v3": 0,
     "jamba": 0,
-    "t5": 14,
+    "qwen3": 0,
+    "t5": 2,
     "bart": 8,
 }
 """Prompts whose greedy tokens are ahead of the others by several times the error of 8 bits."""

@@ -275,7 +275,7 @@ REFUSED = {
         lambda keys: keys[:, :, 1:],
         "all 12 tokens, since keys are rotated",
     ),
-    "sinks after eviction": ("sink", lambda keys: keys, "tokens have been evicted"),
+    "sinks after eviction": ("sink", lambda keys: keys, "one that has evicted some"),
 }
 
 

@@ -151,7 +151,7 @@ def test_a_crop_is_exact_or_an_error_that_says_what_to_do(family: str) -> None:
     for removed in (1, 3):
         with pytest.raises(RollbackError, match=r"latest one before is at 10: use truncate\(\)"):
             cache.crop(-removed)
-    with pytest.raises(RollbackError, match="between 0 and the 15 tokens"):
+    with pytest.raises(RollbackError, match="from 0 to the 15 tokens"):
         cache.truncate(16)
     assert torch.equal(decoder.pass_at_once(cache, ids[:, 15:16]), decoder.pass_at_once(other, ids[:, 15:16]))
     cache.crop(PROMPT)

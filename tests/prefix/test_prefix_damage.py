@@ -49,9 +49,9 @@ def written() -> dict[str, Written]:
             cache = kind.make()
             extend(kind, cache, [], IDS)
             ids = np.array(IDS, np.int64)
-            entry = Directory(LocalBackend(directory)).write(label_of(None, "m", ""), ids, {len(IDS)}, cache, ())
-            files = {path.name: path.read_bytes() for path in sorted(pathlib.Path(directory).iterdir())}
-            found[name] = Written(kind, files, pathlib.Path(entry.path).name, ids)
+            path, _ = Directory(LocalBackend(directory)).write(label_of(None, "m", ""), ids, {len(IDS)}, cache, ())
+            files = {file.name: file.read_bytes() for file in sorted(pathlib.Path(directory).iterdir())}
+            found[name] = Written(kind, files, pathlib.Path(path).name, ids)
     return found
 
 

@@ -293,7 +293,7 @@ def test_a_damaged_node_costs_the_tokens_from_there_on(kind: str, which: int, tm
     entry = write(writer, DOCUMENT, kind=made)
     chain = nodes(writer, entry)
     paths = [tmp_path / node.name for node in chain]
-    path, usable = paths[which], chain[which].start
+    path, usable = paths[which], chain[which].record.start
     content = path.read_bytes()
     for what, damaged in damages(path, paths[which - 1]):
         # Opened before it is damaged: whoever opens it afterwards may not believe that it is a node.

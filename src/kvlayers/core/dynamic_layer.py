@@ -83,9 +83,8 @@ class DynamicLayer(TokenLayer):
 
     @override
     def truncate(self, length: int) -> None:
-        length = whole_number(length, "`length`")
         self.check_truncate(length)
-        self._store.truncate(length)
+        self._store.truncate(int(length))
 
 
 def check_rollback(length: int, held: int) -> None:

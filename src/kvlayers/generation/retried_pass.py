@@ -66,7 +66,8 @@ def make_room(
         steps = ", ".join(cache.steps_taken) or "none"
         raise out_of_memory(error, f"{reason} (steps taken: {steps})") from error
     warn_the_caller(
-        f"A forward pass ran out of memory ({error!r:.200}). It is made again, and its cache has given way by "
+        f"A forward pass ran out of memory ({type(error).__name__}: {''.join(str(error).splitlines()[:1]).rstrip('.')}). "
+        "It is made again, and its cache has given way by "
         f"one step: {step}.",
         SteppedDownWarning,
     )

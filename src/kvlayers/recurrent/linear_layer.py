@@ -312,7 +312,7 @@ class LinearAttentionLayer(LayerOperations, compat.LINEAR_LAYER):  # type: ignor
 
     @override
     def select(self, indices: Tensor) -> None:
-        indices = as_batch_indices(indices, self.batch_size or 0)
+        indices = indices if self.batch_size is None else as_batch_indices(indices, self.batch_size)
         self._past.select(indices)
         self._states.select(indices)
 

@@ -243,6 +243,24 @@ def test_nothing_changes_if_a_pass_does_not_fit() -> None:
     read(cache, [50], first=600)
 
 
+@pytest.mark.parametrize("ladder", [("int8", "int4", "offloaded"), ("int8", "int4"), ("int8",), ()])
+@pytest.mark.parametrize("tokens", [5, 300, 900])
+def test_the_least_bytes_that_the_error_names_are_enough_and_one_fewer_is_not(
+    ladder: tuple[str, ...], tokens: int
+) -> None:
+    """Few tokens take the least bytes in full precision, and many of them do in codes."""
+    with pytest.raises(CapacityError) as caught:
+        read(DynamicCache(config=tf.LlamaConfig(**SMALL), max_bytes=1000, ladder=ladder), [tokens])
+    # On a CPU the host is no other place, so only bits are left to allow.
+    assert ("or further steps" in str(caught.value)) == (len(ladder) < 2)
+    assert "offloaded" not in str(caught.value)
+    least = int(str(caught.value).partition("(")[2].partition(" bytes")[0])
+    assert (least == tokens * TOKEN_BYTES) == (tokens == 5 or not ladder)
+    read(DynamicCache(config=tf.LlamaConfig(**SMALL), max_bytes=least, ladder=ladder), [tokens])
+    with pytest.raises(CapacityError):
+        read(DynamicCache(config=tf.LlamaConfig(**SMALL), max_bytes=least - 1, ladder=ladder), [tokens])
+
+
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "no bytes": ({"max_bytes": 0}, "`max_bytes` must be a number of bytes"),
     "words": ({"max_bytes": "much"}, "`max_bytes`"),

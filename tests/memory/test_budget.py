@@ -282,13 +282,24 @@ def test_bad_options_are_named(case: str) -> None:
             kind(**options)
 
 
-def test_a_plan_says_what_a_budget_would_hold() -> None:
+def test_a_plan_says_what_a_budget_would_hold(caplog: pytest.LogCaptureFixture) -> None:
     config = tf.LlamaConfig(**SMALL)
     planned = kvlayers.plan(config, TOKENS, dtype=torch.float32, names=["dynamic"], max_bytes="60%")
     cache = DynamicCache(config=config, max_bytes="60%", length_hint=TOKENS)
-    read(cache, [TOKENS])
-    assert f"Of {TOKENS} tokens, {min(exact_tokens(cache))} are exact." in planned.within
-    assert planned.within in planned.notes
+    with caplog.at_level(logging.ERROR):
+        read(cache, [TOKENS])
+    stay = f"a DynamicCache with max_bytes='60%': of {TOKENS} tokens, {min(exact_tokens(cache))} stay exact"
+    assert planned.within == f"{stay} ({cache.budget.note})."
+    # Without `memory`, the bytes are all that was asked for, and 'dynamic' takes more.
+    assert planned.notes == (f"Use {planned.within}",)
+    assert repr(planned).count(stay) == 1
+    beside = kvlayers.plan(config, TOKENS, dtype=torch.float32, names=["dynamic"], max_bytes="60%", memory="1GiB")
+    assert [note.partition(":")[0] for note in beside.notes] == [
+        "Use 'dynamic'",
+        "Or use a DynamicCache with max_bytes='60%'",
+    ]
+    # A plan rounds nothing, and the log does not say that it does.
+    assert not caplog.records
     assert kvlayers.plan(config, TOKENS, names=["dynamic"]).within == ""
     with pytest.raises(CapacityError, match="`max_bytes` must be at least"):
         kvlayers.plan(config, TOKENS, names=["dynamic"], max_bytes="5%")

@@ -48,6 +48,7 @@ class Budget:
     Attributes:
         most_kept: the most tokens that may stay exact: none beyond the residual once the cache has given way by hand.
         note: what `explain` says of it.
+        said: bits that the log has named.
     """
 
     max_bytes: int | Fraction
@@ -56,12 +57,11 @@ class Budget:
     length_hint: int | None = None
     most_kept: int = sys.maxsize
     note: str = ""
+    said: tuple[int, ...] = ()
     _planned: tuple[int, ...] = (-1, 0, 0, 0)
     """For how many tokens there is room, and of how many sequences and layers, and bytes of a token."""
     _newest: tuple[int, int] = (-1, 0)
     """Tokens of the layer that came last, and its index. A cache that went back may be exact again."""
-    _said: tuple[int, ...] = ()
-    """Bits that the log has named."""
 
     @classmethod
     def of(cls, max_bytes: object, ladder: object, length_hint: int | None = None) -> "Budget":
@@ -217,8 +217,8 @@ class Budget:
     def _say(self, kept: int, bits: Sequence[int]) -> None:
         rounded = [f"{bits.count(own)} of {len(bits)} layers in {own} bits" for own in sorted(set(bits), reverse=True)]
         self.note = f"all but the newest {kept} tokens of {', '.join(rounded)}"
-        if min(bits) not in self._said:
-            self._said = (*self._said, min(bits))
+        if min(bits) not in self.said:
+            self.said = (*self.said, min(bits))
             logger.warning("within max_bytes=%s: %s.", readable_bytes(int(self.max_bytes)), self.note)
 
 

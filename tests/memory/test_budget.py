@@ -243,6 +243,24 @@ def test_nothing_changes_if_a_pass_does_not_fit() -> None:
     read(cache, [50], first=600)
 
 
+@pytest.mark.parametrize("ladder", [("int8", "int4", "offloaded"), ("int8", "int4"), ("int8",), ()])
+@pytest.mark.parametrize("tokens", [5, 300, 900])
+def test_the_least_bytes_that_the_error_names_are_enough_and_one_fewer_is_not(
+    ladder: tuple[str, ...], tokens: int
+) -> None:
+    """Few tokens take the least bytes in full precision, and many of them do in codes."""
+    with pytest.raises(CapacityError) as caught:
+        read(DynamicCache(config=tf.LlamaConfig(**SMALL), max_bytes=1000, ladder=ladder), [tokens])
+    # On a CPU the host is no other place, so only bits are left to allow.
+    assert ("or further steps" in str(caught.value)) == (len(ladder) < 2)
+    assert "offloaded" not in str(caught.value)
+    least = int(str(caught.value).partition("(")[2].partition(" bytes")[0])
+    assert (least == tokens * TOKEN_BYTES) == (tokens == 5 or not ladder)
+    read(DynamicCache(config=tf.LlamaConfig(**SMALL), max_bytes=least, ladder=ladder), [tokens])
+    with pytest.raises(CapacityError):
+        read(DynamicCache(config=tf.LlamaConfig(**SMALL), max_bytes=least - 1, ladder=ladder), [tokens])
+
+
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "no bytes": ({"max_bytes": 0}, "`max_bytes` must be a number of bytes"),
     "words": ({"max_bytes": "much"}, "`max_bytes`"),
@@ -264,13 +282,24 @@ def test_bad_options_are_named(case: str) -> None:
             kind(**options)
 
 
-def test_a_plan_says_what_a_budget_would_hold() -> None:
+def test_a_plan_says_what_a_budget_would_hold(caplog: pytest.LogCaptureFixture) -> None:
     config = tf.LlamaConfig(**SMALL)
     planned = kvlayers.plan(config, TOKENS, dtype=torch.float32, names=["dynamic"], max_bytes="60%")
     cache = DynamicCache(config=config, max_bytes="60%", length_hint=TOKENS)
-    read(cache, [TOKENS])
-    assert f"Of {TOKENS} tokens, {min(exact_tokens(cache))} are exact." in planned.within
-    assert planned.within in planned.notes
+    with caplog.at_level(logging.ERROR):
+        read(cache, [TOKENS])
+    stay = f"a DynamicCache with max_bytes='60%': of {TOKENS} tokens, {min(exact_tokens(cache))} stay exact"
+    assert planned.within == f"{stay} ({cache.budget.note})."
+    # Without `memory`, the bytes are all that was asked for, and 'dynamic' takes more.
+    assert planned.notes == (f"Use {planned.within}",)
+    assert repr(planned).count(stay) == 1
+    beside = kvlayers.plan(config, TOKENS, dtype=torch.float32, names=["dynamic"], max_bytes="60%", memory="1GiB")
+    assert [note.partition(":")[0] for note in beside.notes] == [
+        "Use 'dynamic'",
+        "Or use a DynamicCache with max_bytes='60%'",
+    ]
+    # A plan rounds nothing, and the log does not say that it does.
+    assert not caplog.records
     assert kvlayers.plan(config, TOKENS, names=["dynamic"]).within == ""
     with pytest.raises(CapacityError, match="`max_bytes` must be at least"):
         kvlayers.plan(config, TOKENS, names=["dynamic"], max_bytes="5%")

@@ -137,3 +137,19 @@ def test_a_thread_within_a_block_is_counted_unless_it_takes_the_context_along() 
         finally:
             kvlayers.uninstall()
     assert (store.statistics.hits, store.statistics.bypassed) == (2, 1)
+
+
+@pytest.mark.parametrize("ends", [2, [2, 5]])
+def test_without_a_pad_token_all_tokens_of_a_prompt_are_text(ends: Any) -> None:
+    """generate() then pads with a token that ends a sequence, and makes no mask."""
+    model, store, ids = tiny_model("llama"), PrefixStore("1GiB"), prompt(tokens=TOKENS)
+    ids[0, [3, TOKENS - 2]] = 2
+    options: dict[str, Any] = {**OPTIONS, "pad_token_id": None, "eos_token_id": ends}
+    expected = plain(model, ids, **options)
+    for covered in (0, TOKENS - 1):
+        output = kvlayers.generate(model, ids, prefix_store=store, return_dict_in_generate=True, **options)
+        assert torch.equal(output.sequences, expected)
+        assert output.cached_tokens == (covered,)
+    many = {name: value for name, value in options.items() if name != "pad_token_id"}
+    (answer,) = kvlayers.generate_many(model, [ids], prefix_store=store, progress=False, **many)
+    assert torch.equal(answer.ids, expected[0, TOKENS:])

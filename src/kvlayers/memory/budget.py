@@ -48,6 +48,7 @@ class Budget:
     Attributes:
         most_kept: the most tokens that may stay exact: none beyond the residual once the cache has given way by hand.
         note: what `explain` says of it.
+        said: bits that the log has named.
     """
 
     max_bytes: int | Fraction
@@ -56,12 +57,11 @@ class Budget:
     length_hint: int | None = None
     most_kept: int = sys.maxsize
     note: str = ""
+    said: tuple[int, ...] = ()
     _planned: tuple[int, ...] = (-1, 0, 0, 0)
     """For how many tokens there is room, and of how many sequences and layers, and bytes of a token."""
     _newest: tuple[int, int] = (-1, 0)
     """Tokens of the layer that came last, and its index. A cache that went back may be exact again."""
-    _said: tuple[int, ...] = ()
-    """Bits that the log has named."""
 
     @classmethod
     def of(cls, max_bytes: object, ladder: object, length_hint: int | None = None) -> "Budget":
@@ -114,8 +114,7 @@ class Budget:
 
     def facts(self) -> dict[str, Fact]:
         """The budget as plain facts. A share that is not settled yet belongs to this machine alone."""
-        is_settled = isinstance(self.max_bytes, int)
-        return {"max_bytes": int(self.max_bytes), "ladder": " ".join(self.ladder)} if is_settled else {}
+        return {"max_bytes": self.max_bytes, "ladder": " ".join(self.ladder)} if isinstance(self.max_bytes, int) else {}
 
     @classmethod
     def from_facts(cls, facts: Facts) -> "Budget":
@@ -166,7 +165,8 @@ class Budget:
             CapacityError: as `make_room`.
         """
         most = _most_exact(held, nbytes) if is_whole else min(_most_exact(held, nbytes), 0)
-        if most >= 0 and not any(each.layer.exact_from for each in held) and self.most_kept:
+        may_be_exact = self.most_kept > 0 and not any(each.layer.exact_from for each in held)
+        if most >= 0 and may_be_exact:
             for each in held:
                 each.stay_exact(most, self.length_hint)
             self.note = "all tokens are exact"
@@ -181,11 +181,16 @@ class Budget:
         if cache.offloading or ("offloaded" in self.ladder and place_elsewhere(cache)):
             self.note = "states are on the host"
             return sys.maxsize
-        least = sum(each.rounded(0, 0, min(self.bits)) if self.bits else each.exact(each.tokens) for each in held)
+        # Few tokens are smaller in full precision than beside the room for those that come before a block is packed.
+        sizes = [sum(each.rounded(0, 0, bits) for each in held) for bits in self.bits]
+        if may_be_exact or not sizes:
+            sizes.append(sum(each.exact(each.tokens) for each in held))
+        on_host = all(form.device.type == "cpu" for each in held for form in each.forms)
+        others = {*(BITS if on_host else LADDER)} - {*self.ladder}
         raise CapacityError(
-            f"`max_bytes` must be at least {exact_bytes(least + int(self.max_bytes) - nbytes)} for {tokens} tokens by "
-            f"the steps {', '.join(self.ladder) or '(none)'}, got {exact_bytes(int(self.max_bytes))}: allow more "
-            "bytes, or further steps, or pass fewer tokens or sequences."
+            f"`max_bytes` must be at least {exact_bytes(min(sizes) + int(self.max_bytes) - nbytes)} for {tokens} "
+            f"tokens, got {exact_bytes(int(self.max_bytes))}: allow more bytes, "
+            f"{'or further steps, ' if others else ''}or pass fewer tokens."
         )
 
     def _rounded(self, held: "list[_Held]", nbytes: int, more: int) -> tuple[int, list[int]]:
@@ -212,8 +217,8 @@ class Budget:
     def _say(self, kept: int, bits: Sequence[int]) -> None:
         rounded = [f"{bits.count(own)} of {len(bits)} layers in {own} bits" for own in sorted(set(bits), reverse=True)]
         self.note = f"all but the newest {kept} tokens of {', '.join(rounded)}"
-        if min(bits) not in self._said:
-            self._said = (*self._said, min(bits))
+        if min(bits) not in self.said:
+            self.said = (*self.said, min(bits))
             logger.warning("within max_bytes=%s: %s.", readable_bytes(int(self.max_bytes)), self.note)
 
 
@@ -230,8 +235,7 @@ def free_memory(device: torch.device) -> int:
         return int(psutil.virtual_memory().available)
     if device.type in ("cuda", "xpu"):
         memory: Any = torch.get_device_module(device)
-        free, _ = memory.mem_get_info(device)
-        return int(free + memory.memory_reserved(device) - memory.memory_allocated(device))
+        return int(memory.mem_get_info(device)[0] + memory.memory_reserved(device) - memory.memory_allocated(device))
     if device.type == "mps":
         return int(torch.mps.recommended_max_memory() - torch.mps.current_allocated_memory())
     raise OptionError(
@@ -253,6 +257,7 @@ class _Held:
         new: tokens that it is about to take in.
 
     Attributes:
+        forms: as given.
         tokens: tokens that it has with the new ones.
         window: the most tokens that it ever holds.
         bits: bits of a code if it packs tokens, `None` if it does not yet.
@@ -260,7 +265,7 @@ class _Held:
     """
 
     def __init__(self, layer: Any, forms: Sequence[StateForm], new: int) -> None:
-        self.layer, self._forms = layer, forms
+        self.layer, self.forms = layer, forms
         self.window = layer.unwrapped.room if layer.is_sliding else sys.maxsize
         self.tokens, self.token_bytes = layer.held_tokens + new, _token_bytes(forms)
         store = layer.store
@@ -297,7 +302,7 @@ class _Held:
         grown = min(tokens + max(tokens // GROWTH_DIVISOR, MINIMUM_GROWTH), sinks + room)
         exact = sinks + max(room, tokens - sinks - blocks * self.size) if blocks else grown
         spare = blocks + blocks // BLOCKS_GROWTH_DIVISOR
-        return self._in_common + self.exact(exact) + spare * _block_bytes(quantization, tuple(self._forms), self.size)
+        return self._in_common + self.exact(exact) + spare * _block_bytes(quantization, tuple(self.forms), self.size)
 
     def stay_exact(self, more: int, length_hint: int | None) -> None:
         """Grow no further than for `more` tokens, in full precision."""
@@ -312,8 +317,10 @@ class _Held:
     def give_way(self, nbits: int, kept: int, length_hint: int | None) -> None:
         """Hold all but the newest `kept` tokens in `nbits` bits at most, now and as further tokens come."""
         hint = self.window if self.layer.is_sliding else length_hint
-        make = functools.partial(_within, nbits=nbits, kept=kept, hint=hint, window=self.layer.is_sliding)
-        exchange_store(self.layer, make)
+        exchange_store(
+            self.layer,
+            functools.partial(_within, nbits=nbits, kept=kept, hint=hint, window=self.layer.is_sliding),
+        )
 
 
 def _most_exact(held: Sequence[_Held], nbytes: int) -> int:

@@ -51,10 +51,11 @@ def _takes(part: Any, step: str) -> bool:
 
 def place_elsewhere(part: Any) -> bool:
     """Hold the states of a cache on the host, if that frees memory of a device. Returns whether it does."""
-    devices = {layer.device for layer in part.adapted_layers() if layer.attends}
     prefetcher = Offloading().prefetcher()
     # Elsewhere, states would take memory of the device that computes all the same.
-    if part.offloading or not any(map(prefetcher.offloads, devices)):
+    if part.offloading or not any(
+        prefetcher.offloads(layer.device) for layer in part.adapted_layers() if layer.attends
+    ):
         return False
     try:
         _place(part, Offloading())
@@ -114,11 +115,12 @@ def settings_of(store: TokenStore) -> tuple[Any, ...]:
 def holders(layer: LayerOperations) -> list[Any]:
     """The layers of tokens of each row, if they keep nothing beside their stores that depends on how these hold them,
     and the stores may be exchanged."""
-    rows: list[Any] = [row for row in layer.parts[0].separate_rows if isinstance(row.unwrapped, TokenLayer)]
     return [
         row
-        for row in rows
-        if not row.unwrapped.beside and (isinstance(row.store, QuantizedStore) or may_share(row.store))
+        for row in layer.parts[0].separate_rows
+        if isinstance(row.unwrapped, TokenLayer)
+        and not row.unwrapped.beside
+        and (isinstance(row.store, QuantizedStore) or may_share(row.store))
     ]
 
 

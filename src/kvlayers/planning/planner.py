@@ -92,7 +92,7 @@ class Plan:
         recommended: the cache to use.
         left_out: for each other name, why the model does not support the cache, or why it cannot be planned.
         most_positions: the most tokens that the model has positions for, `None` if its config names no limit.
-        within: what a cache that stays within `max_bytes` would hold, a sentence; empty without them.
+        within: the cache that stays within `max_bytes`, and what of it stays exact; empty without them.
     """
 
     context_length: int
@@ -133,10 +133,12 @@ class Plan:
             f"{first.name} ({', '.join(cache.name for cache in others)})" for first, *others in self.groups() if others
         ]
         most = self.most_positions
+        best, bounded = f"{self.recommended.name!r}: {self.recommended.reason}", self.within
         return (
-            f"Use {self.recommended.name!r}: {self.recommended.reason}",
+            # The best within `memory` may take more than `max_bytes`.
+            f"Use {bounded if bounded and self.memory is None else best}",
             *([f"At the same cost: {', '.join(same)}."] if same else []),
-            *([self.within] if self.within else []),
+            *([f"Or use {bounded}"] if bounded and self.memory is not None else []),
             *(
                 [f"Careful: the model has positions for {most} tokens, and {self.context_length} are planned."]
                 if most is not None and self.context_length > most
@@ -416,11 +418,16 @@ class _Wanted:
         """
         request = CacheRequest(self.config, {"max_bytes": max_bytes}, batch_size=self.batch_size, dtype=self.dtype)
         cache: Any = _made(SIMPLEST, request, self.context_length).self_attention
+        # Nothing is rounded here, so that the log says nothing of it.
+        cache.budget.said = tuple(cache.budget.bits)
         for index, shape in enumerate(layer_shapes(self.config, self.batch_size, self.dtype)):
             if shape.token is not None:
                 cache.update(*states_on_meta(shape.forms(), self.context_length), index)
         exact = [layer.length - (layer.exact_from or 0) for layer in cache.adapted_layers() if layer.attends]
-        return f"Within {max_bytes}: {cache.budget.note}. Of {self.context_length} tokens, {min(exact)} are exact."
+        return (
+            f"a DynamicCache with max_bytes={max_bytes!r}: of {self.context_length} tokens, {min(exact)} stay exact "
+            f"({cache.budget.note})."
+        )
 
     def bytes_in_full(self) -> int:
         """Bytes of the device that a cache in full precision takes.
@@ -488,8 +495,9 @@ def bytes_by_length(name: str, request: CacheRequest) -> Callable[[int], int]:
         UnsupportedLayerError: the cache is of another package, or has a layer whose memory is not known.
     """
     dtype = _dtype_of(model_types.decoder_config(request.config), request.dtype)
-    shapes = layer_shapes(request.config, request.batch_size or 1, dtype)
-    trial = CacheTrial(functools.partial(_made, name, request), shapes, None)
+    trial = CacheTrial(
+        functools.partial(_made, name, request), layer_shapes(request.config, request.batch_size or 1, dtype), None
+    )
     return lambda tokens: trial.nbytes(tokens).device
 
 
@@ -502,7 +510,6 @@ def _planned(
 ) -> PlannedCache:
     costs = trial.nbytes(context_length)
     missing, device = _missing(trial, context_length, memory)
-    where = "" if device is None else f" of {device}"
     guess = _guess(trial, context_length, sum(memory.values())) if memory else 0
     return PlannedCache(
         name=name,
@@ -514,7 +521,11 @@ def _planned(
         fidelity=trial.fidelity,
         bits=trial.bits,
         fits=missing <= 0,
-        reason=f"it needs {readable_bytes(missing)} more than the budget{where}." if missing > 0 else "",
+        reason=(
+            f"it needs {readable_bytes(missing)} more than the budget{'' if device is None else f' of {device}'}."
+            if missing > 0
+            else ""
+        ),
     )
 
 

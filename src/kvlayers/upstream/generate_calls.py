@@ -238,7 +238,8 @@ def full_generation_config(model: Any, arguments: Mapping[str, Any]) -> tuple[An
 def mask_of_prompts(model: Any, generation_config: Any, ids: torch.Tensor) -> torch.Tensor | None:
     """The mask that `generate()` makes for prompts that come without one, `None` if all of their tokens count.
 
-    A pad token is padding, unless it may end a sequence: then it may as well be text.
+    A pad token is padding, unless it may end a sequence: then it may as well be text. Without a pad token,
+    `generate()` pads with one that ends a sequence.
 
     Args:
         model: the model.
@@ -246,8 +247,8 @@ def mask_of_prompts(model: Any, generation_config: Any, ids: torch.Tensor) -> to
         ids: the prompts, `[rows, tokens]`.
     """
     pad, ends = generation_config.pad_token_id, generation_config.eos_token_id
-    may_be_text = ends is not None and bool((torch.as_tensor(ends) == pad).any())
-    if pad is None or may_be_text or "attention_mask" not in forward_arguments(model):
+    may_be_text = pad is None or (ends is not None and bool((torch.as_tensor(ends) == pad).any()))
+    if may_be_text or "attention_mask" not in forward_arguments(model):
         return None
     mask = ids.ne(pad).long()
     return None if bool(mask.all()) else mask

@@ -460,7 +460,7 @@ class PrefixedCall:
         # A cache that cannot be rolled back does not serve prompts that diverge in between. With a model that takes
         # tokens one by one, snapshots of long texts would take long.
         every = None if pass_limit(self._model, cache) is not None else self._part.active.store.snapshot_tokens
-        ends = torch.tensor(self.config.eos_token_id or []).reshape(-1).tolist()
+        ends = torch.tensor([] if self.config.eos_token_id is None else self.config.eos_token_id).reshape(-1).tolist()
         return snapshot_lengths(tokens_of(self._keys.row(row)), begin, length, self._known.get(row, 0), ends, every)
 
 

@@ -113,7 +113,7 @@ class Budget:
         return checked[0] if checked else None
 
     def facts(self) -> dict[str, Fact]:
-        """The budget as plain facts. A share that is not settled yet belongs to this machine, and is none of them."""
+        """The budget as plain facts. A share that is not settled yet belongs to this machine, and is left out."""
         is_settled = isinstance(self.max_bytes, int)
         return {"max_bytes": int(self.max_bytes), "ladder": " ".join(self.ladder)} if is_settled else {}
 

@@ -169,7 +169,7 @@ def _viewing(func: Callable[..., Any]) -> Callable[..., Any]:
 
 DeferredStates.implementations.update({func: _viewing(func) for func in VIEW_FUNCTIONS})
 DeferredStates.implementations.update(dict.fromkeys((Tensor.contiguous, Tensor.detach, Tensor.to), unchanged))
-# A reshape that would copy is none of a view.
+# A reshape that would copy gives no view.
 DeferredStates.implementations[Tensor.reshape] = _viewing(Tensor.view)
 
 

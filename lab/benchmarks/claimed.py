@@ -457,12 +457,12 @@ def readme_table(record: Mapping[str, Any], docs: str) -> str:
     for title, row in COMPARED:
         if row in steps:
             speed = steps[row][TIMES_AS_FAST]
-            step = f"{speed:.1f}x faster" if speed >= 1 else f"{1 / speed:.1f}x slower"
+            step = f"{speed:.1f}" if speed >= 1 else f"{speed:.2f}"
             kept = f"rounded, {rounding[row][AGREEMENT]:.1%} same top token" if row in rounding else "exact"
-            rows.append([title, f"{steps[row][OF_DENSE]:.2f}x", step, kept])
+            rows.append([title, f"{steps[row][OF_DENSE]:.2f}", step, kept])
     return "\n\n".join(
         [
-            markdown(["cache", "memory", "decode step", "predictions"], rows),
+            markdown(["cache", "memory, as a share", "decode step, times as fast", "predictions"], rows),
             f"At 16,384 tokens, relative to transformers' `DynamicCache`. {LLAMA}. {_where(record.get('step'))} \"Same "
             'top token": how often the most likely next token stays the same, for SmolLM2-135M-Instruct in float32 on '
             f"1,024 tokens of real text after 2,048. [More figures]({docs}choosing.md#what-was-measured)",

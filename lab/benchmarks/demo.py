@@ -20,11 +20,18 @@ from pages import RECORDED, ROOT, between, write_pages
 
 README = ROOT / "README.md"
 BEGIN, END = "<!-- demo: written by lab/benchmarks/demo.py -->", "<!-- end of demo -->"
+BEGIN_FIRST = "<!-- demo in short: written by lab/benchmarks/demo.py -->"
+END_FIRST = "<!-- end of demo in short -->"
 FIRST, NOTE, SUMMARY, NEXT = " Library", "Prompt: the forward pass", "With kvlayers, ", "Next: "
 LEGEND = (
-    "Prompt: the whole prompt. Step: one token more. Held: bytes that the cache keeps. KL: how far predictions are "
-    "from `DynamicCache`'s, in nats; exact caches differ by rounding alone, which is what the dtype allows."
+    '"Prompt" is the time to read the prompt, "Step" is the time of one more token, and "Held" is what the cache '
+    'keeps. "KL" is the distance from the predictions with transformers\' `DynamicCache`, in nats.'
 )
+OF_EXACT = re.compile(r"same tokens, KL (?P<distance>[\d.]+)")
+CACHE_NAMES = re.compile(r"\b(dynamic|int4|DynamicCache|StaticCache)\b")
+SENTENCES = 3
+"""How many sentences of the summary stand at the top of README.md."""
+
 ABOUT = re.compile(r"(?P<model>\S+) in (?P<dtype>\w+) on .*? Prompt: (?P<tokens>\d+) tokens")
 
 
@@ -54,17 +61,38 @@ def block(record: Mapping[str, Any]) -> str:
     """What README.md shows of a record."""
     hardware, versions, shown = record["hardware"], record["versions"], record["results"]["demo"]
     lines = "\n".join(shown["lines"])
+    distances = OF_EXACT.findall(lines)
+    noise = (
+        f" Exact caches add in another order: their distance, up to {max(distances, key=float)}, is the rounding noise "
+        f"of {shown['dtype']} itself."
+        if distances
+        else ""
+    )
     return (
-        f"```\n{lines}\n```\n\n{LEGEND}\n\n"
+        f"```\n{lines}\n```\n\n{LEGEND}{noise}\n\n"
         f"That was {shown['model']} in {shown['dtype']} after {int(shown['tokens']):,} tokens "
         f"({hardware['cpu']}, {hardware['threads']} threads, transformers {versions['transformers']}, "
         f"{record['date'][:10]})."
     )
 
 
+def in_short(record: Mapping[str, Any]) -> str:
+    """What the demo has shown, for the top of README.md: the first sentences of its summary."""
+    shown, threads = record["results"]["demo"], record["hardware"]["threads"]
+    summary = " ".join(shown["lines"]).partition(SUMMARY)[2]
+    if not summary:
+        return "`make demo` shows on your machine what the caches gain."
+    sentences = " ".join(re.split(r"(?<=\.) ", summary)[:SENTENCES])
+    return (
+        f"**On a CPU** with {threads} threads, for {shown['model']} after {int(shown['tokens']):,} tokens, kvlayers' "
+        + CACHE_NAMES.sub(r"`\1`", sentences)
+    )
+
+
 def written_pages() -> dict[pathlib.Path, str]:
     newest = json.loads(max(RECORDED.glob("demo-*.json")).read_text())
-    return {README: between(README.read_text(), BEGIN, END, block(newest))}
+    page = between(README.read_text(), BEGIN_FIRST, END_FIRST, in_short(newest))
+    return {README: between(page, BEGIN, END, block(newest))}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

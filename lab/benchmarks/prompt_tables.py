@@ -233,13 +233,13 @@ def sentence(parts: Parts, docs: str) -> str:
     at_8k = {"dtype": "bfloat16", "case": ONE, "tokens": 8192, "cache": DYNAMIC}
     cells = cells_of(parts)
     said = [
-        f"{cell['ratio']:.2f} of transformers' time with {model}"
+        f"{1 / cell['ratio']:.1f} times as fast ({model})"
         for model in (SMOLLM2, GEMMA)
         for cell in find(cells, model=model, **at_8k)
     ]
     short = [cell["ratio"] for cell in find(cells, dtype="bfloat16", case=ONE, tokens=512, cache=DYNAMIC)]
-    figures = f" A prompt of 8,192 tokens takes {' and '.join(said)}." if said else ""
-    least = f" At 512 tokens, a prompt takes {statistics.median(short):.2f} of it." if said and short else ""
+    figures = f" A prompt of 8,192 tokens is read {' and '.join(said)}." if said else ""
+    least = f" One of 512 is read {1 / statistics.median(short):.1f} times as fast." if said and short else ""
     return (
         f"**On a CPU, the first token comes sooner too**: [prompts have a kernel]({docs}attention.md), which computes "
         f"nothing that a mask hides.{figures}{least} [What was measured]({docs}benchmarks.md#prompts). On a GPU, the "

@@ -512,15 +512,19 @@ def page_tables(record: Mapping[str, Any]) -> str:
         for count, figures in full.items()
     ]
     heads = [f"{what}, {how} ms" for what in OPERATIONS for how in ("median", "worst")]
-    hits = ", ".join(f"{entry['of_ideal']:.3f} at {budget}" for budget, entry in results["trace"].items())
+    hits = {budget: f"{entry['of_ideal']:.1%}" for budget, entry in results["trace"].items()}
+    budgets = " and ".join(", ".join(hits).rsplit(", ", 1))
+    every = set(hits.values()) == {"100.0%"}
+    found_of_ideal = "every block" if every else f"{', '.join(hits.values())} of the blocks"
     return "\n\n".join(
         [
             pages.markdown(["model", *names.values()], found),
             f"An agent of {turns} turns on a random {record['arguments']['hybrid']} of 100M parameters computes "
             f"{of_agent['computed_of_new']:.2f} times its new tokens from the second turn on, and its first token "
-            f"comes after {of_agent['first_token_of_all']:.2f} of the time of reading all. Of the blocks that an ideal "
-            f"tree of blocks finds in conversations that are made up, a store finds within budgets of bytes: {hits}.",
-            "A full store of prompts of 64 tokens, which gives one away for each that comes:",
+            f"comes after {of_agent['first_token_of_all']:.2f} of the time of reading all.",
+            f"In made-up conversations, the store found {found_of_ideal} that an ideal tree would find, with budgets "
+            f"of {budgets} of all bytes.",
+            "A full store of prompts of 64 tokens evicts one for each that comes:",
             pages.markdown(["entries", *heads], times),
             f"{pages.measured_at(record)}.",
         ]

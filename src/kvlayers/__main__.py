@@ -19,7 +19,7 @@ def main() -> None:
     """Run the command line, or print what is not installed."""
     missing = [name for name in ("typer", "rich") if importlib.util.find_spec(name) is None]
     if missing:
-        print(f'kvlayers: the commands need {" and ".join(missing)}: pip install "kvlayers[cli]"', file=sys.stderr)
+        print(f"kvlayers: the commands need {' and '.join(missing)}: pip install {' '.join(missing)}", file=sys.stderr)
         raise SystemExit(2)
     try:
         check_installed()

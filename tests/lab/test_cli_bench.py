@@ -295,11 +295,11 @@ def test_without_the_packages_a_report_is_refused_if_asked_for_and_left_out_else
     asked = bench(llama, "--report", "report.html")
     assert asked.exit_code == 2
     assert "`--report` needs matplotlib" in asked.stderr
-    assert 'pip install "kvlayers-lab[report]"' in asked.stderr
+    assert 'pip install . "./lab[report]"' in asked.stderr
     assert asked.stderr.count("\n") == 1
     result = bench(llama, "--lengths", 8, "--text", "text.txt", *QUICK, "--name", "dynamic")
     assert result.exit_code == 0, result.output
-    assert 'No report, since matplotlib is not installed: pip install "kvlayers-lab[report]"' in result.output
+    assert 'No report, since matplotlib is not installed: pip install . "./lab[report]"' in result.output
     assert not list(tmp_path.glob("*.html"))
 
 
@@ -310,4 +310,4 @@ def test_a_package_of_transformers_caches_that_is_missing_is_named(
     monkeypatch.setattr(page, "missing_packages", list)
     result = bench(llama, "--against", "hqq")
     assert result.exit_code == 2
-    assert 'pip install "kvlayers[hqq]"' in result.stderr
+    assert 'pip install ".[hqq]"' in result.stderr

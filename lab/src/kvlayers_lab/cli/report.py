@@ -104,7 +104,7 @@ def html(report: Report) -> str:
 
 
 PACKAGES = ("jinja2", "matplotlib")
-INSTALL_REPORT = 'pip install "kvlayers-lab[report]"'
+INSTALL_REPORT = 'pip install . "./lab[report]" in a checkout of kvlayers'
 
 
 def report_path(console: Console, asked: Path | None, default: Path | None) -> Path | None:

@@ -22,7 +22,7 @@ try:
 except ImportError as error:
     raise ImportError(
         f"kvlayers_lab.evaluation.harness needs the package lm-eval, but importing lm_eval failed ({error}): run "
-        '`pip install "kvlayers-lab[eval]"`.'
+        '`pip install . "./lab[eval]"` in a checkout of kvlayers.'
     ) from error
 
 from lm_eval.api.registry import register_model

@@ -274,7 +274,7 @@ def _of_transformers(argument: str, cache: str, model: Any, length: int) -> Cont
     if not is_installed(cache):
         package = cache.partition(":")[0]
         raise OptionError(
-            f'`{argument}` {cache!r} needs a package that is not installed: pip install "kvlayers[{package}]"'
+            f'`{argument}` {cache!r} needs a package that is not installed: pip install ".[{package}]" in a checkout'
         )
     return make_contender(TRANSFORMERS, cache, model, length)
 

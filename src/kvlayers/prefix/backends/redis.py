@@ -306,7 +306,7 @@ def _package(address: Address) -> Any:
     except ImportError as error:
         raise OptionError(
             f"the package redis, which reaches {address.scheme}://, cannot be imported ({error}): run "
-            '`pip install "kvlayers[redis]"`.'
+            '`pip install redis`, or `pip install ".[redis]"` in a checkout of kvlayers.'
         ) from error
 
 

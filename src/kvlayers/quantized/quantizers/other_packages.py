@@ -38,7 +38,7 @@ def required(module: str, package: str, backend: str, extra: str) -> ModuleType:
     except ImportError as error:
         raise OptionError(
             f"The {backend} backend needs the package {package}, but importing {module} failed ({error}): run "
-            f'`pip install {package}`, or `pip install "kvlayers[{extra}]"`.'
+            f'`pip install {package}`, or `pip install ".[{extra}]"` in a checkout of kvlayers.'
         ) from error
 
 

@@ -138,8 +138,8 @@ def test_caches_that_hold_less_than_they_saw_go_on_as_in_a_chat(name: str) -> No
 
 def test_snapshots_are_as_many_as_are_asked_for() -> None:
     model, ids = tiny_model("mistral"), questions(9)[0]
-    # Before the last tokens of the prompt, before the last one, and with the answer; what fits into the window is one with
-    # what follows.
+    # Before the last tokens of the prompt, before the last one, and with the answer; what fits into the window is one
+    # with what follows.
     for every, within in ((None, 0), (SNAPSHOT, (ids.shape[1] - 2) // SNAPSHOT)):
         store = PrefixStore(ROOM, snapshot_tokens=every)
         by_store(model, store, ids)

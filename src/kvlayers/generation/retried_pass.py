@@ -67,8 +67,8 @@ def make_room(
         raise out_of_memory(error, f"{reason} (steps taken: {steps})") from error
     warn_the_caller(
         f"A forward pass ran out of memory ({type(error).__name__}: "
-        f"{''.join(str(error).splitlines()[:1]).rstrip('.')}). It is made again, and its cache has given way by one step: "
-        f"{step}.",
+        f"{''.join(str(error).splitlines()[:1]).rstrip('.')}). It is made again, and its cache has given way by one "
+        f"step: {step}.",
         SteppedDownWarning,
     )
     return length, kept

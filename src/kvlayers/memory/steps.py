@@ -4,7 +4,7 @@ import functools
 import logging
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -117,7 +117,7 @@ def holders(layer: LayerOperations) -> list[Any]:
     and the stores may be exchanged."""
     return [
         row
-        for row in layer.parts[0].separate_rows
+        for row in cast("list[Any]", layer.parts[0].separate_rows)
         if isinstance(row.unwrapped, TokenLayer)
         and not row.unwrapped.beside
         and (isinstance(row.store, QuantizedStore) or may_share(row.store))

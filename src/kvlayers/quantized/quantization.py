@@ -239,7 +239,11 @@ def quantization_of_layers(options: Mapping[str, Any]) -> QuantizationOfLayers:
         OptionError: an option does not exist, the backend does not take a value, or sequences have different lengths.
     """
     by_layer = {name: options[name] for name in BITS if _is_sequence(options.get(name))}
-    by_layer |= {name: options[name] for name in SCALES if _has_scales_of_layers(options.get(name))}
+    by_layer |= {
+        name: options[name]
+        for name in SCALES
+        if _is_sequence(options.get(name)) and not all(isinstance(entry, int | float) for entry in options[name])
+    }
     if not by_layer:
         return Quantization(**options)
     lengths = {name: len(bits) for name, bits in by_layer.items()}
@@ -264,10 +268,6 @@ def check_count(quantization: QuantizationOfLayers, layers: int) -> None:
             f"Bits and scales must be given for each of the {layers} layers of the model, got {quantization.count}: "
             "give them for each layer that has a cache, or the same for all."
         )
-
-
-def _has_scales_of_layers(given: object) -> bool:
-    return _is_sequence(given) and not all(isinstance(entry, int | float) for entry in given)  # type: ignore[attr-defined]
 
 
 def _is_sequence(bits: object) -> bool:

@@ -208,6 +208,7 @@ def test_a_transformers_that_is_not_supported_is_one_line_and_exit_code_2(tmp_pa
             r"`--memory` must be at least \d+\.\d KiB \(\d+ bytes\) for 1024 tokens.*1000 bytes",
         ),
         (["plan", "{model}", "--context", "1k", "--name", "dinamic"], "did you mean 'dynamic'"),
+        (["plan", "{model}", "--context", "1k", "--name", "int5"], "`--name` must .* 'quantized:nbits=5'"),
         (["plan", "{model}", "--context", "1k", "--encoder-length", "5"], "`--encoder-length` .*without an encoder"),
         (["plan", "no/model", "--context", "1k"], "directory, its config.json, or its name.*no/model"),
         (["plan", "{model}/..", "--context", "1k"], "`MODEL`: the directory .* has no config.json"),

@@ -20,7 +20,7 @@ SOURCES = Path(running.__file__).parents[2]
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--cache", "int9"], "must be a cache name, got 'int9'"),
+        (["--cache", "int9"], "must be a known name, got 'int9'"),
         (["--cache", "sink:windows=3"], "windows"),
         (["--prefix-store", "2Gigs"], "`--prefix-store` must be a number of bytes"),
         (["--prefix-store", "0"], "`--prefix-store` must be a positive number of bytes"),

@@ -434,10 +434,14 @@ assert {name: dict(vars(caches)[name]) for name in maps} == maps
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("int3", r"cache_config=\{\"nbits\": 3\}"),
-        ("k8v4", r"cache_config=\{\"key_nbits\": 8, \"value_nbits\": 4\}"),
-        ("kivi", r"cache_config=\{\"backend\": \"kivi\"\}"),
-        ("dinamic", "^unknown cache name 'dinamic': did you mean 'dynamic'. Known names are auto, dynamic, "),
+        ("int5", r"use 'quantized' with cache_config=\{'nbits': 5\}, or write 'quantized:nbits=5'\.$"),
+        ("K8V4", r"cache_config=\{'key_nbits': 8, 'value_nbits': 4\}, .* 'quantized:key_nbits=8,value_nbits=4'\.$"),
+        ("kivi", r"cache_config=\{'backend': 'kivi'\}, or write 'quantized:backend=kivi'\.$"),
+        ("INT4", r"^`cache_implementation` must be a known name, got 'INT4': did you mean 'int4'\?$"),
+        ("4bit", r"got '4bit': did you mean 'int4'\?$"),
+        ("8-bits", r"got '8-bits': did you mean 'int8'\?$"),
+        ("5bit", r"or write 'quantized:nbits=5'\.$"),
+        ("dinamic", r"^unknown cache name 'dinamic': did you mean 'dynamic'\? Known names are auto, dynamic, "),
     ],
 )
 def test_an_unknown_name_is_answered_by_what_to_write_first(name: str, said: str) -> None:

@@ -21,6 +21,7 @@ PLAN_OPTIONS = {
     "memory": "--memory",
     "encoder_length": "--encoder-length",
     "names": "--name",
+    "cache_implementation": "--name",
     "max_bytes": "--max-bytes",
 }
 
@@ -135,6 +136,7 @@ def compile_command() -> None:
 
 RUN_OPTIONS = {
     "cache": "--cache",
+    "cache_implementation": "--cache",
     "prefix_store": "--prefix-store",
     "directory": "--prefix-store",
     "max_bytes": "--prefix-store",

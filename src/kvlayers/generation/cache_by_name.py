@@ -43,6 +43,7 @@ AUTO = "auto"
 """The name of a cache that a plan chooses for a number of tokens."""
 
 _BITS = re.compile(r"int(?P<nbits>\d)|k(?P<key_nbits>\d)v(?P<value_nbits>\d)")
+_WRITTEN_BITS = re.compile(r"^(\d)[-_ ]?bits?$")
 
 
 def make_cache(
@@ -212,22 +213,21 @@ def unknown_name(name: object) -> OptionError | RegistryError:
             f"`cache` must be the name of a cache here, such as 'int4', got {_what(name)}: pass its name, and its "
             "options as `cache_config`; generate() takes a cache that you made as its argument `cache`."
         )
-    lower, config, what = name.lower(), "", ""
+    lower = _WRITTEN_BITS.sub(r"int\1", name.lower())
+    if is_registered(lower):
+        return RegistryError(f"`cache_implementation` must be a known name, got {name!r}: did you mean {lower!r}?")
+    kind, options = "quantized", dict[str, Any]()
     if lower in quantizer_names():
-        what, config = "a backend", f'"backend": "{lower}"'
+        options["backend"] = lower
     elif (bits := _BITS.fullmatch(lower)) is not None:
-        what = "bits"
-        config = ", ".join(f'"{option}": {count}' for option, count in bits.groupdict().items() if count)
+        options = {option: int(count) for option, count in bits.groupdict().items() if count}
     elif name in eviction_rule_names():
-        return RegistryError(
-            f"`cache_implementation` must be a cache name, got '{name}', an eviction rule of your own: use "
-            f"'evicting' with cache_config={{'rule': '{name}'}}, or write 'evicting:rule={name}'."
-        )
-    if not what:
+        kind, options = "evicting", {"rule": name}
+    else:
         return unknown(name)
     return RegistryError(
-        f"`cache_implementation` must be a cache name, got {name!r}, {what} of quantized caches: use the name "
-        f"'quantized' with cache_config={{{config}}}."
+        f"`cache_implementation` must be a known name, got {name!r}: use {kind!r} with cache_config={options}, or "
+        f"write '{kind}:{','.join(f'{option}={value}' for option, value in options.items())}'."
     )
 
 

@@ -143,15 +143,15 @@ def update_row(tokens: int) -> str:
     return f"{tokens:,} tokens held"
 
 
-LLAMA = "Random llama of 8 layers with 16 heads and 8 KV heads of 64, bfloat16, batch 1"
-SMOLLM2 = "SmolLM2-135M-Instruct (30 layers, 9 heads, 3 KV heads of 64) on real text"
+LLAMA = "The model is a random llama in bfloat16, of 8 layers with 16 heads and 8 KV heads of 64. The batch is 1"
+SMOLLM2 = "SmolLM2-135M-Instruct (30 layers, 9 heads, 3 KV heads of 64) reads real text"
 
 GROUPS = (
     Group(
         "step",
         "A decode step at 16,384 tokens",
-        f'{LLAMA}, 16,384 tokens in the cache. "Preallocated memory" is a cache of the exact final length that is '
-        "written in place, without any checks.",
+        f'{LLAMA}, and the cache holds 16,384 tokens. "Preallocated memory" is a cache of the exact final length '
+        "that is written in place, without any checks.",
         (
             at_least(DYNAMIC, TIMES_AS_FAST, 4),
             at_least(DYNAMIC, OF_PREALLOCATED, 0.9, ".2f"),
@@ -174,8 +174,8 @@ GROUPS = (
     Group(
         "baseline",
         "The best that transformers can do",
-        f"{LLAMA}, 16,384 tokens in the cache, eager. transformers' `StaticCache` reserves exactly as many tokens as "
-        "the cache will hold.",
+        f"{LLAMA}, and the cache holds 16,384 tokens; nothing is compiled. transformers' `StaticCache` reserves "
+        "exactly as many tokens as the cache will hold.",
         (
             at_least(EXACT_STATIC, TIMES_AS_FAST, 1.5),
             at_most(EXACT_STATIC, OF_DENSE, 1.01),
@@ -187,7 +187,7 @@ GROUPS = (
     Group(
         "batches",
         "A decode step of a batch",
-        f"{SMOLLM2}, bfloat16. `dynamic` and transformers' caches take turns.",
+        f"{SMOLLM2} in bfloat16. `dynamic` and transformers' caches take turns.",
         (
             at_least(batch_row(8, 128), TIMES_AS_FAST, 1.2),
             at_least(batch_row(8, 128), OVER_BETTER, 0.93, ".2f"),
@@ -201,8 +201,8 @@ GROUPS = (
     Group(
         "static",
         "A decode step with a large reservation",
-        f"{LLAMA}, 1,024 tokens in the cache. Both libraries reserve 32,768 tokens; the smallest reservation is 1,088 "
-        "tokens.",
+        f"{LLAMA}, and the cache holds 1,024 tokens. Both libraries reserve 32,768 tokens; the smallest reservation "
+        "is 1,088 tokens.",
         (
             at_least(COMPILED_STATIC, TIMES_STATIC, 10, ".0f"),
             at_most(COMPILED_STATIC, TIME_OF_SMALL, 1.3),
@@ -214,8 +214,9 @@ GROUPS = (
     Group(
         "graphs",
         "Graphs that `generate()` compiles",
-        "`static` with 4,096 tokens reserved: 512 tokens after a prompt of 200, so that decode steps reach three "
-        "buckets. Random llama of 2 layers: the number of graphs depends on neither the size nor the backend.",
+        "`static` reserves 4,096 tokens, and 512 tokens follow a prompt of 200, so that decode steps reach three "
+        "buckets. The model is a random llama of 2 layers: the number of graphs depends on neither the size nor the "
+        "backend.",
         (
             at_most(STATIC, FIRST_CALL, 2, ".0f"),
             at_most(STATIC, LATER_CALLS, 0, ".0f"),
@@ -225,7 +226,7 @@ GROUPS = (
     Group(
         "fidelity",
         "How rounding changes predictions",
-        f"{SMOLLM2}, float32, one passage: 2,048 tokens of context and 1,024 scored tokens, read 64 at a time. KL is "
+        f"{SMOLLM2} in float32, one passage: 2,048 tokens of context and 1,024 scored tokens, read 64 at a time. KL is "
         "the mean divergence of the next-token distribution from the one with transformers' `DynamicCache`, in "
         "nats. Agreement is how often the most likely token is the same. Bytes are for states in bfloat16, for which a "
         "dense cache takes 23,040 bytes a token.",
@@ -260,9 +261,9 @@ GROUPS = (
     Group(
         "ratios",
         "Rounding compared with quanto",
-        "The same run. At 3,072 tokens and with the defaults, `int4` and `int2` hold more bytes than quanto, because "
-        "they keep the sinks and more of the newest tokens in full precision. With groups of 16 numbers instead of "
-        "64, quanto holds more bytes.",
+        "This is the same run. At 3,072 tokens and with the defaults, `int4` and `int2` hold more bytes than "
+        "quanto, because they keep the sinks and more of the newest tokens in full precision. With groups of 16 "
+        "numbers instead of 64, quanto holds more bytes.",
         (
             at_least(INT4, TIMES_LESS, 10, ".0f"),
             at_most(INT4, BYTES_OF_QUANTO, 1.2),
@@ -279,8 +280,9 @@ GROUPS = (
     Group(
         "update",
         "An update of one layer by one token",
-        "3 KV heads of 64, bfloat16, one thread, Python included. `dynamic` checks its input and writes in place; "
-        "transformers' cache copies all earlier tokens. So `dynamic` is slower until there are many of them.",
+        "The layer has 3 KV heads of 64 in bfloat16, and times include Python. `dynamic` checks its input and "
+        "writes in place; transformers' cache copies all earlier tokens. So `dynamic` is slower until there are "
+        "many of them.",
         (
             at_most(update_row(UPDATES[0]), TIME_OF_TRANSFORMERS, 3, ".1f"),
             at_most(update_row(UPDATES[1]), TIME_OF_TRANSFORMERS, 0.8, ".1f"),
@@ -290,15 +292,15 @@ GROUPS = (
     Group(
         "window",
         "Memory of a model with sliding windows",
-        "Random mistral of 8 layers with 8 KV heads of 64, sliding window 512, bfloat16, after a prefill of 4,096 "
-        "tokens.",
+        "A random mistral in bfloat16, of 8 layers with 8 KV heads of 64 and a window of 512, has read a prompt of "
+        "4,096 tokens.",
         (at_most(DYNAMIC, BYTES_OF_TRANSFORMERS, 0.2),),
         "bytes",
     ),
     Group(
         "sinks",
         "A text of several windows with sinks",
-        "SmolLM2-135M-Instruct, float32. A text of 8 windows of 64 tokens is read token by token; its second half "
+        "SmolLM2-135M-Instruct in float32 reads a text of 8 windows of 64 tokens, token by token; the second half "
         "is scored.",
         (at_least(SINK, TIMES_PERPLEXITY, 1.5),),
         "sinks",
@@ -306,8 +308,8 @@ GROUPS = (
     Group(
         "offload",
         "Offloading traffic",
-        "Random llama of 4 layers with 2 KV heads of 32, bfloat16, 2,048 tokens. Two pools of host memory stand for "
-        "a device and its host.",
+        "The model is a random llama in bfloat16, of 4 layers with 2 KV heads of 32, with 2,048 tokens. Two pools "
+        "of host memory stand for a device and its host.",
         (
             at_most(OFFLOADED, NEW_BYTES, 1),
             at_most(OFFLOADED, MOST_ON_DEVICE, 0.5),
@@ -320,8 +322,8 @@ GROUPS = (
     Group(
         "prefix",
         "A prompt with a stored prefix",
-        f"{SMOLLM2}, float32. The store holds 2,048 tokens, and the prompt has 16 more. The time is of a whole call of "
-        "`generate()`.",
+        f"{SMOLLM2} in float32. The store holds 2,048 tokens, and the prompt has 16 more. The time is of a whole "
+        "call of `generate()`.",
         (
             at_most(FROM_MEMORY, TIME_OF_COLD, 0.1, ".0%"),
             at_most(FROM_DISK, TIME_OF_COLD, 0.15, ".0%"),
@@ -331,9 +333,9 @@ GROUPS = (
     Group(
         "prompts",
         "A new prompt",
-        f"{SMOLLM2}, bfloat16, one prompt. The slowest short prompt is that of `dynamic`, `int8`, `int4` and `static`, "
-        "and of 512 tokens, a second turn of 256 and a batch of four, padded on the left. Its model is a random llama "
-        "of 4 layers.",
+        f"{SMOLLM2} in bfloat16, one prompt at a time. The slowest short prompt is that of `dynamic`, `int8`, `int4` "
+        "and `static`, and of 512 tokens, a second turn of 256 and a batch of four, padded on the left. Its model "
+        "is a random llama of 4 layers.",
         (
             at_most(PROMPT_OF_8K, TIME_OF_TRANSFORMERS, of_prompts.MOST_OF_SMOLLM2),
             at_most(PROMPT_OF_4K, TIME_OF_DYNAMIC, of_prompts.MOST_OF_INT4),
@@ -345,8 +347,8 @@ GROUPS = (
     Group(
         "gemma",
         "A new prompt of a model with sliding windows",
-        "Gemma-3-270M (18 layers, of which 15 have a window of 512, 4 heads and 1 KV head of 256) on real text, "
-        "bfloat16, one prompt.",
+        "Gemma-3-270M (18 layers, of which 15 have a window of 512, 4 heads and 1 KV head of 256) reads "
+        "real text in bfloat16, one prompt at a time.",
         (at_most(PROMPT_OF_8K, TIME_OF_TRANSFORMERS, of_prompts.MOST_OF_GEMMA),),
         "prompts",
     ),

@@ -258,8 +258,8 @@ def table(found: Mapping[str, Any]) -> str:
     samples = len(found["depths"]) * found["samples"]
     counted = "1 sample" if samples == 1 else f"{samples} samples"
     how = (
-        f"Scores in percent at {spoken} tokens, {found['dtype']}, {counted} for each task and length, seed "
-        f"{found['seed']}. {measured_at(found)}."
+        f"Scores are percentages at {spoken} tokens. The model runs in {found['dtype']}, and each task has {counted} "
+        f"of each length, with seed {found['seed']}. {measured_at(found)}."
     )
     head = ["cache", *(f"`{task}`" for task in found["tasks"]), "points lost", "log-probability"]
     return "\n\n".join([f"### {name_of(str(found['model']))}", how, markdown(head, rows), weakness(found)])

@@ -26,7 +26,7 @@ Where to look:
 Importing kvlayers changes nothing in transformers. `install()` does, and `uninstall()` takes it back.
 """
 
-import importlib
+import difflib
 import importlib.util
 import threading
 from typing import Any
@@ -57,6 +57,9 @@ def __getattr__(name: str) -> Any:
         elif name.isidentifier() and importlib.util.find_spec(f"{__name__}.{name}"):
             value = importlib.import_module(f".{name}", __name__)
         else:
-            raise AttributeError(f"module 'kvlayers' has no attribute '{name}'")
+            raise AttributeError(
+                f"module 'kvlayers' has no attribute '{name}'"
+                + "".join(f": did you mean '{near}'?" for near in difflib.get_close_matches(name, __all__, n=1))
+            )
     globals()[name] = value
     return value

@@ -33,6 +33,10 @@ def store() -> Any:
     return kvlayers.PrefixStore(max_bytes=10**6)
 
 
+def many(prompts: Any, **options: Any) -> Any:
+    return list(kvlayers.generate_many(tiny_model("llama"), prompts, **options))
+
+
 CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     "a truth as a length": (lambda: held().truncate(True), "`length` must be a whole number, got True"),
     "a truth to crop to": (lambda: held().crop(True), "must be a whole number, got True"),
@@ -41,6 +45,16 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     "one length for all rows": (lambda: held().crop_rows(3), "`lengths` must have one length for each row, got 3"),
     "a hint that is a truth": (lambda: kvlayers.DynamicCache(length_hint=True), "`length_hint` must be a whole number"),
     "half a hint": (lambda: kvlayers.DynamicCache(length_hint=1.5), "`length_hint` must be a whole number, got 1.5"),
+    "disk without a place": (lambda: held().offload(device="disk"), "as `device` and `directory`"),
+    "a device that is a number": (lambda: kvlayers.make_cache("dynamic", config(), device=1.5), "`device` must be"),
+    "one name to plan": (lambda: kvlayers.plan(config(), 100, names="int4"), r"pass \['int4'\]"),
+    "a number to plan": (lambda: kvlayers.plan(config(), 100, names=5), "`names` must be a list .* got 5"),
+    "an option of another library": (lambda: many([[5, 6]], max_tokens=3), "did you mean 'max_new_tokens'"),
+    "one text as prompts": (lambda: many("a text"), r"pass \[text\] for one"),
+    "zero as a cache": (lambda: many([[5, 6]], cache=0), "`cache` must be the name of a cache here"),
+    "no name as a cache": (lambda: many([[5, 6]], cache=""), "unknown cache name ''"),
+    "a model as a tokenizer": (lambda: many(["a"], tokenizer=tiny_model("llama")), "`tokenizer` must be a tokenizer"),
+    "a batch to look up": (lambda: store().lookup({"input_ids": 1}, config=config()), "return_tensors='pt'"),
     "a name that is a list": (lambda: kvlayers.unregister(["int4"]), r"\['int4'\]"),
     "lengths without an order": (lambda: held().crop_rows({3}), "`lengths` must have one length for each row"),
     "a truth of torch as a length": (lambda: held().truncate(torch.tensor(True)), "`length` must be a whole number"),

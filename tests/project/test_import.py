@@ -69,5 +69,7 @@ def test_every_public_name_is_there_and_no_other() -> None:
     assert dir(kvlayers) == sorted(kvlayers.__all__)
     for name in ("errors.CapacityError", "cache.none", ""):
         assert not hasattr(kvlayers, name)
-    with pytest.raises(AttributeError, match="module 'kvlayers' has no attribute 'DynamicCash'"):
+    with pytest.raises(
+        AttributeError, match="module 'kvlayers' has no attribute 'DynamicCash': did you mean 'DynamicCache'"
+    ):
         kvlayers.DynamicCash  # noqa: B018

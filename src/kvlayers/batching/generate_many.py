@@ -17,7 +17,7 @@ from kvlayers.generation.prefix_reuse.active_store import required_store
 from kvlayers.generation.row_decoding import Drafter, drafter_of
 from kvlayers.prefix import PrefixStore
 from kvlayers.upstream import generate_calls, model_types
-from kvlayers.utils.options import check_whole_number
+from kvlayers.utils.options import check_whole_number, suggestion
 
 MAX_NEW_TOKENS = 128
 
@@ -132,7 +132,9 @@ def generate_many(
         [(0, 4), (1, 4), (2, 4)]
     """
     if isinstance(prompts, str | Mapping) or not isinstance(prompts, Iterable):
-        raise OptionError(f"`prompts` must be a list or an iterator of prompts, got a {type(prompts).__name__}.")
+        raise OptionError(
+            f"`prompts` must be a list or an iterator of prompts, got a {type(prompts).__name__}: pass [text] for one."
+        )
     check_model(model)
     check_generation_config(options.get("generation_config"))
     _check_callables(tokenizer, on_token, options)
@@ -156,14 +158,20 @@ def generate_many(
     if refused := sorted(of_generate):
         raise OptionError(f"`options` must not have what generate_many does not do, got {', '.join(refused)}.")
     if left:
-        raise OptionError(f"`options` must be options of a GenerationConfig, got {', '.join(sorted(left))}.")
+        raise OptionError(
+            f"`options` must be options of a GenerationConfig, got {', '.join(sorted(left))}: "
+            f"{suggestion(min(left), vars(config)) or 'leave them out.'}"
+        )
     mode = config.get_generation_mode().value
     if mode not in ("greedy_search", "sample") or (config.num_return_sequences or 1) > 1:
         raise OptionError(f"`options` must ask for one answer, by greedy search or by samples, got {mode}.")
     if config.stop_strings is not None and tokenizer is None:
         raise OptionError("`tokenizer` must be given for stop strings, got none.")
     generate_calls.prepare_special_tokens(model, config)
-    named = requested_cache(either(cache, cache_implementation) or "dynamic", cache_config)
+    named = requested_cache(
+        either("dynamic" if cache is None and cache_implementation is None else cache, cache_implementation),
+        cache_config,
+    )
     drafter, tokens_of_drafts = _drafter(model, config, prompt_lookup_num_tokens, assistant_model)
     active = required_store(prefix_store, namespace)
     engine = RowEngine[_Numbered](
@@ -178,7 +186,7 @@ def generate_many(
 
 def _check_callables(tokenizer: object, on_token: object, options: Mapping[str, Any]) -> None:
     """Raise `OptionError` if one of the objects that rows call cannot be called."""
-    if tokenizer is not None and not callable(tokenizer):
+    if tokenizer is not None and not (callable(tokenizer) and callable(getattr(tokenizer, "decode", None))):
         raise OptionError(f"`tokenizer` must be a tokenizer, got a {type(tokenizer).__name__}: load it first.")
     if on_token is not None and not callable(on_token):
         raise OptionError(f"`on_token` must be a function of a prompt's number and a token, got {on_token!r}.")

@@ -89,7 +89,7 @@ def make_cache(
         options,
         batch_size,
         None if length_hint is None else tokens(length_hint, "length_hint"),
-        checked_device(device) if isinstance(device, str) else device,
+        device if isinstance(device, torch.device | None) else checked_device(device),
         None if dtype is None else checked_dtype(dtype),
         layer_devices=layer_devices(model_or_config),
     )

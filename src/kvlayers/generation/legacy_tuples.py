@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, cast
 
 import transformers
 from torch import Tensor
@@ -114,8 +114,7 @@ def cache_for_forward(config: Any, states: Iterable[Any]) -> Cache:
         # Of one model's forward passes, and once: from then on it holds more tokens than the tuples.
         source, made_for = vars(states).pop("source", (None, None))
         if made_for is config and source is not None:
-            cache: Cache = source
-            return cache
+            return cast("Cache", source)
     checked = _checked(config, states)
     layers = [] if _has_cross_attention(config) else DynamicCache(config=config).layers
     if layers and all(isinstance(layer, CacheLayer) and not layer.is_recurrent for layer in layers):

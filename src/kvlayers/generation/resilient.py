@@ -40,8 +40,7 @@ def resilient_generate(model: Any, *args: Any, ladder: Sequence[str] = LADDER, *
         torch.Size([1, 7])
     """
     check_model(model)
-    is_sequence = isinstance(ladder, list | tuple) and bool(ladder)
-    if not is_sequence or any(step not in LADDER for step in ladder):
+    if not isinstance(ladder, list | tuple) or not ladder or any(step not in LADDER for step in ladder):
         raise OptionError(
             f"`ladder` must be steps of {', '.join(map(repr, LADDER))}, got {ladder!r}: pass a tuple of them."
         )

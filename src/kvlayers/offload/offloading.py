@@ -34,13 +34,14 @@ class Offloading:
         object.__setattr__(self, "offload_device", str(self.offload_device))
         if self.offload_device not in TIERS:
             raise OptionError(
-                f"`offload_device` must be one of {', '.join(map(repr, TIERS))}, got {self.offload_device!r}."
+                f"`offload_device` must be one of {', '.join(map(repr, TIERS))}, got {self.offload_device!r}: pass one "
+                "of them (to `offload`, as its `device`)."
             )
         if (self.offload_device == "disk") != (self.offload_directory is not None):
             raise OptionError(
-                "`offload_directory` belongs to offload_device='disk', got "
-                f"offload_device={self.offload_device!r} and offload_directory={self.offload_directory!r}: pass both, "
-                "or neither."
+                f"`offload_directory` belongs to the device 'disk', got the device {self.offload_device!r} and the "
+                f"directory {self.offload_directory!r}: pass both, or neither (to `offload`, as `device` and "
+                "`directory`)."
             )
 
     @classmethod

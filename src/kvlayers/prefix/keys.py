@@ -265,7 +265,10 @@ def tokens_of(input_ids: object) -> Tokens:
         OptionError: `input_ids` is not an int64 tensor `[tokens]` or `[1, tokens]`, or is empty.
     """
     if not isinstance(input_ids, torch.Tensor):
-        raise OptionError(f"`input_ids` must be a tensor, got a {type(input_ids).__name__}.")
+        raise OptionError(
+            f"`input_ids` must be a tensor, got a {type(input_ids).__name__}: pass "
+            "tokenizer(text, return_tensors='pt').input_ids."
+        )
     if input_ids.dtype != torch.int64:
         raise OptionError(f"`input_ids` must be int64, got {input_ids.dtype}: pass what the tokenizer returned.")
     if input_ids.dim() not in (1, 2) or (input_ids.dim() == 2 and input_ids.shape[0] != 1):

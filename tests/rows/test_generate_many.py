@@ -83,6 +83,16 @@ def test_a_chunk_does_not_change_what_is_kept(cache: str, options: dict[str, Any
             assert answer.ids.tolist() == alone(model, ids, cache, **how, **asked)
 
 
+def test_pad_tokens_of_a_tensor_are_padding_as_in_generate() -> None:
+    model = fresh_model("llama", pad_token_id=0, eos_token_id=None)
+    texts = [prompt(1, 4)[0], prompt(1, 9, seed=1)[0]]
+    padded = torch.nn.utils.rnn.pad_sequence([text.flip(0) for text in texts], batch_first=True).flip(1)
+    answers = list(kvlayers.generate_many(model, padded, max_new_tokens=5, in_order=True, progress=False))
+    whole = model.generate(padded, attention_mask=(padded != 0).long(), max_new_tokens=5, do_sample=False)
+    assert [answer.ids.tolist() for answer in answers] == whole[:, padded.shape[1] :].tolist()
+    assert [answer.prompt_tokens for answer in answers] == [4, 9]
+
+
 def test_wrapped_models_are_taken() -> None:
     peft = pytest.importorskip("peft", reason="PEFT is not installed")
     torch.manual_seed(0)

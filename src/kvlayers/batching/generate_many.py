@@ -133,7 +133,8 @@ def generate_many(
     """
     if isinstance(prompts, str | Mapping) or not isinstance(prompts, Iterable):
         raise OptionError(
-            f"`prompts` must be a list or an iterator of prompts, got a {type(prompts).__name__}: pass [text] for one."
+            f"`prompts` must be a list or an iterator of prompts, got a {type(prompts).__name__}: pass [text] for one, "
+            "or the `input_ids` that a tokenizer returns."
         )
     check_model(model)
     check_generation_config(options.get("generation_config"))
@@ -150,7 +151,7 @@ def generate_many(
     for name, number in {"max_new_tokens": max_new_tokens, "max_rows": max_rows, "chunk_tokens": chunk_tokens}.items():
         check_whole_number(number, f"`{name}`", 1)
     model = model_types.unwrapped(model)
-    given = {name: options.pop(name) for name in SEEN_BY_IDS if name in options}
+    given = {"tokenizer": tokenizer, **{name: options.pop(name) for name in SEEN_BY_IDS if name in options}}
     config, left = generate_calls.full_generation_config(model, {"max_new_tokens": max_new_tokens, **options})
     of_generate = options.keys() & {*generate_calls.arguments_of_generate(), "max_length"} - {"generation_config"}
     of_generate |= {name for name in NOT_HERE if vars(config).get(name)}
@@ -162,8 +163,9 @@ def generate_many(
             f"`options` must be options of a GenerationConfig, got {', '.join(sorted(left))}: "
             f"{suggestion(min(left), vars(config)) or 'leave them out.'}"
         )
-    mode = config.get_generation_mode().value
-    if mode not in ("greedy_search", "sample") or (config.num_return_sequences or 1) > 1:
+    if (mode := config.get_generation_mode().value) not in ("greedy_search", "sample") or (
+        config.num_return_sequences or 1
+    ) > 1:
         raise OptionError(f"`options` must ask for one answer, by greedy search or by samples, got {mode}.")
     if config.stop_strings is not None and tokenizer is None:
         raise OptionError("`tokenizer` must be given for stop strings, got none.")
@@ -173,12 +175,22 @@ def generate_many(
         cache_config,
     )
     drafter, tokens_of_drafts = _drafter(model, config, prompt_lookup_num_tokens, assistant_model)
-    active = required_store(prefix_store, namespace)
     engine = RowEngine[_Numbered](
-        model, config, named, active, max_rows, memory, chunk_tokens, drafter, tokens_of_drafts
+        model,
+        config,
+        named,
+        required_store(prefix_store, namespace),
+        max_rows,
+        memory,
+        chunk_tokens,
+        drafter,
+        tokens_of_drafts,
     )
-    requests = _requests(prompts, model, config, {**given, "tokenizer": tokenizer}, on_token)
-    answers = _answers(engine, requests, tokenizer)
+    if isinstance(prompts, Tensor) and prompts.dim() == 2:
+        # Without a mask, generate() takes pad tokens for padding.
+        mask = generate_calls.mask_of_prompts(model, config, prompts)
+        prompts = prompts if mask is None else [row[kept] for row, kept in zip(prompts, mask.bool(), strict=True)]
+    answers = _answers(engine, _requests(prompts, model, config, given, on_token), tokenizer)
     answers = _in_order(answers) if in_order else answers
     # Beside `on_token`, which shows its own progress, a bar would stand in the middle of its lines.
     return _with_progress(answers, prompts) if progress and on_token is None else answers
@@ -230,7 +242,9 @@ def _requests(
     """A request for each prompt. What is wrong with a prompt is its error."""
     for index, prompt in enumerate(prompts):
         if given["tokenizer"] is None and _is_text_or_chat(prompt):
-            raise OptionError("`tokenizer` must be given for prompts that are texts or chats, got none.")
+            raise OptionError(
+                "`tokenizer` must be given for prompts that are texts or chats, got none: pass tokenizer=..."
+            )
         # What it returns may be anything, as that of `print`.
         show = None if on_token is None else lambda token, index=index: on_token(index, token) is True
         try:
@@ -283,7 +297,7 @@ def _no_prompt(given: object) -> OptionError:
     shown = f"{given.dtype} of shape {list(given.shape)}" if isinstance(given, Tensor) else f"{given!r:.80}"
     return OptionError(
         "`prompts` must each be a text, a chat (a list of messages), or ids [tokens] of at least one token, got "
-        f"{shown}: leave it out, or begin it with the BOS token."
+        f"{shown}: leave it out, or begin it with the BOS token (one prompt of ids is [ids])."
     )
 
 

@@ -888,7 +888,7 @@ def test_names_that_stand_for_no_cache(in_directory: Path, name: str, words: str
 def test_caches_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contenders_module, "is_installed", lambda name: name != "quanto")
     model = tiny_model("llama")
-    with pytest.raises(OptionError, match=r"`against` 'quanto' needs .*pip install \"kvlayers\[quanto\]\""):
+    with pytest.raises(OptionError, match=r"`against` 'quanto' needs .*pip install \"\.\[quanto\]\""):
         against_contenders(["quanto"], model, LENGTH)
     with pytest.raises(OptionError, match=r"`against` must be transformers, or one of .*quanto:2.*got 'quant'\."):
         against_contenders(["quant"], model, LENGTH)

@@ -235,10 +235,15 @@ def page_tables() -> str:
         arguments, results = record["arguments"], record["results"]
         model = pathlib.Path(arguments["model"]).name
         for section in ("loss", "again"):
+            found = results.get(section, {})
+            refused = [name for name, entry in found.items() if "failure" in entry]
             rows = [
-                [name, *(cell(entry) for cell in COLUMNS.values())] for name, entry in results.get(section, {}).items()
+                [name, *(cell(entry) for cell in COLUMNS.values())]
+                for name, entry in found.items()
+                if name not in refused
             ]
             parts += [pages.markdown(["cache", *COLUMNS], rows)] if rows else []
+            parts += [f"Too small, and refused by `CapacityError`: {', '.join(refused)}."] if refused else []
         timed = [
             [name, *(f"{entry[key] * 1e3:.1f}" if key in entry else "" for key in ("giving way", "step"))]
             for name, entry in results.get("time", {}).items()

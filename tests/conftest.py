@@ -139,3 +139,12 @@ def installed() -> Iterator[None]:
     """transformers' names resolve to kvlayers for the length of a test."""
     with kvlayers.installed():
         yield
+
+
+@pytest.fixture(scope="module")
+def quick_collections() -> Iterator[None]:
+    """Everything that torch and transformers made is out of the way of the collections that follow a failure."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()

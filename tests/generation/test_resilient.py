@@ -40,13 +40,7 @@ LAST_LAYER: dict[str, Callable[[Any], torch.nn.Module]] = {
 Arguments = dict[str, Any]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _quick_collections() -> Iterator[None]:
-    """Everything that torch and transformers made is out of the way of the collections that follow a failure."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
+pytestmark = pytest.mark.usefixtures("quick_collections")
 
 
 def last_layer(model: Any) -> torch.nn.Module:
@@ -609,7 +603,7 @@ def test_the_memory_of_an_accelerator_is_given_back(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
     for available in (True, False):
         monkeypatch.setattr(torch.accelerator, "is_available", lambda available=available: available)
-        retried_pass.free_memory()
+        retried_pass.release_memory()
         assert emptied == [torch.device("cuda")]
 
 
@@ -621,7 +615,7 @@ def test_what_refers_to_itself_alone_is_given_back() -> None:
         known = weakref.ref(circle)
         del circle
         assert known() is not None
-        retried_pass.free_memory()
+        retried_pass.release_memory()
         assert known() is None
     finally:
         gc.enable()
@@ -634,7 +628,7 @@ def test_memory_that_is_kept_for_the_next_call_is_given_back(installed: None) ->
     uninterrupted(model, ids, cache_implementation="static", **compiling)
     idle = [weakref.ref(cache) for cache in call_cache._idle.values()]
     assert len(idle) == 1
-    retried_pass.free_memory()
+    retried_pass.release_memory()
     assert idle[0]() is None
 
 

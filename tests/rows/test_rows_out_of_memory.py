@@ -1,7 +1,5 @@
 """Rows whose passes run out of memory: the pass is made again, and all answers are those of a run without a failure."""
 
-import gc
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,13 +14,7 @@ PROMPTS = [[5, 8, 13, 21, 34, 55, 60, 61, 62, 63, 64, 65, 66, 67], [21, 34], lis
 MESSAGE = "CUDA out of memory."
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _quick_collections() -> Iterator[None]:
-    """Everything that torch and transformers made is out of the way of the collections that follow a failure."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
+pytestmark = pytest.mark.usefixtures("quick_collections")
 
 
 class Operations:

@@ -97,7 +97,7 @@ class Outputs:
         self._handlers: dict[str, tuple[Callable[[Any], object], asyncio.AbstractEventLoop]] = {}
 
     def handle(self, request_id: str, callback: Callable[[Any], object]) -> None:
-        """Hand the outputs of a request to a function, in the event loop that runs now: also those that wait."""
+        """Hand the outputs of a request to a function, in the event loop that runs now: also outputs that wait."""
         with self._changed:
             self._handlers[request_id] = callback, asyncio.get_running_loop()
             earlier, self._waiting = self._waiting, deque()
@@ -203,7 +203,7 @@ class ThreadStatus:
     Attributes:
         fatal_error: what ended it, apart from `stop()`.
         is_finishing: whether it takes no more requests.
-        is_stopping: whether it gives up those that it has.
+        is_stopping: whether it gives up the requests that it has.
     """
 
     def __init__(self) -> None:

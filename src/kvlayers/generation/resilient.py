@@ -28,7 +28,7 @@ def resilient_generate(model: Any, *args: Any, ladder: Sequence[str] = LADDER, *
 
     Raises:
         OptionError: `ladder` is empty, or has something else. Nothing was generated.
-        torch.OutOfMemoryError: no step is left. The message lists those that were taken.
+        torch.OutOfMemoryError: no step is left. The message lists the steps that were taken.
 
     Example:
         >>> import torch, transformers

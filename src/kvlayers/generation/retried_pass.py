@@ -58,7 +58,7 @@ def make_room(
     _clear_frames(error)
     try:
         length, kept = _put_back(cache, began, check_readable)
-        free_memory()
+        release_memory()
         step = cache.give_way(LADDER.get())
         if step is None:
             raise RollbackError(f"its {type(cache).__name__} has no step left to give way by")
@@ -193,7 +193,7 @@ def _whole_inputs(call: CurrentCall, length: int) -> Inputs:
     raise RollbackError("its layers cannot be put back, and earlier tokens cannot be read again")
 
 
-def free_memory() -> None:
+def release_memory() -> None:
     """Free memory that is kept for the next call, garbage, and what the device's allocator keeps in reserve."""
     call_cache.free_reservations()
     gc.collect()

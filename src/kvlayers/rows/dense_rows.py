@@ -42,7 +42,7 @@ class DenseRows(RowsLayer):
     """Rows of `DynamicLayer`s in full precision. A step costs what that of an ordinary batch costs.
 
     A row begins in column 0 and ends where it ends: to roll it back is to lower its length. Behind the rows there may
-    be memory of those that have left, which the next ones take.
+    be memory of rows that have left, which the next ones take.
 
     Args:
         layers: `DynamicLayer`s in full precision, and rows of them. Of rows that come first, the memory is shared, and
@@ -227,7 +227,7 @@ def _with_room(states: Tensor, tokens: int, rows: int = 0) -> Tensor:
     held, _, capacity, _ = states.shape
     if held >= rows and capacity >= tokens:
         return states
-    # The first rows are as many as they are, and those that join later are followed by others.
+    # The first rows take no spare memory. Rows that join later are followed by others.
     more_rows = rows + (rows // GROWTH_DIVISOR if held else 0) - held if rows > held else 0
     more_tokens = capacity_for(tokens) - capacity if tokens > capacity or not held else 0
     with torch.inference_mode(False), torch.no_grad():

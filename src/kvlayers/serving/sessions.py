@@ -217,7 +217,7 @@ def session_of(access: EntryAccess, name: str, namespace: str, ttl: float) -> Se
     if ttl != math.inf:
         pin_of(ttl, None)
     with access.lock:
-        # Whoever makes sessions looks after those that nobody uses any more.
+        # Sessions that have ended go whenever one is made.
         known = {key: own for key, own in _sessions.get(access, {}).items() if own.seconds_left}
         session = known.setdefault((namespace, name), Session(name, ttl, access))
         session.ttl, _sessions[access] = ttl, known

@@ -25,7 +25,7 @@ def snapshot_lengths(
         ids: the prompt.
         begin: tokens whose states are there.
         length: tokens that are to be read, the last of these lengths.
-        branch: how many of its first tokens other prompts are known to have: those that part there may do so again.
+        branch: how many of its first tokens other prompts are known to have. Other prompts may part there again.
         ends: ids of tokens that end a message. The next turn begins with this prompt up to its last message, but
             possibly not with what the template puts behind that, in order to ask for an answer.
         every: so many tokens are a snapshot apart at most, for long texts; `None` for no limit.

@@ -23,9 +23,9 @@ import versions
 from kvlayers import KVLayersError, inspect_cache, load_cache, save_cache
 from kvlayers.errors import CacheFileError
 from kvlayers.persistence import rebuild
-from kvlayers.persistence.format import canonical
-from kvlayers.persistence.safetensors_header import DTYPES, TensorEntry
-from kvlayers.persistence.tensor_file import content_of, file_header
+from kvlayers.persistence.json_text import DTYPES, canonical
+from kvlayers.persistence.safetensors_header import TensorEntry, file_header
+from kvlayers.persistence.tensor_file import content_of
 from models import CONFIGS
 
 ROOM = 192 * 2**20
@@ -168,7 +168,7 @@ RAW: dict[str, bytes] = {
     "bytes between two": framed(json.dumps({"x": _entry([1], [0, 4]), "y": _entry([1], [8, 12])}).encode()) + bytes(12),
     "a pickle": pickle.dumps({"keys": [1, 2, 3]}),
     "another safetensors file": raw({"weight": torch.ones(2, 2)}, {"format": "pt"}),
-    "no description": raw({}, {"format": "kvlayers.cache", "format_version": "7"}),
+    "no description": raw({}, {"format": "kvlayers.cache", "format_version": "8"}),
 }
 
 
@@ -378,11 +378,11 @@ def test_what_is_no_file_of_a_cache_is_refused(name: str, path: pathlib.Path) ->
         inspect_cache(path)
 
 
-@pytest.mark.parametrize("version", [3, 6, 8])
+@pytest.mark.parametrize("version", [3, 7, 9])
 def test_files_of_other_versions_are_refused(version: int, path: pathlib.Path) -> None:
     path.write_bytes(raw({}, {"format": "kvlayers.cache", "format_version": str(version)}))
     for read in (load_cache, inspect_cache):
-        with pytest.raises(CacheFileError, match=r"chat\.safetensors must have version 7 of the format"):
+        with pytest.raises(CacheFileError, match=r"chat\.safetensors must have version 8 of the format"):
             read(path)
 
 

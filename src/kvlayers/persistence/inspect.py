@@ -9,10 +9,11 @@ from torch import Tensor
 
 from kvlayers.core.layer_operations import LAYER_CLASSES
 from kvlayers.errors import CacheFileError
-from kvlayers.persistence.format import TOKEN_IDS, Description, LayerRecord
+from kvlayers.persistence.format import Description, LayerRecord
+from kvlayers.persistence.json_text import refuse
 from kvlayers.persistence.node_file import NodeRecord, is_node, read_node
 from kvlayers.persistence.rebuild import SavedFile, loads_prefixes
-from kvlayers.persistence.safetensors_header import checked_path, refuse
+from kvlayers.persistence.safetensors_header import TOKEN_IDS, checked_path
 from kvlayers.persistence.tensor_file import TensorFile, opened_file
 
 

@@ -16,7 +16,7 @@ from kvlayers.core.token_layer import TokenLayer
 from kvlayers.core.token_store import KVPair
 from kvlayers.errors import CacheFileError, OptionError, RollbackError, StateMismatchError
 from kvlayers.persistence.fingerprint import check_model
-from kvlayers.persistence.format import TOKEN_IDS, CacheRecord, LayerRecord, layer_prefix
+from kvlayers.persistence.format import CacheRecord, LayerRecord, layer_prefix
 from kvlayers.persistence.rebuild import (
     SavedFile,
     cache_class_of,
@@ -25,7 +25,7 @@ from kvlayers.persistence.rebuild import (
     read_rotaries,
     rebuilt,
 )
-from kvlayers.persistence.safetensors_header import checked_path
+from kvlayers.persistence.safetensors_header import TOKEN_IDS, checked_path
 from kvlayers.persistence.tensor_file import opened_file
 from kvlayers.upstream.model_types import config_of
 from kvlayers.utils.options import checked_device

@@ -15,16 +15,16 @@ from kvlayers.errors import CacheFileError, KVLayersError, ModelMismatchError, R
 from kvlayers.persistence.format import (
     DESCRIPTION,
     OWN_METADATA,
-    TOKEN_IDS,
     CacheRecord,
     LayerRecord,
     layer_prefix,
     read_description,
     rotary_name,
 )
+from kvlayers.persistence.json_text import parsed, refuse, shown
 from kvlayers.persistence.node_file import is_node
-from kvlayers.persistence.safetensors_header import parse_json, refuse, shown, typed
-from kvlayers.persistence.tensor_file import DIGESTS, TensorFile
+from kvlayers.persistence.safetensors_header import DIGESTS, TOKEN_IDS
+from kvlayers.persistence.tensor_file import TensorFile
 from kvlayers.rope.rotary import Rotary
 from kvlayers.upstream.model_layers import layer_specs
 
@@ -37,9 +37,6 @@ MAX_RESERVED_TOKENS = 2**22
 FREE_RESERVATION = 2**30
 RESERVATION_FACTOR = 64
 """A file may reserve `FREE_RESERVATION` bytes for its tokens, or `RESERVATION_FACTOR` times its size if more."""
-
-
-_METADATA = {"format", "format_version", DESCRIPTION}
 
 
 class SavedFile:
@@ -66,11 +63,8 @@ class SavedFile:
         if is_node(file.header):
             remedy = "open its directory with PrefixStore(directory=...)"
             refuse(path, "the states of its cache", "a node of a prefix store, which has a part of them", remedy)
-        if set(metadata) - {OWN_METADATA} != _METADATA:
-            refuse(path, f"metadata of {', '.join(sorted(_METADATA))}", shown(sorted(metadata)))
-        self.description = read_description(path, metadata[DESCRIPTION])
-        own = parse_json(path, metadata.get(OWN_METADATA, "{}"), "the metadata")
-        self.metadata: dict[str, str] = typed(path, "metadata of texts", dict[str, str], own)
+        self.description = read_description(path, metadata.get(DESCRIPTION, ""))
+        self.metadata = parsed(path, "metadata of texts", dict[str, str], metadata.get(OWN_METADATA, "{}"))
         self.nbytes = file.header.file_bytes
         names = [prefix + name for prefix, layer in self.description.layers() for name in layer.tensors]
         names += [rotary_name(fingerprint) for fingerprint in self.description.rotaries]

@@ -18,18 +18,17 @@ from kvlayers.persistence.fingerprint import model_record
 from kvlayers.persistence.format import (
     DESCRIPTION,
     OWN_METADATA,
-    TOKEN_IDS,
     CacheRecord,
     Description,
     LayerRecord,
     ModelRecord,
-    canonical,
     layer_prefix,
     metadata_text,
     rotary_name,
 )
-from kvlayers.persistence.safetensors_header import DTYPES, Header, TensorEntry, checked_path
-from kvlayers.persistence.tensor_file import file_header, write_file
+from kvlayers.persistence.json_text import DTYPES, canonical
+from kvlayers.persistence.safetensors_header import TOKEN_IDS, Header, TensorEntry, checked_path, file_header
+from kvlayers.persistence.tensor_file import write_file
 from kvlayers.version import __version__
 
 _STORABLE = frozenset(DTYPES.values())
@@ -97,9 +96,6 @@ def header_of(description: Description, tensors: Mapping[str, Tensor], own: str 
         description: the cache.
         tensors: the tensors that are in the file.
         own: the caller's own texts, from `metadata_text`.
-
-    Raises:
-        StateMismatchError: it is larger than a file may have.
     """
     entries = {name: TensorEntry(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
     metadata = {DESCRIPTION: canonical(description)}

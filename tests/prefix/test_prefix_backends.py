@@ -20,7 +20,6 @@ import kvlayers
 from backend_cases import PART, Files, FilesystemFiles, LocalFiles, ServerFiles, covered, filled, large, put
 from kvlayers import OptionError, PrefixStore
 from kvlayers.errors import CachePathError
-from kvlayers.prefix.backends import redis
 from kvlayers.prefix.backends.contract import SUFFIX, Address
 from kvlayers.prefix.backends.fsspec import FsspecBackend
 from kvlayers.prefix.backends.remote import HEAD_BYTES
@@ -54,7 +53,6 @@ def files(request: pytest.FixtureRequest, tmp_path: pathlib.Path, monkeypatch: p
         return LocalFiles(tmp_path / "files")
     if request.param == "memory":
         return FilesystemFiles("memory://bucket/team")
-    monkeypatch.setattr(redis, "PART_BYTES", PART)
     found = ServerFiles(request.getfixturevalue("server_url"))
     found.client.flushall()
     return found

@@ -15,11 +15,11 @@ from kvlayers.errors import OptionError
 from kvlayers.persistence.atomic_file import temporary_name
 from kvlayers.persistence.safetensors_header import Content
 from kvlayers.prefix.backends.contract import (
-    SUFFIX,
     Address,
     StoredFile,
     UnreachableError,
     clock,
+    is_of_a_store,
 )
 from kvlayers.prefix.backends.remote import ByteRange, RemoteBackend
 
@@ -79,8 +79,8 @@ class FsspecBackend(RemoteBackend):
         with ThreadPoolExecutor(min(len(names), REQUESTS_AT_ONCE)) as threads:
             return self._call(lambda: list(threads.map(call, names)))
 
-    def listed(self) -> list[StoredFile]:
-        """As `RemoteBackend.listed`."""
+    def files(self) -> list[StoredFile]:
+        """As `StorageBackend.files`."""
 
         def listed() -> list[dict[str, Any]]:
             # Some file systems cache listings, but other processes write here, too.
@@ -93,7 +93,7 @@ class FsspecBackend(RemoteBackend):
             return found
 
         infos = self._call(listed)
-        files = [_stored(info) for info in infos if info["type"] == "file" and info["name"].endswith(SUFFIX)]
+        files = [_stored(info) for info in infos if info["type"] == "file" and is_of_a_store(info["name"])]
         with self._lock:
             for file in files:
                 self._uses[file.name] = max(file.used, self._uses.get(file.name, 0))
@@ -113,16 +113,8 @@ class FsspecBackend(RemoteBackend):
 
         return self._each(found, names)
 
-    def read_ranges(self, ranges: Sequence[ByteRange]) -> list[bytes | UnreachableError]:
+    def read_ranges(self, ranges: Sequence[ByteRange]) -> list[bytes | UnreachableError | None]:
         """As `RemoteBackend.read_ranges`; concurrently, if the file system can do that."""
-        return [b"" if found is None else found for found in self._cat_ranges(ranges)]
-
-    def read_whole(self, files: Sequence[StoredFile]) -> list[bytes | UnreachableError | None]:
-        """As `RemoteBackend.read_whole`; concurrently, if the file system can do that."""
-        return self._cat_ranges([ByteRange(file, 0, file.nbytes + 1) for file in files])
-
-    def _cat_ranges(self, ranges: Sequence[ByteRange]) -> list[bytes | UnreachableError | None]:
-        """The bytes of each range, or the error; `None` if the file does not exist."""
         paths = [self._at(each.file.name) for each in ranges]
         starts, ends = [each.start for each in ranges], [each.end for each in ranges]
         found: list[bytes | Exception] = self._call(lambda: self._fs.cat_ranges(paths, starts, ends, on_error="return"))
@@ -136,10 +128,10 @@ class FsspecBackend(RemoteBackend):
     def write(self, name: str, content: Content) -> None:
         """As `StorageBackend.write`."""
         self._call(lambda: self._fs.pipe_file(self._at(name), bytes(content)))
-        self.record_uses([name])
+        self.touch([name])
 
-    def record_uses(self, names: Sequence[str]) -> None:
-        """As `RemoteBackend.record_uses`; other processes do not see it."""
+    def touch(self, names: Sequence[str]) -> None:
+        """As `StorageBackend.touch`; other processes do not see it."""
         with self._lock:
             self._uses.update(clock.uses(names))
 

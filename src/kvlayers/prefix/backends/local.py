@@ -12,7 +12,6 @@ from kvlayers.persistence.atomic_file import clear_temporaries, replacing, tempo
 from kvlayers.persistence.safetensors_header import Content, check_regular, mapped
 from kvlayers.prefix.backends.contract import (
     ABANDONED_SECONDS,
-    SUFFIX,
     Found,
     GoneError,
     Look,
@@ -20,6 +19,7 @@ from kvlayers.prefix.backends.contract import (
     StoredFile,
     UnreachableError,
     clock,
+    is_of_a_store,
 )
 
 OWNER_ONLY = 0o700
@@ -64,7 +64,7 @@ class LocalBackend(StorageBackend):
             names = os.listdir(self.path)
         except OSError as error:
             raise _unreachable(self.path, error) from error
-        found = self.find([name for name in names if name.endswith(SUFFIX)])
+        found = self.find([name for name in names if is_of_a_store(name)])
         # Another process may delete a file at this moment.
         return [file for file in found if file is not None]
 

@@ -1,5 +1,6 @@
 """What a prefix store needs from the places of its files, and how the URLs of these places are shown."""
 
+import contextlib
 import re
 import threading
 import time
@@ -178,6 +179,14 @@ class Address:
         if not text or not text.isprintable() or any(secret in text for secret in self._secrets):
             return kind
         return f"{kind}: {text[:MAX_DETAIL].rstrip('.')}"
+
+    @contextlib.contextmanager
+    def reaching(self, *failures: type[Exception]) -> Iterator[None]:
+        """Raise `UnreachableError` in the place of these errors of another library."""
+        try:
+            yield
+        except failures as error:
+            raise self.unreachable(error) from None
 
     def unreachable(self, error: BaseException) -> UnreachableError:
         """The error to raise if another library cannot reach the URL.

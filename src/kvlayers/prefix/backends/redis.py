@@ -4,11 +4,11 @@ import contextlib
 import importlib
 import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYet
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
 from kvlayers.errors import OptionError
@@ -22,8 +22,6 @@ from kvlayers.prefix.backends.contract import (
     is_of_a_store,
 )
 from kvlayers.prefix.backends.remote import HEAD_BYTES, ByteRange, RemoteBackend
-
-Result = TypeVar("Result")
 
 SCHEMES = {"redis": "redis", "rediss": "rediss", "valkey": "redis", "valkeys": "rediss"}
 """The scheme that the client knows for each scheme of a URL."""
@@ -82,7 +80,8 @@ class RedisBackend(RemoteBackend):
         try:
             self._client: Any = self._redis.Redis.from_url(url, **options)
             settings = self._client.get_connection_kwargs()
-            self._call(self._client.ping)
+            with self._reaching():
+                self._client.ping()
         except (TypeError, ValueError) as error:
             # Without its cause and its message about the URL, since an invalid port may be a part of a password.
             seen = address.detail(error) if isinstance(error, TypeError) else "an invalid URL or option"
@@ -95,18 +94,13 @@ class RedisBackend(RemoteBackend):
 
     def prepare(self) -> None:
         """As `StorageBackend.prepare`. The server itself deletes what writers that were killed have left."""
-        self._call(self._probe)
-
-    def _probe(self) -> None:
         key = f"{self._prefix}:probe:{secrets.token_hex(16)}"
-        self._client.set(key, b"", ex=60)
-        self._client.unlink(key)
+        with self._reaching():
+            self._client.set(key, b"", ex=60)
+            self._client.unlink(key)
 
-    def _call(self, call: Callable[[], Result]) -> Result:
-        try:
-            return call()
-        except (self._redis.exceptions.RedisError, OSError) as error:
-            raise self._address.unreachable(error) from None
+    def _reaching(self) -> contextlib.AbstractContextManager[None]:
+        return self._address.reaching(self._redis.exceptions.RedisError, OSError)
 
     @property
     def _index(self) -> str:
@@ -121,7 +115,8 @@ class RedisBackend(RemoteBackend):
         pipeline = self._client.pipeline(transaction=together)
         for command in commands:
             pipeline.execute_command(*command)
-        answers: list[Any] = self._call(pipeline.execute)
+        with self._reaching():
+            answers: list[Any] = pipeline.execute()
         return answers
 
     def files(self) -> list[StoredFile]:
@@ -169,11 +164,12 @@ class RedisBackend(RemoteBackend):
             for some in range(0, len(parts), PARTS_AT_ONCE):
                 numbers = range(some, min(some + PARTS_AT_ONCE, len(parts)))
                 pieces = {number: view[parts[number] : parts[number] + PART_BYTES] for number in numbers}
-                self._call(partial(self._client.hset, new, mapping=pieces))
+                with self._reaching():
+                    self._client.hset(new, mapping=pieces)
         except UnreachableError:
             # It would expire by itself, but a server that is full needs the memory now.
-            with contextlib.suppress(UnreachableError):
-                self._call(lambda: self._client.unlink(new))
+            with contextlib.suppress(UnreachableError), self._reaching():
+                self._client.unlink(new)
             raise
         self._commit(name, new)
 
@@ -188,7 +184,8 @@ class RedisBackend(RemoteBackend):
             if used_before is None:
                 self._many([("UNLINK", self._key(name)), ("ZREM", self._index, name)], together=True)
             else:
-                self._call(partial(self._client.transaction, partial(self._delete, name, used_before), self._index))
+                with self._reaching():
+                    self._client.transaction(partial(self._delete, name, used_before), self._index)
 
     def _delete(self, name: str, used_before: int, transaction: Any) -> None:
         is_old = _used(transaction.zscore(self._index, name)) < used_before
@@ -199,20 +196,24 @@ class RedisBackend(RemoteBackend):
 
     def last_uses(self) -> Mapping[str, int]:
         """As `StorageBackend.last_uses`; uses by all stores count."""
-        found = self._call(lambda: self._client.zrange(self._index, 0, -1, withscores=True))
+        with self._reaching():
+            found = self._client.zrange(self._index, 0, -1, withscores=True)
         return {name.decode("utf-8", "replace"): _used(score) for name, score in found}
 
     def touch(self, names: Sequence[str]) -> None:
         """As `StorageBackend.touch`. Whoever has read a file does not wait for a server that has stopped to answer."""
-        scores = {name: used // 1000 for name, used in clock.uses(names).items()}
-        if not scores:
-            return
         thread = ThreadPoolExecutor(1, thread_name_prefix="kvlayers-touch")
-        # `xx`, since a file that was deleted meanwhile must not be listed again.
-        touched = thread.submit(self._call, lambda: self._client.zadd(self._index, scores, xx=True))
+        touched = thread.submit(self._record_uses, names)
         thread.shutdown(wait=False)
         with contextlib.suppress(NotYet):
             touched.result(TOUCH_SECONDS)
+
+    def _record_uses(self, names: Sequence[str]) -> None:
+        scores = {name: used // 1000 for name, used in clock.uses(names).items()}
+        if scores:
+            # `xx`, since a file that was deleted meanwhile must not be listed again.
+            with self._reaching():
+                self._client.zadd(self._index, scores, xx=True)
 
 
 def _used(score: Any) -> int:

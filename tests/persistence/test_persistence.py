@@ -421,7 +421,7 @@ def test_the_file_has_the_layout_that_is_documented(path: pathlib.Path) -> None:
             "options": {"grows": False, "offloading": False, "only_non_sliding": False},
             "parts": [],
         },
-        "dtypes": ["torch.float32"],
+        "dtypes": ["F32"],
         "rotaries": {},
         "versions": {
             "kvlayers": kvlayers.__version__,

@@ -470,24 +470,16 @@ def _block_sums(weight: Tensor) -> Tensor:
     once in 2^33 times if only their highest bits changed.
     """
     words = _words(weight)
-    factors = _factors().to(words.device)
-    whole = words.numel() // BLOCK
-    sums = []
-    for begin in range(0, whole, BLOCKS_AT_ONCE):
-        blocks = words[begin * BLOCK : min(begin + BLOCKS_AT_ONCE, whole) * BLOCK].view(-1, BLOCK)
-        sums.append(_weighted(blocks, factors))
-    rest = words[whole * BLOCK :]
-    if rest.numel():
-        sums.append(_weighted(rest[None], factors[: rest.numel()]))
-    return torch.cat(sums) if sums else words
-
-
-def _weighted(blocks: Tensor, factors: Tensor) -> Tensor:
-    # Mixes the upper half into the lower half, since multiplication would shift the upper half out of the word.
-    mixed = blocks >> 32
-    mixed ^= blocks
-    mixed *= factors
-    return mixed.sum(1)
+    factors, sums = _factors().to(words.device), [words[:0]]
+    for some in torch.split(words, BLOCK * BLOCKS_AT_ONCE):
+        whole = some.numel() // BLOCK * BLOCK
+        for blocks in (some[:whole].view(-1, BLOCK), some[whole:].view(-1, max(some.numel() - whole, 1))):
+            # Mixes the upper half into the lower half, since multiplication would shift the upper half out of the word.
+            mixed = blocks >> 32
+            mixed ^= blocks
+            mixed *= factors[: blocks.shape[1]]
+            sums.append(mixed.sum(1))
+    return torch.cat(sums)
 
 
 def _words(weight: Tensor) -> Tensor:

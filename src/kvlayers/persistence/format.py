@@ -6,9 +6,11 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import msgspec
+import torch
 
 from kvlayers.errors import OptionError
 from kvlayers.persistence.json_text import MOST_FILE_BYTES, Count, canonical, parsed, refuse, shown
+from kvlayers.rope.rotary import Layout
 
 MAX_METADATA_BYTES, MAX_METADATA_BRACKETS = 2**20, 50_000
 """Of a caller's own texts, which are in the header of a file: a quarter of what a header may have."""
@@ -80,14 +82,14 @@ class Description:
         cache: the cache.
         model: the model that its states are of.
         rotaries: how keys are rotated, by the fingerprint of the rotation: layout and first dimension.
-        dtypes: dtypes of the states, sorted.
+        dtypes: dtypes of the states, sorted by their names.
     """
 
     versions: dict[str, str]
     cache: CacheRecord
     model: ModelRecord
-    rotaries: dict[str, tuple[str, Count]]
-    dtypes: tuple[str, ...]
+    rotaries: dict[str, tuple[Layout, Count]]
+    dtypes: tuple[torch.dtype, ...]
 
     @property
     def fingerprint(self) -> str:

@@ -111,7 +111,7 @@ def read_rotaries(saved: SavedFile, verify: bool) -> dict[str, Rotary]:
     """The rotations in a file, by fingerprint."""
     rotaries = {}
     for fingerprint, (layout, first) in saved.description.rotaries.items():
-        rotary = Rotary(saved.tensor(rotary_name(fingerprint), verify=verify), layout, first)  # type: ignore[arg-type]
+        rotary = Rotary(saved.tensor(rotary_name(fingerprint), verify=verify), layout, first)
         if rotary.fingerprint != fingerprint:
             refuse(saved.path, f"frequencies of the rotation {shown(fingerprint)}", f"those of {rotary.fingerprint}")
         rotaries[fingerprint] = rotary

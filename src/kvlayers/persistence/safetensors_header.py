@@ -182,14 +182,11 @@ def parse_header(path: str, file_bytes: int, read: ReadRange) -> Header:
         CacheFileError: it is of another version or no file of kvlayers, or its header is not as kvlayers writes it.
     """
     start = bytes(read(0, LENGTH_BYTES))
-    room = file_bytes - LENGTH_BYTES
-    length = int.from_bytes(start, "little")
-    if len(start) < LENGTH_BYTES:
-        refuse(path, f"at least {LENGTH_BYTES} bytes", str(file_bytes))
+    length, most = int.from_bytes(start, "little"), min(file_bytes - LENGTH_BYTES, MAX_HEADER_BYTES)
     if length > MOST_FILE_BYTES:
         raise CacheFileError(f"{path} is no saved cache: it does not begin as the files of save_cache() do.")
-    if length > min(room, MAX_HEADER_BYTES):
-        refuse(path, f"a header of at most {min(room, MAX_HEADER_BYTES)} bytes", f"one that claims {length}")
+    if length > most:
+        refuse(path, f"a header that fits into {file_bytes} bytes and {MAX_HEADER_BYTES}", f"one of {length}")
     text = bytes(read(LENGTH_BYTES, LENGTH_BYTES + length))
     claims = decoded(path, "a header", dict[str, msgspec.Raw], text)
     metadata = decoded(path, "metadata", dict[str, str], bytes(claims.pop("__metadata__", msgspec.Raw(b"{}"))))

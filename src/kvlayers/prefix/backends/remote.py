@@ -146,11 +146,12 @@ class RemoteBackend(StorageBackend):
                 # Some storages do not replace a file at once, and somebody may have written it anew meanwhile.
                 (content,) = self.read_ranges([each])
             if content is None:
-                content = self._gone(file.name)
+                found.append(self._gone(file.name))
             elif isinstance(content, bytes) and len(content) != file.nbytes:
                 path = self.path_of(file.name)
-                content = CacheFileError(f"{path} is damaged: it must have {file.nbytes} bytes, and has others.")
-            found.append(content)
+                found.append(CacheFileError(f"{path} is damaged: it must have {file.nbytes} bytes, and has others."))
+            else:
+                found.append(content)
         return found
 
     def _gone(self, name: str) -> GoneError:

@@ -93,6 +93,8 @@ def _check(prefix_store: object, namespace: object) -> None:
             'goes by its own name, as in cache="int4".'
         )
     if not isinstance(namespace, str):
-        raise OptionError(f"`namespace` must be a string, got a {type(namespace).__name__}.")
+        raise OptionError(
+            f"`namespace` must be a string, got a {type(namespace).__name__}: pass for example str(user_id)."
+        )
     if namespace and prefix_store is None:
         raise OptionError(f"`namespace` needs a `prefix_store`, got namespace={namespace!r} without one: pass both.")

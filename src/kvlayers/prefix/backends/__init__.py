@@ -62,7 +62,9 @@ def _local_path(directory: object) -> str:
     try:
         path = os.fsdecode(directory)  # type: ignore[arg-type]
     except TypeError:
-        raise OptionError(f"`directory` must be a path or a URL, got a {type(directory).__name__}.") from None
+        raise OptionError(
+            f"`directory` must be a path or a URL, got a {type(directory).__name__}: pass a str or a Path."
+        ) from None
     if not isinstance(directory, str) and _URL_IN_PATH.match(path):
         raise OptionError(f"`directory` is a URL in a {type(directory).__name__}: pass it as a str.")
     return path
@@ -72,4 +74,6 @@ def _check_options(options: object) -> None:
     if options is None:
         return
     if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):
-        raise OptionError(f"`storage_options` must be a mapping from names to values, got a {type(options).__name__}.")
+        raise OptionError(
+            f"`storage_options` must be a mapping from names to values, got a {type(options).__name__}: pass a dict."
+        )

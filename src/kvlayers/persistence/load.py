@@ -79,7 +79,9 @@ def load_cache(
     if config is not None:
         config = config_of(config)
     if into is not None and not isinstance(into, Cache):
-        raise OptionError(f"`into` must be a cache of kvlayers, got a {type(into).__name__}.")
+        raise OptionError(
+            f"`into` must be a cache of kvlayers, got a {type(into).__name__}: pass an empty one, or leave it out."
+        )
     if device is None:
         place = _device_of(into) if into is not None else torch.device("cpu")
     else:
@@ -104,10 +106,13 @@ def _check_length(path: str, record: CacheRecord, length: object) -> None:
     if length is None:
         return
     if not isinstance(length, int) or isinstance(length, bool):
-        raise OptionError(f"`length` must be a whole number of tokens, got {length!r}.")
+        raise OptionError(
+            f"`length` must be a whole number of tokens, got {length!r}: pass one, or leave it out to load all."
+        )
     if not 0 <= length <= record.length:
         raise RollbackError(
-            f"`length` must be from 0 to {record.length}, the tokens of the cache in {path}, got {length}."
+            f"`length` must be from 0 to {record.length}, the tokens of the cache in {path}, got {length}: pass "
+            "fewer tokens."
         )
 
 
@@ -145,7 +150,10 @@ class StateReader:
     def _load(self, cache: Cache, record: CacheRecord, part: int | None) -> None:
         # One layer at a time, so that the device never holds more than one layer twice.
         if len(cache.layers) != len(record.layers):
-            raise StateMismatchError(f"The cache has {len(cache.layers)} layers, got states of {len(record.layers)}.")
+            raise StateMismatchError(
+                f"The cache has {len(cache.layers)} layers, got states of {len(record.layers)}: load them into a "
+                "cache of the model that made them."
+            )
         for index, (layer, layer_record) in enumerate(zip(cache.adapted_layers(), record.layers, strict=True)):
             pairs = self.saved.pieces(layer_prefix(part, index))
             # States that can be taken in piece by piece, instead of all at once.

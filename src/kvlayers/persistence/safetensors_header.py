@@ -91,7 +91,7 @@ def checked_path(path: object) -> str:
             f"`path` must be the path of a file, got a {type(path).__name__}: pass a str or a Path."
         ) from None
     if "\0" in text or not text:
-        raise OptionError(f"`path` must be the path of a file, got {text!r}.")
+        raise OptionError(f"`path` must be the path of a file, got {text!r}: pass a path without null bytes.")
     return text
 
 

@@ -237,7 +237,9 @@ def label_of(config: object | None, model: str | None, namespace: str) -> str:
         ConfigError: `config` is not a model config.
     """
     if not isinstance(namespace, str):
-        raise OptionError(f"`namespace` must be a string, got a {type(namespace).__name__}.")
+        raise OptionError(
+            f"`namespace` must be a string, got a {type(namespace).__name__}: pass for example str(user_id)."
+        )
     if model is not None and (not isinstance(model, str) or not model):
         raise OptionError(
             f"`model` must be a string that is not empty, got {model!r}: pass kvlayers.weights_id(model), or a name."
@@ -281,7 +283,7 @@ def tokens_of(input_ids: object) -> Tokens:
             "`input_ids` must hold data, got a tensor on the meta device: pass what the tokenizer returned."
         )
     if not input_ids.numel():
-        raise OptionError("`input_ids` must have at least one token, got none.")
+        raise OptionError("`input_ids` must have at least one token, got none: pass the tokens of the prompt.")
     return np.array(input_ids.detach().reshape(-1).cpu().numpy(), dtype=np.int64)
 
 

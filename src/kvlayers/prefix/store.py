@@ -273,7 +273,7 @@ class PrefixStore:
         label, ids = label_of(config, model, namespace), tokens_of(input_ids)
         with self._lock:
             self._index.end_pins()
-            entry = self._index.entries.of(label).get(ids)
+            entry = self._index.entries.get(label, ids)
             if entry is None:
                 raise _no_entry(ids)
             if not entry.pins:
@@ -484,7 +484,7 @@ class PrefixStore:
                 refused=self._counts["refused"],
                 dropped_writes=0 if writes is None else writes.dropped_writes,
                 pending_writes=0 if writes is None else writes.pending_writes,
-                tokens=sum(tree.tokens for tree in index.in_memory),
+                tokens=index.in_memory.tokens,
                 shared_bytes=index.memory.shared_bytes,
                 bypasses=dict(self._bypasses),
             )

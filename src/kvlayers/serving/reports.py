@@ -80,9 +80,10 @@ def explained(
             left = max((common_tokens(text, ids) for own, text in index.left if own == label), default=0)
             if left > hit.known:
                 lines.append(f"    {left} of them were stored, and have left for room")
-            others = [tree.groups(ids)[0][0] for tree in index.entries if tree is not index.entries.of(label)]
-            if max(others, default=0) > hit.known:
-                lines.append(f"    {max(others)} of them are stored for another model, cache or namespace")
+            others = {entry.label for entry in index} - {label}
+            most = max((tokens for own in others for tokens, _ in index.entries.groups(own, ids)), default=0)
+            if most > hit.known:
+                lines.append(f"    {most} of them are stored for another model, cache or namespace")
     return "\n".join(lines)
 
 

@@ -198,7 +198,7 @@ def test_no_sequences_are_held_as_any_others(rule: str) -> None:
 def test_an_eviction_takes_no_token_of_a_sequence_that_is_not_due() -> None:
     """Packed heads keep whole blocks, so that the average of a sequence need not be a whole number."""
     counts = torch.tensor([[30, 33], [40, 43]])
-    settings = EvictingLayer("knorm", budget=36, sink_tokens=SINKS, recent_tokens=RECENT).settings
+    settings = EvictingLayer("knorm", budget=36, sink_tokens=SINKS, recent_tokens=RECENT).options
     wanted = EvictionProgress(settings).after_eviction(100, counts).wanted(100, 0, 2)
     kept = select(torch.randn(2, 2, 43), wanted, padding=43 - counts, floor=HEAD_FLOOR).counts
     assert kept[0].tolist() == [30, 33]
@@ -253,7 +253,7 @@ def _copy(make: Callable[[EvictingLayer], EvictingLayer]) -> Callable[[Pair], No
 
 def _state(layer: EvictingLayer) -> EvictingLayer:
     fresh = EvictingLayer(
-        layer.settings.rule, layer.settings.keep, layer.settings.budget, SINKS, RECENT, layer.settings.per_head
+        layer.options.rule, layer.options.keep, layer.options.budget, SINKS, RECENT, layer.options.per_head
     )
     fresh.load_state(layer.state())
     return fresh
@@ -524,7 +524,6 @@ def test_an_attention_that_shows_no_queries_is_an_error_that_changes_nothing() -
         {"keep": -0.5},
         {"keep": "half"},
         {"keep": True},
-        {},
         {"keep": 0.5, "budget": 100},
         {"budget": 67},
         {"budget": 100.0},

@@ -2,8 +2,6 @@
 
 from kvlayers.core.named_caches import named, register
 from kvlayers.eviction import evicting_cache, evicting_layer
-from kvlayers.eviction.attention_rules import ExpectedAttention, HeavyHitters, SnapKV, Tova
-from kvlayers.eviction.key_rules import KeyDiff, KNorm, RandomEviction, Streaming
 from kvlayers.eviction.rule import (
     ALL_QUERIES,
     EvictionRule,
@@ -12,6 +10,16 @@ from kvlayers.eviction.rule import (
     eviction_rule_names,
     register_eviction_rule,
     unregister_eviction_rule,
+)
+from kvlayers.eviction.rules import (
+    ExpectedAttention,
+    HeavyHitters,
+    KeyDiff,
+    KNorm,
+    RandomEviction,
+    SnapKV,
+    Streaming,
+    Tova,
 )
 
 BUILTIN_RULES = tuple(added_rule_names())

@@ -13,7 +13,7 @@ from torch import Tensor
 from kvlayers.core.buffer import form_of
 from kvlayers.core.dense_store import may_share, store_of, without_spare_room
 from kvlayers.core.token_store import KVPair, TokenStore
-from kvlayers.errors import OptionError, StateMismatchError, UnsupportedLayerError
+from kvlayers.errors import StateMismatchError, UnsupportedLayerError
 from kvlayers.eviction.flat_tokens import FlatTokens, flat_form, pieces_in_a_row
 from kvlayers.eviction.held_tokens import HeldTokens, cannot_evict_from, taken
 from kvlayers.eviction.ragged_store import RaggedStore
@@ -29,16 +29,6 @@ from kvlayers.quantized.smoothing_runs import SmoothingRuns
 
 Rows = dict[Side, KVPair]
 """Codes and parameters of blocks one behind the other, each `[blocks, bytes or numbers]`."""
-
-
-def check_evictable(quantization: Quantization) -> None:
-    """Raise `OptionError` if KV heads have scales of their own: an eviction puts the blocks of all heads together."""
-    for side in (quantization.keys, quantization.values):
-        if len(side.scales) > 1:
-            raise OptionError(
-                f"`quantization` of a cache that evicts tokens must have one scale for all KV heads, got "
-                f"{len(side.scales)} for the {side.side}: pass one number, such as the largest."
-            )
 
 
 def evicted(store: TokenStore, tokens: HeldTokens, kept: KeptTokens) -> TokenStore:

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 from torch import Tensor
 from typing_extensions import Self, override
@@ -16,14 +17,14 @@ from kvlayers.core.preparation import padding_of
 from kvlayers.core.token_layer import TokenLayer
 from kvlayers.core.token_store import Fidelity, KVPair, StoreArgument, TokenStore
 from kvlayers.errors import StateMismatchError, UnsupportedLayerError
-from kvlayers.eviction.evicted import check_evictable, evicted
-from kvlayers.eviction.eviction_progress import PROGRESS_NAMES, WHOLE_FROM, EvictionProgress, ObservedQueries
+from kvlayers.eviction.evicted import evicted
+from kvlayers.eviction.eviction_progress import PROGRESS_NAMES, STEP, WHOLE_FROM, EvictionProgress, ObservedQueries
 from kvlayers.eviction.flat_tokens import is_ragged
 from kvlayers.eviction.held_tokens import held_states, held_tokens, joined_states, with_columns
+from kvlayers.eviction.options import EvictionOptions, check_evictable
 from kvlayers.eviction.ragged_store import RaggedStore
 from kvlayers.eviction.rule import EvictionRule, scores_of
 from kvlayers.eviction.selection import HEAD_FLOOR, select
-from kvlayers.eviction.settings import STEP, EvictionSettings
 from kvlayers.kernels.attention.gqa import marked_for_sdpa
 from kvlayers.kernels.attention.packed_ops import observed
 from kvlayers.kernels.codes.quantizer_contract import Side
@@ -52,7 +53,8 @@ class EvictingLayer(TokenLayer):
     Args:
         rule: which tokens are evicted first: the name of a rule, an `EvictionRule`, or a
             `ScorerPress` of kvpress.
-        keep: part of the tokens that an average KV head keeps, larger than 0 and at most 1.
+        keep: part of the tokens that an average KV head keeps, larger than 0 and at most 1. Without
+            `budget` either, the rule says it: a half for most.
         budget: tokens that an average KV head keeps, in place of `keep`.
         sink_tokens: first tokens of each sequence, after its padding, that are always kept.
         recent_tokens: newest tokens that an eviction always keeps.
@@ -76,12 +78,12 @@ class EvictingLayer(TokenLayer):
     described = ("scale",)
     made_with = (
         StoreArgument("store", "_empty"),
-        Argument("rule", "settings.registered_name", "eviction_rule"),
-        Argument("keep", "settings.keep", "eviction_keep"),
-        Argument("budget", "settings.budget", "eviction_budget"),
-        Argument("sink_tokens", "settings.sink_tokens", "eviction_sink_tokens"),
-        Argument("recent_tokens", "settings.recent_tokens", "eviction_recent_tokens"),
-        Argument("per_head", "settings.per_head", "eviction_per_head"),
+        Argument("rule", "options.registered_name", "eviction_rule"),
+        Argument("keep", "options.keep", "eviction_keep"),
+        Argument("budget", "options.budget", "eviction_budget"),
+        Argument("sink_tokens", "options.sink_tokens", "eviction_sink_tokens"),
+        Argument("recent_tokens", "options.recent_tokens", "eviction_recent_tokens"),
+        Argument("per_head", "options.per_head", "eviction_per_head"),
         RotaryArgument("rotary"),
     )
     hints = ("left_padding",)
@@ -106,30 +108,33 @@ class EvictingLayer(TokenLayer):
     ) -> None:
         if isinstance(store, QuantizedStore):
             check_evictable(store.quantization)
-        settings = EvictionSettings.of(rule, keep, budget, sink_tokens, recent_tokens, per_head, rotary, scale)
-        self.settings, self.rotary, self.scale = settings, rotary, scale
+        given = EvictionOptions.of(
+            rule, keep, budget, sink_tokens=sink_tokens, recent_tokens=recent_tokens, per_head=per_head
+        )
+        self.options = options = replace(given, rule=given.rule.for_attention(rotary, scale))
+        self.rotary, self.scale = rotary, scale
         self._empty = dense_in_small_steps() if store is None else store
         super().__init__(self._empty.fork())
         self.record_past = False
-        self._start_over(EvictionProgress(settings, padding_of(left_padding)))
+        self._start_over(EvictionProgress(options, padding_of(left_padding)))
 
     def _start_over(self, progress: EvictionProgress, queries: ObservedQueries | None = None, seen: int = 0) -> None:
         """Go on from there, with nothing expected of attention."""
         self._progress, self._seen = progress, seen
-        self._queries = ObservedQueries(self.settings.rule.queries) if queries is None else queries
+        self._queries = ObservedQueries(self.options.rule.queries) if queries is None else queries
         self._announced = self._awaited = 0
         self._unstored: KVPair | None = None
 
     @override
     def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> KVPair:
         self._check_settled()
-        store, progress, settings = self._store, self._progress, self.settings
+        store, progress, options = self._store, self._progress, self.options
         tokens = store.validate(key_states, value_states)
         progress.check_batch(key_states.shape[0])
         seen = self._seen + tokens
         if self._awaited:
             # Attention has not shown the queries of the last tokens. Earlier ones would not stand beside their keys.
-            self._queries = ObservedQueries(settings.rule.queries)
+            self._queries = ObservedQueries(options.rule.queries)
         is_due = progress.is_due(seen, slack=0) if tokens > 1 else progress.is_due_in_steps(seen)
         evicts = is_due and not self.record_past and key_states.shape[0] > 0
         if evicts:
@@ -138,12 +143,12 @@ class EvictingLayer(TokenLayer):
         else:
             states = store.extend(key_states, value_states)
         states = with_columns(states, self._announced + tokens)
-        if evicts and not settings.rule.queries:
+        if evicts and not options.rule.queries:
             self._evict((key_states, value_states), self._queries, seen)
             self._announced = 0
             return marked_for_sdpa(*states, tokens)
         self._announced, self._seen = 0, seen
-        if not evicts and (not settings.rule.queries or (settings.budget is None and not self.record_past)):
+        if not evicts and (not options.rule.queries or (options.budget is None and not self.record_past)):
             return states
         self._awaited, self._unstored = tokens, (key_states, value_states) if evicts else None
         return observed(*states, functools.partial(self._observe, seen))
@@ -180,7 +185,7 @@ class EvictingLayer(TokenLayer):
         Raises:
             StateMismatchError: the rule returned something other than scores of these tokens.
         """
-        progress, settings = self._progress, self.settings
+        progress, options = self._progress, self.options
         tokens = held_tokens(self._store, new)
         counts = progress.unpadded(tokens.counts)
         # Queries of tokens that some head has evicted would not stand beside their keys.
@@ -188,23 +193,23 @@ class EvictingLayer(TokenLayer):
         # Tokens that come one by one are evicted in steps.
         slack = 0 if new is not None and new[0].shape[2] > 1 else STEP - 1
         kept = select(
-            scores_of(settings.rule, tokens.keys, tokens.values, shown, counts),
+            scores_of(options.rule, tokens.keys, tokens.values, shown, counts),
             progress.wanted(seen, slack, counts.shape[0]),
-            sinks=settings.sink_tokens,
-            recent=settings.recent_tokens,
+            sinks=options.sink_tokens,
+            recent=options.recent_tokens,
             padding=tokens.keys.shape[2] - counts,
-            floor=HEAD_FLOOR if settings.heads_differ else 1.0,
+            floor=HEAD_FLOOR if options.heads_differ else 1.0,
             blocks=tokens.blocks,
         )
         self._store = evicted(self._store, tokens, kept)
         self._progress, self._seen = progress.after_eviction(seen, kept.counts), seen
-        self._queries = queries if settings.keeps_queries else ObservedQueries(settings.rule.queries)
+        self._queries = queries if options.keeps_queries else ObservedQueries(options.rule.queries)
 
     def _check_settled(self) -> None:
         """Raise `UnsupportedLayerError` if an eviction waits for queries that attention has not shown."""
         if self._unstored is not None:
             raise UnsupportedLayerError(
-                f"The eviction rule {self.settings.rule_shown} needs the queries of the newest {self._awaited} tokens, "
+                f"The eviction rule {self.options.rule_shown} needs the queries of the newest {self._awaited} tokens, "
                 "but the attention of the model has not shown them: use attn_implementation='sdpa', 'eager' or "
                 "'kvlayers' without torch.compile, or a rule without queries, such as 'keydiff'. reset() or crop() "
                 "takes these tokens back."
@@ -271,7 +276,7 @@ class EvictingLayer(TokenLayer):
                 f"`left_padding` must be given before the first token, got it after {self._seen} tokens: reset the "
                 "cache first."
             )
-        self._start_over(EvictionProgress(self.settings, padding_of(padding)))
+        self._start_over(EvictionProgress(self.options, padding_of(padding)))
 
     @override
     def note_left_padding(self, padding: Tensor | None) -> None:
@@ -342,7 +347,7 @@ class EvictingLayer(TokenLayer):
 
     def _evict_recorded(self) -> None:
         """Evict what recording has held beyond the step that is allowed while single tokens come."""
-        can_score = not self.settings.rule.queries or self._queries.count > 0
+        can_score = not self.options.rule.queries or self._queries.count > 0
         if self.record_past and can_score and self._progress.is_due(self._seen, STEP - 1):
             self._evict(None, self._queries, self._seen)
 
@@ -365,7 +370,7 @@ class EvictingLayer(TokenLayer):
         super().reset()
         if isinstance(self._store, RaggedStore):
             self._store = self._empty.fork()
-        self._start_over(EvictionProgress(self.settings))
+        self._start_over(EvictionProgress(self.options))
 
     @override
     def fork(self) -> Self:

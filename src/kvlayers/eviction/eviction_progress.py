@@ -10,8 +10,11 @@ from torch import Tensor
 from kvlayers.core.layer_operations import LayerState
 from kvlayers.core.preparation import PADDING_NAME
 from kvlayers.errors import RollbackError, StateMismatchError
+from kvlayers.eviction.options import EvictionOptions
 from kvlayers.eviction.rule import ALL_QUERIES
-from kvlayers.eviction.settings import STEP, EvictionSettings
+
+STEP = 64
+"""While single tokens come, a layer with a budget holds up to this many tokens more before it evicts again."""
 
 EVICTED_NAME = "evicted_tokens"
 """The name of the numbers of evicted tokens in a state."""
@@ -33,27 +36,27 @@ class EvictionProgress:
     """How many tokens of each sequence are gone, for an average KV head. Every change makes a new object.
 
     Attributes:
-        settings: how the layer evicts.
+        options: how the layer evicts.
         padding: tokens of padding before each sequence, int64 `[batch]` on the host; `None` without padding.
         evicted: tokens evicted of each sequence without its padding, int64 `[batch]` on the host, or `[1]` if it is the
             same number for all.
         whole_from: position from which on every head holds every token.
     """
 
-    settings: EvictionSettings
+    options: EvictionOptions
     padding: Tensor | None = None
     evicted: Tensor = _NOTHING
     whole_from: int = 0
 
     def is_due_in_steps(self, seen: int) -> bool:
         """Whether any sequence, whose tokens come one by one, holds a step too many. With `keep`, none ever does."""
-        return self.settings.budget is not None and seen >= self._next_eviction
+        return self.options.budget is not None and seen >= self._next_eviction
 
     @functools.cached_property
     def _next_eviction(self) -> int:
         """Tokens seen when the first sequence is due, if tokens come one by one."""
         absent = self.evicted if self.padding is None else self.evicted + self.padding
-        return int(absent.min()) + self.settings.allowed(0) + STEP
+        return int(absent.min()) + self.options.allowed(0) + STEP
 
     def lengths(self, seen: int) -> Tensor:
         """Tokens of each sequence without its padding, int64 `[batch]`, or `[1]` without padding."""
@@ -70,7 +73,7 @@ class EvictionProgress:
     def wanted(self, seen: int, slack: int, batch: int) -> list[int]:
         """Tokens that each sequence is to hold: all, unless it holds more than `slack` tokens too many."""
         # An average is rounded down, so that `held` would evict a token of a sequence whose heads hold 3 and 4.
-        allowed = torch.tensor([self.settings.allowed(tokens) for tokens in self.lengths(seen).tolist()])
+        allowed = torch.tensor([self.options.allowed(tokens) for tokens in self.lengths(seen).tolist()])
         return torch.where(self.held(seen) > allowed + slack, allowed, seen).expand(batch).tolist()
 
     def unpadded(self, counts: Tensor) -> Tensor:
@@ -82,14 +85,14 @@ class EvictionProgress:
         if self.padding is None:
             return counts
         # An eviction drops the padding before the recent tokens. It may have come while the padding still went on.
-        dropped = self.whole_from + self.settings.recent_tokens if self.whole_from else 0
+        dropped = self.whole_from + self.options.recent_tokens if self.whole_from else 0
         return (counts - (self.padding - dropped).clamp(min=0)[:, None]).clamp(min=0)
 
     def after_eviction(self, seen: int, counts: Tensor) -> "EvictionProgress":
         """The progress after heads have kept `counts` of `seen` tokens, int64 `[batch, kv_heads]` on the host."""
         evicted = self.lengths(seen) - counts.sum(1) // counts.shape[1]
         evicted = evicted[:1] if bool((evicted == evicted[0]).all()) else evicted
-        return replace(self, evicted=evicted, whole_from=max(self.whole_from, seen - self.settings.recent_tokens))
+        return replace(self, evicted=evicted, whole_from=max(self.whole_from, seen - self.options.recent_tokens))
 
     def selected(self, indices: Tensor) -> "EvictionProgress":
         """The progress of the sequences at `indices`, int64 `[new_batch]`."""
@@ -149,7 +152,7 @@ class EvictionProgress:
                 )
         held = {name: numbers.to("cpu", copy=True) for name, numbers in tensors.items()}
         padding, evicted = held.get(PADDING_NAME), held.get(EVICTED_NAME, _NOTHING)
-        progress = EvictionProgress(self.settings, padding, evicted, whole_from)
+        progress = EvictionProgress(self.options, padding, evicted, whole_from)
         if len({numbers.shape[0] for numbers in held.values()} - {1}) > 1 or bool((progress.held(seen) < 0).any()):
             raise StateMismatchError(
                 f"`{EVICTED_NAME}` must be at most the {seen} tokens seen, with a number for each sequence, got "

@@ -19,6 +19,7 @@ from kvlayers.eviction import ALL_QUERIES, BUILTIN_RULES, EvictionRule, eviction
 from kvlayers.eviction.eviction_progress import EvictionProgress, ObservedQueries
 from kvlayers.eviction.held_tokens import held_tokens
 from kvlayers.eviction.selection import HEAD_FLOOR, select
+from kvlayers.stores import StaticStore
 from matrix import product
 from ragged_reference import of_head
 from short_steps import STEP, shorten_steps
@@ -535,6 +536,7 @@ def test_an_attention_that_shows_no_queries_is_an_error_that_changes_nothing() -
         {"keep": 0.5, "per_head": "yes"},
         {"keep": 0.5, "left_padding": [-1]},
         {"keep": 0.5, "window": 3},
+        {"keep": 0.5, "store": StaticStore(20)},
     ],
 )
 def test_wrong_options_are_refused(options: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ from kvlayers.errors import RollbackError, StaleStatesError, StateMismatchError,
 from kvlayers.eviction.evicted import evicted
 from kvlayers.eviction.held_tokens import held_tokens
 from kvlayers.eviction.ragged_store import RaggedStore
-from kvlayers.stores import DenseStore, StaticStore
+from kvlayers.stores import DenseStore
 from ragged_reference import (
     HEADS,
     KEY_DIM,
@@ -247,15 +247,6 @@ def test_a_cleared_store_starts_anew() -> None:
     step(store, lists, 30)
     store = evict(store, lists, [[10, 12]])
     step(store, lists)
-
-
-def test_no_token_is_evicted_from_other_stores() -> None:
-    store = StaticStore(20)
-    new = states(1, 10)
-    store.validate(*new)
-    store.append(*new)
-    with pytest.raises(UnsupportedLayerError, match="StaticStore"):
-        held_tokens(store)
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,6 @@ from kvlayers.errors import RollbackError, StateMismatchError, UnsupportedLayerE
 from kvlayers.eviction.evicted import evicted
 from kvlayers.eviction.held_tokens import HeldTokens, held_tokens
 from kvlayers.eviction.ragged_store import RaggedStore
-from kvlayers.eviction.selection import KeptTokens
-from kvlayers.kernels.attention.packed_tensor import as_dense
 from kvlayers.quantized.packed_blocks import SIDES, block_nbytes
 from kvlayers.stores import DenseStore, QuantizedStore
 from ragged_operations import OPERATIONS, operated
@@ -31,9 +29,15 @@ BLOCK = 64
 RESIDUAL = 32
 SINKS = 8
 
-generator = torch.Generator().manual_seed(0)
+generator = torch.Generator()
 
 Pair = tuple[Tensor, Tensor]
+
+
+@pytest.fixture(autouse=True)
+def _same_numbers_in_each_test() -> None:
+    # Whether single tokens between two blocks are kept, which then stand behind these, depends on the numbers.
+    generator.manual_seed(0)
 
 
 def quantization(**options: int | str) -> Quantization:
@@ -216,17 +220,6 @@ def test_whole_blocks_may_leave_heads_even() -> None:
     follow(after, lists, was_packed)
     for tokens in (1, 80, 1):
         step(after, lists, tokens)
-
-
-def test_a_part_of_a_block_is_not_kept() -> None:
-    store = QuantizedStore(quantization())
-    store.validate(*(new := states(1, 300)))
-    store.append(*new)
-    before = as_dense(store.newest(300)[0]).clone()
-    indices = torch.arange(100, 300).expand(1, KV_HEADS, -1)
-    with pytest.raises(StateMismatchError, match="together"):
-        evicted(store, held_tokens(store), KeptTokens(indices, torch.full((1, KV_HEADS), 200)))
-    assert torch.equal(as_dense(store.newest(300)[0]), before)
 
 
 def test_sequences_with_very_few_tokens_are_held_beside_long_ones(monkeypatch: pytest.MonkeyPatch) -> None:

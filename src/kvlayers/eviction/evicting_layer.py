@@ -8,7 +8,7 @@ from torch import Tensor
 from typing_extensions import Self, override
 
 from kvlayers.core.arguments import whole_number
-from kvlayers.core.dense_store import dense_in_small_steps
+from kvlayers.core.dense_store import dense_in_small_steps, may_share
 from kvlayers.core.description import Argument, RotaryArgument
 from kvlayers.core.dynamic_layer import check_rollback
 from kvlayers.core.layer_operations import LayerOperations, LayerState
@@ -16,12 +16,12 @@ from kvlayers.core.layer_registry import register_layer
 from kvlayers.core.preparation import padding_of
 from kvlayers.core.token_layer import TokenLayer
 from kvlayers.core.token_store import Fidelity, KVPair, StoreArgument, TokenStore
-from kvlayers.errors import StateMismatchError, UnsupportedLayerError
+from kvlayers.errors import OptionError, StateMismatchError, UnsupportedLayerError
 from kvlayers.eviction.evicted import evicted
 from kvlayers.eviction.eviction_progress import PROGRESS_NAMES, STEP, WHOLE_FROM, EvictionProgress, ObservedQueries
 from kvlayers.eviction.flat_tokens import is_ragged
 from kvlayers.eviction.held_tokens import held_states, held_tokens, joined_states, with_columns
-from kvlayers.eviction.options import EvictionOptions, check_evictable
+from kvlayers.eviction.options import EvictionOptions
 from kvlayers.eviction.ragged_store import RaggedStore
 from kvlayers.eviction.rule import EvictionRule, scores_of
 from kvlayers.eviction.selection import HEAD_FLOOR, select
@@ -106,10 +106,20 @@ class EvictingLayer(TokenLayer):
         store: TokenStore | None = None,
         left_padding: Sequence[int] | Tensor | None = None,
     ) -> None:
-        if isinstance(store, QuantizedStore):
-            check_evictable(store.quantization)
+        is_packed = isinstance(store, QuantizedStore)
+        if not (store is None or is_packed or may_share(store)):
+            raise OptionError(
+                "`store` of a layer that evicts tokens must be a DenseStore or a QuantizedStore, got a "
+                f"{type(store).__name__}: pass one of them."
+            )
         given = EvictionOptions.of(
-            rule, keep, budget, sink_tokens=sink_tokens, recent_tokens=recent_tokens, per_head=per_head
+            rule,
+            keep,
+            budget,
+            sink_tokens=sink_tokens,
+            recent_tokens=recent_tokens,
+            per_head=per_head,
+            quantization=store.quantization if is_packed else None,
         )
         self.options = options = replace(given, rule=given.rule.for_attention(rotary, scale))
         self.rotary, self.scale = rotary, scale

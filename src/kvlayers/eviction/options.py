@@ -39,7 +39,7 @@ class EvictionOptions:
         recent_tokens: newest tokens of each sequence that an eviction always keeps.
         per_head: whether KV heads keep different numbers of tokens.
         layer_budgets: how tokens are divided among the layers of a cache; see `layer_keeps`.
-        quantization: how the layers of a cache hold kept tokens in packed codes, `None` for full precision.
+        quantization: how kept tokens are held in packed codes, `None` for full precision.
         left_padding: tokens of padding before each sequence of a cache, int64 `[batch]`; `None` without padding.
 
     Raises:
@@ -99,8 +99,13 @@ class EvictionOptions:
                 f"ALL_QUERIES, got {queries!r}: correct the rule."
             )
         check_layer_budgets(self.layer_budgets)
-        if self.quantization is not None:
-            check_evictable(self.quantization)
+        for side in () if self.quantization is None else (self.quantization.keys, self.quantization.values):
+            # An eviction puts the blocks of all heads together.
+            if len(side.scales) > 1:
+                raise OptionError(
+                    f"`quantization` of a cache that evicts tokens must have one scale for all KV heads, got "
+                    f"{len(side.scales)} for the {side.side}: pass one number, such as the largest."
+                )
 
     def facts(self) -> dict[str, Any]:
         """The options as plain values, from which `from_facts` makes equal ones.
@@ -175,16 +180,6 @@ class EvictionOptions:
         if self.budget is not None:
             return self.budget
         return max(math.ceil((1.0 if self.keep is None else self.keep) * tokens), self.protected)
-
-
-def check_evictable(quantization: Quantization) -> None:
-    """Raise `OptionError` if KV heads have scales of their own: an eviction puts the blocks of all heads together."""
-    for side in (quantization.keys, quantization.values):
-        if len(side.scales) > 1:
-            raise OptionError(
-                f"`quantization` of a cache that evicts tokens must have one scale for all KV heads, got "
-                f"{len(side.scales)} for the {side.side}: pass one number, such as the largest."
-            )
 
 
 def _found_rule(rule: object) -> tuple[EvictionRule, str | None]:

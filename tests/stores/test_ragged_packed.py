@@ -150,8 +150,8 @@ def ragged(counts: list[list[int]] | None = None, tokens: int = 700) -> tuple[Ra
 
 def test_the_first_eviction_chooses_before_it_packs() -> None:
     store, lists = ragged()
-    assert store.sinks == SINKS
     assert store.flat is not None
+    assert store.flat.sinks == SINKS
     assert store.tail.length >= SINKS + RESIDUAL
     for tokens in (1, 3, 50, 1, 70, 1):
         step(store, lists, tokens)
@@ -262,7 +262,7 @@ def test_tokens_are_rolled_back_only_within_the_tokens_that_every_head_holds() -
     store, lists = ragged()
     step(store, lists, 4)
     assert store.length - store.first_common == lists.common
-    assert lists.common < store.tail.length - store.sinks
+    assert lists.common < store.tail.length - SINKS
     with pytest.raises(RollbackError):
         store.truncate(store.first_common - 1)
     with pytest.raises(UnsupportedLayerError):

@@ -74,7 +74,7 @@ def _dense(store: DenseStore, tokens: HeldTokens, kept: KeptTokens) -> TokenStor
     places = mask[..., :first].nonzero(as_tuple=True)
     part = without_spare_room(keys[places][None, None], values[places][None, None])
     starts, counts = (table.to(keys.device) for table in pieces_in_a_row(kept.counts - run, DENSE_PIECE_TOKENS, 1))
-    return RaggedStore.of(tail, FlatTokens.of(part, starts, counts))
+    return RaggedStore(tail, FlatTokens.of(part, starts, counts))
 
 
 # Packed blocks
@@ -254,7 +254,7 @@ def _packed(store: QuantizedStore, flat: FlatTokens | None, tokens: HeldTokens, 
     new = PackedBlocks(quantizers, (flat_form(key_form), flat_form(value_form)), size, int((-(-middle // size)).sum()))
     _pack(new, singles, sinks, middle, smoothing)
     part, starts, pieces = _flat_of(new, held, middle)
-    return RaggedStore.of(tail, FlatTokens.of(part, starts, pieces, None, sinks, sinks + newest - min(run, newest)))
+    return RaggedStore(tail, FlatTokens.of(part, starts, pieces, None, sinks, sinks + newest - min(run, newest)))
 
 
 def _is_even(singles: Tensor, older: Tensor, held: _Blocks | None) -> bool:
@@ -275,7 +275,7 @@ def _even(
         keys, values = singles.states_of(singles.first(0, sinks))
         tensors = {"keys": keys[:, :, :0], "values": values[:, :, :0]}
         in_order = _chosen(held.rows, _compressed(held.starts, held.counts).flatten())
-        tensors |= {name: rows.unflatten(0, (*keys.shape[:2], -1)) for name, rows in in_order.items()}
+        tensors |= {name: torch.unflatten(rows, 0, (*keys.shape[:2], -1)) for name, rows in in_order.items()}
         tensors["block_ends"] = torch.tensor([0, *_compressed(held.counts, held.counts)[0, 0].tolist()])
         if sinks:
             tensors |= {"sink_keys": keys, "sink_values": values}

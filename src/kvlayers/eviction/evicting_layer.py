@@ -106,8 +106,8 @@ class EvictingLayer(TokenLayer):
         store: TokenStore | None = None,
         left_padding: Sequence[int] | Tensor | None = None,
     ) -> None:
-        is_packed = isinstance(store, QuantizedStore)
-        if not (store is None or is_packed or may_share(store)):
+        quantization = store.quantization if isinstance(store, QuantizedStore) else None
+        if not (store is None or quantization is not None or may_share(store)):
             raise OptionError(
                 "`store` of a layer that evicts tokens must be a DenseStore or a QuantizedStore, got a "
                 f"{type(store).__name__}: pass one of them."
@@ -119,7 +119,7 @@ class EvictingLayer(TokenLayer):
             sink_tokens=sink_tokens,
             recent_tokens=recent_tokens,
             per_head=per_head,
-            quantization=store.quantization if is_packed else None,
+            quantization=quantization,
         )
         self.options = options = replace(given, rule=given.rule.for_attention(rotary, scale))
         self.rotary, self.scale = rotary, scale

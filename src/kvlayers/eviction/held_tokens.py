@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kvlayers.core.dense_store import DenseStore
 from kvlayers.core.token_store import KVPair, TokenStore
 from kvlayers.errors import StateMismatchError
 from kvlayers.eviction.flat_tokens import FlatTokens
@@ -76,7 +75,7 @@ def _of_store(store: TokenStore) -> HeldTokens:
     return HeldTokens(keys, values, counts, _blocks_of(store, keys))
 
 
-def _blocks_of(store: DenseStore | QuantizedStore, keys: Tensor) -> Tensor | None:
+def _blocks_of(store: TokenStore, keys: Tensor) -> Tensor | None:
     """The blocks of a store that is not ragged."""
     parts = store.parts if isinstance(store, QuantizedStore) else None
     if parts is None or not parts.blocks:

@@ -15,8 +15,8 @@ from transformers.models.llama.modeling_llama import repeat_kv
 from eviction_oracle import EvictionOracle
 from kvlayers import EvictingLayer, OptionError
 from kvlayers.errors import RollbackError, StateMismatchError, UnsupportedLayerError
-from kvlayers.eviction import ALL_QUERIES, BUILTIN_RULES, EvictionRule, eviction_rule, register_eviction_rule
-from kvlayers.eviction.eviction_progress import EvictionProgress, ObservedQueries
+from kvlayers.eviction import BUILTIN_RULES, EvictionRule, eviction_rule, register_eviction_rule
+from kvlayers.eviction.eviction_progress import EvictionProgress
 from kvlayers.eviction.held_tokens import held_tokens
 from kvlayers.eviction.selection import HEAD_FLOOR, select
 from kvlayers.stores import StaticStore
@@ -381,27 +381,30 @@ def test_announced_columns_stand_for_no_token(per_head: bool, tokens: int) -> No
     torch.testing.assert_close(attend_by_sdpa(query, *wider.update(keys, values), visible), expected)
 
 
-@pytest.mark.parametrize("wanted", [8, ALL_QUERIES])
-def test_observed_queries_are_those_of_the_newest_tokens(wanted: int) -> None:
-    all_queries, held = torch.randn(1, HEADS, 400, HEAD_DIM), ObservedQueries(wanted)
-    seen = 0
+@pytest.mark.parametrize("rule", ["test_window", "test_all_queries"])
+def test_observed_queries_are_those_of_the_newest_tokens(rule: str) -> None:
+    held = EvictionProgress(EvictingLayer(rule, keep=0.5).options)
+    all_queries, seen = torch.randn(1, HEADS, 400, HEAD_DIM), 0
     for tokens in (100, *[1] * 60, 5, *[1] * 30):
-        held, seen = held.with_newest(all_queries[:, :, seen : seen + tokens]), seen + tokens
+        held, seen = held.with_queries(all_queries[:, :, seen : seen + tokens]), seen + tokens
         if tokens == 5:
-            held, seen = held.without_newest(7), seen - 7
-        most = seen if wanted == ALL_QUERIES else wanted
+            held, seen = held.without_queries(7), seen - 7
+        most = seen if rule == "test_all_queries" else 8
         for count in (1, 5, 20, seen):
-            assert torch.equal(held.newest(count), all_queries[:, :, seen - min(count, most, held.count) : seen])
-    assert held.without_newest(seen).newest(1) is None
+            assert torch.equal(
+                held.queries(count), all_queries[:, :, seen - min(count, most, held.shown_tokens) : seen]
+            )
+    assert held.without_queries(seen).queries(1) is None
 
 
 def test_the_queries_of_a_prompt_are_not_copied_for_each_later_token() -> None:
-    held = ObservedQueries(ALL_QUERIES).with_newest(torch.randn(1, HEADS, 100, HEAD_DIM))
-    prompt = held.parts[0]
+    held = EvictionProgress(EvictingLayer("h2o", keep=0.5).options)
+    held = held.with_queries(torch.randn(1, HEADS, 100, HEAD_DIM))
+    prompt = held.shown[0]
     for _ in range(60):
-        held = held.with_newest(torch.randn(1, HEADS, 1, HEAD_DIM))
-    assert held.parts[0] is prompt
-    assert len(held.parts) <= 1 + 6
+        held = held.with_queries(torch.randn(1, HEADS, 1, HEAD_DIM))
+    assert held.shown[0] is prompt
+    assert len(held.shown) <= 1 + 6
 
 
 @pytest.mark.parametrize("length", [None, 101, 100, 95])
@@ -416,7 +419,7 @@ def test_queries_that_attention_has_not_shown_leave_no_gap(length: int | None) -
     last = torch.randn(1, HEADS, 1, HEAD_DIM)
     attend_by_sdpa(last, *layer.update(states[:, :, :1], states[:, :, :1]), None)
     known = last if length in (None, 101) else torch.cat([shown[:, :, :length], last], 2)
-    held = layer._queries.newest(8)
+    held = layer._progress.queries(8)
     assert held is not None
     assert held.shape[2] == {100: 8, 95: 4}.get(length, 1)
     assert torch.equal(held, known[:, :, -held.shape[2] :])

@@ -18,9 +18,9 @@ from kvlayers.core.token_layer import TokenLayer
 from kvlayers.core.token_store import Fidelity, KVPair, StoreArgument, TokenStore
 from kvlayers.errors import OptionError, StateMismatchError, UnsupportedLayerError
 from kvlayers.eviction.evicted import evicted
-from kvlayers.eviction.eviction_progress import PROGRESS_NAMES, STEP, WHOLE_FROM, EvictionProgress, ObservedQueries
+from kvlayers.eviction.eviction_progress import PROGRESS_NAMES, STEP, WHOLE_FROM, EvictionProgress
 from kvlayers.eviction.flat_tokens import is_ragged
-from kvlayers.eviction.held_tokens import held_states, held_tokens, joined_states, with_columns
+from kvlayers.eviction.held_tokens import attended_with, held_tokens, with_columns
 from kvlayers.eviction.options import EvictionOptions
 from kvlayers.eviction.ragged_store import RaggedStore
 from kvlayers.eviction.rule import EvictionRule, scores_of
@@ -87,7 +87,7 @@ class EvictingLayer(TokenLayer):
         RotaryArgument("rotary"),
     )
     hints = ("left_padding",)
-    beside = ("_progress", "_queries")
+    beside = ("_progress",)
     evicts_by_states = True
     fidelity: Fidelity = "evicting"
     capacity: int | None = None
@@ -128,10 +128,9 @@ class EvictingLayer(TokenLayer):
         self.record_past = False
         self._start_over(EvictionProgress(options, padding_of(left_padding)))
 
-    def _start_over(self, progress: EvictionProgress, queries: ObservedQueries | None = None, seen: int = 0) -> None:
+    def _start_over(self, progress: EvictionProgress, seen: int = 0) -> None:
         """Go on from there, with nothing expected of attention."""
         self._progress, self._seen = progress, seen
-        self._queries = ObservedQueries(self.options.rule.queries) if queries is None else queries
         self._announced = self._awaited = 0
         self._unstored: KVPair | None = None
 
@@ -144,17 +143,17 @@ class EvictingLayer(TokenLayer):
         seen = self._seen + tokens
         if self._awaited:
             # Attention has not shown the queries of the last tokens. Earlier ones would not stand beside their keys.
-            self._queries = ObservedQueries(options.rule.queries)
+            self._progress = progress = replace(progress, shown=())
         is_due = progress.is_due(seen, slack=0) if tokens > 1 else progress.is_due_in_steps(seen)
         evicts = is_due and not self.record_past and key_states.shape[0] > 0
         if evicts:
             # Attend to everything, but store the kept tokens alone. If scores are wrong, nothing is stored.
-            states = joined_states(held_states(store), key_states, value_states)
+            states = attended_with(store, key_states, value_states)
         else:
             states = store.extend(key_states, value_states)
         states = with_columns(states, self._announced + tokens)
         if evicts and not options.rule.queries:
-            self._evict((key_states, value_states), self._queries, seen)
+            self._evict((key_states, value_states), progress, seen)
             self._announced = 0
             return marked_for_sdpa(*states, tokens)
         self._announced, self._seen = 0, seen
@@ -175,31 +174,31 @@ class EvictingLayer(TokenLayer):
         if seen != self._seen or not tokens or query.shape[2] % tokens:
             # Queries of another layer, which reads the same states, or of states that were rolled back.
             return
-        queries = self._queries.with_newest(query.reshape(query.shape[0], -1, tokens, query.shape[3]))
+        progress = self._progress.with_queries(query.reshape(query.shape[0], -1, tokens, query.shape[3]))
         # If the eviction fails, nothing waits any longer, and tokens that were not stored are taken back.
         self._awaited, self._unstored = 0, None
         if new is None:
-            self._queries = queries
+            self._progress = progress
             return
         self._seen -= tokens
-        self._evict(new, queries, seen)
+        self._evict(new, progress, seen)
 
-    def _evict(self, new: KVPair | None, queries: ObservedQueries, seen: int) -> None:
+    def _evict(self, new: KVPair | None, progress: EvictionProgress, seen: int) -> None:
         """Keep fewer tokens of each sequence that has too many. If scores are wrong, nothing has changed.
 
         Args:
             new: states of the newest tokens, if they are not stored yet.
-            queries: the queries that the rule may ask for.
+            progress: how far the layer has evicted, with the queries that the rule may ask for.
             seen: tokens seen, the new ones included.
 
         Raises:
             StateMismatchError: the rule returned something other than scores of these tokens.
         """
-        progress, options = self._progress, self.options
+        options = self.options
         tokens = held_tokens(self._store, new)
         counts = progress.unpadded(tokens.counts)
         # Queries of tokens that some head has evicted would not stand beside their keys.
-        shown = queries.newest(seen - progress.whole_from)
+        shown = progress.queries(seen - progress.whole_from)
         # Tokens that come one by one are evicted in steps.
         slack = 0 if new is not None and new[0].shape[2] > 1 else STEP - 1
         kept = select(
@@ -213,7 +212,6 @@ class EvictingLayer(TokenLayer):
         )
         self._store = evicted(self._store, tokens, kept)
         self._progress, self._seen = progress.after_eviction(seen, kept.counts), seen
-        self._queries = queries if options.keeps_queries else ObservedQueries(options.rule.queries)
 
     def _check_settled(self) -> None:
         """Raise `UnsupportedLayerError` if an eviction waits for queries that attention has not shown."""
@@ -339,8 +337,9 @@ class EvictingLayer(TokenLayer):
         self._store.truncate(self._store.length - (self._seen - self._waiting - length))
         # Attention had shown the queries of so many tokens.
         shown = self._seen - self._awaited
-        queries = self._queries.without_newest(shown - length) if length <= shown else None
-        self._start_over(self._progress, queries, length)
+        progress = self._progress
+        progress = progress.without_queries(shown - length) if length <= shown else replace(progress, shown=())
+        self._start_over(progress, length)
         self._evict_recorded()
 
     @override
@@ -357,9 +356,9 @@ class EvictingLayer(TokenLayer):
 
     def _evict_recorded(self) -> None:
         """Evict what recording has held beyond the step that is allowed while single tokens come."""
-        can_score = not self.options.rule.queries or self._queries.count > 0
+        can_score = not self.options.rule.queries or self._progress.shown
         if self.record_past and can_score and self._progress.is_due(self._seen, STEP - 1):
-            self._evict(None, self._queries, self._seen)
+            self._evict(None, self._progress, self._seen)
 
     # The batch, copies and state
 
@@ -397,7 +396,7 @@ class EvictingLayer(TokenLayer):
         self._check_settled()
         tensors = self._store.state()
         if tensors:
-            tensors |= self._progress.state(tensors["keys"].device) | self._queries.state()
+            tensors |= self._progress.state(tensors["keys"].device)
         facts = {**self.describe(), "length": self.length, WHOLE_FROM: self._progress.whole_from}
         return LayerState(self.kind, tensors, facts)
 
@@ -409,7 +408,6 @@ class EvictingLayer(TokenLayer):
         twin._store = self._store_of(stored)
         super(EvictingLayer, twin).check_state(stored)
         self._progress.of_state(state)
-        self._queries.of_state(state.tensors)
 
     def _store_of(self, stored: LayerState) -> TokenStore:
         """An empty store for the states of a store."""
@@ -431,4 +429,4 @@ class EvictingLayer(TokenLayer):
         store = self._store_of(stored)
         store.load_state(stored.tensors)
         self._store = store
-        self._start_over(self._progress.of_state(state), self._queries.of_state(state.tensors), state.length)
+        self._start_over(self._progress.of_state(state), state.length)

@@ -126,17 +126,11 @@ def taken(states: Tensor, columns: Tensor) -> Tensor:
     return states[sequences, heads, columns.to(device)]
 
 
-def held_states(store: TokenStore) -> KVPair | None:
-    """Keys and values of the held tokens, for attention; `None` if no token is held."""
+def attended_with(store: TokenStore, keys: Tensor, values: Tensor) -> KVPair:
+    """Keys and values of held tokens, and of new ones behind them, which are not stored, for attention."""
     if not store.length:
-        return None
-    return store.attended_states() if isinstance(store, RaggedStore) else store.newest(store.length)
-
-
-def joined_states(held: KVPair | None, keys: Tensor, values: Tensor) -> KVPair:
-    """Keys and values of held tokens, and of new ones behind them, which are not stored."""
-    if held is None:
         return keys, values
+    held = store.attended_states() if isinstance(store, RaggedStore) else store.newest(store.length)
     if not isinstance(held[0], PackedStates):
         return torch.cat([held[0], keys], dim=2), torch.cat([held[1], values], dim=2)
     return _of_segments(held, (*held[0].snapshot.segments.in_order, DenseSegment(keys, values)))

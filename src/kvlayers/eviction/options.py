@@ -12,7 +12,7 @@ from typing_extensions import Self
 from kvlayers.core.preparation import padding_of
 from kvlayers.errors import OptionError
 from kvlayers.eviction.press_rule import PressRule, is_press
-from kvlayers.eviction.rule import ALL_QUERIES, EvictionRule, eviction_rule, eviction_rule_name, eviction_rule_names
+from kvlayers.eviction.rule import ALL_QUERIES, RULES, EvictionRule, eviction_rule, eviction_rule_names
 from kvlayers.quantized.quantization import Quantization
 from kvlayers.utils.options import check_whole_number
 
@@ -145,7 +145,7 @@ class EvictionOptions:
             OptionError: the rule has no name, so that what has it can be neither saved nor described.
         """
         # It may have been registered since.
-        name = eviction_rule_name(self.rule) if self.rule_name is None else self.rule_name
+        name = RULES.name_of(self.rule) if self.rule_name is None else self.rule_name
         if name is None:
             raise OptionError(
                 f"`rule` must be registered by a name to be described or saved, but no name stands for {self.rule!r}: "
@@ -198,7 +198,7 @@ def _found_rule(rule: object) -> tuple[EvictionRule, str | None]:
             f"`rule` must be the name of a rule ({', '.join(eviction_rule_names())}), an EvictionRule, or a "
             f"ScorerPress of kvpress, got {got}: pass one of them."
         )
-    return rule, eviction_rule_name(rule)
+    return rule, RULES.name_of(rule)
 
 
 # How the tokens that are kept are divided among the layers of a cache

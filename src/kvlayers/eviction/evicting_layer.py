@@ -146,11 +146,8 @@ class EvictingLayer(TokenLayer):
             self._progress = progress = replace(progress, shown=())
         is_due = progress.is_due(seen, slack=0) if tokens > 1 else progress.is_due_in_steps(seen)
         evicts = is_due and not self.record_past and key_states.shape[0] > 0
-        if evicts:
-            # Attend to everything, but store the kept tokens alone. If scores are wrong, nothing is stored.
-            states = attended_with(store, key_states, value_states)
-        else:
-            states = store.extend(key_states, value_states)
+        # An eviction attends to everything, but stores the kept tokens alone. If scores are wrong, nothing is stored.
+        states = attended_with(store, key_states, value_states) if evicts else store.extend(key_states, value_states)
         states = with_columns(states, self._announced + tokens)
         if evicts and not options.rule.queries:
             self._evict((key_states, value_states), progress, seen)

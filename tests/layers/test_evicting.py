@@ -232,80 +232,41 @@ def test_queries_of_a_group_of_heads_are_told_apart(rule: str) -> None:
         together.step(tokens)
 
 
-def _fork(together: Pair) -> None:
-    together.layer, other = together.layer.fork(), together.layer
-    _elsewhere(other)
-
-
-def _elsewhere(layer: EvictingLayer) -> None:
-    """Go on in a layer that is not followed any more."""
-    states = torch.randn(layer.batch_size, KV_HEADS, 30, HEAD_DIM, dtype=torch.float64)
-    queries = torch.randn(layer.batch_size, HEADS, 30, HEAD_DIM, dtype=torch.float64)
-    attend_by_sdpa(queries, *layer.update(states, states), None)
-
-
-def _copy(make: Callable[[EvictingLayer], EvictingLayer]) -> Callable[[Pair], None]:
-    def copied(together: Pair) -> None:
-        together.layer, other = make(together.layer), together.layer
-        _elsewhere(other)
-
-    return copied
-
-
 def _state(layer: EvictingLayer) -> EvictingLayer:
-    fresh = EvictingLayer(
-        layer.options.rule, layer.options.keep, layer.options.budget, SINKS, RECENT, layer.options.per_head
-    )
+    options = layer.options
+    fresh = EvictingLayer(options.rule, options.keep, options.budget, SINKS, RECENT, options.per_head)
     fresh.load_state(layer.state())
     return fresh
 
 
-def _crop(tokens: int) -> Callable[[Pair], None]:
-    def crop(together: Pair) -> None:
-        together.layer.crop(-tokens)
-        together.oracle.truncate(together.oracle.seen - tokens)
-
-    return crop
-
-
-def _select(rows: list[int]) -> Callable[[Pair], None]:
-    def select(together: Pair) -> None:
-        together.layer.batch_select_indices(torch.tensor(rows))
-        together.oracle.select(rows)
-        together.batch = len(rows)
-
-    return select
-
-
-def _expand(together: Pair) -> None:
-    together.layer.expand(2)
-    together.oracle.select([0, 0, 1, 1])
-    together.batch = 4
-
-
-def _reset(together: Pair) -> None:
-    together.layer.reset()
-    together.oracle.truncate(0)
-
-
-def _trim(together: Pair) -> None:
-    together.layer.trim()
-    together.layer.compact()
-
-
-OPERATIONS: dict[str, Callable[[Pair], None]] = {
-    "fork": _fork,
-    "deepcopy": _copy(copy.deepcopy),
-    "pickle": _copy(lambda layer: pickle.loads(pickle.dumps(layer))),
-    "state": _copy(_state),
-    "crop one": _crop(1),
-    "crop many": _crop(RECENT),
-    "crop none": _crop(0),
-    "select": _select([1, 0, 1]),
-    "expand": _expand,
-    "reset": _reset,
-    "trim": _trim,
+OPERATIONS: dict[str, tuple[Callable[[EvictingLayer], Any], list[int], int | None]] = {
+    "fork": (lambda layer: layer.fork(), [0, 1], 0),
+    "deepcopy": (copy.deepcopy, [0, 1], 0),
+    "pickle": (lambda layer: pickle.loads(pickle.dumps(layer)), [0, 1], 0),
+    "state": (_state, [0, 1], 0),
+    "crop one": (lambda layer: layer.crop(-1), [0, 1], 1),
+    "crop many": (lambda layer: layer.crop(-RECENT), [0, 1], RECENT),
+    "crop none": (lambda layer: layer.crop(0), [0, 1], 0),
+    "select": (lambda layer: layer.batch_select_indices(torch.tensor([1, 0, 1])), [1, 0, 1], 0),
+    "expand": (lambda layer: layer.expand(2), [0, 0, 1, 1], 0),
+    "reset": (lambda layer: layer.reset(), [0, 1], None),
+    "trim": (lambda layer: layer.trim(), [0, 1], 0),
+    "compact": (lambda layer: layer.compact(), [0, 1], 0),
 }
+"""What is done to a layer, the sequences that are left, and how many of their tokens are taken back: `None` for all."""
+
+
+def operate(together: Pair, operation: str) -> None:
+    change, rows, removed = OPERATIONS[operation]
+    before, oracle = together.layer, together.oracle
+    together.layer = change(before) or before
+    if together.layer is not before:
+        # The other one goes on elsewhere.
+        states, queries = (torch.randn(2, heads, 30, HEAD_DIM, dtype=torch.float64) for heads in (KV_HEADS, HEADS))
+        attend_by_sdpa(queries, *before.update(states, states), None)
+    oracle.select(rows)
+    oracle.truncate(0 if removed is None else oracle.seen - removed)
+    together.batch = len(rows)
 
 
 @pytest.mark.parametrize(
@@ -318,7 +279,7 @@ def test_decoding_goes_on_after(rule: str, amount: str, operation: str) -> None:
             together.step(tokens)
         if operation == "crop many" and sum(reading) < RECENT:
             continue
-        OPERATIONS[operation](together)
+        operate(together, operation)
         together.check()
         together.go_on()
 

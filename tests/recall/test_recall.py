@@ -248,16 +248,13 @@ def test_bfloat16_reads_pages_of_the_highest_bounds() -> None:
 # Packed states
 
 
-def packed_layer() -> RecallLayer:
-    return RecallLayer(BLOCKS, store=QuantizedStore(FEW_BITS))
-
-
-def packed_pair(chunks: list[int], batch: int = 2) -> tuple[RecallLayer, QuantizedLayer, RecallReference]:
+def packed_pair(chunks: list[int], recall: Recall = BLOCKS) -> tuple[RecallLayer, QuantizedLayer, RecallReference]:
     """A recall layer and a packed layer of the same states, and the reference of the choice."""
-    layer, packed, reference = packed_layer(), QuantizedLayer(FEW_BITS), RecallReference(BLOCKS, FEW_BITS.sink_tokens)
+    layer = RecallLayer(recall, store=QuantizedStore(FEW_BITS))
+    packed, reference = QuantizedLayer(FEW_BITS), RecallReference(recall, FEW_BITS.sink_tokens)
     torch.manual_seed(0)
     for tokens in chunks:
-        keys, values = torch.randn(batch, 2, tokens, 32), torch.randn(batch, 2, tokens, 32)
+        keys, values = torch.randn(2, 2, 2, tokens, 32)
         for each in (layer, packed, reference):
             each.update(keys, values)
     return layer, packed, reference
@@ -277,8 +274,9 @@ def check_packed(layer: Any, packed: QuantizedLayer, reference: RecallReference,
 
 
 @pytest.mark.parametrize("chunks", [[500], [100, 200, 1, 1, 190], [1] * 240], ids=["prompt", "turns", "one by one"])
-def test_packed_pages_are_blocks(chunks: list[int]) -> None:
-    layer, packed, reference = packed_pair(chunks)
+@pytest.mark.parametrize("recall", [BLOCKS, Recall(1, 64, sink_tokens=90, recent_tokens=200)], ids=["few", "many"])
+def test_packed_pages_are_blocks(chunks: list[int], recall: Recall) -> None:
+    layer, packed, reference = packed_pair(chunks, recall)
     check_packed(layer, packed, reference, 70)
     assert layer.bits == (4, 4)
 
@@ -317,7 +315,7 @@ def test_packed_pages_after_a_fork_a_selection_and_a_state() -> None:
         each.batch_select_indices(torch.tensor([3, 0]))
     reference.select([3, 0])
     check_packed(layer, packed, reference, 3)
-    fresh = packed_layer()
+    fresh = RecallLayer(BLOCKS, store=QuantizedStore(FEW_BITS))
     fresh.load_state(layer.state())
     check_packed(fresh, packed, reference, 70)
 
@@ -336,7 +334,7 @@ def test_bounds_are_counted() -> None:
 
 
 def test_a_layer_describes_itself() -> None:
-    layer = packed_layer()
+    layer = RecallLayer(BLOCKS, store=QuantizedStore(FEW_BITS))
     facts = layer.describe()
     assert facts["recall_pages"] == 2
     assert facts["sink_tokens"] == 16
@@ -399,7 +397,7 @@ def test_a_state_with_wrong_pages_is_refused() -> None:
         ("page_ends", state.tensors["page_ends"].flip(0)),
         ("page_ends", state.tensors["page_ends"].float()),
     ]:
-        fresh = packed_layer()
+        fresh = RecallLayer(BLOCKS, store=QuantizedStore(FEW_BITS))
         with pytest.raises(StateMismatchError, match="of a state"):
             fresh.load_state(kvlayers.layers.LayerState(state.kind, {**state.tensors, name: wrong}, state.facts))
         assert fresh.length == 0

@@ -97,6 +97,9 @@ def test_codes_move_and_are_never_packed_again(ragged_from_the_start: bool) -> N
         for tokens in (1, 90, 1):
             step(store, lists, tokens)
         store = evict(store, lists, [[200, 300], [240, 264]])
+        assert isinstance(store, RaggedStore)
+        assert store.flat is not None
+        assert store.flat.places == int((store.flat.counts > 0).sum())
         for tokens in (1, 2):
             step(store, lists, tokens)
 

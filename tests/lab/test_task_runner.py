@@ -844,7 +844,7 @@ def test_a_callable_or_a_rule_may_be_in_a_file_and_have_options(
         contender = named_contender(name, model, LENGTH)
         cache = contender.make()
         assert isinstance(cache, kvlayers.EvictingCache)
-        assert (type(cache.rule).__name__, cache._evicting.keep) == ("Newest", 0.25)
+        assert (type(cache.rule).__name__, cache._options.keep) == ("Newest", 0.25)
         assert contender.fidelity() == "evicting"
     assert named_contender("mine.py:made:nbits=2", model, LENGTH).make().quantization.keys.nbits == 2
     for name, words in (("mine.py:Newest:kept=1", "kept"), ("mine.py:Oldest", "Oldest"), ("none.py:a", "none.py")):

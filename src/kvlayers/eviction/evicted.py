@@ -130,7 +130,7 @@ def _packed_pieces(flat: FlatTokens | None, tail: QuantizedStore) -> _Pieces | N
     Raises:
         UnsupportedLayerError: the oldest tokens of a block were dropped.
     """
-    blocks, runs = tail.parts.blocks, tail.parts.runs
+    blocks, runs = tail.blocks, tail.runs
     smoothing = runs.in_order[-1] if len(runs) else None
     found, numbers = [], []
     if flat is not None and isinstance(flat.part, PackedBlocks):
@@ -318,7 +318,7 @@ def _packed(quantization: Quantization, tokens: HeldTokens, kept: KeptTokens, he
     ends = chosen.states_of(torch.cat([chosen.first(0, sinks), chosen.last(newest)], 2))
     tail.validate(*ends)
     tail.reserve_form(key_form, value_form)
-    tail.parts.runs, tail.parts.follows_packed = SmoothingRuns.of(smoothing), True
+    tail.runs, tail.follows_packed = SmoothingRuns.of(smoothing), True
     tail.append(*ends)
     fresh = PackedBlocks(
         quantizers, (flat_form(key_form), flat_form(value_form)), size, int((-(-middle // size)).sum())

@@ -78,7 +78,7 @@ class RaggedStore(TokenStore):
     @property
     def smoothing(self) -> KeySmoothing | None:
         """How the packed keys of the flat part were smoothed: as the first run of the tail, which holds the vectors."""
-        runs = self._tail.parts.runs.in_order if isinstance(self._tail, QuantizedStore) else ()
+        runs = self._tail.runs.in_order if isinstance(self._tail, QuantizedStore) else ()
         return runs[0] if runs else None
 
     @property
@@ -346,6 +346,6 @@ class RaggedStore(TokenStore):
         flat = FlatTokens.of_state(tensors, self._tail) if is_ragged(tensors) else None
         self._tail.load_state(tail_state(tensors))
         if flat is not None and isinstance(self._tail, QuantizedStore):
-            self._tail.parts.runs = SmoothingRuns.of_state(tensors, len(self._tail.parts.blocks or ()))
-            self._tail.parts.follows_packed = True
+            self._tail.runs = SmoothingRuns.of_state(tensors, len(self._tail.blocks or ()))
+            self._tail.follows_packed = True
         self._hold(flat)

@@ -1,5 +1,6 @@
 """Tokens in packed codes, except for the oldest and the newest few."""
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -526,8 +527,8 @@ class QuantizedStore(TokenStore):
         if self._forms is not None:
             rows = torch.arange(self._forms[0].batch_size).repeat_interleave(repeats)
             twin = self.fork()
-            for part in twin._parts():
-                part.expand(repeats)
+            for store in twin._stores():
+                store.expand(repeats)
             twin.runs = self.runs.selected(rows)
             self._hold(twin, len(rows))
 
@@ -553,6 +554,9 @@ class QuantizedStore(TokenStore):
 
     def _parts(self) -> Iterator[DenseStore | PackedBlocks]:
         return (part for part in (self.sinks, self.blocks, self.residual) if part is not None)
+
+    def _stores(self) -> Iterator[DenseStore]:
+        return itertools.chain((self.sinks, self.residual), () if self.blocks is None else self.blocks.stores)
 
     def _twin(self, made: Callable[[Any], Any], runs: SmoothingRuns) -> Self:
         """A store like this one, with what is made from each of its parts."""
@@ -594,14 +598,14 @@ class QuantizedStore(TokenStore):
 
     @override
     def trim(self) -> None:
-        for part in self._parts():
-            part.trim()
+        for store in self._stores():
+            store.trim()
         self._forget_segments()
 
     @override
     def compact(self) -> None:
-        for part in self._parts():
-            part.compact()
+        for store in self._stores():
+            store.compact()
         self._forget_segments()
 
     @override
@@ -624,8 +628,8 @@ class QuantizedStore(TokenStore):
 
     @override
     def held_tensors(self) -> Iterator[Tensor]:
-        for part in self._parts():
-            yield from part.held_tensors()
+        for store in self._stores():
+            yield from store.held_tensors()
         yield from self.runs.held_tensors()
 
     @override

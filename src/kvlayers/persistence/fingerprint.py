@@ -116,25 +116,19 @@ class Remembered(Generic[T]):
 
     def __init__(self) -> None:
         # By number, since configs cannot be hashed. With what was read, and what was found for it.
-        self._known: dict[int, tuple[weakref.ref[object], threading.Lock, list[tuple[object, T]]]] = {}
+        self._known: dict[int, tuple[weakref.ref[object], object, T]] = {}
+        self._lock = threading.RLock()
 
     def of(self, owner: object, read: object, find: Callable[[], T]) -> T:
         """What `find` returns for an object of which this was read. It is not called twice at the same time."""
         number = id(owner)
-        with _entering:
+        with self._lock:
             known = self._known.get(number)
-            if known is None or known[0]() is not owner:
+            if known is None or known[0]() is not owner or known[1] != read:
                 living = weakref.ref(owner, lambda _: self._known.pop(number, None))
-                known = self._known[number] = living, threading.Lock(), []
-        _, lock, found = known
-        with lock:
-            if not found or found[0][0] != read:
-                found[:] = [(copy.deepcopy(read), find())]
-            return found[0][1]
+                known = self._known[number] = living, copy.deepcopy(read), find()
+            return known[2]
 
-
-_entering = threading.Lock()
-"""Held while it is looked up what is known of an object."""
 
 _fields = Remembered[dict[str, Any]]()
 _weights = Remembered[str]()

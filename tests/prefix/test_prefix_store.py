@@ -15,6 +15,7 @@ import transformers as tf
 
 import kvlayers
 import versions
+from backend_cases import filled, held
 from kvlayers import CapacityError, OptionError, PrefixStore
 from kvlayers.errors import CachePathError, PrefixError, StateMismatchError
 from kvlayers.prefix.keys import PrefixMap, common_tokens
@@ -43,20 +44,6 @@ def qwen3_next() -> Any:
     )
     torch.manual_seed(0)
     return tf.AutoModelForCausalLM.from_config(config).eval()
-
-
-def filled(ids: list[int], heads: int = 1, layers: int = 2) -> kvlayers.DynamicCache:
-    """A cache of 8 * heads * layers bytes or more a token, without a model, whose states say what all tokens were."""
-    cache = kvlayers.DynamicCache()
-    for index in range(layers):
-        states = torch.tensor(np.cumsum(np.array(ids, np.float64) * np.arange(1, len(ids) + 1)) + index)
-        states = states.float()[None, None, :, None].expand(1, heads, -1, 1).clone()
-        cache.update(states, -states, layer_idx=index)
-    return cache
-
-
-def held(cache: Any) -> list[float]:
-    return cache.layers[0].keys[0, 0, :, 0].tolist() if cache.layers else []
 
 
 def ids_of(*ids: int) -> torch.Tensor:
@@ -151,7 +138,7 @@ def test_a_boundary_stays_one_where_a_window_goes_beyond_it_step_by_step(first: 
     for boundary in (*range(6, 60, 6), *range(5, 60, 6)):
         hit = store.lookup(torch.cat([ids[:boundary], torch.tensor([99])]), model="m")
         assert hit.covered == boundary
-        assert held(hit.cache)[-3:] == [float(token) for token in range(boundary - 3, boundary)]
+        assert hit.cache.layers[0].keys[0, 0, -3:, 0].tolist() == [*range(boundary - 3, boundary)]
 
 
 # What begins alike

@@ -120,8 +120,8 @@ def test_whole_blocks_may_leave_heads_even() -> None:
     lists.keep([places])
     after = evicted(store, held_tokens(store), kept)
     assert type(after) is QuantizedStore
-    assert after.parts.blocks is not None
-    assert len(after.parts.blocks) == blocks - 1
+    assert after.blocks is not None
+    assert len(after.blocks) == blocks - 1
     follow(after, lists, was_packed)
     for tokens in (1, 80, 1):
         step(after, lists, tokens)

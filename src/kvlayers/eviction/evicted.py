@@ -136,7 +136,7 @@ def _blocks_of(flat: FlatTokens | None, tail: QuantizedStore) -> _Blocks | None:
     Raises:
         UnsupportedLayerError: the oldest tokens of a block were dropped.
     """
-    found, blocks = [], tail.parts.blocks
+    found, blocks = [], tail.blocks
     if flat is not None and isinstance(flat.part, PackedBlocks):
         found.append(_Blocks(_rows_of(flat.part), flat.starts, flat.counts, torch.zeros_like(flat.starts[0, 0])))
     if blocks:
@@ -150,7 +150,7 @@ def _blocks_of(flat: FlatTokens | None, tail: QuantizedStore) -> _Blocks | None:
         starts = torch.arange(shape.numel(), device=device).view(shape)
         if found:
             starts += len(found[0].rows["keys_codes"])
-        runs = torch.tensor(tail.parts.runs.numbers(len(blocks)), device=device)
+        runs = torch.tensor(tail.runs.numbers(len(blocks)), device=device)
         found.append(_Blocks(_rows_of(blocks), starts, tensors["block_ends"][1:].expand(shape), runs))
     if len(found) < 2:
         return found[0] if found else None
@@ -215,7 +215,7 @@ class _Singles:
 
 def _packed(store: QuantizedStore, flat: FlatTokens | None, tokens: HeldTokens, kept: KeptTokens) -> TokenStore:
     """A `QuantizedStore` or a `RaggedStore` of kept tokens: of a store, and of a flat part before it."""
-    quantization, runs, held = store.quantization, store.parts.runs, _blocks_of(flat, store)
+    quantization, runs, held = store.quantization, store.runs, _blocks_of(flat, store)
     smoothing = None if held is None or not len(runs) else runs.in_order[-1]
     # In one dtype, as a store that packs holds them.
     dtype = torch.promote_types(tokens.keys.dtype, tokens.values.dtype)
@@ -229,7 +229,7 @@ def _packed(store: QuantizedStore, flat: FlatTokens | None, tokens: HeldTokens, 
         older = single & (is_packed.long().cumsum(2) == 0)
         newer = single & (packed.cumsum(2) == packed.sum(2, keepdim=True))
         kept_of = torch.zeros_like(held.counts).scatter_add_(2, tokens.blocks.clamp(min=0), packed)
-        held = replace(held, counts=kept_of).in_run(runs, store.parts.blocks) if bool(kept_of.any()) else None
+        held = replace(held, counts=kept_of).in_run(runs, store.blocks) if bool(kept_of.any()) else None
     counts, of_older, of_newer = (part.sum(2).cpu() for part in (single, older, newer))
     singles = _Singles(states, KeptTokens.of(single, counts).indices, counts)
     if _is_even(counts, of_older, held):
@@ -249,7 +249,7 @@ def _packed(store: QuantizedStore, flat: FlatTokens | None, tokens: HeldTokens, 
     ends = singles.states_of(torch.cat([singles.first(0, sinks), singles.last(newest)], 2))
     tail.validate(*ends)
     tail.reserve_form(key_form, value_form)
-    tail.parts.runs, tail.parts.follows_packed = SmoothingRuns.of(smoothing), True
+    tail.runs, tail.follows_packed = SmoothingRuns.of(smoothing), True
     tail.append(*ends)
     new = PackedBlocks(quantizers, (flat_form(key_form), flat_form(value_form)), size, int((-(-middle // size)).sum()))
     _pack(new, singles, sinks, middle, smoothing)

@@ -77,13 +77,12 @@ def _of_store(store: TokenStore) -> HeldTokens:
 
 def _blocks_of(store: TokenStore, keys: Tensor) -> Tensor | None:
     """The blocks of a store that is not ragged."""
-    parts = store.parts if isinstance(store, QuantizedStore) else None
-    if parts is None or not parts.blocks:
+    if not isinstance(store, QuantizedStore) or not store.blocks:
         return None
     # Filled on the host, where each block is not a launch.
     numbers = torch.full((store.length,), -1)
-    start = parts.sinks.length
-    for number, tokens in enumerate(parts.blocks.held_counts()):
+    start = store.sinks.length
+    for number, tokens in enumerate(store.blocks.held_counts()):
         numbers[start : start + tokens] = number
         start += tokens
     return numbers.to(keys.device).expand(*keys.shape[:2], -1)

@@ -62,7 +62,7 @@ class RaggedStore(TokenStore):
     @property
     def smoothing(self) -> KeySmoothing | None:
         """How the packed keys of the flat part were smoothed: as the first run of the tail, which holds the vectors."""
-        runs = self.tail.parts.runs.in_order if isinstance(self.tail, QuantizedStore) else ()
+        runs = self.tail.runs.in_order if isinstance(self.tail, QuantizedStore) else ()
         return runs[0] if runs else None
 
     @property
@@ -299,6 +299,6 @@ class RaggedStore(TokenStore):
         flat = FlatTokens.of_state(tensors, self.tail) if is_ragged(tensors) else None
         self.tail.load_state(tail_state(tensors))
         if flat is not None and isinstance(self.tail, QuantizedStore):
-            self.tail.parts.runs = SmoothingRuns.of_state(tensors, len(self.tail.parts.blocks or ()))
-            self.tail.parts.follows_packed = True
+            self.tail.runs = SmoothingRuns.of_state(tensors, len(self.tail.blocks or ()))
+            self.tail.follows_packed = True
         self.flat = flat

@@ -435,8 +435,8 @@ def test_a_state_of_other_settings_is_refused(change: dict[str, Any]) -> None:
         ({"value_group_size": 1.5}, "at least 1, got 1.5 for values"),
         ({"residual_length": -1}, "at least 0, got -1"),
         ({"sink_tokens": True}, "`sink_tokens` must be a whole number of tokens"),
-        ({"bits": 4}, "takes the options backend, .*sink_tokens.* 'bits'"),
-        ({"key_bits": 4}, "takes the options backend, .*sink_tokens.* 'key_bits'"),
+        ({"bits": 4}, "`bits` is no option of Quantized.*sink_tokens"),
+        ({"key_bits": 4}, "`key_bits` is no option of Quantized.*sink_tokens"),
     ],
 )
 @pytest.mark.parametrize("make", [kvlayers.QuantizedCache, kvlayers.QuantizedCacheConfig])

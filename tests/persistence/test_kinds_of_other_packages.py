@@ -202,7 +202,7 @@ def test_forks_go_on_apart(kind: str) -> None:
 
 
 def test_layers_describe_the_layers_that_they_are_made_of(registered: None) -> None:
-    context = kvlayers.core.layer_registry.description_context({})
+    context = kvlayers.stores.DescriptionContext()
     linear = kvlayers.LinearAttentionLayer(2, kvlayers.layers.Checkpoints(every=8, most=3), tokens_at_once=1)
     hybrid = kvlayers.HybridLayer(kvlayers.OffloadedLayer(RecentLayer(12, 6, store=SteppedStore(5))), linear)
     twin = kvlayers.HybridLayer.from_description(hybrid.describe(), context)
@@ -218,7 +218,7 @@ def test_layers_describe_the_layers_that_they_are_made_of(registered: None) -> N
 
 @pytest.mark.parametrize("within", ["HybridLayer", "OffloadedLayer", "nothing", None, 3])
 def test_a_description_of_a_layer_in_itself_is_refused(within: object) -> None:
-    context = kvlayers.core.layer_registry.description_context({})
+    context = kvlayers.stores.DescriptionContext()
     for layer_class, name in ((kvlayers.HybridLayer, "attention"), (kvlayers.OffloadedLayer, "offloaded")):
         with pytest.raises((KeyError, kvlayers.KVLayersError)):
             layer_class.from_description({name: within}, context)
@@ -260,8 +260,8 @@ class Bare(kvlayers.CacheLayer):
         (kvlayers.layers.register_layer, Bare, "`batch_size`"),
         (kvlayers.layers.register_layer, Undescribed, "`kept`"),
         (kvlayers.layers.register_layer, Storeless, "`store`"),
-        (kvlayers.layers.register_layer, dict, "LayerOperations"),
-        (kvlayers.layers.register_layer, 3, "LayerOperations"),
+        (kvlayers.layers.register_layer, dict, "CacheLayer"),
+        (kvlayers.layers.register_layer, 3, "CacheLayer"),
         (kvlayers.stores.register_store, ForgetfulStore, "`step`"),
         (kvlayers.stores.register_store, RecentLayer, "TokenStore"),
         (register_cache_class, RecentLayer, "kvlayers.core.cache.Cache"),
@@ -316,7 +316,7 @@ def test_a_layer_is_found_by_the_entry_point_of_its_package(
     save_cache(kvlayers.Cache(layers=[RecentLayer(5)]), path)
     assert inspect_cache(path).layers == ("recent",)
     assert type(load_cache(path).layers[0]) is RecentLayer
-    with pytest.raises(RegistryError, match=r"derived from kvlayers\.core\.layer_operations\.LayerOperations"):
+    with pytest.raises(RegistryError, match=r"derived from kvlayers\.core\.cache_layer\.CacheLayer"):
         LAYER_CLASSES.get("wrong")
 
 

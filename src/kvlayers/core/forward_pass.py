@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from typing_extensions import Self
 
-from kvlayers.core.layer_operations import LayerOperations
+from kvlayers.core.cache_layer import CacheLayer
 from kvlayers.errors import InterruptedPassError, StateMismatchError, UnsupportedLayerError, UnusedCacheError
 from kvlayers.upstream import cache_argument
 from kvlayers.upstream.model_types import knows_pairs
@@ -63,10 +63,10 @@ class Followed(Protocol):
     layers: list[Any]
     layer_class_to_replicate: Callable[[], Any] | None
 
-    def layer_at(self, layer_idx: int) -> LayerOperations | None:
+    def layer_at(self, layer_idx: int) -> CacheLayer | None:
         """The layer, with the operations of kvlayers' layers; `None` if it has not been made yet."""
 
-    def adapted_layers(self) -> Sequence[LayerOperations]:
+    def adapted_layers(self) -> Sequence[CacheLayer]:
         """All layers, with the operations of kvlayers' layers."""
 
 
@@ -82,9 +82,6 @@ class GivenCache(Followed, Protocol):
 
     def forget_call(self) -> None:
         """Take the call of `generate()` that the cache was given to for one that ended."""
-
-    def interruption(self) -> InterruptedPassError | None:
-        """The error for layers that have seen different numbers of tokens, `None` if they have seen as many."""
 
 
 # Not frozen: it is made at every pass, and the initialiser of a frozen one takes three times as long.
@@ -107,6 +104,7 @@ class PassStart:
     module: int | None
 
 
+@dataclass(slots=True)
 class ForwardPassFollower:
     """Follows the forward passes of one cache from layer to layer.
 
@@ -119,18 +117,11 @@ class ForwardPassFollower:
         began: where the newest forward pass began.
     """
 
-    __slots__ = ("at", "began", "in_step")
+    at: int = NO_PASS
+    in_step: int = -1
+    began: PassStart | None = None
 
-    def __init__(self, at: int = NO_PASS, in_step: int = -1, began: PassStart | None = None) -> None:
-        self.at = at
-        self.in_step = in_step
-        self.began = began
-
-    def copy(self) -> Self:
-        """A follower of a cache that goes on from the same place."""
-        return type(self)(self.at, self.in_step, self.began)
-
-    def follow(self, cache: Followed, layer_idx: int, layer: LayerOperations | None, tokens: int) -> None:
+    def follow(self, cache: Followed, layer_idx: int, layer: CacheLayer | None, tokens: int) -> None:
         """Note that a layer is about to be updated, if a pass begins there or goes further than the pass before.
 
         Models may leave out their last layers (early exit). So an interrupted pass shows only when such a layer is
@@ -208,7 +199,7 @@ def _interrupted_cache(cache: Followed, last: int) -> InterruptedPassError:
     return _interrupted(seen, any(layer.is_recurrent for layer in cache.adapted_layers()))
 
 
-def _check_parts(layer: LayerOperations, tokens: int) -> None:
+def _check_parts(layer: CacheLayer, tokens: int) -> None:
     """Raise if a pass was interrupted between the two parts of its first layer. Either part may come first."""
     if len(layer.parts) == 1:
         return
@@ -325,9 +316,9 @@ def check_is_new(cache: GivenCache, held: int, given: int) -> None:
         StateMismatchError: no token is new.
     """
     if given <= held and held:
-        interruption = cache.interruption()
-        if interruption is not None:
-            raise interruption
+        interrupted = interruption(cache)
+        if interrupted is not None:
+            raise interrupted
         raise StateMismatchError(
             f"The cache has seen {held} tokens, and a prompt of {given} has no new ones. Pass the whole text with the "
             "new tokens at its end (or these alone, with an attention_mask for all), or crop() or reset() the cache "

@@ -9,7 +9,7 @@ from torch import Tensor
 from kvlayers.core.cache import CACHE_CLASSES, Cache
 from kvlayers.core.description import DescriptionContext
 from kvlayers.core.layer_operations import LAYER_CLASSES
-from kvlayers.core.layer_registry import layer_names
+from kvlayers.core.layer_registry import layer_from_description, layer_names
 from kvlayers.core.token_store import STORE_CLASSES, KVPair
 from kvlayers.errors import CacheFileError, KVLayersError, ModelMismatchError, RegistryError
 from kvlayers.persistence.format import (
@@ -181,7 +181,7 @@ def _layers(saved: SavedFile, record: CacheRecord, part: int | None, context: De
         for layer in record.layers:
             try:
                 known = layer.kind in LAYER_CLASSES
-                layers.append(context.layer(layer.kind, layer.facts) if known else None)
+                layers.append(layer_from_description(layer.kind, layer.facts, context) if known else None)
             except KeyError:
                 layers.append(None)
     return layers

@@ -192,7 +192,7 @@ def test_forks_go_on_apart(kind: str) -> None:
 
 
 def test_layers_describe_the_layers_that_they_are_made_of(registered: None) -> None:
-    context = kvlayers.core.layer_registry.description_context({})
+    context = kvlayers.stores.DescriptionContext()
     linear = kvlayers.LinearAttentionLayer(2, kvlayers.layers.Checkpoints(every=8, most=3), tokens_at_once=1)
     hybrid = kvlayers.HybridLayer(kvlayers.OffloadedLayer(RecentLayer(12, 6, store=SteppedStore(5))), linear)
     twin = kvlayers.HybridLayer.from_description(hybrid.describe(), context)
@@ -208,7 +208,7 @@ def test_layers_describe_the_layers_that_they_are_made_of(registered: None) -> N
 
 @pytest.mark.parametrize("within", ["HybridLayer", "OffloadedLayer", "nothing", None, 3])
 def test_a_description_of_a_layer_in_itself_is_refused(within: object) -> None:
-    context = kvlayers.core.layer_registry.description_context({})
+    context = kvlayers.stores.DescriptionContext()
     for layer_class, name in ((kvlayers.HybridLayer, "attention"), (kvlayers.OffloadedLayer, "offloaded")):
         with pytest.raises((KeyError, kvlayers.KVLayersError)):
             layer_class.from_description({name: within}, context)
@@ -250,8 +250,8 @@ class Bare(kvlayers.CacheLayer):
         (kvlayers.layers.register_layer, Bare, "`batch_size`"),
         (kvlayers.layers.register_layer, Undescribed, "`kept`"),
         (kvlayers.layers.register_layer, Storeless, "`store`"),
-        (kvlayers.layers.register_layer, dict, "LayerOperations"),
-        (kvlayers.layers.register_layer, 3, "LayerOperations"),
+        (kvlayers.layers.register_layer, dict, "CacheLayer"),
+        (kvlayers.layers.register_layer, 3, "CacheLayer"),
         (kvlayers.stores.register_store, ForgetfulStore, "`step`"),
         (kvlayers.stores.register_store, RecentLayer, "TokenStore"),
         (register_cache_class, RecentLayer, "kvlayers.core.cache.Cache"),

@@ -1,5 +1,6 @@
 """Changes to classes of transformers that can be taken back, and settings that `with` blocks override."""
 
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -44,6 +45,19 @@ class Patch:
         else:
             setattr(self._owner, self._name, self._replaced)
         self._replacement = self._replaced = None
+
+
+def around(hook: Callable[..., Any]) -> Callable[[Any], Any]:
+    """For a `Patch`: the replacement calls `hook` with the method that it replaces, and with its arguments."""
+
+    def wrap(original: Any) -> Any:
+        @functools.wraps(original, updated=())
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            return hook(original, *args, **kwargs)
+
+        return replacement
+
+    return wrap
 
 
 def _unwrapped(method: Any) -> list[Any]:

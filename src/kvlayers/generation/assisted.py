@@ -248,7 +248,8 @@ class _Replay:
         **kwargs: Any,
     ) -> Any:
         """Replaces the model's `prepare_inputs_for_generation`."""
-        if kwargs.get(self._name) is self.cache:
+        passed: Any = kwargs.get(self._name)
+        if passed is self.cache:
             self._last = input_ids.shape[1], kwargs
             seen = self.cache.get_seq_length()
             missing = input_ids.shape[1] - seen

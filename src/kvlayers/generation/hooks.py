@@ -282,10 +282,7 @@ def hand_over_cache(model: Any) -> None:
 
 def _replace_method(owner: type, wrap: Callable[[Method], Method]) -> None:
     with _handing_lock:
-        key = owner, getattr(wrap, "func", wrap)
-        if key not in _handing_over:
-            _handing_over[key] = Patch(owner, METHOD, wrap)
-        _handing_over[key].apply()
+        _handing_over.setdefault((owner, getattr(wrap, "func", wrap)), Patch(owner, METHOD, wrap)).apply()
 
 
 def take_cache_back() -> None:

@@ -118,13 +118,11 @@ class Activation:
     def activate(self) -> None:
         """Make the changes, until `deactivate`."""
         with self._lock:
-            was_active = self in self._users
             self._users.add(self)
             try:
                 self._apply()
             except BaseException:
-                if not was_active:
-                    self._leave(self._users, self)
+                self._leave(self._users, self)
                 raise
 
     def deactivate(self) -> None:

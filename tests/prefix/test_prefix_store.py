@@ -18,7 +18,7 @@ import kvlayers
 import versions
 from kvlayers import CapacityError, OptionError, PrefixStore
 from kvlayers.errors import CachePathError, PrefixError, StateMismatchError
-from kvlayers.prefix.keys import RadixTree, common_tokens
+from kvlayers.prefix.keys import PrefixMap, common_tokens
 from matrix import once
 from models import COMMON, WINDOW, prompt, tiny_model
 from rounds import NIGHTLY
@@ -179,35 +179,37 @@ def test_a_boundary_stays_one_where_a_window_goes_beyond_it_step_by_step(first: 
 
 def test_the_tree_finds_what_plain_comparison_finds() -> None:
     generator = random.Random(0)
-    tree: RadixTree[tuple[int, ...]] = RadixTree()
+    tree: PrefixMap[tuple[int, ...]] = PrefixMap()
     kept: set[tuple[int, ...]] = set()
     for _ in range(600):
         ids = tuple(generator.choices((1, 2), k=generator.randint(1, 7)))
         array = np.array(ids, np.int64)
         if generator.random() < 0.4:
-            tree.remove(array)
+            tree.remove("m", array)
             kept.discard(ids)
         else:
-            tree.insert(array, ids)
+            tree.insert("m", array, ids)
             kept.add(ids)
         asked = np.array(generator.choices((1, 2), k=7), np.int64)
-        found = list(tree.nearest(asked))
-        assert sorted(each.value for each in found) == sorted(kept)
+        found = list(tree.nearest("m", asked))
+        assert sorted(each.value for each in found) == sorted(own for own in kept if own[0] == asked[0])
+        assert sorted(tree) == sorted(kept)
+        assert tree.tokens == len({own[:length] for own in kept for length in range(1, len(own) + 1)})
         assert len(tree) == len(kept)
         shared = [common_tokens(asked, np.array(each.value, np.int64)) for each in found]
         assert [each.tokens for each in found] == shared == sorted(shared, reverse=True)
         prefixes = [tuple(asked[:n].tolist()) for n in range(1, 8)]
-        assert tree.prefixes_of(asked) == [ids for ids in prefixes if ids in kept]
-        assert tree.get(array) == (ids if ids in kept else None)
+        assert tree.prefixes_of("m", asked) == [ids for ids in prefixes if ids in kept]
+        assert tree.get("m", array) == (ids if ids in kept else None)
 
 
 def test_a_chat_of_thousands_of_turns_is_no_recursion() -> None:
-    tree: RadixTree[int] = RadixTree()
+    tree: PrefixMap[int] = PrefixMap()
     ids = np.arange(1, 3001, dtype=np.int64)
     for length in range(3000, 0, -1):
-        tree.insert(ids[:length], length)
-    assert len(list(tree.values())) == 3000
-    assert len(tree.prefixes_of(ids)) == 3000
+        tree.insert("m", ids[:length], length)
+    assert tree.tokens == len(tree) == 3000
+    assert tree.prefixes_of("m", ids) == list(tree)
 
 
 # Look-up and insertion

@@ -266,9 +266,9 @@ def test_a_reset_forgets_the_padding_and_keeps_what_is_recorded() -> None:
     assert layer.record_past
     assert layer.left_padding.tolist() == [5, 0]
     cache.reset()
+    assert layer.left_padding is None
     cache.prepare(model.config)
     assert cache.layers[0] is layer
-    assert layer.left_padding is None
     unbound = SinkCache(8, 2, left_padding=[5, 0])
     unbound.reset()
     unbound.prepare(model.config)

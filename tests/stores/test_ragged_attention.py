@@ -11,26 +11,17 @@ from kvlayers.eviction.evicted import evicted
 from kvlayers.eviction.held_tokens import held_tokens
 from kvlayers.eviction.ragged_store import RaggedStore
 from kvlayers.stores import DenseStore, QuantizedStore
-from ragged_reference import HEADS, KEY_DIM, KV_HEADS, VALUE_DIM, RaggedLists, kept_tokens, of_head
+from ragged_reference import HEADS, KEY_DIM, KV_HEADS, RaggedLists, generator, kept_tokens, of_head, states
 
 PROMPT = 300
 PADDING = [0, 270]
 RECENT = 16
 KEPT = [[150, 90], [30, 20]]
 
-generator = torch.Generator().manual_seed(0)
-
 STORES = {
     "dense": DenseStore,
     "packed": lambda: QuantizedStore(Quantization(residual_length=32, sink_tokens=8)),
 }
-
-
-def states(batch: int, tokens: int) -> tuple[Tensor, Tensor]:
-    return (
-        torch.randn(batch, KV_HEADS, tokens, KEY_DIM, generator=generator),
-        torch.randn(batch, KV_HEADS, tokens, VALUE_DIM, generator=generator),
-    )
 
 
 def held_lists(store: TokenStore, lists: RaggedLists) -> RaggedLists:

@@ -81,7 +81,9 @@ def check_call(model: Any, given: Mapping[str, Any]) -> None:
     """
     check_generation_config(given.get("generation_config"))
     if isinstance(given.get("max_new_tokens"), str):
-        raise OptionError(f"`max_new_tokens` must be a whole number, got {given['max_new_tokens']!r}.")
+        raise OptionError(
+            f"`max_new_tokens` must be a whole number, got {given['max_new_tokens']!r}: pass one, such as 128."
+        )
     if model.main_input_name == "input_ids":
         _check_ids(given, takes_features=model.config.is_encoder_decoder)
 
@@ -106,7 +108,10 @@ def _check_ids(given: Mapping[str, Any], takes_features: bool) -> None:
             f"of shape {list(ids.shape)}{where}: {advice}."
         )
     if mask is not None and not isinstance(mask, Tensor):
-        raise OptionError(f"`attention_mask` must be a tensor [prompts, tokens], got a {type(mask).__name__}.")
+        raise OptionError(
+            f"`attention_mask` must be a tensor [prompts, tokens], got a {type(mask).__name__}: pass what the "
+            "tokenizer returns."
+        )
     if mask is not None and mask.dim() == 2 == ids.dim() and mask.shape[1] < ids.shape[1]:
         raise OptionError(
             f"`attention_mask` must have an entry for each of the {ids.shape[1]} tokens of `{name}`, got "

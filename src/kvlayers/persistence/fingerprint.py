@@ -139,6 +139,8 @@ _entering = threading.Lock()
 _fields = Remembered[dict[str, Any]]()
 _weights = Remembered[str]()
 
+_ABSENT = object()
+
 _IRRELEVANT_ENDS = ("dropout", "dropout_prob", "drop_rate", "pdrop", "layerdrop")
 
 
@@ -194,44 +196,26 @@ def check_model(path: str, description: Description, config: object | None, weig
     check_weights_id(weights_id)
     model = description.model
     made_by = f" ({model.name})" if model.name else ""
-    if config is not None:
-        own = model_fields(config, bool(description.cache.parts))
-        same_version = description.versions.get("transformers") == INSTALLED
-        if model.fields is not None:
-            differences = list(_differences(own, model.fields, same_version))
-            if differences:
-                raise ModelMismatchError(
-                    f"{path} was saved for another model{made_by}, with {_listed(differences)} in `config`: load it "
-                    "for the model that made it."
-                )
+    if config is not None and model.fields is not None:
+        own = dict(_flat(model_fields(config, bool(description.cache.parts))))
+        saved = dict(_flat(model.fields))
+        # Another version of transformers may have fields that this one does not have.
+        is_same_version = description.versions.get("transformers") == INSTALLED
+        names = own.keys() | saved.keys() if is_same_version else own.keys() & saved.keys()
+        differing = [name for name in sorted(names) if own.get(name, _ABSENT) != saved.get(name, _ABSENT)]
+        # The dimensions of the model tell the most, if they differ.
+        telling = [name for name in differing if name in DIMENSIONS] or differing
+        listed = [f"{name} {saved.get(name, 'none')} rather than {own.get(name, 'none')}" for name in telling[:3]]
+        if listed:
+            raise ModelMismatchError(
+                f"{path} was saved for another model{made_by}, with {', '.join(listed)} in `config`: load it for the "
+                "model that made it."
+            )
     if weights_id is not None and weights_id != model.weights_id:
         raise ModelMismatchError(
             f"`weights_id` is {weights_id!r}, but {path} was made with the weights {model.weights_id!r}{made_by}: "
             "load it for the weights that made it."
         )
-
-
-def _listed(differences: list[tuple[str, Any, Any]]) -> str:
-    """Some of the differences between two configs: the dimensions of the model if they differ, else the first ones."""
-    telling = [found for found in differences if found[0] in DIMENSIONS] or differences
-    return ", ".join(f"{name} {saved} rather than {own}" for name, own, saved in telling[:3])
-
-
-def _differences(
-    own: Mapping[str, Any], saved: Mapping[str, Any], same_version: bool
-) -> Iterator[tuple[str, Any, Any]]:
-    """Names of the fields in which two configs differ, with both values.
-
-    A field that one config lacks counts only if both are from the same version of transformers. Another version may
-    have fields that this one does not have.
-    """
-    flat, flat_saved = dict(_flat(own)), dict(_flat(saved))
-    for name in sorted({*flat, *flat_saved}):
-        if name in flat and name in flat_saved:
-            if flat[name] != flat_saved[name]:
-                yield name, flat[name], flat_saved[name]
-        elif same_version:
-            yield name, flat.get(name, "not to be there"), flat_saved.get(name, "none")
 
 
 def _flat(fields: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -486,24 +470,16 @@ def _block_sums(weight: Tensor) -> Tensor:
     once in 2^33 times if only their highest bits changed.
     """
     words = _words(weight)
-    factors = _factors().to(words.device)
-    whole = words.numel() // BLOCK
-    sums = []
-    for begin in range(0, whole, BLOCKS_AT_ONCE):
-        blocks = words[begin * BLOCK : min(begin + BLOCKS_AT_ONCE, whole) * BLOCK].view(-1, BLOCK)
-        sums.append(_weighted(blocks, factors))
-    rest = words[whole * BLOCK :]
-    if rest.numel():
-        sums.append(_weighted(rest[None], factors[: rest.numel()]))
-    return torch.cat(sums) if sums else words
-
-
-def _weighted(blocks: Tensor, factors: Tensor) -> Tensor:
-    # Mixes the upper half into the lower half, since multiplication would shift the upper half out of the word.
-    mixed = blocks >> 32
-    mixed ^= blocks
-    mixed *= factors
-    return mixed.sum(1)
+    factors, sums = _factors().to(words.device), [words[:0]]
+    for some in torch.split(words, BLOCK * BLOCKS_AT_ONCE):
+        whole = some.numel() // BLOCK * BLOCK
+        for blocks in (some[:whole].view(-1, BLOCK), some[whole:].view(-1, max(some.numel() - whole, 1))):
+            # Mixes the upper half into the lower half, since multiplication would shift the upper half out of the word.
+            mixed = blocks >> 32
+            mixed ^= blocks
+            mixed *= factors[: blocks.shape[1]]
+            sums.append(mixed.sum(1))
+    return torch.cat(sums)
 
 
 def _words(weight: Tensor) -> Tensor:

@@ -9,10 +9,11 @@ from torch import Tensor
 
 from kvlayers.core.layer_operations import LAYER_CLASSES
 from kvlayers.errors import CacheFileError
-from kvlayers.persistence.format import TOKEN_IDS, Description, LayerRecord
+from kvlayers.persistence.format import LayerRecord
+from kvlayers.persistence.json_text import refuse
 from kvlayers.persistence.node_file import NodeRecord, is_node, read_node
 from kvlayers.persistence.rebuild import SavedFile, loads_prefixes
-from kvlayers.persistence.safetensors_header import checked_path, refuse
+from kvlayers.persistence.safetensors_header import TOKEN_IDS, checked_path
 from kvlayers.persistence.tensor_file import TensorFile, opened_file
 
 
@@ -138,7 +139,7 @@ def _summary(saved: SavedFile) -> CacheFile:
         layers=tuple(layer.kind for part in description.caches() for layer in part.layers),
         length=cache.length,
         batch_size=cache.batch_size or -1,
-        dtype=_dtype(description, saved),
+        dtype=description.dtypes[0] if len(description.dtypes) == 1 else None,
         nbytes=header.file_bytes,
         fingerprint=description.fingerprint,
         model=model.fields,
@@ -164,13 +165,3 @@ def _bits(layer: LayerRecord) -> tuple[int, int] | None:
 def _backend(layer: LayerRecord) -> str | None:
     backend = layer.facts.get("backend")
     return backend if isinstance(backend, str) else None
-
-
-def _dtype(description: Description, saved: SavedFile) -> torch.dtype | None:
-    found = {
-        entry.dtype
-        for prefix, layer in description.layers()
-        for name in layer.tensors
-        if (entry := saved.header.tensors.get(prefix + name)) is not None and entry.dtype.is_floating_point
-    }
-    return found.pop() if len(found) == 1 else None

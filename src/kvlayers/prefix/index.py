@@ -22,7 +22,7 @@ from kvlayers.prefix.entry import (
     shares_memory,
     union_bytes,
 )
-from kvlayers.prefix.keys import PrefixMatch, PrefixTrees, Tokens
+from kvlayers.prefix.keys import PrefixMap, PrefixMatch, Tokens
 from kvlayers.utils.tensor_memory import Storages
 from kvlayers.utils.units import exact_bytes
 
@@ -92,8 +92,8 @@ class EntryIndex:
 
     def _start(self) -> None:
         """Have no entries."""
-        self.entries = PrefixTrees[PrefixEntry]()
-        self.in_memory = PrefixTrees[PrefixEntry]()
+        self.entries = PrefixMap[PrefixEntry]()
+        self.in_memory = PrefixMap[PrefixEntry]()
         self._order = EvictionOrder(self._policy)
         self._pinned: dict[PrefixEntry, None] = {}
         self.memory = MemoryAccount()
@@ -102,26 +102,25 @@ class EntryIndex:
         self._stuck: PrefixEntry | None = None
 
     def __iter__(self) -> Iterator[PrefixEntry]:
-        for tree in self.entries:
-            yield from tree.values()
+        return iter(self.entries)
 
     def __len__(self) -> int:
-        return sum(map(len, self.entries))
+        return len(self.entries)
 
     def __contains__(self, entry: PrefixEntry) -> bool:
-        return self.entries.of(entry.label).get(entry.ids) is entry
+        return self.entries.get(entry.label, entry.ids) is entry
 
     # Reading
 
     def entry_covering(self, label: str, ids: Tokens) -> PrefixEntry | None:
         """An entry in memory that can be rolled back to exactly these tokens, or `None`."""
-        tokens, begin_alike = self.in_memory.of(label).groups(ids)[0]
+        tokens, begin_alike = next(self.in_memory.groups(label, ids), (0, ()))
         longer = itertools.islice(begin_alike, MOST_TRIED) if tokens == len(ids) else ()
         return next((entry for entry in longer if can_restore(entry.cache, (tokens,))), None)
 
     def along(self, label: str, ids: Tokens) -> list[PrefixEntry]:
         """Entries of the first of these tokens, the shortest first, and one that begins with all of them."""
-        found = self.entries.of(label).prefixes_of(ids)
+        found = self.entries.prefixes_of(label, ids)
         covering = self.entry_covering(label, ids)
         return found if covering is None or covering in found else [*found, covering]
 
@@ -129,19 +128,18 @@ class EntryIndex:
         self, label: str, ids: Tokens, besides: PrefixEntry | None = None
     ) -> PrefixMatch[PrefixEntry] | None:
         """The entry in memory that begins with most of these tokens, and how many they are; `None` without one."""
-        begin_alike = _begin_alike(self.in_memory, label, ids)
-        return next((each for each in begin_alike if each.value is not besides), None)
+        return next((each for each in self.in_memory.nearest(label, ids) if each.value is not besides), None)
 
     def neighbours_in_files(self, entry: PrefixEntry) -> list[tuple[str, int]]:
         """Paths of other entries that begin with some of the tokens of `entry`, and how many; the best first."""
-        begin_alike = _begin_alike(self.entries, entry.label, entry.ids)
+        begin_alike = self.entries.nearest(entry.label, entry.ids)
         neighbours = ((each.value.path, each.tokens) for each in begin_alike if each.value is not entry)
         in_files = ((path, tokens) for path, tokens in neighbours if path is not None)
         return list(itertools.islice(in_files, MOST_NEIGHBOURS))
 
     def superseded_files(self, entry: PrefixEntry) -> list[PrefixEntry]:
         """Entries that nobody needs once `entry`, which is in memory, is in a file as well."""
-        shorter = self.entries.of(entry.label).prefixes_of(entry.ids)
+        shorter = self.entries.prefixes_of(entry.label, entry.ids)
         return [
             old for old in shorter if old is not entry and old.is_spare and can_restore(entry.cache, old.boundaries)
         ]
@@ -306,7 +304,7 @@ class EntryIndex:
                 self.drop_file(entry)
         before = len(self)
         for entry in added:
-            known = self.entries.of(entry.label).get(entry.ids)
+            known = self.entries.get(entry.label, entry.ids)
             if known is None:
                 self.add(entry)
             elif known.path is None and known.boundaries <= entry.boundaries:
@@ -344,10 +342,9 @@ class EntryIndex:
         """
         if self.use_covering(label, ids):
             return None
-        tree = self.entries.of(label)
-        known = tree.get(ids)
+        known = self.entries.get(label, ids)
         entry = PrefixEntry(label, ids) if known is None else known
-        shorter = [old for old in tree.prefixes_of(ids) if old is not entry]
+        shorter = [old for old in self.entries.prefixes_of(label, ids) if old is not entry]
         replaced = [old for old in shorter if set(old.pins) <= set(pins) and can_restore(cache, old.boundaries)]
         return Exchange(entry, cache, replaced)
 
@@ -405,7 +402,7 @@ class EntryIndex:
             affected = {entry, *exchange.replaced}
             leaving = self.evict(self.max_bytes, entry)
             if len(gone) == len(exchange.replaced) and self._staying.nbytes > self.max_bytes:
-                others = [each for tree in self.in_memory for each in tree.values() if each not in affected]
+                others = [each for each in self.in_memory if each not in affected]
                 if not any(each.is_leaving or each.is_being_written for each in others):
                     # All that can leave has left, but these hold memory that it has shared with them.
                     self._move_apart((entry, *others))
@@ -543,11 +540,11 @@ class EntryIndex:
         del cache
         is_shorter = length < entry.length
         if is_shorter:
-            for trees in (self.entries, self.in_memory):
-                trees.remove(entry.label, entry.ids)
+            for held in (self.entries, self.in_memory):
+                held.remove(entry.label, entry.ids)
             entry.cut(length)
-            for trees in (self.entries, self.in_memory):
-                trees.insert(entry.label, entry.ids, entry)
+            for held in (self.entries, self.in_memory):
+                held.insert(entry.label, entry.ids, entry)
         self._trim(entry)
         if is_shorter and self.memory.nbytes >= before:
             # A caller holds what this entry has left, so the others that read some of it move.
@@ -567,19 +564,13 @@ class EntryIndex:
                 self._unpacked.pop(entry, None)
 
 
-def _begin_alike(trees: PrefixTrees[PrefixEntry], label: str, ids: Tokens) -> Iterator[PrefixMatch[PrefixEntry]]:
-    """The entries that begin with some of these tokens, those that begin with most of them first."""
-    return itertools.takewhile(lambda match: match.tokens, trees.of(label).nearest(ids))
-
-
 def _packed_together(held: Sequence[tuple[PrefixEntry, Cache]]) -> list[Cache]:
     """Forks of the caches of entries, which have the memory that they need together, and share it with nobody else."""
-    # Numbers, as the nodes of a tree refer to each other: caches in them would stay until cycles are collected.
-    trees = PrefixTrees[int]()
+    numbers = PrefixMap[int]()
     forks: list[Cache] = []
     for entry, cache in held:
-        closest = next(trees.of(entry.label).nearest(entry.ids), None)
+        closest = next(numbers.nearest(entry.label, entry.ids), None)
         beside = None if closest is None else PrefixMatch(forks[closest.value], closest.tokens)
-        trees.insert(entry.label, entry.ids, len(forks))
+        numbers.insert(entry.label, entry.ids, len(forks))
         forks.append(packed(cache.fork(), entry.length, beside))
     return forks

@@ -5,7 +5,7 @@ import contextvars
 import itertools
 import threading
 import time
-from collections.abc import Sequence, Sized
+from collections.abc import Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
@@ -90,18 +90,17 @@ class Search:
     found: Found = field(default_factory=Found)
     files: list[FileCandidate] = field(default_factory=list)
     shared: int = 0
-    _stored: Sized = ()
+    _is_any_stored: bool = False
 
     def choose(self, index: EntryIndex) -> None:
         """Find the longest prefix in memory, and the files that may have a longer one."""
         most_tokens = self.most_tokens
-        held = index.in_memory.of(self.label)
-        stored = index.entries.of(self.label) if index.has_directory else held
-        self.found, self.files, self.shared, self._stored = Found(), [], 0, stored
+        self.found, self.files, self.shared = Found(), [], 0
+        self._is_any_stored = index.entries.has(self.label) or index.in_memory.has(self.label)
         if not most_tokens:
             return
         ids = self.ids[:most_tokens]
-        for bound, group in held.groups(ids):
+        for bound, group in index.in_memory.groups(self.label, ids):
             self.shared = max(self.shared, bound)
             if bound <= self.found.covered:
                 break
@@ -111,7 +110,7 @@ class Search:
                     break
                 if (target := restorable_length(entry.cache, bound)) > self.found.covered:
                     self.found = Found(entry.fork(entry.cache, target), entry, target)
-        for bound, group in stored.groups(ids) if stored is not held else ():
+        for bound, group in index.entries.groups(self.label, ids) if index.has_directory else ():
             self.shared = max(self.shared, bound)
             if bound <= self.found.covered or sum(file.is_whole for file in self.files) >= MAX_FILES:
                 # More would never be read, unless all of these are damaged.
@@ -151,7 +150,7 @@ class Search:
         covered, notes, entry = self.found.covered, self.found.notes, self.found.entry
         if covered == self.most_tokens:
             return "" if covered else "the prompt is a single token, which must be computed"
-        if not len(self._stored):
+        if not self._is_any_stored:
             reason = "nothing is stored for this model and namespace"
         elif not self.shared:
             reason = "no stored sequence starts with these tokens"
@@ -278,7 +277,7 @@ class EntryAccess:
             CapacityError: the longer one shares no memory, and there is no room for a copy of it.
         """
         with self.lock, self.index.counted():
-            entry, covering = self.index.entries.of(label).get(ids), self.index.entry_covering(label, ids)
+            entry, covering = self.index.entries.get(label, ids), self.index.entry_covering(label, ids)
             if entry is None and covering is not None and covering.cache is not None:
                 entry = PrefixEntry(label, ids)
                 if not self._take(Exchange(entry, covering.fork(covering.cache, len(ids)))):

@@ -51,7 +51,7 @@ def generate(original: Method, model: Any, *args: Any, **kwargs: Any) -> Any:
     cache_by_name.read_cache_argument(model, cache_name, kwargs)
     plain = functools.partial(_without_store, original, model, cache_by_name.requested_name(kwargs), cache_name)
     active = active_store.for_call()
-    return plain(**kwargs) if active is None else prefixed_call.generate(active, plain, model, (), kwargs)
+    return plain(**kwargs) if active is None else prefixed_call.generate(active, plain, model, kwargs)
 
 
 def _without_store(original: Method, model: Any, requested: str | None, cache_name: str, /, **kwargs: Any) -> Any:

@@ -172,7 +172,7 @@ def prepare_cache_for_generation(
     if past is not None:
         _prepare_passed_cache(model, past, generation_config, model_kwargs, max_cache_length, generation_mode)
     if call.record is not None:
-        call.record.begin(past, generation_config, call_cache.padding_mask(model_kwargs))
+        call.record.begin(model, past, generation_config, call_cache.padding_mask(model_kwargs))
     if generation_config.prefill_chunk_size is not None:
         is_filled = compat.CHUNKS_BEGIN_AT_ZERO and isinstance(past, Cache) and past.get_seq_length()
         if is_filled or model_types.kept_states(model) is not None:

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 import kvlayers
 import versions
+from damage import damaged
 from kvlayers import KVLayersError, inspect_cache, load_cache, save_cache
 from kvlayers.errors import CacheFileError
 from kvlayers.persistence import rebuild
@@ -550,25 +551,7 @@ def _same_states(one: Any, other: Any) -> bool:
 @given(data=st.data())
 def test_damage_is_named_or_does_not_matter(data: st.DataObject, saved: dict[str, bytes]) -> None:
     kind = data.draw(st.sampled_from(KINDS))
-    content = bytearray(saved[kind])
-    header = 8 + int.from_bytes(content[:8], "little")
-    place = st.one_of(st.integers(0, header - 1), st.integers(0, len(content) - 1))
-    for _ in range(data.draw(st.integers(1, 3))):
-        how = data.draw(st.sampled_from(["flip", "set", "cut", "drop", "insert", "swap"]))
-        at = min(data.draw(place), max(len(content) - 1, 0))
-        if how == "flip" and content:
-            content[at] ^= 1 << data.draw(st.integers(0, 7))
-        elif how == "set" and content:
-            content[at] = data.draw(st.integers(0, 255))
-        elif how == "cut":
-            del content[at:]
-        elif how == "drop":
-            del content[at : at + data.draw(st.integers(1, 9))]
-        elif how == "insert":
-            content[at:at] = data.draw(st.binary(min_size=1, max_size=9))
-        elif content:
-            other = min(data.draw(place), len(content) - 1)
-            content[at], content[other] = content[other], content[at]
+    content = damaged(data, saved[kind])
     with tempfile.TemporaryDirectory() as directory:
         path = pathlib.Path(directory) / "chat"
         path.write_bytes(content)

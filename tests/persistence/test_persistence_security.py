@@ -257,14 +257,6 @@ FORGED: dict[str, tuple[str, Callable[[Forged], None]]] = {
     "a reservation below zero": ("static", _fact("max_cache_len", -5)),
     "a reservation of too little": ("static", _fact("max_cache_len", 5)),
     "a reservation that is a text": ("static", _fact("max_cache_len", "300")),
-    "a reservation of a layer in another one": (
-        "static",
-        lambda forged: (
-            _fact("max_cache_len", 2**30)(forged),
-            _fact("offloaded", "StaticLayer")(forged),
-            _set("layers", 0, "kind")("OffloadedLayer")(forged),
-        ),
-    ),
     "a reservation that grows from 2**30": (
         "static",
         lambda forged: [_fact("max_cache_len", None)(forged), _set("options", "max_cache_len")(2**30)(forged)],
@@ -463,6 +455,38 @@ def test_a_reservation_of_layers_that_are_made_from_a_config_is_limited(
     forged.cache["options"]["max_cache_len"] = tokens
     path.write_bytes(forged.content())
     assert _outcome(path, CONFIGS["llama"]()) == "CacheFileError"
+
+
+@pytest.mark.parametrize("tokens", [20_000_000, -20_000_000, "300" * 2**18])
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_reservation_is_a_number_of_tokens(wrapped: bool, tokens: Any, path: pathlib.Path) -> None:
+    forged = Forged.of("static")
+    for layer in forged.cache["layers"]:
+        layer["facts"]["max_cache_len"] = tokens
+        if wrapped:
+            layer["facts"]["offloaded"] = layer["kind"]
+            layer["kind"] = "OffloadedLayer"
+    path.write_bytes(forged.content())
+    with pytest.raises(CacheFileError, match="reserved tokens from 0 to"):
+        load_cache(path)
+
+
+def test_one_reservation_does_not_make_up_for_another_one(path: pathlib.Path) -> None:
+    class Owing(kvlayers.DynamicLayer):
+        @classmethod
+        def reserved_by(cls, facts: Any) -> tuple[int, int]:
+            return -(2**21), 0
+
+    forged = Forged.of("static")
+    forged.facts["max_cache_len"] = 2**21
+    forged.cache["layers"][1]["kind"] = "Owing"
+    path.write_bytes(forged.content())
+    kvlayers.layers.register_layer(Owing)
+    try:
+        with pytest.raises(CacheFileError, match="reserved tokens from 0 to"):
+            load_cache(path)
+    finally:
+        kvlayers.layers.unregister_layer("Owing")
 
 
 def test_nothing_is_reserved_for_what_a_file_claims(tmp_path: pathlib.Path) -> None:

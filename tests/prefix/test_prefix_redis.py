@@ -2,6 +2,7 @@
 
 import logging
 import os
+import pathlib
 import signal
 import threading
 from collections.abc import Iterator

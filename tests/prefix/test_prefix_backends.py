@@ -436,9 +436,8 @@ def test_a_remote_file_that_claims_much_is_not_read(failing: FilesystemFiles, tm
 def _endless_node(content: bytes) -> Header:
     """The header of a node of 2**37 ids."""
     header = parse_header("", len(content), lambda start, end: content[start:end])
-    metadata = {name: text for name, text in header.metadata.items() if "format" not in name}
     tensors = {name: entry for name, entry in header.tensors.items() if name != "digests"}
-    return file_header({**tensors, "token_ids": TensorEntry(torch.int64, (1, 2**37))}, metadata)
+    return file_header({**tensors, "token_ids": TensorEntry(torch.int64, (1, 2**37))}, header.metadata)
 
 
 def test_a_remote_file_that_has_grown_is_not_fetched(failing: FilesystemFiles) -> None:

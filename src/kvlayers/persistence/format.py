@@ -53,7 +53,7 @@ class CacheRecord:
     batch_size: Count
     options: Options = field(default_factory=dict)
     layers: tuple[LayerRecord, ...] = ()
-    parts: tuple["CacheRecord", ...] = ()
+    parts: "tuple[CacheRecord, ...]" = ()
 
 
 @dataclass(frozen=True)

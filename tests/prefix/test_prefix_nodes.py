@@ -17,6 +17,7 @@ import transformers
 
 import kvlayers
 from kvlayers.errors import CacheFileError, CachePathError, KVLayersError
+from kvlayers.persistence.json_text import canonical
 from kvlayers.prefix.backends import GoneError, UnreachableError
 from kvlayers.prefix.backends.contract import Content, StoredFile
 from kvlayers.prefix.backends.local import LocalBackend
@@ -323,7 +324,7 @@ def test_an_entry_of_another_tenant_is_not_believed(tmp_path: pathlib.Path) -> N
 def test_a_version_of_the_future_is_refused_and_stays(tmp_path: pathlib.Path) -> None:
     writer = Directory(LocalBackend(str(tmp_path)))
     path = pathlib.Path(write(writer, DOCUMENT).path)
-    path.write_bytes(path.read_bytes().replace(b'"format_version":"7"', b'"format_version":"8"'))
+    path.write_bytes(path.read_bytes().replace(b'"format_version":"8"', b'"format_version":"9"'))
     age(tmp_path)
     directory = Directory(LocalBackend(str(tmp_path)))
     # The tokens before it may be used.
@@ -371,17 +372,17 @@ def forged(content: bytes, change: Any) -> tuple[str, bytes]:
     length = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + length])
     metadata = header["__metadata__"]
-    entry, node = json.loads(metadata["entry"]), json.loads(metadata["node"])
-    change(Forgery(entry, node, header))
-    metadata["entry"], metadata["node"] = json.dumps(entry), json.dumps(node)
-    text = json.dumps(header).encode()
+    node = json.loads(metadata["node"])
+    change(Forgery(node["entry"], node, header))
+    metadata["node"] = canonical(node)
+    text = canonical(header).encode()
     text += b" " * (-len(text) % 8)
     begin = len(text).to_bytes(8, "little") + text
     claims = {name: claim["data_offsets"] for name, claim in header.items() if name not in ("__metadata__", "digests")}
     data = {name: content[8 + length + start : 8 + length + end] for name, (start, end) in claims.items()}
     table = b"".join(hashlib.sha256(data[name]).digest() for name in sorted(data))
     table += hashlib.sha256(begin + table).digest()
-    name = hashlib.sha256(f"{metadata['entry']}\n{metadata['node']}\n".encode() + data["token_ids"]).hexdigest()
+    name = hashlib.sha256(f"{metadata['node']}\n".encode() + data["token_ids"]).hexdigest()
     return f"{name}.safetensors", begin + content[8 + length : -len(table)] + table
 
 

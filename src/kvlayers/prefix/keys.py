@@ -15,7 +15,7 @@ import torch
 from kvlayers.core.cache import Cache
 from kvlayers.errors import OptionError, StateMismatchError
 from kvlayers.persistence.fingerprint import model_fields
-from kvlayers.persistence.format import canonical
+from kvlayers.persistence.json_text import canonical
 
 Tokens = npt.NDArray[np.int64]
 """Token ids, `[tokens]`."""
@@ -159,7 +159,9 @@ def label_of(config: object | None, model: str | None, namespace: str) -> str:
         ConfigError: `config` is not a model config.
     """
     if not isinstance(namespace, str):
-        raise OptionError(f"`namespace` must be a string, got a {type(namespace).__name__}.")
+        raise OptionError(
+            f"`namespace` must be a string, got a {type(namespace).__name__}: pass for example str(user_id)."
+        )
     if model is not None and (not isinstance(model, str) or not model):
         raise OptionError(
             f"`model` must be a string that is not empty, got {model!r}: pass kvlayers.weights_id(model), or a name."
@@ -203,7 +205,7 @@ def tokens_of(input_ids: object) -> Tokens:
             "`input_ids` must hold data, got a tensor on the meta device: pass what the tokenizer returned."
         )
     if not input_ids.numel():
-        raise OptionError("`input_ids` must have at least one token, got none.")
+        raise OptionError("`input_ids` must have at least one token, got none: pass the tokens of the prompt.")
     return np.array(input_ids.detach().reshape(-1).cpu().numpy(), dtype=np.int64)
 
 

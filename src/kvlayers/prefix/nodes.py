@@ -14,7 +14,6 @@ import numpy as np
 from kvlayers.errors import CacheFileError, KVLayersError
 from kvlayers.persistence.node_file import NodeHead, NodeRecord, is_node, read_head
 from kvlayers.persistence.safetensors_header import ReadRange, parse_header
-from kvlayers.persistence.tensor_file import check_format
 from kvlayers.prefix.backends import GoneError, StorageBackend, StoredFile
 from kvlayers.prefix.backends.contract import SUFFIX
 from kvlayers.prefix.entry import PrefixEntry
@@ -65,7 +64,6 @@ def look(path: str, file: StoredFile, read: ReadRange) -> Node | None:
         CachePathError: it no longer exists.
     """
     header = parse_header(path, file.nbytes, read)
-    check_format(path, header)
     if not is_node(header):
         # Somebody has saved a cache there.
         return None

@@ -215,7 +215,10 @@ class PrefixStore:
         """
         ids, label = tokens_of(input_ids), label_of(config, model, namespace)
         if leave not in range(len(ids) + 1):
-            raise OptionError(f"`leave` must be from 0 to the number of tokens, {len(ids)}, got {leave!r}.")
+            raise OptionError(
+                f"`leave` must be from 0 to the number of tokens, {len(ids)}, got {leave!r}: pass 1 to have one "
+                "token left to compute."
+            )
         hit = self._access.find(label, ids, len(ids) - leave, config, self.device, self.read_wait_seconds)
         with self._lock:
             self._counts["misses" if hit.cache is None else "hits"] += 1

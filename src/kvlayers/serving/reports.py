@@ -43,7 +43,7 @@ def prometheus_text(
         kvlayers_prefix_entries{host="a"} 0
     """
     if not isinstance(statistics, PrefixStatistics):
-        raise OptionError(f"`statistics` must be store.statistics, got a {type(statistics).__name__}.")
+        raise OptionError(f"`statistics` must be store.statistics, got a {type(statistics).__name__}: pass them.")
     own = dict(labels or {})
     wrong = [name for name in (prefix, *own) if not _NAME.fullmatch(str(name)) or name in ("reason", "__name__")]
     if wrong or not all(isinstance(value, str) for value in own.values()):

@@ -55,7 +55,7 @@ def pin_of(ttl: float | None, priority: float | None) -> Pin:
         if number is not None and (not isinstance(number, int | float) or not math.isfinite(number)):
             raise OptionError(f"`{name}` must be a finite number, or None, got {number!r}.")
     if ttl is not None and ttl <= 0:
-        raise OptionError(f"`ttl` must be a number of seconds above 0, or None, got {ttl!r}.")
+        raise OptionError(f"`ttl` must be a number of seconds above 0, or None, got {ttl!r}: pass for example 3600.")
     until = math.inf if ttl is None else time.monotonic() + ttl
     return Pin(until, math.inf if priority is None else float(priority))
 

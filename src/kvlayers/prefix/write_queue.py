@@ -71,7 +71,6 @@ class WriteQueue:
         self._index, self._directory, self._changed = index, directory, changed
         self._jobs: list[_Job] = []
         """What is to be done. The first one stays here until it is done."""
-        self._done = 0
         self._worker: threading.Thread | None = None
         self._most_tries = MOST_TRIES
         self._is_unreachable = self._is_stalled = False
@@ -104,12 +103,6 @@ class WriteQueue:
     def tidy(self) -> None:
         """Have files deleted: what killed writers left behind, and what exceeds `directory_max_bytes`."""
         self._add(partial(self._do_tidy))
-
-    def forget_writes(self) -> None:
-        """Write nothing of what waits."""
-        for job in self._writes():
-            if job.entry is not self._index.writing:
-                self._jobs.remove(job)
 
     def _add(self, job: _Job) -> None:
         self._jobs.append(job)
@@ -150,10 +143,10 @@ class WriteQueue:
         Returns:
             Whether there may be more memory now.
         """
-        done = self._done
+        now = set(self._jobs)
         if not self._is_stalled:
             # Others may have changed everything meanwhile, so the caller looks again before anything is dropped.
-            self._is_stalled = not self._wait_until(lambda: self._done > done, deadline)
+            self._is_stalled = not self._wait_until(lambda: not now.issubset(self._jobs), deadline)
             return True
         writing = self._index.writing
         for job in self._writes():
@@ -201,7 +194,6 @@ class WriteQueue:
                     # One that is tried again stays, and may be dropped meanwhile.
                     if delay is None and job in self._jobs:
                         self._jobs.remove(job)
-                    self._done += delay is None
                     self._changed.notify_all()
                     if delay is not None:
                         self._changed.wait_for(lambda: self._most_tries == 1, delay)

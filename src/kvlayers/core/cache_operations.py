@@ -2,7 +2,7 @@
 
 import copy
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, overload
 
@@ -20,6 +20,7 @@ from kvlayers.core.cache_layer import CacheLayer, LayerState
 from kvlayers.core.layer_list import LayerList, adapted, let_static_layers_agree
 from kvlayers.core.legacy_api import crop_argument
 from kvlayers.errors import BatchIndexError, OptionError, RollbackError, StateMismatchError, UnsupportedLayerError
+from kvlayers.utils import late
 from kvlayers.utils.sending import sent_by_value
 from kvlayers.utils.tensor_memory import Storages, storages_of
 
@@ -386,8 +387,7 @@ class LayerwiseOperations(LayerList):
             rows = repeated_rows(repeats, batch_size)
             if repeats > 1:
                 self.check_select(rows.shape[0])
-                for layer in self.adapted_layers():
-                    layer.expand(repeats)
+                self._change_sequences(lambda layer: layer.expand(repeats))
                 self._select_facts(rows)
 
     def share_prefix(self, other: Self, tokens: int) -> None:
@@ -431,9 +431,19 @@ class LayerwiseOperations(LayerList):
         if rows.device.type == "cpu" and rows.tolist() == list(range(self.batch_size)):
             return
         self.check_select(rows.shape[0])
-        for layer in self.adapted_layers():
-            layer.select(rows)
+        self._change_sequences(lambda layer: layer.select(rows))
         self._select_facts(rows)
+
+    def _change_sequences(self, change: Callable[[LayerOperations], None]) -> None:
+        """Change each layer. If memory runs out, the rest follows when the cache has given way."""
+        changed = 0
+        while changed < len(layers := self.adapted_layers()):
+            try:
+                for layer in layers[changed:]:
+                    change(layer)
+                    changed += 1
+            except (RuntimeError, MemoryError) as error:
+                late.function("room between passes")(self, error, changed)
 
     def _select_facts(self, rows: Tensor) -> None:
         """Know of the selected sequences what was known of them."""

@@ -38,7 +38,7 @@ RESULTS = ROOT / "lab" / "benchmarks" / "results"
 CHOOSING = DOCS / "choosing.md"
 BEGIN, END = "<!-- tasks: written by lab/benchmarks/tasks.py -->", "<!-- end of tasks -->"
 
-CACHES = ("--bits", "8,fp8,4,2", "--name", "sink", "--against", "transformers")
+CACHES = ("--bits", "8,fp8,4,2", "--cache", "sink", "--against", "transformers")
 """The caches beside the exact one, of docs/choosing.md."""
 
 KEPT_PARTS = (0.75, 0.5, 0.25)
@@ -82,7 +82,7 @@ class TaskCaches:
 
 
 def as_arguments(names: Iterable[str]) -> list[str]:
-    return [part for name in names for part in ("--name", name)]
+    return [part for name in names for part in ("--cache", name)]
 
 
 def rounding_runs(lengths: Sequence[int], only: str) -> list[Run]:

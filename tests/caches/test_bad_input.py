@@ -197,7 +197,7 @@ def _with_layer_type(layer_type: str) -> transformers.PretrainedConfig:
 
 
 OPTION, CONFIG = kvlayers.OptionError, kvlayers.errors.ConfigError
-WHAT_EXISTS = "takes the options .* but was given"
+WHAT_EXISTS = "is no option of .* takes the options"
 MUST = "must|are not"
 WRONG_ARGUMENTS: dict[str, tuple[type[Exception], str, Callable[[], object]]] = {
     # Upstream, StaticCache(config, 4, max_cash_len=9) is accepted.

@@ -92,7 +92,7 @@ def test_the_json_of_a_plan_is_what_plan_returns(run: Any, model: Path, where: s
 
 def test_a_model_with_an_encoder_is_planned(run: Any, tmp_path: Path) -> None:
     tf.T5Config(num_layers=2).save_pretrained(tmp_path)
-    result = run("plan", tmp_path, "--context", 100, "--encoder-length", "1k", "--name", "dynamic", "--json")
+    result = run("plan", tmp_path, "--context", 100, "--encoder-length", "1k", "--cache", "dynamic", "--json")
     expected = kvlayers.plan(tf.T5Config(num_layers=2), 100, names=["dynamic"], encoder_length=1024)
     assert json.loads(result.stdout)["recommended"]["nbytes"] == expected.recommended.nbytes
 
@@ -207,8 +207,8 @@ def test_a_transformers_that_is_not_supported_is_one_line_and_exit_code_2(tmp_pa
             ["plan", "{model}", "--context", "1k", "--memory", "1kB"],
             r"`--memory` must be at least \d+\.\d KiB \(\d+ bytes\) for 1024 tokens.*1000 bytes",
         ),
-        (["plan", "{model}", "--context", "1k", "--name", "dinamic"], "did you mean 'dynamic'"),
-        (["plan", "{model}", "--context", "1k", "--name", "int5"], "`--name` must .* 'quantized:nbits=5'"),
+        (["plan", "{model}", "--context", "1k", "--cache", "dinamic"], "did you mean 'dynamic'"),
+        (["plan", "{model}", "--context", "1k", "--cache", "int5"], "`--cache` must .* 'quantized:nbits=5'"),
         (["plan", "{model}", "--context", "1k", "--encoder-length", "5"], "`--encoder-length` .*without an encoder"),
         (["plan", "no/model", "--context", "1k"], "directory, its config.json, or its name.*no/model"),
         (["plan", "{model}/..", "--context", "1k"], "`MODEL`: the directory .* has no config.json"),

@@ -162,8 +162,13 @@ def test_the_fact_goes_with_the_states(make: Callable[[], Any], origin: Any, way
     assert facts(got) == facts(cache) == expected
     torch.testing.assert_close(read(got, QUESTION, begin), read(cache, QUESTION, begin), **TOLERANCE)
     if expected[1] is not None:
+        store, config = kvlayers.PrefixStore("4MiB"), tiny_model("llama").config
         with pytest.raises(StateMismatchError, match="only the first"):
-            kvlayers.PrefixStore("1MiB").insert(torch.zeros(99, dtype=torch.int64), got, tiny_model("llama").config)
+            store.insert(torch.zeros(99, dtype=torch.int64), got, config)
+        if expected[1]:
+            got.crop(expected[1])
+            assert got.exact_tokens is None
+            store.insert(FIRST, got, config)
 
 
 EMPTIED: dict[str, Callable[[Any, Callable[[], Any]], Any]] = {

@@ -4,9 +4,11 @@ import itertools
 import math
 
 import pytest
+import transformers
 
+from kvlayers import EvictingCache
 from kvlayers.errors import OptionError
-from kvlayers.eviction.budgets import layer_keeps, layer_tokens
+from kvlayers.eviction.options import layer_keeps, layer_tokens
 
 KINDS = ["uniform", "pyramid", [5, 1, 1, 0.5], [1e-9, 1e9, 1, 1], [1e308, 1e308, 1e308, 1e307]]
 
@@ -67,5 +69,6 @@ def test_weights_are_ratios_until_a_layer_keeps_all() -> None:
     ids=str,
 )  # fmt: skip
 def test_wrong_values_are_named(wrong: object) -> None:
+    config = transformers.LlamaConfig(num_hidden_layers=4)
     with pytest.raises(OptionError, match="layer_budgets"):
-        layer_keeps(wrong, 4, 0.5)  # type: ignore[arg-type]
+        EvictingCache(config, keep=0.5, layer_budgets=wrong)  # type: ignore[arg-type]

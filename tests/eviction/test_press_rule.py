@@ -163,7 +163,7 @@ def test_what_kvpress_calls_of_quantized_layers_works(backend: str, nbits: int, 
     cache = kvlayers.QuantizedCache(backend=backend, config=model.config, residual_length=32, nbits=nbits)
     seen = pressed(model, cache, ids, kept)
     assert [layer.keys.shape[2] for layer in cache.layers] == [220, 220]
-    assert all(layer.bits and layer.store.parts.blocks for layer in cache.layers)
+    assert all(layer.bits and layer.store.blocks for layer in cache.layers)
     torch.testing.assert_close(seen, expected, rtol=0, atol=tolerance)
     # As its pipeline takes an answer back.
     layer = cache.layers[0]

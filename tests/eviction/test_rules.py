@@ -21,13 +21,13 @@ from kvlayers.eviction import (
     SnapKV,
     Streaming,
     Tova,
-    attention_rules,
     eviction_rule,
     eviction_rule_names,
     register_eviction_rule,
+    rules,
     unregister_eviction_rule,
 )
-from kvlayers.eviction.evicting_config import rules_for
+from kvlayers.eviction.evicting_cache import rules_for
 from kvlayers.eviction.rule import check_scores
 from kvlayers.rope.rotary import Layout, Rotary
 from kvlayers.upstream.model_types import attention_scale
@@ -134,7 +134,7 @@ def test_tova(tokens: int, scale: float | None) -> None:
 @pytest.mark.parametrize("scale", [None, 0.1])
 @pytest.mark.parametrize(("tokens", "observed"), [(1, 1), (30, 30), (30, 7)])
 def test_h2o(tokens: int, observed: int, scale: float | None, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_rules, "CPU_SCORES_AT_ONCE", at_once)
+    monkeypatch.setattr(rules, "CPU_SCORES_AT_ONCE", at_once)
     keys, values, queries = states(tokens)
     shown = queries[:, :, -observed:]
     whole = probabilities(keys, shown, scale)
@@ -147,7 +147,7 @@ def test_h2o(tokens: int, observed: int, scale: float | None, at_once: int, monk
 
 
 def test_h2o_never_builds_all_scores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_rules, "CPU_SCORES_AT_ONCE", 5000)
+    monkeypatch.setattr(rules, "CPU_SCORES_AT_ONCE", 5000)
     largest = 0
     softmax = Tensor.softmax
 
@@ -203,7 +203,7 @@ def expected_scores(
 def test_expected_attention(
     layout: Layout | None, tokens: int, first: int, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention_rules, "TOKENS_AT_ONCE", at_once)
+    monkeypatch.setattr(rules, "TOKENS_AT_ONCE", at_once)
     keys, values, plain = states(tokens, torch.float64)
     positions = torch.arange(first, first + tokens, dtype=torch.float64)
     if layout is None:

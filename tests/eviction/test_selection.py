@@ -110,14 +110,14 @@ def test_adaptive_heads_keep_the_best_tokens_of_all_heads(seed: int) -> None:
     padding, sinks, recent = [0, rng.randint(0, tokens)], rng.randint(0, 3), rng.randint(0, 5)
     # Heads with higher scores than others, and scores that no two tokens share.
     scores = torch.randn(2, heads, tokens) + torch.randn(2, heads, 1) * 2
-    keep = [rng.randint(sinks + recent, tokens) for _ in range(2)]
+    keep = [rng.randint(0, tokens + 5) for _ in range(2)]
     floor = rng.choice([0.0, 0.2, 1.0])
     found = select(scores, keep, sinks=sinks, recent=recent, padding=padding, floor=floor)
     sets = kept_sets(found)
     for row in range(2):
         front = padding[row]
         always = {token for token in range(front, tokens) if token < front + sinks or token >= tokens - recent}
-        expected = slow_adaptive(scores[row], keep[row], always, front, floor)
+        expected = slow_adaptive(scores[row], max(keep[row], sinks + recent), always, front, floor)
         assert found.counts[row].tolist() == expected
         for head in range(heads):
             best = order(scores[row, head].tolist(), always, front)[: expected[head]]
@@ -137,46 +137,10 @@ def test_heads_with_equal_scores_keep_as_many() -> None:
     assert found.counts.tolist() == [[30] * 4, [20] * 4]
 
 
-@pytest.mark.parametrize("seed", range(40))
-@pytest.mark.parametrize("floor", [1.0, HEAD_FLOOR], ids=["even", "adaptive"])
-def test_heads_keep_what_is_protected_and_no_more_than_was_asked_for(floor: float, seed: int) -> None:
-    rng = random.Random(seed)
-    heads, tokens = rng.randint(1, 5), rng.randint(1, 200)
-    front, sinks, recent = rng.randint(0, tokens), rng.randint(0, 4), rng.randint(0, 12)
-    keep = rng.randint(0, tokens)
-    scores = torch.randn(1, heads, tokens) + torch.randn(1, heads, 1) * 2
-    found = select(scores, keep, sinks=sinks, recent=recent, padding=[front], floor=floor)
-    sets, most = kept_sets(found), tokens - front
-    least = min(sinks + recent, most)
-    for head, count in enumerate(found.counts[0].tolist()):
-        assert least <= count <= most
-        always = {token for token in range(front, tokens) if token < front + sinks or token >= tokens - recent}
-        assert sets[0][head] == sorted(order(scores[0, head].tolist(), always, front)[:count])
-    assert int(found.counts.sum()) == min(max(keep, least), most) * heads
-
-
-def test_a_short_sequence_keeps_all_and_padding_counts_for_nothing() -> None:
-    scores = torch.randn(3, 2, 100)
-    for floor in (1.0, HEAD_FLOOR):
-        found = select(scores, [50, 50, 50], sinks=4, recent=8, padding=[0, 90, 100], floor=floor)
-        assert found.counts.sum(1).tolist() == [100, 20, 0]
-        assert kept_sets(found)[1] == [list(range(90, 100))] * 2
-
-
 def test_nothing_but_padding_keeps_nothing() -> None:
     found = select(torch.randn(2, 3, 10), 5, padding=[10, 10], floor=HEAD_FLOOR)
     assert found.indices.shape == (2, 3, 0)
     assert found.are_even
-
-
-def test_the_same_tokens_are_kept_with_and_without_padding() -> None:
-    scores = torch.randn(1, 3, 80)
-    for floor in (1.0, HEAD_FLOOR):
-        plain = select(scores, 30, sinks=2, recent=5, floor=floor)
-        longer = torch.cat((torch.full((1, 3, 20), 99.0), scores), dim=2)
-        padded = select(longer, 30, sinks=2, recent=5, padding=[20], floor=floor)
-        assert torch.equal(plain.counts, padded.counts)
-        assert kept_sets(plain) == [[[token - 20 for token in head] for head in kept_sets(padded)[0]]]
 
 
 def test_highest_takes_the_first_of_equal_scores() -> None:

@@ -41,8 +41,10 @@ def _parts(thing: Any) -> Iterable[Any]:
         return thing.values()
     if isinstance(thing, list | tuple):
         return thing
-    if isinstance(thing, Rotary | Version | EvictionProgress):
+    if isinstance(thing, Rotary | Version):
         return ()
+    if isinstance(thing, EvictionProgress):
+        return thing.shown
     if not type(thing).__module__.startswith(("kvlayers", "other_package")):
         return ()
     slots = [getattr(thing, name) for name in getattr(type(thing), "__slots__", ())]

@@ -1,6 +1,5 @@
 """The backends of a prefix store, seen without kvlayers."""
 
-import json
 import pathlib
 import secrets
 from typing import Any, Protocol
@@ -11,8 +10,8 @@ from fsspec.core import url_to_fs
 
 import kvlayers
 
-PART = 2**16
-"""Bytes of the parts that a test splits files into, to have several of them."""
+PART = 2**16 - 64
+"""Bytes of the parts of files in a Redis server."""
 
 
 class Files(Protocol):
@@ -79,28 +78,21 @@ class ServerFiles:
     def names(self) -> list[str]:
         return sorted(name.decode() for name in self.client.zrange(f"{self.prefix}:index", 0, -1))
 
-    def manifest(self, name: str) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(self.client.get(f"{self.prefix}:file:{name}"))
-        return found
-
-    def part_keys(self, name: str) -> list[str]:
-        manifest = self.manifest(name)
-        count = -(-manifest["nbytes"] // manifest["part_bytes"])
-        return [f"{self.prefix}:part:{manifest['nonce']}:{number}" for number in range(count)]
+    def key(self, name: str) -> str:
+        return f"{self.prefix}:file:{name}"
 
     def read(self, name: str) -> bytes:
-        return b"".join(self.client.mget(self.part_keys(name))) if self.manifest(name)["nbytes"] else b""
+        parts = self.client.hgetall(self.key(name))
+        return b"".join(parts[b"%d" % number] for number in range(len(parts) - 2))
 
     def write(self, name: str, content: bytes) -> None:
-        nonce = secrets.token_hex(16)
-        for number, start in enumerate(range(0, len(content), PART)):
-            self.client.set(f"{self.prefix}:part:{nonce}:{number}", content[start : start + PART])
-        manifest = {"nonce": nonce, "nbytes": len(content), "part_bytes": PART}
-        self.client.set(f"{self.prefix}:file:{name}", json.dumps(manifest))
+        parts = {number: content[start : start + PART] for number, start in enumerate(range(0, len(content), PART))}
+        self.client.delete(self.key(name))
+        self.client.hset(self.key(name), mapping={"nonce": secrets.token_hex(16), "nbytes": len(content), **parts})
         self.client.zadd(f"{self.prefix}:index", {name: self.client.zscore(f"{self.prefix}:index", name) or 1})
 
     def delete(self, name: str) -> None:
-        self.client.delete(f"{self.prefix}:file:{name}", *self.part_keys(name))
+        self.client.delete(self.key(name))
         self.client.zrem(f"{self.prefix}:index", name)
 
 

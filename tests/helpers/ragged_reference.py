@@ -5,7 +5,9 @@ import copy
 import torch
 from torch import Tensor
 
-from kvlayers.eviction.held_tokens import HeldTokens
+from kvlayers.core.token_store import TokenStore
+from kvlayers.eviction.evicted import evicted
+from kvlayers.eviction.held_tokens import HeldTokens, held_tokens
 from kvlayers.eviction.selection import KeptTokens
 from kvlayers.kernels.attention.packed_tensor import PackedStates
 from kvlayers.kernels.attention.segment_kinds import DenseSegment
@@ -17,6 +19,13 @@ HEADS = 4
 KV_HEADS = 2
 KEY_DIM = 64
 VALUE_DIM = 32
+
+FIRST = 8
+"""First tokens of each head that an eviction of these tests keeps."""
+
+generator = torch.Generator()
+
+Pair = tuple[Tensor, Tensor]
 
 
 def of_head(held: HeldTokens, sequence: int, kv_head: int) -> tuple[Tensor, Tensor]:
@@ -164,3 +173,109 @@ def states_of_head(segments: KVSegments, sequence: int, kv_head: int) -> tuple[T
         # The tokens of a head are right-aligned.
         assert taken[segment.width - int(taken.sum()) :].all()
     return torch.cat(keys), torch.cat(values)
+
+
+# Evictions and updates of a store, which lists follow
+
+
+def states(batch: int, tokens: int) -> Pair:
+    return (
+        torch.randn(batch, KV_HEADS, tokens, KEY_DIM, generator=generator),
+        torch.randn(batch, KV_HEADS, tokens, VALUE_DIM, generator=generator),
+    )
+
+
+def chosen(count: int, numbers: list[int], recent: int) -> list[int]:
+    """About `count` places of a head: the first, the newest, and whole blocks or single tokens between them."""
+    length = len(numbers)
+    if count < FIRST + recent:
+        return list(range(length - count, length))
+    places = {*range(min(FIRST, length)), *range(max(length - recent, 0), length)}
+    units: dict[tuple[bool, int], list[int]] = {}
+    for place, number in enumerate(numbers):
+        units.setdefault((number >= 0, number if number >= 0 else place), []).append(place)
+    for at in torch.randperm(len(units), generator=generator).tolist():
+        unit = list(units.values())[at]
+        if len(places) + len(unit) <= count:
+            places.update(unit)
+    packed = [unit for (is_packed, _), unit in units.items() if is_packed and places & set(unit)]
+    return sorted(places.union(*packed))
+
+
+def head_numbers(held: HeldTokens | None, lists: RaggedLists, sequence: int, head: int, new: int) -> list[int]:
+    """The number of the block of each token in the list of a head."""
+    length = len(lists.texts[sequence][head])
+    if held is None or held.blocks is None:
+        return [-1] * length
+    return [*held.blocks[sequence, head, held.keys.shape[2] - (length - new) :].tolist(), *[-1] * new]
+
+
+def evict(
+    store: TokenStore, lists: RaggedLists, counts: list[list[int]], new: Pair | None = None, recent: int = 12
+) -> TokenStore:
+    """The store after an eviction, which the lists follow. Packed tokens of the lists are rounded as in the store."""
+    held = held_tokens(store) if store.length else None
+    added = 0 if new is None else new[0].shape[2]
+    if new is not None:
+        lists.append(*new)
+    numbers = [[head_numbers(held, lists, at, head, added) for head in range(KV_HEADS)] for at in range(lists.batch)]
+    rows = list(zip(counts, numbers, strict=True))
+    places = [[chosen(*pair, recent) for pair in zip(*row, strict=True)] for row in rows]
+    kept = kept_tokens(places, lists.counts, store.length + added)
+    was_packed = [
+        [[own[place] >= 0 for place in head] for head, own in zip(row, of_row, strict=True)]
+        for row, of_row in zip(places, numbers, strict=True)
+    ]
+    lists.keep(places)
+    after = evicted(store, held_tokens(store, new), kept)
+    follow(after, lists, was_packed)
+    return after
+
+
+def follow(store: TokenStore, lists: RaggedLists, was_packed: list[list[list[bool]]]) -> None:
+    """Compare, and round those tokens of the lists that the store has packed now."""
+    held = held_tokens(store)
+    assert torch.equal(held.counts, lists.counts)
+    for sequence in range(lists.batch):
+        for head in range(KV_HEADS):
+            is_packed = torch.tensor(head_numbers(held, lists, sequence, head, 0)) >= 0
+            was = torch.tensor(was_packed[sequence][head], dtype=torch.bool)
+            assert is_packed[was].all()
+            is_as_before = was | ~is_packed
+            for side, seen in zip((lists.keys, lists.values), of_head(held, sequence, head), strict=True):
+                expected = torch.stack(side[sequence][head]) if side[sequence][head] else seen[0, 0]
+                # Codes are unpacked by matrix products, whose sums have another order in another shape. To pack
+                # a block again changes some of its tokens by far more.
+                torch.testing.assert_close(seen[0, 0, is_as_before], expected[is_as_before], atol=1e-5, rtol=0)
+                torch.testing.assert_close(seen[0, 0], expected, atol=0.05, rtol=0)
+                for place in torch.where(~is_as_before)[0].tolist():
+                    side[sequence][head][place] = seen[0, 0, place]
+
+
+def check(store: TokenStore, lists: RaggedLists) -> None:
+    """Compare what a store holds with the lists, without a change to it."""
+    assert held_tokens(store).keys.shape[2] == store.length
+    follow(store, lists, packed_in(store, lists))
+
+
+def packed_in(store: TokenStore, lists: RaggedLists) -> list[list[list[bool]]]:
+    held = held_tokens(store)
+    return [
+        [[number >= 0 for number in head_numbers(held, lists, at, head, 0)] for head in range(KV_HEADS)]
+        for at in range(lists.batch)
+    ]
+
+
+def step(store: TokenStore, lists: RaggedLists, tokens: int = 1) -> None:
+    """Take in tokens, and compare attention of the last one, which reads held tokens as they were held before."""
+    new = states(lists.batch, tokens)
+    store.validate(*new)
+    before = packed_in(store, lists) if store.length else [[[]] * KV_HEADS] * lists.batch
+    returned = store.extend(*new)
+    lists.append(*new)
+    query = torch.randn(lists.batch, HEADS, 1, KEY_DIM, generator=generator)
+    torch.testing.assert_close(
+        loop_attention(query, segments_of(*returned)), lists.attention(query), atol=1e-5, rtol=1e-5
+    )
+    assert returned[0].shape[2] == store.length
+    follow(store, lists, [[[*head, *[False] * tokens] for head in row] for row in before])

@@ -132,7 +132,7 @@ def test_the_report_is_one_file_that_needs_nothing_and_believes_no_name(llama: P
 
 @pytest.mark.parametrize(("name", "words"), [("other-values", "others: "), ("failing", "failed")])
 def test_a_cache_that_is_wrong_ends_with_1(llama: Path, registered: None, name: str, words: str) -> None:
-    arguments = ("--lengths", 16, "--text", "text.txt", *QUICK, "--name", "dynamic", "--name", name)
+    arguments = ("--lengths", 16, "--text", "text.txt", *QUICK, "--cache", "dynamic", "--cache", name)
     result = bench(llama, *arguments)
     assert result.exit_code == 1, result.output
     assert any(f"kvlayers {name}" in line and words in line for line in result.output.splitlines())
@@ -156,7 +156,7 @@ def test_a_cache_that_rounds_may_choose_other_tokens(llama: Path, monkeypatch: p
         compare(result, *arguments)
 
     monkeypatch.setattr(decoding, "_compare", other_tokens)
-    result = bench(llama, "--lengths", 16, "--text", "text.txt", *QUICK, "--name", "int2", "--json")
+    result = bench(llama, "--lengths", 16, "--text", "text.txt", *QUICK, "--cache", "int2", "--json")
     assert result.exit_code == 0, result.output
     rounded = next(row for row in caches_of(result)[0] if row["cache"] == "int2")
     assert not rounded["same_tokens"]
@@ -175,7 +175,7 @@ def test_where_the_reference_fails_nothing_is_measured(llama: Path, monkeypatch:
 
 
 def test_lengths_are_cut_to_the_positions_of_the_model(llama: Path) -> None:
-    result = bench(llama, "--lengths", "8,400,4k", "--text", "text.txt", *QUICK, "--name", "dynamic", "--json")
+    result = bench(llama, "--lengths", "8,400,4k", "--text", "text.txt", *QUICK, "--cache", "dynamic", "--json")
     assert [each["length"] for each in json.loads(result.stdout)["results"]] == [8, 256 - 4]
 
 
@@ -297,7 +297,7 @@ def test_without_the_packages_a_report_is_refused_if_asked_for_and_left_out_else
     assert "`--report` needs matplotlib" in asked.stderr
     assert 'pip install . "./lab[report]"' in asked.stderr
     assert asked.stderr.count("\n") == 1
-    result = bench(llama, "--lengths", 8, "--text", "text.txt", *QUICK, "--name", "dynamic")
+    result = bench(llama, "--lengths", 8, "--text", "text.txt", *QUICK, "--cache", "dynamic")
     assert result.exit_code == 0, result.output
     assert 'No report, since matplotlib is not installed: pip install . "./lab[report]"' in result.output
     assert not list(tmp_path.glob("*.html"))

@@ -16,7 +16,7 @@ from model_directories import random_text, save_with_tokenizer
 from models import fresh_model
 
 COMMANDS = {
-    "bench": ("--lengths", "16", "--steps", "2", "--trials", "1", "--name", "dynamic"),
+    "bench": ("--lengths", "16", "--steps", "2", "--trials", "1", "--cache", "dynamic"),
     "fidelity": ("--context", "64", "--scored", "8", "--passages", "1", "--chunk", "8", "--bits", "4"),
 }
 

@@ -80,7 +80,7 @@ def right_answers(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict
     """What the model says with the exact cache, by length and depth."""
     text = tmp_path_factory.mktemp("text") / "text.txt"
     text.write_text(random_text(600))
-    said, _ = measured(llama, "--text", text, "--name", "dynamic")
+    said, _ = measured(llama, "--text", text, "--cache", "dynamic")
     return {(each["length"], each["depth"]): tuple(each["answer"].split()) for each in said["outcomes"]}
 
 
@@ -252,7 +252,7 @@ def test_caches_of_other_libraries_take_part(llama: Path, tmp_path: Path) -> Non
     )
     against = [name for name in ("quanto", "quanto:2") if is_installed(name)]
     options = [option for name in against for option in ("--against", name)]
-    said, code = measured(llama, *options, "--name", "my_caches:made", "--name", "sink")
+    said, code = measured(llama, *options, "--cache", "my_caches:made", "--cache", "sink")
     assert code == 0
     names = ["kvlayers dynamic", "my_caches:made", "kvlayers sink", *(f"transformers {name}" for name in against)]
     assert [each["name"] for each in said["caches"]] == names
@@ -281,7 +281,7 @@ def test_a_cache_that_fails_is_said_and_ends_with_1(llama: Path, tmp_path: Path)
         "import transformers\n\n\nclass Full(transformers.DynamicCache):\n    def update(self, *args, **kwargs):\n"
         "        raise RuntimeError('no more\\nroom')\n\n\ndef made(config):\n    return Full()\n"
     )
-    result = tasks(llama, *QUICK, "--bits", "8", "--name", "full_caches:made", "--budget", 100)
+    result = tasks(llama, *QUICK, "--bits", "8", "--cache", "full_caches:made", "--budget", 100)
     assert result.exit_code == 1, result.output
     assert f"full_caches:made failed at {SAMPLES} samples: RuntimeError: no more room" in words(result.output)
 

@@ -181,7 +181,9 @@ def test_growth_must_be_clear_and_in_most_passages() -> None:
 
 
 def test_a_cache_of_any_name_is_measured(llama: Path) -> None:
-    said = measured(llama, "--name", "int4", "--name", "caches_of_a_user:windowed", "--name", "caches_of_a_user:full")
+    said = measured(
+        llama, "--cache", "int4", "--cache", "caches_of_a_user:windowed", "--cache", "caches_of_a_user:full"
+    )
     assert list(said) == ["full", "int4", "caches_of_a_user:windowed", "caches_of_a_user:full"]
     windowed, full = said["caches_of_a_user:windowed"], said["caches_of_a_user:full"]
 
@@ -215,9 +217,9 @@ def test_caches_of_transformers_are_measured_beside_settings(llama: Path) -> Non
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--name", "int5"), "`--name` must be .* got 'int5'. Did you mean int"),
-        (("--name", "no.module:cache"), "`--name` must be a callable that can be imported, got 'no.module:cache'"),
-        (("--name", "caches_of_a_user:failing"), r"caches_of_a_user:failing cannot make a cache.*\(no cache today\)"),
+        (("--cache", "int5"), "`--cache` must be .* got 'int5'. Did you mean int"),
+        (("--cache", "no.module:cache"), "`--cache` must be a callable that can be imported, got 'no.module:cache'"),
+        (("--cache", "caches_of_a_user:failing"), r"caches_of_a_user:failing cannot make a cache.*\(no cache today\)"),
         (("--against", "none"), "`--against` must be transformers, or .*got 'none'"),
         (("--results", "no/such/file.jsonl"), "`--results`: no/such/file.jsonl cannot be written"),
     ],
@@ -279,7 +281,7 @@ def test_a_run_that_was_stopped_goes_on(llama: Path, tmp_path: Path, monkeypatch
     seen.clear()
     assert measured(llama, "--bits", "4,2", "--results", "run.jsonl") == whole
     assert seen == []
-    more = measured(llama, "--bits", "4,2", "--name", "caches_of_a_user:windowed", "--results", "run.jsonl")
+    more = measured(llama, "--bits", "4,2", "--cache", "caches_of_a_user:windowed", "--results", "run.jsonl")
     assert seen == [["full", "caches_of_a_user:windowed"]] * 2
     assert {name: more[name] for name in whole} == whole
 

@@ -806,7 +806,7 @@ def test_a_name_has_options_behind_a_colon() -> None:
     outcomes = run(model, [sample()], [*named(model, "dynamic"), short, plain])
     assert outcomes[1].answer == slow_answer(model, kvlayers.SinkCache(16, 2, config=model.config), sample(), None)
     assert outcomes[1].logprob != outcomes[2].logprob
-    with pytest.raises(OptionError, match="takes the options .* but was given 'keep'"):
+    with pytest.raises(OptionError, match="`keep` is no option of"):
         named(model, "sink:keep=3")[0].make()
 
 
@@ -844,7 +844,7 @@ def test_a_callable_or_a_rule_may_be_in_a_file_and_have_options(
         contender = named_contender(name, model, LENGTH)
         cache = contender.make()
         assert isinstance(cache, kvlayers.EvictingCache)
-        assert (type(cache.rule).__name__, cache._evicting.keep) == ("Newest", 0.25)
+        assert (type(cache.rule).__name__, cache._options.keep) == ("Newest", 0.25)
         assert contender.fidelity() == "evicting"
     assert named_contender("mine.py:made:nbits=2", model, LENGTH).make().quantization.keys.nbits == 2
     for name, words in (("mine.py:Newest:kept=1", "kept"), ("mine.py:Oldest", "Oldest"), ("none.py:a", "none.py")):

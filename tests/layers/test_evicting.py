@@ -15,10 +15,11 @@ from transformers.models.llama.modeling_llama import repeat_kv
 from eviction_oracle import EvictionOracle
 from kvlayers import EvictingLayer, OptionError
 from kvlayers.errors import RollbackError, StateMismatchError, UnsupportedLayerError
-from kvlayers.eviction import ALL_QUERIES, BUILTIN_RULES, EvictionRule, eviction_rule, register_eviction_rule
-from kvlayers.eviction.eviction_progress import EvictionProgress, ObservedQueries
+from kvlayers.eviction import BUILTIN_RULES, EvictionRule, eviction_rule, register_eviction_rule
+from kvlayers.eviction.eviction_progress import EvictionProgress
 from kvlayers.eviction.held_tokens import held_tokens
 from kvlayers.eviction.selection import HEAD_FLOOR, select
+from kvlayers.stores import StaticStore
 from matrix import product
 from ragged_reference import of_head
 from short_steps import STEP, shorten_steps
@@ -198,7 +199,7 @@ def test_no_sequences_are_held_as_any_others(rule: str) -> None:
 def test_an_eviction_takes_no_token_of_a_sequence_that_is_not_due() -> None:
     """Packed heads keep whole blocks, so that the average of a sequence need not be a whole number."""
     counts = torch.tensor([[30, 33], [40, 43]])
-    settings = EvictingLayer("knorm", budget=36, sink_tokens=SINKS, recent_tokens=RECENT).settings
+    settings = EvictingLayer("knorm", budget=36, sink_tokens=SINKS, recent_tokens=RECENT).options
     wanted = EvictionProgress(settings).after_eviction(100, counts).wanted(100, 0, 2)
     kept = select(torch.randn(2, 2, 43), wanted, padding=43 - counts, floor=HEAD_FLOOR).counts
     assert kept[0].tolist() == [30, 33]
@@ -231,80 +232,41 @@ def test_queries_of_a_group_of_heads_are_told_apart(rule: str) -> None:
         together.step(tokens)
 
 
-def _fork(together: Pair) -> None:
-    together.layer, other = together.layer.fork(), together.layer
-    _elsewhere(other)
-
-
-def _elsewhere(layer: EvictingLayer) -> None:
-    """Go on in a layer that is not followed any more."""
-    states = torch.randn(layer.batch_size, KV_HEADS, 30, HEAD_DIM, dtype=torch.float64)
-    queries = torch.randn(layer.batch_size, HEADS, 30, HEAD_DIM, dtype=torch.float64)
-    attend_by_sdpa(queries, *layer.update(states, states), None)
-
-
-def _copy(make: Callable[[EvictingLayer], EvictingLayer]) -> Callable[[Pair], None]:
-    def copied(together: Pair) -> None:
-        together.layer, other = make(together.layer), together.layer
-        _elsewhere(other)
-
-    return copied
-
-
 def _state(layer: EvictingLayer) -> EvictingLayer:
-    fresh = EvictingLayer(
-        layer.settings.rule, layer.settings.keep, layer.settings.budget, SINKS, RECENT, layer.settings.per_head
-    )
+    options = layer.options
+    fresh = EvictingLayer(options.rule, options.keep, options.budget, SINKS, RECENT, options.per_head)
     fresh.load_state(layer.state())
     return fresh
 
 
-def _crop(tokens: int) -> Callable[[Pair], None]:
-    def crop(together: Pair) -> None:
-        together.layer.crop(-tokens)
-        together.oracle.truncate(together.oracle.seen - tokens)
-
-    return crop
-
-
-def _select(rows: list[int]) -> Callable[[Pair], None]:
-    def select(together: Pair) -> None:
-        together.layer.batch_select_indices(torch.tensor(rows))
-        together.oracle.select(rows)
-        together.batch = len(rows)
-
-    return select
-
-
-def _expand(together: Pair) -> None:
-    together.layer.expand(2)
-    together.oracle.select([0, 0, 1, 1])
-    together.batch = 4
-
-
-def _reset(together: Pair) -> None:
-    together.layer.reset()
-    together.oracle.truncate(0)
-
-
-def _trim(together: Pair) -> None:
-    together.layer.trim()
-    together.layer.compact()
-
-
-OPERATIONS: dict[str, Callable[[Pair], None]] = {
-    "fork": _fork,
-    "deepcopy": _copy(copy.deepcopy),
-    "pickle": _copy(lambda layer: pickle.loads(pickle.dumps(layer))),
-    "state": _copy(_state),
-    "crop one": _crop(1),
-    "crop many": _crop(RECENT),
-    "crop none": _crop(0),
-    "select": _select([1, 0, 1]),
-    "expand": _expand,
-    "reset": _reset,
-    "trim": _trim,
+OPERATIONS: dict[str, tuple[Callable[[EvictingLayer], Any], list[int], int | None]] = {
+    "fork": (lambda layer: layer.fork(), [0, 1], 0),
+    "deepcopy": (copy.deepcopy, [0, 1], 0),
+    "pickle": (lambda layer: pickle.loads(pickle.dumps(layer)), [0, 1], 0),
+    "state": (_state, [0, 1], 0),
+    "crop one": (lambda layer: layer.crop(-1), [0, 1], 1),
+    "crop many": (lambda layer: layer.crop(-RECENT), [0, 1], RECENT),
+    "crop none": (lambda layer: layer.crop(0), [0, 1], 0),
+    "select": (lambda layer: layer.batch_select_indices(torch.tensor([1, 0, 1])), [1, 0, 1], 0),
+    "expand": (lambda layer: layer.expand(2), [0, 0, 1, 1], 0),
+    "reset": (lambda layer: layer.reset(), [0, 1], None),
+    "trim": (lambda layer: layer.trim(), [0, 1], 0),
+    "compact": (lambda layer: layer.compact(), [0, 1], 0),
 }
+"""What is done to a layer, the sequences that are left, and how many of their tokens are taken back: `None` for all."""
+
+
+def operate(together: Pair, operation: str) -> None:
+    change, rows, removed = OPERATIONS[operation]
+    before, oracle = together.layer, together.oracle
+    together.layer = change(before) or before
+    if together.layer is not before:
+        # The other one goes on elsewhere.
+        states, queries = (torch.randn(2, heads, 30, HEAD_DIM, dtype=torch.float64) for heads in (KV_HEADS, HEADS))
+        attend_by_sdpa(queries, *before.update(states, states), None)
+    oracle.select(rows)
+    oracle.truncate(0 if removed is None else oracle.seen - removed)
+    together.batch = len(rows)
 
 
 @pytest.mark.parametrize(
@@ -317,7 +279,7 @@ def test_decoding_goes_on_after(rule: str, amount: str, operation: str) -> None:
             together.step(tokens)
         if operation == "crop many" and sum(reading) < RECENT:
             continue
-        OPERATIONS[operation](together)
+        operate(together, operation)
         together.check()
         together.go_on()
 
@@ -380,27 +342,30 @@ def test_announced_columns_stand_for_no_token(per_head: bool, tokens: int) -> No
     torch.testing.assert_close(attend_by_sdpa(query, *wider.update(keys, values), visible), expected)
 
 
-@pytest.mark.parametrize("wanted", [8, ALL_QUERIES])
-def test_observed_queries_are_those_of_the_newest_tokens(wanted: int) -> None:
-    all_queries, held = torch.randn(1, HEADS, 400, HEAD_DIM), ObservedQueries(wanted)
-    seen = 0
+@pytest.mark.parametrize("rule", ["test_window", "test_all_queries"])
+def test_observed_queries_are_those_of_the_newest_tokens(rule: str) -> None:
+    held = EvictionProgress(EvictingLayer(rule, keep=0.5).options)
+    all_queries, seen = torch.randn(1, HEADS, 400, HEAD_DIM), 0
     for tokens in (100, *[1] * 60, 5, *[1] * 30):
-        held, seen = held.with_newest(all_queries[:, :, seen : seen + tokens]), seen + tokens
+        held, seen = held.with_queries(all_queries[:, :, seen : seen + tokens]), seen + tokens
         if tokens == 5:
-            held, seen = held.without_newest(7), seen - 7
-        most = seen if wanted == ALL_QUERIES else wanted
+            held, seen = held.without_queries(7), seen - 7
+        most = seen if rule == "test_all_queries" else 8
         for count in (1, 5, 20, seen):
-            assert torch.equal(held.newest(count), all_queries[:, :, seen - min(count, most, held.count) : seen])
-    assert held.without_newest(seen).newest(1) is None
+            assert torch.equal(
+                held.queries(count), all_queries[:, :, seen - min(count, most, held.shown_tokens) : seen]
+            )
+    assert held.without_queries(seen).queries(1) is None
 
 
 def test_the_queries_of_a_prompt_are_not_copied_for_each_later_token() -> None:
-    held = ObservedQueries(ALL_QUERIES).with_newest(torch.randn(1, HEADS, 100, HEAD_DIM))
-    prompt = held.parts[0]
+    held = EvictionProgress(EvictingLayer("h2o", keep=0.5).options)
+    held = held.with_queries(torch.randn(1, HEADS, 100, HEAD_DIM))
+    prompt = held.shown[0]
     for _ in range(60):
-        held = held.with_newest(torch.randn(1, HEADS, 1, HEAD_DIM))
-    assert held.parts[0] is prompt
-    assert len(held.parts) <= 1 + 6
+        held = held.with_queries(torch.randn(1, HEADS, 1, HEAD_DIM))
+    assert held.shown[0] is prompt
+    assert len(held.shown) <= 1 + 6
 
 
 @pytest.mark.parametrize("length", [None, 101, 100, 95])
@@ -415,7 +380,7 @@ def test_queries_that_attention_has_not_shown_leave_no_gap(length: int | None) -
     last = torch.randn(1, HEADS, 1, HEAD_DIM)
     attend_by_sdpa(last, *layer.update(states[:, :, :1], states[:, :, :1]), None)
     known = last if length in (None, 101) else torch.cat([shown[:, :, :length], last], 2)
-    held = layer._queries.newest(8)
+    held = layer._progress.queries(8)
     assert held is not None
     assert held.shape[2] == {100: 8, 95: 4}.get(length, 1)
     assert torch.equal(held, known[:, :, -held.shape[2] :])
@@ -524,7 +489,6 @@ def test_an_attention_that_shows_no_queries_is_an_error_that_changes_nothing() -
         {"keep": -0.5},
         {"keep": "half"},
         {"keep": True},
-        {},
         {"keep": 0.5, "budget": 100},
         {"budget": 67},
         {"budget": 100.0},
@@ -536,6 +500,7 @@ def test_an_attention_that_shows_no_queries_is_an_error_that_changes_nothing() -
         {"keep": 0.5, "per_head": "yes"},
         {"keep": 0.5, "left_padding": [-1]},
         {"keep": 0.5, "window": 3},
+        {"keep": 0.5, "store": StaticStore(20)},
     ],
 )
 def test_wrong_options_are_refused(options: dict[str, Any]) -> None:

@@ -131,15 +131,15 @@ def test_codes_of_8_bits_are_packed_again_as_what_they_stand_for(operation: str)
     assert all(layer.bits == (4, 4) for layer in cache.layers)
     for layer, other in zip(cache.layers, before.layers, strict=True):
         # Slow: a store of 4 bits, whose blocks are packed one by one from what the codes of 8 bits stand for.
-        held, reference = other.store.parts, layer.store.parts
+        held, reference = other.store, layer.store
         again = QuantizedStore(layer.store.quantization).fork()
         again.reserve_form(other.store.key_form, other.store.value_form)
         for block, (keys, values) in enumerate(whole_blocks(other.store)):
-            again.parts.blocks.prepare(1)
-            again.parts.blocks.write(0, keys, values)
-            again.parts.blocks.hold(1)
+            again.blocks.prepare(1)
+            again.blocks.write(0, keys, values)
+            again.blocks.hold(1)
             for side in ("keys_codes", "values_codes", "keys_parameters", "values_parameters"):
-                got, expected = (parts.blocks.state()[side][:, :, block] for parts in (reference, again.parts))
+                got, expected = (store.blocks.state()[side][:, :, block] for store in (reference, again))
                 torch.testing.assert_close(got, expected, rtol=0, atol=0)
         assert reference.blocks.state()["block_ends"].tolist() == held.blocks.state()["block_ends"].tolist()
         for name, vectors in held.runs.state().items():
@@ -150,7 +150,7 @@ def test_codes_of_8_bits_are_packed_again_as_what_they_stand_for(operation: str)
 def whole_blocks(store: QuantizedStore) -> list[tuple[Tensor, Tensor]]:
     """What the codes of each block stand for, cropped tokens included, smoothed as they are."""
     found = []
-    for segment in store.parts.blocks.segments(0, store.parts.runs):
+    for segment in store.blocks.segments(0, store.runs):
         rows = (lambda states: states) if segment.rows is None else segment.rows.select
         sides = [rows(segment.side(side).states(torch.float32)) for side in ("keys", "values")]
         found += list(zip(*(torch.split(side, store.block_tokens, 2) for side in sides), strict=True))

@@ -16,7 +16,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 import s3_server
 from backend_cases import PART
 from kvlayers.errors import CacheFileError, CachePathError
-from kvlayers.prefix.backends import GoneError, StorageBackend, StoredFile, UnreachableError, backend_for, redis
+from kvlayers.prefix.backends import GoneError, StorageBackend, StoredFile, UnreachableError, backend_for
 from kvlayers.prefix.backends.contract import ABANDONED_SECONDS, SUFFIX, Content
 from kvlayers.prefix.backends.remote import RemoteBackend
 from redis_server import running, why_not
@@ -43,8 +43,7 @@ def s3_port() -> Iterator[int]:
 
 @pytest.fixture(params=KINDS)
 def backend(request: pytest.FixtureRequest, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> StorageBackend:
-    # Several parts and several batches of a few files, which would have one each.
-    monkeypatch.setattr(redis, "PART_BYTES", PART)
+    # Several batches of a few files, which would have one each.
     monkeypatch.setattr("kvlayers.prefix.backends.remote.BATCH_BYTES", 3 * PART)
     return opened(request, tmp_path)
 
@@ -196,7 +195,7 @@ def test_what_does_not_arrive_in_time_is_left_out_and_the_rest_is_used(monkeypat
     backend = backend_for("memory://bucket/slow", None)
     assert isinstance(backend, RemoteBackend)
     files = written(backend, 6)
-    read, arrived, stuck = backend.read_whole, [], threading.Event()
+    read, arrived, stuck = backend.read_ranges, [], threading.Event()
 
     def stuck_after_two(batch: Any) -> Any:
         if len(arrived) == 2:
@@ -204,7 +203,7 @@ def test_what_does_not_arrive_in_time_is_left_out_and_the_rest_is_used(monkeypat
         arrived.append(batch)
         return read(batch)
 
-    monkeypatch.setattr(backend, "read_whole", stuck_after_two)
+    monkeypatch.setattr(backend, "read_ranges", stuck_after_two)
     start = time.monotonic()
     found = list(backend.read(files, wait_seconds=0.2))
     assert time.monotonic() - start < 10

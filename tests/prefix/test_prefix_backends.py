@@ -1,6 +1,5 @@
 """Wherever a prefix store's files are: what is found is what was put there, and nothing else is touched."""
 
-import json
 import logging
 import os
 import pathlib
@@ -17,12 +16,11 @@ from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.registry import known_implementations
 
 import kvlayers
-from backend_cases import PART, Files, FilesystemFiles, LocalFiles, ServerFiles, covered, filled, large, put
+from backend_cases import Files, FilesystemFiles, LocalFiles, ServerFiles, covered, filled, large, put
 from kvlayers import OptionError, PrefixStore
 from kvlayers.errors import CachePathError
-from kvlayers.prefix.backends import redis
+from kvlayers.persistence.safetensors_header import Header, TensorEntry, file_header, parse_header
 from kvlayers.prefix.backends.contract import SUFFIX, Address
-from kvlayers.prefix.backends.fsspec import FsspecBackend
 from kvlayers.prefix.backends.remote import HEAD_BYTES
 from models import prompt, tiny_model
 from redis_server import running, why_not
@@ -54,7 +52,6 @@ def files(request: pytest.FixtureRequest, tmp_path: pathlib.Path, monkeypatch: p
         return LocalFiles(tmp_path / "files")
     if request.param == "memory":
         return FilesystemFiles("memory://bucket/team")
-    monkeypatch.setattr(redis, "PART_BYTES", PART)
     found = ServerFiles(request.getfixturevalue("server_url"))
     found.client.flushall()
     return found
@@ -111,13 +108,6 @@ class Failing(MemoryFileSystem):
         if self.half:
             raise ConnectionError("the line is gone")
 
-    def put_file(self, lpath: str, rpath: str, *args: Any, **options: Any) -> None:
-        self._try("write")
-        content = pathlib.Path(lpath).read_bytes()
-        super().pipe_file(rpath, content[: len(content) // 2] if self.half else content)
-        if self.half:
-            raise ConnectionError("the line is gone")
-
     def rm_file(self, path: str) -> None:
         self._try("delete")
         super().rm_file(path)
@@ -164,16 +154,6 @@ def test_what_leaves_memory_is_found_again_whole_and_in_part(files: Files) -> No
             assert covered(each, [first, 5, 6]) == 3
             assert covered(each, [first, 5, 9]) == 2
     assert len(files.names()) == 3
-
-
-def test_a_file_of_several_parts(files: Files) -> None:
-    ids = list(range(1, 9))
-    put(PrefixStore(ROOM, files.url), ids, large(ids))
-    (name,) = files.names()
-    assert len(files.read(name)) > 8 * PART
-    store = PrefixStore(ROOM, files.url)
-    assert covered(store, ids) == 8
-    assert store.statistics.file_bytes == len(files.read(name))
 
 
 def test_nothing_of_one_namespace_is_found_by_another(files: Files) -> None:
@@ -311,21 +291,6 @@ def test_an_entry_in_memory_takes_a_file_of_another_process_for_its_own(files: F
     assert (store.statistics.spilled, covered(store, [1, 5, 6])) == (0, 3)
 
 
-def test_no_temporary_file_stays(files: Files, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    apart = tmp_path / "apart"
-    apart.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(apart))
-    store = PrefixStore(ROOM, files.url)
-    put(store, [1, 5, 6])
-    put(store, [2, 5, 6])
-    assert covered(store, [1, 5, 6]) == 3
-    for each in files.names():
-        files.write(each, files.read(each)[:-1] + b"?")
-    store = PrefixStore(ROOM, files.url)
-    assert [covered(store, [first, 5, 6]) for first in (1, 2)] == [0, 0]
-    assert list(apart.iterdir()) == []
-
-
 # What goes wrong on the way
 
 
@@ -403,15 +368,6 @@ def test_a_backend_that_cannot_be_used_is_refused_at_once(what: str, failing: Fi
         PrefixStore(ROOM, failing.url)
 
 
-def test_a_backend_that_cannot_be_made_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_such_bucket(self: Any, path: str, value: bytes, **options: Any) -> None:
-        raise FileNotFoundError(path)
-
-    monkeypatch.setattr(Failing, "pipe_file", no_such_bucket)
-    with pytest.raises(CachePathError, match="got FileNotFoundError: /host/team"):
-        PrefixStore(ROOM, "failing://host/team")
-
-
 def test_a_file_that_is_replaced_while_it_is_read_is_read_again(failing: FilesystemFiles, monkeypatch: Any) -> None:
     ids = list(range(1, 9))
     put(PrefixStore(ROOM, failing.url), ids)
@@ -439,23 +395,22 @@ def test_a_remote_file_that_claims_much_is_not_read(failing: FilesystemFiles, tm
     put(PrefixStore(ROOM, failing.url), [1, 5, 6])
     (name,) = failing.names()
     content = failing.read(name)
-    terabyte = 2**40
 
     class Endless(Failing):
         """Every file is as long as it says, and has nothing but zeros behind what was written."""
 
         protocol = "endless"
-        header = b""
+        header, size = b"", 2**40
 
         @classmethod
         def _strip_protocol(cls, path: str) -> str:
             return "/" + path.removeprefix("endless://").rpartition("@")[2].strip("/")
 
         def ls(self, path: str, detail: bool = True, **options: Any) -> Any:
-            return [{**info, "size": terabyte} for info in super().ls(path, True, **options)]
+            return [{**info, "size": self.size} for info in super().ls(path, True, **options)]
 
         def info(self, path: str, **options: Any) -> Any:
-            return {**super().info(path, **options), "size": terabyte}
+            return {**super().info(path, **options), "size": self.size}
 
         def cat_file(self, path: str, start: Any = None, end: Any = None, **options: Any) -> bytes:
             self.asked.append((start, end))
@@ -464,32 +419,26 @@ def test_a_remote_file_that_claims_much_is_not_read(failing: FilesystemFiles, tm
             return self.header[start:end].ljust(end - start, b"\0")
 
     fsspec.register_implementation("endless", Endless, clobber=True)
+    node = _endless_node(content)
     claims = {
-        "a header of 2**60 bytes": struct.pack("<Q", 2**60),
-        "a header of 4 MiB of nothing": struct.pack("<Q", 2**22),
-        "a node of ids of nearly a terabyte": _endless_node(content, terabyte),
-        "a file of other bytes": content,
+        "a header of 2**60 bytes": (struct.pack("<Q", 2**60), 2**40),
+        "a header of 4 MiB of nothing": (struct.pack("<Q", 2**22), 2**40),
+        "a node of ids of nearly a terabyte": (node.content, node.file_bytes),
+        "a file of other bytes": (content, 2**40),
     }
-    for what, header in claims.items():
-        Endless.header, Endless.asked = header, []
+    for what, (header, size) in claims.items():
+        Endless.header, Endless.size, Endless.asked = header, size, []
         store = PrefixStore(ROOM, "endless://host/team")
         assert (what, len(store), store.statistics.damaged) == (what, 0, 1)
         assert sum(end - start for start, end in Endless.asked) < 80 * 2**20, what
 
 
-def _endless_node(content: bytes, nbytes: int) -> bytes:
-    """The header of a node of so many bytes, nearly all of which are ids."""
-    length = int.from_bytes(content[:8], "little")
-    header = json.loads(content[8 : 8 + length])
-    room = 2**16 - 8
-    more = (nbytes - 8 - room - (len(content) - 8 - length)) // 8 * 8
-    for name, claim in header.items():
-        if name not in ("__metadata__", "token_ids"):
-            claim["data_offsets"] = [offset + more for offset in claim["data_offsets"]]
-    header["token_ids"]["shape"][1] += more // 8
-    header["token_ids"]["data_offsets"][1] += more
-    text = json.dumps(header).encode().ljust(nbytes - 8 - more - (len(content) - 8 - length))
-    return struct.pack("<Q", len(text)) + text
+def _endless_node(content: bytes) -> Header:
+    """The header of a node of 2**37 ids."""
+    header = parse_header("", len(content), lambda start, end: content[start:end])
+    metadata = {name: text for name, text in header.metadata.items() if "format" not in name}
+    tensors = {name: entry for name, entry in header.tensors.items() if name != "digests"}
+    return file_header({**tensors, "token_ids": TensorEntry(torch.int64, (1, 2**37))}, metadata)
 
 
 def test_a_remote_file_that_has_grown_is_not_fetched(failing: FilesystemFiles) -> None:
@@ -556,6 +505,7 @@ def test_credentials_are_in_no_message(failing: FilesystemFiles, caplog: pytest.
     with caplog.at_level(logging.DEBUG, logger="kvlayers"):
         store = PrefixStore(ROOM, failing.url, storage_options={"token": "t0k3n"})
         put(store, [1, 5, 6])
+        assert store._directory.backend._fs.token == "t0k3n"
         messages += [repr(store), str(store.statistics), *(str(vars(entry)) for entry in store._index)]
         for what in ("info", "read", "write", "delete"):
             Failing.fails = {what}
@@ -576,11 +526,6 @@ def test_credentials_are_in_no_message(failing: FilesystemFiles, caplog: pytest.
     assert len(caplog.records) >= 2
     for text in messages:
         assert not any(secret in text for secret in ("hunter2", "t0k3n")), text
-
-
-def test_storage_options_reach_the_file_system(failing: FilesystemFiles) -> None:
-    objects = FsspecBackend(Address(failing.url, {"token": "mine"}))
-    assert objects._fs.token == "mine"
 
 
 def test_what_is_not_a_backend_is_refused(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:

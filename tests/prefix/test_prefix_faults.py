@@ -23,7 +23,6 @@ import s3_server
 from backend_cases import PART, covered, filled, large, put
 from kvlayers import CapacityError, PrefixStore
 from kvlayers.persistence import atomic_file
-from kvlayers.prefix.backends import redis
 from kvlayers.serving.reports import report_on
 from proxy import Line, line_to
 
@@ -81,7 +80,6 @@ def s3_port() -> Iterator[int]:
 
 @pytest.fixture(params=["redis", "s3"])
 def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
-    monkeypatch.setattr(redis, "PART_BYTES", PART)
     name = f"{request.param}-{abs(hash(request.node.name))}"
     server = request.getfixturevalue(f"{request.param}_port")
     with line_to(server) as line:

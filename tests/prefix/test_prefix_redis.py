@@ -2,7 +2,6 @@
 
 import logging
 import os
-import pathlib
 import signal
 import threading
 from collections.abc import Iterator
@@ -17,7 +16,8 @@ from kvlayers.errors import CacheFileError, CachePathError
 from kvlayers.prefix.backends import GoneError, StoredFile, redis
 from kvlayers.prefix.backends.contract import Address
 from kvlayers.prefix.backends.redis import RedisBackend
-from redis_server import running, start, why_not
+from kvlayers.prefix.backends.remote import ByteRange
+from redis_server import running, why_not
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")
 
@@ -38,8 +38,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @pytest.fixture
-def files(url: str, monkeypatch: pytest.MonkeyPatch) -> ServerFiles:
-    monkeypatch.setattr(redis, "PART_BYTES", PART)
+def files(url: str) -> ServerFiles:
     found = ServerFiles(url)
     found.client.flushall()
     return found
@@ -53,31 +52,34 @@ def test_the_keys_are_those_of_the_documentation(files: ServerFiles) -> None:
     put(PrefixStore(ROOM, files.url), IDS, large(IDS))
     (name,) = files.names()
     assert len(name) == 64 + len(".safetensors")
-    parts = files.part_keys(name)
-    assert len(parts) > 8
-    assert keys(files) == {"kvlayers:prefix:index", f"kvlayers:prefix:file:{name}", *parts}
+    file = f"kvlayers:prefix:file:{name}"
+    assert keys(files) == {"kvlayers:prefix:index", file}
     assert all(files.client.ttl(key) == -1 for key in keys(files))
-    assert all(files.client.strlen(part) <= PART for part in parts)
+    parts = files.client.hgetall(file)
+    assert len(parts.pop(b"nonce")) == 32
+    assert int(parts.pop(b"nbytes")) == sum(map(len, parts.values())) == len(files.read(name))
+    assert len(parts) > 8
+    assert all(len(part) <= PART for part in parts.values())
 
 
-def test_a_part_that_is_missing_is_damage_and_a_manifest_that_is_missing_is_none(
+def test_a_part_that_is_missing_is_damage_and_a_file_that_is_missing_is_none(
     files: ServerFiles, caplog: pytest.LogCaptureFixture
 ) -> None:
     put(PrefixStore(ROOM, files.url), IDS, large(IDS))
     (name,) = files.names()
     store = PrefixStore(ROOM, files.url)
-    files.client.delete(files.part_keys(name)[4])
+    files.client.hdel(files.key(name), 4)
     with caplog.at_level(logging.WARNING, logger="kvlayers"):
         for each in (store, PrefixStore(ROOM, files.url)):
             assert [covered(each, IDS) for _ in range(2)] == [0, 0]
             assert each.statistics.damaged == 1
         assert "it must have" in caplog.messages[0]
-        files.client.delete(files.part_keys(name)[0])
+        files.client.hdel(files.key(name), 0)
         assert (len(PrefixStore(ROOM, files.url)), len(caplog.records)) == (0, 3)
     put(store, IDS, large(IDS))
     assert covered(PrefixStore(ROOM, files.url), IDS) == 8
     # As a server does that has no more memory.
-    files.client.delete(f"kvlayers:prefix:file:{name}")
+    files.client.delete(files.key(name))
     assert (covered(store, IDS), store.statistics.damaged, len(store)) == (0, 1, 0)
     store = PrefixStore(ROOM, files.url)
     assert (len(store), store.statistics.damaged, files.names()) == (0, 0, [])
@@ -86,17 +88,18 @@ def test_a_part_that_is_missing_is_damage_and_a_manifest_that_is_missing_is_none
 def test_what_is_replaced_and_what_is_deleted_leaves_nothing(files: ServerFiles) -> None:
     first, second = PrefixStore(ROOM, files.url), PrefixStore(ROOM, files.url)
     put(first, IDS, large(IDS))
-    before = keys(files)
+    (name,) = files.names()
+    before = keys(files), files.client.hgetall(files.key(name))
     put(second, IDS, large(IDS))
     # The file was there.
-    assert keys(files) == before
-    (name,) = files.names()
-    files.client.delete(files.part_keys(name)[4])
+    assert (keys(files), files.client.hgetall(files.key(name))) == before
+    files.client.hset(files.key(name), mapping={4: b"damaged", 5000: b"longer"})
     assert covered(first, IDS) == 0
     put(first, IDS, large(IDS))
     # It was written anew.
-    assert keys(files).isdisjoint(part for part in before if ":part:" in part)
-    assert len(keys(files)) == len(before)
+    after = files.client.hgetall(files.key(name))
+    assert after.pop(b"nonce") != before[1].pop(b"nonce")
+    assert (keys(files), after) == before
     assert covered(second, IDS) == 8
     first.clear()
     assert keys(files) == set()
@@ -132,7 +135,13 @@ def test_readers_see_one_of_two_files_and_no_mixture(files: ServerFiles) -> None
     for reader in readers:
         reader.join()
     assert mixed == []
-    assert len(keys(files)) == 2 + 5
+    assert len(keys(files)) == 2
+    (file,) = backend.find(["it.safetensors"])
+    assert file is not None
+    # Of a file that was replaced, nothing is read as if it were the one before.
+    ranges = [ByteRange(file, 0, 5), ByteRange(StoredFile(file.name, file.nbytes), 0, 5)]
+    writer.write("it.safetensors", contents[1])
+    assert backend.read_ranges(ranges) == [b"", contents[1][:5]]
 
 
 def two_nodes(number: int) -> list[int]:
@@ -144,10 +153,10 @@ def put_until_killed(url: str, ids: list[int], moment: str, files: int) -> None:
     """In a process of its own: write an entry, and be killed before or after this file of it is committed."""
     commit, begun = RedisBackend._commit, []
 
-    def killed(self: RedisBackend, name: str, manifest: Any) -> None:
+    def killed(self: RedisBackend, name: str, new: str) -> None:
         begun.append(name)
         if moment == "after" or len(begun) < files:
-            commit(self, name, manifest)
+            commit(self, name, new)
         if len(begun) == files:
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -171,9 +180,8 @@ def test_writers_that_are_killed_leave_the_store_in_order(files: ServerFiles) ->
     assert (len(store), store.statistics.damaged) == (3, 0)
     assert [covered(store, two_nodes(number)) for number in range(4)] == [0, 256, 256, 300]
     assert len(files.names()) == 4
-    listed = {part for name in files.names() for part in files.part_keys(name)}
-    abandoned = {key for key in keys(files) if ":part:" in key} - listed
-    assert abandoned
+    abandoned = {key for key in keys(files) if ":new:" in key}
+    assert len(abandoned) == 2
     assert all(0 < files.client.ttl(key) <= redis.ABANDONED_SECONDS for key in abandoned)
     for number in range(3):
         put(store, two_nodes(number), filled(two_nodes(number), heads=64))
@@ -183,18 +191,23 @@ def test_writers_that_are_killed_leave_the_store_in_order(files: ServerFiles) ->
     assert len(files.names()) == 8
 
 
-def test_parts_that_did_not_live_long_enough_are_not_named(files: ServerFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_did_not_live_until_it_was_complete_is_none(
+    files: ServerFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("kvlayers.prefix.write_queue.MOST_TRIES", 1)
+    monkeypatch.setattr(redis, "PARTS_AT_ONCE", 1)
     store = PrefixStore(ROOM, files.url)
-    commit = RedisBackend._commit
+    hset, sent = store._directory.backend._client.hset, []
 
-    def late(self: Any, name: str, manifest: Any) -> None:
-        files.client.delete(*[key for key in keys(files) if ":part:" in key][:1])
-        commit(self, name, manifest)
+    def late(new: str, mapping: Any) -> None:
+        sent.append(mapping)
+        if len(sent) % 3 == 2:
+            files.client.delete(new)
+        hset(new, mapping=mapping)
 
-    monkeypatch.setattr(RedisBackend, "_commit", late)
+    monkeypatch.setattr(store._directory.backend._client, "hset", late)
     put(store, IDS, large(IDS))
-    assert (store.statistics.failed_writes, len(store), files.names()) == (1, 0, [])
+    assert (store.statistics.failed_writes, len(PrefixStore(ROOM, files.url)), files.names()) == (1, 0, [])
 
 
 def test_a_server_that_lets_nobody_in_for_a_while_loses_nothing(
@@ -224,27 +237,6 @@ def test_a_server_that_lets_nobody_in_for_a_while_loses_nothing(
     assert [covered(store, [first, 5, 6]) for first in (1, 2, 3)] == [3, 3, 3]
     store.flush()
     assert store.statistics.spilled == 3
-
-
-def test_a_server_that_has_gone_is_named_and_found_again(tmp_path: pathlib.Path) -> None:
-    with running(tmp_path) as url:
-        store = PrefixStore(ROOM, url)
-        put(store, [1, 5, 6])
-    assert covered(store, [1, 5, 6]) == 0
-    put(store, [2, 5, 6])
-    now = store.statistics
-    assert (now.failed_reads, now.failed_writes, len(store)) == (1, 1, 1)
-    with pytest.raises(CachePathError, match=r"cannot reach redis://127.0.0.1:\d+/0, got ConnectionError: "):
-        PrefixStore(ROOM, url)
-    process = start(tmp_path, int(url.rpartition(":")[2].partition("/")[0]))
-    try:
-        # It has kept nothing.
-        assert (covered(store, [1, 5, 6]), len(store)) == (0, 0)
-        put(store, [1, 5, 6])
-        assert covered(PrefixStore(ROOM, url), [1, 5, 6]) == 3
-    finally:
-        process.terminate()
-        process.wait()
 
 
 def test_credentials_are_in_no_message(files: ServerFiles, caplog: pytest.LogCaptureFixture) -> None:
@@ -306,28 +298,22 @@ def test_the_url_chooses_database_and_keys(files: ServerFiles) -> None:
 
 
 @pytest.mark.parametrize(
-    "manifest",
+    ("nonce", "nbytes"),
     [
-        b"",
-        b"[]",
-        b"{}",
-        b"[" * 400,
-        b"x" * 600,
-        b'{"nonce": 5, "nbytes": 5, "part_bytes": 65536}',
-        b'{"nonce": "../../0123456789abcdef0123456789ab", "nbytes": 5, "part_bytes": 65536}',
-        b'{"nonce": "0123456789abcdef0123456789abcdef", "nbytes": -5, "part_bytes": 65536}',
-        b'{"nonce": "0123456789abcdef0123456789abcdef", "nbytes": 5.5, "part_bytes": 65536}',
-        b'{"nonce": "0123456789abcdef0123456789abcdef", "nbytes": true, "part_bytes": 65536}',
-        b'{"nonce": "0123456789abcdef0123456789abcdef", "nbytes": 1000000000000, "part_bytes": 1}',
-        b'{"nonce": "0123456789abcdef0123456789abcdef", "nbytes": 1000000000000000, "part_bytes": 65536}',
-        b'{"nonce": "0123456789abcdef0123456789abcdef", "nbytes": 1000000000, "part_bytes": 65536}',
+        (b"", b"5"),
+        (b"../../0123456789abcdef0123456789ab", b"5"),
+        (b"0" * 32, b""),
+        (b"0" * 32, b"-5"),
+        (b"0" * 32, b"5.5"),
+        (b"0" * 32, b"9" * 12),
+        (b"0" * 32, b"9" * 11),
     ],
 )
-def test_manifests_are_not_believed(manifest: bytes, files: ServerFiles) -> None:
+def test_sizes_are_not_believed(nonce: bytes, nbytes: bytes, files: ServerFiles) -> None:
     put(PrefixStore(ROOM, files.url), [1, 5, 6])
     (name,) = files.names()
     store = PrefixStore(ROOM, files.url)
-    files.client.set(f"kvlayers:prefix:file:{name}", manifest)
+    files.client.hset(files.key(name), mapping={"nonce": nonce, "nbytes": nbytes, 0: b"x"})
     for each in (store, PrefixStore(ROOM, files.url)):
         assert covered(each, [1, 5, 6]) == 0
         assert each.statistics.failed_reads == 0

@@ -66,7 +66,7 @@ def test_each_rule_is_measured_at_each_part_with_budgets_of_heads_and_without(mo
     assert {"snapkv:keep=0.25", "snapkv:keep=0.25,per_head=false", "random:keep=0.75"} <= set(names)
     assert "tova:keep=0.5,per_head=false" not in names
     [run] = tasks.eviction_runs([1024], "snapkv:keep=0.5")
-    assert run.arguments[::2] == ["--name"] * 3
+    assert run.arguments[::2] == ["--cache"] * 3
     assert [tasks.label(f"kvlayers {name}", "") for name in run.arguments[1::2]] == [
         "`snapkv`, 0.5 kept",
         "`snapkv`, 0.5 kept, even heads",

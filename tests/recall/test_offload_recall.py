@@ -387,7 +387,7 @@ def test_pages_of_each_run_of_blocks_are_apart(tmp_path: pathlib.Path) -> None:
         end = min(start + 64, 400)
         for layer in (plain, offloaded):
             layer.update(keys[:, :, start:end], values[:, :, start:end])
-    assert len(plain.store.parts.runs) > 1
+    assert len(plain.store.runs) > 1
     for token in range(400, 480):
         query = torch.randn(1, HEADS, 1, 64, generator=generator)
         new = keys[:, :, token : token + 1], values[:, :, token : token + 1]

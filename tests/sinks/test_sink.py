@@ -1,8 +1,6 @@
 """Attention sinks: what is attended to, on a model whose every sum is in float64, and through the cache's options."""
 
 import copy
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -95,17 +93,6 @@ def logits_of(model: Any, ids: Tensor, cache: Any, chunks: list[int]) -> Tensor:
     return torch.cat(pieces)
 
 
-@pytest.fixture(scope="module")
-def uninterrupted(model: Any) -> Callable[[int], Tensor]:
-    """A function of how many tokens of a prompt are read, one by one: their logits, `[tokens, vocab]`."""
-
-    @functools.cache
-    def logits(tokens: int) -> Tensor:
-        return logits_of(model, prompt(1, tokens), sink_cache(model), [1] * tokens)
-
-    return logits
-
-
 READINGS = {
     "token by token": [1] * 120,
     "a prompt longer than the window": [60, *[1] * 70],
@@ -119,119 +106,6 @@ def test_states_are_those_of_the_paper(model: Any, reading: str) -> None:
     ids = prompt(1, sum(chunks))
     expected = logits_of(model, ids, PaperCache(model, WINDOW, SINKS), chunks)
     torch.testing.assert_close(logits_of(model, ids, sink_cache(model), chunks), expected, **EXACT)
-
-
-def test_one_layer_sees_sinks_and_window_as_one_text() -> None:
-    """With one layer a token's states depend on nothing but itself: recomputing what is held must give the same."""
-    single = fresh_model("llama", num_hidden_layers=1).double()
-    single.model.rotary_emb.forward = lambda states, position_ids: cos_and_sin(single, position_ids[0])
-    ids = prompt(1, 100)
-    seen = logits_of(single, ids, sink_cache(single), [1] * 100)
-    for position in range(100):
-        held = ids[:, : position + 1]
-        if position >= WINDOW:
-            held = torch.cat([ids[:, :SINKS], ids[:, position + 1 - (WINDOW - SINKS) : position + 1]], dim=1)
-        with torch.no_grad():
-            expected = single(held).logits[0, -1]
-        torch.testing.assert_close(seen[position], expected, **EXACT)
-
-
-def test_padded_sequences_have_sinks_of_their_own(model: Any) -> None:
-    """Each sequence of a padded batch is decoded as it is alone, through the whole of the way into eviction."""
-    lengths, steps = [30, 23, 9], 40
-    texts = [prompt(1, length + steps, seed=seed) for seed, length in enumerate(lengths)]
-    alone = [
-        logits_of(model, ids, sink_cache(model), [n, *[1] * steps])[n:] for ids, n in zip(texts, lengths, strict=True)
-    ]
-    padding = [max(lengths) - length for length in lengths]
-    ids = torch.cat([torch.cat([ids.new_zeros(1, n), ids], dim=1) for ids, n in zip(texts, padding, strict=True)])
-    mask = torch.arange(ids.shape[1]) >= torch.tensor(padding)[:, None]
-    cache = sink_cache(model, left_padding=padding)
-    model.model.rotary_emb.forward = lambda states, position_ids: batched_cos_and_sin(model, position_ids)
-    try:
-        for start, end in [(0, max(lengths)), *((n, n + 1) for n in range(max(lengths), ids.shape[1]))]:
-            positions = (mask.cumsum(1) - 1).clamp(min=0)[:, start:end]
-            with torch.no_grad():
-                logits = model(
-                    ids[:, start:end],
-                    attention_mask=mask[:, :end].long(),
-                    position_ids=positions,
-                    past_key_values=cache,
-                ).logits
-            if start:
-                for row, expected in enumerate(alone):
-                    torch.testing.assert_close(logits[row, -1], expected[start - max(lengths)], **EXACT)
-    finally:
-        model.model.rotary_emb.forward = lambda states, position_ids: cos_and_sin(model, position_ids[0])
-
-
-def batched_cos_and_sin(model: Any, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-    rows = [cos_and_sin(model, positions) for positions in position_ids]
-    return torch.cat([cos for cos, _ in rows]), torch.cat([sin for _, sin in rows])
-
-
-@pytest.mark.parametrize("read", [10, 60])
-def test_a_state_goes_on_elsewhere(model: Any, read: int) -> None:
-    ids = prompt(2, read + 40)
-    cache = sink_cache(model, left_padding=[0, 3])
-    with torch.no_grad():
-        model(ids[:, :read], past_key_values=cache)
-        twin = sink_cache(model)
-        twin.load_state(cache.state())
-        for token in ids[:, read:].split(1, dim=1):
-            assert torch.equal(model(token, past_key_values=twin).logits, model(token, past_key_values=cache).logits)
-
-
-@pytest.mark.parametrize("read", [10, 60])
-def test_drafts_are_taken_back(model: Any, uninterrupted: Callable[[int], Tensor], read: int) -> None:
-    ids, draft = prompt(1, read + 40), prompt(1, 7, seed=9)
-    expected = uninterrupted(read + 40)[read:]
-    cache = sink_cache(model)
-    logits_of(model, ids[:, :read], cache, [1] * read)
-    cache.activate_past_recording()
-    seen = []
-    for token in ids[:, read:].split(1, dim=1):
-        seen.append(logits_of(model, token, cache, [1]))
-        logits_of(model, draft, cache, [3, 4])
-        cache.crop(-7)
-    torch.testing.assert_close(torch.cat(seen), expected, **EXACT)
-    cache.deactivate_past_recording()
-    held = cache.layers[0].nbytes
-    assert held < 3 * sink_cache_bytes(model, read + 40)
-
-
-def sink_cache_bytes(model: Any, tokens: int) -> int:
-    cache = sink_cache(model)
-    logits_of(model, prompt(1, tokens), cache, [1] * tokens)
-    return cache.layers[0].nbytes
-
-
-def test_a_crop_within_the_window_is_exact_and_one_beyond_is_refused(model: Any) -> None:
-    ids = prompt(1, 60)
-    cache = sink_cache(model)
-    logits_of(model, ids[:, :20], cache, [20])
-    cache.crop(-8)
-    expected = logits_of(model, ids, sink_cache(model), [12, *[1] * 48])[12:]
-    torch.testing.assert_close(logits_of(model, ids[:, 12:], cache, [1] * 48), expected, **EXACT)
-    before = cache.state()
-    with pytest.raises(kvlayers.errors.RollbackError, match=r"the tokens before \d+ have left the window"):
-        cache.crop(-8)
-    assert all(
-        torch.equal(a.tensors[n], b.tensors[n])
-        for a, b in zip(before.layers, cache.state().layers, strict=True)
-        for n in a.tensors
-    )
-    cache.crop(-60)
-    torch.testing.assert_close(logits_of(model, ids, cache, [12, *[1] * 48])[12:], expected, **EXACT)
-
-
-def test_a_reset_cache_is_as_new(model: Any, uninterrupted: Callable[[int], Tensor]) -> None:
-    ids = prompt(1, 60)
-    expected = uninterrupted(60)
-    cache = sink_cache(model, left_padding=[5])
-    logits_of(model, prompt(1, 50, seed=4), cache, [50])
-    cache.reset()
-    torch.testing.assert_close(logits_of(model, ids, cache, [1] * 60), expected, **EXACT)
 
 
 def test_memory_stays_that_of_the_window(model: Any) -> None:

@@ -97,7 +97,7 @@ def test_caches_of_the_same_tokens_that_were_filled_apart_hold_them_once_afterwa
     add(alone, 90, seed=2)
     before = bytes_of_all(one, other)
     other.share_prefix(one, PREFIX)
-    packed = next(iter(one.parts.blocks.segments()))
+    packed = next(iter(one.blocks.segments()))
     shared_blocks = (PREFIX - QUANTIZATION.sink_tokens) // BLOCK
     block = (packed.keys.codes[:, :, :1].nbytes + packed.keys.parameters[:, :, :1].nbytes) * 2
     assert bytes_of_all(one, other) <= before - (shared_blocks - 1) * block
@@ -164,11 +164,11 @@ def change(what: str, store: QuantizedStore, alone: QuantizedStore) -> None:
 @pytest.mark.parametrize("then", ["nothing", "expand", "select", "truncate"])
 def test_threads_may_each_have_got_the_slots_of_one_side(side: Any, then: str) -> None:
     store, alone = filled(PREFIX), filled(PREFIX)
-    for codes in store.parts.blocks._packed.values():
+    for codes in store.blocks._packed.values():
         codes.reserve(2 * PREFIX // BLOCK)
     # Another thread is about to write there.
     fork = store.fork()
-    fork.parts.blocks._packed[side].prepare_slots(1)
+    fork.blocks._packed[side].prepare_slots(1)
     for each in (store, alone):
         add(each, BLOCK, seed=5)
     change(then, store, alone)

@@ -2,99 +2,37 @@
 
 import pytest
 import torch
-from torch import Tensor
 
 from kvlayers.core.dense_store import dense_in_small_steps
-from kvlayers.core.token_store import TokenStore
 from kvlayers.errors import RollbackError, StaleStatesError, StateMismatchError, UnsupportedLayerError
-from kvlayers.eviction.evicted import evicted
-from kvlayers.eviction.held_tokens import held_tokens
 from kvlayers.eviction.ragged_store import RaggedStore
-from kvlayers.stores import DenseStore, StaticStore
+from kvlayers.stores import DenseStore
 from ragged_reference import (
-    HEADS,
     KEY_DIM,
     KV_HEADS,
     VALUE_DIM,
     RaggedLists,
-    kept_tokens,
-    loop_attention,
-    of_head,
+    check,
+    evict,
+    generator,
     segments_of,
+    states,
+    step,
 )
 
 RECENT = 5
 
-generator = torch.Generator().manual_seed(0)
 
-
-def states(batch: int, tokens: int) -> tuple[Tensor, Tensor]:
-    return (
-        torch.randn(batch, KV_HEADS, tokens, KEY_DIM, generator=generator),
-        torch.randn(batch, KV_HEADS, tokens, VALUE_DIM, generator=generator),
-    )
-
-
-def places_of(counts: list[list[int]], held: Tensor, recent: int = RECENT) -> list[list[list[int]]]:
-    """Places to keep: the newest, and random ones before them, `counts` in all."""
-    places = []
-    for sequence, of_heads in enumerate(counts):
-        row = []
-        for head, count in enumerate(of_heads):
-            length = int(held[sequence, head])
-            newest = list(range(max(length - recent, 0), length))[-count:] if count else []
-            others = torch.randperm(length - len(newest), generator=generator)[: count - len(newest)]
-            row.append([*sorted(others.tolist()), *newest])
-        places.append(row)
-    return places
-
-
-def evict(
-    store: TokenStore,
-    lists: RaggedLists,
-    counts: list[list[int]],
-    new: tuple[Tensor, Tensor] | None = None,
-    recent: int = RECENT,
-) -> TokenStore:
-    """The store after an eviction, which the lists follow."""
-    if new is not None:
-        lists.append(*new)
-    columns = store.length + (0 if new is None else new[0].shape[2])
-    places = places_of(counts, lists.counts, recent)
-    kept = kept_tokens(places, lists.counts, columns)
-    lists.keep(places)
-    return evicted(store, held_tokens(store, new), kept)
-
-
-def check(store: TokenStore, lists: RaggedLists) -> None:
-    """Compare what a store holds with the lists, without a change to it."""
-    held = held_tokens(store)
-    assert held.keys.shape[2] == store.length
-    assert torch.equal(held.counts, lists.counts)
-    for sequence in range(lists.batch):
-        for head in range(KV_HEADS):
-            for side, seen in zip((lists.keys, lists.values), of_head(held, sequence, head), strict=True):
-                expected = side[sequence][head]
-                assert torch.equal(seen[0, 0], torch.stack(expected) if expected else seen[0, 0])
-
-
-def step(store: TokenStore, lists: RaggedLists, tokens: int = 1) -> None:
-    """Take in tokens, and compare attention of the last one."""
-    new = states(lists.batch, tokens)
-    store.validate(*new)
-    returned = store.extend(*new)
-    lists.append(*new)
-    query = torch.randn(lists.batch, HEADS, 1, KEY_DIM, generator=generator)
-    torch.testing.assert_close(loop_attention(query, segments_of(*returned)), lists.attention(query))
-    assert returned[0].shape[2] == store.length
-    check(store, lists)
+@pytest.fixture(autouse=True)
+def _same_numbers_in_each_test() -> None:
+    generator.manual_seed(0)
 
 
 def ragged(counts: list[list[int]] | None = None, tokens: int = 200) -> tuple[RaggedStore, RaggedLists]:
     """A store of uneven heads: the second sequence has very few tokens."""
     counts = [[150, 70], [9, 30]] if counts is None else counts
     lists = RaggedLists(len(counts))
-    store = evict(dense_in_small_steps(), lists, counts, states(len(counts), tokens))
+    store = evict(dense_in_small_steps(), lists, counts, states(len(counts), tokens), RECENT)
     assert isinstance(store, RaggedStore)
     assert store.flat is not None
     return store, lists
@@ -247,15 +185,6 @@ def test_a_cleared_store_starts_anew() -> None:
     step(store, lists, 30)
     store = evict(store, lists, [[10, 12]])
     step(store, lists)
-
-
-def test_no_token_is_evicted_from_other_stores() -> None:
-    store = StaticStore(20)
-    new = states(1, 10)
-    store.validate(*new)
-    store.append(*new)
-    with pytest.raises(UnsupportedLayerError, match="StaticStore"):
-        held_tokens(store)
 
 
 @pytest.mark.parametrize(

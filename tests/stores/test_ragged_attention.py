@@ -11,26 +11,17 @@ from kvlayers.eviction.evicted import evicted
 from kvlayers.eviction.held_tokens import held_tokens
 from kvlayers.eviction.ragged_store import RaggedStore
 from kvlayers.stores import DenseStore, QuantizedStore
-from ragged_reference import HEADS, KEY_DIM, KV_HEADS, VALUE_DIM, RaggedLists, kept_tokens, of_head
+from ragged_reference import HEADS, KEY_DIM, KV_HEADS, RaggedLists, generator, kept_tokens, of_head, states
 
 PROMPT = 300
 PADDING = [0, 270]
 RECENT = 16
 KEPT = [[150, 90], [30, 20]]
 
-generator = torch.Generator().manual_seed(0)
-
 STORES = {
     "dense": DenseStore,
     "packed": lambda: QuantizedStore(Quantization(residual_length=32, sink_tokens=8)),
 }
-
-
-def states(batch: int, tokens: int) -> tuple[Tensor, Tensor]:
-    return (
-        torch.randn(batch, KV_HEADS, tokens, KEY_DIM, generator=generator),
-        torch.randn(batch, KV_HEADS, tokens, VALUE_DIM, generator=generator),
-    )
 
 
 def held_lists(store: TokenStore, lists: RaggedLists) -> RaggedLists:
@@ -88,30 +79,6 @@ def test_left_padding_hides_no_token_that_a_head_holds(kind: str) -> None:
     for queries in (1, 1, 5, 1):
         check(store, lists, PADDING, queries)
         held_lists(store, lists)
-
-
-@pytest.mark.parametrize("kind", STORES)
-@pytest.mark.parametrize("operation", ["fork", "expand", "select", "truncate"])
-def test_attention_goes_on_after_an_operation(kind: str, operation: str) -> None:
-    store, lists = padded_prompt(kind)
-    padding = PADDING
-    check(store, lists, padding, 3)
-    if operation == "fork":
-        first, store = store, store.fork()
-        check(first, lists.copy(), padding)
-    elif operation == "expand":
-        store.expand(2)
-        lists.select([0, 0, 1, 1])
-        padding = [PADDING[0]] * 2 + [PADDING[1]] * 2
-    elif operation == "select":
-        store.select(torch.tensor([1, 0, 1]))
-        lists.select([1, 0, 1])
-        padding = [PADDING[1], PADDING[0], PADDING[1]]
-    else:
-        store.truncate(store.length - 2)
-        lists.crop(2)
-    for queries in (1, 4, 1):
-        check(store, lists, padding, queries)
 
 
 @pytest.mark.parametrize("kind", STORES)

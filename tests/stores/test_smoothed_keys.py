@@ -221,7 +221,7 @@ def test_a_state_without_vectors_is_read_and_goes_on_as_it_was() -> None:
     states = pair(1, 300)
     plain = QuantizedStore(Quantization("native", residual_length=16, sink_tokens=4))
     plain.reserve_form(*(form for form in (kvlayers.core.buffer.form_of(side) for side in states)))
-    plain.parts.runs = SmoothingRuns.of(KeySmoothing())
+    plain.runs = SmoothingRuns.of(KeySmoothing())
     plain.append(*states)
     tensors = plain.state()
     assert not [name for name in tensors if "smoothing" in name]
@@ -246,8 +246,8 @@ def test_an_entry_takes_no_codes_of_one_with_other_vectors(name: str, tmp_path: 
         cache = kvlayers.QuantizedCache(name, residual_length=16, sink_tokens=4)
         cache.update(*(side[:, :, :1] for side in states), 0)
         if smoothing is not None:
-            cache.layers[0].store.parts.runs = SmoothingRuns.of(smoothing)
-            cache.layers[0].store.parts.follows_packed = True
+            cache.layers[0].store.runs = SmoothingRuns.of(smoothing)
+            cache.layers[0].store.follows_packed = True
         cache.update(*(side[:, :, 1:count] for side in states), 0)
         prefixes = kvlayers.PrefixStore(2**30, tmp_path)
         prefixes.insert(ids[:count], cache, model="m")
@@ -263,7 +263,7 @@ def test_other_text_finds_its_own_vectors() -> None:
     keys, values = pair(1, 300)
     store = filled((keys, values))
     store.truncate(2)
-    assert not len(store.parts.runs)
+    assert not len(store.runs)
     other = keys.flip(-1)
     store.validate(other, values)
     store.append(other, values)
@@ -283,7 +283,7 @@ def test_an_interrupted_packing_loses_nothing(monkeypatch: pytest.MonkeyPatch) -
         store.validate(*rest)
         with pytest.raises(KeyboardInterrupt):
             store.append(*rest)
-    assert store.length == store.parts.tokens == 80
+    assert store.length == store.old_tokens + store.residual.length == 80
     store.append(*rest)
     check_attention(store, states, 0.2)
 
@@ -626,8 +626,8 @@ def test_blocks_that_agree_find_the_same_vectors_in_any_chunks(name: str) -> Non
     for keys, values in zip(*(side.split(64, 2) for side in states), strict=True):
         parts.validate(keys, values)
         parts.append(keys, values)
-    assert len(whole.parts.runs) == len(parts.parts.runs) == 1
-    assert whole.parts.runs.in_order[0].is_same(parts.parts.runs.in_order[0])
+    assert len(whole.runs) == len(parts.runs) == 1
+    assert whole.runs.in_order[0].is_same(parts.runs.in_order[0])
 
 
 # Runs of blocks with vectors of their own
@@ -667,20 +667,20 @@ def check_runs(store: Any, states: tuple[Tensor, Tensor], name: str) -> None:
 
 def _crop_before(store: QuantizedStore, states: tuple[Tensor, Tensor]) -> tuple[QuantizedStore, tuple[Tensor, Tensor]]:
     store.truncate(100)
-    assert len(store.parts.runs) == 1
+    assert len(store.runs) == 1
     return store, (states[0][:, :, :100], states[1][:, :, :100])
 
 
 def _crop_behind(store: QuantizedStore, states: tuple[Tensor, Tensor]) -> tuple[QuantizedStore, tuple[Tensor, Tensor]]:
     store.truncate(300)
-    assert len(store.parts.runs) > 1
+    assert len(store.runs) > 1
     return store, (states[0][:, :, :300], states[1][:, :, :300])
 
 
 def _drop_a_run(store: QuantizedStore, states: tuple[Tensor, Tensor]) -> tuple[QuantizedStore, tuple[Tensor, Tensor]]:
-    before = len(store.parts.runs)
+    before = len(store.runs)
     store.drop_oldest(280)
-    assert len(store.parts.runs) < before
+    assert len(store.runs) < before
     return store, (states[0][:, :, 280:], states[1][:, :, 280:])
 
 
@@ -707,7 +707,7 @@ def test_runs_go_on_after_a_change(
         monkeypatch.setattr("kvlayers.utils.native_library.NativeLibrary.get", lambda self: None)
     states = bordered(2)
     store = in_chunks(states, name)
-    assert len(store.parts.runs) > 1
+    assert len(store.runs) > 1
     check_runs(store, states, name)
     store, states = change(store, states)
     check_runs(store, states, name)
@@ -724,7 +724,7 @@ def test_runs_go_on_after_a_change(
 def test_an_eviction_reads_tokens_of_all_runs(name: str, per_head: bool) -> None:
     states = bordered(2)
     store: Any = in_chunks(states, name)
-    assert len(store.parts.runs) > 1
+    assert len(store.runs) > 1
     for _ in range(2):
         held = held_tokens(store)
         assert held.blocks is not None
@@ -777,7 +777,7 @@ def test_blocks_that_never_agree_are_packed_as_they_are_at_last(name: str) -> No
         keys[:, :, behind, block - 1] /= 30
         keys[:, :, behind, 20 + block - 1] -= 60
     store = in_chunks((keys, values), name, residual_length=0, sink_tokens=SINKS, nbits=8 if name == "fp8" else 4)
-    runs = store.parts.runs.in_order
+    runs = store.runs.in_order
     assert 2 < len(runs) <= MOST_RUNS
     if len(runs) == MOST_RUNS:
         assert runs[-1].is_same(runs[-1].emptied())
@@ -794,7 +794,7 @@ def test_a_later_block_of_equal_keys_starts_no_run(name: str, silent: float) -> 
     keys[..., 5] *= 30
     keys[:, :, FIRST.stop : FIRST.stop + BLOCK] = silent
     store = in_chunks((keys, values), name, residual_length=0, sink_tokens=SINKS)
-    assert len(store.parts.runs) == 1
+    assert len(store.runs) == 1
 
 
 @pytest.mark.usefixtures("usual_smoothing")

@@ -12,7 +12,7 @@ from unittest import mock
 
 import kvlayers.offload.offloading
 from kvlayers.core.named_caches import is_registered
-from kvlayers.eviction.evicting_config import rules_for
+from kvlayers.eviction.evicting_cache import rules_for
 from kvlayers.eviction.selection import HEAD_FLOOR, KeptTokens, select
 from kvlayers.generation.cache_by_name import named_cache
 from kvlayers.kernels.attention import dispatch, slabs

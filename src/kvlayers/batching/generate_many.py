@@ -146,7 +146,10 @@ def generate_many(
         model.generation_config.max_length,
     )
     if max_new_tokens is None and of_config.get("max_new_tokens") is None and ends_by_length:
-        raise OptionError("`generation_config` must have `max_new_tokens`, got `max_length` alone.")
+        raise OptionError(
+            "`generation_config` must have `max_new_tokens`, got `max_length` alone: set it, since prompts differ in "
+            "length."
+        )
     max_new_tokens = (of_config.get("max_new_tokens") or MAX_NEW_TOKENS) if max_new_tokens is None else max_new_tokens
     for name, number in {"max_new_tokens": max_new_tokens, "max_rows": max_rows, "chunk_tokens": chunk_tokens}.items():
         check_whole_number(number, f"`{name}`", 1)
@@ -157,7 +160,10 @@ def generate_many(
     of_generate |= {name for name in NOT_HERE if vars(config).get(name)}
     of_generate |= {"use_cache"} if options.get("use_cache") is False else set()
     if refused := sorted(of_generate):
-        raise OptionError(f"`options` must not have what generate_many does not do, got {', '.join(refused)}.")
+        raise OptionError(
+            f"`options` must not have what generate_many does not do, got {', '.join(refused)}: leave it out, or "
+            "call generate()."
+        )
     if left:
         raise OptionError(
             f"`options` must be options of a GenerationConfig, got {', '.join(sorted(left))}: "
@@ -166,9 +172,12 @@ def generate_many(
     if (mode := config.get_generation_mode().value) not in ("greedy_search", "sample") or (
         config.num_return_sequences or 1
     ) > 1:
-        raise OptionError(f"`options` must ask for one answer, by greedy search or by samples, got {mode}.")
+        raise OptionError(
+            f"`options` must ask for one answer, by greedy search or by samples, got {mode}: leave it out, or call "
+            "generate()."
+        )
     if config.stop_strings is not None and tokenizer is None:
-        raise OptionError("`tokenizer` must be given for stop strings, got none.")
+        raise OptionError("`tokenizer` must be given for stop strings, got none: pass the model's.")
     generate_calls.prepare_special_tokens(model, config)
     named = requested_cache(
         either("dynamic" if cache is None and cache_implementation is None else cache, cache_implementation),
@@ -201,7 +210,10 @@ def _check_callables(tokenizer: object, on_token: object, options: Mapping[str, 
     if tokenizer is not None and not (callable(tokenizer) and callable(getattr(tokenizer, "decode", None))):
         raise OptionError(f"`tokenizer` must be a tokenizer, got a {type(tokenizer).__name__}: load it first.")
     if on_token is not None and not callable(on_token):
-        raise OptionError(f"`on_token` must be a function of a prompt's number and a token, got {on_token!r}.")
+        raise OptionError(
+            f"`on_token` must be a function of a prompt's number and a token, got {on_token!r}: pass one, or leave "
+            "it out."
+        )
     for name in ("logits_processor", "stopping_criteria"):
         if not isinstance(options.get(name), list | None):
             raise OptionError(f"`{name}` must be a list, got a {type(options[name]).__name__}: pass [{name}].")
@@ -210,7 +222,9 @@ def _check_callables(tokenizer: object, on_token: object, options: Mapping[str, 
 def _drafter(model: Any, config: Any, looked_up: int | None, assistant: Any) -> tuple[Drafter | None, int]:
     """What makes drafts, and of how many tokens."""
     if looked_up is not None and assistant is not None:
-        raise OptionError("`prompt_lookup_num_tokens` must be left out beside an `assistant_model`, got both.")
+        raise OptionError(
+            "`prompt_lookup_num_tokens` must be left out beside an `assistant_model`, got both: pass one of them."
+        )
     if looked_up is None and assistant is None:
         return None, 0
     if looked_up is not None:
@@ -218,10 +232,15 @@ def _drafter(model: Any, config: Any, looked_up: int | None, assistant: Any) -> 
         return drafter_of(config, looked_up, None)
     assistant = model_types.unwrapped(assistant)
     if not isinstance(assistant, PreTrainedModel):
-        raise OptionError(f"`assistant_model` must be a model of transformers, got a {type(assistant).__name__}.")
+        raise OptionError(
+            f"`assistant_model` must be a model of transformers, got a {type(assistant).__name__}: pass a loaded model."
+        )
     own, smaller = (model_types.decoder_config(each.config).vocab_size for each in (model, assistant))
     if own != smaller:
-        raise OptionError(f"`assistant_model` must have the vocabulary of the model, {own} tokens, got {smaller}.")
+        raise OptionError(
+            f"`assistant_model` must have the vocabulary of the model, {own} tokens, got {smaller}: pass a model of "
+            "the same tokenizer."
+        )
     return drafter_of(config, None, assistant)
 
 

@@ -133,7 +133,7 @@ class RowEngine(Generic[Kind]):
         if drafter is not None and (is_kept_elsewhere or example.recurrent_parts()):
             raise OptionError(
                 "`prompt_lookup_num_tokens` and `assistant_model` must be left out for a model whose states cannot be "
-                f"taken back, each row's to a length of its own, got a {type(model).__name__}."
+                f"taken back, each row's to a length of its own, got a {type(model).__name__}: leave them out."
             )
         self._max_rows, self._chunk_tokens = max_rows, chunk_tokens
         self._room = late.function("room for rows")(named.name, request_of(model, named.options, batch_size=1), memory)

@@ -20,8 +20,8 @@ PLAN_OPTIONS = {
     "batch_size": "--batch",
     "memory": "--memory",
     "encoder_length": "--encoder-length",
-    "names": "--name",
-    "cache_implementation": "--name",
+    "names": "--cache",
+    "cache_implementation": "--cache",
     "max_bytes": "--max-bytes",
 }
 
@@ -48,7 +48,8 @@ def plan(
     name: Annotated[
         list[str] | None,
         typer.Option(
-            help="A cache to plan, also with options (sink:window_length=512); repeat for several. Default: all."
+            "--cache",
+            help="A cache to plan, also with options (sink:window_length=512); repeat for several. Default: all.",
         ),
     ] = None,
     max_bytes: Annotated[
@@ -58,6 +59,8 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show what each kind of cache would cost for a model, from its config alone, and which one to use.
+
+    For example: kvlayers plan HuggingFaceTB/SmolLM2-135M-Instruct --context 8k
 
     Exits with 2 if the input cannot be used, or if no cache is within the memory.
     """

@@ -363,8 +363,6 @@ def _batch_size_after(cache: Cache, state: CacheState) -> int:
 
 
 def _caches_of(states: Any) -> tuple[DynamicCache, DynamicCache]:
-    own: list[Any] = []
-    cross: list[Any] = []
     layers = legacy_api.check_nesting(states, width=(2, 4, 6))
     for index, layer in enumerate(layers):
         if len(layer) != len(layers[0]):
@@ -372,9 +370,5 @@ def _caches_of(states: Any) -> tuple[DynamicCache, DynamicCache]:
                 f"Each layer must have as many tensors as the first, got {len(layers[0])} there and "
                 f"{len(layer)} at layer {index}: give all layers cross-attention, or none."
             )
-    for layer in layers:
-        half = 2 if len(layer) == 2 else len(layer) // 2
-        own.append(type(layer)(layer[:half]))
-        if layer[half:]:
-            cross.append(layer[half:])
-    return DynamicCache(own), DynamicCache(cross)
+    own = [type(layer)(layer[: max(len(layer) // 2, 2)]) for layer in layers]
+    return DynamicCache(own), DynamicCache([layer[len(layer) // 2 :] for layer in layers if len(layer) > 2])

@@ -2,19 +2,27 @@
 
 from kvlayers.core.named_caches import named, register
 from kvlayers.eviction import evicting_cache, evicting_layer
-from kvlayers.eviction.attention_rules import ExpectedAttention, HeavyHitters, SnapKV, Tova
-from kvlayers.eviction.key_rules import KeyDiff, KNorm, RandomEviction, Streaming
 from kvlayers.eviction.rule import (
     ALL_QUERIES,
+    RULES,
     EvictionRule,
-    added_rule_names,
     eviction_rule,
     eviction_rule_names,
     register_eviction_rule,
     unregister_eviction_rule,
 )
+from kvlayers.eviction.rules import (
+    ExpectedAttention,
+    HeavyHitters,
+    KeyDiff,
+    KNorm,
+    RandomEviction,
+    SnapKV,
+    Streaming,
+    Tova,
+)
 
-BUILTIN_RULES = tuple(added_rule_names())
+BUILTIN_RULES = tuple(RULES.own_names())
 """Names of the rules of kvlayers, which the imports above have registered."""
 
 for _rule in BUILTIN_RULES:

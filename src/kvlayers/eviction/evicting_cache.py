@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -9,19 +10,20 @@ from typing_extensions import override
 
 from kvlayers.core.cache import Cache
 from kvlayers.core.description import NestedArgument, RotaryArgument
-from kvlayers.core.layer_operations import LayerOperations
+from kvlayers.core.from_config import FULL, HYBRID, dynamic_layers, with_attention
 from kvlayers.core.named_caches import named, register, register_cache_class
 from kvlayers.core.preparation import check_rotary, left_padding_of, padding_of, prepare_layers
 from kvlayers.errors import ConfigError, UnsupportedLayerError
-from kvlayers.eviction.budgets import LayerBudgets, check_layer_budgets
-from kvlayers.eviction.evicting_config import EvictingConfig, evicting_layers
 from kvlayers.eviction.evicting_layer import EvictingLayer
+from kvlayers.eviction.options import EvictionOptions, LayerBudgets, layer_keeps, layer_tokens
 from kvlayers.eviction.rule import EvictionRule
-from kvlayers.eviction.settings import check_amounts, found_rule
 from kvlayers.quantized.quantization import Quantization
+from kvlayers.quantized.quantized_store import QuantizedStore
+from kvlayers.rope.from_config import rotaries, rotates_keys
 from kvlayers.rope.rotary import Rotary
-from kvlayers.upstream import compat
-from kvlayers.upstream.model_types import config_of
+from kvlayers.upstream import compat, model_types
+from kvlayers.upstream.model_layers import layer_specs
+from kvlayers.upstream.model_types import attention_scale, config_of
 from kvlayers.utils.options import checks_options
 from kvlayers.utils.units import tokens
 
@@ -76,7 +78,7 @@ class EvictingCache(Cache):
     """
 
     made_with = (
-        NestedArgument("evicting", "_evicting", made_from=EvictingConfig.from_facts),
+        NestedArgument("evicting", "_options", made_from=EvictionOptions.from_facts),
         RotaryArgument("rotary", "_rotary"),
     )
     learns_padding = True
@@ -105,20 +107,16 @@ class EvictingCache(Cache):
         if config is not None:
             config = config_of(config)
         check_rotary(rotary)
-        budget = None if budget is None else tokens(budget, "budget")
-        found = found_rule(rule)[0]
-        keep = found.keep if keep is None and budget is None else keep
-        check_amounts(keep, budget, sink_tokens, recent_tokens)
-        self._evicting = EvictingConfig(
-            rule if isinstance(rule, str) else found,
+        self._options = EvictionOptions.of(
+            rule,
             keep,
-            budget,
-            sink_tokens,
-            recent_tokens,
-            per_head,
-            _checked_layer_budgets(layer_budgets),
-            Quantization.of(quantization),
-            padding_of(left_padding),
+            None if budget is None else tokens(budget, "budget"),
+            sink_tokens=sink_tokens,
+            recent_tokens=recent_tokens,
+            per_head=per_head,
+            layer_budgets=layer_budgets,
+            quantization=Quantization.of(quantization),
+            left_padding=padding_of(left_padding),
         )
         self._rotary = rotary
         placement = offloading, offload_only_non_sliding, offload_device, offload_directory
@@ -129,23 +127,22 @@ class EvictingCache(Cache):
 
     @property
     def rule(self) -> str | EvictionRule:
-        """Which tokens are evicted first."""
-        return self._evicting.rule
+        """Which tokens are evicted first: the name of a rule, or a rule without a name."""
+        return self._options.rule_name or self._options.rule
 
     def _layer_without_config(self) -> EvictingLayer:
-        if found_rule(self.rule)[0].needs_rotary and self._rotary is None:
+        options = self._options
+        unknown = None
+        if options.rule.needs_rotary and self._rotary is None:
+            unknown = f"The eviction rule {options.rule_shown} needs to know how the model rotates its keys"
+        elif options.layer_budgets != "uniform":
+            unknown = f"`layer_budgets` {options.layer_budgets!r} needs to know the layers of the model"
+        if unknown is not None:
             raise ConfigError(
-                f"The eviction rule {self.rule!r} needs to know how the model rotates its keys, but the cache has no "
-                "config: make it with config=model.config, call prepare(model.config), or generate() under "
-                "kvlayers.install()."
+                f"{unknown}, but the cache has no config: make it with config=model.config, call "
+                "prepare(model.config), or generate() under kvlayers.install()."
             )
-        if self._evicting.layer_budgets != "uniform":
-            raise ConfigError(
-                f"`layer_budgets` {self._evicting.layer_budgets!r} needs to know the layers of the model, but the "
-                "cache has no config: make it with config=model.config, call prepare(model.config), or generate() "
-                "under kvlayers.install()."
-            )
-        return self._evicting.layers([self._rotary], None)[0]
+        return _layers(options, [self._rotary], None)[0]
 
     @override
     def prepare(self, config: object, attention_mask: Tensor | None = None) -> None:
@@ -159,10 +156,10 @@ class EvictingCache(Cache):
             StateMismatchError: tokens are held, or there is padding that is not on the left.
             ConfigError: as for the cache itself.
         """
-        padding = self._evicting.left_padding if attention_mask is None else left_padding_of(attention_mask)
-        evicting = self._evicting.with_padding(padding)
-        prepare_layers(self, evicting_layers(config_of(config), evicting, self._rotary), padding)
-        self._evicting = evicting
+        padding = self._options.left_padding if attention_mask is None else left_padding_of(attention_mask)
+        options = replace(self._options, left_padding=padding)
+        prepare_layers(self, evicting_layers(config_of(config), options, self._rotary), padding)
+        self._options = options
 
     @override
     def get_mask_sizes(self, query_length: int | Tensor, layer_idx: int) -> tuple[int, int]:
@@ -173,7 +170,8 @@ class EvictingCache(Cache):
             )
         # All layers of full attention share the mask of one of them, but may hold different numbers of tokens.
         rows = [row for layer in self.adapted_layers() for row in layer.separate_rows]
-        evicting = [layer for layer in map(_unwrapped, rows) if isinstance(layer, EvictingLayer)]
+        # The part of a layer that attends, without a wrapper that moves its states.
+        evicting = [part for row in rows if isinstance(part := row.parts[0].unwrapped, EvictingLayer)]
         columns = max((layer.columns for layer in evicting), default=0)
         for layer in evicting:
             layer.announce(columns)
@@ -185,23 +183,108 @@ class EvictingCache(Cache):
 
     @override
     def _layers_of_model(self, config: Any) -> list[Any]:
-        return evicting_layers(config, self._evicting, self._rotary)
+        return evicting_layers(config, self._options, self._rotary)
 
     @override
     def reset(self) -> None:
         """Forget all tokens, and the padding before them; the memory is kept for the next ones."""
         super().reset()
-        self._evicting = self._evicting.with_padding(None)
+        self._options = replace(self._options, left_padding=None)
 
 
-def _checked_layer_budgets(given: LayerBudgets) -> LayerBudgets:
-    check_layer_budgets(given)
-    return given if isinstance(given, str) else tuple(given)
+def rules_for(rule: EvictionRule, config: object, rotary: Rotary | None = None) -> list[EvictionRule]:
+    """The rule for each layer that has a cache, in order.
+
+    Args:
+        rule: the rule, as its name gives it.
+        config: the model's config, or that of its text model.
+        rotary: how all layers rotate their keys. Default: as the config says.
+
+    Raises:
+        ConfigError: `config` is not a model config, or the rule needs to know how the model rotates its keys, and
+            kvlayers does not know that.
+    """
+    scale = attention_scale(config)
+    return [rule.for_attention(own, scale) for own in _rotaries_for(rule, config, rotary)]
 
 
-def _unwrapped(layer: LayerOperations) -> LayerOperations:
-    """The part of a layer that attends, without a wrapper that moves its states."""
-    return layer.parts[0].unwrapped
+def _rotaries_for(rule: EvictionRule, config: object, rotary: Rotary | None = None) -> list[Rotary | None]:
+    """How each layer that has a cache rotates its keys, in order; `None` if the rule does not need to know.
+
+    The arguments and errors are those of `rules_for`.
+    """
+    if rule.needs_rotary and rotary is None and rotates_keys(config):
+        return rotaries(config)
+    return [rotary] * len(layer_specs(config))
+
+
+def evicting_layers(config: object, options: EvictionOptions, rotary: Rotary | None = None) -> list[Any]:
+    """As `dynamic_layers`, with full attention that evicts tokens. Layers with a window stay as they are.
+
+    Args:
+        config: config of the model.
+        options: how they evict.
+        rotary: how the keys of all layers are rotated; as the config says if it is not given.
+
+    Raises:
+        ConfigError: no layer has full attention, attention depends on the columns of tokens, the rule needs queries
+            and the model caches latents, or the rule needs to know how keys are rotated, and kvlayers does not.
+    """
+    if model_types.goes_by_columns(config):
+        raise ConfigError(
+            f"The attention of '{model_types.decoder_config(config).model_type}' depends on how many tokens the cache "
+            "holds before a token (ALiBi, relative positions, or local attention), so none of them may be evicted: use "
+            "a DynamicCache."
+        )
+    specs, layers = layer_specs(config), dynamic_layers(config)
+    full = [index for index, spec in enumerate(specs) if HYBRID.get(spec.layer_type, spec.layer_type) == FULL]
+    if not full:
+        raise ConfigError(
+            f"A cache evicts tokens of full attention, but the layers of the model are "
+            f"{', '.join(sorted({spec.layer_type for spec in specs}))}: use a DynamicCache."
+        )
+    rule = options.rule
+    if rule.queries and model_types.caches_latents(config):
+        raise ConfigError(
+            f"The eviction rule {options.rule_shown} needs queries, but "
+            f"'{model_types.decoder_config(config).model_type}' has multi-head latent attention, which caches latents "
+            "and shows no queries that fit them: use a rule without queries, such as 'keydiff'."
+        )
+    rotations = _rotaries_for(rule, config, rotary)
+    made = _layers(options, [rotations[index] for index in full], attention_scale(config))
+    for index, layer in zip(full, made, strict=True):
+        layers[index] = with_attention(layers[index], layer)
+    return layers
+
+
+def _layers(options: EvictionOptions, rotaries: Sequence[Rotary | None], scale: float | None) -> list[EvictingLayer]:
+    """A layer for each layer of full attention of a model.
+
+    Args:
+        options: how they evict.
+        rotaries: how each of these layers rotates its keys, if the rule needs to know.
+        scale: factor of the scores of attention, `None` for `1 / sqrt(head_dim)`.
+    """
+    how, count, keep = options.layer_budgets, len(rotaries), options.keep
+    amounts: list[tuple[float | None, int | None]]
+    if keep is None:
+        amounts = [(None, held) for held in layer_tokens(how, count, options.budget or 0, options.protected)]
+    else:
+        amounts = [(part, None) for part in layer_keeps(how, count, keep)]
+    return [
+        EvictingLayer(
+            options.rule_name or options.rule,
+            *amount,
+            options.sink_tokens,
+            options.recent_tokens,
+            options.per_head,
+            rotary,
+            scale,
+            None if options.quantization is None else QuantizedStore(options.quantization),
+            options.left_padding,
+        )
+        for amount, rotary in zip(amounts, rotaries, strict=True)
+    ]
 
 
 register("evicting")(named(EvictingCache))

@@ -2,12 +2,13 @@
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 from torch import Tensor
 from typing_extensions import Self, override
 
 from kvlayers.core.arguments import whole_number
-from kvlayers.core.dense_store import dense_in_small_steps
+from kvlayers.core.dense_store import dense_in_small_steps, may_share
 from kvlayers.core.description import Argument, RotaryArgument
 from kvlayers.core.dynamic_layer import check_rollback
 from kvlayers.core.layer_operations import LayerOperations, LayerState
@@ -15,15 +16,15 @@ from kvlayers.core.layer_registry import register_layer
 from kvlayers.core.preparation import padding_of
 from kvlayers.core.token_layer import TokenLayer
 from kvlayers.core.token_store import Fidelity, KVPair, StoreArgument, TokenStore
-from kvlayers.errors import StateMismatchError, UnsupportedLayerError
-from kvlayers.eviction.evicted import check_evictable, evicted
-from kvlayers.eviction.eviction_progress import PROGRESS_NAMES, WHOLE_FROM, EvictionProgress, ObservedQueries
+from kvlayers.errors import OptionError, StateMismatchError, UnsupportedLayerError
+from kvlayers.eviction.evicted import evicted
+from kvlayers.eviction.eviction_progress import PROGRESS_NAMES, STEP, WHOLE_FROM, EvictionProgress
 from kvlayers.eviction.flat_tokens import is_ragged
-from kvlayers.eviction.held_tokens import held_states, held_tokens, joined_states, with_columns
+from kvlayers.eviction.held_tokens import attended_with, held_tokens, with_columns
+from kvlayers.eviction.options import EvictionOptions
 from kvlayers.eviction.ragged_store import RaggedStore
 from kvlayers.eviction.rule import EvictionRule, scores_of
 from kvlayers.eviction.selection import HEAD_FLOOR, select
-from kvlayers.eviction.settings import STEP, EvictionSettings
 from kvlayers.kernels.attention.gqa import marked_for_sdpa
 from kvlayers.kernels.attention.packed_ops import observed
 from kvlayers.kernels.codes.quantizer_contract import Side
@@ -52,7 +53,8 @@ class EvictingLayer(TokenLayer):
     Args:
         rule: which tokens are evicted first: the name of a rule, an `EvictionRule`, or a
             `ScorerPress` of kvpress.
-        keep: part of the tokens that an average KV head keeps, larger than 0 and at most 1.
+        keep: part of the tokens that an average KV head keeps, larger than 0 and at most 1. Without
+            `budget` either, the rule says it: a half for most.
         budget: tokens that an average KV head keeps, in place of `keep`.
         sink_tokens: first tokens of each sequence, after its padding, that are always kept.
         recent_tokens: newest tokens that an eviction always keeps.
@@ -76,16 +78,16 @@ class EvictingLayer(TokenLayer):
     described = ("scale",)
     made_with = (
         StoreArgument("store", "_empty"),
-        Argument("rule", "settings.registered_name", "eviction_rule"),
-        Argument("keep", "settings.keep", "eviction_keep"),
-        Argument("budget", "settings.budget", "eviction_budget"),
-        Argument("sink_tokens", "settings.sink_tokens", "eviction_sink_tokens"),
-        Argument("recent_tokens", "settings.recent_tokens", "eviction_recent_tokens"),
-        Argument("per_head", "settings.per_head", "eviction_per_head"),
+        Argument("rule", "options.registered_name", "eviction_rule"),
+        Argument("keep", "options.keep", "eviction_keep"),
+        Argument("budget", "options.budget", "eviction_budget"),
+        Argument("sink_tokens", "options.sink_tokens", "eviction_sink_tokens"),
+        Argument("recent_tokens", "options.recent_tokens", "eviction_recent_tokens"),
+        Argument("per_head", "options.per_head", "eviction_per_head"),
         RotaryArgument("rotary"),
     )
     hints = ("left_padding",)
-    beside = ("_progress", "_queries")
+    beside = ("_progress",)
     evicts_by_states = True
     fidelity: Fidelity = "evicting"
     capacity: int | None = None
@@ -104,46 +106,55 @@ class EvictingLayer(TokenLayer):
         store: TokenStore | None = None,
         left_padding: Sequence[int] | Tensor | None = None,
     ) -> None:
-        if isinstance(store, QuantizedStore):
-            check_evictable(store.quantization)
-        settings = EvictionSettings.of(rule, keep, budget, sink_tokens, recent_tokens, per_head, rotary, scale)
-        self.settings, self.rotary, self.scale = settings, rotary, scale
+        quantization = store.quantization if isinstance(store, QuantizedStore) else None
+        if not (store is None or quantization is not None or may_share(store)):
+            raise OptionError(
+                "`store` of a layer that evicts tokens must be a DenseStore or a QuantizedStore, got a "
+                f"{type(store).__name__}: pass one of them."
+            )
+        given = EvictionOptions.of(
+            rule,
+            keep,
+            budget,
+            sink_tokens=sink_tokens,
+            recent_tokens=recent_tokens,
+            per_head=per_head,
+            quantization=quantization,
+        )
+        self.options = options = replace(given, rule=given.rule.for_attention(rotary, scale))
+        self.rotary, self.scale = rotary, scale
         self._empty = dense_in_small_steps() if store is None else store
         super().__init__(self._empty.fork())
         self.record_past = False
-        self._start_over(EvictionProgress(settings, padding_of(left_padding)))
+        self._start_over(EvictionProgress(options, padding_of(left_padding)))
 
-    def _start_over(self, progress: EvictionProgress, queries: ObservedQueries | None = None, seen: int = 0) -> None:
+    def _start_over(self, progress: EvictionProgress, seen: int = 0) -> None:
         """Go on from there, with nothing expected of attention."""
         self._progress, self._seen = progress, seen
-        self._queries = ObservedQueries(self.settings.rule.queries) if queries is None else queries
         self._announced = self._awaited = 0
         self._unstored: KVPair | None = None
 
     @override
     def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> KVPair:
         self._check_settled()
-        store, progress, settings = self._store, self._progress, self.settings
+        store, progress, options = self._store, self._progress, self.options
         tokens = store.validate(key_states, value_states)
         progress.check_batch(key_states.shape[0])
         seen = self._seen + tokens
         if self._awaited:
             # Attention has not shown the queries of the last tokens. Earlier ones would not stand beside their keys.
-            self._queries = ObservedQueries(settings.rule.queries)
+            self._progress = progress = replace(progress, shown=())
         is_due = progress.is_due(seen, slack=0) if tokens > 1 else progress.is_due_in_steps(seen)
         evicts = is_due and not self.record_past and key_states.shape[0] > 0
-        if evicts:
-            # Attend to everything, but store the kept tokens alone. If scores are wrong, nothing is stored.
-            states = joined_states(held_states(store), key_states, value_states)
-        else:
-            states = store.extend(key_states, value_states)
+        # An eviction attends to everything, but stores the kept tokens alone. If scores are wrong, nothing is stored.
+        states = attended_with(store, key_states, value_states) if evicts else store.extend(key_states, value_states)
         states = with_columns(states, self._announced + tokens)
-        if evicts and not settings.rule.queries:
-            self._evict((key_states, value_states), self._queries, seen)
+        if evicts and not options.rule.queries:
+            self._evict((key_states, value_states), progress, seen)
             self._announced = 0
             return marked_for_sdpa(*states, tokens)
         self._announced, self._seen = 0, seen
-        if not evicts and (not settings.rule.queries or (settings.budget is None and not self.record_past)):
+        if not evicts and (not options.rule.queries or (options.budget is None and not self.record_past)):
             return states
         self._awaited, self._unstored = tokens, (key_states, value_states) if evicts else None
         return observed(*states, functools.partial(self._observe, seen))
@@ -160,51 +171,50 @@ class EvictingLayer(TokenLayer):
         if seen != self._seen or not tokens or query.shape[2] % tokens:
             # Queries of another layer, which reads the same states, or of states that were rolled back.
             return
-        queries = self._queries.with_newest(query.reshape(query.shape[0], -1, tokens, query.shape[3]))
+        progress = self._progress.with_queries(query.reshape(query.shape[0], -1, tokens, query.shape[3]))
         # If the eviction fails, nothing waits any longer, and tokens that were not stored are taken back.
         self._awaited, self._unstored = 0, None
         if new is None:
-            self._queries = queries
+            self._progress = progress
             return
         self._seen -= tokens
-        self._evict(new, queries, seen)
+        self._evict(new, progress, seen)
 
-    def _evict(self, new: KVPair | None, queries: ObservedQueries, seen: int) -> None:
+    def _evict(self, new: KVPair | None, progress: EvictionProgress, seen: int) -> None:
         """Keep fewer tokens of each sequence that has too many. If scores are wrong, nothing has changed.
 
         Args:
             new: states of the newest tokens, if they are not stored yet.
-            queries: the queries that the rule may ask for.
+            progress: how far the layer has evicted, with the queries that the rule may ask for.
             seen: tokens seen, the new ones included.
 
         Raises:
             StateMismatchError: the rule returned something other than scores of these tokens.
         """
-        progress, settings = self._progress, self.settings
+        options = self.options
         tokens = held_tokens(self._store, new)
         counts = progress.unpadded(tokens.counts)
         # Queries of tokens that some head has evicted would not stand beside their keys.
-        shown = queries.newest(seen - progress.whole_from)
+        shown = progress.queries(seen - progress.whole_from)
         # Tokens that come one by one are evicted in steps.
         slack = 0 if new is not None and new[0].shape[2] > 1 else STEP - 1
         kept = select(
-            scores_of(settings.rule, tokens.keys, tokens.values, shown, counts),
+            scores_of(options.rule, tokens.keys, tokens.values, shown, counts),
             progress.wanted(seen, slack, counts.shape[0]),
-            sinks=settings.sink_tokens,
-            recent=settings.recent_tokens,
+            sinks=options.sink_tokens,
+            recent=options.recent_tokens,
             padding=tokens.keys.shape[2] - counts,
-            floor=HEAD_FLOOR if settings.heads_differ else 1.0,
+            floor=HEAD_FLOOR if options.heads_differ else 1.0,
             blocks=tokens.blocks,
         )
         self._store = evicted(self._store, tokens, kept)
         self._progress, self._seen = progress.after_eviction(seen, kept.counts), seen
-        self._queries = queries if settings.keeps_queries else ObservedQueries(settings.rule.queries)
 
     def _check_settled(self) -> None:
         """Raise `UnsupportedLayerError` if an eviction waits for queries that attention has not shown."""
         if self._unstored is not None:
             raise UnsupportedLayerError(
-                f"The eviction rule {self.settings.rule_shown} needs the queries of the newest {self._awaited} tokens, "
+                f"The eviction rule {self.options.rule_shown} needs the queries of the newest {self._awaited} tokens, "
                 "but the attention of the model has not shown them: use attn_implementation='sdpa', 'eager' or "
                 "'kvlayers' without torch.compile, or a rule without queries, such as 'keydiff'. reset() or crop() "
                 "takes these tokens back."
@@ -271,7 +281,7 @@ class EvictingLayer(TokenLayer):
                 f"`left_padding` must be given before the first token, got it after {self._seen} tokens: reset the "
                 "cache first."
             )
-        self._start_over(EvictionProgress(self.settings, padding_of(padding)))
+        self._start_over(EvictionProgress(self.options, padding_of(padding)))
 
     @override
     def note_left_padding(self, padding: Tensor | None) -> None:
@@ -324,8 +334,9 @@ class EvictingLayer(TokenLayer):
         self._store.truncate(self._store.length - (self._seen - self._waiting - length))
         # Attention had shown the queries of so many tokens.
         shown = self._seen - self._awaited
-        queries = self._queries.without_newest(shown - length) if length <= shown else None
-        self._start_over(self._progress, queries, length)
+        progress = self._progress
+        progress = progress.without_queries(shown - length) if length <= shown else replace(progress, shown=())
+        self._start_over(progress, length)
         self._evict_recorded()
 
     @override
@@ -342,9 +353,9 @@ class EvictingLayer(TokenLayer):
 
     def _evict_recorded(self) -> None:
         """Evict what recording has held beyond the step that is allowed while single tokens come."""
-        can_score = not self.settings.rule.queries or self._queries.count > 0
+        can_score = not self.options.rule.queries or self._progress.shown
         if self.record_past and can_score and self._progress.is_due(self._seen, STEP - 1):
-            self._evict(None, self._queries, self._seen)
+            self._evict(None, self._progress, self._seen)
 
     # The batch, copies and state
 
@@ -365,7 +376,7 @@ class EvictingLayer(TokenLayer):
         super().reset()
         if isinstance(self._store, RaggedStore):
             self._store = self._empty.fork()
-        self._start_over(EvictionProgress(self.settings))
+        self._start_over(EvictionProgress(self.options))
 
     @override
     def fork(self) -> Self:
@@ -382,7 +393,7 @@ class EvictingLayer(TokenLayer):
         self._check_settled()
         tensors = self._store.state()
         if tensors:
-            tensors |= self._progress.state(tensors["keys"].device) | self._queries.state()
+            tensors |= self._progress.state(tensors["keys"].device)
         facts = {**self.describe(), "length": self.length, WHOLE_FROM: self._progress.whole_from}
         return LayerState(self.kind, tensors, facts)
 
@@ -394,7 +405,6 @@ class EvictingLayer(TokenLayer):
         twin._store = self._store_of(stored)
         super(EvictingLayer, twin).check_state(stored)
         self._progress.of_state(state)
-        self._queries.of_state(state.tensors)
 
     def _store_of(self, stored: LayerState) -> TokenStore:
         """An empty store for the states of a store."""
@@ -416,4 +426,4 @@ class EvictingLayer(TokenLayer):
         store = self._store_of(stored)
         store.load_state(stored.tensors)
         self._store = store
-        self._start_over(self._progress.of_state(state), self._queries.of_state(state.tensors), state.length)
+        self._start_over(self._progress.of_state(state), state.length)

@@ -1,5 +1,6 @@
 """How far a layer has evicted its text, and the queries that attention has shown of it."""
 
+import copy
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -10,8 +11,11 @@ from torch import Tensor
 from kvlayers.core.layer_operations import LayerState
 from kvlayers.core.preparation import PADDING_NAME
 from kvlayers.errors import RollbackError, StateMismatchError
+from kvlayers.eviction.options import EvictionOptions
 from kvlayers.eviction.rule import ALL_QUERIES
-from kvlayers.eviction.settings import STEP, EvictionSettings
+
+STEP = 64
+"""While single tokens come, a layer with a budget holds up to this many tokens more before it evicts again."""
 
 EVICTED_NAME = "evicted_tokens"
 """The name of the numbers of evicted tokens in a state."""
@@ -33,27 +37,31 @@ class EvictionProgress:
     """How many tokens of each sequence are gone, for an average KV head. Every change makes a new object.
 
     Attributes:
-        settings: how the layer evicts.
+        options: how the layer evicts.
         padding: tokens of padding before each sequence, int64 `[batch]` on the host; `None` without padding.
         evicted: tokens evicted of each sequence without its padding, int64 `[batch]` on the host, or `[1]` if it is the
             same number for all.
         whole_from: position from which on every head holds every token.
+        shown: queries that attention has shown of the newest tokens, as far as the rule wants them: rotated and not
+            scaled, in the order of their tokens, `[batch, heads, observed, head_dim]`. A part is joined with the next
+            one when that is as long: so a query is copied a few times, and not once for each later token.
     """
 
-    settings: EvictionSettings
+    options: EvictionOptions
     padding: Tensor | None = None
     evicted: Tensor = _NOTHING
     whole_from: int = 0
+    shown: tuple[Tensor, ...] = ()
 
     def is_due_in_steps(self, seen: int) -> bool:
         """Whether any sequence, whose tokens come one by one, holds a step too many. With `keep`, none ever does."""
-        return self.settings.budget is not None and seen >= self._next_eviction
+        return self.options.budget is not None and seen >= self._next_eviction
 
     @functools.cached_property
     def _next_eviction(self) -> int:
         """Tokens seen when the first sequence is due, if tokens come one by one."""
         absent = self.evicted if self.padding is None else self.evicted + self.padding
-        return int(absent.min()) + self.settings.allowed(0) + STEP
+        return int(absent.min()) + self.options.allowed(0) + STEP
 
     def lengths(self, seen: int) -> Tensor:
         """Tokens of each sequence without its padding, int64 `[batch]`, or `[1]` without padding."""
@@ -70,7 +78,7 @@ class EvictionProgress:
     def wanted(self, seen: int, slack: int, batch: int) -> list[int]:
         """Tokens that each sequence is to hold: all, unless it holds more than `slack` tokens too many."""
         # An average is rounded down, so that `held` would evict a token of a sequence whose heads hold 3 and 4.
-        allowed = torch.tensor([self.settings.allowed(tokens) for tokens in self.lengths(seen).tolist()])
+        allowed = torch.tensor([self.options.allowed(tokens) for tokens in self.lengths(seen).tolist()])
         return torch.where(self.held(seen) > allowed + slack, allowed, seen).expand(batch).tolist()
 
     def unpadded(self, counts: Tensor) -> Tensor:
@@ -82,29 +90,31 @@ class EvictionProgress:
         if self.padding is None:
             return counts
         # An eviction drops the padding before the recent tokens. It may have come while the padding still went on.
-        dropped = self.whole_from + self.settings.recent_tokens if self.whole_from else 0
+        dropped = self.whole_from + self.options.recent_tokens if self.whole_from else 0
         return (counts - (self.padding - dropped).clamp(min=0)[:, None]).clamp(min=0)
 
     def after_eviction(self, seen: int, counts: Tensor) -> "EvictionProgress":
         """The progress after heads have kept `counts` of `seen` tokens, int64 `[batch, kv_heads]` on the host."""
         evicted = self.lengths(seen) - counts.sum(1) // counts.shape[1]
         evicted = evicted[:1] if bool((evicted == evicted[0]).all()) else evicted
-        return replace(self, evicted=evicted, whole_from=max(self.whole_from, seen - self.settings.recent_tokens))
+        whole_from = max(self.whole_from, seen - self.options.recent_tokens)
+        return replace(
+            self, evicted=evicted, whole_from=whole_from, shown=self.shown if self.options.keeps_queries else ()
+        )
 
     def selected(self, indices: Tensor) -> "EvictionProgress":
         """The progress of the sequences at `indices`, int64 `[new_batch]`."""
+        shown = tuple(part.index_select(0, indices.to(part.device)) for part in self.shown)
         if self.padding is None and self.evicted.shape[0] == 1:
-            return self
+            return replace(self, shown=shown) if shown else self
         indices = indices.cpu()
-        return replace(
-            self,
-            padding=None if self.padding is None else self.padding[indices],
-            evicted=self.evicted if self.evicted.shape[0] == 1 else self.evicted[indices],
-        )
+        padding = None if self.padding is None else self.padding[indices]
+        evicted = self.evicted if self.evicted.shape[0] == 1 else self.evicted[indices]
+        return replace(self, padding=padding, evicted=evicted, shown=shown)
 
     def held_tensors(self) -> Iterator[Tensor]:
-        """Every tensor of a device that keeps memory alive: none, as all numbers are on the host."""
-        return iter(())
+        """Every tensor that keeps memory alive. The numbers are on the host."""
+        yield from self.shown
 
     def check_batch(self, batch_size: int) -> None:
         """Raise `StateMismatchError` if the padding is for another number of sequences."""
@@ -123,10 +133,52 @@ class EvictionProgress:
                 "tokens that may be taken back, protect more recent_tokens, or fork() the cache."
             )
 
+    # Queries
+
+    @property
+    def shown_tokens(self) -> int:
+        """Tokens whose queries are held."""
+        return sum(part.shape[2] for part in self.shown)
+
+    def queries(self, tokens: int) -> Tensor | None:
+        """What the rule wants of the queries of the newest `tokens` tokens, `[batch, heads, observed, head_dim]`."""
+        if not self.shown:
+            return None
+        joined, wanted = torch.cat(self.shown, dim=2), self.options.rule.queries
+        return joined[:, :, -(tokens if wanted == ALL_QUERIES else min(tokens, wanted)) :]
+
+    def with_queries(self, queries: Tensor) -> "EvictionProgress":
+        """The same with the queries of further tokens, `[batch, heads, new, head_dim]`, as far as they are wanted."""
+        parts, wanted = [*self.shown, queries.detach()], self.options.rule.queries
+        while len(parts) > 1 and parts[-2].shape[2] <= parts[-1].shape[2]:
+            parts[-2:] = [torch.cat(parts[-2:], dim=2)]
+        if wanted != ALL_QUERIES and sum(part.shape[2] for part in parts) >= 2 * wanted:
+            # A copy, so that the other queries are not kept in memory.
+            parts = [torch.cat(parts, dim=2)[:, :, -wanted:].clone()]
+        return self._showing(parts)
+
+    def without_queries(self, tokens: int) -> "EvictionProgress":
+        """The same without the queries of the newest `tokens` tokens."""
+        parts, left = [], self.shown_tokens - tokens
+        for part in self.shown:
+            if left > 0:
+                parts.append(part[:, :, :left])
+            left -= part.shape[2]
+        return self._showing(parts)
+
+    def _showing(self, parts: list[Tensor]) -> "EvictionProgress":
+        # A copy keeps what the numbers say, which does not change with each token.
+        twin = copy.copy(self)
+        object.__setattr__(twin, "shown", tuple(parts))
+        return twin
+
+    # State
+
     def state(self, device: torch.device) -> dict[str, Tensor]:
-        """Copies of the numbers on a device, by name."""
-        numbers = ((EVICTED_NAME, self.evicted), (PADDING_NAME, self.padding))
-        return {name: held.to(device, copy=True) for name, held in numbers if held is not None}
+        """Copies of the numbers on a device, and of the queries, by name."""
+        queries = self.queries(self.shown_tokens)
+        held = ((EVICTED_NAME, self.evicted), (PADDING_NAME, self.padding), (QUERIES_NAME, queries))
+        return {name: tensor.to(device, copy=True) for name, tensor in held if tensor is not None}
 
     def of_state(self, state: LayerState) -> "EvictionProgress":
         """The progress of the layer that `state` was taken from.
@@ -140,7 +192,13 @@ class EvictionProgress:
                 f"`{WHOLE_FROM}` must be a position among the {seen} tokens of the state, got {whole_from!r}: take the "
                 "state again."
             )
-        tensors = state.split((EVICTED_NAME, PADDING_NAME))[0]
+        tensors = state.split(PROGRESS_NAMES)[0]
+        queries = tensors.pop(QUERIES_NAME, None)
+        if queries is not None and (queries.dim() != 4 or not queries.is_floating_point()):
+            raise StateMismatchError(
+                f"`{QUERIES_NAME}` must be [batch, heads, tokens, head_dim], got {list(queries.shape)} of "
+                f"{queries.dtype}: take the state again."
+            )
         for name, numbers in tensors.items():
             if numbers.dim() != 1 or not numbers.numel() or numbers.dtype != torch.int64 or bool((numbers < 0).any()):
                 raise StateMismatchError(
@@ -149,7 +207,8 @@ class EvictionProgress:
                 )
         held = {name: numbers.to("cpu", copy=True) for name, numbers in tensors.items()}
         padding, evicted = held.get(PADDING_NAME), held.get(EVICTED_NAME, _NOTHING)
-        progress = EvictionProgress(self.settings, padding, evicted, whole_from)
+        shown = () if queries is None else (queries.clone(),)
+        progress = EvictionProgress(self.options, padding, evicted, whole_from, shown)
         if len({numbers.shape[0] for numbers in held.values()} - {1}) > 1 or bool((progress.held(seen) < 0).any()):
             raise StateMismatchError(
                 f"`{EVICTED_NAME}` must be at most the {seen} tokens seen, with a number for each sequence, got "
@@ -160,81 +219,3 @@ class EvictionProgress:
                 f"`{WHOLE_FROM}` must be 0 only if no token is evicted, got 0: take the state again."
             )
         return progress
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class ObservedQueries:
-    """Queries that attention has shown, those of the newest tokens. Every change makes a new object.
-
-    Attributes:
-        wanted: how many a rule asks for; see `EvictionRule.queries`.
-        parts: queries `[batch, heads, observed, head_dim]`, rotated and not scaled, in the order of their tokens. A
-            part is joined with the next one when that is as long: so a query is copied a few times, and not once for
-            each later token.
-    """
-
-    wanted: int
-    parts: tuple[Tensor, ...] = ()
-
-    @property
-    def count(self) -> int:
-        """Tokens whose queries are held."""
-        return sum(part.shape[2] for part in self.parts)
-
-    def newest(self, tokens: int) -> Tensor | None:
-        """The wanted queries of at most the newest `tokens` tokens, `[batch, heads, observed, head_dim]`."""
-        if not self.parts:
-            return None
-        joined = self.parts[0] if len(self.parts) == 1 else torch.cat(self.parts, dim=2)
-        most = tokens if self.wanted == ALL_QUERIES else min(tokens, self.wanted)
-        return joined[:, :, -most:]
-
-    def with_newest(self, queries: Tensor) -> "ObservedQueries":
-        """The same with the queries of further tokens, `[batch, heads, new, head_dim]`, as far as they are wanted."""
-        parts = [*self.parts, queries.detach()]
-        while len(parts) > 1 and parts[-2].shape[2] <= parts[-1].shape[2]:
-            parts[-2:] = [torch.cat(parts[-2:], dim=2)]
-        known = replace(self, parts=tuple(parts))
-        if self.wanted != ALL_QUERIES and known.count >= 2 * self.wanted:
-            newest = known.newest(self.wanted)
-            # A copy, so that the other queries are not kept in memory.
-            return known if newest is None else replace(self, parts=(newest.clone(),))
-        return known
-
-    def without_newest(self, tokens: int) -> "ObservedQueries":
-        """The same without the queries of the newest `tokens` tokens."""
-        parts, left = [], self.count - tokens
-        for part in self.parts:
-            if left > 0:
-                parts.append(part[:, :, :left])
-            left -= part.shape[2]
-        return replace(self, parts=tuple(parts))
-
-    def selected(self, indices: Tensor) -> "ObservedQueries":
-        """The queries of the sequences at `indices`, int64 `[new_batch]`."""
-        return replace(self, parts=tuple(part.index_select(0, indices.to(part.device)) for part in self.parts))
-
-    def held_tensors(self) -> Iterator[Tensor]:
-        """Every tensor that keeps memory alive."""
-        yield from self.parts
-
-    def state(self) -> dict[str, Tensor]:
-        """A copy of the queries, by name."""
-        held = self.newest(self.count)
-        return {} if held is None else {QUERIES_NAME: held.clone()}
-
-    def of_state(self, tensors: dict[str, Tensor]) -> "ObservedQueries":
-        """The queries that `state` returned these tensors for.
-
-        Raises:
-            StateMismatchError: the tensor is not of queries.
-        """
-        queries = tensors.get(QUERIES_NAME)
-        if queries is None:
-            return ObservedQueries(self.wanted)
-        if queries.dim() != 4 or not queries.is_floating_point():
-            raise StateMismatchError(
-                f"`{QUERIES_NAME}` must be [batch, heads, tokens, head_dim], got {list(queries.shape)} of "
-                f"{queries.dtype}: take the state again."
-            )
-        return replace(self, parts=(queries.clone(),))

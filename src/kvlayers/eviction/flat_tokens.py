@@ -146,40 +146,26 @@ class FlatTokens:
         starts, counts, columns = map(change, (self.starts, self.counts, self.columns))
         return replace(self, starts=starts, counts=counts, columns=columns)
 
-    def with_part(self, part: DenseStore | PackedBlocks) -> Self:
-        """The same with a twin of the flat part."""
-        return replace(self, part=part)
-
-    def _read(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The places that some head reads, int64 `[read]`: their starts, their lengths, and the start of each piece."""
-        is_read = self.counts > 0
-        starts, numbers = torch.unique(self.starts[is_read], return_inverse=True)
-        lengths = torch.ones_like(starts)
-        if isinstance(self.part, DenseStore):
-            # The longest of pieces with one start, which differ only in a hostile file.
-            lengths = torch.zeros_like(starts).scatter_reduce(0, numbers, self.counts[is_read], "amax")
-        moved = self.starts.clone()
-        moved[is_read] = (lengths.cumsum(0) - lengths)[numbers]
-        return starts, lengths, moved
-
-    def places_read(self) -> int:
-        """Places that some head reads."""
-        return int(self._read()[1].sum())
-
-    def without_unread(self) -> Self:
-        """The same tokens in memory of their own, without tokens that no head reads."""
-        starts, lengths, moved = self._read()
-        within = torch.arange(DENSE_PIECE_TOKENS, device=starts.device)
-        places = (starts[:, None] + within)[within < lengths[:, None]]
+    def without_unread(self, most: int) -> Self:
+        """The same tokens in memory of their own, if more than `most` places are read by no head; else itself."""
+        # A piece of a dense part takes a place for each token, and a packed block one.
+        taken = (self.counts > 0).long() if isinstance(self.part, PackedBlocks) else self.counts
+        within = torch.arange(DENSE_PIECE_TOKENS, device=taken.device)
+        is_read = torch.zeros(self.places, dtype=torch.bool, device=taken.device)
+        is_read[(self.starts[..., None] + within)[within < taken[..., None]]] = True
+        places = is_read.nonzero().flatten()
+        if self.places - len(places) <= most:
+            return self
+        last = self.starts.clamp(max=self.places - 1)
+        starts = torch.where(taken > 0, is_read.cumsum(0)[last] - 1, 0)
         if isinstance(self.part, PackedBlocks):
             # Attention asks a segment of blocks for its form, even if the sequences that are left read none of them.
             return replace(
-                self, part=self.part.taken((places if len(places) else places.new_zeros(1)).cpu()), starts=moved
+                self, part=self.part.taken((places if len(places) else places.new_zeros(1)).cpu()), starts=starts
             )
         # The tables are on the device that computes, wherever the states are held.
-        states = self.part.newest(self.part.length)
-        keys, values = (side.index_select(2, places.to(side.device)) for side in states)
-        return replace(self, part=without_spare_room(keys, values), starts=moved)
+        keys, values = (side.index_select(2, places.to(side.device)) for side in self.part.newest(self.places))
+        return replace(self, part=without_spare_room(keys, values), starts=starts)
 
     def swap_buffers(self, swap: BufferSwap) -> None:
         """See `TokenStore.swap_buffers`."""

@@ -5,9 +5,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kvlayers.core.dense_store import DenseStore, may_share
 from kvlayers.core.token_store import KVPair, TokenStore
-from kvlayers.errors import StateMismatchError, UnsupportedLayerError
+from kvlayers.errors import StateMismatchError
 from kvlayers.eviction.flat_tokens import FlatTokens
 from kvlayers.eviction.ragged_store import RaggedStore
 from kvlayers.kernels.attention.packed_ops import packed_like, snapshot_of
@@ -52,12 +51,11 @@ def held_tokens(store: TokenStore, new: KVPair | None = None) -> HeldTokens:
     """The tokens of a store, with a column for each of its `length`, and new tokens behind them.
 
     Args:
-        store: the store.
+        store: a `DenseStore`, a `QuantizedStore` or a `RaggedStore`.
         new: keys and values of the new tokens, each `[batch, kv_heads, new, head_dim]`.
 
     Raises:
         StateMismatchError: there are neither new tokens, nor states that the store has seen.
-        UnsupportedLayerError: the store is of a kind from which no tokens can be evicted.
     """
     if new is None:
         return _of_store(store.complete)
@@ -72,30 +70,19 @@ def _of_store(store: TokenStore) -> HeldTokens:
         raise StateMismatchError("The store has no tokens that could be evicted: append tokens first.")
     if isinstance(store, RaggedStore):
         return _of_ragged(store, store.flat) if store.flat is not None else _of_store(store.tail)
-    if not (isinstance(store, QuantizedStore) or may_share(store)):
-        raise cannot_evict_from(store)
     keys, values = map(as_dense, store.newest(store.length))
     counts = torch.full(keys.shape[:2], store.length)
     return HeldTokens(keys, values, counts, _blocks_of(store, keys))
 
 
-def cannot_evict_from(store: TokenStore) -> UnsupportedLayerError:
-    """The error for a store of a kind from which no token can be evicted."""
-    return UnsupportedLayerError(
-        f"It is impossible to evict tokens from a {type(store).__name__}: use a DenseStore, a QuantizedStore or a "
-        "RaggedStore."
-    )
-
-
-def _blocks_of(store: DenseStore | QuantizedStore, keys: Tensor) -> Tensor | None:
+def _blocks_of(store: TokenStore, keys: Tensor) -> Tensor | None:
     """The blocks of a store that is not ragged."""
-    parts = store.parts if isinstance(store, QuantizedStore) else None
-    if parts is None or not parts.blocks:
+    if not isinstance(store, QuantizedStore) or not store.blocks:
         return None
     # Filled on the host, where each block is not a launch.
     numbers = torch.full((store.length,), -1)
-    start = parts.sinks.length
-    for number, tokens in enumerate(parts.blocks.held_counts()):
+    start = store.sinks.length
+    for number, tokens in enumerate(store.blocks.held_counts()):
         numbers[start : start + tokens] = number
         start += tokens
     return numbers.to(keys.device).expand(*keys.shape[:2], -1)
@@ -138,17 +125,11 @@ def taken(states: Tensor, columns: Tensor) -> Tensor:
     return states[sequences, heads, columns.to(device)]
 
 
-def held_states(store: TokenStore) -> KVPair | None:
-    """Keys and values of the held tokens, for attention; `None` if no token is held."""
+def attended_with(store: TokenStore, keys: Tensor, values: Tensor) -> KVPair:
+    """Keys and values of held tokens, and of new ones behind them, which are not stored, for attention."""
     if not store.length:
-        return None
-    return store.attended_states() if isinstance(store, RaggedStore) else store.newest(store.length)
-
-
-def joined_states(held: KVPair | None, keys: Tensor, values: Tensor) -> KVPair:
-    """Keys and values of held tokens, and of new ones behind them, which are not stored."""
-    if held is None:
         return keys, values
+    held = store.attended_states() if isinstance(store, RaggedStore) else store.newest(store.length)
     if not isinstance(held[0], PackedStates):
         return torch.cat([held[0], keys], dim=2), torch.cat([held[1], values], dim=2)
     return _of_segments(held, (*held[0].snapshot.segments.in_order, DenseSegment(keys, values)))

@@ -42,126 +42,91 @@ class RaggedStore(TokenStore):
     flat part and the tokens of the tail. A head with fewer tokens has them in the last columns of the flat part.
 
     Args:
-        tail: the store behind the flat part, a `DenseStore` or a `QuantizedStore`, without tokens; a `DenseStore` that
-            grows in small steps if it is not given.
+        tail: the tokens that every head holds, behind the flat part: a `DenseStore` or a `QuantizedStore`. Default: an
+            empty `DenseStore` that grows in small steps.
+        flat: the tokens of which each head holds its own number, `None` if there are none.
     """
 
     is_opaque = True
 
-    def __init__(self, tail: TokenStore | None = None) -> None:
-        self._tail = dense_in_small_steps() if tail is None else tail
+    def __init__(self, tail: TokenStore | None = None, flat: FlatTokens | None = None) -> None:
+        self.tail = dense_in_small_steps() if tail is None else tail
+        self.flat = flat
         self._returned = ReturnedStates()
-        self._hold(None)
-
-    @classmethod
-    def of(cls, tail: TokenStore, flat: FlatTokens | None) -> Self:
-        """A store with a flat part before a tail whose form is known."""
-        store = cls(tail)
-        store._hold(flat)
-        return store
-
-    @property
-    def tail(self) -> TokenStore:
-        """The tokens that every head holds, behind the flat part."""
-        return self._tail
-
-    @property
-    def flat(self) -> FlatTokens | None:
-        """The tokens of which each head holds its own number, `None` if there are none."""
-        return self._flat
 
     @property
     def first_common(self) -> int:
         """Column from which on all heads hold the same tokens of the text. The store is not truncated below it."""
-        return 0 if self._flat is None else self._flat.width + self._flat.own
+        return 0 if self.flat is None else self.flat.width + self.flat.own
 
     @property
     def smoothing(self) -> KeySmoothing | None:
         """How the packed keys of the flat part were smoothed: as the first run of the tail, which holds the vectors."""
-        runs = self._tail.parts.runs.in_order if isinstance(self._tail, QuantizedStore) else ()
+        runs = self.tail.runs.in_order if isinstance(self.tail, QuantizedStore) else ()
         return runs[0] if runs else None
 
     @property
-    def sinks(self) -> int:
-        """How many of the oldest tokens of the tail are older than those in the flat part."""
-        return 0 if self._flat is None else self._flat.sinks
-
-    def _hold(self, flat: FlatTokens | None) -> None:
-        self._flat, self._width = flat, 0 if flat is None else flat.width
-        self._note_tail()
-
-    def _note_tail(self) -> None:
-        """Count the tokens after the tail has changed."""
-        self._length = self._width + self._tail.length
+    def _width(self) -> int:
+        """Columns of the flat part."""
+        return 0 if self.flat is None else self.flat.width
 
     @property
     @override
     def length(self) -> int:
-        return self._length
-
-    @override
-    def count(self, tokens: int) -> None:
-        self._length += tokens
+        return self._width + self.tail.length
 
     @property
     def holds_tokens_apart(self) -> bool:  # type: ignore[override]
         """Whether `state()` is `keys` and `values` alone."""
-        return self._flat is None and self._tail.holds_tokens_apart
+        return self.flat is None and self.tail.holds_tokens_apart
 
     # What the tail answers
 
-    sized_for = forwarded("_tail")
-    fidelity = forwarded("_tail")
-    bits = forwarded("_tail")
-    key_form = forwarded("_tail")
-    value_form = forwarded("_tail")
-    packing_paths = forwarded("_tail")
-    planned_bits = forwarded("_tail")
-    reserve_form = forwarded("_tail")
-    check_batch = forwarded("_tail")
+    sized_for = forwarded("tail")
+    fidelity = forwarded("tail")
+    bits = forwarded("tail")
+    key_form = forwarded("tail")
+    value_form = forwarded("tail")
+    packing_paths = forwarded("tail")
+    planned_bits = forwarded("tail")
+    reserve_form = forwarded("tail")
+    check_batch = forwarded("tail")
+    append = forwarded("tail")
 
     @property
     @override
     def exact_from(self) -> int | None:
-        in_tail = self._tail.exact_from
+        in_tail = self.tail.exact_from
         return None if in_tail is None else max(self._width + in_tail, self.first_common)
 
     @property
     @override
     def attention_paths(self) -> Mapping[str, int]:
-        return {**self._tail.attention_paths, **self._returned.paths.counts}
+        return {**self.tail.attention_paths, **self._returned.paths.counts}
 
     # Taking in states
 
     @override
     def validate(self, keys: Tensor, values: Tensor) -> int:
-        if self._flat is not None and torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad):
+        if self.flat is not None and torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad):
             raise UnsupportedLayerError(UNEVEN_HEADS)
-        # An empty tail takes any form, and any tail promotes its dtype. The flat part can do neither.
-        if self._flat is not None and (not self._tail.length or self._changes_dtype(keys, values)):
-            forms, held = checked_forms(keys, values), self._forms()
-            if self._tail.bits is not None:
-                forms = in_one_dtype(*forms)
-            if forms != held:
-                raise mismatch(forms, held, self.length)
-        return self._tail.validate(keys, values)
-
-    def _changes_dtype(self, keys: Tensor, values: Tensor) -> bool:
-        return any(states.dtype != form.dtype for states, form in zip((keys, values), self._forms(), strict=True))
-
-    @override
-    def append(self, keys: Tensor, values: Tensor) -> None:
-        self._tail.append(keys, values)
-        self._note_tail()
+        if self.flat is not None:
+            held = self._forms()
+            # An empty tail takes any form, and any tail promotes its dtype. The flat part can do neither.
+            if not self.tail.length or (keys.dtype, values.dtype) != (held[0].dtype, held[1].dtype):
+                forms = checked_forms(keys, values)
+                forms = forms if self.tail.bits is None else in_one_dtype(*forms)
+                if forms != held:
+                    raise mismatch(forms, held, self.length)
+        return self.tail.validate(keys, values)
 
     @override
     def extend(self, keys: Tensor, values: Tensor, past: int | None = None) -> KVPair:
         past = self.length if past is None else past
-        flat = self._flat if past == self.length else None
+        flat = self.flat if past == self.length else None
         if flat is None:
             self._check_common(past)
-        attended = self._tail.extend(keys, values, min(past, self._tail.length))
-        self._note_tail()
+        attended = self.tail.extend(keys, values, min(past, self.tail.length))
         return attended if flat is None else self._with_flat(flat, attended)
 
     def _with_flat(self, flat: FlatTokens, tail: KVPair) -> KVPair:
@@ -178,39 +143,35 @@ class RaggedStore(TokenStore):
         return packed_like(keys, values, whole)
 
     def _forms(self) -> tuple[StateForm, StateForm]:
-        key_form, value_form = self._tail.key_form, self._tail.value_form
+        key_form, value_form = self.tail.key_form, self.tail.value_form
         if key_form is None or value_form is None:
             raise StateMismatchError("The store is empty, so it has no states to read: update the layer first.")
         return key_form, value_form
 
     @override
     def extend_and_evict(self, keys: Tensor, values: Tensor, past: int, kept: int) -> KVPair:
-        if self._flat is not None:
-            self._refuse("evict the oldest tokens")
-        attended = self._tail.extend_and_evict(keys, values, past, kept)
-        self._note_tail()
-        return attended
+        self._refuse("evict the oldest tokens")
 
     # Reading
 
     @override
     def newest(self, count: int) -> KVPair:
         self._check_common(count)
-        return self._tail.newest(count)
+        return self.tail.newest(count)
 
     @override
     def caller_views(self) -> KVPair:
         self._check_common(self.length)
-        return self._tail.caller_views()
+        return self.tail.caller_views()
 
     def attended_states(self) -> KVPair:
         """Keys and values of all tokens, for attention alone: heads that hold different tokens cannot be read."""
-        tail = self._tail.newest(self._tail.length)
-        return tail if self._flat is None else self._with_flat(self._flat, tail)
+        tail = self.tail.newest(self.tail.length)
+        return tail if self.flat is None else self._with_flat(self.flat, tail)
 
     def _check_common(self, count: int) -> None:
         """Raise `UnsupportedLayerError` if heads hold different tokens among the newest `count`."""
-        if self._flat is not None and count > self.length - self.first_common:
+        if self.flat is not None and count > self.length - self.first_common:
             self._refuse(f"read the newest {count} tokens as one tensor")
 
     def _refuse(self, what: str) -> NoReturn:
@@ -223,10 +184,7 @@ class RaggedStore(TokenStore):
 
     @override
     def drop_oldest(self, count: int) -> None:
-        if self._flat is not None and count:
-            self._refuse("drop the oldest tokens")
-        self._tail.drop_oldest(count)
-        self._note_tail()
+        self._refuse("drop the oldest tokens")
 
     @override
     def truncate(self, length: int) -> None:
@@ -236,90 +194,85 @@ class RaggedStore(TokenStore):
                 f"tokens, got {length}: reset the cache, or keep a fork of it."
             )
         self._returned.invalidate()
-        self._tail.truncate(length - self._width)
-        self._note_tail()
+        self.tail.truncate(length - self._width)
 
     @override
     def reserve(self, tokens: int) -> None:
-        self._tail.reserve(max(tokens - self._width, 0))
+        self.tail.reserve(max(tokens - self._width, 0))
 
     @override
     def shrink(self, tokens: int) -> None:
-        self._tail.shrink(max(tokens - self._width, 0))
+        self.tail.shrink(max(tokens - self._width, 0))
 
     @override
     def select(self, indices: Tensor) -> None:
         self._with_tables(
-            lambda table: table.index_select(0, indices.to(table.device)), lambda: self._tail.select(indices)
+            lambda table: table.index_select(0, indices.to(table.device)), lambda: self.tail.select(indices)
         )
 
     @override
     def expand(self, repeats: int) -> None:
-        self._with_tables(lambda table: table.repeat_interleave(repeats, 0), lambda: self._tail.expand(repeats))
+        self._with_tables(lambda table: table.repeat_interleave(repeats, 0), lambda: self.tail.expand(repeats))
 
     def _with_tables(self, change: Callable[[Tensor], Tensor], change_tail: Callable[[], None]) -> None:
         """Move the sequences of both parts. If there is no memory, nothing has changed."""
-        flat = None if self._flat is None else self._flat.with_tables(change)
+        flat = None if self.flat is None else self.flat.with_tables(change)
         change_tail()
-        self._flat = flat
+        self.flat = flat
         self._returned.invalidate()
 
     @override
     def clear(self) -> None:
-        self._tail.clear()
+        self.tail.clear()
         self._returned.invalidate()
-        self._hold(None)
+        self.flat = None
 
     # Sharing
 
     @override
     def fork(self) -> Self:
-        flat = self._flat
-        return self.of(self._tail.fork(), None if flat is None else flat.with_part(flat.part.fork()))
+        flat = self.flat
+        return self.__class__(self.tail.fork(), None if flat is None else replace(flat, part=flat.part.fork()))
 
     @override
     def snapshot(self) -> Self:
-        flat = self._flat
-        return self.of(self._tail.snapshot(), None if flat is None else flat.with_part(flat.part.snapshot()))
+        flat = self.flat
+        return self.__class__(self.tail.snapshot(), None if flat is None else replace(flat, part=flat.part.snapshot()))
 
     @override
     def share_prefix(self, other: TokenStore, tokens: int) -> None:
-        if isinstance(other, RaggedStore) and self._flat is None and other._flat is None:
-            self._tail.share_prefix(other._tail, tokens)
+        if isinstance(other, RaggedStore) and self.flat is None and other.flat is None:
+            self.tail.share_prefix(other.tail, tokens)
 
     @override
     def trim(self) -> None:
-        self._tail.trim()
-        flat = self._flat
-        if flat is None or flat.part.is_shared:
-            return
-        if (flat.places - flat.places_read()) * UNREAD_DIVISOR > flat.places:
-            self._flat = flat.without_unread()
+        self.tail.trim()
+        if self.flat is not None and not self.flat.part.is_shared:
+            self.flat = self.flat.without_unread(self.flat.places // UNREAD_DIVISOR)
 
     @override
     def compact(self) -> None:
-        self._tail.compact()
-        flat = self._flat
-        if flat is not None and (flat.part.is_shared or flat.places_read() < flat.places):
-            self._flat = flat.without_unread()
+        self.tail.compact()
+        if self.flat is not None:
+            self.flat = self.flat.without_unread(-1 if self.flat.part.is_shared else 0)
 
     @override
     def swap_buffers(self, swap: BufferSwap) -> None:
-        if self._flat is not None:
-            self._flat.swap_buffers(swap)
-        self._tail.swap_buffers(swap)
+        if self.flat is not None:
+            self.flat.swap_buffers(swap)
+        self.tail.swap_buffers(swap)
 
     @override
     def held_tensors(self) -> Iterator[Tensor]:
-        if self._flat is not None:
-            yield from self._flat.held_tensors()
-        yield from self._tail.held_tensors()
+        if self.flat is not None:
+            yield from self.flat.held_tensors()
+        yield from self.tail.held_tensors()
 
     # State
 
     @override
     def describe(self) -> dict[str, Fact]:
-        return {**self._tail.describe(), "store": self.kind, "tail": self._tail.kind}
+        return {**self.tail.describe(), "store": self.kind, "tail": self.tail.kind}
 
     @classmethod
     @override
@@ -330,22 +283,22 @@ class RaggedStore(TokenStore):
 
     @override
     def state(self) -> dict[str, Tensor]:
-        tensors = self._tail.state()
-        if self._flat is None:
+        tensors = self.tail.state()
+        if self.flat is None:
             return tensors
-        return {**tensors, **self._flat.state(tensors["keys"].device)}
+        return {**tensors, **self.flat.state(tensors["keys"].device)}
 
     @override
     def check_state(self, tensors: dict[str, Tensor]) -> int:
-        tokens = self._tail.check_state(tail_state(tensors))
-        return check_ragged_state(tensors, self._tail, tokens) if is_ragged(tensors) else tokens
+        tokens = self.tail.check_state(tail_state(tensors))
+        return check_ragged_state(tensors, self.tail, tokens) if is_ragged(tensors) else tokens
 
     @override
     def load_state(self, tensors: dict[str, Tensor]) -> None:
         self.clear()
-        flat = FlatTokens.of_state(tensors, self._tail) if is_ragged(tensors) else None
-        self._tail.load_state(tail_state(tensors))
-        if flat is not None and isinstance(self._tail, QuantizedStore):
-            self._tail.parts.runs = SmoothingRuns.of_state(tensors, len(self._tail.parts.blocks or ()))
-            self._tail.parts.follows_packed = True
-        self._hold(flat)
+        flat = FlatTokens.of_state(tensors, self.tail) if is_ragged(tensors) else None
+        self.tail.load_state(tail_state(tensors))
+        if flat is not None and isinstance(self.tail, QuantizedStore):
+            self.tail.runs = SmoothingRuns.of_state(tensors, len(self.tail.blocks or ()))
+            self.tail.follows_packed = True
+        self.flat = flat

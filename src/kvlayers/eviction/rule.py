@@ -92,7 +92,8 @@ ENTRY_POINT_GROUP = "kvlayers.eviction_rules"
 
 Factory = TypeVar("Factory", bound=Callable[..., EvictionRule])
 
-_rules = FactoryRegistry("eviction rule", ENTRY_POINT_GROUP, "unregister_eviction_rule", EvictionRule)  # type: ignore[type-abstract]
+RULES = FactoryRegistry("eviction rule", ENTRY_POINT_GROUP, "unregister_eviction_rule", EvictionRule)  # type: ignore[type-abstract]
+"""The rules by their names."""
 
 
 def register_eviction_rule(name: str) -> Callable[[Factory], Factory]:
@@ -101,7 +102,7 @@ def register_eviction_rule(name: str) -> Callable[[Factory], Factory]:
     Raises:
         RegistryError: the name is empty or taken.
     """
-    return _rules.register(name)
+    return RULES.register(name)
 
 
 def unregister_eviction_rule(name: str) -> None:
@@ -110,17 +111,12 @@ def unregister_eviction_rule(name: str) -> None:
     Raises:
         RegistryError: the name is not registered.
     """
-    _rules.remove(name)
-
-
-def added_rule_names() -> list[str]:
-    """The names of the rules that were registered by a call, without those of entry points."""
-    return _rules.own_names()
+    RULES.remove(name)
 
 
 def eviction_rule_names() -> list[str]:
     """All names of rules, including those of entry points in other packages."""
-    return _rules.names()
+    return RULES.names()
 
 
 def eviction_rule(name: str) -> EvictionRule:
@@ -135,12 +131,7 @@ def eviction_rule(name: str) -> EvictionRule:
         >>> eviction_rule("knorm").queries
         0
     """
-    return _rules.make(name)
-
-
-def eviction_rule_name(rule: EvictionRule) -> str | None:
-    """The name of a rule that is equal to `rule`, `None` if none is."""
-    return _rules.name_of(rule)
+    return RULES.make(name)
 
 
 def scores_of(rule: EvictionRule, keys: Tensor, values: Tensor, queries: Tensor | None, counts: Tensor) -> Tensor:
@@ -164,6 +155,7 @@ def scores_of(rule: EvictionRule, keys: Tensor, values: Tensor, queries: Tensor 
         tokens = keys.shape[2]
         if bool((counts == tokens).all()):
             return _scores(rule, keys, values, queries)
+        group = 1 if queries is None else queries.shape[1] // keys.shape[1]
         result = torch.full(keys.shape[:3], -torch.inf, dtype=torch.float32, device=keys.device)
         for sequence, of_heads in enumerate(counts.tolist()):
             row = slice(sequence, sequence + 1)
@@ -174,17 +166,12 @@ def scores_of(rule: EvictionRule, keys: Tensor, values: Tensor, queries: Tensor 
                 count = of_heads[run.start]
                 if count:
                     first = tokens - count
-                    own = None if queries is None else _queries_of(queries[row], run, heads)[:, :, -count:]
+                    # Of the query heads that read these KV heads.
+                    own = None if queries is None else queries[row, run.start * group : run.stop * group, -count:]
                     result[row, run, first:] = _scores(
                         rule, keys[row, run, first:], values[row, run, first:], own
                     ).float()
         return result
-
-
-def _queries_of(queries: Tensor, run: slice, kv_heads: int) -> Tensor:
-    """The queries of the heads that read some KV heads."""
-    group = queries.shape[1] // kv_heads
-    return queries[:, run.start * group : run.stop * group]
 
 
 def _scores(rule: EvictionRule, keys: Tensor, values: Tensor, queries: Tensor | None) -> Tensor:

@@ -110,7 +110,7 @@ def select(
     ranked = wide.nan_to_num(nan=limits.min, neginf=limits.min, posinf=limits.max)
     ranked = ranked.masked_fill(is_recent | is_sink, torch.inf).masked_fill(positions < first, -torch.inf)
     average = wanted.clamp(min=sinks + recent).minimum(held.amax(1))
-    counts = _counts(ranked, average, floor).clamp(min=sinks + recent).minimum(held)
+    counts = _counts(ranked, average, floor).minimum(held)
     kept = highest(ranked, counts)
     if blocks is not None:
         kept = _whole_blocks(kept, blocks, scores == torch.inf)

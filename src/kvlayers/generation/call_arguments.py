@@ -1,5 +1,6 @@
 """Checks of what a call of `generate()` is given, before transformers looks at it."""
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +13,8 @@ from kvlayers.errors import OptionError
 
 PROMPTS = ("inputs", "input_ids")
 """Names by which `generate()` takes its prompts."""
+
+_SIGNATURE = inspect.signature(GenerationMixin.generate)
 
 _TOKENIZE = "pass ids as tokenizer(texts, return_tensors='pt') returns them"
 
@@ -34,29 +37,39 @@ def check_generation_config(given: object) -> None:
         )
 
 
-def with_prompt_by_name(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def by_name(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """All arguments of a call of `generate()`, by their names.
+
+    Raises:
+        TypeError: an argument is given twice, or there are too many.
+    """
+    if not args:
+        return kwargs
+    _SIGNATURE.bind(None, *args, **kwargs)
+    return {**kwargs, **dict(zip([*_SIGNATURE.parameters][1:], args, strict=False))}
+
+
+def with_prompt_by_name(arguments: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a call, with what a tokenizer or a processor returns in the place of a prompt taken apart.
 
     Args:
-        args: positional arguments, the prompt first.
-        kwargs: arguments by name, which are not changed.
+        arguments: all arguments by name, which are not changed.
 
     Raises:
         OptionError: it has no `input_ids`, or an argument is given twice.
     """
-    places = [name for name in PROMPTS if isinstance(kwargs.get(name), Mapping)]
-    is_first = bool(args) and isinstance(args[0], Mapping)
-    if not places and not is_first:
-        return args, kwargs
-    encoded = args[0] if is_first else kwargs[places[0]]
-    others = {name: value for name, value in kwargs.items() if name not in places}
+    places = [name for name in PROMPTS if isinstance(arguments.get(name), Mapping)]
+    if not places:
+        return arguments
+    encoded = arguments[places[0]]
+    others = {name: value for name, value in arguments.items() if name not in places}
     if twice := sorted(encoded.keys() & others.keys()):
         raise OptionError(f"`{twice[0]}` must be given once, got it in the encoded prompt as well: leave one out.")
     if encoded.keys().isdisjoint({"input_ids", "inputs_embeds", "input_features", "input_values", "pixel_values"}):
         raise OptionError(
             f"`input_ids` must be in the encoded prompt, got {', '.join(map(str, encoded)) or 'nothing'}: {_TOKENIZE}."
         )
-    return (None, *args[1:]) if is_first else args, {**others, **encoded}
+    return {**others, **encoded}
 
 
 def check_call(model: Any, given: Mapping[str, Any]) -> None:
@@ -68,7 +81,9 @@ def check_call(model: Any, given: Mapping[str, Any]) -> None:
     """
     check_generation_config(given.get("generation_config"))
     if isinstance(given.get("max_new_tokens"), str):
-        raise OptionError(f"`max_new_tokens` must be a whole number, got {given['max_new_tokens']!r}.")
+        raise OptionError(
+            f"`max_new_tokens` must be a whole number, got {given['max_new_tokens']!r}: pass one, such as 128."
+        )
     if model.main_input_name == "input_ids":
         _check_ids(given, takes_features=model.config.is_encoder_decoder)
 
@@ -93,7 +108,10 @@ def _check_ids(given: Mapping[str, Any], takes_features: bool) -> None:
             f"of shape {list(ids.shape)}{where}: {advice}."
         )
     if mask is not None and not isinstance(mask, Tensor):
-        raise OptionError(f"`attention_mask` must be a tensor [prompts, tokens], got a {type(mask).__name__}.")
+        raise OptionError(
+            f"`attention_mask` must be a tensor [prompts, tokens], got a {type(mask).__name__}: pass what the "
+            "tokenizer returns."
+        )
     if mask is not None and mask.dim() == 2 == ids.dim() and mask.shape[1] < ids.shape[1]:
         raise OptionError(
             f"`attention_mask` must have an entry for each of the {ids.shape[1]} tokens of `{name}`, got "

@@ -97,9 +97,14 @@ class Chat:
         for name in _SET_BY_CHATS & set(chat_template_kwargs or ()):
             raise OptionError(f"`chat_template_kwargs` must not have `{name}`: a chat sets it.")
         if isinstance(messages, str | Mapping) or not isinstance(messages, Iterable):
-            raise OptionError(f"`messages` must be a list of messages, got a {type(messages).__name__}.")
+            raise OptionError(
+                f"`messages` must be a list of messages, got a {type(messages).__name__}: pass for example "
+                f"[{{'role': 'user', 'content': 'Hello'}}]."
+            )
         if not isinstance(chat_template_kwargs, Mapping | None):
-            raise OptionError(f"`chat_template_kwargs` must be a mapping, got a {type(chat_template_kwargs).__name__}.")
+            raise OptionError(
+                f"`chat_template_kwargs` must be a mapping, got a {type(chat_template_kwargs).__name__}: pass a dict."
+            )
         self.messages: list[Message] = [_checked(message) for message in messages]
         self.cached_tokens = self.prompt_tokens = 0
         self._model = model
@@ -117,7 +122,9 @@ class Chat:
     def _checked_cache(self, cache: Cache | str | None) -> Cache | None:
         """The cache of the chat's own, `None` with a store, which has one for each turn."""
         if cache is not None and not isinstance(cache, Cache | str):
-            raise OptionError(f"`cache` must be a cache of kvlayers or a name, got a {type(cache).__name__}.")
+            raise OptionError(
+                f"`cache` must be a cache of kvlayers or a name, got a {type(cache).__name__}: pass for example 'int4'."
+            )
         if self._store is not None:
             if isinstance(cache, Cache):
                 raise OptionError(
@@ -131,7 +138,8 @@ class Chat:
             made = make_cache(cache or "dynamic", self._model, batch_size=1, device=self._model.device)
             if not isinstance(made, Cache):
                 raise OptionError(
-                    f"`cache` must be the name of a cache of kvlayers, but '{cache}' is transformers' own."
+                    f"`cache` must be the name of a cache of kvlayers, got '{cache}', which is transformers' own: "
+                    "pass a name of kvlayers.cache_names()."
                 )
             return made
         if cache.get_seq_length() or cache.is_pair:
@@ -327,7 +335,9 @@ def _common_length(held: list[int], ids: list[int]) -> int:
 
 def _check_model(model: object) -> None:
     if not isinstance(model, GenerationMixin):
-        raise OptionError(f"`model` must be a model with generate(), got a {type(model).__name__}.")
+        raise OptionError(
+            f"`model` must be a model with generate(), got a {type(model).__name__}: pass a loaded model."
+        )
     if config_of(model).is_encoder_decoder:
         raise OptionError(
             f"`model` must be a decoder, which continues its prompt, but {type(model).__name__} has an encoder: call "

@@ -93,7 +93,9 @@ class DocumentPrompt:
         # As from a program whose system prompt may be missing.
         beginning = None if isinstance(beginning, str) and not beginning else beginning
         if not isinstance(documents, list | tuple) or not documents:
-            raise OptionError(f"`documents` must be a list of texts or ids, at least one, got {documents!r}.")
+            raise OptionError(
+                f"`documents` must be a list of texts or ids, at least one, got {documents!r}: pass for example [text]."
+            )
         cache = cache_argument.passed_in(kwargs)
         others = [name for name in PROMPTS if kwargs.get(name) is not None]
         if args or others or not isinstance(cache, str | None):
@@ -144,7 +146,7 @@ class DocumentPrompt:
         ):
             if images:
                 raise IneligibleError(f"the call is given {', '.join(sorted(images))}")
-            call = PrefixedCall(active, model, (), arguments)
+            call = PrefixedCall(active, model, arguments)
             documents = StoredDocuments(model, active, amount, tokens, are_moved)
             into = call.empty()
             check_into(into, model, documents.layers, 1, tokens - self.question.shape[1], "cache_implementation")
@@ -182,7 +184,8 @@ def _ids(tokenizer: Any, device: torch.device, name: str, given: object) -> Tens
     if not isinstance(given, Tensor) or shape not in ([given.numel()], [1, given.numel()]) or not given.numel():
         shown = f"{given.dtype} {list(given.shape)}" if isinstance(given, Tensor) else repr(given)
         raise OptionError(
-            f"`{name}` must be text, or ids of at least one token, int64 [tokens] or [1, tokens], got {shown}."
+            f"`{name}` must be text, or ids of at least one token, int64 [tokens] or [1, tokens], got {shown}: pass "
+            "what the tokenizer returns."
         )
     return given.reshape(1, -1).to(device)
 

@@ -5,7 +5,7 @@ It calls, rolls back, copies and saves them as the installed version of transfor
 
 import copy
 from collections.abc import Iterator
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,26 +19,6 @@ from kvlayers.core.layer_operations import LayerOperations, LayerState
 from kvlayers.core.token_store import Fidelity
 from kvlayers.errors import OptionError, RollbackError, StateMismatchError, UnsupportedLayerError
 from kvlayers.upstream import compat
-
-
-@runtime_checkable
-class _Reorderable(Protocol):
-    def reorder_cache(self, beam_idx: Tensor) -> None: ...
-
-
-@runtime_checkable
-class _Recording(Protocol):
-    def activate_past_recording(self) -> None: ...
-
-
-@runtime_checkable
-class _Indexed(Protocol):
-    def update_indexer(self, indexer_key_states: Tensor) -> Tensor: ...
-
-
-@runtime_checkable
-class _Croppable(Protocol):
-    def crop(self, tokens_to_remove: int) -> None: ...
 
 
 def adapter(layer: Any, grows: bool = False) -> LayerOperations:
@@ -86,7 +66,7 @@ class TransformersLayer(LayerOperations):
         self.grows = grows
         self.is_recurrent = isinstance(layer, compat.LINEAR_LAYER)
         self.attends = isinstance(layer, compat.ATTENTION_LAYER)
-        self.has_other_states = isinstance(layer, _Indexed)
+        self.has_other_states = _has(layer, "update_indexer")
         self.keeps_every_token = isinstance(layer, compat.DUMMY_LAYER)
         # A dummy holds nothing.
         self.can_be_stacked = self.keeps_every_token
@@ -336,7 +316,7 @@ class TransformersLayer(LayerOperations):
         if window is not None and (length or 0) >= window and not self.record_past:
             return f"have recorded its past to be rolled back, got a full window that did not: {recording}"
         forking = "fork() the cache before the tokens that may be taken back"
-        if not isinstance(self.layer, _Croppable):
+        if not _has(self.layer, "crop"):
             return f"have a crop() to be rolled back, got none: {forking}"
         if not self._crops_every_state():
             return f"have a crop() of all its states, got states beside its keys and values: {forking}"
@@ -357,13 +337,13 @@ class TransformersLayer(LayerOperations):
     def remove_newest(self, tokens: int) -> None:
         self.check_removal(tokens)
         # A past that was recorded for this is forgotten.
-        changes = isinstance(self.layer, _Croppable) and (tokens or (self.is_recurrent and self.record_past))
+        changes = _has(self.layer, "crop") and (tokens or (self.is_recurrent and self.record_past))
         if changes and not self.is_empty:
             self.layer.crop(-tokens)
 
     @override
     def check_select(self, batch_size: int) -> None:
-        if not isinstance(self.layer, _Reorderable):
+        if not _has(self.layer, "reorder_cache"):
             raise UnsupportedLayerError(
                 "Layers must have a reorder_cache for their sequences to be selected, got a "
                 f"{type(self.layer).__name__} of transformers without one: run one sequence at a time."
@@ -393,7 +373,7 @@ class TransformersLayer(LayerOperations):
 
     @override
     def activate_past_recording(self) -> None:
-        if isinstance(self.layer, _Recording):
+        if _has(self.layer, "activate_past_recording"):
             self.layer.activate_past_recording()
 
     @override
@@ -493,6 +473,11 @@ class TransformersLayer(LayerOperations):
                 layer.indexer_dtype, layer.indexer_device = states.dtype, states.device
             else:
                 layer.dtype, layer.device = states.dtype, states.device
+
+
+def _has(layer: Any, method: str) -> bool:
+    """Whether a layer has a method that some classes of transformers, or of a model's own code, lack."""
+    return callable(getattr(layer, method, None))
 
 
 def _by_index(held: Any) -> dict[int, Any]:

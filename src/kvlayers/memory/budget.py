@@ -274,7 +274,7 @@ class _Held:
         is_packed = isinstance(store, QuantizedStore)
         self._quantization: Quantization | None = store.quantization if is_packed else None
         self.bits = max(store.bits) if is_packed else None
-        self._blocks = len(store.parts.blocks or ()) if is_packed else 0
+        self._blocks = len(store.blocks or ()) if is_packed else 0
         try:
             self.size = block_tokens(checked_quantizers(self._rounding(max(BITS.values())), *forms))
         except (OptionError, StateMismatchError):

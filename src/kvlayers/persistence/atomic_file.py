@@ -58,7 +58,7 @@ def replacing(path: str) -> Iterator[str]:
         raise CachePathError(f"`path`: {path} is write-protected: choose another file.")
     directory = os.path.dirname(path) or os.curdir
     temporary = os.path.join(directory, temporary_name())
-    with _named_errors(path, directory):
+    try:
         # Made here to get the system's default permissions; safetensors makes files that only the owner can read.
         made = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, READ_AND_WRITE)
         mode = (os.fstat(made) if existing is None else existing).st_mode & PERMISSIONS
@@ -74,6 +74,17 @@ def replacing(path: str) -> Iterator[str]:
             raise
         if os.name == "posix":
             _to_disk(directory)
+    except CachePathError:
+        raise
+    except FileNotFoundError as error:
+        raise CachePathError(
+            f"`path`: the directory {directory} does not exist: make it before saving to {path}."
+        ) from error
+    except OSError as error:
+        remedy = "choose another" if error.errno in _UNWRITABLE else "make room in it, or choose another"
+        raise CachePathError(
+            f"`path` must be in a directory that can be written to, got {directory} ({error.strerror}): {remedy}."
+        ) from error
 
 
 def _to_disk(path: str) -> None:
@@ -83,20 +94,3 @@ def _to_disk(path: str) -> None:
         os.fsync(opened)
     finally:
         os.close(opened)
-
-
-@contextlib.contextmanager
-def _named_errors(path: str, directory: str) -> Iterator[None]:
-    try:
-        yield
-    except FileNotFoundError as error:
-        raise CachePathError(
-            f"`path`: the directory {directory} does not exist: make it before saving to {path}."
-        ) from error
-    except OSError as error:
-        if isinstance(error, CachePathError):
-            raise
-        remedy = "choose another" if error.errno in _UNWRITABLE else "make room in it, or choose another"
-        raise CachePathError(
-            f"`path` must be in a directory that can be written to, got {directory} ({error.strerror}): {remedy}."
-        ) from error

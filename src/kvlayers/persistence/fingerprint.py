@@ -116,28 +116,24 @@ class Remembered(Generic[T]):
 
     def __init__(self) -> None:
         # By number, since configs cannot be hashed. With what was read, and what was found for it.
-        self._known: dict[int, tuple[weakref.ref[object], threading.Lock, list[tuple[object, T]]]] = {}
+        self._known: dict[int, tuple[weakref.ref[object], object, T]] = {}
+        self._lock = threading.RLock()
 
     def of(self, owner: object, read: object, find: Callable[[], T]) -> T:
         """What `find` returns for an object of which this was read. It is not called twice at the same time."""
         number = id(owner)
-        with _entering:
+        with self._lock:
             known = self._known.get(number)
-            if known is None or known[0]() is not owner:
+            if known is None or known[0]() is not owner or known[1] != read:
                 living = weakref.ref(owner, lambda _: self._known.pop(number, None))
-                known = self._known[number] = living, threading.Lock(), []
-        _, lock, found = known
-        with lock:
-            if not found or found[0][0] != read:
-                found[:] = [(copy.deepcopy(read), find())]
-            return found[0][1]
+                known = self._known[number] = living, copy.deepcopy(read), find()
+            return known[2]
 
-
-_entering = threading.Lock()
-"""Held while it is looked up what is known of an object."""
 
 _fields = Remembered[dict[str, Any]]()
 _weights = Remembered[str]()
+
+_ABSENT = object()
 
 _IRRELEVANT_ENDS = ("dropout", "dropout_prob", "drop_rate", "pdrop", "layerdrop")
 
@@ -194,44 +190,26 @@ def check_model(path: str, description: Description, config: object | None, weig
     check_weights_id(weights_id)
     model = description.model
     made_by = f" ({model.name})" if model.name else ""
-    if config is not None:
-        own = model_fields(config, bool(description.cache.parts))
-        same_version = description.versions.get("transformers") == INSTALLED
-        if model.fields is not None:
-            differences = list(_differences(own, model.fields, same_version))
-            if differences:
-                raise ModelMismatchError(
-                    f"{path} was saved for another model{made_by}, with {_listed(differences)} in `config`: load it "
-                    "for the model that made it."
-                )
+    if config is not None and model.fields is not None:
+        own = dict(_flat(model_fields(config, bool(description.cache.parts))))
+        saved = dict(_flat(model.fields))
+        # Another version of transformers may have fields that this one does not have.
+        is_same_version = description.versions.get("transformers") == INSTALLED
+        names = own.keys() | saved.keys() if is_same_version else own.keys() & saved.keys()
+        differing = [name for name in sorted(names) if own.get(name, _ABSENT) != saved.get(name, _ABSENT)]
+        # The dimensions of the model tell the most, if they differ.
+        telling = [name for name in differing if name in DIMENSIONS] or differing
+        listed = [f"{name} {saved.get(name, 'none')} rather than {own.get(name, 'none')}" for name in telling[:3]]
+        if listed:
+            raise ModelMismatchError(
+                f"{path} was saved for another model{made_by}, with {', '.join(listed)} in `config`: load it for the "
+                "model that made it."
+            )
     if weights_id is not None and weights_id != model.weights_id:
         raise ModelMismatchError(
             f"`weights_id` is {weights_id!r}, but {path} was made with the weights {model.weights_id!r}{made_by}: "
             "load it for the weights that made it."
         )
-
-
-def _listed(differences: list[tuple[str, Any, Any]]) -> str:
-    """Some of the differences between two configs: the dimensions of the model if they differ, else the first ones."""
-    telling = [found for found in differences if found[0] in DIMENSIONS] or differences
-    return ", ".join(f"{name} {saved} rather than {own}" for name, own, saved in telling[:3])
-
-
-def _differences(
-    own: Mapping[str, Any], saved: Mapping[str, Any], same_version: bool
-) -> Iterator[tuple[str, Any, Any]]:
-    """Names of the fields in which two configs differ, with both values.
-
-    A field that one config lacks counts only if both are from the same version of transformers. Another version may
-    have fields that this one does not have.
-    """
-    flat, flat_saved = dict(_flat(own)), dict(_flat(saved))
-    for name in sorted({*flat, *flat_saved}):
-        if name in flat and name in flat_saved:
-            if flat[name] != flat_saved[name]:
-                yield name, flat[name], flat_saved[name]
-        elif same_version:
-            yield name, flat.get(name, "not to be there"), flat_saved.get(name, "none")
 
 
 def _flat(fields: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -387,17 +365,16 @@ class _ModuleReader:
         else:
             self._within.add(id(value))
             self._facts.append((self._path, name, f"{kind.__module__}.{kind.__qualname__}"))
-            if isinstance(value, Tensor):
-                self._read_tensor(name, value)
-            elif isinstance(value, type | FunctionType | BuiltinFunctionType):
-                self._read_name(name, value)
-            else:
-                for end, part in self._parts(value):
-                    self.read(name + end, part)
+            for end, part in self._parts(name, value):
+                self.read(name + end, part)
             self._within.remove(id(value))
 
-    def _parts(self, value: Any) -> list[tuple[str, object]]:
-        """What an object is made of, with the ends of the names of its parts."""
+    def _parts(self, name: str, value: Any) -> list[tuple[str, object]]:
+        """What an object is made of, with the ends of the names of its parts. A tensor is added to the weights."""
+        if isinstance(value, Tensor):
+            return self._parts_of_tensor(name, value)
+        if isinstance(value, type | FunctionType | BuiltinFunctionType):
+            return [("", self._full_name(value))]
         if isinstance(value, Enum):
             return [(".value", value.value)]
         if isinstance(value, set | frozenset):
@@ -412,7 +389,7 @@ class _ModuleReader:
             return [(f".{key}", each) for key, each in vars(value).items()]
         raise self._incomparable(value)
 
-    def _read_name(self, name: str, value: Any) -> None:
+    def _full_name(self, value: Any) -> str:
         """A function or a class of a package is what its name says; that of a program may be another one each time."""
         full_name, is_named = f"{value.__module__}:{value.__qualname__}", False
         if isinstance(value, BuiltinFunctionType):
@@ -422,9 +399,9 @@ class _ModuleReader:
                 is_named = value.__module__ != "__main__" and pkgutil.resolve_name(full_name) is value
         if not is_named:
             raise self._incomparable(value)
-        self._facts.append((self._path, name, full_name))
+        return full_name
 
-    def _read_tensor(self, name: str, weight: Tensor) -> None:
+    def _parts_of_tensor(self, name: str, weight: Tensor) -> list[tuple[str, object]]:
         """The plain tensors of a tensor: for example the codes and scales of a quantized weight."""
         if weight.is_meta:
             raise ConfigError(
@@ -432,15 +409,11 @@ class _ModuleReader:
             )
         if is_traceable_wrapper_subclass(weight):
             parts, context = weight.__tensor_flatten__()
-            self.read(f"{name}:", context)
-            for part in parts:
-                self.read(f"{name}.{part}", attrgetter(part)(weight))
-            return
+            return [(":", context), *((f".{part}", attrgetter(part)(weight)) for part in parts)]
         if weight.is_quantized or weight.layout is not torch.strided:
             raise self._incomparable(weight)
-        if type(weight) not in TENSORS:
-            self.read(f"{name}:", dict(vars(weight)))
         self._weights.append((self._path + name, weight.detach()))
+        return [] if type(weight) in TENSORS else [(":", dict(vars(weight)))]
 
     def _incomparable(self, value: object) -> ConfigError:
         return ConfigError(
@@ -486,24 +459,16 @@ def _block_sums(weight: Tensor) -> Tensor:
     once in 2^33 times if only their highest bits changed.
     """
     words = _words(weight)
-    factors = _factors().to(words.device)
-    whole = words.numel() // BLOCK
-    sums = []
-    for begin in range(0, whole, BLOCKS_AT_ONCE):
-        blocks = words[begin * BLOCK : min(begin + BLOCKS_AT_ONCE, whole) * BLOCK].view(-1, BLOCK)
-        sums.append(_weighted(blocks, factors))
-    rest = words[whole * BLOCK :]
-    if rest.numel():
-        sums.append(_weighted(rest[None], factors[: rest.numel()]))
-    return torch.cat(sums) if sums else words
-
-
-def _weighted(blocks: Tensor, factors: Tensor) -> Tensor:
-    # Mixes the upper half into the lower half, since multiplication would shift the upper half out of the word.
-    mixed = blocks >> 32
-    mixed ^= blocks
-    mixed *= factors
-    return mixed.sum(1)
+    factors, sums = _factors().to(words.device), [words[:0]]
+    for some in torch.split(words, BLOCK * BLOCKS_AT_ONCE):
+        whole = some.numel() // BLOCK * BLOCK
+        for blocks in (some[:whole].view(-1, BLOCK), some[whole:].view(-1, max(some.numel() - whole, 1))):
+            # Mixes the upper half into the lower half, since multiplication would shift the upper half out of the word.
+            mixed = blocks >> 32
+            mixed ^= blocks
+            mixed *= factors[: blocks.shape[1]]
+            sums.append(mixed.sum(1))
+    return torch.cat(sums)
 
 
 def _words(weight: Tensor) -> Tensor:

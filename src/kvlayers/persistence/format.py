@@ -1,16 +1,16 @@
 """The format of a saved cache: its description, plain facts in JSON beside the tensors."""
 
 import hashlib
-import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Annotated, Any
 
+import msgspec
 import torch
 
-from kvlayers.core.description import Fact
 from kvlayers.errors import OptionError
-from kvlayers.persistence.safetensors_header import DTYPE_NAMES, MOST_FILE_BYTES, parse_json, refuse, shown, typed
+from kvlayers.persistence.json_text import MOST_FILE_BYTES, Count, canonical, parsed, refuse, shown
+from kvlayers.rope.rotary import Layout
 
 MAX_METADATA_BYTES, MAX_METADATA_BRACKETS = 2**20, 50_000
 """Of a caller's own texts, which are in the header of a file: a quarter of what a header may have."""
@@ -21,9 +21,8 @@ OWN_METADATA = "metadata"
 DESCRIPTION = "description"
 """In the metadata of a saved cache: what its tensors mean, as JSON."""
 
-TOKEN_IDS = "token_ids"
-
 Options = dict[str, Any]
+Facts = dict[str, bool | Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)] | float | str | None]
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,7 @@ class LayerRecord:
     """One layer: its kind, the facts of its state, the names of its tensors, and whether it records its past."""
 
     kind: str
-    facts: dict[str, Fact] = field(default_factory=dict)
+    facts: Facts = field(default_factory=dict)
     tensors: tuple[str, ...] = ()
     recording: bool = False
 
@@ -50,8 +49,8 @@ class CacheRecord:
     """
 
     kind: str
-    length: int
-    batch_size: int
+    length: Count
+    batch_size: Count
     options: Options = field(default_factory=dict)
     layers: tuple[LayerRecord, ...] = ()
     parts: tuple["CacheRecord", ...] = ()
@@ -83,14 +82,14 @@ class Description:
         cache: the cache.
         model: the model that its states are of.
         rotaries: how keys are rotated, by the fingerprint of the rotation: layout and first dimension.
-        dtypes: dtypes of the states, sorted.
+        dtypes: dtypes of the states, sorted by their names.
     """
 
     versions: dict[str, str]
     cache: CacheRecord
     model: ModelRecord
-    rotaries: dict[str, tuple[str, int]]
-    dtypes: tuple[str, ...]
+    rotaries: dict[str, tuple[Layout, Count]]
+    dtypes: tuple[torch.dtype, ...]
 
     @property
     def fingerprint(self) -> str:
@@ -108,17 +107,6 @@ class Description:
         for number, cache in enumerate(self.caches()):
             for index, layer in enumerate(cache.layers):
                 yield layer_prefix(number if self.cache.parts else None, index), layer
-
-
-def canonical(content: object) -> str:
-    """`content` as JSON, with sorted keys and no spaces. `typed` reads records that were written like this."""
-    return json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False, default=_plain)
-
-
-def _plain(record: Any) -> object:
-    if isinstance(record, torch.dtype):
-        return DTYPE_NAMES[record]
-    return {field.name: vars(record)[field.name] for field in fields(record)}
 
 
 def metadata_text(metadata: Mapping[str, str]) -> str:
@@ -154,20 +142,15 @@ def read_description(path: str, text: str) -> Description:
     Raises:
         CacheFileError: the text is not a description.
     """
-    description: Description = typed(path, "a description", Description, parse_json(path, text, "the description"))
-    _check_counts(path, description.cache)
-    for part in description.cache.parts:
-        _check_counts(path, part)
-        if part.parts or len(description.cache.parts) != 2 or description.cache.layers:
-            refuse(path, "two parts and no other layers, or layers alone", f"{len(description.cache.parts)} parts")
-    return description
-
-
-def _check_counts(path: str, cache: CacheRecord) -> None:
-    for layer in cache.layers:
+    description = parsed(path, "a description", Description, text)
+    cache, parts = description.cache, description.cache.parts
+    if parts and (len(parts) != 2 or cache.layers or any(part.parts for part in parts)):
+        refuse(path, "two parts and no other layers, or layers alone", f"{len(parts)} parts")
+    for _, layer in description.layers():
         for name in ("length", "checkpoints", "linear.checkpoints"):
             count = layer.facts.get(name, 0)
             # A count beyond the tensors would be a long loop over nothing.
             most = MOST_FILE_BYTES if name == "length" else len(layer.tensors)
             if count is not None and (type(count) is not int or not 0 <= count <= most):
                 refuse(path, f"a {name} of 0 to {most}", shown(count))
+    return description

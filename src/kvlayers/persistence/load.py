@@ -16,16 +16,17 @@ from kvlayers.core.token_layer import TokenLayer
 from kvlayers.core.token_store import KVPair
 from kvlayers.errors import CacheFileError, OptionError, RollbackError, StateMismatchError
 from kvlayers.persistence.fingerprint import check_model
-from kvlayers.persistence.format import TOKEN_IDS, CacheRecord, LayerRecord, layer_prefix
+from kvlayers.persistence.format import CacheRecord, LayerRecord, layer_prefix
 from kvlayers.persistence.rebuild import (
     SavedFile,
     cache_class_of,
+    check_layers,
     file_at_fault,
     loads_prefixes,
     read_rotaries,
     rebuilt,
 )
-from kvlayers.persistence.safetensors_header import checked_path
+from kvlayers.persistence.safetensors_header import TOKEN_IDS, checked_path
 from kvlayers.persistence.tensor_file import opened_file
 from kvlayers.upstream.model_types import config_of
 from kvlayers.utils.options import checked_device
@@ -78,13 +79,17 @@ def load_cache(
     if config is not None:
         config = config_of(config)
     if into is not None and not isinstance(into, Cache):
-        raise OptionError(f"`into` must be a cache of kvlayers, got a {type(into).__name__}.")
+        raise OptionError(
+            f"`into` must be a cache of kvlayers, got a {type(into).__name__}: pass an empty one, or leave it out."
+        )
     if device is None:
         place = _device_of(into) if into is not None else torch.device("cpu")
     else:
         place = checked_device(device)
     saved = SavedFile(opened_file(path))
     check_model(path, saved.description, config, weights_id)
+    if config is not None and into is None:
+        check_layers(path, saved.description.caches()[0], config)
     _check_length(path, saved.description.cache, length)
     reader = StateReader(saved, place, length, verify)
     return reader.new(config) if into is None else reader.fill(into)
@@ -92,8 +97,7 @@ def load_cache(
 
 def _device_of(cache: Cache) -> torch.device:
     """The device that a cache computes on; the host if it holds no states yet."""
-    parts = [cache.self_attention_cache] if cache.is_pair else [cache]
-    layers = (layer for part in parts for layer in part.adapted_layers())
+    layers = (layer for part in _parts(cache) for layer in part.adapted_layers())
     holding = (layer for layer in layers if layer.batch_size is not None and not layer.is_upstream)
     return torch.device(next((found for layer in holding if (found := layer.parts[0].device) is not None), "cpu"))
 
@@ -102,10 +106,13 @@ def _check_length(path: str, record: CacheRecord, length: object) -> None:
     if length is None:
         return
     if not isinstance(length, int) or isinstance(length, bool):
-        raise OptionError(f"`length` must be a whole number of tokens, got {length!r}.")
+        raise OptionError(
+            f"`length` must be a whole number of tokens, got {length!r}: pass one, or leave it out to load all."
+        )
     if not 0 <= length <= record.length:
         raise RollbackError(
-            f"`length` must be from 0 to {record.length}, the tokens of the cache in {path}, got {length}."
+            f"`length` must be from 0 to {record.length}, the tokens of the cache in {path}, got {length}: pass "
+            "fewer tokens."
         )
 
 
@@ -127,26 +134,26 @@ class StateReader:
 
     def new(self, config: object | None) -> Cache:
         """A cache like the one in the file, with its states."""
-        record = self.saved.description.cache
-        with file_at_fault(self.saved.path):
-            context = DescriptionContext(read_rotaries(self.saved, self.verify))
-        parts: list[Cache] = []
-        for number, part_record in enumerate(self.saved.description.caches()):
-            part = number if record.parts else None
-            cache = rebuilt(self.saved, part, context, config)
-            with file_at_fault(self.saved.path):
-                self._load(cache, part_record, part)
-            parts.append(cache)
-        if not record.parts:
-            return self._finished(parts[0])
-        with file_at_fault(self.saved.path):
-            pair = cache_class_of(self.saved.path, record).from_description(record.options, parts, context)
-        return self._finished(pair)
+        saved, record = self.saved, self.saved.description.cache
+        with file_at_fault(saved.path):
+            context = DescriptionContext(read_rotaries(saved, self.verify))
+            caches: list[Cache] = []
+            for number, own in enumerate(saved.description.caches()):
+                part = number if record.parts else None
+                caches.append(rebuilt(saved, part, context, config))
+                self._load(caches[-1], own, part)
+            cache = caches[0]
+            if record.parts:
+                cache = cache_class_of(saved.path, record).from_description(record.options, caches, context)
+        return self._finished(cache)
 
     def _load(self, cache: Cache, record: CacheRecord, part: int | None) -> None:
         # One layer at a time, so that the device never holds more than one layer twice.
         if len(cache.layers) != len(record.layers):
-            raise StateMismatchError(f"The cache has {len(cache.layers)} layers, got states of {len(record.layers)}.")
+            raise StateMismatchError(
+                f"The cache has {len(cache.layers)} layers, got states of {len(record.layers)}: load them into a "
+                "cache of the model that made them."
+            )
         for index, (layer, layer_record) in enumerate(zip(cache.adapted_layers(), record.layers, strict=True)):
             pairs = self.saved.pieces(layer_prefix(part, index))
             # States that can be taken in piece by piece, instead of all at once.
@@ -209,17 +216,13 @@ class StateReader:
             held: Any = facts["length"]
             cut = facts["length"] = min(self.length, held)
         prefix = layer_prefix(part, index)
-        tensors = {name: self._tensor(prefix + name, cut) for name in record.tensors}
+        tensors = {name: self.saved.tensor(prefix + name, cut, self.verify).to(self.device) for name in record.tensors}
         _check_states(self.saved.path, tensors)
         if "device" in facts:
             facts["device"] = str(self.device)
         if layer.is_upstream:
             _check_upstream(layer, facts)
         return LayerState(record.kind, tensors, facts)
-
-    def _tensor(self, name: str, cut: int | None) -> Tensor:
-        states = self.saved.tensor(name, cut, self.verify)
-        return states.to(self.device)
 
     def _finished(self, cache: Cache) -> Cache:
         """A new cache, cropped to the requested length."""

@@ -7,31 +7,28 @@ same for all nodes that follow one another, so it is in the first one: a whole s
 import functools
 import hashlib
 import math
-import re
-from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Annotated, NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kvlayers.errors import CacheFileError
-from kvlayers.persistence.format import TOKEN_IDS, canonical
+from kvlayers.persistence.json_text import MOST_FILE_BYTES, Count, canonical, parsed, refuse, shown
 from kvlayers.persistence.safetensors_header import (
-    MAX_EMPTY_ELEMENTS,
+    DIGESTS,
+    TOKEN_IDS,
     Header,
     ReadRange,
     TensorEntry,
-    parse_json,
-    refuse,
-    shown,
-    typed,
+    file_header,
 )
-from kvlayers.persistence.tensor_file import DIGESTS, TensorFile, check_format, digests_entry, file_header, file_in
+from kvlayers.persistence.tensor_file import TensorFile, file_in
 
-ENTRY, NODE = "entry", "node"
-"""In the metadata: what all nodes of an entry have in common, and the record."""
+NODE = "node"
+"""In the metadata: the record of a node, as JSON."""
 
 CACHE = "cache"
 """Tensor of bytes: a saved cache that has no rows."""
@@ -39,11 +36,9 @@ CACHE = "cache"
 MAX_HEAD_BYTES = 64 * 2**20
 """Of header and ids, which are read to inspect a file: the ids of 8 million tokens."""
 
-KNOWN_ENTRIES = 8
-"""Facts of entries that are not parsed again. Each may have as many bytes as a header."""
-
-_NAMES = re.compile(r"([0-9a-f]{64}\.safetensors)? ([0-9a-f]{64})?")
-"""Name of a parent, and checksum of a saved cache."""
+Parent = Annotated[str, msgspec.Meta(pattern=r"\A([0-9a-f]{64}\.safetensors)?\Z")]
+Checksum = Annotated[str, msgspec.Meta(pattern=r"\A([0-9a-f]{64})?\Z")]
+Positive = Annotated[int, msgspec.Meta(ge=1, le=MOST_FILE_BYTES)]
 
 Rows = npt.NDArray[np.int64]
 
@@ -53,17 +48,17 @@ class TensorForm(NamedTuple):
 
     name: str
     dtype: torch.dtype
-    batch: int
-    kv_heads: int
-    width: int
+    batch: Count
+    kv_heads: Count
+    width: Count
 
 
 class RowRun(NamedTuple):
     """Consecutive rows: position of the first token, tokens of each row, number of rows."""
 
-    first: int
-    tokens: int
-    rows: int
+    first: Count
+    tokens: Positive
+    rows: Positive
 
 
 class RowGroup(NamedTuple):
@@ -75,7 +70,7 @@ class RowGroup(NamedTuple):
         runs: the tokens of the rows.
     """
 
-    layers: tuple[int, ...]
+    layers: tuple[Count, ...]
     tensors: tuple[TensorForm, ...]
     runs: tuple[RowRun, ...] = ()
 
@@ -132,10 +127,6 @@ class EntryFacts:
     versions: dict[str, str] = field(default_factory=dict)
     groups: tuple[RowGroup, ...] = ()
 
-    def to_json(self) -> str:
-        """The facts as text. Equal facts give equal texts."""
-        return canonical(self)
-
 
 @dataclass(frozen=True)
 class NodeRecord:
@@ -153,13 +144,13 @@ class NodeRecord:
     """
 
     entry: EntryFacts
-    parent: str
-    start: int
-    stop: int
+    parent: Parent
+    start: Count
+    stop: Count
     whole: bool = True
-    lengths: tuple[int, ...] = ()
+    lengths: tuple[Count, ...] = ()
     runs: tuple[tuple[RowRun, ...], ...] = ()
-    cache: str = ""
+    cache: Checksum = ""
 
     @functools.cached_property
     def groups(self) -> tuple[RowGroup, ...]:
@@ -193,10 +184,6 @@ class NodeRecord:
         cache = {CACHE: TensorEntry(torch.uint8, (cache_bytes,))} if self.has_cache else {}
         return {TOKEN_IDS: TensorEntry(torch.int64, (1, tokens)), **rows, **cache}
 
-    def to_json(self) -> str:
-        """The record as text, without the facts of its entry. Equal records give equal texts."""
-        return canonical({own.name: vars(self)[own.name] for own in fields(self) if own.name != ENTRY})
-
 
 @dataclass(frozen=True)
 class NodeHead:
@@ -220,10 +207,7 @@ class NodeHead:
     @property
     def digest(self) -> str:
         """What identifies the node: a SHA-256 of its record and its tokens."""
-        texts = f"{self.header.metadata[ENTRY]}\n{self.header.metadata[NODE]}\n"
-        total = hashlib.sha256(texts.encode("utf-8", "surrogatepass"))
-        total.update(self.ids.tobytes())
-        return total.hexdigest()
+        return hashlib.sha256(f"{self.header.metadata[NODE]}\n".encode() + self.ids.tobytes()).hexdigest()
 
 
 def is_node(header: Header) -> bool:
@@ -242,17 +226,14 @@ def read_head(path: str, header: Header, read: ReadRange) -> NodeHead:
     Raises:
         CacheFileError: it has no record of a node, or other tensors than the record says.
     """
-    check_format(path, header)
-    if set(header.metadata) != {"format", "format_version", ENTRY, NODE}:
-        refuse(path, f"metadata of format, format_version, {ENTRY} and {NODE}", shown(sorted(header.metadata)))
-    record = _record(path, header.metadata)
+    record = parsed(path, "a record of a node", NodeRecord, header.metadata[NODE])
+    _check_record(path, record)
     sizes = {name: math.prod(entry.shape) for name, entry in header.tensors.items()}
     tokens, wanted = sizes.get(TOKEN_IDS, 0), record.stop - record.start
-    expected = record.tensors(tokens, sizes.get(CACHE, 0))
-    if header.tensors != {**expected, DIGESTS: digests_entry(expected)}:
-        refuse(path, "the rows that it describes", shown(sorted(header.tensors)))
+    if header != file_header(record.tensors(tokens, sizes.get(CACHE, 0)), {NODE: header.metadata[NODE]}):
+        refuse(path, "the rows that it describes, and nothing else", shown(sorted(header.tensors)))
     start, end = header.ranges[TOKEN_IDS]
-    if start != len(header.content) or end > MAX_HEAD_BYTES or tokens < wanted:
+    if end > MAX_HEAD_BYTES or tokens < wanted:
         refuse(path, f"the ids of its {wanted} tokens before its rows", f"{tokens} ids")
     ids = bytes(read(start, end))
     if len(ids) != end - start:
@@ -312,48 +293,26 @@ def new_head(record: NodeRecord, ids: Rows, cache_bytes: int) -> NodeHead:
         record: its place, and which rows it has.
         ids: its tokens.
         cache_bytes: bytes of the saved cache without rows, if it is to have that.
-
-    Raises:
-        StateMismatchError: the record is larger than a file can hold.
     """
-    texts = {ENTRY: record.entry.to_json(), NODE: record.to_json()}
-    return NodeHead(file_header(record.tensors(len(ids), cache_bytes), texts, TOKEN_IDS), record, ids.copy())
+    header = file_header(record.tensors(len(ids), cache_bytes), {NODE: canonical(record)})
+    return NodeHead(header, record, ids.copy())
 
 
-@functools.lru_cache(KNOWN_ENTRIES)
-def _entry(text: str) -> EntryFacts:
-    path = "Its record"
-    facts: EntryFacts = typed(path, "facts of an entry", EntryFacts, parse_json(path, text, "the facts of an entry"))
-    seen: set[tuple[int, str]] = set()
-    for group in facts.groups:
-        names = {(layer, form.name) for layer in group.layers for form in group.tensors}
-        if seen & names or not names or len(names) != len(group.layers) * len(group.tensors) or group.runs:
-            refuse(path, "each tensor in one group of rows", shown(group))
-        seen |= names
-        if any(math.prod(max(size, 1) for size in form[2:]) > MAX_EMPTY_ELEMENTS for form in group.tensors):
-            refuse(path, "forms that states have", shown(group.tensors))
-    return facts
-
-
-def _record(path: str, metadata: dict[str, str]) -> NodeRecord:
-    try:
-        entry = _entry(metadata[ENTRY])
-    except CacheFileError as error:
-        raise CacheFileError(f"{path} is damaged: {error}") from error
-    what = "a record of a node"
-    content: dict[str, Any] = typed(path, what, dict[str, Any], parse_json(path, metadata[NODE], what))
-    record: NodeRecord = typed(path, what, NodeRecord, {**content, ENTRY: entry})
-    has_names = _NAMES.fullmatch(f"{record.parent} {record.cache}") and bool(record.cache) == record.has_cache
-    is_placed = record.start < record.stop and bool(record.parent) == (record.start > 0)
-    if ENTRY in content or not has_names or not is_placed:
-        refuse(path, what, shown(metadata[NODE]))
-    if len(record.runs) != len(entry.groups):
-        refuse(path, f"rows of {len(entry.groups)} groups", str(len(record.runs)))
+def _check_record(path: str, record: NodeRecord) -> None:
+    """Raise `CacheFileError` if a record contradicts itself."""
+    groups, is_first = record.entry.groups, not record.start
+    tensors = [(layer, form.name) for group in groups for layer in group.layers for form in group.tensors]
+    if len({*tensors}) != len(tensors) or not all(
+        group.layers and group.tensors and not group.runs for group in groups
+    ):
+        refuse(path, "each tensor in one group of rows", shown(groups))
+    is_placed = record.start < record.stop and is_first != bool(record.parent)
+    if not is_placed or record.has_cache != bool(record.cache) or len(record.runs) != len(groups):
+        refuse(path, "the record of a node among others", shown(record))
     for runs in record.runs:
         end = 0
         for run in runs:
             last = run.first + run.tokens * (run.rows - 1)
-            if run.first < end or not run.rows or not run.tokens or last >= record.stop:
+            if run.first < end or last >= record.stop:
                 refuse(path, f"rows that follow one another before {record.stop}", shown(run))
             end = last + run.tokens
-    return record

@@ -15,16 +15,16 @@ from kvlayers.errors import CacheFileError, KVLayersError, ModelMismatchError, R
 from kvlayers.persistence.format import (
     DESCRIPTION,
     OWN_METADATA,
-    TOKEN_IDS,
     CacheRecord,
     LayerRecord,
     layer_prefix,
     read_description,
     rotary_name,
 )
+from kvlayers.persistence.json_text import parsed, refuse, shown
 from kvlayers.persistence.node_file import is_node
-from kvlayers.persistence.safetensors_header import parse_json, refuse, shown, typed
-from kvlayers.persistence.tensor_file import DIGESTS, TensorFile
+from kvlayers.persistence.safetensors_header import DIGESTS, TOKEN_IDS
+from kvlayers.persistence.tensor_file import TensorFile
 from kvlayers.rope.rotary import Rotary
 from kvlayers.upstream.model_layers import layer_specs
 
@@ -37,9 +37,6 @@ MAX_RESERVED_TOKENS = 2**22
 FREE_RESERVATION = 2**30
 RESERVATION_FACTOR = 64
 """A file may reserve `FREE_RESERVATION` bytes for its tokens, or `RESERVATION_FACTOR` times its size if more."""
-
-
-_METADATA = {"format", "format_version", DESCRIPTION}
 
 
 class SavedFile:
@@ -66,11 +63,8 @@ class SavedFile:
         if is_node(file.header):
             remedy = "open its directory with PrefixStore(directory=...)"
             refuse(path, "the states of its cache", "a node of a prefix store, which has a part of them", remedy)
-        if set(metadata) - {OWN_METADATA} != _METADATA:
-            refuse(path, f"metadata of {', '.join(sorted(_METADATA))}", shown(sorted(metadata)))
-        self.description = read_description(path, metadata[DESCRIPTION])
-        own = parse_json(path, metadata.get(OWN_METADATA, "{}"), "the metadata")
-        self.metadata: dict[str, str] = typed(path, "metadata of texts", dict[str, str], own)
+        self.description = read_description(path, metadata.get(DESCRIPTION, ""))
+        self.metadata = parsed(path, "metadata of texts", dict[str, str], metadata.get(OWN_METADATA, "{}"))
         self.nbytes = file.header.file_bytes
         names = [prefix + name for prefix, layer in self.description.layers() for name in layer.tensors]
         names += [rotary_name(fingerprint) for fingerprint in self.description.rotaries]
@@ -117,7 +111,7 @@ def read_rotaries(saved: SavedFile, verify: bool) -> dict[str, Rotary]:
     """The rotations in a file, by fingerprint."""
     rotaries = {}
     for fingerprint, (layout, first) in saved.description.rotaries.items():
-        rotary = Rotary(saved.tensor(rotary_name(fingerprint), verify=verify), layout, first)  # type: ignore[arg-type]
+        rotary = Rotary(saved.tensor(rotary_name(fingerprint), verify=verify), layout, first)
         if rotary.fingerprint != fingerprint:
             refuse(saved.path, f"frequencies of the rotation {shown(fingerprint)}", f"those of {rotary.fingerprint}")
         rotaries[fingerprint] = rotary
@@ -128,40 +122,37 @@ def rebuilt(saved: SavedFile, part: int | None, context: DescriptionContext, con
     """An empty cache like the one in a file, or like one part of the pair in the file.
 
     Raises:
-        CacheFileError: no cache can be made from the file, or not without a config.
-        ModelMismatchError: the model has other layers.
+        CacheFileError: no cache can be made from the file without a config, or without a package.
+        KVLayersError: as the classes that the file names.
     """
-    record = saved.description.caches()[part or 0]
-    cache_class = cache_class_of(saved.path, record)
-    with file_at_fault(saved.path):
-        _check_settings(saved.path, record)
-    if config is not None and not part:
-        _check_layers(saved.path, record, config, may_have_fewer=bool(record.options["grows"]))
-    layers = _layers(saved, record, part, context)
+    path, record = saved.path, saved.description.caches()[part or 0]
+    cache_class = cache_class_of(path, record)
+    _check_settings(path, record)
+    # Before any layer is made: a static layer makes something for each slot that it may reserve.
+    _check_reservation(saved, record, part, [_reserved_by_facts(layer) for layer in record.layers])
+    layers = [_layer(layer, context) for layer in record.layers]
     missing = [index for index, layer in enumerate(layers) if layer is None]
     if missing and config is None:
         refuse(
-            saved.path,
+            path,
             f"layers that can be made from a file ({', '.join(layer_names())})",
             shown(", ".join(sorted({record.layers[index].kind for index in missing}))),
             "import the package that registers them, pass config=model.config, or a cache of your own as into=",
         )
-    with file_at_fault(saved.path):
-        if missing:
-            of_model = cache_class.layers_from_config(record.options, config, context)
-            layers = [of_model[index] if layer is None else layer for index, layer in enumerate(layers)]
-        cache = cache_class.from_description(record.options, layers, context)
-        # Again for the finished layers: they may have been made from the config, not from the facts in the file.
-        parts = [[part.unwrapped for part in layer.parts] for layer in cache.adapted_layers()]
-        held = [[type(each).reserved_by(each.describe()) for each in of_layer] for of_layer in parts]
-        _check_reservation(saved, record, part, held)
+    if missing:
+        of_model = cache_class.layers_from_config(record.options, config, context)
+        layers = [of_model[index] if layer is None else layer for index, layer in enumerate(layers)]
+    cache = cache_class.from_description(record.options, layers, context)
+    # Again for the finished layers: they may have been made from the config, not from the facts in the file.
+    parts = [[part.unwrapped for part in layer.parts] for layer in cache.adapted_layers()]
+    held = [[type(each).reserved_by(each.describe()) for each in of_layer] for of_layer in parts]
+    _check_reservation(saved, record, part, held)
     return cache
 
 
 def cache_class_of(path: str, record: CacheRecord) -> type[Cache]:
     """The class that a file names for its cache."""
-    with file_at_fault(path):
-        cache_class: type[Cache] | None = CACHE_CLASSES.get(record.kind)
+    cache_class: type[Cache] | None = CACHE_CLASSES.get(record.kind)
     if cache_class is None:
         refuse(
             path,
@@ -172,19 +163,10 @@ def cache_class_of(path: str, record: CacheRecord) -> type[Cache]:
     return cache_class
 
 
-def _layers(saved: SavedFile, record: CacheRecord, part: int | None, context: DescriptionContext) -> list[Any]:
-    """The layers of a file; `None` for a layer whose kind is not registered, or whose facts are incomplete."""
-    layers: list[Any] = []
-    with file_at_fault(saved.path):
-        # Before any layer is made: a static layer makes something for each slot that it may reserve.
-        _check_reservation(saved, record, part, [_reserved_by_facts(layer) for layer in record.layers])
-        for layer in record.layers:
-            try:
-                known = layer.kind in LAYER_CLASSES
-                layers.append(layer_from_description(layer.kind, layer.facts, context) if known else None)
-            except KeyError:
-                layers.append(None)
-    return layers
+def _layer(record: LayerRecord, context: DescriptionContext) -> Any:
+    """A layer as in a file; `None` if its kind is not registered, or its facts are incomplete."""
+    with contextlib.suppress(KeyError):
+        return layer_from_description(record.kind, record.facts, context) if record.kind in LAYER_CLASSES else None
 
 
 def check_remakeable(cache: Cache) -> None:
@@ -240,12 +222,11 @@ _Reservation = tuple[int, int]
 
 
 def _reserved_by_facts(layer: LayerRecord) -> list[_Reservation]:
-    layer_class = LAYER_CLASSES.get(layer.kind)
-    try:
-        return [] if layer_class is None else [layer_class.reserved_by(layer.facts)]
-    except KeyError:
-        # The facts are incomplete, so no layer is made from them.
-        return []
+    layer_class, found = LAYER_CLASSES.get(layer.kind), list[_Reservation]()
+    # If the facts are incomplete, no layer is made from them.
+    with contextlib.suppress(KeyError):
+        found += [] if layer_class is None else [layer_class.reserved_by(layer.facts)]
+    return found
 
 
 def _check_reservation(
@@ -291,15 +272,14 @@ def _check_amount(path: str, what: str, amount: object, most: int) -> None:
         )
 
 
-def _check_layers(path: str, record: CacheRecord, config: object, may_have_fewer: bool) -> None:
-    """Raise `ModelMismatchError` if the config shows that the layers are those of another model."""
-    specs = layer_specs(config)
-    if len(record.layers) != len(specs) and not (may_have_fewer and len(record.layers) < len(specs)):
+def check_layers(path: str, record: CacheRecord, config: object) -> None:
+    """Raise `ModelMismatchError` if a config shows that the layers in a file are those of another model."""
+    specs, layers = layer_specs(config), record.layers
+    if len(layers) > len(specs) or (len(layers) < len(specs) and record.options.get("grows") is not True):
         raise ModelMismatchError(
-            f"`config` has {len(specs)} layers, but {path} has {len(record.layers)}: load it for the model that made "
-            "it."
+            f"`config` has {len(specs)} layers, but {path} has {len(layers)}: load it for the model that made it."
         )
-    for index, (layer, spec) in enumerate(zip(record.layers, specs, strict=False)):
+    for index, (layer, spec) in enumerate(zip(layers, specs, strict=False)):
         window, own = layer.facts.get("sliding_window"), spec.options.get("sliding_window")
         if window is not None and window != own:
             raise ModelMismatchError(

@@ -18,18 +18,17 @@ from kvlayers.persistence.fingerprint import model_record
 from kvlayers.persistence.format import (
     DESCRIPTION,
     OWN_METADATA,
-    TOKEN_IDS,
     CacheRecord,
     Description,
     LayerRecord,
     ModelRecord,
-    canonical,
     layer_prefix,
     metadata_text,
     rotary_name,
 )
-from kvlayers.persistence.safetensors_header import DTYPES, Header, TensorEntry, checked_path
-from kvlayers.persistence.tensor_file import file_header, write_file
+from kvlayers.persistence.json_text import DTYPES, canonical
+from kvlayers.persistence.safetensors_header import TOKEN_IDS, Header, TensorEntry, checked_path, file_header
+from kvlayers.persistence.tensor_file import write_file
 from kvlayers.version import __version__
 
 _STORABLE = frozenset(DTYPES.values())
@@ -97,9 +96,6 @@ def header_of(description: Description, tensors: Mapping[str, Tensor], own: str 
         description: the cache.
         tensors: the tensors that are in the file.
         own: the caller's own texts, from `metadata_text`.
-
-    Raises:
-        StateMismatchError: it is larger than a file may have.
     """
     entries = {name: TensorEntry(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
     metadata = {DESCRIPTION: canonical(description)}
@@ -116,30 +112,27 @@ def described(
         StateMismatchError: a layer holds something that a file cannot.
     """
     rotaries = {rotary.fingerprint: rotary for rotary in cache.rotaries}
+    caches = [cache.self_attention_cache, cache.cross_attention_cache] if cache.is_pair else [cache]
+    states = state.parts or (state,)
+    records = tuple(_record(part, own) for part, own in zip(caches, states, strict=True))
+    record = records[0]
     if cache.is_pair:
-        parts = (cache.self_attention_cache, cache.cross_attention_cache)
-        own = [_record(part, part_state) for part, part_state in zip(parts, state.parts, strict=True)]
-        record = CacheRecord(state.kind, own[0].length, max(cache.batch_size, 0), cache.describe(), parts=tuple(own))
-        states: list[tuple[int | None, CacheState]] = list(enumerate(state.parts))
-    else:
-        record = _record(cache, state)
-        states = [(None, state)]
+        batch_size = max(cache.batch_size, 0)
+        record = CacheRecord(state.kind, record.length, batch_size, cache.describe(), parts=records)
     tensors = {
-        layer_prefix(part, index) + name: _storable(tensor, name, layer.kind)
-        for part, part_state in states
-        for index, layer in enumerate(part_state.layers)
+        layer_prefix(number if cache.is_pair else None, index) + name: _storable(tensor, name, layer.kind)
+        for number, own in enumerate(states)
+        for index, layer in enumerate(own.layers)
         for name, tensor in layer.tensors.items()
     }
-    dtypes = sorted({str(states.dtype) for states in tensors.values() if states.is_floating_point()})
+    dtypes = sorted({states.dtype for states in tensors.values() if states.is_floating_point()}, key=str)
     for fingerprint, rotary in rotaries.items():
         tensors[rotary_name(fingerprint)] = rotary.inv_freq
     if token_ids is not None:
         tensors[TOKEN_IDS] = _ids(token_ids, record)
     versions = {"kvlayers": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
-    described_rotaries: dict[str, tuple[str, int]] = {
-        fingerprint: (rotary.layout, rotary.first) for fingerprint, rotary in rotaries.items()
-    }
-    return Description(versions, record, model, described_rotaries, tuple(dtypes)), tensors
+    layouts = {fingerprint: (rotary.layout, rotary.first) for fingerprint, rotary in rotaries.items()}
+    return Description(versions, record, model, layouts, tuple(dtypes)), tensors
 
 
 def _record(cache: Cache, state: CacheState) -> CacheRecord:

@@ -14,37 +14,23 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
-from kvlayers.errors import CacheFileError, CachePathError, StateMismatchError
+from kvlayers.errors import CachePathError, StateMismatchError
+from kvlayers.persistence.json_text import refuse, shown
 from kvlayers.persistence.safetensors_header import (
+    DIGEST_BYTES,
+    DIGESTS,
+    LENGTH_BYTES,
+    MAX_HEADER_BYTES,
+    RUN_TOKENS,
     Content,
     Header,
     ReadRange,
-    TensorEntry,
     check_regular,
     mapped,
-    new_header,
     parse_header,
     ranges_of,
-    refuse,
-    shown,
+    run_count,
 )
-
-FORMAT = "kvlayers.cache"
-FORMAT_VERSION = "7"
-"""The version of saved caches and of nodes of a prefix store, the only one that is read and written."""
-
-DIGESTS = "digests"
-"""The last tensor, uint8 `[digests, 32]`."""
-
-DIGEST_BYTES = 32
-
-RUN_TOKENS = 512
-"""Tokens of keys or values that share one digest."""
-
-
-def _run_count(shape: tuple[int, ...]) -> int:
-    """The number of digests of a tensor, without iterating over runs, since a header may claim any number of tokens."""
-    return max(-(-shape[2] // RUN_TOKENS), 1) if len(shape) == 4 else 1
 
 
 def _digests_of(states: Tensor) -> Iterator[bytes]:
@@ -58,31 +44,6 @@ def _bytes_of(states: Tensor) -> memoryview:
     return states.contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
-def file_header(tensors: Mapping[str, TensorEntry], metadata: Mapping[str, str], first: str = "") -> Header:
-    """The header of a file of these tensors and texts. Equal ones have equal bytes.
-
-    Args:
-        tensors: their forms, without digests.
-        metadata: texts by name, besides those that each file has.
-        first: the tensor that comes first; the others follow by the size of their numbers, and by name.
-
-    Raises:
-        StateMismatchError: the header is larger than a file may have.
-    """
-    names = sorted(tensors, key=lambda name: (name != first, -tensors[name].dtype.itemsize, name))
-    entries = {name: tensors[name] for name in names} | {DIGESTS: digests_entry(tensors)}
-    try:
-        return new_header(entries, {"format": FORMAT, "format_version": FORMAT_VERSION, **metadata})
-    except CacheFileError as error:
-        raise StateMismatchError(f"The cache has more than a file can hold: {error}") from error
-
-
-def digests_entry(tensors: Mapping[str, TensorEntry]) -> TensorEntry:
-    """The form of the digests of these tensors, and of one for all."""
-    rows = sum(_run_count(entry.shape) for name, entry in tensors.items() if name != DIGESTS)
-    return TensorEntry(torch.uint8, (rows + 1, DIGEST_BYTES))
-
-
 def write_file(out: BinaryIO, header: Header, tensors: Mapping[str, Sequence[Tensor]]) -> None:
     """Write a file, one tensor after another, without a copy of what is contiguous.
 
@@ -90,28 +51,33 @@ def write_file(out: BinaryIO, header: Header, tensors: Mapping[str, Sequence[Ten
         out: where to write it.
         header: from `file_header`.
         tensors: on the host. One that has no tokens of its own may be in several parts along its first dimension.
+
+    Raises:
+        StateMismatchError: the header is larger than a file may have.
     """
+    if len(header.content) > LENGTH_BYTES + MAX_HEADER_BYTES:
+        raise StateMismatchError(
+            f"The cache has more than a file can hold: its header must have at most {MAX_HEADER_BYTES} bytes, got "
+            f"{len(header.content)}."
+        )
     out.write(header.content)
     digests: dict[str, bytes] = {}
-    for name in header.in_order[:-1]:
+    for name in header.tensors:
+        if name == DIGESTS:
+            continue
         if len(header.tensors[name].shape) == 4:
             (states,) = tensors[name]
             out.write(_bytes_of(states))
             digests[name] = b"".join(_digests_of(states))
         else:
-            digests[name] = _written(out, tensors[name])
+            whole = hashlib.sha256()
+            for part in tensors[name]:
+                content = _bytes_of(part)
+                out.write(content)
+                whole.update(content)
+            digests[name] = whole.digest()
     table = b"".join(digests[name] for name in sorted(digests))
     out.write(table + hashlib.sha256(header.content + table).digest())
-
-
-def _written(out: BinaryIO, parts: Sequence[Tensor]) -> bytes:
-    """Write the parts of a tensor, and return the SHA-256 of all of them."""
-    digest = hashlib.sha256()
-    for part in parts:
-        content = _bytes_of(part)
-        out.write(content)
-        digest.update(content)
-    return digest.digest()
 
 
 def content_of(header: Header, tensors: Mapping[str, Sequence[Tensor]]) -> Content:
@@ -133,21 +99,17 @@ class TensorFile:
         checksum: SHA-256 of the header and of all digests, in hexadecimal.
 
     Raises:
-        CacheFileError: it is of another version or no file of kvlayers, or header or digests are damaged.
+        CacheFileError: header or digests are damaged.
     """
 
     def __init__(self, path: str, header: Header, read: ReadRange) -> None:
-        check_format(path, header)
         self.path, self.header, self.read = path, header, read
-        expected = digests_entry(header.tensors)
-        if header.tensors.get(DIGESTS) != expected:
-            refuse(path, f"digests {list(expected.shape)}", shown(header.tensors.get(DIGESTS)))
         self._digests = bytes(self._read(DIGESTS))
         self.checksum = hashlib.sha256(header.content + self._digests[:-DIGEST_BYTES]).hexdigest()
         if self.checksum != self._digests[-DIGEST_BYTES:].hex():
             refuse(path, f"the checksum {self.checksum}", "another", "it is damaged; save it again")
-        counts = [_run_count(header.tensors[name].shape) for name in sorted(header.tensors) if name != DIGESTS]
-        names = (name for name in sorted(header.tensors) if name != DIGESTS)
+        names = sorted(header.tensors.keys() - {DIGESTS})
+        counts = [run_count(header.tensors[name].shape) for name in names]
         self._rows = dict(zip(names, itertools.accumulate(counts, initial=0), strict=False))
         """For each tensor, the row of its first digest."""
 
@@ -194,16 +156,6 @@ class TensorFile:
                     "others",
                     "it is damaged; save it again",
                 )
-
-
-def check_format(path: str, header: Header) -> None:
-    """Raise `CacheFileError` if a header is not that of a file of kvlayers, in this version of the format."""
-    metadata = header.metadata
-    if metadata.get("format") != FORMAT:
-        refuse(path, f"the format {FORMAT!r}", shown(metadata.get("format")), "it was not made by save_cache()")
-    if metadata.get("format_version") != FORMAT_VERSION:
-        version = shown(metadata.get("format_version"))
-        refuse(path, f"version {FORMAT_VERSION} of the format", version, "it is of another kvlayers: save it again")
 
 
 def file_in(path: str, content: Content | mmap.mmap) -> TensorFile:

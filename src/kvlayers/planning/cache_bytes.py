@@ -313,7 +313,7 @@ def _summed(layers: Sequence[LayerBytes]) -> CacheBytes:
 
 def _evicting_nbytes(layer: EvictingLayer, shape: LayerShape, tokens: int) -> tuple[list[int], int]:
     """As `_states_and_beside`: kept tokens, and retained queries."""
-    settings, forms = layer.settings, shape.forms()
+    settings, forms = layer.options, shape.forms()
     held = min(tokens, settings.allowed(tokens))
     queries = nbytes_of(shape.query_form(), settings.retained_queries(tokens))
     if held < tokens and settings.heads_differ and forms[0].kv_heads > 1:

@@ -1,10 +1,12 @@
-"""The key of a prefix: its tokens, its model and its namespace; and the tree that finds tokens with a common prefix."""
+"""The key of a prefix: its tokens, its model and its namespace; and a mapping that finds what begins alike."""
 
+import bisect
 import functools
 import hashlib
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +15,7 @@ import torch
 from kvlayers.core.cache import Cache
 from kvlayers.errors import OptionError, StateMismatchError
 from kvlayers.persistence.fingerprint import model_fields
-from kvlayers.persistence.format import canonical
+from kvlayers.persistence.json_text import canonical
 
 Tokens = npt.NDArray[np.int64]
 """Token ids, `[tokens]`."""
@@ -21,195 +23,115 @@ Tokens = npt.NDArray[np.int64]
 T = TypeVar("T")
 
 
-class _Node(Generic[T]):
-    """The end of an edge. Every node except the root has a value, or a descendant with one."""
-
-    def __init__(self, edge: Tokens, parent: "_Node[T] | None", value: T | None = None) -> None:
-        self.edge = edge
-        self.parent = parent
-        self.value = value
-        self.children: dict[int, _Node[T]] = {}
-
-    def values(self, besides: "_Node[T] | None" = None) -> Iterator[T]:
-        """The values of this node and of those below, each behind its prefixes, except for those of one child."""
-        # Not recursive, since a chat of a thousand turns is a thousand nodes deep. By iterators, since a node may have
-        # thousands of children, of which a caller needs one.
-        pending = [iter((self,))]
-        while pending:
-            node = next(pending[-1], None)
-            if node is None:
-                pending.pop()
-            elif node is not besides:
-                if node.value is not None:
-                    yield node.value
-                pending.append(iter(reversed(node.children.values())))
-
-
 @dataclass(frozen=True)
 class PrefixMatch(Generic[T]):
-    """A value in the tree, and the length of the prefix that its tokens share with the requested ones."""
+    """A value, and the length of the prefix that its tokens share with the requested ones."""
 
     value: T
     tokens: int
 
 
-class RadixTree(Generic[T]):
-    """A mapping from sequences of token ids to values, which stores common prefixes once.
+class PrefixMap(Generic[T]):
+    """A mapping from sequences of token ids to values, which finds those that begin alike. Labels are kept apart.
+
+    The sequences are sorted as bytes, so that those which begin alike stand side by side.
 
     Attributes:
-        tokens: tokens of all sequences. Those that several of them begin with count once.
+        tokens: tokens of all sequences. Those that several of a label begin with count once.
 
     Example:
         >>> import numpy as np
-        >>> tree = RadixTree()
-        >>> tree.insert(np.array([1, 2, 3]), "abc")
-        >>> tree.insert(np.array([1, 2, 9, 9]), "abzz")
-        >>> [(found.value, found.tokens) for found in tree.nearest(np.array([1, 2, 9, 4]))]
+        >>> known = PrefixMap()
+        >>> known.insert("model", np.array([1, 2, 3]), "abc")
+        >>> known.insert("model", np.array([1, 2, 9, 9]), "abzz")
+        >>> [(found.value, found.tokens) for found in known.nearest("model", np.array([1, 2, 9, 4]))]
         [('abzz', 3), ('abc', 2)]
     """
 
     def __init__(self) -> None:
-        self._root: _Node[T] = _Node(np.empty(0, np.int64), None)
-        self._count = 0
         self.tokens = 0
+        self._keys: list[tuple[str, bytes]] = []
+        self._values: list[T] = []
 
     def __len__(self) -> int:
-        return self._count
+        return len(self._keys)
 
-    def get(self, ids: Tokens) -> T | None:
+    def __iter__(self) -> Iterator[T]:
+        """All values, those that begin alike together, each behind its prefixes."""
+        return iter(self._values)
+
+    def has(self, label: str) -> bool:
+        """Whether there is any sequence of a label."""
+        place = bisect.bisect_left(self._keys, (label, b""))
+        return [own for own, _ in self._keys[place : place + 1]] == [label]
+
+    def get(self, label: str, ids: Tokens) -> T | None:
         """The value of exactly these tokens, or `None`."""
-        node, matched, inside = self._descend(ids)
-        return node.value if matched == len(ids) and not inside else None
-
-    def insert(self, ids: Tokens, value: T) -> None:
-        """Set the value of these tokens."""
-        node, matched, inside = self._descend(ids)
-        if inside:
-            node = self._split(node, inside)
-        if matched < len(ids):
-            # A copy, since the caller may write to its array.
-            leaf: _Node[T] = _Node(ids[matched:].copy(), node)
-            node.children[int(ids[matched])] = leaf
-            node = leaf
-            self.tokens += len(leaf.edge)
-        self._count += node.value is None
-        node.value = value
-
-    def remove(self, ids: Tokens) -> None:
-        """Remove the value of these tokens, if there is one."""
-        node, matched, inside = self._descend(ids)
-        if matched < len(ids) or inside or node.value is None:
-            return
-        node.value = None
-        self._count -= 1
-        while node.parent is not None and node.value is None and not node.children:
-            parent = node.parent
-            del parent.children[int(node.edge[0])]
-            self.tokens -= len(node.edge)
-            node = parent
-        if node.parent is not None and node.value is None and len(node.children) == 1:
-            self._join(node)
-
-    def prefixes_of(self, ids: Tokens) -> list[T]:
-        """The values of `ids` and of all of their prefixes, the shortest first."""
-        return [node.value for node, _, is_whole in self._path(ids) if is_whole and node.value is not None][::-1]
-
-    def nearest(self, ids: Tokens) -> Iterator[PrefixMatch[T]]:
-        """All values, in descending order of the prefix that they share with `ids`. Take as many as needed.
-
-        Among equally long shared prefixes, the value of exactly the prefix comes before those of longer sequences. The
-        values that are taken cost time, and the others do not. The tree must not change meanwhile.
-        """
-        for matched, values in self.groups(ids):
-            for value in values:
-                yield PrefixMatch(value, matched)
-
-    def groups(self, ids: Tokens) -> list[tuple[int, Iterator[T]]]:
-        """The values as `nearest` has them, those together that share equally many tokens with `ids`."""
-        groups, came_from = [], None
-        for node, matched, _ in self._path(ids):
-            groups.append((matched, node.values(besides=came_from)))
-            came_from = node
-        return groups
-
-    def _path(self, ids: Tokens) -> list[tuple[_Node[T], int, bool]]:
-        """The nodes that `ids` lead to, the last one first, how many tokens match, and whether its whole edge does."""
-        node: _Node[T] | None
-        node, matched, inside = self._descend(ids)
-        path = []
-        while node is not None:
-            path.append((node, matched, not inside))
-            matched -= inside or len(node.edge)
-            node, inside = node.parent, 0
-        return path
-
-    def values(self) -> Iterator[T]:
-        """All values, in no particular order."""
-        return self._root.values()
-
-    def nodes(self) -> Iterator[tuple[int | None, int, T | None]]:
-        """All nodes, each behind its parent: the parent's number, the tokens behind the parent's, and the value."""
-        pending: list[tuple[int | None, _Node[T]]] = [(None, self._root)]
-        number = -1
-        while pending:
-            parent, node = pending.pop()
-            number += 1
-            yield parent, len(node.edge), node.value
-            pending.extend((number, child) for child in reversed(node.children.values()))
-
-    def _descend(self, ids: Tokens) -> tuple[_Node[T], int, int]:
-        """The node that `ids` leads to, the number of matched tokens, and how many of them end inside its edge."""
-        node, matched = self._root, 0
-        while matched < len(ids):
-            child = node.children.get(int(ids[matched]))
-            if child is None:
-                break
-            common = common_tokens(child.edge, ids[matched:])
-            matched += common
-            if common < len(child.edge):
-                return child, matched, common
-            node = child
-        return node, matched, 0
-
-    def _split(self, node: _Node[T], tokens: int) -> _Node[T]:
-        parent: Any = node.parent
-        upper: _Node[T] = _Node(node.edge[:tokens].copy(), parent)
-        parent.children[int(upper.edge[0])] = upper
-        node.edge, node.parent = node.edge[tokens:].copy(), upper
-        upper.children[int(node.edge[0])] = node
-        return upper
-
-    def _join(self, node: _Node[T]) -> None:
-        parent: Any = node.parent
-        (child,) = node.children.values()
-        child.edge, child.parent = np.concatenate([node.edge, child.edge]), parent
-        parent.children[int(child.edge[0])] = child
-
-
-class PrefixTrees(Generic[T]):
-    """A tree for each model and namespace that has values."""
-
-    def __init__(self) -> None:
-        self._trees: dict[str, RadixTree[T]] = {}
-
-    def __iter__(self) -> Iterator[RadixTree[T]]:
-        return iter(self._trees.values())
-
-    def of(self, label: str) -> RadixTree[T]:
-        """The tree of a label, for reading only."""
-        tree = self._trees.get(label)
-        return RadixTree() if tree is None else tree
+        key = label, ids.tobytes()
+        place = bisect.bisect_left(self._keys, key)
+        return self._values[place] if self._keys[place : place + 1] == [key] else None
 
     def insert(self, label: str, ids: Tokens, value: T) -> None:
         """Set the value of these tokens."""
-        self._trees.setdefault(label, RadixTree()).insert(ids, value)
+        self.remove(label, ids)
+        key = label, ids.tobytes()
+        place = bisect.bisect_left(self._keys, key)
+        self.tokens += self._tokens_between(place - 1, key, place)
+        self._keys.insert(place, key)
+        self._values.insert(place, value)
 
     def remove(self, label: str, ids: Tokens) -> None:
         """Remove the value of these tokens, if there is one."""
-        tree = self.of(label)
-        tree.remove(ids)
-        if not len(tree):
-            self._trees.pop(label, None)
+        key = label, ids.tobytes()
+        place = bisect.bisect_left(self._keys, key)
+        if self._keys[place : place + 1] == [key]:
+            del self._keys[place], self._values[place]
+            self.tokens -= self._tokens_between(place - 1, key, place)
+
+    def _tokens_between(self, before: int, key: tuple[str, bytes], behind: int) -> int:
+        """Tokens that a sequence has alone if it stands between two others."""
+        label, ids = key[0], np.frombuffer(key[1], np.int64)
+        return len(ids) - max(self._shared(before, label, ids), self._shared(behind, label, ids))
+
+    def _shared(self, place: int, label: str, ids: Tokens) -> int:
+        """How many of these tokens the sequence at a place begins with; 0 if none of the label is there."""
+        if not 0 <= place < len(self._keys) or self._keys[place][0] != label:
+            return 0
+        return common_tokens(np.frombuffer(self._keys[place][1], np.int64), ids)
+
+    def prefixes_of(self, label: str, ids: Tokens) -> list[T]:
+        """The values of `ids` and of all of their prefixes, the shortest first."""
+        found, content = list[T](), ids.tobytes()
+        place = bisect.bisect_right(self._keys, (label, content))
+        while place and self._keys[place - 1][0] == label:
+            place -= 1
+            if content.startswith(self._keys[place][1]):
+                found.append(self._values[place])
+            else:
+                # What lies between goes on otherwise than `ids` behind as many tokens.
+                shared = self._shared(place, label, ids) * ids.itemsize
+                place = bisect.bisect_right(self._keys, (label, content[:shared]), hi=place)
+        return found[::-1]
+
+    def nearest(self, label: str, ids: Tokens) -> Iterator[PrefixMatch[T]]:
+        """The values whose tokens begin as `ids` do, in descending order of the prefix that they share.
+
+        Among equally long shared prefixes, the value of exactly the prefix comes first. The values that are taken cost
+        time, and the others do not. The mapping must not change meanwhile.
+        """
+        return (PrefixMatch(value, tokens) for tokens, values in self.groups(label, ids) for value in values)
+
+    def groups(self, label: str, ids: Tokens) -> Iterator[tuple[int, Iterator[T]]]:
+        """The values as `nearest` has them, those together that share equally many tokens with `ids`."""
+        content = ids.tobytes()
+        first = last = bisect.bisect_left(self._keys, (label, content))
+        while tokens := max(self._shared(first - 1, label, ids), self._shared(last, label, ids)):
+            key = label, content[: tokens * ids.itemsize]
+            inner = range(first, last)
+            first = bisect.bisect_left(self._keys, key, hi=first)
+            last = bisect.bisect_right(self._keys, key, lo=last, key=lambda each: (each[0], each[1][: len(key[1])]))
+            places = itertools.chain(range(first, inner.start), range(inner.stop, last))
+            yield tokens, map(self._values.__getitem__, places)
 
 
 def common_tokens(one: Tokens, other: Tokens) -> int:
@@ -237,7 +159,9 @@ def label_of(config: object | None, model: str | None, namespace: str) -> str:
         ConfigError: `config` is not a model config.
     """
     if not isinstance(namespace, str):
-        raise OptionError(f"`namespace` must be a string, got a {type(namespace).__name__}.")
+        raise OptionError(
+            f"`namespace` must be a string, got a {type(namespace).__name__}: pass for example str(user_id)."
+        )
     if model is not None and (not isinstance(model, str) or not model):
         raise OptionError(
             f"`model` must be a string that is not empty, got {model!r}: pass kvlayers.weights_id(model), or a name."
@@ -259,7 +183,7 @@ def namespace_mark(namespace: str) -> str:
 
 
 def tokens_of(input_ids: object) -> Tokens:
-    """A copy of token ids as an array for the radix tree, int64 `[tokens]`.
+    """A copy of token ids as an array as a store compares them, int64 `[tokens]`.
 
     Raises:
         OptionError: `input_ids` is not an int64 tensor `[tokens]` or `[1, tokens]`, or is empty.
@@ -281,7 +205,7 @@ def tokens_of(input_ids: object) -> Tokens:
             "`input_ids` must hold data, got a tensor on the meta device: pass what the tokenizer returned."
         )
     if not input_ids.numel():
-        raise OptionError("`input_ids` must have at least one token, got none.")
+        raise OptionError("`input_ids` must have at least one token, got none: pass the tokens of the prompt.")
     return np.array(input_ids.detach().reshape(-1).cpu().numpy(), dtype=np.int64)
 
 

@@ -5,7 +5,7 @@ import contextvars
 import itertools
 import threading
 import time
-from collections.abc import Sequence, Sized
+from collections.abc import Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ from kvlayers.errors import CacheFileError, CachePathError, CapacityError
 from kvlayers.prefix.backends import UnreachableError
 from kvlayers.prefix.directory import Directory, FileCandidate, NeedsConfigError
 from kvlayers.prefix.entry import Pin, PrefixEntry, restorable_length, shares_memory
-from kvlayers.prefix.index import MOST_TRIED, EntryIndex, Exchange
+from kvlayers.prefix.index import MOST_TRIED, EntryIndex
 from kvlayers.prefix.keys import Tokens
 from kvlayers.prefix.write_queue import WriteQueue
 
@@ -90,18 +90,17 @@ class Search:
     found: Found = field(default_factory=Found)
     files: list[FileCandidate] = field(default_factory=list)
     shared: int = 0
-    _stored: Sized = ()
+    _is_any_stored: bool = False
 
     def choose(self, index: EntryIndex) -> None:
         """Find the longest prefix in memory, and the files that may have a longer one."""
         most_tokens = self.most_tokens
-        held = index.in_memory.of(self.label)
-        stored = index.entries.of(self.label) if index.has_directory else held
-        self.found, self.files, self.shared, self._stored = Found(), [], 0, stored
+        self.found, self.files, self.shared = Found(), [], 0
+        self._is_any_stored = index.entries.has(self.label) or index.in_memory.has(self.label)
         if not most_tokens:
             return
         ids = self.ids[:most_tokens]
-        for bound, group in held.groups(ids):
+        for bound, group in index.in_memory.groups(self.label, ids):
             self.shared = max(self.shared, bound)
             if bound <= self.found.covered:
                 break
@@ -111,7 +110,7 @@ class Search:
                     break
                 if (target := restorable_length(entry.cache, bound)) > self.found.covered:
                     self.found = Found(entry.fork(entry.cache, target), entry, target)
-        for bound, group in stored.groups(ids) if stored is not held else ():
+        for bound, group in index.entries.groups(self.label, ids) if index.has_directory else ():
             self.shared = max(self.shared, bound)
             if bound <= self.found.covered or sum(file.is_whole for file in self.files) >= MAX_FILES:
                 # More would never be read, unless all of these are damaged.
@@ -151,7 +150,7 @@ class Search:
         covered, notes, entry = self.found.covered, self.found.notes, self.found.entry
         if covered == self.most_tokens:
             return "" if covered else "the prompt is a single token, which must be computed"
-        if not len(self._stored):
+        if not self._is_any_stored:
             reason = "nothing is stored for this model and namespace"
         elif not self.shared:
             reason = "no stored sequence starts with these tokens"
@@ -257,10 +256,9 @@ class EntryAccess:
         self._share(label, ids, cache)
         with self.lock, self.index.counted():
             while True:
-                exchange = self.index.exchange(label, ids, cache, pins)
-                if exchange is None:
+                if self.index.use_covering(label, ids):
                     return False
-                if self._take(exchange):
+                if self._take(self.index.entries.get(label, ids) or PrefixEntry(label, ids), cache, pins):
                     return True
                 if self._writes is None or not self._writes.wait_for_memory(deadline):
                     raise CapacityError(
@@ -278,10 +276,10 @@ class EntryAccess:
             CapacityError: the longer one shares no memory, and there is no room for a copy of it.
         """
         with self.lock, self.index.counted():
-            entry, covering = self.index.entries.of(label).get(ids), self.index.entry_covering(label, ids)
+            entry, covering = self.index.entries.get(label, ids), self.index.entry_covering(label, ids)
             if entry is None and covering is not None and covering.cache is not None:
                 entry = PrefixEntry(label, ids)
-                if not self._take(Exchange(entry, covering.fork(covering.cache, len(ids)))):
+                if not self._take(entry, covering.fork(covering.cache, len(ids))):
                     raise CapacityError("there is no room until an entry has been written to the directory: pin later.")
             if entry is not None:
                 self.index.pin(entry, pin)
@@ -343,15 +341,16 @@ class EntryAccess:
         with self.lock, self.index.counted():
             self.index.note_moves(before.items() - cache.storages().items())
 
-    def _take(self, exchange: Exchange) -> bool:
-        """Make an exchange if there is room for it now. If not, entries are on their way out of memory."""
-        self.index.check_room(exchange)
-        is_made, leaving = self.index.make(exchange)
+    def _take(self, entry: PrefixEntry, cache: Cache, pins: Sequence[Pin] = ()) -> bool:
+        """Let a cache enter memory if there is room for it now. If not, entries are on their way out of memory."""
+        replaced = self.index.replaced_by(entry, cache, pins)
+        self.index.check_room(entry, cache, replaced)
+        has_entered, leaving = self.index.enter(entry, cache, replaced)
         if self._writes is not None:
             self._writes.write(leaving)
-            for old in exchange.replaced if is_made else ():
-                self._writes.write_instead(old, exchange.entry)
-        return is_made
+            for old in replaced if has_entered else ():
+                self._writes.write_instead(old, entry)
+        return has_entered
 
     def _choose(self, search: Search, deadline: float) -> set[int]:
         """Choose what serves a prompt. An entry that another thread loads as a whole is waited for, not loaded too.
@@ -382,5 +381,5 @@ class EntryAccess:
         if found.is_whole and entry.cache is None:
             found.cache = cache.fork()
             with contextlib.suppress(CapacityError):
-                self._take(Exchange(entry, cache))
+                self._take(entry, cache)
         index.hit(entry, found.covered)

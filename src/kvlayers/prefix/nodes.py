@@ -14,11 +14,10 @@ import numpy as np
 from kvlayers.errors import CacheFileError, KVLayersError
 from kvlayers.persistence.node_file import NodeHead, NodeRecord, is_node, read_head
 from kvlayers.persistence.safetensors_header import ReadRange, parse_header
-from kvlayers.persistence.tensor_file import check_format
 from kvlayers.prefix.backends import GoneError, StorageBackend, StoredFile
 from kvlayers.prefix.backends.contract import SUFFIX
 from kvlayers.prefix.entry import PrefixEntry
-from kvlayers.prefix.keys import RadixTree, Tokens
+from kvlayers.prefix.keys import PrefixMap, Tokens
 
 
 @dataclass(eq=False)
@@ -65,7 +64,6 @@ def look(path: str, file: StoredFile, read: ReadRange) -> Node | None:
         CachePathError: it no longer exists.
     """
     header = parse_header(path, file.nbytes, read)
-    check_format(path, header)
     if not is_node(header):
         # Somebody has saved a cache there.
         return None
@@ -140,22 +138,14 @@ class NodeTree:
             if parent is not None and _continues(node, parent):
                 served.setdefault(parent.name, set()).update(serves, node.record.lengths)
                 continued.add(parent.name)
-        return self._of_different_tokens(ends)
-
-    def _of_different_tokens(self, ends: Iterable[Node]) -> list[Node]:
-        """Those of these ends whose tokens are not held again by others, as writers write that know only some files."""
-        trees: dict[tuple[str, bool], RadixTree[Node]] = {}
-        tokens = [(node, self.ids(self.chain(node.name))) for node in ends]
-        for node, ids in tokens:
-            trees.setdefault((node.record.entry.label, node.record.entry.cuttable), RadixTree()).insert(ids, node)
-        different = []
-        for node, ids in tokens:
-            begin_alike = trees[node.record.entry.label, node.record.entry.cuttable].nearest(ids)
-            first, second = next(begin_alike), next(begin_alike, None)
-            is_served = node.record.entry.cuttable and second is not None and second.tokens == len(ids)
-            if first.value is node and not is_served:
-                different.append(node)
-        return different
+        # Writers that know only some of the files may have written the same tokens in other nodes.
+        different = PrefixMap[Node]()
+        for node in sorted(ends, key=lambda node: node.end):
+            kind, ids = f"{node.record.entry.label} {node.record.entry.cuttable}", self.ids(self.chain(node.name))
+            for shorter in different.prefixes_of(kind, ids) if node.record.entry.cuttable else ():
+                different.remove(kind, ids[: shorter.end])
+            different.insert(kind, ids, node)
+        return list(different)
 
     def children(self) -> Counter[str]:
         """How many children each node has, by its name."""

@@ -1,13 +1,15 @@
 """What a prefix store and its files hold, for people: statistics, and a tree of tokens."""
 
+import itertools
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TypeVar
+
+import numpy as np
 
 from kvlayers.prefix.entry import PrefixEntry
-from kvlayers.prefix.keys import LABEL_PREFIX, RadixTree
+from kvlayers.prefix.keys import LABEL_PREFIX, common_tokens
 from kvlayers.utils.units import readable_bytes
 
 
@@ -57,10 +59,6 @@ class PrefixStatistics:
     tokens: int
     shared_bytes: int
     bypasses: Mapping[str, int]
-
-
-Piece = TypeVar("Piece", int, str)
-"""What identifies a piece of memory or a file."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,62 +167,79 @@ def tree_of(entries: Mapping[PrefixEntry, Mapping[str, int]]) -> PrefixTree:
            ├─ 1 tokens, 5 B, memory, 0 hits
            └─ 2 tokens, 7 B, memory, 0 hits
     """
-    trees: dict[str, RadixTree[PrefixEntry]] = {}
-    for each in entries:
-        trees.setdefault(each.label, RadixTree()).insert(each.ids, each)
-    now, seen_memory, seen_files = time.time(), set[int](), set[str]()
-    tops: list[PrefixNode] = []
-    for label, tree in sorted(trees.items()):
-        parents, tokens, holders = zip(*tree.nodes(), strict=True)
-        memory = _bytes_where_shared([{} if each is None else each.storages for each in holders], parents, seen_memory)
-        files = _bytes_where_shared([{} if each is None else entries[each] for each in holders], parents, seen_files)
-        below: list[list[PrefixNode]] = [[] for _ in parents]
-        # Children stand behind their parents.
-        for number in range(len(parents) - 1, -1, -1):
-            entry, children = holders[number], tuple(reversed(below[number]))
-            made = PrefixNode(
-                label="" if parents[number] is not None else label,
-                tokens=tokens[number],
-                nbytes=memory[number],
-                file_bytes=files[number],
-                hits=0 if entry is None else entry.hits,
-                age=None if entry is None or entry.used is None else max(now - entry.used, 0.0),
-                pinned=entry is not None and bool(entry.pins),
-                in_memory=entry is not None and bool(entry.storages),
-                in_files=entry is not None and bool(entries[entry]),
-                children=children,
-            )
-            parent = parents[number]
-            (tops if parent is None else below[parent]).append(made)
+    in_order = sorted(entries, key=lambda entry: (entry.label, entry.ids.tobytes()))
+    seen, tops = set[int | str](), list[PrefixNode]()
+    for label, group in itertools.groupby(in_order, key=lambda entry: entry.label):
+        tops.append(
+            _top_of(label, {each: dict([*each.storages.items(), *entries[each].items()]) for each in group}, seen)
+        )
     return PrefixTree(tuple(tops))
 
 
-def _bytes_where_shared(
-    pieces: list[Mapping[Piece, int]], parents: Sequence[int | None], seen: set[Piece]
-) -> list[int]:
-    """For each node, the bytes of the pieces that only nodes below it hold, and that no single child's subtree has.
+@dataclass
+class _Run:
+    """A node whose children are not complete.
+
+    Attributes:
+        length: tokens up to its end.
+        entry: the entry that ends there, if one does.
+        held: how many entries that end there or below hold a piece of memory, or a file, by its address or name.
+        children: its children.
+    """
+
+    length: int
+    entry: PrefixEntry | None = None
+    held: Counter[int | str] = field(default_factory=Counter)
+    children: list[PrefixNode] = field(default_factory=list)
+
+
+def _top_of(label: str, pieces: Mapping[PrefixEntry, Mapping[int | str, int]], seen: set[int | str]) -> PrefixNode:
+    """The node of a label.
 
     Args:
-        pieces: what each node itself holds.
-        parents: the parent of each node, which stands before it.
-        seen: pieces that other trees hold too and have counted; this tree's pieces are added.
+        label: the label.
+        pieces: what each entry holds, in the order of their tokens: bytes of each piece.
+        seen: pieces that other labels hold too and have counted; those of this one are added.
     """
-    total = Counter(piece for held in pieces for piece in held)
-    held_below = [Counter(dict.fromkeys(held, 1)) for held in pieces]
-    sizes = {piece: size for held in pieces for piece, size in held.items()}
-    nbytes = [0] * len(pieces)
-    for number in range(len(pieces) - 1, -1, -1):
-        mine, parent = held_below[number], parents[number]
-        for piece in [piece for piece, count in mine.items() if count == total[piece]]:
-            del mine[piece]
-            if piece not in seen:
-                seen.add(piece)
-                nbytes[number] += sizes[piece]
-        if parent is not None:
-            small, large = sorted((mine, held_below[parent]), key=len)
-            large.update(small)
-            held_below[parent] = large
-    return nbytes
+    total = Counter(piece for held in pieces.values() for piece in held)
+    sizes = {piece: nbytes for held in pieces.values() for piece, nbytes in held.items()}
+    now = time.time()
+
+    def made(run: _Run, tokens: int, label: str = "") -> PrefixNode:
+        own = {piece for piece, count in run.held.items() if count == total[piece]}
+        for piece in own:
+            del run.held[piece]
+        new, entry = own - seen, run.entry
+        seen.update(own)
+        return PrefixNode(
+            label=label,
+            tokens=tokens,
+            nbytes=sum(sizes[piece] for piece in new if isinstance(piece, int)),
+            file_bytes=sum(sizes[piece] for piece in new if isinstance(piece, str)),
+            hits=0 if entry is None else entry.hits,
+            age=None if entry is None or entry.used is None else max(now - entry.used, 0.0),
+            pinned=entry is not None and bool(entry.pins),
+            in_memory=entry is not None and bool(entry.storages),
+            in_files=entry is not None and any(isinstance(piece, str) for piece in pieces[entry]),
+            children=tuple(run.children),
+        )
+
+    open_runs, before = [_Run(0)], np.empty(0, np.int64)
+    for entry in (*pieces, None):
+        ids = before[:0] if entry is None else entry.ids
+        shared = common_tokens(before, ids)
+        while open_runs[-1].length > shared:
+            run = open_runs.pop()
+            if open_runs[-1].length < shared:
+                open_runs.append(_Run(shared))
+            above = open_runs[-1]
+            above.children.append(made(run, run.length - above.length))
+            small, above.held = sorted((run.held, above.held), key=len)
+            above.held.update(small)
+        if entry is not None:
+            open_runs.append(_Run(entry.length, entry, Counter(pieces[entry].keys())))
+        before = ids
+    return made(open_runs[0], 0, label)
 
 
 def readable_age(seconds: float) -> str:

@@ -20,7 +20,8 @@ from kvlayers.core.token_layer import TokenLayer
 from kvlayers.core.token_store import KVPair
 from kvlayers.errors import CacheFileError, UnsupportedLayerError
 from kvlayers.kernels.codes.smoothing import NAMES as SMOOTHING_NAMES
-from kvlayers.persistence.format import TOKEN_IDS, Description, LayerRecord, ModelRecord, canonical, layer_prefix
+from kvlayers.persistence.format import Description, LayerRecord, ModelRecord, layer_prefix
+from kvlayers.persistence.json_text import DTYPES, canonical
 from kvlayers.persistence.node_file import (
     CACHE,
     EntryFacts,
@@ -34,9 +35,9 @@ from kvlayers.persistence.node_file import (
     rows_name,
 )
 from kvlayers.persistence.rebuild import SavedFile, loads_prefixes
-from kvlayers.persistence.safetensors_header import DTYPES, Content
+from kvlayers.persistence.safetensors_header import DIGEST_BYTES, TOKEN_IDS, Content
 from kvlayers.persistence.save import described, header_of
-from kvlayers.persistence.tensor_file import DIGEST_BYTES, content_of
+from kvlayers.persistence.tensor_file import content_of
 from kvlayers.prefix.backends.contract import SUFFIX
 from kvlayers.prefix.keys import Tokens
 from kvlayers.prefix.nodes import Node

@@ -215,7 +215,10 @@ class PrefixStore:
         """
         ids, label = tokens_of(input_ids), label_of(config, model, namespace)
         if leave not in range(len(ids) + 1):
-            raise OptionError(f"`leave` must be from 0 to the number of tokens, {len(ids)}, got {leave!r}.")
+            raise OptionError(
+                f"`leave` must be from 0 to the number of tokens, {len(ids)}, got {leave!r}: pass 1 to have one "
+                "token left to compute."
+            )
         hit = self._access.find(label, ids, len(ids) - leave, config, self.device, self.read_wait_seconds)
         with self._lock:
             self._counts["misses" if hit.cache is None else "hits"] += 1
@@ -270,7 +273,7 @@ class PrefixStore:
         label, ids = label_of(config, model, namespace), tokens_of(input_ids)
         with self._lock:
             self._index.end_pins()
-            entry = self._index.entries.of(label).get(ids)
+            entry = self._index.entries.get(label, ids)
             if entry is None:
                 raise _no_entry(ids)
             if not entry.pins:
@@ -481,7 +484,7 @@ class PrefixStore:
                 refused=self._counts["refused"],
                 dropped_writes=0 if writes is None else writes.dropped_writes,
                 pending_writes=0 if writes is None else writes.pending_writes,
-                tokens=sum(tree.tokens for tree in index.in_memory),
+                tokens=index.in_memory.tokens,
                 shared_bytes=index.memory.shared_bytes,
                 bypasses=dict(self._bypasses),
             )

@@ -78,6 +78,11 @@ class PackedBlocks:
     def __len__(self) -> int:
         return len(self._ends)
 
+    @property
+    def stores(self) -> tuple[DenseStore, ...]:
+        """What holds the codes and parameters of keys, and of values."""
+        return tuple(self._packed.values())
+
     def promote(self, key_form: StateForm, value_form: StateForm) -> None:
         """Give back states in the dtype of these forms, in which the parameters are held without rounding."""
         for side, form in zip(SIDES, (key_form, value_form), strict=True):
@@ -98,13 +103,15 @@ class PackedBlocks:
         """Make room for more blocks, in new memory if necessary, so that returned states never move."""
         self._make_alike()
         self._sides_differ = True
-        for store in self._packed.values():
+        for store in self.stores:
             store.prepare_slots(blocks)
 
     def _make_alike(self) -> None:
         """Have keys and values consist of the same segments, since each `PackedSegment` has both."""
         if self._sides_differ:
-            self.compact()
+            for store in self.stores:
+                store.compact()
+            self._sides_differ = False
 
     @torch.no_grad()
     def smoothing_for(self, keys: Tensor, last: KeySmoothing | None = None) -> KeySmoothing:
@@ -122,37 +129,31 @@ class PackedBlocks:
             values: likewise, of the same tokens.
             smoothing: how the keys are smoothed first, the same for all blocks; `None` to pack them as they are.
         """
-        blocks = keys.shape[2] // self.block_tokens
-        finite: Tensor | None = None
-        is_known = False
+        if keys.is_meta:
+            # A plan asks for bytes, and the room was made.
+            return
         for side, states, partner in zip(SIDES, (keys, values), (values, keys), strict=True):
-            codes, parameters = self._packed[side].slots_ahead(skipped, blocks)
+            codes, parameters = self._packed[side].slots_ahead(skipped, keys.shape[2] // self.block_tokens)
             search, layout = self._quantizers[side].kernel_search, self._layouts[side]
             of_side = smoothing if side == "keys" else None
             is_here = codes.device == states.device
             if search is not None and is_here and self.obstacle(side) is None:
                 cuda_launch.pack_blocks(states, partner, codes, parameters, layout, search, of_side)
                 continue
-            if states.is_meta:
-                # A plan asks for bytes, and the room was made.
-                continue
             states = states if of_side is None else of_side.applied(states)
             if search is not None and is_here and cpu_pack.packs(layout, states, partner):
                 cpu_pack.pack_blocks(states, partner, codes, parameters, layout, search)
                 continue
-            if not is_known:
-                finite, is_known = _finite_tokens(keys, values), True
-            found = self._quantized(side, states, finite)
-            codes.copy_(found[0])
-            parameters.copy_(found[1])
+            for target, found in zip((codes, parameters), self._quantized(side, states, keys, values), strict=True):
+                target.copy_(found)
 
     def hold(self, blocks: int) -> None:
         """Hold blocks that were written."""
-        for store in self._packed.values():
+        for store in self.stores:
             store.hold(blocks)
         self._ends += [self.block_tokens] * blocks
         self._tokens += self.block_tokens * blocks
-        lengths, of_values = ([piece.tokens for piece in store.pieces(len(self))] for store in self._packed.values())
+        lengths, of_values = ([piece.tokens for piece in store.pieces(len(self))] for store in self.stores)
         self._sides_differ = lengths != of_values
 
     def obstacle(self, side: Side) -> str | None:
@@ -173,15 +174,9 @@ class PackedBlocks:
             elif self.device.type != "cpu":
                 yield f"{side} in plain torch, as {obstacle}"
 
-    def _quantized(self, side: Side, states: Tensor, finite: Tensor | None) -> KVPair:
-        """Codes and parameters of states of whole blocks.
-
-        Args:
-            side: keys or values.
-            states: the states.
-            finite: which tokens are finite, `[batch, kv_heads, tokens, 1]`; `None` if all are.
-        """
-        quantizer = self._quantizers[side]
+    def _quantized(self, side: Side, states: Tensor, keys: Tensor, values: Tensor) -> KVPair:
+        """Codes and parameters of states of whole blocks: smoothed keys, or the values."""
+        quantizer, finite = self._quantizers[side], _finite_tokens(keys, values)
         with without_autocast(states.device):
             groups = quantizer.quantize(states if finite is None else torch.where(finite, states, 0))
         check_groups(groups, quantizer.format, states)
@@ -214,7 +209,7 @@ class PackedBlocks:
             return
         self._make_alike()
         runs = runs or SmoothingRuns()
-        for keys, values in zip(*(self._packed[side].pieces(len(ends)) for side in SIDES), strict=True):
+        for keys, values in zip(*(store.pieces(len(ends)) for store in self.stores), strict=True):
             for start, stop, smoothing in runs.within(block, block + keys.tokens):
                 some = slice(start - block, stop - block)
                 held = ends[some]
@@ -239,7 +234,7 @@ class PackedBlocks:
             gone += 1
         if gone:
             del self._ends[:gone]
-            for store in self._packed.values():
+            for store in self.stores:
                 store.drop_oldest(gone)
 
     def truncate(self, tokens: int) -> None:
@@ -250,7 +245,7 @@ class PackedBlocks:
             remaining -= self._ends[kept]
             kept += 1
         del self._ends[kept:]
-        for store in self._packed.values():
+        for store in self.stores:
             store.truncate(kept)
         if not kept:
             self._first = 0
@@ -267,7 +262,7 @@ class PackedBlocks:
     @property
     def is_shared(self) -> bool:
         """Whether others hold the same memory."""
-        return any(store.is_shared for store in self._packed.values())
+        return any(store.is_shared for store in self.stores)
 
     def with_codes(self, packed: dict[Side, KVPair]) -> Self:
         """Full blocks of these quantizers that were packed before, of any batch size and number of heads.
@@ -317,14 +312,9 @@ class PackedBlocks:
 
     def clear(self) -> None:
         """Forget all tokens; keep the memory."""
-        for store in self._packed.values():
+        for store in self.stores:
             store.clear()
         self._ends, self._first, self._tokens = [], 0, 0
-
-    def expand(self, repeats: int) -> None:
-        """See `TokenStore.expand`."""
-        for store in self._packed.values():
-            store.expand(repeats)
 
     def share_prefix(self, other: Self, tokens: int, most: int) -> None:
         """Hold the whole blocks of the first `tokens` tokens as `other` holds them, as far as both have the same.
@@ -347,25 +337,14 @@ class PackedBlocks:
             for side, store in self._packed.items():
                 store.share_prefix(other._packed[side], blocks)
 
-    def trim(self) -> None:
-        """See `TokenStore.trim`."""
-        for store in self._packed.values():
-            store.trim()
-
-    def compact(self) -> None:
-        """See `TokenStore.compact`."""
-        for store in self._packed.values():
-            store.compact()
-        self._sides_differ = False
-
     def swap_buffers(self, swap: BufferSwap) -> None:
         """See `TokenStore.swap_buffers`."""
-        for store in self._packed.values():
+        for store in self.stores:
             store.swap_buffers(swap)
 
     def held_tensors(self) -> Iterator[Tensor]:
         """See `TokenStore.held_tensors`."""
-        for store in self._packed.values():
+        for store in self.stores:
             yield from store.held_tensors()
 
     def state(self) -> dict[str, Tensor]:

@@ -1,6 +1,7 @@
 """Tokens in packed codes, except for the oldest and the newest few."""
 
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,12 +22,23 @@ from kvlayers.kernels.attention.packed_tensor import as_dense
 from kvlayers.kernels.attention.segment_kinds import DenseSegment
 from kvlayers.kernels.attention.segments import KVSegments, Segment
 from kvlayers.kernels.codes.quantizer_contract import backend
+from kvlayers.kernels.codes.smoothing import BLOCKS_ASKED, MOST_RUNS
 from kvlayers.kernels.codes.smoothing import NAMES as SMOOTHING_NAMES
 from kvlayers.quantized.checks import check_quantized_state, checked_quantizers, in_one_dtype, planned_bits
 from kvlayers.quantized.packed_blocks import PackedBlocks
-from kvlayers.quantized.parts import QuantizedParts, append_states, residual_after_blocks, residual_length_hint
+from kvlayers.quantized.pieces import pieces_of, states_of, tokens_of
 from kvlayers.quantized.quantization import Quantization, block_tokens, blocks_beyond
 from kvlayers.quantized.smoothing_runs import SmoothingRuns
+
+RESIDUAL_GROWTH_DIVISOR = 16
+"""A full residual behind packed blocks grows by its size divided by this."""
+
+GROWTHS_PER_BLOCK = 2
+"""How often the residual grows while a block fills, at most. Packing the first block frees nearly half of its bytes or
+more, so with half a block of spare room the store takes no more bytes than the tokens take in full precision."""
+
+_HELD = ("sinks", "blocks", "residual", "runs", "follows_packed", "_forms", "_length")
+"""Attributes that say which tokens a store holds, and how."""
 
 
 @register_store
@@ -50,7 +62,12 @@ class QuantizedStore(TokenStore):
         length_hint: the most tokens that are expected, if known: memory then grows no further than that.
 
     Attributes:
-        parts: the held tokens: sinks, packed blocks, and the residual.
+        sinks: the oldest tokens, in full precision; none before a block is packed.
+        blocks: the packed tokens, `None` before the first states.
+        residual: the newest tokens, in full precision.
+        runs: how runs of packed blocks were smoothed; none before a block is packed.
+        follows_packed: whether the tokens follow packed ones of another store, whose keys are smoothed as the first
+            run.
         kept: newest tokens that stay in full precision at least: `residual_length`, or more while memory lasts.
     """
 
@@ -82,7 +99,9 @@ class QuantizedStore(TokenStore):
         self.length_hint = length_hint
         self._forms: tuple[StateForm, StateForm] | None = None
         self._validated: tuple[StateForm, StateForm] | None = None
-        self.parts = QuantizedParts(DenseStore(), None, DenseStore())
+        self.sinks, self.residual = DenseStore(), DenseStore()
+        self.blocks: PackedBlocks | None = None
+        self.runs, self.follows_packed = SmoothingRuns(), False
         self._length = 0
         self._old_segments: tuple[Segment, ...] | None = None
         self._returned = ReturnedStates()
@@ -98,7 +117,7 @@ class QuantizedStore(TokenStore):
         store = cls(quantization, states.length_hint)
         if states.key_form is not None and states.value_form is not None:
             store.reserve_form(states.key_form, states.value_form)
-            store.parts.residual, store._length = states, states.length
+            store.residual, store._length = states, states.length
         return store
 
     @property
@@ -126,7 +145,7 @@ class QuantizedStore(TokenStore):
     @override
     def holds_pages_apart(self) -> bool:
         # Before there are blocks, tokens are few.
-        return bool(self.parts.blocks)
+        return bool(self.blocks)
 
     @property
     @override
@@ -154,23 +173,27 @@ class QuantizedStore(TokenStore):
         return self.packing.counts
 
     @property
+    def old_tokens(self) -> int:
+        """Tokens before the residual."""
+        return self.sinks.length + (0 if self.blocks is None else self.blocks.tokens)
+
+    @property
     def _missing_sinks(self) -> int:
         """Tokens at the front of the residual that become sinks when the first block is packed."""
-        return 0 if self.parts.blocks else self.quantization.sink_tokens - self.parts.sinks.length
+        return 0 if self.blocks else self.quantization.sink_tokens - self.sinks.length
 
     @property
     def _room(self) -> int:
         """Tokens that the residual may hold."""
-        size = 0 if self.parts.blocks is None else self.parts.blocks.block_tokens
+        size = 0 if self.blocks is None else self.blocks.block_tokens
         return self._missing_sinks + self.kept + size
 
     # Taking in states
 
     @override
     def take_in(self, keys: Tensor, values: Tensor) -> KVPair:
-        parts = self.parts
         # Asked once, as of all that follows: each question is a call at every token.
-        blocks, residual = parts.blocks or None, parts.residual
+        blocks, residual = self.blocks or None, self.residual
         room = self._room if blocks is None else self.kept + blocks.block_tokens
         fits = self._appends_one and residual.length < room
         if not fits or torch.compiler.is_compiling() or not residual.append_one(keys, values):
@@ -178,7 +201,7 @@ class QuantizedStore(TokenStore):
         length = self._length = self._length + 1
         self._validated = None
         if blocks is None:
-            if not parts.old_tokens:
+            if not self.old_tokens:
                 return marked_for_sdpa(*residual.newest(length), 1)
             return self._attended(self._segments(length))
         old = self._all_old_segments() if self._old_segments is None else self._old_segments
@@ -210,11 +233,14 @@ class QuantizedStore(TokenStore):
         """Take on the form that was validated."""
         if self._validated is not None:
             forms, self._validated = self._validated, None
-            if self.length:
-                self.parts, self._forms = self.parts.promoted(forms), forms
-                self._forget_segments()
-            else:
+            if not self.length:
                 self._start_over(forms)
+                return
+            twin = self.fork()
+            for part in twin._parts():
+                part.promote(*forms)
+            twin.runs, twin._forms = self.runs.promoted(forms[0].dtype), forms
+            self._hold(twin)
 
     def _start_over(self, forms: tuple[StateForm, StateForm]) -> None:
         """Hold no tokens, in memory of which nobody has a view."""
@@ -223,12 +249,12 @@ class QuantizedStore(TokenStore):
         self._forms = forms
         unpacked = sinks + self.quantization.residual_length + size
         most = None if self.length_hint is None else blocks_beyond(self.length_hint, unpacked, size)
-        residual = DenseStore()
-        residual.reserve_form(*forms)
-        blocks = PackedBlocks(quantizers, forms, size, most)
-        self.parts = QuantizedParts(DenseStore(length_hint=sinks), blocks, residual)
-        self._invalidate_snapshots()
+        self.sinks, self.residual = DenseStore(length_hint=sinks), DenseStore()
+        self.residual.reserve_form(*forms)
+        self.blocks = PackedBlocks(quantizers, forms, size, most)
+        self.runs, self.follows_packed = SmoothingRuns(), False
         self._length = 0
+        self._invalidate_snapshots()
 
     @property
     @override
@@ -243,7 +269,7 @@ class QuantizedStore(TokenStore):
     @property
     @override
     def exact_from(self) -> int:
-        return self.parts.old_tokens if self.parts.blocks else 0
+        return self.old_tokens if self.blocks else 0
 
     @override
     def planned_bits(self, key_form: StateForm, value_form: StateForm) -> float:
@@ -255,17 +281,18 @@ class QuantizedStore(TokenStore):
         keys, values = (
             states.detach() if states.requires_grad else states for states in map(self._in_held_dtype, (keys, values))
         )
-        new = keys.shape[2]
-        blocks = self._blocks_to_pack(new)
-        if blocks:
-            self.parts.pack(keys, values, blocks, self._missing_sinks, self.kept, self.length_hint)
+        new, blocks, residual = keys.shape[2], self.blocks, self.residual
+        count = self._blocks_to_pack(new)
+        if blocks is not None and count:
+            self._pack(blocks, keys, values, count)
             self._forget_segments()
-            for path in () if self.parts.blocks is None else self.parts.blocks.packing_paths():
+            for path in blocks.packing_paths():
                 self.packing.record(path)
         else:
+            residual.length_hint = self._residual_hint(self._room, self.old_tokens, residual.length)
             # If it must move, it goes to other memory: states that were returned, or are about to be, read this one.
-            self.parts.residual.reserve(self.parts.residual.length + new)
-            append_states(self.parts.residual, (keys, values))
+            residual.reserve(residual.length + new)
+            _append(residual, keys, values)
         self._length += new
 
     def _in_held_dtype(self, states: Tensor) -> Tensor:
@@ -276,9 +303,80 @@ class QuantizedStore(TokenStore):
 
     def _blocks_to_pack(self, new: int) -> int:
         """Blocks that must be packed so that the residual has room for `new` tokens."""
-        blocks = self.parts.blocks
-        size = 1 if blocks is None else blocks.block_tokens
-        return blocks_beyond(self.parts.residual.length + new, self._room, size)
+        size = 1 if self.blocks is None else self.blocks.block_tokens
+        return blocks_beyond(self.residual.length + new, self._room, size)
+
+    def _residual_hint(self, room: int, old_tokens: int, held: int) -> int:
+        """The most tokens that a residual is expected to hold.
+
+        Args:
+            room: tokens of a full residual.
+            old_tokens: tokens before it.
+            held: tokens in it. If they exceed the length hint, it no longer holds.
+        """
+        left = room if self.length_hint is None else self.length_hint - old_tokens
+        return room if left < held else min(room, left)
+
+    def _pack(self, blocks: PackedBlocks, keys: Tensor, values: Tensor, count: int) -> None:
+        """Take in states, and pack `count` blocks of the oldest full-precision tokens after the new sinks.
+
+        A residual that is shared goes on where it is, without those tokens. Any other is copied, which frees them.
+        """
+        sinks, size, held = self._missing_sinks, blocks.block_tokens, self.residual.length
+        states = [*map(states_of, self.residual.pieces(held)), (keys, values)]
+        packed = sinks + count * size
+        # Everything that can fail comes first, and goes where nobody reads: held and returned states stay valid.
+        blocks.prepare(count)
+        asked = range(sinks, packed, size * -(-count // BLOCKS_ASKED))
+        runs = self.runs if self.runs.are_settled else self._runs_with(blocks, states, asked)
+        at_once = blocks.blocks_at_once
+        for done in range(0, count, at_once):
+            some = tokens_of(states, sinks + done * size, min(at_once, count - done) * size)
+            blocks.write(done, *some, runs.in_order[-1])
+        new_sinks = self.sinks
+        if sinks:
+            new_sinks = self.sinks.fork()
+            _append(new_sinks, *tokens_of(states, 0, sinks))
+        rest = held + keys.shape[2] - packed
+        hint = self._residual_hint(self.kept + size, self.old_tokens + packed, rest)
+        if packed < held and self.residual.is_shared:
+            residual = self.residual.fork()
+            residual.drop_oldest(packed)
+            residual.length_hint, left = hint, [(keys, values)]
+        else:
+            residual = _residual_after_blocks(size, hint)
+            residual.reserve_form(form_of(keys), form_of(values))
+            residual.reserve(rest)
+            left = pieces_of(states, packed, rest)
+        for piece in left:
+            _append(residual, *piece)
+        before, runs_before = blocks.tokens, self.runs
+        self.runs = runs
+        try:
+            blocks.hold(count)
+        except BaseException:
+            # Interrupted: the residual still holds these tokens, so no block may hold them too, nor one side of it.
+            blocks.truncate(before)
+            self.runs = runs_before
+            raise
+        retired, self.sinks, self.residual = self.residual, new_sinks, residual
+        retired.retire()
+
+    @torch.no_grad()
+    def _runs_with(self, blocks: PackedBlocks, states: list[KVPair], asked: range) -> SmoothingRuns:
+        """The runs if more blocks are packed, of which the first tokens of some are given.
+
+        The last run is that of the new blocks.
+        """
+        some = [tokens_of(states, start, blocks.block_tokens)[0] for start in asked]
+        keys = some[0] if len(some) == 1 else torch.cat(some, 2)
+        if not len(self.runs):
+            return SmoothingRuns.of(blocks.smoothing_for(keys))
+        last = self.runs.in_order[-1]
+        own = blocks.smoothing_for(keys, last)
+        if own is last:
+            return self.runs
+        return self.runs.followed(len(blocks), last.emptied() if len(self.runs) == MOST_RUNS - 1 else own)
 
     @override
     def extend(self, keys: Tensor, values: Tensor, past: int | None = None) -> KVPair:
@@ -299,13 +397,10 @@ class QuantizedStore(TokenStore):
         segments = self._segments_with(keys, values, past)
         new = keys.shape[2]
         if new >= kept and self._forms is not None:
-            fresh = QuantizedStore(self.quantization, self.length_hint)
-            fresh.kept = self.kept
+            fresh = self.snapshot()
             fresh._start_over(self._forms)
             fresh.append(keys.narrow(2, new - kept, kept), values.narrow(2, new - kept, kept))
-            self.parts = fresh.parts
-            self._forget_segments()
-            self._length = self.parts.tokens
+            self._hold(fresh)
         else:
             self.append(keys, values)
             self.drop_oldest(self.length - kept)
@@ -318,13 +413,13 @@ class QuantizedStore(TokenStore):
         self.kept = tokens
         self._forget_segments()
         if self._forms is not None and self._blocks_to_pack(0):
-            self.append(*self.parts.residual.newest(0))
+            self.append(*self.residual.newest(0))
 
     def repack(self, quantization: Quantization) -> None:
         """Pack all blocks again, by a quantization whose blocks have as many tokens. Keys stay smoothed as they are."""
-        if self.parts.blocks is not None:
+        if self.blocks is not None:
             forms = self._known_forms()
-            self.parts.blocks = self.parts.blocks.repacked(checked_quantizers(quantization, *forms), forms)
+            self.blocks = self.blocks.repacked(checked_quantizers(quantization, *forms), forms)
         self.quantization = quantization
         self._invalidate_snapshots()
 
@@ -332,8 +427,8 @@ class QuantizedStore(TokenStore):
 
     @override
     def newest(self, count: int) -> KVPair:
-        if count <= self.parts.residual.length and not self.parts.residual.has_segments:
-            return self.parts.residual.newest(count)
+        if count <= self.residual.length and not self.residual.has_segments:
+            return self.residual.newest(count)
         return self._returned.newest(
             count, lambda kept: self._attended(self._segments(kept)), self._known_forms(), self.length
         )
@@ -341,12 +436,12 @@ class QuantizedStore(TokenStore):
     @override
     def caller_views(self) -> KVPair:
         # Packed states cannot be written to, and know when they have become stale.
-        return self.newest(self.length) if self.parts.old_tokens else self.parts.residual.caller_views()
+        return self.newest(self.length) if self.old_tokens else self.residual.caller_views()
 
     def _attended(self, segments: KVSegments) -> KVPair:
         """Keys and values for attention: plain tensors if no token is packed or in a shared segment."""
         forms = self._known_forms()
-        if segments.are_dense and not self.parts.residual.has_segments:
+        if segments.are_dense and not self.residual.has_segments:
             return segments.dense("keys", forms[0].dtype), segments.dense("values", forms[1].dtype)
         return self._returned.attended(self, segments, forms, self.length, segments.tokens)
 
@@ -358,15 +453,20 @@ class QuantizedStore(TokenStore):
     def _segments(self, count: int) -> KVSegments:
         """The newest `count` tokens."""
         skipped = self.length - count
-        old = self.parts.old_segments(skipped) if skipped else self._all_old_segments()
-        residual = self.parts.residual
-        return KVSegments((*old, *residual.pieces(min(count, residual.length))))
+        old = self._old_without(skipped) if skipped else self._all_old_segments()
+        return KVSegments((*old, *self.residual.pieces(min(count, self.residual.length))))
 
     def _all_old_segments(self) -> tuple[Segment, ...]:
         """Sinks and packed blocks, as they were read for the last token."""
         if self._old_segments is None:
-            self._old_segments = self.parts.old_segments()
+            self._old_segments = self._old_without(0)
         return self._old_segments
+
+    def _old_without(self, skipped: int) -> tuple[Segment, ...]:
+        """Sinks and packed blocks, without the oldest `skipped` tokens."""
+        sinks = self.sinks.length
+        packed = () if self.blocks is None else self.blocks.segments(max(skipped - sinks, 0), self.runs)
+        return *self.sinks.pieces(max(sinks - skipped, 0)), *packed
 
     def _segments_with(self, keys: Tensor, values: Tensor, past: int) -> KVSegments:
         """The newest `past` held tokens, and the new tokens."""
@@ -378,20 +478,34 @@ class QuantizedStore(TokenStore):
 
     @override
     def drop_oldest(self, count: int) -> None:
-        self.parts.drop_oldest(count)
+        from_sinks = min(count, self.sinks.length)
+        self.sinks.drop_oldest(from_sinks)
+        from_blocks = 0
+        if self.blocks:
+            held, from_blocks = len(self.blocks), min(count - from_sinks, self.blocks.tokens)
+            self.blocks.drop_oldest(from_blocks)
+            self.runs = self.runs.part(held - len(self.blocks), held, self.follows_packed)
+        self.residual.drop_oldest(count - from_sinks - from_blocks)
         self._length -= count
         # Returned states stay valid; only states that are returned from now on have fewer tokens.
-        self._old_segments = None
-        self._returned.forget()
+        self._forget_segments()
 
     @override
     def truncate(self, length: int) -> None:
+        self._returned.invalidate()
+        old = self.old_tokens
+        self.residual.truncate(max(length - old, 0))
         # A rollback of a draft reaches no further than into the residual.
-        unchanged = self._old_segments if length >= self.parts.old_tokens else None
-        self.parts.truncate(length)
-        self._length = self.parts.tokens
-        self._invalidate_snapshots()
-        self._old_segments = unchanged
+        if length < old:
+            sinks = min(length, self.sinks.length)
+            if self.blocks is not None:
+                self.blocks.truncate(length - sinks)
+            if sinks < self.sinks.length:
+                self.sinks.truncate(sinks)
+            # Let the next block find its own vectors, if no packed token has any.
+            self.runs = self.runs.part(0, len(self.blocks or ()), self.follows_packed)
+            self._old_segments = None
+        self._length = self.old_tokens + self.residual.length
 
     @override
     def reserve(self, tokens: int) -> None:
@@ -403,100 +517,128 @@ class QuantizedStore(TokenStore):
 
     @override
     def select(self, indices: Tensor) -> None:
-        if self._forms is None or self.parts.blocks is None:
-            return
-        self._hold(self.parts.selected(indices), indices.shape[0])
+        if self._forms is not None:
+            # If there is no memory for them, this one has not changed.
+            twin = self._twin(lambda part: part.selected(indices), self.runs.selected(indices))
+            self._hold(twin, indices.shape[0])
 
     @override
     def expand(self, repeats: int) -> None:
         if self._forms is not None:
-            batch = self._forms[0].batch_size
-            self._hold(self.parts.expanded(batch, repeats), batch * repeats)
-
-    def _hold(self, parts: QuantizedParts, batch: int) -> None:
-        """Hold parts of `batch` sequences instead."""
-        if self._forms is not None:
-            key_form, value_form = self._forms
-            self.parts, self._forms = parts, (key_form.of_batch(batch), value_form.of_batch(batch))
-            self._invalidate_snapshots()
+            rows = torch.arange(self._forms[0].batch_size).repeat_interleave(repeats)
+            twin = self.fork()
+            for store in twin._stores():
+                store.expand(repeats)
+            twin.runs = self.runs.selected(rows)
+            self._hold(twin, len(rows))
 
     @override
     def clear(self) -> None:
-        self.parts.clear()
+        for part in self._parts():
+            part.clear()
+        self.runs, self.follows_packed = SmoothingRuns(), False
         self._length = 0
         self._invalidate_snapshots()
 
     def _invalidate_snapshots(self) -> None:
         """Make all states that were returned so far stale."""
         self._returned.invalidate()
-        self._forget_segments()
+        self._old_segments = None
 
     def _forget_segments(self) -> None:
         """Build segments again for states that are returned from now on. Returned states stay valid."""
         self._old_segments = None
         self._returned.forget()
-        parts = self.parts
-        hint = residual_length_hint(self._room, self.length_hint, parts.old_tokens, parts.residual.length)
-        parts.residual.length_hint = hint
 
     # Copies and state
 
-    def _twin(self, parts: QuantizedParts) -> Self:
+    def _parts(self) -> Iterator[DenseStore | PackedBlocks]:
+        return (part for part in (self.sinks, self.blocks, self.residual) if part is not None)
+
+    def _stores(self) -> Iterator[DenseStore]:
+        return itertools.chain((self.sinks, self.residual), () if self.blocks is None else self.blocks.stores)
+
+    def _twin(self, made: Callable[[Any], Any], runs: SmoothingRuns) -> Self:
+        """A store like this one, with what is made from each of its parts."""
         twin = self.__class__.__new__(self.__class__)
-        twin.__dict__.update(self.__getstate__())
-        twin.parts, twin._returned, twin.packing = parts, ReturnedStates(), PathCounter()
+        twin.__dict__.update(self.__getstate__(), runs=runs, _returned=ReturnedStates(), packing=PathCounter())
+        twin.sinks, twin.residual = made(self.sinks), made(self.residual)
+        twin.blocks = None if self.blocks is None else made(self.blocks)
         return twin
+
+    def _hold(self, twin: Self, batch: int | None = None) -> None:
+        """Hold what another store holds, which is not used any more, of `batch` sequences if their number changes."""
+        if batch is not None and twin._forms is not None:
+            key_form, value_form = twin._forms
+            twin._forms = key_form.of_batch(batch), value_form.of_batch(batch)
+            self._returned.invalidate()
+        # At once, so that an interrupt finds all of it done, or nothing.
+        self.__dict__.update({name: twin.__dict__[name] for name in _HELD})
+        self._forget_segments()
 
     @override
     def snapshot(self) -> Self:
-        return self._twin(self.parts.snapshot())
+        return self._twin(lambda part: part.snapshot(), self.runs)
 
     @override
     def fork(self) -> Self:
-        return self._twin(self.parts.fork())
+        return self._twin(lambda part: part.fork(), self.runs.owned())
 
     @override
     def share_prefix(self, other: TokenStore, tokens: int) -> None:
-        if isinstance(other, QuantizedStore) and (other.quantization, other._forms) == (self.quantization, self._forms):
-            self.parts.share_prefix(other.parts, tokens)
-            self._forget_segments()
+        if not isinstance(other, QuantizedStore) or self.quantization != other.quantization:
+            return
+        sinks, blocks, others = self.sinks.length, self.blocks, other.blocks
+        if not (blocks and others) or self._forms != other._forms or sinks != other.sinks.length or tokens < sinks:
+            return
+        self.sinks.share_prefix(other.sinks, sinks)
+        most = self.runs.common_blocks(other.runs, min(len(blocks), len(others)))
+        blocks.share_prefix(others, tokens - sinks, most)
+        self._forget_segments()
 
     @override
     def trim(self) -> None:
-        self.parts.trim()
+        for store in self._stores():
+            store.trim()
         self._forget_segments()
 
     @override
     def compact(self) -> None:
-        self.parts.compact()
+        for store in self._stores():
+            store.compact()
         self._forget_segments()
 
     @override
     def swap_buffers(self, swap: BufferSwap) -> None:
-        self.parts.swap_buffers(swap)
-        self._read_other_buffers()
+        if self.blocks is not None:
+            self.blocks.swap_buffers(swap)
+        self.swap_unpaged_buffers(swap)
 
     @override
     def swap_unpaged_buffers(self, swap: BufferSwap) -> None:
-        self.parts.swap_unpaged_buffers(swap)
-        self._read_other_buffers()
-
-    def _read_other_buffers(self) -> None:
+        self.sinks.swap_buffers(swap)
+        self.residual.swap_buffers(swap)
+        self.runs = self.runs.swapped(swap)
         # Returned states keep the buffers that they are views of.
-        self._old_segments = None
-        self._returned.forget()
+        self._forget_segments()
 
     def __getstate__(self) -> dict[str, Any]:
-        # Segments are views; a copy of the store would contain copies of states that are in the parts already.
+        # Segments are views; a copy of the store would contain copies of states that it has already.
         return {**self.__dict__, "_old_segments": None, "_validated": None}
 
     @override
     def held_tensors(self) -> Iterator[Tensor]:
-        yield from self.parts.held_tensors()
+        for store in self._stores():
+            yield from store.held_tensors()
+        yield from self.runs.held_tensors()
 
     @override
     def state(self) -> dict[str, Tensor]:
-        return {} if self._forms is None else self.parts.state()
+        if self.blocks is None:
+            return {}
+        sinks = self.sinks.state() if self.sinks.length else {}
+        of_sinks = {f"sink_{name}": states for name, states in sinks.items()}
+        return {**self.residual.state(), **self.blocks.state(), **of_sinks, **self.runs.state()}
 
     @override
     def check_state(self, tensors: dict[str, Tensor]) -> int:
@@ -508,14 +650,22 @@ class QuantizedStore(TokenStore):
             self.clear()
             return
         self._start_over((form_of(tensors["keys"]), form_of(tensors["values"])))
-        parts = self.parts
         if "sink_keys" in tensors:
-            append_states(parts.sinks, (tensors["sink_keys"], tensors["sink_values"]))
+            _append(self.sinks, tensors["sink_keys"], tensors["sink_values"])
         if not {"block_ends", *SMOOTHING_NAMES}.isdisjoint(tensors):
-            parts.runs = SmoothingRuns.of_state(tensors, len(tensors.get("block_ends", ())[1:]))
-        if "block_ends" in tensors and parts.blocks is not None:
-            parts.blocks.load_state(tensors)
-            parts.residual = residual_after_blocks(parts.blocks.block_tokens)
-        self._invalidate_snapshots()
-        append_states(parts.residual, (tensors["keys"], tensors["values"]))
-        self._length = parts.tokens
+            self.runs = SmoothingRuns.of_state(tensors, len(tensors.get("block_ends", ())[1:]))
+        if "block_ends" in tensors and self.blocks is not None:
+            self.blocks.load_state(tensors)
+            self.residual = _residual_after_blocks(self.blocks.block_tokens)
+        _append(self.residual, tensors["keys"], tensors["values"])
+        self._length = self.old_tokens + self.residual.length
+
+
+def _residual_after_blocks(block_tokens: int, length_hint: int | None = None) -> DenseStore:
+    """An empty residual that follows blocks of `block_tokens` tokens."""
+    return DenseStore(length_hint, RESIDUAL_GROWTH_DIVISOR, block_tokens // GROWTHS_PER_BLOCK)
+
+
+def _append(store: DenseStore, keys: Tensor, values: Tensor) -> None:
+    store.validate(keys, values)
+    store.append(keys, values)

@@ -36,7 +36,7 @@ class SmoothingRuns:
         """Copies of those in the state of a store, which has been checked, that begin before a number of blocks."""
         starts = tuple(tensors[STARTS_NAME].tolist()) if STARTS_NAME in tensors else (0,)
         runs = cls.of(KeySmoothing.of_state(tensors).mapped(torch.clone), starts)
-        return runs if blocks is None else runs.cropped(blocks, keeps_first=True)
+        return runs if blocks is None else runs.part(0, blocks, keeps_first=True)
 
     def __len__(self) -> int:
         return len(self._starts)
@@ -82,24 +82,17 @@ class SmoothingRuns:
             if start < stop:
                 yield start, stop, smoothing
 
-    def dropped(self, gone: int, keeps_first: bool) -> Self:
-        """The runs without the oldest `gone` blocks. The first one may serve other tokens, and is kept then."""
-        starts = tuple(max(start - gone, 0) for start in self._starts)
-        return self._part(0 if keeps_first else max(starts.count(0) - 1, 0), starts)
-
-    def cropped(self, blocks: int, keeps_first: bool) -> Self:
-        """The runs of the first `blocks` blocks, likewise."""
-        count = max(sum(start < blocks for start in self._starts), int(keeps_first))
-        return self._part(0, self._starts[:count])
-
-    def _part(self, skipped: int, starts: tuple[int, ...]) -> Self:
-        """The runs behind `skipped` ones, up to the last of `starts`."""
+    def part(self, begin: int, end: int, keeps_first: bool) -> Self:
+        """The runs of the blocks from `begin` to `end`. The first one may serve other tokens, and is kept then."""
+        starts = tuple(max(start - begin, 0) for start in self._starts)
+        skipped = 0 if keeps_first else max(starts.count(0) - 1, 0)
+        starts = starts[skipped : max(sum(start < end - begin for start in starts), int(keeps_first))]
         if starts == self._starts:
             return self
-        count = len(starts) - skipped
-        if not count:
-            return self.__class__()
-        return self._each(lambda buffer: buffer.reallocated(skipped, count, count), starts[skipped:])
+        count = len(starts)
+        return (
+            self._each(lambda buffer: buffer.reallocated(skipped, count, count), starts) if count else self.__class__()
+        )
 
     def _each(self, change: Callable[[TokenBuffer], TokenBuffer], starts: tuple[int, ...] | None = None) -> Self:
         vectors = {name: change(buffer) for name, buffer in self._vectors.items()}
@@ -108,10 +101,6 @@ class SmoothingRuns:
     def selected(self, indices: Tensor) -> Self:
         """The runs of the selected sequences."""
         return self._each(lambda buffer: buffer.selected(indices, 0, len(self), len(self)))
-
-    def repeated(self, batch: int, repeats: int) -> Self:
-        """The runs of `batch` sequences, each of which is repeated in a row."""
-        return self.selected(torch.arange(batch).repeat_interleave(repeats))
 
     def promoted(self, dtype: torch.dtype) -> Self:
         """The runs in another dtype."""

@@ -2,7 +2,7 @@
 
 import bisect
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -341,13 +341,12 @@ def chosen_segments(segments: KVSegments, places: PagePlaces, first: int, last: 
     for segment in segments.in_order:
         end = start + segment.tokens
         begin, stop = max(start, first), min(end, last)
-        if begin >= stop or isinstance(segment, GatheredSegment):
+        if begin >= stop or not isinstance(segment, DenseSegment | PackedSegment):
             found.append(segment)
         else:
-            cut = _CUTS[type(segment)]
-            found += cut(segment, 0, begin - start)
+            found += _cut(segment, 0, begin - start)
             found.append(_gathered(segment, places, start, begin, stop, blocks))
-            found += cut(segment, stop - start, end - start)
+            found += _cut(segment, stop - start, end - start)
         start = end
         blocks += segment.blocks if isinstance(segment, PackedSegment) else 0
     return KVSegments(tuple(found))
@@ -372,26 +371,15 @@ def _gathered(
     return GatheredSegment(segment, pieces, counts, starts - begin, stop - begin)
 
 
-def _cut_dense(segment: DenseSegment, begin: int, end: int) -> Iterator[DenseSegment]:
-    if begin < end:
-        yield DenseSegment(segment.keys[:, :, begin:end], segment.values[:, :, begin:end], segment.rows)
-
-
-def _cut_packed(segment: PackedSegment, begin: int, end: int) -> Iterator[PackedSegment]:
-    """Whole blocks of a segment, from token `begin` to token `end`."""
+def _cut(segment: DenseSegment | PackedSegment, begin: int, end: int) -> Iterator[Segment]:
+    """A segment from token `begin` to token `end`, of whole blocks if it is packed; nothing if there is no token."""
     if begin >= end:
         return
-    size = segment.keys.block_tokens
-    ends = segment.ends or (size,) * segment.blocks
-    held, first, last = 0, 0, 0
-    for block, tokens in enumerate(ends):
-        if held < begin:
-            first = block + 1
-        if held < end:
-            last = block + 1
-        held += tokens
+    if isinstance(segment, DenseSegment):
+        yield DenseSegment(segment.keys[:, :, begin:end], segment.values[:, :, begin:end], segment.rows)
+        return
+    ends = segment.ends or (segment.keys.block_tokens,) * segment.blocks
+    starts = list(itertools.accumulate(ends, initial=0))[:-1]
+    first, last = (bisect.bisect_left(starts, token) for token in (begin, end))
     blocks = segment.with_tensors(states[:, :, first:last] for states in segment.tensors)
     yield replace(blocks, first=0, ends=None if segment.ends is None else segment.ends[first:last])
-
-
-_CUTS: dict[type, Callable[..., Iterator[Segment]]] = {DenseSegment: _cut_dense, PackedSegment: _cut_packed}

@@ -21,7 +21,7 @@ class _Turn(NamedTuple):
     """The last turn for one device, dtype and head_dim, and the frequencies for the next one."""
 
     frequencies: Tensor
-    distance: int
+    distance: int | None
     cos: Tensor
     sin: Tensor
 
@@ -143,16 +143,29 @@ class Rotary:
             OptionError: `distance` has another type.
             StateMismatchError: head_dim is smaller than the number of rotated dimensions.
         """
-        last = self._turns.get((device, dtype, head_dim))
-        if last is None:
-            last = self._turned(0, self._frequencies(head_dim, device), (device, dtype, head_dim))
+        key = device, dtype, head_dim
+        last, number = self._turns.get(key), None if isinstance(distance, Tensor) else distance
+        if last is not None and number is not None and last.distance == number:
+            return last.cos, last.sin
         if isinstance(distance, Tensor):
-            with torch.inference_mode(False), torch.no_grad():
-                angles = last.frequencies * _by_sequence(distance, last.frequencies)
-                return angles.cos().to(dtype).to(device), angles.sin().to(dtype).to(device)
-        if last.distance != distance:
-            last = self._turned(distance, last.frequencies, (device, dtype, head_dim))
-        return last.cos, last.sin
+            is_right = distance.dim() == 1 and distance.dtype == torch.int64
+        else:
+            is_right = isinstance(distance, int) and not isinstance(distance, bool)
+        if not is_right:
+            raise OptionError(
+                "`distance` must be a whole number of tokens, or an int64 tensor [batch] with a number for each "
+                f"sequence, got {distance!r}: pass one of them."
+            )
+        # Inference tensors could not be read in a computation with gradients.
+        with torch.inference_mode(False), torch.no_grad():
+            frequencies = self._frequencies(head_dim, device) if last is None else last.frequencies
+            if isinstance(distance, Tensor):
+                distance = distance.to(frequencies.device).to(frequencies.dtype)[:, None, None, None]
+            angles = frequencies * distance
+            turn = _Turn(frequencies, number, angles.cos().to(dtype).to(device), angles.sin().to(dtype).to(device))
+        if last is None or number is not None:
+            self._turns[key] = turn
+        return turn.cos, turn.sin
 
     def rotated(self, keys: Tensor, partner: Tensor, distance: int | Tensor) -> Tensor:
         """`keys`, moved by `distance` tokens.
@@ -171,26 +184,13 @@ class Rotary:
         cos, sin = self.turn(distance, keys.shape[-1], partner.dtype, keys.device)
         return torch.addcmul(keys * cos, partner, sin).to(keys.dtype)
 
-    def _turned(self, distance: int, frequencies: Tensor, key: _TurnKey) -> _Turn:
-        """The turn by `distance`, which replaces the last one for this device, dtype and head_dim."""
-        if not isinstance(distance, int) or isinstance(distance, bool):
-            raise _bad_distance(distance)
-        device, dtype, _ = key
-        # Inference tensors could not be read in a computation with gradients.
-        with torch.inference_mode(False), torch.no_grad():
-            angles = frequencies * distance
-            cos, sin = angles.cos().to(dtype).to(device), angles.sin().to(dtype).to(device)
-        turn = self._turns[key] = _Turn(frequencies, distance, cos, sin)
-        return turn
-
     def _frequencies(self, head_dim: int, device: torch.device) -> Tensor:
         """Radians per token of each dimension, float64 `[1, 1, 1, head_dim]`, for angles on `device`."""
         after = self._dims_after(head_dim)
-        with torch.inference_mode(False), torch.no_grad():
-            doubled = self.inv_freq.repeat(2) if self.layout == "halves" else self.inv_freq.repeat_interleave(2)
-            padded = torch.nn.functional.pad(doubled, (self.first, after))[None, None, None]
-            # MPS has no float64.
-            return padded if device.type == "mps" else padded.to(device)
+        doubled = self.inv_freq.repeat(2) if self.layout == "halves" else self.inv_freq.repeat_interleave(2)
+        padded = torch.nn.functional.pad(doubled, (self.first, after))[None, None, None]
+        # MPS has no float64.
+        return padded if device.type == "mps" else padded.to(device)
 
     def _dims_after(self, head_dim: int) -> int:
         after = head_dim - self.first - self.rotated_dims
@@ -200,17 +200,3 @@ class Rotary:
                 f"{self.first} on are rotated, got head_dim {head_dim}: use the Rotary of the model's own layer."
             )
         return after
-
-
-def _by_sequence(distance: Tensor, frequencies: Tensor) -> Tensor:
-    """`distance` as float64 `[batch, 1, 1, 1]`, on the device of the frequencies."""
-    if distance.dim() != 1 or distance.dtype != torch.int64:
-        raise _bad_distance(distance)
-    return distance.to(frequencies.device).to(frequencies.dtype)[:, None, None, None]
-
-
-def _bad_distance(distance: object) -> OptionError:
-    return OptionError(
-        "`distance` must be a whole number of tokens, or an int64 tensor [batch] with a number for each sequence, got "
-        f"{distance!r}: pass one of them."
-    )

@@ -70,7 +70,9 @@ class Announcer:
 
     def __init__(self, on_event: Callable[[StoreEvent], object], index: EntryIndex, lock: threading.Lock) -> None:
         if not callable(on_event):
-            raise OptionError(f"`on_event` must be a function of one event, got {on_event!r}.")
+            raise OptionError(
+                f"`on_event` must be a function of one event, got {on_event!r}: pass one, or leave it out."
+            )
         self._on_event, self._index, self._lock = on_event, index, lock
         self._changed: dict[PrefixEntry, None] = {}
         self._told: dict[PrefixEntry, set[Held]] = {}

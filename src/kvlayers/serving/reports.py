@@ -43,7 +43,7 @@ def prometheus_text(
         kvlayers_prefix_entries{host="a"} 0
     """
     if not isinstance(statistics, PrefixStatistics):
-        raise OptionError(f"`statistics` must be store.statistics, got a {type(statistics).__name__}.")
+        raise OptionError(f"`statistics` must be store.statistics, got a {type(statistics).__name__}: pass them.")
     own = dict(labels or {})
     wrong = [name for name in (prefix, *own) if not _NAME.fullmatch(str(name)) or name in ("reason", "__name__")]
     if wrong or not all(isinstance(value, str) for value in own.values()):
@@ -80,9 +80,10 @@ def explained(
             left = max((common_tokens(text, ids) for own, text in index.left if own == label), default=0)
             if left > hit.known:
                 lines.append(f"    {left} of them were stored, and have left for room")
-            others = [tree.groups(ids)[0][0] for tree in index.entries if tree is not index.entries.of(label)]
-            if max(others, default=0) > hit.known:
-                lines.append(f"    {max(others)} of them are stored for another model, cache or namespace")
+            others = {entry.label for entry in index} - {label}
+            most = max((tokens for own in others for tokens, _ in index.entries.groups(own, ids)), default=0)
+            if most > hit.known:
+                lines.append(f"    {most} of them are stored for another model, cache or namespace")
     return "\n".join(lines)
 
 

@@ -24,7 +24,7 @@ from kvlayers.prefix.backends.contract import SUFFIX
 from kvlayers.prefix.backends.local import LocalBackend
 from kvlayers.prefix.directory import Directory, FileCandidate, NeedsConfigError
 from kvlayers.prefix.entry import Pin, PrefixEntry, union_bytes
-from kvlayers.prefix.keys import PrefixTrees, Tokens, common_tokens, namespace_mark
+from kvlayers.prefix.keys import PrefixMap, Tokens, common_tokens, namespace_mark
 from kvlayers.prefix.lookup import IN_SESSION, EntryAccess
 from kvlayers.utils.units import readable_bytes
 
@@ -55,7 +55,7 @@ def pin_of(ttl: float | None, priority: float | None) -> Pin:
         if number is not None and (not isinstance(number, int | float) or not math.isfinite(number)):
             raise OptionError(f"`{name}` must be a finite number, or None, got {number!r}.")
     if ttl is not None and ttl <= 0:
-        raise OptionError(f"`ttl` must be a number of seconds above 0, or None, got {ttl!r}.")
+        raise OptionError(f"`ttl` must be a number of seconds above 0, or None, got {ttl!r}: pass for example 3600.")
     until = math.inf if ttl is None else time.monotonic() + ttl
     return Pin(until, math.inf if priority is None else float(priority))
 
@@ -138,11 +138,11 @@ class Session:
     @property
     def tokens(self) -> int:
         """Tokens of its texts that the store has, in memory or in files. What several begin with counts once."""
-        trees = PrefixTrees[bool]()
+        trees = PrefixMap[bool]()
         with self.access.lock:
             for entry, ids in self._entries().items():
                 trees.insert(entry.label, ids, True)
-        return sum(tree.tokens for tree in trees)
+        return trees.tokens
 
     @property
     def bytes(self) -> int:
@@ -188,14 +188,14 @@ class Session:
         """
         with self.access.lock:
             wanted = [(entry.label, ids) for entry, ids in self._entries().items()]
-        trees, paths = PrefixTrees[str](), list[str]()
+        trees, paths = PrefixMap[str](), list[str]()
         with replacing(os.fspath(path)) as temporary, TemporaryDirectory(ignore_cleanup_errors=True) as place:
             directory = Directory(LocalBackend(place))
             for label, ids in wanted:
                 hit = self.access.find(label, ids, len(ids), None, None, MOST_SECONDS)
                 if hit.cache is not None:
                     ids = ids[: hit.covered]
-                    neighbours = [(near.value, near.tokens) for near in trees.of(label).nearest(ids) if near.tokens]
+                    neighbours = [(near.value, near.tokens) for near in trees.nearest(label, ids)]
                     paths.append(directory.write(label, ids, {len(ids)}, hit.cache, neighbours[:4])[0])
                     trees.insert(label, ids, paths[-1])
             if not paths:
@@ -204,7 +204,7 @@ class Session:
                 archive.comment = json.dumps(self.name).encode()
                 for name in sorted(os.listdir(place)):
                     archive.write(os.path.join(place, name), name)
-        return sum(tree.tokens for tree in trees)
+        return trees.tokens
 
     def __repr__(self) -> str:
         return f"Session({self.name!r}, {self.tokens} tokens, {readable_bytes(self.bytes)})"

@@ -21,7 +21,6 @@ from kvlayers.rope.rotary import Rotary
 from kvlayers.sinks.sink_layer import SinkConfig, SinkLayer
 from kvlayers.sinks.sink_tokens import check_sinks
 from kvlayers.upstream import model_layers
-from kvlayers.upstream.model_layers import LayerSpec
 from kvlayers.upstream.model_types import config_of
 from kvlayers.utils.options import checks_options
 from kvlayers.utils.units import tokens
@@ -95,7 +94,9 @@ class SinkCache(Cache):
         if config is not None:
             config = config_of(config)
         check_rotary(rotary)
-        packed = _window_quantization(quantization)
+        packed = Quantization.of(quantization)
+        # A window drops its oldest tokens, so no token of it could stay as a sink of the store.
+        packed = None if packed is None else dataclasses.replace(packed, sink_tokens=0)
         self._sinks = SinkConfig(window_length, num_sink_tokens, packed, padding_of(left_padding))
         self._rotary = rotary
         placement = offloading, False, offload_device, offload_directory
@@ -149,12 +150,6 @@ class SinkCache(Cache):
         return self._sinks.window_length if layer_idx is None else super().most_tokens(layer_idx)
 
 
-def _window_quantization(given: Quantization | Mapping[str, Any] | None) -> Quantization | None:
-    quantization = Quantization.of(given)
-    # A window drops its oldest tokens, so no token of it could stay as a sink of the store.
-    return None if quantization is None else dataclasses.replace(quantization, sink_tokens=0)
-
-
 def sink_layers(config: object, sink_config: SinkConfig, rotary: Rotary | None = None) -> list[Any]:
     """As `dynamic_layers`, with sinks in full attention, and in windows that are longer than the sinks' window.
 
@@ -169,11 +164,12 @@ def sink_layers(config: object, sink_config: SinkConfig, rotary: Rotary | None =
     specs, rotations = model_layers.layer_specs(config), None if rotary is not None else rotaries(config)
     layers, forgetful = dynamic_layers(config), True
     for index, spec in enumerate(specs):
-        if not _attends_beyond(spec, sink_config.window_length):
-            continue
-        forgetful = False
-        sinks = sink_config.layer(rotary if rotations is None else rotations[index])
-        layers[index] = with_attention(layers[index], sinks)
+        kind = HYBRID.get(spec.layer_type, spec.layer_type)
+        window = spec.options["sliding_window"] if kind == "sliding_attention" else 0
+        if kind == "full_attention" or window > sink_config.window_length:
+            forgetful = False
+            sinks = sink_config.layer(rotary if rotations is None else rotations[index])
+            layers[index] = with_attention(layers[index], sinks)
     if forgetful:
         raise ConfigError(
             f"`config` must have a layer that attends to more than {sink_config.window_length} tokens, got "
@@ -181,11 +177,6 @@ def sink_layers(config: object, sink_config: SinkConfig, rotary: Rotary | None =
             "DynamicCache."
         )
     return layers
-
-
-def _attends_beyond(spec: LayerSpec, tokens: int) -> bool:
-    kind = HYBRID.get(spec.layer_type, spec.layer_type)
-    return kind == "full_attention" or (kind == "sliding_attention" and spec.options["sliding_window"] > tokens)
 
 
 SINK_WINDOW = 256

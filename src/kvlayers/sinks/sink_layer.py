@@ -136,10 +136,10 @@ class SinkLayer(WindowLayer):
         """
         if first <= sinks.first_start:
             return None
-        front = sinks.rotated_before(first)
-        if first > sinks.last_start:
+        front, padding = sinks.rotated_before(first), sinks.padding
+        if first > sinks.last_start or padding is None:
             return front
-        are_apart, held = sinks.are_apart_before(first), self._store.newest(count)
+        are_apart, held = (first > padding)[:, None, None, None], self._store.newest(count)
         keys, values = (
             torch.where(are_apart, turned, as_dense(states[:, :, : self.num_sink_tokens]))
             for turned, states in zip(front, held, strict=True)

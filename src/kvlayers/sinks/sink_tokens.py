@@ -68,10 +68,9 @@ class Sinks:
         # None of the later tokens is a sink, and a prompt is long.
         first = max(1, self.last_start + self.num_tokens - seen)
         keys, values = keys[:, :, :first], values[:, :, :first]
-        if torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad):
-            return self._with_tokens(seen, keys.clone(), values.clone())
+        tracked = torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad)
         # Queries that require gradients could not attend to tensors that were made in inference mode.
-        with torch.inference_mode(False), torch.no_grad():
+        with torch.inference_mode(False), torch.set_grad_enabled(tracked):
             return self._with_tokens(seen, keys.clone(), values.clone())
 
     def _with_tokens(self, seen: int, keys: Tensor, values: Tensor) -> "Sinks":
@@ -101,12 +100,6 @@ class Sinks:
             return self.keys, self.values
         distance = position if self.padding is None else (position - self.padding).clamp(min=0)
         return self.rotary.rotated(self.keys, self.partner, distance), self.values
-
-    def are_apart_before(self, position: int) -> Tensor:
-        """For each sequence, whether tokens stand between its sinks and `position`: bool `[batch, 1, 1, 1]`."""
-        if self.padding is None or self.keys is None:
-            raise StateMismatchError("Padded sequences must have tokens, got none: give left_padding and update first.")
-        return (position > self.padding)[:, None, None, None]
 
     def selected(self, indices: Tensor) -> "Sinks":
         """The sinks of the sequences at `indices`, int64 `[new_batch]`."""
@@ -150,7 +143,10 @@ class Sinks:
         held = (keys, values) != (None, None)
         if (
             len(batches) != 1
-            or (held and not all(states is not None and _holds(states, self.num_tokens) for states in (keys, values)))
+            or (
+                held
+                and not all(states is not None and states.shape[2:3] == (self.num_tokens,) for states in (keys, values))
+            )
             or (
                 padding is not None
                 and (padding.dim() != 1 or padding.dtype != torch.int64 or bool((padding < 0).any()))
@@ -167,10 +163,6 @@ class Sinks:
         partner = None if self.rotary is None else self.rotary.partner(keys)
         padding = None if padding is None else padding.to(keys.device)
         return replace(sinks, padding=padding, keys=keys.clone(), values=values.clone(), partner=partner)
-
-
-def _holds(states: Tensor, tokens: int) -> bool:
-    return states.dim() == 4 and states.shape[2] == tokens
 
 
 def _taken(states: Tensor, place: Tensor, held: Tensor | None) -> Tensor:

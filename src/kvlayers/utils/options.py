@@ -3,6 +3,7 @@
 import difflib
 import functools
 import inspect
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from typing import ParamSpec, TypeVar
 
@@ -16,33 +17,34 @@ Options = TypeVar("Options")
 
 
 def checks_options(init: Callable[P, None]) -> Callable[P, None]:
-    """Decorator for an initialiser: an unknown option raises `OptionError`, which names the known ones."""
+    """Decorator for an initialiser: a call that does not fit raises `OptionError`, which names the known options."""
     accepted = list(inspect.signature(init).parameters)[1:]
+    for option in accepted:
+        _takers[option].append(init.__qualname__.partition(".")[0])
 
-    def advice(unknown: str) -> str:
+    def advice(unknown: str, kind: str) -> str:
         late.load_rooms()
         for option in accepted:
             if option in _classes and unknown in inspect.signature(_classes[option]).parameters:
                 return f"it is part of the option `{option}`, as in {option}={{'{unknown}': ...}}."
-        return suggestion(unknown, accepted) or "remove it."
+        takers = [taker for taker in _takers.get(unknown, ()) if taker.endswith(kind)]
+        return f"it is one of {', '.join(takers)}." if takers else suggestion(unknown, accepted) or "remove it."
 
     @functools.wraps(init)
     def checked(*args: P.args, **options: P.kwargs) -> None:
-        for name in options:
-            if name not in accepted:
-                raise OptionError(
-                    f"{type(args[0]).__name__} takes the options {', '.join(accepted) or '(none)'}, but was given "
-                    f"'{name}': {advice(name)}"
-                )
+        name = type(args[0]).__name__
+        kind = next((kind for kind in ("Cache", "Layer") if name.endswith(kind)), name)
+        listed = f" {name} takes the options {', '.join(accepted) or '(none)'}."
+        for option in options:
+            if option not in accepted:
+                raise OptionError(f"`{option}` is no option of {name}: {advice(option, kind)}{listed}")
         try:
             init(*args, **options)
         except TypeError as error:
             try:
                 inspect.signature(init).bind(*args, **options)
             except TypeError as mismatch:
-                raise OptionError(
-                    f"{type(args[0]).__name__} takes the options {', '.join(accepted)}, but {mismatch}."
-                ) from error
+                raise OptionError(f"This call of {name} is wrong: {mismatch}.{listed}") from error
             raise
 
     return checked
@@ -53,6 +55,9 @@ def suggestion(unknown: object, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(str(unknown), known, n=1)
     return f"did you mean {near[0]!r}?" if near else ""
 
+
+_takers: defaultdict[str, list[str]] = defaultdict(list)
+"""The classes that take an option, by its name."""
 
 _classes: dict[str, type] = {}
 """The class of each option that `mapping_option` knows."""
@@ -131,7 +136,8 @@ def checked_device(device: object) -> torch.device:
     try:
         found = torch.empty(0, device=device).device  # type: ignore[call-overload]
     except (RuntimeError, AssertionError, TypeError) as error:
-        raise OptionError(f"`device` must be a device of this machine, got {device!r}: {error}") from error
+        shown = repr(device) if isinstance(device, str | int | torch.device) else f"a {type(device).__name__}"
+        raise OptionError(f"`device` must be a device of this machine, got {shown}: {error}") from error
     if found.type == "meta":
         raise OptionError("`device` must hold data, got 'meta': pass 'cpu', or leave it out.")
     return torch.device(found)

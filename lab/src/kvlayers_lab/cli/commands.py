@@ -28,8 +28,9 @@ def bench(
     name: Annotated[
         list[str] | None,
         typer.Option(
+            "--cache",
             help="A cache of kvlayers, also with options (sink:window_length=512); repeat for several. Default: the "
-            "exact ones, int8 and int4."
+            "exact ones, int8 and int4.",
         ),
     ] = None,
     against: Annotated[

@@ -61,15 +61,16 @@ def fidelity(
         str | None,
         typer.Option(
             help="Settings, separated by commas: bits (4), bits of keys and of values (k4v2), a backend (fp8), or a "
-            f"backend with bits (hqq:4). Default: {FIDELITY_BITS}; with --tasks: {TASK_BITS}; with --name: none."
+            f"backend with bits (hqq:4). Default: {FIDELITY_BITS}; with --tasks: {TASK_BITS}; with --cache: none."
         ),
     ] = None,
     name: Annotated[
         list[str] | None,
         typer.Option(
+            "--cache",
             help="A cache by its registered name (sink), also with options (snapkv:keep=0.5,quantization.nbits=4), a "
             "callable that makes a cache from a model config (package.module:callable, file.py:callable), or an "
-            "eviction rule of your own (file.py:Rule:keep=0.5); repeat for several."
+            "eviction rule of your own (file.py:Rule:keep=0.5); repeat for several.",
         ),
     ] = None,
     against: Annotated[

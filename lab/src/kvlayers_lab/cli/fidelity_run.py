@@ -45,7 +45,7 @@ CALIBRATED = "calibrated"
 
 OPTIONS = {
     "path": "--calibration",
-    "name": "--name",
+    "name": "--cache",
     "against": "--against",
     "results": "--results",
     "backend": "--bits",

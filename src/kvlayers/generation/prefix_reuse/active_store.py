@@ -88,8 +88,13 @@ def _refuse(reason: str) -> None:
 
 def _check(prefix_store: object, namespace: object) -> None:
     if prefix_store is not None and not isinstance(prefix_store, PrefixStore):
-        raise OptionError(f"`prefix_store` must be a kvlayers.PrefixStore, got a {type(prefix_store).__name__}.")
+        raise OptionError(
+            f"`prefix_store` must be a kvlayers.PrefixStore, got a {type(prefix_store).__name__}: a cache "
+            'goes by its own name, as in cache="int4".'
+        )
     if not isinstance(namespace, str):
-        raise OptionError(f"`namespace` must be a string, got a {type(namespace).__name__}.")
+        raise OptionError(
+            f"`namespace` must be a string, got a {type(namespace).__name__}: pass for example str(user_id)."
+        )
     if namespace and prefix_store is None:
         raise OptionError(f"`namespace` needs a `prefix_store`, got namespace={namespace!r} without one: pass both.")

@@ -43,7 +43,10 @@ def existing_backend(directory: object, options: Mapping[str, object] | None) ->
             installed; or `options` is not a mapping, or is given for a local path.
         CachePathError: the directory cannot be reached.
     """
-    _check_options(options)
+    if options is not None and not (isinstance(options, Mapping) and all(isinstance(name, str) for name in options)):
+        raise OptionError(
+            f"`storage_options` must be a mapping from names to values, got a {type(options).__name__}: pass a dict."
+        )
     if isinstance(directory, str) and _URL.match(directory):
         address = Address(directory, options or {})
         if address.scheme in SCHEMES:
@@ -62,14 +65,9 @@ def _local_path(directory: object) -> str:
     try:
         path = os.fsdecode(directory)  # type: ignore[arg-type]
     except TypeError:
-        raise OptionError(f"`directory` must be a path or a URL, got a {type(directory).__name__}.") from None
+        raise OptionError(
+            f"`directory` must be a path or a URL, got a {type(directory).__name__}: pass a str or a Path."
+        ) from None
     if not isinstance(directory, str) and _URL_IN_PATH.match(path):
         raise OptionError(f"`directory` is a URL in a {type(directory).__name__}: pass it as a str.")
     return path
-
-
-def _check_options(options: object) -> None:
-    if options is None:
-        return
-    if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):
-        raise OptionError(f"`storage_options` must be a mapping from names to values, got a {type(options).__name__}.")

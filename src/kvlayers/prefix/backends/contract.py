@@ -1,5 +1,6 @@
 """What a prefix store needs from the places of its files, and how the URLs of these places are shown."""
 
+import contextlib
 import re
 import threading
 import time
@@ -48,6 +49,11 @@ class StoredFile:
     used: int = field(default=0, compare=False)
 
 
+def is_of_a_store(name: str) -> bool:
+    """Whether a file may be one of a store, which writes no names with characters that a terminal might obey."""
+    return name.endswith(SUFFIX) and name.isprintable()
+
+
 Look = Callable[[str, StoredFile, ReadRange], Found]
 """Finds something in a file, given its path for errors, the file, and what reads ranges of its bytes."""
 
@@ -70,7 +76,7 @@ class StorageBackend(Protocol):
         """The path of a file in messages to users: it ends with the name, and has no credentials."""
 
     def files(self) -> list[StoredFile]:
-        """All files whose names end with `SUFFIX`, in no particular order."""
+        """All files that may be those of a store, in no particular order."""
 
     def find(self, names: Sequence[str]) -> list[StoredFile | None]:
         """Each file as it is now, `None` if it does not exist."""
@@ -154,15 +160,10 @@ class Address:
         self.url = url
         self.options = dict(options)
         self.scheme, _, rest = url.partition("://")
-        host = re.split(r"[/?#]", rest, maxsplit=1)[0]
-        visible = re.split(r"[?#]", rest, maxsplit=1)[0].rstrip("/")
-        if "@" not in rest:
-            self.shown = f"{self.scheme}://{visible}"
-        elif rest.count("@") == 1 and "@" in host:
-            self.shown = f"{self.scheme}://***@{visible.partition('@')[2]}"
-        else:
-            # If a password contains a character that should have been escaped, its end is unknown.
-            self.shown = f"{self.scheme}://***"
+        # If a password contains a character that should have been escaped, its end is unknown, and nothing is shown.
+        found = re.fullmatch(r"(?:[^/?#@]*(@))?([^?#@]*)(?:[?#][^@]*)?", rest)
+        place = "***" if found is None else f"{'***@' * bool(found[1])}{found[2].rstrip('/')}"
+        self.shown = f"{self.scheme}://{place}"
         self._secrets = {secret for secret in (*_parts(rest), *_strings(self.options)) if secret}
 
     def __repr__(self) -> str:
@@ -178,6 +179,14 @@ class Address:
         if not text or not text.isprintable() or any(secret in text for secret in self._secrets):
             return kind
         return f"{kind}: {text[:MAX_DETAIL].rstrip('.')}"
+
+    @contextlib.contextmanager
+    def reaching(self, *failures: type[Exception]) -> Iterator[None]:
+        """Raise `UnreachableError` in the place of these errors of another library."""
+        try:
+            yield
+        except failures as error:
+            raise self.unreachable(error) from None
 
     def unreachable(self, error: BaseException) -> UnreachableError:
         """The error to raise if another library cannot reach the URL.

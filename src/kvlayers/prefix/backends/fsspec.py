@@ -15,11 +15,11 @@ from kvlayers.errors import OptionError
 from kvlayers.persistence.atomic_file import temporary_name
 from kvlayers.persistence.safetensors_header import Content
 from kvlayers.prefix.backends.contract import (
-    SUFFIX,
     Address,
     StoredFile,
     UnreachableError,
     clock,
+    is_of_a_store,
 )
 from kvlayers.prefix.backends.remote import ByteRange, RemoteBackend
 
@@ -54,46 +54,29 @@ class FsspecBackend(RemoteBackend):
 
     def prepare(self) -> None:
         """As `StorageBackend.prepare`."""
-        self._call(self._probe)
-
-    def _probe(self) -> None:
         path = self._at(temporary_name())
-        self._fs.makedirs(self._root, exist_ok=True)
-        self._fs.pipe_file(path, b"kvlayers")
-        self._fs.rm_file(path)
+        with self._address.reaching(Exception):
+            self._fs.makedirs(self._root, exist_ok=True)
+            self._fs.pipe_file(path, b"kvlayers")
+            self._fs.rm_file(path)
 
     def _at(self, name: str) -> str:
         return f"{self._root}/{name}"
 
-    def _call(self, call: Callable[[], Result]) -> Result:
-        """The result of a call to the file system. Each file system has its own errors."""
-        try:
-            return call()
-        except Exception as error:
-            raise self._address.unreachable(error) from None
-
     def _each(self, call: Callable[[str], Result], names: Sequence[str]) -> list[Result]:
-        """The results of one request for each file, several at once."""
-        if len(names) < 2:
-            return self._call(lambda: list(map(call, names)))
-        with ThreadPoolExecutor(min(len(names), REQUESTS_AT_ONCE)) as threads:
-            return self._call(lambda: list(threads.map(call, names)))
+        """The results of one request for each file, several at once. Each file system has its own errors."""
+        with self._address.reaching(Exception), ThreadPoolExecutor(REQUESTS_AT_ONCE) as threads:
+            return list(threads.map(call, names))
 
-    def listed(self) -> list[StoredFile]:
-        """As `RemoteBackend.listed`."""
-
-        def listed() -> list[dict[str, Any]]:
+    def files(self) -> list[StoredFile]:
+        """As `StorageBackend.files`."""
+        infos: list[dict[str, Any]] = []
+        # Object stores have no empty directories.
+        with self._address.reaching(Exception), contextlib.suppress(FileNotFoundError):
             # Some file systems cache listings, but other processes write here, too.
             self._fs.invalidate_cache(self._root)
-            try:
-                found: list[dict[str, Any]] = self._fs.ls(self._root, detail=True)
-            except FileNotFoundError:
-                # Object stores have no empty directories.
-                return []
-            return found
-
-        infos = self._call(listed)
-        files = [_stored(info) for info in infos if info["type"] == "file" and info["name"].endswith(SUFFIX)]
+            infos = self._fs.ls(self._root, detail=True)
+        files = [_stored(info) for info in infos if info["type"] == "file" and is_of_a_store(info["name"])]
         with self._lock:
             for file in files:
                 self._uses[file.name] = max(file.used, self._uses.get(file.name, 0))
@@ -113,19 +96,12 @@ class FsspecBackend(RemoteBackend):
 
         return self._each(found, names)
 
-    def read_ranges(self, ranges: Sequence[ByteRange]) -> list[bytes | UnreachableError]:
+    def read_ranges(self, ranges: Sequence[ByteRange]) -> list[bytes | UnreachableError | None]:
         """As `RemoteBackend.read_ranges`; concurrently, if the file system can do that."""
-        return [b"" if found is None else found for found in self._cat_ranges(ranges)]
-
-    def read_whole(self, files: Sequence[StoredFile]) -> list[bytes | UnreachableError | None]:
-        """As `RemoteBackend.read_whole`; concurrently, if the file system can do that."""
-        return self._cat_ranges([ByteRange(file, 0, file.nbytes + 1) for file in files])
-
-    def _cat_ranges(self, ranges: Sequence[ByteRange]) -> list[bytes | UnreachableError | None]:
-        """The bytes of each range, or the error; `None` if the file does not exist."""
         paths = [self._at(each.file.name) for each in ranges]
         starts, ends = [each.start for each in ranges], [each.end for each in ranges]
-        found: list[bytes | Exception] = self._call(lambda: self._fs.cat_ranges(paths, starts, ends, on_error="return"))
+        with self._address.reaching(Exception):
+            found: list[bytes | Exception] = self._fs.cat_ranges(paths, starts, ends, on_error="return")
         return [self._content(each) for each in found]
 
     def _content(self, found: bytes | Exception) -> bytes | UnreachableError | None:
@@ -135,11 +111,12 @@ class FsspecBackend(RemoteBackend):
 
     def write(self, name: str, content: Content) -> None:
         """As `StorageBackend.write`."""
-        self._call(lambda: self._fs.pipe_file(self._at(name), bytes(content)))
-        self.record_uses([name])
+        with self._address.reaching(Exception):
+            self._fs.pipe_file(self._at(name), bytes(content))
+        self.touch([name])
 
-    def record_uses(self, names: Sequence[str]) -> None:
-        """As `RemoteBackend.record_uses`; other processes do not see it."""
+    def touch(self, names: Sequence[str]) -> None:
+        """As `StorageBackend.touch`; other processes do not see it."""
         with self._lock:
             self._uses.update(clock.uses(names))
 

@@ -3,16 +3,13 @@
 import contextlib
 import mmap
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
-from typing import BinaryIO
+from collections.abc import Iterator, Mapping, Sequence
 
 from kvlayers.errors import CacheFileError, CachePathError, KVLayersError
 from kvlayers.persistence.atomic_file import clear_temporaries, replacing, temporary_name
-from kvlayers.persistence.safetensors_header import Content, check_regular, mapped
+from kvlayers.persistence.safetensors_header import Content, check_regular, mapped, ranges_of
 from kvlayers.prefix.backends.contract import (
     ABANDONED_SECONDS,
-    SUFFIX,
     Found,
     GoneError,
     Look,
@@ -20,6 +17,7 @@ from kvlayers.prefix.backends.contract import (
     StoredFile,
     UnreachableError,
     clock,
+    is_of_a_store,
 )
 
 OWNER_ONLY = 0o700
@@ -64,7 +62,7 @@ class LocalBackend(StorageBackend):
             names = os.listdir(self.path)
         except OSError as error:
             raise _unreachable(self.path, error) from error
-        found = self.find([name for name in names if name.endswith(SUFFIX)])
+        found = self.find([name for name in names if is_of_a_store(name)])
         # Another process may delete a file at this moment.
         return [file for file in found if file is not None]
 
@@ -84,12 +82,15 @@ class LocalBackend(StorageBackend):
     def inspect(self, files: Sequence[StoredFile], look: Look[Found]) -> Iterator[Found | KVLayersError]:
         """As `StorageBackend.inspect`."""
         for file in files:
-            looking = partial(_looked, look, self.path_of(file.name), file)
-            yield self._used(file.name, looking)
+            path, content = self.path_of(file.name), self._mapped(file.name)
+            try:
+                yield content if isinstance(content, KVLayersError) else look(path, file, ranges_of(content))
+            except KVLayersError as error:
+                yield error
 
     def read(self, files: Sequence[StoredFile], wait_seconds: float | None = None) -> Iterator[Content | KVLayersError]:
         """As `StorageBackend.read`. All files are mapped first, so that the kernel reads ahead."""
-        contents = [self._used(file.name, mapped) for file in files]
+        contents = [self._mapped(file.name) for file in files]
         for content in contents:
             if isinstance(content, mmap.mmap) and os.name == "posix":
                 content.madvise(mmap.MADV_WILLNEED)
@@ -102,14 +103,14 @@ class LocalBackend(StorageBackend):
             else:
                 yield memoryview(content)
 
-    def _used(self, name: str, use: Callable[[BinaryIO], Found]) -> Found | KVLayersError:
-        """What `use` returns for an open file, or the error that it or reading raised."""
+    def _mapped(self, name: str) -> mmap.mmap | bytes | KVLayersError:
+        """The content of a file, or why it cannot be read."""
         path = self.path_of(name)
         try:
             if check_regular(path, missing_is_fine=True) is None:
                 return _gone(path)
             with open(path, "rb") as opened:
-                return use(opened)
+                return mapped(opened)
         except KVLayersError as error:
             return error
         except FileNotFoundError:
@@ -119,10 +120,9 @@ class LocalBackend(StorageBackend):
 
     def write(self, name: str, content: Content) -> None:
         """As `StorageBackend.write`."""
-        with replacing(self.path_of(name)) as temporary, open(temporary, "wb", buffering=0) as file:
-            left = memoryview(content)
-            while left:
-                left = left[file.write(left) :]
+        with replacing(self.path_of(name)) as temporary:
+            with open(temporary, "wb") as file:
+                file.write(content)
             self.touch([os.path.basename(temporary)])
 
     def touch(self, names: Sequence[str]) -> None:
@@ -151,14 +151,6 @@ class LocalBackend(StorageBackend):
                 failure = UnreachableError(f"cannot delete {self.path_of(name)}: {error.strerror}.")
         if failure is not None:
             raise failure
-
-
-def _looked(look: Look[Found], path: str, file: StoredFile, opened: BinaryIO) -> Found:
-    def read(start: int, end: int) -> bytes:
-        opened.seek(start)
-        return opened.read(end - start)
-
-    return look(path, file, read)
 
 
 def _gone(path: str) -> GoneError:

@@ -1,88 +1,56 @@
-"""Files in a Redis or Valkey server, in parts: a value there has at most 512 MB."""
+"""Files in a Redis or Valkey server, each a hash of its parts: a value there has at most 512 MB."""
 
 import contextlib
 import importlib
-import json
 import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as NotYet
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
 from kvlayers.errors import OptionError
 from kvlayers.persistence.safetensors_header import Content
 from kvlayers.prefix.backends.contract import (
     ABANDONED_SECONDS,
-    SUFFIX,
     Address,
     StoredFile,
     UnreachableError,
     clock,
+    is_of_a_store,
 )
-from kvlayers.prefix.backends.remote import ByteRange, RemoteBackend
-
-Result = TypeVar("Result")
+from kvlayers.prefix.backends.remote import HEAD_BYTES, ByteRange, RemoteBackend
 
 SCHEMES = {"redis": "redis", "rediss": "rediss", "valkey": "redis", "valkeys": "rediss"}
 """The scheme that the client knows for each scheme of a URL."""
 
 DEFAULT_PREFIX = "kvlayers:prefix"
 
-PART_BYTES = 16 * 2**20
-MIN_PART_BYTES = 2**16
-MAX_PART_BYTES = 2**29
-"""Sizes of parts: what this module writes, and the limits that it accepts in a manifest. A server takes no larger
-values, and smaller parts would be too many."""
+PART_BYTES = HEAD_BYTES
+"""Bytes of a part. One has what is read of a file first."""
 
-MAX_PARTS = 2**16
-"""The most parts that are accepted in a manifest: with them a file can have a terabyte, and their keys take little
-memory."""
-
-MAX_MANIFEST_BYTES = 512
+PARTS_AT_ONCE = 256
+"""Parts that are written with one command, 16 MiB."""
 
 CONNECT_SECONDS = 5
 ANSWER_SECONDS = 30
 """Timeouts, unless the options or the URL set others."""
 
+TOUCH_SECONDS = 1.0
+"""How long a reader waits at most until it is recorded that a file was used."""
 
-@dataclass(frozen=True)
-class _Manifest:
-    """The value under the key of a file, written once all of its parts exist."""
-
-    nonce: str
-    nbytes: int
-    part_bytes: int
-
-    @classmethod
-    def parse(cls, text: bytes | None) -> "_Manifest | None":
-        """The manifest that a server has returned; `None` if it is missing or not a valid manifest."""
-        if text is None or len(text) > MAX_MANIFEST_BYTES:
-            return None
-        try:
-            manifest = cls(**json.loads(text))
-        except (ValueError, TypeError, RecursionError):
-            return None
-        sizes = (manifest.nbytes, manifest.part_bytes)
-        if not isinstance(manifest.nonce, str) or not re.fullmatch("[0-9a-f]{32}", manifest.nonce):
-            return None
-        if not all(type(size) is int for size in sizes):
-            return None
-        if not MIN_PART_BYTES <= manifest.part_bytes <= MAX_PART_BYTES:
-            return None
-        return manifest if 0 <= manifest.nbytes <= MAX_PARTS * manifest.part_bytes else None
-
-    def stored(self, name: str, used: int = 0) -> StoredFile:
-        return StoredFile(name, self.nbytes, f"{self.nonce} {self.part_bytes}", used)
+_NONCE, _NBYTES = re.compile(rb"[0-9a-f]{32}"), re.compile(rb"[0-9]{1,11}")
+"""What a file says of itself besides its parts. Nothing else is believed: names of a million parts take some memory."""
 
 
 class RedisBackend(RemoteBackend):
-    """Files under keys with a common prefix: an index, manifests, and the parts that the manifests name.
+    """Files under keys with a common prefix: an index by uses, and for each file a hash with its size and its parts.
 
-    A manifest is written last, together with the index, and the parts that it replaces are deleted in the same
-    transaction. Thus each file exists completely or not at all, whoever else writes, and whenever a writer is killed.
-    Parts without a manifest expire after `ABANDONED_SECONDS`, so that those of a killed writer disappear by themselves.
+    A file is written under another key, which expires after `ABANDONED_SECONDS`, and renamed once it is complete. Thus
+    each file exists completely or not at all, whoever else writes, whenever a writer is killed, and whatever a server
+    evicts that has no more memory.
 
     The client gives each thread a connection of its own, so that any number of threads may use this.
 
@@ -99,6 +67,8 @@ class RedisBackend(RemoteBackend):
         super().__init__(address)
         self._redis = _package(address)
         url, self._prefix = _split(address)
+        # A sorted set: names by their last use, in microseconds, which a double represents exactly.
+        self._index = f"{self._prefix}:index"
         retry = self._redis.retry.Retry(self._redis.backoff.NoBackoff(), 1)
         failures = [self._redis.exceptions.ConnectionError, self._redis.exceptions.TimeoutError]
         # Retry once immediately, as a restarted server has closed all connections. A lookup should not wait longer.
@@ -112,7 +82,8 @@ class RedisBackend(RemoteBackend):
         try:
             self._client: Any = self._redis.Redis.from_url(url, **options)
             settings = self._client.get_connection_kwargs()
-            self._call(self._client.ping)
+            with self._reaching():
+                self._client.ping()
         except (TypeError, ValueError) as error:
             # Without its cause and its message about the URL, since an invalid port may be a part of a password.
             seen = address.detail(error) if isinstance(error, TypeError) else "an invalid URL or option"
@@ -125,174 +96,121 @@ class RedisBackend(RemoteBackend):
 
     def prepare(self) -> None:
         """As `StorageBackend.prepare`. The server itself deletes what writers that were killed have left."""
-        self._call(self._probe)
-
-    def _probe(self) -> None:
         key = f"{self._prefix}:probe:{secrets.token_hex(16)}"
-        self._client.set(key, b"", ex=60)
-        self._client.unlink(key)
+        with self._reaching():
+            self._client.set(key, b"", ex=60)
+            self._client.unlink(key)
 
-    def _call(self, call: Callable[[], Result]) -> Result:
-        try:
-            return call()
-        except (self._redis.exceptions.RedisError, OSError) as error:
-            raise self._address.unreachable(error) from None
-
-    @property
-    def _index(self) -> str:
-        """Key of a sorted set: names by their last use, in microseconds, which a double represents exactly."""
-        return f"{self._prefix}:index"
+    def _reaching(self) -> contextlib.AbstractContextManager[None]:
+        return self._address.reaching(self._redis.exceptions.RedisError, OSError)
 
     def _key(self, name: str) -> str:
         return f"{self._prefix}:file:{name}"
 
-    def _parts(self, manifest: _Manifest) -> list[str]:
-        count = -(-manifest.nbytes // manifest.part_bytes)
-        return [self._part(manifest.nonce, number) for number in range(count)]
-
-    def _part(self, nonce: str, number: int) -> str:
-        return f"{self._prefix}:part:{nonce}:{number}"
-
-    def listed(self) -> list[StoredFile]:
-        """As `RemoteBackend.listed`."""
-        uses = self.last_uses()
-        names = [name for name in uses if name.endswith(SUFFIX)]
-        files = []
-        texts = self._call(lambda: self._many([("GET", self._key(name)) for name in names]))
-        for name, text in zip(names, texts, strict=True):
-            manifest = _Manifest.parse(text)
-            if manifest is not None:
-                files.append(manifest.stored(name, uses[name]))
-            elif text is None:
-                # The server has evicted the manifest, if it is configured to evict keys.
-                self._call(partial(self._unlist, name))
-        return files
-
-    def _many(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """The answers of the server to several commands that are sent together."""
-        pipeline = self._client.pipeline(transaction=False)
+    def _many(self, commands: Sequence[tuple[Any, ...]], together: bool = False) -> list[Any]:
+        """The answers of the server to several commands that are sent together, or also take effect together."""
+        pipeline = self._client.pipeline(transaction=together)
         for command in commands:
             pipeline.execute_command(*command)
-        answers: list[Any] = pipeline.execute()
+        with self._reaching():
+            answers: list[Any] = pipeline.execute()
         return answers
 
-    def _unlist(self, name: str) -> None:
-        def unlist(transaction: Any) -> None:
-            exists = transaction.exists(self._key(name))
-            transaction.multi()
-            if not exists:
-                transaction.zrem(self._index, name)
-
-        self._client.transaction(unlist, self._key(name))
+    def files(self) -> list[StoredFile]:
+        """As `StorageBackend.files`."""
+        uses = {name: used for name, used in self.last_uses().items() if is_of_a_store(name)}
+        found = dict(zip(uses, self.find(list(uses)), strict=True))
+        # Those that the server has evicted, if it is configured to do that, unless somebody writes them now.
+        for name, file in found.items():
+            if file is None:
+                self.delete([name], uses[name] + 1)
+        return [file for file in found.values() if file is not None]
 
     def find(self, names: Sequence[str]) -> list[StoredFile | None]:
         """As `StorageBackend.find`."""
-        asked = [command for name in names for command in (("GET", self._key(name)), ("ZSCORE", self._index, name))]
-        answers = self._call(lambda: self._many(asked))
+        asked = [("HMGET", self._key(name), "nonce", "nbytes") for name in names]
+        answers = self._many([*asked, *(("ZSCORE", self._index, name) for name in names)])
         files: list[StoredFile | None] = []
-        for name, text, score in zip(names, answers[::2], answers[1::2], strict=True):
-            manifest = _Manifest.parse(text)
-            files.append(None if manifest is None else manifest.stored(name, _used(score)))
+        for name, said, score in zip(names, answers, answers[len(names) :], strict=False):
+            nonce, nbytes = said
+            is_whole = _NONCE.fullmatch(nonce or b"") and _NBYTES.fullmatch(nbytes or b"")
+            files.append(StoredFile(name, int(nbytes), nonce.decode(), _used(score)) if is_whole else None)
         return files
 
-    def read_ranges(self, ranges: Sequence[ByteRange]) -> list[bytes | UnreachableError]:
-        """As `RemoteBackend.read_ranges`. A missing part has no bytes."""
-        commands: list[tuple[Any, ...]] = []
-        owners: list[int] = []
-        for number, (file, start, end) in enumerate(ranges):
-            nonce, _, size = file.version.partition(" ")
-            part_bytes = int(size)
-            for part in range(start // part_bytes, -(-end // part_bytes)):
-                first, last = max(start - part * part_bytes, 0), min(end - part * part_bytes, part_bytes) - 1
-                commands.append(("GETRANGE", self._part(nonce, part), first, last))
-                owners.append(number)
-        pieces: list[list[bytes]] = [[] for _ in ranges]
-        for owner, piece in zip(owners, self._call(lambda: self._many(commands)), strict=True):
-            pieces[owner].append(piece)
-        return [b"".join(each) for each in pieces]
-
-    def read_whole(self, files: Sequence[StoredFile]) -> list[bytes | UnreachableError | None]:
-        """As `RemoteBackend.read_whole`. One request gets the manifests, and one the parts of all files."""
-        found = self.find([file.name for file in files])
-        there = [
-            ByteRange(now, 0, min(now.nbytes, file.nbytes + 1))
-            for file, now in zip(files, found, strict=True)
-            if now is not None
-        ]
-        contents = iter(self.read_ranges(there))
-        return [None if now is None else next(contents) for now in found]
+    def read_ranges(self, ranges: Sequence[ByteRange]) -> list[bytes | UnreachableError | None]:
+        """As `RemoteBackend.read_ranges`. A missing part has no bytes, and neither has another version of a file."""
+        parts = [range(start // PART_BYTES, -(-end // PART_BYTES)) for _, start, end in ranges]
+        asked = [("HMGET", self._key(each.file.name), "nonce", *own) for each, own in zip(ranges, parts, strict=True)]
+        contents: list[bytes | UnreachableError | None] = []
+        for (file, start, end), own, answer in zip(ranges, parts, self._many(asked), strict=True):
+            nonce, *pieces = answer
+            is_same = nonce is not None and file.version in ("", nonce.decode("ascii", "replace"))
+            skipped = own.start * PART_BYTES
+            whole = b"".join(piece or b"" for piece in pieces) if is_same else b""
+            contents.append(None if nonce is None else whole[start - skipped : end - skipped])
+        return contents
 
     def write(self, name: str, content: Content) -> None:
         """As `StorageBackend.write`."""
-        view = memoryview(content)
-        manifest = _Manifest(secrets.token_hex(16), len(view), PART_BYTES)
-        parts = self._parts(manifest)
+        view, nonce = memoryview(content), secrets.token_hex(16)
+        new = f"{self._prefix}:new:{nonce}"
+        first = ("HSET", new, "nonce", nonce, "nbytes", len(view))
         try:
-            for number, part in enumerate(parts):
-                piece = view[number * PART_BYTES : (number + 1) * PART_BYTES]
-                self._call(partial(self._client.set, part, piece, ex=ABANDONED_SECONDS))
+            self._many([first, ("EXPIRE", new, ABANDONED_SECONDS)], together=True)
+            parts = range(0, len(view), PART_BYTES)
+            for some in range(0, len(parts), PARTS_AT_ONCE):
+                numbers = range(some, min(some + PARTS_AT_ONCE, len(parts)))
+                pieces = {number: view[parts[number] : parts[number] + PART_BYTES] for number in numbers}
+                with self._reaching():
+                    self._client.hset(new, mapping=pieces)
         except UnreachableError:
-            # The parts would expire by themselves, but a server that is full needs the memory now.
-            with contextlib.suppress(UnreachableError):
-                self._call(lambda: self._client.unlink(*parts))
+            # It would expire by itself, but a server that is full needs the memory now.
+            with contextlib.suppress(UnreachableError), self._reaching():
+                self._client.unlink(new)
             raise
-        self._call(lambda: self._commit(name, manifest))
+        self._commit(name, new)
 
-    def _commit(self, name: str, manifest: _Manifest) -> None:
-        parts = self._parts(manifest)
-        text = json.dumps(asdict(manifest))
-
-        def commit(transaction: Any) -> None:
-            old = _Manifest.parse(transaction.get(self._key(name)))
-            there = transaction.exists(*parts) if parts else 0
-            if there != len(parts):
-                raise TimeoutError(f"parts of a file expired before all of it was written, in {ABANDONED_SECONDS} s")
-            transaction.multi()
-            for part in parts:
-                transaction.persist(part)
-            transaction.set(self._key(name), text)
-            transaction.zadd(self._index, _scores([name]))
-            self._unlink_parts(transaction, old)
-
-        self._client.transaction(commit, self._key(name))
+    def _commit(self, name: str, new: str) -> None:
+        """Give a file that is complete its name, in place of any other one."""
+        key, ((_, used),) = self._key(name), clock.uses([name]).items()
+        self._many([("RENAME", new, key), ("PERSIST", key), ("ZADD", self._index, used // 1000, name)], together=True)
 
     def delete(self, names: Sequence[str], used_before: int | None = None) -> None:
-        """As `StorageBackend.delete`. If somebody uses or writes one of the files meanwhile, it is looked at again."""
+        """As `StorageBackend.delete`. If somebody uses one of the files meanwhile, it is looked at again."""
         for name in names:
-            self._call(partial(self._delete, name, used_before))
+            if used_before is None:
+                self._many([("UNLINK", self._key(name)), ("ZREM", self._index, name)], together=True)
+            else:
+                with self._reaching():
+                    self._client.transaction(partial(self._delete, name, used_before), self._index)
 
-    def _delete(self, name: str, used_before: int | None) -> None:
-        def delete(transaction: Any) -> None:
-            old = _Manifest.parse(transaction.get(self._key(name)))
-            used = _used(transaction.zscore(self._index, name))
-            transaction.multi()
-            if used_before is not None and used >= used_before:
-                return
+    def _delete(self, name: str, used_before: int, transaction: Any) -> None:
+        is_old = _used(transaction.zscore(self._index, name)) < used_before
+        transaction.multi()
+        if is_old:
             transaction.unlink(self._key(name))
             transaction.zrem(self._index, name)
-            self._unlink_parts(transaction, old)
-
-        watched = [self._key(name)] if used_before is None else [self._key(name), self._index]
-        self._client.transaction(delete, *watched)
-
-    def _unlink_parts(self, transaction: Any, manifest: _Manifest | None) -> None:
-        if manifest is not None and manifest.nbytes:
-            transaction.unlink(*self._parts(manifest))
 
     def last_uses(self) -> Mapping[str, int]:
         """As `StorageBackend.last_uses`; uses by all stores count."""
-        found = self._call(lambda: self._client.zrange(self._index, 0, -1, withscores=True))
+        with self._reaching():
+            found = self._client.zrange(self._index, 0, -1, withscores=True)
         return {name.decode("utf-8", "replace"): _used(score) for name, score in found}
 
-    def record_uses(self, names: Sequence[str]) -> None:
-        """As `RemoteBackend.record_uses`."""
-        if names:
+    def touch(self, names: Sequence[str]) -> None:
+        """As `StorageBackend.touch`. Whoever has read a file does not wait for a server that has stopped to answer."""
+        thread = ThreadPoolExecutor(1, thread_name_prefix="kvlayers-touch")
+        touched = thread.submit(self._record_uses, names)
+        thread.shutdown(wait=False)
+        with contextlib.suppress(NotYet):
+            touched.result(TOUCH_SECONDS)
+
+    def _record_uses(self, names: Sequence[str]) -> None:
+        scores = {name: used // 1000 for name, used in clock.uses(names).items()}
+        if scores:
             # `xx`, since a file that was deleted meanwhile must not be listed again.
-            self._call(lambda: self._client.zadd(self._index, _scores(names), xx=True))
-
-
-def _scores(names: Sequence[str]) -> dict[str, int]:
-    return {name: used // 1000 for name, used in clock.uses(names).items()}
+            with self._reaching():
+                self._client.zadd(self._index, scores, xx=True)
 
 
 def _used(score: Any) -> int:

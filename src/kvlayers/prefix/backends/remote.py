@@ -1,6 +1,5 @@
 """Files on other machines: a few bytes are read to inspect a file, and all bytes to load it."""
 
-import contextlib
 import time
 from abc import abstractmethod
 from collections import deque
@@ -22,21 +21,18 @@ from kvlayers.prefix.backends.contract import (
     UnreachableError,
 )
 
-HEAD_BYTES = 64 * 2**10
-TAIL_BYTES = 16 * 2**10
-"""Bytes that are read of each file first. The head usually has the header and the ids, the tail the digests."""
+HEAD_BYTES = 2**16 - 64
+"""Bytes that are read of each file first, which usually have the header and the ids. A server that holds files in parts
+of this size, and a few bytes about each, needs no more memory for one than 64 KiB."""
 
 FILES_PER_REQUEST = 64
-"""Files whose heads and tails are requested together, which take 5 MiB."""
+"""Files whose heads are requested together, which take 4 MiB."""
 
 BATCH_BYTES = 32 * 2**20
 """Bytes of whole files that are requested together, unless a single one has more."""
 
 BATCHES_AT_ONCE = 2
 """Batches of whole files that are in memory, or on their way to it, at the same time."""
-
-TOUCH_SECONDS = 1.0
-"""How long a reader waits at most until it is recorded that a file was used."""
 
 ATTEMPTS = 3
 """Attempts to read a file that other processes replace meanwhile."""
@@ -50,7 +46,7 @@ class ByteRange(NamedTuple):
     end: int
 
 
-KnownRanges = Mapping[ByteRange, bytes | UnreachableError]
+_Known = Mapping[ByteRange, bytes | UnreachableError | None]
 """Ranges that were read already, or the error that reading them raised."""
 
 
@@ -67,55 +63,29 @@ class RemoteBackend(StorageBackend):
         self._address = address
 
     @abstractmethod
-    def listed(self) -> list[StoredFile]:
-        """All files whose names end with `SUFFIX`."""
+    def read_ranges(self, ranges: Sequence[ByteRange]) -> list[bytes | UnreachableError | None]:
+        """The bytes of each range, fewer if the file is shorter, or the error that reading them raised.
 
-    @abstractmethod
-    def read_ranges(self, ranges: Sequence[ByteRange]) -> list[bytes | UnreachableError]:
-        """The bytes of each range, fewer if the file is shorter, or the error that reading them raised."""
-
-    @abstractmethod
-    def read_whole(self, files: Sequence[StoredFile]) -> list[bytes | UnreachableError | None]:
-        """The first bytes of each file, one more than it should have, or the error; `None` if it does not exist.
-
-        Args:
-            files: names and sizes in bytes.
+        `None` stands for a file that does not exist. If the file of a range has a version, no other one is read.
         """
-
-    @abstractmethod
-    def record_uses(self, names: Sequence[str]) -> None:
-        """As `touch`, however long it takes."""
 
     def path_of(self, name: str) -> str:
         """The URL of a file, without credentials."""
         return self._address.path_of(name)
 
-    def files(self) -> list[StoredFile]:
-        """As `StorageBackend.files`."""
-        # kvlayers never writes names with control characters, which a terminal might obey.
-        return [file for file in self.listed() if file.name.isprintable()]
-
-    def touch(self, names: Sequence[str]) -> None:
-        """As `StorageBackend.touch`. Whoever has read a file does not wait for a server that has stopped to answer."""
-        thread = ThreadPoolExecutor(1, thread_name_prefix="kvlayers-touch")
-        touched = thread.submit(self.record_uses, names)
-        thread.shutdown(wait=False)
-        with contextlib.suppress(NotArrived):
-            touched.result(TOUCH_SECONDS)
-
     def inspect(self, files: Sequence[StoredFile], look: Look[Found]) -> Iterator[Found | KVLayersError]:
         """As `StorageBackend.inspect`."""
         for start in range(0, len(files), FILES_PER_REQUEST):
-            batch = files[start : start + FILES_PER_REQUEST]
-            ends = [each for file in batch for each in _ends(file)]
-            found = dict(zip(ends, self.read_ranges(ends), strict=True))
-            for file in batch:
+            some = files[start : start + FILES_PER_REQUEST]
+            # Servers refuse ranges of nothing.
+            heads = [ByteRange(file, 0, min(HEAD_BYTES, max(file.nbytes, 1))) for file in some]
+            for head, content in zip(heads, self.read_ranges(heads), strict=True):
                 try:
-                    yield self._inspected(file, {each: found[each] for each in _ends(file)}, look)
+                    yield self._inspected(head.file, {head: content}, look)
                 except KVLayersError as error:
                     yield error
 
-    def _inspected(self, file: StoredFile, known: KnownRanges, look: Look[Found]) -> Found:
+    def _inspected(self, file: StoredFile, known: _Known, look: Look[Found]) -> Found:
         for _ in range(ATTEMPTS):
             try:
                 return look(self.path_of(file.name), file, partial(self._read, file, known))
@@ -130,21 +100,15 @@ class RemoteBackend(StorageBackend):
             f"{self.path_of(file.name)} was replaced {ATTEMPTS} times while it was read: try again later."
         )
 
-    def _read(
-        self, file: StoredFile, known: Mapping[ByteRange, bytes | UnreachableError], start: int, end: int
-    ) -> bytes:
-        end = min(end, file.nbytes)
-        if start >= end:
+    def _read(self, file: StoredFile, known: _Known, start: int, end: int) -> bytes:
+        asked = ByteRange(file, start, min(end, file.nbytes))
+        if asked.start >= asked.end:
             return b""
-        for each, content in known.items():
-            if each.start <= start and end <= each.end:
-                if isinstance(content, UnreachableError):
-                    raise content
-                return content[start - each.start : end - each.start]
-        (content,) = self.read_ranges([ByteRange(file, start, end)])
+        found = next((each for each in known if each.start <= start and asked.end <= each.end), asked)
+        content = known[found] if found in known else self.read_ranges([found])[0]
         if isinstance(content, UnreachableError):
             raise content
-        return content
+        return (content or b"")[start - found.start : asked.end - found.start]
 
     def read(self, files: Sequence[StoredFile], wait_seconds: float | None = None) -> Iterator[Content | KVLayersError]:
         """As `StorageBackend.read`. A thread requests the next files while the caller looks at the ones before."""
@@ -174,11 +138,13 @@ class RemoteBackend(StorageBackend):
             return [error] * len(batch)
 
     def _read_batch(self, batch: list[StoredFile]) -> list[Content | KVLayersError]:
+        # One byte more than a file should have, of whatever version.
+        ranges = [ByteRange(StoredFile(file.name, file.nbytes), 0, file.nbytes + 1) for file in batch]
         found: list[Content | KVLayersError] = []
-        for file, content in zip(batch, self.read_whole(batch), strict=True):
+        for file, each, content in zip(batch, ranges, self.read_ranges(ranges), strict=True):
             if isinstance(content, bytes) and len(content) != file.nbytes:
                 # Some storages do not replace a file at once, and somebody may have written it anew meanwhile.
-                (content,) = self.read_whole([file])
+                (content,) = self.read_ranges([each])
             if content is None:
                 found.append(self._gone(file.name))
             elif isinstance(content, bytes) and len(content) != file.nbytes:
@@ -190,13 +156,6 @@ class RemoteBackend(StorageBackend):
 
     def _gone(self, name: str) -> GoneError:
         return GoneError(f"{self.path_of(name)} does not exist: it was deleted.")
-
-
-def _ends(file: StoredFile) -> list[ByteRange]:
-    """The ranges of a file that are read first. An empty file has no ranges, since servers refuse empty ones."""
-    if file.nbytes <= HEAD_BYTES + TAIL_BYTES:
-        return [ByteRange(file, 0, file.nbytes)] if file.nbytes else []
-    return [ByteRange(file, 0, HEAD_BYTES), ByteRange(file, file.nbytes - TAIL_BYTES, file.nbytes)]
 
 
 def _batches(files: Sequence[StoredFile]) -> Iterator[list[StoredFile]]:

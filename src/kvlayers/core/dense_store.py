@@ -341,12 +341,7 @@ class DenseStore(TokenStore):
         key_buffer, value_buffer = self._buffers()
         key_buffer.write(self._end, keys)
         value_buffer.write(self._end, values)
-        self._advance(tokens)
-
-    def _advance(self, tokens: int) -> None:
-        self._end += tokens
-        if self._is_forked:
-            self._length += tokens
+        self.hold(tokens)
 
     @override
     def extend(self, keys: Tensor, values: Tensor, past: int | None = None) -> KVPair:
@@ -777,12 +772,10 @@ class DenseStore(TokenStore):
 
     @override
     def compact(self) -> None:
-        length = self.length
-        if self._shared_tokens:
-            if self._tracks_gradients:
-                self._replace(*self._plain(length))
-                return
-            self._hold((), *self._gathered(length), length)
+        if self._shared_tokens and self._tracks_gradients:
+            self._replace(*self._plain(self.length))
+        elif self._shared_tokens:
+            self._hold((), *self._gathered(self.length), self.length)
             self._returned.invalidate()
         elif self._copy_on_write is not None and not self._copy_on_write.has_one_holder:
             self._allocate(self._tail_length)
@@ -937,8 +930,10 @@ class DenseStore(TokenStore):
         return keys.slots(start, tokens), values.slots(start, tokens)
 
     def hold(self, tokens: int) -> None:
-        """Hold the tokens that were written to prepared slots."""
-        self._advance(tokens)
+        """Hold the tokens that were written to the slots behind the held ones."""
+        self._end += tokens
+        if self._is_forked:
+            self._length += tokens
 
 
 def may_share(store: object) -> TypeGuard[DenseStore]:

@@ -254,17 +254,6 @@ class StateList(list[Tensor | None]):
         side: "keys" or "values".
     """
 
-    __setitem__ = _writing("__setitem__")
-    __delitem__ = _writing("__delitem__")
-    __iadd__ = _writing("__iadd__")
-    __imul__ = _writing("__imul__")
-    append = _writing("append")
-    extend = _writing("extend")
-    insert = _writing("insert")
-    pop = _writing("pop")
-    remove = _writing("remove")
-    reverse = _writing("reverse")
-
     def __init__(self, cache: Any, side: str) -> None:
         self._cache, self._side = cache, side
         states = [getattr(layer, side) for layer in cache.adapted_layers()]
@@ -315,6 +304,14 @@ class StateList(list[Tensor | None]):
         for layer, old, new in changes:
             if new is not old:
                 setattr(layer, self._side, old[:, :, :0] if new is None else new)
+
+
+CHANGES_OF_A_LIST = (
+    *("__setitem__", "__delitem__", "__iadd__", "__imul__"),
+    *("append", "extend", "insert", "pop", "remove", "reverse"),
+)
+for _name in CHANGES_OF_A_LIST:
+    setattr(StateList, _name, _writing(_name))
 
 
 def _state_list(cache: Any, side: str) -> StateList:

@@ -4,6 +4,7 @@ import contextlib
 import json
 import pathlib
 import string
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -237,45 +238,65 @@ def test_messages_of_tools(tokenizer: Any, tmp_path: pathlib.Path) -> None:
     assert loaded.cached_tokens == chat.cached_tokens > 0
 
 
-def test_bad_arguments(tokenizer: Any, tmp_path: pathlib.Path) -> None:
-    model = models.tiny_model("llama")
-    chat = Chat(model, tokenizer)
-    with pytest.raises(kvlayers.OptionError, match="a model with generate"):
-        Chat(tokenizer, model)
-    with pytest.raises(kvlayers.OptionError, match="has an encoder"):
-        Chat(models.tiny_model("t5"), tokenizer)
-    with pytest.raises(kvlayers.OptionError, match="`tokenizer` must be a tokenizer, got a NoneType"):
-        Chat(model, None)
-    with pytest.raises(kvlayers.OptionError, match="must have a chat template"):
-        Chat(model, tokenizer_with(""))
-    with pytest.raises(kvlayers.OptionError, match="must not have `tokenize`"):
-        Chat(model, tokenizer, chat_template_kwargs={"tokenize": False})
-    with pytest.raises(kvlayers.OptionError, match="namespace"):
-        Chat(model, tokenizer, namespace="user 1")
-    with pytest.raises(kvlayers.errors.RegistryError):
-        Chat(model, tokenizer, "dynamick", prefix_store=kvlayers.PrefixStore(max_bytes=2**20))
-    for message in ({"text": "Name a bird."}, {"role": "user", "content": None}):
-        with pytest.raises(kvlayers.OptionError, match="a role and a content"):
-            chat.ask(message)
-    for option in ("cache", "past_key_values"):
-        with pytest.raises(kvlayers.OptionError, match="a chat sets it"):
-            chat.ask("Name a bird.", **{option: kvlayers.DynamicCache()})
-    with pytest.raises(kvlayers.OptionError, match="a role and a content"):
-        Chat(model, tokenizer, messages=["Name a bird."])  # type: ignore[list-item]
-    with pytest.raises(kvlayers.OptionError, match="fork"):
-        chat.ask("Name a bird.", num_return_sequences=2, do_sample=True)
-    with pytest.raises(kvlayers.OptionError, match="a chat sets it"):
-        chat.ask("Name a bird.", attention_mask=torch.ones(1, 3))
-    with pytest.raises(kvlayers.OptionError, match="must be a name"):
-        Chat(model, tokenizer, kvlayers.DynamicCache(), prefix_store=kvlayers.PrefixStore(max_bytes=2**20))
-    with pytest.raises(kvlayers.errors.RegistryError):
-        Chat(model, tokenizer, "dynamick")
-    with pytest.raises(kvlayers.OptionError, match="Chat.load"):
-        Chat(model, tokenizer, filled(model))
-    stored = Chat(model, tokenizer, prefix_store=kvlayers.PrefixStore(max_bytes=2**20))
-    with pytest.raises(kvlayers.OptionError, match=r"keep\s+chat.messages"):
-        stored.save(tmp_path / "chat.safetensors")
-    assert chat.messages == []
+WRONG: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
+    "the other way round": (lambda model, tokenizer: Chat(tokenizer, model), "a model with generate"),
+    "an encoder": (lambda model, tokenizer: Chat(models.tiny_model("t5"), tokenizer), "has an encoder"),
+    "no tokenizer": (lambda model, tokenizer: Chat(model, None), "`tokenizer` must be a tokenizer, got a NoneType"),
+    "no template": (lambda model, tokenizer: Chat(model, tokenizer_with("")), "must have a chat template"),
+    "what a chat sets": (
+        lambda model, tokenizer: Chat(model, tokenizer, chat_template_kwargs={"tokenize": False}),
+        "must not have `tokenize`",
+    ),
+    "a namespace alone": (lambda model, tokenizer: Chat(model, tokenizer, namespace="user 1"), "namespace"),
+    "no cache's name": (lambda model, tokenizer: Chat(model, tokenizer, "dynamick"), "did you mean 'dynamic'"),
+    "no cache's name beside a store": (
+        lambda model, tokenizer: Chat(model, tokenizer, "dynamick", prefix_store=kvlayers.PrefixStore("1MiB")),
+        "did you mean 'dynamic'",
+    ),
+    "a cache beside a store": (
+        lambda model, tokenizer: Chat(
+            model, tokenizer, kvlayers.DynamicCache(), prefix_store=kvlayers.PrefixStore("1MiB")
+        ),
+        "must be a name",
+    ),
+    "a cache that has seen tokens": (lambda model, tokenizer: Chat(model, tokenizer, filled(model)), r"Chat\.load"),
+    "messages that are texts": (
+        lambda model, tokenizer: Chat(model, tokenizer, messages=["Name a bird."]),
+        "a role and a content",
+    ),
+    "a message without a role": (lambda model, tokenizer: Chat(model, tokenizer).ask({"text": "Name a bird."}), "role"),
+    "a message without a content": (
+        lambda model, tokenizer: Chat(model, tokenizer).ask({"role": "user", "content": None}),
+        "a role and a content",
+    ),
+    "a cache in a turn": (
+        lambda model, tokenizer: Chat(model, tokenizer).ask("Name a bird.", cache=kvlayers.DynamicCache()),
+        "a chat sets it",
+    ),
+    "a cache in a turn, as it was called": (
+        lambda model, tokenizer: Chat(model, tokenizer).ask("Name a bird.", past_key_values=kvlayers.DynamicCache()),
+        "a chat sets it",
+    ),
+    "a mask in a turn": (
+        lambda model, tokenizer: Chat(model, tokenizer).ask("Name a bird.", attention_mask=torch.ones(1, 3)),
+        "a chat sets it",
+    ),
+    "several answers": (
+        lambda model, tokenizer: Chat(model, tokenizer).ask("Name a bird.", num_return_sequences=2, do_sample=True),
+        "fork",
+    ),
+    "a file of a chat with a store": (
+        lambda model, tokenizer: Chat(model, tokenizer, prefix_store=kvlayers.PrefixStore("1MiB")).save("nowhere"),
+        r"keep\s+chat.messages",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_bad_arguments(what: str, tokenizer: Any) -> None:
+    call, message = WRONG[what]
+    with pytest.raises((kvlayers.OptionError, kvlayers.errors.RegistryError), match=message):
+        call(models.tiny_model("llama"), tokenizer)
 
 
 def filled(model: Any) -> kvlayers.DynamicCache:

@@ -75,7 +75,6 @@ PATHS = {name: LIVE_PATHS[name] for name in ("keys and values", "iteration")} | 
 """Lists and subscripts ask the layer for the same as the first one does."""
 TWINS: dict[str, Callable[[kvlayers.Cache], kvlayers.Cache]] = {
     "deepcopy": copy.deepcopy,
-    "split": lambda cache: cache.batch_split(2, 2)[0],
     "pickle": lambda cache: pickle.loads(pickle.dumps(cache)),
 }
 

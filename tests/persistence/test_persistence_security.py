@@ -464,24 +464,6 @@ def test_a_reservation_of_layers_that_are_made_from_a_config_is_limited(
     assert _outcome(path, CONFIGS["llama"]()) == "CacheFileError"
 
 
-def test_one_reservation_does_not_make_up_for_another_one(path: pathlib.Path) -> None:
-    class Owing(kvlayers.DynamicLayer):
-        @classmethod
-        def reserved_by(cls, facts: Any) -> tuple[int, int]:
-            return -(2**21), 0
-
-    forged = Forged.of("static")
-    forged.facts["max_cache_len"] = 2**21
-    forged.cache["layers"][1]["kind"] = "Owing"
-    path.write_bytes(forged.content())
-    kvlayers.layers.register_layer(Owing)
-    try:
-        with pytest.raises(CacheFileError, match="reserved tokens from 0 to"):
-            load_cache(path)
-    finally:
-        kvlayers.layers.unregister_layer("Owing")
-
-
 def test_nothing_is_reserved_for_what_a_file_claims(tmp_path: pathlib.Path) -> None:
     for number, content in enumerate(RAW.values()):
         (tmp_path / f"raw {number}").write_bytes(content)

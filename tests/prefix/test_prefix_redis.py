@@ -2,7 +2,6 @@
 
 import logging
 import os
-import pathlib
 import signal
 import threading
 from collections.abc import Iterator
@@ -17,7 +16,8 @@ from kvlayers.errors import CacheFileError, CachePathError
 from kvlayers.prefix.backends import GoneError, StoredFile, redis
 from kvlayers.prefix.backends.contract import Address
 from kvlayers.prefix.backends.redis import RedisBackend
-from redis_server import running, start, why_not
+from kvlayers.prefix.backends.remote import ByteRange
+from redis_server import running, why_not
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")
 
@@ -136,6 +136,12 @@ def test_readers_see_one_of_two_files_and_no_mixture(files: ServerFiles) -> None
         reader.join()
     assert mixed == []
     assert len(keys(files)) == 2
+    (file,) = backend.find(["it.safetensors"])
+    assert file is not None
+    # Of a file that was replaced, nothing is read as if it were the one before.
+    ranges = [ByteRange(file, 0, 5), ByteRange(StoredFile(file.name, file.nbytes), 0, 5)]
+    writer.write("it.safetensors", contents[1])
+    assert backend.read_ranges(ranges) == [b"", contents[1][:5]]
 
 
 def two_nodes(number: int) -> list[int]:
@@ -231,27 +237,6 @@ def test_a_server_that_lets_nobody_in_for_a_while_loses_nothing(
     assert [covered(store, [first, 5, 6]) for first in (1, 2, 3)] == [3, 3, 3]
     store.flush()
     assert store.statistics.spilled == 3
-
-
-def test_a_server_that_has_gone_is_named_and_found_again(tmp_path: pathlib.Path) -> None:
-    with running(tmp_path) as url:
-        store = PrefixStore(ROOM, url)
-        put(store, [1, 5, 6])
-    assert covered(store, [1, 5, 6]) == 0
-    put(store, [2, 5, 6])
-    now = store.statistics
-    assert (now.failed_reads, now.failed_writes, len(store)) == (1, 1, 1)
-    with pytest.raises(CachePathError, match=r"cannot reach redis://127.0.0.1:\d+/0, got ConnectionError: "):
-        PrefixStore(ROOM, url)
-    process = start(tmp_path, int(url.rpartition(":")[2].partition("/")[0]))
-    try:
-        # It has kept nothing.
-        assert (covered(store, [1, 5, 6]), len(store)) == (0, 0)
-        put(store, [1, 5, 6])
-        assert covered(PrefixStore(ROOM, url), [1, 5, 6]) == 3
-    finally:
-        process.terminate()
-        process.wait()
 
 
 def test_credentials_are_in_no_message(files: ServerFiles, caplog: pytest.LogCaptureFixture) -> None:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from kvlayers.core.arguments import whole_number
+from kvlayers.core.cache_layer import CacheLayer
 from kvlayers.core.layer_list import LayerList
-from kvlayers.core.layer_operations import LayerOperations
 from kvlayers.errors import LayerIndexError, LegacyFormatError, OptionError, UnsupportedLayerError
 from kvlayers.kernels.attention.packed_tensor import PackedStates, as_dense
 from kvlayers.upstream import compat
@@ -215,7 +215,7 @@ def with_dropped(states: tuple[Any, ...], slides: bool) -> tuple[Tensor, Tensor]
     return tuple(torch.nn.functional.pad(held, (0, 0, dropped, 0)) for held in (keys, values))  # type: ignore[return-value]
 
 
-def with_window(states: tuple[Any, ...], layer: LayerOperations) -> tuple[Any, ...]:
+def with_window(states: tuple[Any, ...], layer: CacheLayer) -> tuple[Any, ...]:
     """The states of a layer as `WindowedStates` if the layer attends within a window."""
     if not layer.is_sliding or layer.capacity is None:
         return states

@@ -14,7 +14,7 @@ from kvlayers.core.cache_layer import forwarded
 from kvlayers.core.dense_store import DenseStore, dense_in_small_steps
 from kvlayers.core.description import DescriptionContext, Fact, Facts
 from kvlayers.core.returned_states import ReturnedStates
-from kvlayers.core.token_store import BufferSwap, KVPair, TokenStore, register_store
+from kvlayers.core.token_store import BufferSwap, KVPair, TokenStore, register_store, store_from_description
 from kvlayers.errors import RollbackError, StateMismatchError, UnsupportedLayerError
 from kvlayers.eviction.flat_tokens import FlatTokens, check_ragged_state, is_ragged, tail_state
 from kvlayers.kernels.attention.packed_ops import packed_like
@@ -279,7 +279,7 @@ class RaggedStore(TokenStore):
     def from_description(cls, facts: Facts, context: DescriptionContext) -> Self:
         if facts["tail"] == DenseStore.__name__:
             return cls()
-        return cls(context.store({**facts, "store": facts["tail"]}, context.length_hint))
+        return cls(store_from_description({**facts, "store": facts["tail"]}, context))
 
     @override
     def state(self) -> dict[str, Tensor]:

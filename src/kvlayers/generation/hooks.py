@@ -341,9 +341,7 @@ def forward_pass(original: Callable[..., Any]) -> Callable[..., Any]:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         # Read once: another thread may uninstall kvlayers meanwhile.
         is_active_now = is_active
-        if is_active_now is None:
-            return original(self, *args, **kwargs)
-        if cache_argument.has_pages(kwargs):
+        if is_active_now is None or cache_argument.has_pages(kwargs):
             return original(self, *args, **kwargs)
         name = cache_argument.name_for(self)
         kwargs = cache_argument.respelled(self, kwargs, name)
@@ -366,11 +364,8 @@ def forward_pass(original: Callable[..., Any]) -> Callable[..., Any]:
                     raise
                 retried_pass.make_room_in_call(self, past, began, error)
             return call(self, *args, **kwargs)
-        if isinstance(past, tuple | list):
+        if any(isinstance(argument, tuple | list) for argument in (past, *args)):
             return legacy_tuples.forward_with_tuples(original, self, args, kwargs)
-        for argument in args:
-            if isinstance(argument, tuple | list):
-                return legacy_tuples.forward_with_tuples(original, self, args, kwargs)
         if is_compiling or not is_active_now():
             return original(self, *args, **kwargs)
         if past is None:

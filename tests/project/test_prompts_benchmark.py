@@ -23,7 +23,7 @@ pytestmark = versions.benchmarks_of_transformers
 def tables(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> Any:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     found = importlib.import_module("prompt_tables")
-    monkeypatch.setattr(found, "RECORDED", tmp_path)
+    monkeypatch.setattr(found.pages, "RECORDED", tmp_path)
     return found
 
 
@@ -145,13 +145,13 @@ def test_a_part_replaces_its_own_record_alone_and_is_left_out_if_it_is_of_today(
             {"results": {"prompts": {"a: batch": {"at": at("2020-01-01")}, "b: batch": {"at": at("2020-01-01")}}}}
         )
     )
-    path = tables.keep({"b: batch": {"at": at(today)}}, {})
+    path = tables.pages.keep("prompts", {"b: batch": {"at": at(today)}}, {})
     assert list(tmp_path.glob("prompts-*.json")) == [path]
-    assert {name: part["at"]["date"][:10] for name, part in tables.read_record().items()} == {
+    assert {name: part["at"]["date"][:10] for name, part in tables.pages.parts("prompts").items()} == {
         "a: batch": "2020-01-01",
         "b: batch": today,
     }
-    assert prompts.recorded_today() == {"b: batch"}
+    assert tables.pages.parts_of_today("prompts") == {"b: batch"}
 
 
 def test_each_bound_can_be_missed(tables: Any) -> None:
@@ -199,7 +199,7 @@ def test_what_is_recorded_keeps_its_bounds_but_for_those_that_the_page_names(mon
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     found = importlib.import_module("prompt_tables")
     # Nothing is held if there is no record, and the pages then claim nothing.
-    missed = [held for held in found.held_of(found.read_record()) if not held.holds]
+    missed = [held for held in found.held_of(found.pages.parts("prompts")) if not held.holds]
     assert [held for held in missed if not any(part in held[0] for part in found.STILL_MISSED)] == []
 
 

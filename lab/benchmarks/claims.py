@@ -250,7 +250,7 @@ def measure_fidelity(run: Run) -> Mapping[str, Cells]:
         makers[rows[row]] = functools.partial(make, length=0)
     source = RANDOM if run.quick else str(run.given.model)
     sizes = ["--context", "640", "--scored", "64"] if run.quick else ["--context", "2048", "--scored", "1024"]
-    given = fidelity.parse(["--model", source, *sizes, "--passages", "1", "--chunk", "64", "--outlier", "0"])
+    given = fidelity.parse(["--model", source, *sizes, "--passages", "1", "--chunk", "64"])
     measured = fidelity.measure(run, source, makers, given)
     cells: dict[str, dict[str, float]] = {}
     for row, contender in rows.items():

@@ -1,6 +1,5 @@
 """The pages claim only recorded figures, and the script that reruns the claims measures each of them."""
 
-import importlib
 import json
 import math
 import pathlib
@@ -18,14 +17,13 @@ FIGURE = re.compile(r"\d[\d.,]*\s?(?:times|%|ms\b|us\b|of\s(?:the|their|its)\b|g
 
 
 @pytest.fixture
-def claimed(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(ROOT / "lab" / "benchmarks"))
-    return importlib.import_module("claimed")
+def claimed(script: Any) -> Any:
+    return script("claimed")
 
 
 @pytest.fixture
-def gpu_tables(claimed: Any) -> Any:
-    return importlib.import_module("gpu_tables")
+def gpu_tables(script: Any) -> Any:
+    return script("gpu_tables")
 
 
 @pytest.fixture
@@ -34,9 +32,8 @@ def record(claimed: Any) -> Any:
 
 
 @pytest.fixture
-def claims(claimed: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    pytest.importorskip("rich")
-    return importlib.import_module("claims")
+def claims(script: Any) -> Any:
+    return script("claims")
 
 
 def without(text: str, begin: str, end: str) -> str:
@@ -180,12 +177,7 @@ def test_what_a_machine_lacks_a_model_for_is_skipped_and_keeps_its_record(
 @versions.benchmarks_of_transformers
 def test_quick_runs_measure_every_claim_of_prompts(claims: Any, claimed: Any, tmp_path: pathlib.Path) -> None:
     output = tmp_path / "found.json"
-    arguments = ["--quick", "--only", "gemma,attention", "--threads", "1", "--output", str(output)]
-    threads = torch.get_num_threads()
-    try:
-        assert claims.main(arguments) == 0
-    finally:
-        torch.set_num_threads(threads)
+    assert claims.main(["--quick", "--only", "gemma,attention", "--threads", "1", "--output", str(output)]) == 0
     found = json.loads(output.read_text())["results"]["claims"]
     for group in (each for each in claimed.GROUPS if each.name in ("gemma", "attention")):
         assert all(claimed.value_of(found, group, claim) > 0 for claim in group.claims)

@@ -1,10 +1,8 @@
 """`lab/benchmarks/peers.py` asks another process for llama.cpp's figures, and says if it predicts other tokens."""
 
-import importlib
 import json
 import pathlib
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,8 +10,6 @@ import torch
 
 import versions
 from models import fresh_model
-
-BENCHMARKS = pathlib.Path(__file__).parents[2] / "lab" / "benchmarks"
 
 pytestmark = versions.benchmarks_of_transformers
 
@@ -53,14 +49,10 @@ def llama_print_system_info():
 
 
 @pytest.fixture
-def peers(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> Iterator[Any]:
-    pytest.importorskip("rich")
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    found = importlib.import_module("peers")
+def peers(script: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> Any:
+    found = script("peers")
     monkeypatch.setattr(found.pages, "RECORDED", tmp_path)
-    threads = torch.get_num_threads()
-    yield found
-    torch.set_num_threads(threads)
+    return found
 
 
 @pytest.fixture

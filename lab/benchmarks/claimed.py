@@ -4,21 +4,18 @@
 record.
 """
 
-import json
 import math
-import pathlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import pages
 import prompt_tables as of_prompts
-from pages import DOCS, RECORDED, ROOT, between, markdown
+from pages import DOCS, ROOT, markdown
 
 README = ROOT / "README.md"
 HOME, CHOOSING, BENCHMARKS = (DOCS / f"{name}.md" for name in ("index", "choosing", "benchmarks"))
-BEGIN, END = "<!-- claims: written by lab/benchmarks/claims.py -->", "<!-- end of claims -->"
-BEGIN_TABLE, END_TABLE = "<!-- table: written by lab/benchmarks/claims.py -->", "<!-- end of table -->"
 
 
 @dataclass(frozen=True)
@@ -373,18 +370,6 @@ Cells = Mapping[str, Mapping[str, float]]
 """The figures of a measurement, by row and column."""
 
 
-def recorded_path() -> pathlib.Path | None:
-    return max(RECORDED.glob("claims-*.json"), default=None)
-
-
-def read_record(path: pathlib.Path | None) -> dict[str, Any]:
-    """The record by group: `cells`, `seconds`, `threads` and `at`, where it ran. Empty if there is no record."""
-    if path is None:
-        return {}
-    found: dict[str, Any] = json.loads(path.read_text())["results"]["claims"]
-    return found
-
-
 def value_of(record: Mapping[str, Any], group: Group, claim: Claim) -> float | None:
     """The figure of a claim in a record, or `None` if the record lacks it."""
     value: float | None = record.get(group.name, {}).get("cells", {}).get(claim.row, {}).get(claim.column)
@@ -497,11 +482,10 @@ def steps_table(record: Mapping[str, Any]) -> str:
     return f"{LLAMA}. {_where(record['step'])}\n\n{markdown(head, rows)}"
 
 
-def written_pages(record: Mapping[str, Any] | None = None) -> dict[pathlib.Path, str]:
-    """The pages with the tables of a record; the newest one if none is given."""
-    record = read_record(recorded_path()) if record is None else record
-    of_pages = {README: readme_table(record, "docs/"), HOME: readme_table(record, "")}
+def written_pages() -> pages.Pages:
+    """The pages with the tables of the newest record."""
+    record = pages.parts("claims")
+    of_pages = {(README, "table"): readme_table(record, "docs/"), (HOME, "table"): readme_table(record, "")}
     if has_steps(record):
-        of_pages[BENCHMARKS] = steps_table(record)
-    made = {path: between(path.read_text(), BEGIN_TABLE, END_TABLE, table) for path, table in of_pages.items()}
-    return {**made, CHOOSING: between(CHOOSING.read_text(), BEGIN, END, tables(record))}
+        of_pages[BENCHMARKS, "table"] = steps_table(record)
+    return pages.written("claims", {**of_pages, (CHOOSING, "claims"): tables(record)})

@@ -18,9 +18,7 @@ llama, and the memory of one of 16,384. `prompts.py` measures all of them, again
 """
 
 import contextlib
-import datetime
 import functools
-import json
 import pathlib
 import sys
 import tempfile
@@ -252,7 +250,7 @@ def measure_fidelity(run: Run) -> Mapping[str, Cells]:
         makers[rows[row]] = functools.partial(make, length=0)
     source = RANDOM if run.quick else str(run.given.model)
     sizes = ["--context", "640", "--scored", "64"] if run.quick else ["--context", "2048", "--scored", "1024"]
-    given = fidelity.parse(["--model", source, *sizes, "--passages", "1", "--chunk", "64", "--outlier", "0"])
+    given = fidelity.parse(["--model", source, *sizes, "--passages", "1", "--chunk", "64"])
     measured = fidelity.measure(run, source, makers, given)
     cells: dict[str, dict[str, float]] = {}
     for row, contender in rows.items():
@@ -512,32 +510,27 @@ def table(found: Mapping[str, Any], record: Mapping[str, Any], names: Sequence[s
 
 
 def keep(found: Mapping[str, Any], content: Mapping[str, Any]) -> pathlib.Path:
-    """Record what was found, with what was recorded before of groups that were not measured; return the file."""
-    old = claimed.recorded_path()
-    kept = {**claimed.read_record(old), **found}
-    path = claimed.RECORDED / f"claims-{datetime.date.today()}.json"
-    in_order = {group.name: kept[group.name] for group in GROUPS if group.name in kept}
-    path.write_text(json.dumps({**content, "results": {"claims": in_order}}, indent=1) + "\n")
-    if old not in (None, path):
-        old.unlink()
-    return path
+    names = [group.name for group in GROUPS]
+    return pages.keep("claims", found, content, lambda kept: [name for name in names if name in kept])
 
 
-def write_pages() -> None:
-    record = claimed.read_record(claimed.recorded_path())
-    pages.write_pages(claimed.written_pages(record))
+def written_pages() -> pages.Pages:
+    """The pages with the tables of the record. The picture is drawn."""
+    record = pages.parts("claims")
     if claimed.has_steps(record):
         plots.draw_picture(record["step"], plots.PICTURE)
+    return claimed.written_pages()
 
 
 def parse(arguments: Sequence[str] | None) -> Any:
-    made = report.Options("claims", __doc__, quick="a small random model and few tokens, under a minute")
+    made = report.Options(
+        "claims", __doc__, quick="a small random model and few tokens, under a minute", writes=written_pages
+    )
     made.some_of("--only", list(MEASUREMENTS), "measurements")
     made.real_model(report.default_model())
     usual = GEMMA if pathlib.Path(GEMMA).is_dir() else None
     made.add("--gemma", default=usual, help=f"directory of Gemma-3-270M ({GEMMA} if it is there)")
     made.add("--record", action="store_true", help="record the measurements, and write them into the pages")
-    made.add("--write", action="store_true", help="write the record into README.md and docs/choosing.md, and stop")
     given = made.parse(arguments)
     if given.quick and given.record:
         made.parser.error("--record needs the full models, and --quick uses small ones: pass only one of the two")
@@ -546,11 +539,8 @@ def parse(arguments: Sequence[str] | None) -> Any:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     given = parse(arguments)
-    if given.write:
-        write_pages()
-        return 0
     # Before what is recorded is replaced.
-    before = claimed.read_record(claimed.recorded_path())
+    before = pages.parts("claims")
     with report.session(given, Run) as run:
         content = {**run.environment, "arguments": {"only": given.only, "threads": given.threads}}
         keeping = functools.partial(keep, content=content) if given.record else len
@@ -565,7 +555,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     say(f"{failed} claims do not hold or were not measured")
     run.finish({"claims": found}, failures=failures, skipped=skipped)
     if given.record:
-        write_pages()
+        pages.write_pages(written_pages())
     return 1 if failed else 0
 
 

@@ -6,22 +6,17 @@ python lab/benchmarks/demo.py --write    # write the newest record into README.m
 """
 
 import argparse
-import datetime
-import json
 import os
-import pathlib
 import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pages import RECORDED, ROOT, between, write_pages
+import pages
+from pages import ROOT
 
 README = ROOT / "README.md"
-BEGIN, END = "<!-- demo: written by lab/benchmarks/demo.py -->", "<!-- end of demo -->"
-BEGIN_FIRST = "<!-- demo in short: written by lab/benchmarks/demo.py -->"
-END_FIRST = "<!-- end of demo in short -->"
 FIRST, NOTE, SUMMARY, NEXT = " Library", "Prompt: the forward pass", "With kvlayers, ", "Next: "
 LEGEND = (
     '"Prompt" is the time to read the prompt, "Step" is the time of one more token, and "Held" is what the cache '
@@ -89,29 +84,21 @@ def in_short(record: Mapping[str, Any]) -> str:
     )
 
 
-def written_pages() -> dict[pathlib.Path, str]:
-    newest = json.loads(max(RECORDED.glob("demo-*.json")).read_text())
-    page = between(README.read_text(), BEGIN_FIRST, END_FIRST, in_short(newest))
-    return {README: between(page, BEGIN, END, block(newest))}
+def written_pages() -> pages.Pages:
+    newest = pages.newest("demo")
+    return pages.written("demo", {(README, "demo in short"): in_short(newest), (README, "demo"): block(newest)})
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--record", action="store_true", help="record what the demo prints, and write README.md")
-    parser.add_argument("--write", action="store_true", help="write the newest record into README.md, and run nothing")
+    pages.add_write(parser, written_pages)
     given = parser.parse_args(arguments)
-    if given.write:
-        return write_pages(written_pages())
     record = run()
     print(block(record))
     if given.record:
-        old = sorted(RECORDED.glob("demo-*.json"))
-        path = RECORDED / f"demo-{datetime.date.today()}.json"
-        path.write_text(json.dumps(record, indent=1) + "\n")
-        for each in old:
-            if each != path:
-                each.unlink()
-        return write_pages(written_pages())
+        pages.keep("demo", record["results"]["demo"], record)
+        pages.write_pages(written_pages())
     return 0
 
 

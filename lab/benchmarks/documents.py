@@ -44,8 +44,6 @@ from lib.internals import (
 )
 from lib.timing import Turns
 
-PAGE = pages.DOCS / "documents.md"
-BEGIN, END = "<!-- documents: written by lab/benchmarks/documents.py -->", "<!-- end of documents -->"
 DOCUMENTS = 6
 AMOUNTS: tuple[int | str, ...] = (0, "5%", "15%", "30%", "100%")
 CHANGED_TOKENS, NEW_TOKENS = 24, 16
@@ -53,7 +51,7 @@ ALL = "all of it"
 
 
 def options() -> report.Options:
-    made = report.Options("documents", __doc__, threads=2, quick="a random model and few tokens")
+    made = report.Options("documents", __doc__, threads=2, quick="a random model and few tokens", writes=written_pages)
     made.some_of("--only", ("join", "replace", "kl", "tasks"), "sections")
     made.real_model(in_quick="none")
     made.sized("--document-tokens", 512, 48, "tokens of each document of `join` and `kl`")
@@ -62,7 +60,6 @@ def options() -> report.Options:
     made.sized("--context", 4096, 128, "tokens of the context whose middle changes")
     made.sized("--passages", 6, 1, "sets of documents of `kl`")
     made.sized("--trials", 3, 1, "trials of `join`, and contexts of `replace`")
-    made.add("--write", action="store_true", help="write the recorded figures into docs/documents.md, and stop")
     return made
 
 
@@ -498,17 +495,13 @@ def page_tables(joined: dict[str, Any], records: Sequence[dict[str, Any]]) -> st
     )
 
 
-def written_pages() -> dict[pathlib.Path, str]:
-    newest = json.loads(max(pages.RECORDED.glob("documents-join-*.json")).read_text())
-    tables = page_tables(newest, pages.records_by_model("documents-fidelity"))
-    return {PAGE: pages.between(PAGE.read_text(), BEGIN, END, tables)}
+def written_pages() -> pages.Pages:
+    tables = page_tables(pages.newest("documents-join"), pages.records_by_model("documents-fidelity"))
+    return pages.written("documents", {(pages.DOCS / "documents.md", "documents"): tables})
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    given = options().parse(arguments)
-    if given.write:
-        return pages.write_pages(written_pages())
-    return report.run(given, SECTIONS)
+    return report.run(options().parse(arguments), SECTIONS)
 
 
 if __name__ == "__main__":

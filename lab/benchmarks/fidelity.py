@@ -25,11 +25,9 @@ import transformers
 
 from lib import report
 from lib.internals import CacheMaker, NoRecord, PassageScores, read
-from lib.outliers import KeyOutliers
 from lib.quantized import EXACT, FULL, RANDOM, REFERENCE, Contender, contenders, load, measure_bytes, summaries
 from lib.report import shown
 
-KINDS = ("plain", "outliers")
 BASELINES = ("quanto", "hqq")
 BACKENDS = ("kvlayers:native", "transformers:quanto", "transformers:hqq", "transformers:fp8")
 KNOWN = [f"{library}:{name}" for library in ("kvlayers", "transformers") for name in ("native", "quanto", "hqq", "fp8")]
@@ -44,8 +42,6 @@ def options() -> report.Options:
     made.sized("--scored", 1024, 64, "tokens of each that are scored")
     made.sized("--chunk", 32, 32, "tokens read at once")
     made.sized("--bits", [2, 3, 4, 8], [2, 3, 4, 8], "separated by commas", report.numbers)
-    made.sized("--outlier-bits", [4], [4], "on the model with outliers", report.numbers)
-    made.sized("--outlier", 30.0, 30.0, "bias of its two key channels; 0 for none", float)
     made.some_of("--backends", KNOWN, "libraries and backends", BACKENDS)
     made.dtype("float32", ("float32", "bfloat16"))
     return made
@@ -63,7 +59,7 @@ def parse(arguments: Sequence[str] | None) -> Any:
 
 
 def measure(run: report.Session, source: str, makers: dict[Contender, CacheMaker], given: Any) -> dict[str, Any]:
-    """The figures of one model: `plain`, `outliers`, and the `bytes` per token of each contender."""
+    """The figures of one model: those of its predictions, `plain`, and the `bytes` per token of each contender."""
     model, texts = load(source, given.text, given.dtype, given.passages, given.context + given.scored + 1)
     steps = (given.context + given.scored) // given.chunk * len(texts)
     name = pathlib.Path(source).name
@@ -81,12 +77,6 @@ def measure(run: report.Session, source: str, makers: dict[Contender, CacheMaker
             del alive[key]
         tick()
     results = {"model": name, "bytes": held, "plain": summaries(plain)}
-    if given.outlier:
-        few = {key: make for key, make in alive.items() if key.bits in (None, *given.outlier_bits)}
-        with KeyOutliers("constant", given.outlier).applied(model):
-            tick = run.ticking(f"{name}: with outliers", steps)
-            seen = read(model, texts, few, given.context, given.chunk, NoRecord(), tick)
-        results["outliers"] = summaries(seen)
     assembled = [key.name for key in alive if key.bits and type(makers[key](model.config)) is transformers.Cache]
     results["notes"] = [
         f"{each}: transformers.QuantizedCache refuses the windows of {name}; these are its layers, put together by "
@@ -96,10 +86,10 @@ def measure(run: report.Session, source: str, makers: dict[Contender, CacheMaker
     return results
 
 
-def better_baseline(measured: dict[str, Any], kind: str, bits: int | None) -> dict[str, Any] | None:
+def better_baseline(measured: dict[str, Any], bits: int | None) -> dict[str, Any] | None:
     """The figures of transformers' quanto or hqq, whichever diverges less; `None` if neither ran."""
     names = [Contender("transformers", backend, bits).name for backend in BASELINES]
-    entries = [measured[kind].get(name, {}) for name in names]
+    entries = [measured.get(name, {}) for name in names]
     # Comparisons with a divergence of nan are always false.
     return min(
         (entry for entry in entries if math.isfinite(entry.get("kl", math.nan))),
@@ -113,34 +103,29 @@ def show(run: report.Session, measured: dict[str, Any]) -> None:
     columns |= {"perplexity": shown("perplexity", ".3f"), "agreement": shown("agreement", ".2%")}
     columns |= {"bytes/token": shown("bytes", ",.0f"), "of dense": shown("of_dense", ".4f")}
     dense = measured["bytes"][REFERENCE.name]["bytes"]
-    failures = {}
-    for kind in (kind for kind in KINDS if kind in measured):
-        rows = {}
-        for name, entry in measured[kind].items():
-            if "failure" in entry:
-                failures[f"{name} failed: {entry['failure']}"] = None
-                continue
-            held, baseline = measured["bytes"][name]["bytes"], better_baseline(measured, kind, entry["bits"])
-            rows[name] = {**entry, "bytes": held, "of_dense": held / dense}
-            rows[name]["over_better"] = entry["kl"] / baseline["kl"] if baseline else None
-        perplexity = measured[kind][REFERENCE.name]["perplexity"]
-        with_outliers = " with outliers in its keys" if kind == "outliers" else ""
-        title = f"{measured['model']}{with_outliers} (perplexity in full precision: {perplexity:.3f})"
-        run.table(title, "cache", {"": rows}, {**columns, "seconds": shown("seconds", ".0f")})
+    rows, failures, plain = {}, {}, measured["plain"]
+    for name, entry in plain.items():
+        if "failure" in entry:
+            failures[f"{name} failed: {entry['failure']}"] = None
+            continue
+        held, baseline = measured["bytes"][name]["bytes"], better_baseline(plain, entry["bits"])
+        rows[name] = {**entry, "bytes": held, "of_dense": held / dense}
+        rows[name]["over_better"] = entry["kl"] / baseline["kl"] if baseline else None
+    title = f"{measured['model']} (perplexity in full precision: {plain[REFERENCE.name]['perplexity']:.3f})"
+    run.table(title, "cache", {"": rows}, {**columns, "seconds": shown("seconds", ".0f")})
     for line in (*failures, *measured["notes"]):
         run.console.print(line, markup=False)
 
 
 def check(run: report.Session, measured: dict[str, Any]) -> None:
     """Full precision scores zero, and none of kvlayers' caches fails."""
-    for kind in (kind for kind in KINDS if kind in measured):
-        for name, entry in measured[kind].items():
-            on = f"{name} on {measured['model']}"
-            if "failure" in entry:
-                run.expect(entry["library"] != "kvlayers", f"{on} failed: {entry['failure']}")
-            # For a single query over long keys, attention adds in another order.
-            elif name == EXACT.name and run.given.chunk > 1:
-                run.expect(entry["kl"] == 0, f"{on} differs from full precision: {entry['kl']}")
+    for name, entry in measured["plain"].items():
+        on = f"{name} on {measured['model']}"
+        if "failure" in entry:
+            run.expect(entry["library"] != "kvlayers", f"{on} failed: {entry['failure']}")
+        # For a single query over long keys, attention adds in another order.
+        elif name == EXACT.name and run.given.chunk > 1:
+            run.expect(entry["kl"] == 0, f"{on} differs from full precision: {entry['kl']}")
 
 
 def main(arguments: Sequence[str] | None = None, makers: dict[Contender, CacheMaker] | None = None) -> int:

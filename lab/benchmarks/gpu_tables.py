@@ -6,12 +6,11 @@ It imports only the standard library, so that a test can compare the pages with 
 """
 
 import argparse
-import json
-import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from pages import DOCS, RECORDED, ROOT, between, markdown, write_pages
+import pages
+from pages import DOCS, ROOT, between, markdown
 
 PAGE, README = DOCS / "gpu.md", ROOT / "README.md"
 BEGIN, END = "<!-- gpu: {}, written by lab/benchmarks/gpu_tables.py -->", "<!-- end of gpu -->"
@@ -32,8 +31,7 @@ Figures = Mapping[str, Any]
 
 
 def read(stage: str) -> Record:
-    found: Record = json.loads(max(RECORDED.glob(f"gpu-{stage}-*.json")).read_text())
-    return found
+    return pages.newest(f"gpu-{stage}")
 
 
 def where(record: Record) -> str:
@@ -179,7 +177,7 @@ ON_PAGE: Mapping[str, Callable[[], str]] = {
 BEGIN_README = BEGIN.format("figures")
 
 
-def written_pages() -> dict[pathlib.Path, str]:
+def written_pages() -> pages.Pages:
     page = PAGE.read_text()
     for name, make in ON_PAGE.items():
         page = between(page, BEGIN.format(name), END, make())
@@ -188,6 +186,6 @@ def written_pages() -> dict[pathlib.Path, str]:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", required=True, help="write README.md and docs/gpu.md")
+    pages.add_write(parser, written_pages)
     parser.parse_args()
-    write_pages(written_pages())
+    parser.error("there is nothing to measure here: pass --write")

@@ -40,19 +40,15 @@ FREE_RUNS = 5
 FREE_TOKENS = 256
 """The most tokens of a run on its own."""
 
-PAGE = pages.DOCS / "benchmarks.md"
-BEGIN, END = "<!-- long decodes: written by lab/benchmarks/long_decode.py -->", "<!-- end of long decodes -->"
-
 
 def options() -> report.Options:
-    made = report.Options("long_decode", __doc__, quick="a small random model and a short text")
+    made = report.Options("long_decode", __doc__, quick="a small random model and a short text", writes=written_pages)
     made.real_model(RANDOM, is_needed=True)
     made.sized("--context", 512, 256, "tokens of the prompt")
     made.sized("--decoded", 2048, 64, "tokens that are decoded")
     made.sized("--chunk", 16, 16, "tokens of the decoded text that are read at once")
     made.sized("--temperature", 1.0, 1.0, "of the samples", float)
     made.dtype("float32", ("float32", "bfloat16"))
-    made.add("--write", action="store_true", help="write the recorded tables into the page, and stop")
     return made
 
 
@@ -174,15 +170,13 @@ def page_tables() -> str:
     return "\n\n".join(parts)
 
 
-def written_pages() -> dict[pathlib.Path, str]:
-    return {PAGE: pages.between(PAGE.read_text(), BEGIN, END, page_tables())}
+def written_pages() -> pages.Pages:
+    return pages.written("long_decode", {(pages.DOCS / "benchmarks.md", "long decodes"): page_tables()})
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     made = options()
     given = made.parse(arguments)
-    if given.write:
-        return pages.write_pages(written_pages())
     if given.context % given.chunk or given.decoded % (QUARTERS * given.chunk):
         made.parser.error("--context must be a multiple of --chunk, and --decoded of four of them")
     return report.run(given, {"long_decode": measure})

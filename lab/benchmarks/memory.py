@@ -28,14 +28,12 @@ from lib.internals import CacheMaker, NoRecord, newest_logits, quiet_clock, read
 from lib.quantized import EXACT, FULL, RANDOM, REFERENCE, load, own
 from lib.report import shown
 
-PAGE = pages.DOCS / "memory.md"
-BEGIN, END = "<!-- memory: written by lab/benchmarks/memory.py -->", "<!-- end of memory -->"
 STEPS = 16
 """Decode steps whose median is shown."""
 
 
 def options() -> report.Options:
-    made = report.Options("memory", __doc__, quick="a small random model and a short text")
+    made = report.Options("memory", __doc__, quick="a small random model and a short text", writes=written_pages)
     made.some_of("--only", list(SECTIONS), "sections")
     made.real_model(RANDOM, is_needed=True)
     made.sized("--prompt", 4096, 512, "tokens of the prompt")
@@ -45,7 +43,6 @@ def options() -> report.Options:
     made.sized("--held", 8192, 600, "tokens of the prompt of `time`")
     made.dtype("float32", ("float32", "bfloat16"))
     made.add("--record", action="store_true", help="write the results into lab/benchmarks/recorded")
-    made.add("--write", action="store_true", help="write the recorded tables into docs/memory.md, and stop")
     return made
 
 
@@ -257,15 +254,13 @@ def page_tables() -> str:
     return "\n\n".join(parts) or "No figures are recorded yet."
 
 
-def written_pages() -> dict[pathlib.Path, str]:
-    return {PAGE: pages.between(PAGE.read_text(), BEGIN, END, page_tables())}
+def written_pages() -> pages.Pages:
+    return pages.written("memory", {(pages.DOCS / "memory.md", "memory"): page_tables()})
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     made = options()
     given = made.parse(arguments)
-    if given.write:
-        return pages.write_pages(written_pages())
     if given.prompt % given.chunk:
         made.parser.error("--prompt must be a multiple of --chunk")
     if given.record:

@@ -67,8 +67,6 @@ SIZES = (3.0, 10.0, 30.0, 100.0)
 PAIRS = (1, 2, 8)
 PLAIN = "as it is"
 
-FIGURES, QUANTIZED = pages.DOCS / "benchmarks.md", pages.DOCS / "quantized.md"
-BEGIN, END = "<!-- outliers: written by lab/benchmarks/outliers.py -->", "<!-- end of outliers -->"
 SHOWN = (
     PLAIN,
     *("+30 in 2 slow, all", "+100 in 1 slow, all"),
@@ -97,7 +95,7 @@ QUICK = (
 
 
 def options() -> report.Options:
-    made = report.Options("outliers", __doc__, quick="a small random model and few rows")
+    made = report.Options("outliers", __doc__, quick="a small random model and few rows", writes=written_pages)
     made.real_model(RANDOM, is_needed=True)
     made.sized("--passages", 1, 1, "from places spread over the text")
     made.sized("--context", 512, 512, "tokens of each read before scoring begins")
@@ -107,7 +105,6 @@ def options() -> report.Options:
     made.add("--only", nargs="+", default=[], help="only rows whose names contain one of these texts")
     made.add("--resume", type=pathlib.Path, help="JSON file of an earlier run, whose other figures stay")
     made.dtype("float32", ("float32", "bfloat16"))
-    made.add("--write", action="store_true", help="write the recorded tables into the pages, and stop")
     return made
 
 
@@ -224,20 +221,17 @@ def page_table(record: dict[str, Any], rows: Sequence[str] | None = None, left_o
     )
 
 
-def written_pages() -> dict[pathlib.Path, str]:
+def written_pages() -> pages.Pages:
     records = pages.records_by_model("outliers")
-    tables = {
-        FIGURES: "\n\n".join(map(page_table, records)),
-        QUANTIZED: "\n\n".join(page_table(record, SHOWN, LEFT_OUT) for record in records),
-    }
-    return {path: pages.between(path.read_text(), BEGIN, END, found) for path, found in tables.items()}
+    all_rows = "\n\n".join(map(page_table, records))
+    some = "\n\n".join(page_table(record, SHOWN, LEFT_OUT) for record in records)
+    tables = {"benchmarks.md": all_rows, "quantized.md": some}
+    return pages.written("outliers", {(pages.DOCS / page, "outliers"): found for page, found in tables.items()})
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     made = options()
     given = made.parse(arguments)
-    if given.write:
-        return pages.write_pages(written_pages())
     if given.context % given.chunk or given.scored % given.chunk:
         made.parser.error("--context and --scored must be multiples of --chunk")
     with report.session(given) as run:

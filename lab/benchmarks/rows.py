@@ -27,7 +27,6 @@ import contextlib
 import copy
 import functools
 import itertools
-import json
 import operator
 import pathlib
 import random
@@ -52,9 +51,6 @@ from lib.timing import Turns
 from lib.workload import FILL_CHUNK
 
 ROWS = 8
-PAGE = pages.DOCS / "rows.md"
-BEGIN, END = "<!-- rows: written by lab/benchmarks/rows.py -->", "<!-- end of rows -->"
-BEGIN_SERVING, END_SERVING = "<!-- serving: written by lab/benchmarks/rows.py -->", "<!-- end of serving -->"
 SUMMARY = (
     "Repeat this text word by word. A cache holds keys and values of the tokens that a model has seen, so that each "
     "new token is computed from its own states and those that are held. A batch has several sequences, which end at "
@@ -63,7 +59,7 @@ SUMMARY = (
 
 
 def options() -> report.Options:
-    made = report.Options("rows", __doc__, threads=2, quick="a random model and few tokens")
+    made = report.Options("rows", __doc__, threads=2, quick="a random model and few tokens", writes=written_pages)
     usual = [name for name in SECTIONS if name != "serve"]
     made.some_of("--only", list(SECTIONS), "sections", usual)
     made.real_model(in_quick="none")
@@ -78,7 +74,6 @@ def options() -> report.Options:
     made.sized("--requests", 20, 4, "requests of `serve`")
     made.sized("--interval", 1.5, 0.2, "seconds between two requests of `serve`, on average", float)
     made.sized("--trials", 3, 1, "trials")
-    made.add("--write", action="store_true", help="write the recorded figures into docs/rows.md, and stop")
     return made
 
 
@@ -599,23 +594,15 @@ def serving_tables(record: dict[str, Any]) -> str:
     )
 
 
-BLOCKS_OF_PAGE = (("rows", BEGIN, END, page_tables), ("serving", BEGIN_SERVING, END_SERVING, serving_tables))
-"""What is written into the page: names of records, marks around it, and what makes it of a record."""
-
-
-def written_pages() -> dict[pathlib.Path, str]:
-    page = PAGE.read_text()
-    for name, begin, end, made in BLOCKS_OF_PAGE:
-        for newest in sorted(pages.RECORDED.glob(f"{name}-*.json"))[-1:]:
-            page = pages.between(page, begin, end, made(json.loads(newest.read_text())))
-    return {PAGE: page}
+def written_pages() -> pages.Pages:
+    made = {"rows": page_tables, "serving": serving_tables}
+    records = {name: pages.newest(name) for name in made}
+    found = {(pages.DOCS / "rows.md", name): made[name](record) for name, record in records.items() if record}
+    return pages.written("rows", found)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    given = options().parse(arguments)
-    if given.write:
-        return pages.write_pages(written_pages())
-    return report.run(given, SECTIONS)
+    return report.run(options().parse(arguments), SECTIONS)
 
 
 SECTIONS: dict[str, Callable[[report.Session], Any]] = {

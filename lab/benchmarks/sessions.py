@@ -47,9 +47,6 @@ from lib import report
 from lib.internals import quiet_clock
 from lib.report import shown
 
-PAGE = pages.DOCS / "prefix.md"
-BEGIN, CLOSE = "<!-- sessions: written by lab/benchmarks/sessions.py -->", "<!-- end of sessions -->"
-
 START, END, LINE, WORDS = 1, 2, 3, range(10, 500)
 """Tokens that a template puts around messages, and all others."""
 
@@ -122,7 +119,9 @@ TOKEN_BYTES = 2 * 8 * 4
 
 
 def options() -> report.Options:
-    made = report.Options("sessions", __doc__, threads=2, quick="few families, turns and requests")
+    made = report.Options(
+        "sessions", __doc__, threads=2, quick="few families, turns and requests", writes=written_pages
+    )
     made.some_of("--only", list(SECTIONS), "sections", ["chats", "agent", "snapshots", "trace", "entries"])
     made.real_model()
     made.sized("--families", list(FAMILIES), ["llama", "gemma3"], "families of `chats`", lambda text: text.split(","))
@@ -132,7 +131,6 @@ def options() -> report.Options:
     made.sized("--entries", [100, 1000, 10_000], [50], "entries of `entries`", report.numbers)
     made.sized("--trials", 15, 1, "trials of `snapshots`")
     made.sized("--lasting", 10_000, 100, "requests after which memory is measured")
-    made.add("--write", action="store_true", help="write the recorded figures into docs/prefix.md, and stop")
     return made
 
 
@@ -531,14 +529,13 @@ def page_tables(record: Mapping[str, Any]) -> str:
     )
 
 
-def written_pages() -> dict[pathlib.Path, str]:
-    newest = max(pages.RECORDED.glob("sessions-*.json"))
-    return {PAGE: pages.between(PAGE.read_text(), BEGIN, CLOSE, page_tables(json.loads(newest.read_text())))}
+def written_pages() -> pages.Pages:
+    tables = page_tables(pages.newest("sessions"))
+    return pages.written("sessions", {(pages.DOCS / "prefix.md", "sessions"): tables})
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    given = options().parse(arguments)
-    return pages.write_pages(written_pages()) if given.write else report.run(given, SECTIONS)
+    return report.run(options().parse(arguments), SECTIONS)
 
 
 if __name__ == "__main__":

@@ -28,15 +28,15 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
+import pages
 from kvlayers.eviction import eviction_rule, eviction_rule_names
 from kvlayers.options import tokens
 from kvlayers_lab.tasks.summary import TaskOutcome, summarize
 from lib.internals import is_registered, named_cache
-from pages import DOCS, RECORDED, ROOT, between, markdown, measured_at
+from pages import DOCS, RECORDED, ROOT, markdown, measured_at
 
 RESULTS = ROOT / "lab" / "benchmarks" / "results"
 CHOOSING = DOCS / "choosing.md"
-BEGIN, END = "<!-- tasks: written by lab/benchmarks/tasks.py -->", "<!-- end of tasks -->"
 
 CACHES = ("--bits", "8,fp8,4,2", "--cache", "sink", "--against", "transformers")
 """The caches beside the exact one, of docs/choosing.md."""
@@ -153,7 +153,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtype", default="bfloat16", help="dtype of the models (bfloat16)")
     parser.add_argument("--threads", type=int, help="threads of torch")
     parser.add_argument("--record", action="store_true", help="record the figures, and write them into the page")
-    parser.add_argument("--write", action="store_true", help="write the recorded figures into the page")
+    pages.add_write(parser, written_pages)
     given = parser.parse_args(arguments)
     if given.only and given.record:
         parser.error("a record has all caches: leave out either --only or --record")
@@ -309,13 +309,14 @@ def weakness(found: Mapping[str, Any]) -> str:
     )
 
 
-def with_tables(page: str, records: Sequence[Mapping[str, Any]]) -> str:
-    return between(page, BEGIN, END, tables(records))
+def written_pages() -> pages.Pages:
+    records = {caches.page: recorded(caches.prefix) for caches in CACHES_OF.values()}
+    return pages.written("tasks", {(page, "tasks"): tables(found) for page, found in records.items() if found})
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     given = parse(arguments)
-    if not given.model and not given.write:
+    if not given.model:
         print("tasks.py: pass --model, once for each model, or --write.", file=sys.stderr)
         return 2
     for model in given.model:
@@ -323,11 +324,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(table(found))
         if given.record:
             print(record(found, CACHES_OF[given.caches].prefix))
-    if given.record or given.write:
-        for caches in CACHES_OF.values():
-            if records := recorded(caches.prefix):
-                caches.page.write_text(with_tables(caches.page.read_text(), records))
-                print(caches.page)
+    if given.record:
+        pages.write_pages(written_pages())
     return 0
 
 

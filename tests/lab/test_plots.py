@@ -114,7 +114,7 @@ def test_what_is_recorded_lacks_the_single_times_alone(record: Any) -> None:
 @versions.benchmarks_of_transformers
 def test_the_picture_of_the_readme_is_drawn_from_the_record_of_its_table(plots: Any, tmp_path: pathlib.Path) -> None:
     claimed = plots.claimed
-    found = claimed.read_record(claimed.recorded_path())["step"]
+    found = claimed.pages.parts("claims")["step"]
     steps, held = plots.picture(found).axes
     for axes, column in ((steps, claimed.MILLISECONDS), (held, claimed.MEGABYTES)):
         shown = {line.get_label(): list(line.get_ydata()) for line in axes.lines}
@@ -134,7 +134,7 @@ def test_the_picture_of_the_readme_is_drawn_from_the_record_of_its_table(plots: 
 def test_table_and_picture_say_the_same(plots: Any) -> None:
     """At the greatest length, the ratio in the table is that of the times in the picture, and so are the bytes."""
     claimed = plots.claimed
-    cells = claimed.read_record(claimed.recorded_path())["step"]["cells"]
+    cells = claimed.pages.parts("claims")["step"]["cells"]
     base = cells[claimed.length_row(claimed.TRANSFORMERS, claimed.LENGTHS[-1])]
     for row in (claimed.DYNAMIC, claimed.INT4):
         drawn = cells[claimed.length_row(row, claimed.LENGTHS[-1])]

@@ -4,7 +4,7 @@ import importlib
 import itertools
 import json
 import pathlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,19 +19,7 @@ from kvlayers.eviction import eviction_rule
 from kvlayers.eviction.selection import HEAD_FLOOR, select
 from models import fresh_model
 
-BENCHMARKS = pathlib.Path(__file__).parents[2] / "lab" / "benchmarks"
-
 pytestmark = [pytest.mark.slow, versions.benchmarks_of_transformers]
-
-
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Any]]:
-    """Imports a file of the folder of benchmarks by its name."""
-    pytest.importorskip("rich")
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    threads = torch.get_num_threads()
-    yield importlib.import_module
-    torch.set_num_threads(threads)
 
 
 class OtherValues(kvlayers.DynamicCache):
@@ -97,10 +85,9 @@ def check_decode(module: Any, results: Any) -> None:
 
 def check_fidelity(module: Any, results: Any) -> None:
     [measured] = results
-    for kind in ("plain", "outliers"):
-        exact = measured[kind][module.EXACT.name]
-        assert (exact["tokens"], exact["kl"], exact["kl_99"], exact["agreement"]) == (2 * 64, 0, 0, 1)
-        assert 0 < measured[kind]["transformers DynamicCache in bfloat16"]["kl"] < 1e-4
+    exact = measured["plain"][module.EXACT.name]
+    assert (exact["tokens"], exact["kl"], exact["kl_99"], exact["agreement"]) == (2 * 64, 0, 0, 1)
+    assert 0 < measured["plain"]["transformers DynamicCache in bfloat16"]["kl"] < 1e-4
     # Two layers, two KV heads of 64, keys and values, two bytes each.
     assert measured["bytes"]["transformers DynamicCache"]["bytes"] == 2 * 2 * 64 * 2 * 2
 
@@ -211,7 +198,7 @@ SCRIPTS = {
     ),
     "fidelity": Script(
         "fidelity", NATIVE, check_fidelity,
-        lambda module, patch: patch.setitem(module.FULL, module.EXACT, other(OtherValues)), (*NATIVE, "--outlier", "0"),
+        lambda module, patch: patch.setitem(module.FULL, module.EXACT, other(OtherValues)),
     ),
     "eviction": Script(
         "eviction", (*ONE_THREAD, "--steps", "8"), check_eviction,
@@ -339,7 +326,7 @@ def test_fidelity_goes_on_without_a_cache_that_fails(
 
     def run(library: str) -> int:
         makers = {fidelity.Contender(library, "native", 4): lambda config: Failing(config=config)}
-        return fidelity.main(["--quick", "--outlier", "0", "--output", str(tmp_path / "quick.json")], makers)
+        return fidelity.main(["--quick", "--output", str(tmp_path / "quick.json")], makers)
 
     assert run("transformers") == 0
     assert "transformers native, 4 bits failed: RuntimeError: no more" in capsys.readouterr().out
@@ -472,8 +459,8 @@ def test_divergences_are_compared_with_the_better_of_transformers(script: Any) -
     plain = {fidelity.Contender("transformers", name, 4).name: {"kl": kl} for name, kl in seen.items()}
     plain[fidelity.Contender("transformers", "quanto", 2).name] = {"failure": "no more"}
     plain[fidelity.Contender("transformers", "hqq", 2).name] = {"kl": float("nan")}
-    assert fidelity.better_baseline({"plain": plain}, "plain", 4) == {"kl": 0.1}
-    assert fidelity.better_baseline({"plain": plain}, "plain", 2) is None
+    assert fidelity.better_baseline(plain, 4) == {"kl": 0.1}
+    assert fidelity.better_baseline(plain, 2) is None
 
 
 ONLY_STATIC = ("--quick", "--skip", "decode,update,peak,sliding", "--trials", "1", "--steps", "16")

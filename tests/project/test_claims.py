@@ -1,6 +1,5 @@
 """The pages claim only recorded figures, and the script that reruns the claims measures each of them."""
 
-import importlib
 import json
 import math
 import pathlib
@@ -18,25 +17,23 @@ FIGURE = re.compile(r"\d[\d.,]*\s?(?:times|%|ms\b|us\b|of\s(?:the|their|its)\b|g
 
 
 @pytest.fixture
-def claimed(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(ROOT / "lab" / "benchmarks"))
-    return importlib.import_module("claimed")
+def claimed(script: Any) -> Any:
+    return script("claimed")
 
 
 @pytest.fixture
-def gpu_tables(claimed: Any) -> Any:
-    return importlib.import_module("gpu_tables")
+def gpu_tables(script: Any) -> Any:
+    return script("gpu_tables")
 
 
 @pytest.fixture
 def record(claimed: Any) -> Any:
-    return claimed.read_record(claimed.recorded_path())
+    return claimed.pages.parts("claims")
 
 
 @pytest.fixture
-def claims(claimed: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    pytest.importorskip("rich")
-    return importlib.import_module("claims")
+def claims(script: Any) -> Any:
+    return script("claims")
 
 
 def without(text: str, begin: str, end: str) -> str:
@@ -49,11 +46,9 @@ def prose_of(page: str) -> str:
 
 
 def test_the_readme_has_figures_in_written_sections_only(claimed: Any, gpu_tables: Any) -> None:
-    of_demo = importlib.import_module("demo")
-    page = without(claimed.README.read_text(), claimed.BEGIN_TABLE, claimed.END_TABLE)
-    page = without(page, claimed.of_prompts.BEGIN, claimed.of_prompts.END)
-    page = without(page, of_demo.BEGIN, of_demo.END)
-    page = without(page, of_demo.BEGIN_FIRST, of_demo.END_FIRST)
+    page = claimed.README.read_text()
+    for name, script in (("table", "claims"), ("prompts", "prompts"), ("demo", "demo"), ("demo in short", "demo")):
+        page = without(page, *claimed.pages.markers(name, script))
     assert FIGURE.findall(prose_of(without(page, gpu_tables.BEGIN_README, gpu_tables.END))) == []
 
 
@@ -87,7 +82,7 @@ def test_only_what_was_measured_is_claimed(claimed: Any, record: Any) -> None:
 def test_the_section_for_choosing_claims_only_what_is_recorded(claimed: Any) -> None:
     page = claimed.CHOOSING.read_text()
     measured = page[page.index("## What was measured") : page.index("## What each can do")]
-    assert FIGURE.findall(without(measured, claimed.BEGIN, claimed.END)) == []
+    assert FIGURE.findall(without(measured, *claimed.pages.markers("claims", "claims"))) == []
 
 
 def test_tables_link_to_sections_that_there_are(claimed: Any) -> None:
@@ -144,17 +139,13 @@ def test_what_is_recorded_is_replaced_measurement_by_measurement(
     def failing(run: Any) -> Any:
         raise RuntimeError("no more")
 
-    page = tmp_path / "choosing.md"
-    page.write_text(f"before\n{claimed.BEGIN}\n{claimed.END}\nafter\n")
-    readme = tmp_path / "README.md"
-    readme.write_text(f"before\n{claimed.BEGIN_TABLE}\n{claimed.END_TABLE}\nafter\n")
+    for name, marked in {"CHOOSING": "claims", "README": "table", "HOME": "table"}.items():
+        path = tmp_path / f"{name}.md"
+        path.write_text("\n".join(["before", *claimed.pages.markers(marked, "claims"), "after"]))
+        monkeypatch.setattr(claimed, name, path)
+    page = claimed.CHOOSING
     window = {"window": {claimed.DYNAMIC: {claimed.BYTES_OF_TRANSFORMERS: 0.125}}}
-    monkeypatch.setattr(claimed, "RECORDED", tmp_path)
-    monkeypatch.setattr(claimed, "CHOOSING", page)
-    monkeypatch.setattr(claimed, "README", readme)
-    home = tmp_path / "index.md"
-    home.write_text(f"home\n{claimed.BEGIN_TABLE}\n{claimed.END_TABLE}\n")
-    monkeypatch.setattr(claimed, "HOME", home)
+    monkeypatch.setattr(claimed.pages, "RECORDED", tmp_path)
     monkeypatch.setattr(claims, "MEASUREMENTS", {"window": lambda run: window, "offload": failing})
     old = {"step": {"cells": {}, "threads": 2, "at": claims.report.environment()}, "window": {"cells": {}}}
     (tmp_path / "claims-2020-01-01.json").write_text(json.dumps({"results": {"claims": old}}))
@@ -166,7 +157,7 @@ def test_what_is_recorded_is_replaced_measurement_by_measurement(
     assert kept["window"]["cells"] == window["window"]
     assert json.loads((tmp_path / "found.json").read_text())["failures"] == {"offload": "RuntimeError: no more"}
     assert page.read_text().startswith("before\n")
-    assert page.read_text().endswith("after\n")
+    assert page.read_text().endswith("after")
     assert "≤ 0.20 (0.125)" in page.read_text()
 
 
@@ -186,12 +177,7 @@ def test_what_a_machine_lacks_a_model_for_is_skipped_and_keeps_its_record(
 @versions.benchmarks_of_transformers
 def test_quick_runs_measure_every_claim_of_prompts(claims: Any, claimed: Any, tmp_path: pathlib.Path) -> None:
     output = tmp_path / "found.json"
-    arguments = ["--quick", "--only", "gemma,attention", "--threads", "1", "--output", str(output)]
-    threads = torch.get_num_threads()
-    try:
-        assert claims.main(arguments) == 0
-    finally:
-        torch.set_num_threads(threads)
+    assert claims.main(["--quick", "--only", "gemma,attention", "--threads", "1", "--output", str(output)]) == 0
     found = json.loads(output.read_text())["results"]["claims"]
     for group in (each for each in claimed.GROUPS if each.name in ("gemma", "attention")):
         assert all(claimed.value_of(found, group, claim) > 0 for claim in group.claims)

@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +20,8 @@ pytestmark = [pytest.mark.slow, versions.benchmarks_of_transformers]
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import gpu
-
-    threads = torch.get_num_threads()
-    yield gpu
-    torch.set_num_threads(threads)
+def gpu(script: Any) -> Any:
+    return script("gpu")
 
 
 def steps_in(folder: Path, stage: str) -> dict[str, dict[str, Any]]:

@@ -9,18 +9,12 @@ import pytest
 import kvlayers
 import versions
 
-BENCHMARKS = pathlib.Path(__file__).parents[2] / "lab" / "benchmarks"
-
 pytestmark = versions.benchmarks_of_transformers
 
 
 @pytest.fixture
-def memory(monkeypatch: pytest.MonkeyPatch) -> Any:
-    pytest.importorskip("rich")
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import memory
-
-    return memory
+def memory(script: Any) -> Any:
+    return script("memory")
 
 
 def test_what_a_budget_has_become_is_made_again(memory: Any) -> None:

@@ -12,19 +12,13 @@ import transformers as tf
 import versions
 from kvlayers.quantizers import quantizer_names, unregister_quantizer
 
-BENCHMARKS = pathlib.Path(__file__).parents[2] / "lab" / "benchmarks"
-
 pytestmark = versions.benchmarks_of_transformers
 
 
 @pytest.fixture
-def outliers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    pytest.importorskip("rich")
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import outliers
-
+def outliers(script: Any) -> Iterator[Any]:
     known = quantizer_names()
-    yield outliers
+    yield script("outliers")
     # A run registers quantizers that do not smooth keys.
     for name in set(quantizer_names()) - set(known):
         unregister_quantizer(name)

@@ -1,10 +1,8 @@
 """`lab/benchmarks/peers.py` asks another process for llama.cpp's figures, and says if it predicts other tokens."""
 
-import importlib
 import json
 import pathlib
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,8 +10,6 @@ import torch
 
 import versions
 from models import fresh_model
-
-BENCHMARKS = pathlib.Path(__file__).parents[2] / "lab" / "benchmarks"
 
 pytestmark = versions.benchmarks_of_transformers
 
@@ -53,14 +49,10 @@ def llama_print_system_info():
 
 
 @pytest.fixture
-def peers(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> Iterator[Any]:
-    pytest.importorskip("rich")
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    found = importlib.import_module("peers")
+def peers(script: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> Any:
+    found = script("peers")
     monkeypatch.setattr(found.pages, "RECORDED", tmp_path)
-    threads = torch.get_num_threads()
-    yield found
-    torch.set_num_threads(threads)
+    return found
 
 
 @pytest.fixture
@@ -114,7 +106,7 @@ def test_each_length_has_every_contender_and_other_tokens_fail(
 
     monkeypatch.setattr(peers.report.Session, "real", lambda run, dtype: Workload())
     output, page = tmp_path / "found.json", tmp_path / "benchmarks.md"
-    page.write_text(f"{peers.BEGIN}\n{peers.END}\n")
+    page.write_text("\n".join(peers.pages.markers("peers", "peers")))
     monkeypatch.setattr(peers, "PAGE", page)
     arguments = ["--peer-python", sys.executable, "--gguf", str(gguf), "--model", "tiny", "--threads", "1"]
     arguments += ["--lengths", "24,32", "--steps", "2", "--seconds", "0", "--record", "--output", str(output)]
@@ -123,7 +115,7 @@ def test_each_length_has_every_contender_and_other_tokens_fail(
     written = json.loads(output.read_text())
     assert [line.partition(" at ")[0] for line in written["wrong"]] == 2 * list(peers.PEERS)
     assert set(written["results"]["peers"]["24"]["figures"]) == {*peers.OWN, *peers.PEERS}
-    assert peers.recorded_today() == {"24", "32"}
+    assert peers.pages.parts_of_today("peers") == {"24", "32"}
     assert "| llama.cpp, q8_0 | 0.00 s |" in page.read_text()
     # What was recorded today is not measured again.
     assert peers.main([*arguments, "--resume"]) == 0

@@ -1,9 +1,7 @@
 """`lab/benchmarks/prompts.py` compares logits, keeps its record part by part, and holds it against the bounds."""
 
-import importlib
 import json
 import pathlib
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,7 +10,6 @@ import torch
 import kvlayers
 import versions
 
-BENCHMARKS = pathlib.Path(__file__).parents[2] / "lab" / "benchmarks"
 FEW = ["--quick", "--threads", "1", "--models", "llama-64", "--only", "bfloat16,float32,batch", "--lengths", "72"]
 FEW += ["--lengths-float32", "64", "--batch", "64", "--turn", "8"]
 
@@ -20,19 +17,15 @@ pytestmark = versions.benchmarks_of_transformers
 
 
 @pytest.fixture
-def tables(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> Any:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    found = importlib.import_module("prompt_tables")
-    monkeypatch.setattr(found, "RECORDED", tmp_path)
+def tables(script: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> Any:
+    found = script("prompt_tables")
+    monkeypatch.setattr(found.pages, "RECORDED", tmp_path)
     return found
 
 
 @pytest.fixture
-def prompts(tables: Any) -> Iterator[Any]:
-    pytest.importorskip("rich")
-    threads = torch.get_num_threads()
-    yield importlib.import_module("prompts")
-    torch.set_num_threads(threads)
+def prompts(script: Any, tables: Any) -> Any:
+    return script("prompts")
 
 
 class OtherValues(kvlayers.DynamicCache):
@@ -145,13 +138,13 @@ def test_a_part_replaces_its_own_record_alone_and_is_left_out_if_it_is_of_today(
             {"results": {"prompts": {"a: batch": {"at": at("2020-01-01")}, "b: batch": {"at": at("2020-01-01")}}}}
         )
     )
-    path = tables.keep({"b: batch": {"at": at(today)}}, {})
+    path = tables.pages.keep("prompts", {"b: batch": {"at": at(today)}}, {})
     assert list(tmp_path.glob("prompts-*.json")) == [path]
-    assert {name: part["at"]["date"][:10] for name, part in tables.read_record().items()} == {
+    assert {name: part["at"]["date"][:10] for name, part in tables.pages.parts("prompts").items()} == {
         "a: batch": "2020-01-01",
         "b: batch": today,
     }
-    assert prompts.recorded_today() == {"b: batch"}
+    assert tables.pages.parts_of_today("prompts") == {"b: batch"}
 
 
 def test_each_bound_can_be_missed(tables: Any) -> None:
@@ -195,11 +188,10 @@ def test_the_pages_say_what_the_record_has(tables: Any) -> None:
     assert "| a | 2,000 | 2,000 |  | 9 s | 9 s |  |" in tables.page_section(parts)
 
 
-def test_what_is_recorded_keeps_its_bounds_but_for_those_that_the_page_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    found = importlib.import_module("prompt_tables")
+def test_what_is_recorded_keeps_its_bounds_but_for_those_that_the_page_names(script: Any) -> None:
+    found = script("prompt_tables")
     # Nothing is held if there is no record, and the pages then claim nothing.
-    missed = [held for held in found.held_of(found.read_record()) if not held.holds]
+    missed = [held for held in found.held_of(found.pages.parts("prompts")) if not held.holds]
     assert [held for held in missed if not any(part in held[0] for part in found.STILL_MISSED)] == []
 
 

@@ -1,6 +1,5 @@
 """Pages have what is recorded, and a record has what was measured."""
 
-import importlib
 import json
 import os
 import pathlib
@@ -11,16 +10,13 @@ import pytest
 
 import versions
 
-ROOT = pathlib.Path(__file__).parents[2]
-
 
 @pytest.fixture
-def gpu_tables(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(ROOT / "lab" / "benchmarks"))
-    return importlib.import_module("gpu_tables")
+def gpu_tables(script: Any) -> Any:
+    return script("gpu_tables")
 
 
-BY_BENCHMARKS = ("outliers", "long_decode", "rows", "documents", "peers", "sessions", "memory")
+BY_BENCHMARKS = ("outliers", "long_decode", "rows", "documents", "peers", "sessions", "memory", "tasks")
 
 
 @pytest.mark.parametrize(
@@ -33,11 +29,8 @@ BY_BENCHMARKS = ("outliers", "long_decode", "rows", "documents", "peers", "sessi
         *(pytest.param(name, marks=versions.benchmarks_of_transformers) for name in BY_BENCHMARKS),
     ],
 )
-def test_pages_have_what_is_recorded(writer: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "lab" / "benchmarks"))
-    if writer in BY_BENCHMARKS:
-        pytest.importorskip("rich")
-    for path, due in importlib.import_module(writer).written_pages().items():
+def test_pages_have_what_is_recorded(script: Any, writer: str) -> None:
+    for path, due in script(writer).written_pages().items():
         if os.environ.get("KVLAYERS_WRITE_DOCS"):
             path.write_text(due)
         assert path.read_text() == due, f"{path} lacks recorded figures: run its benchmark with --write"
@@ -60,10 +53,9 @@ def test_other_figures_make_another_page(gpu_tables: Any, monkeypatch: pytest.Mo
 
 
 def test_of_a_stage_figures_and_what_is_wrong_are_recorded(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+    script: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
 ) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "lab" / "benchmarks"))
-    record = importlib.import_module("record")
+    record = script("record")
     figures = {"ms a step": {"int4": {"8 x 1": 12.35}}, "GB/s": {"a copy": 3.0}}
     step = {"status": "wrong", "figures": figures, "wrong": ["int4: an error " + 500 * "."]}
     found = {"date": "today", "versions": {}, "hardware": {"gpu": "GPU"}, "stage": "first"}
@@ -95,9 +87,8 @@ SUMMARY = "With kvlayers, dynamic decodes 3.0 times as fast\nas transformers' Dy
 
 
 @pytest.mark.parametrize("summary", ["", SUMMARY])
-def test_of_the_demo_the_table_and_the_summary_are_shown(summary: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "lab" / "benchmarks"))
-    demo = importlib.import_module("demo")
+def test_of_the_demo_the_table_and_the_summary_are_shown(script: Any, summary: str) -> None:
+    demo = script("demo")
     shown = demo.shown_of(PRINTED.format(summary=summary))
     at = {"date": "2026-11-29T01", "hardware": {"cpu": "CPU", "threads": 2}, "versions": {"transformers": "5.24.0"}}
     block = demo.block({**at, "results": {"demo": shown}})

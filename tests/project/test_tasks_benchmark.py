@@ -1,17 +1,16 @@
 """The table of the benchmark of tasks, also when there is nothing to compare."""
 
-import pathlib
 from typing import Any
 
 import pytest
 
-BENCHMARKS = pathlib.Path(__file__).parents[2] / "lab" / "benchmarks"
+
+@pytest.fixture
+def tasks(script: Any) -> Any:
+    return script("tasks")
 
 
-def test_caches_that_fail_and_tasks_that_are_too_hard_leave_cells_empty(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import tasks
-
+def test_caches_that_fail_and_tasks_that_are_too_hard_leave_cells_empty(tasks: Any) -> None:
     caches = {"kvlayers dynamic": (0.1, -2.0), "transformers hqq": (None, None)}
     counts = {"kvlayers dynamic": {"samples": 1, "failed": 0}, "transformers hqq": {"samples": 0, "failed": 1}}
     found: dict[str, Any] = {
@@ -48,19 +47,7 @@ def test_caches_that_fail_and_tasks_that_are_too_hard_leave_cells_empty(monkeypa
     ]
 
 
-def test_the_page_has_the_tables_of_the_records(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import tasks
-
-    page, records = tasks.CHOOSING.read_text(), tasks.recorded()
-    assert len(records) == 2
-    assert tasks.with_tables(page, records) == page
-
-
-def test_each_rule_is_measured_at_each_part_with_budgets_of_heads_and_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import tasks
-
+def test_each_rule_is_measured_at_each_part_with_budgets_of_heads_and_without(tasks: Any) -> None:
     names = tasks.eviction_names()
     assert len(set(names)) == len(names)
     assert {"snapkv:keep=0.25", "snapkv:keep=0.25,per_head=false", "random:keep=0.75"} <= set(names)
@@ -74,10 +61,7 @@ def test_each_rule_is_measured_at_each_part_with_budgets_of_heads_and_without(mo
     ]
 
 
-def test_recall_of_a_part_of_the_pages_is_one_cache_at_all_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import tasks
-
+def test_recall_of_a_part_of_the_pages_is_one_cache_at_all_lengths(tasks: Any) -> None:
     short, long = tasks.recall_runs([1024, 4096], "recall:")
     assert short.called["recall:recall.pages=4"] == long.called["recall:recall.pages=16"] == "recall:part=1/4"
     assert tasks.label("kvlayers recall:part=1/4", "") == "`recall`, 1/4 of the pages"

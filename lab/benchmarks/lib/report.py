@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+import pages
 from lib.contenders import roundings
 from lib.internals import default_text
 from lib.internals import environment as environment
@@ -38,9 +39,18 @@ class Options:
         doc: its docstring.
         threads: how many threads torch takes if nothing else is asked for.
         quick: what a quick run is; `None` if there is none.
+        writes: the pages with the records of this benchmark, for `--write`; `None` if it writes none.
     """
 
-    def __init__(self, name: str, doc: str | None, *, threads: int | None = None, quick: str | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        doc: str | None,
+        *,
+        threads: int | None = None,
+        quick: str | None = None,
+        writes: Callable[[], pages.Pages] | None = None,
+    ) -> None:
         self.parser = argparse.ArgumentParser(
             description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
         )
@@ -50,6 +60,8 @@ class Options:
         self.add("--output", type=pathlib.Path, help=f"JSON file (lab/benchmarks/results/{name}-<date>.json)")
         if quick is not None:
             self.add("--quick", action="store_true", help=quick)
+        if writes is not None:
+            pages.add_write(self.parser, writes)
 
     def sized(self, flag: str, usual: Any, quick: Any, what: str, kind: Callable[[str], Any] = int) -> None:
         """Add an option whose default is another one in a quick run."""
@@ -83,7 +95,7 @@ class Options:
         for name, (usual, quick) in self._of_run.items():
             if getattr(given, name) is None:
                 setattr(given, name, quick if getattr(given, "quick", False) else usual)
-        if self._needs_model and given.model is None and not getattr(given, "write", False):
+        if self._needs_model and given.model is None:
             self.parser.error(NO_MODEL)
         given.output = given.output or RESULTS / f"{self._name}-{datetime.datetime.now():%Y-%m-%d-%H%M%S}.json"
         return given

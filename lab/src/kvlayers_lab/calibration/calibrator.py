@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 from transformers.utils import logging
@@ -140,18 +141,15 @@ class Calibration:
         """
         file = file_of(path)
         try:
-            content = json.loads(file.read_text(encoding="utf-8"))
-            uniform = content["uniform"]
-            return cls(
-                _setting(content["chosen"]),
-                None if uniform is None else _setting(uniform),
-                tuple(Sensitivity.of(**part) for part in content["sensitivities"]),
-            )
+            found = msgspec.json.decode(file.read_bytes(), type=cls)
+            for setting in filter(None, (found.chosen, found.uniform)):
+                QuantizedCacheConfig(**setting.cache_config)
+            return found
         except OSError as error:
             raise OptionError(
                 f"`path`: {file} cannot be read ({error.strerror or error}): pass a file that Calibration.save() wrote."
             ) from error
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        except (msgspec.MsgspecError, ValueError, TypeError, RecursionError) as error:
             raise OptionError(
                 f"`path`: {file} is not a calibration that Calibration.save() wrote ({type(error).__name__}: {error}): "
                 "name another file, or calibrate again."
@@ -162,11 +160,6 @@ def file_of(path: str | os.PathLike[str]) -> Path:
     """The file for a path: the path itself if it ends in `.json`, otherwise `FILE_NAME` in that directory."""
     named = Path(path)
     return named if named.suffix == ".json" and not named.is_dir() else named / FILE_NAME
-
-
-def _setting(entry: dict[str, Any]) -> MeasuredSetting:
-    options = QuantizedCacheConfig(**entry["cache_config"])
-    return MeasuredSetting(dict(options), float(entry["bytes_per_token"]), float(entry["divergence"]))
 
 
 UNIFORM_MEASURED = 3

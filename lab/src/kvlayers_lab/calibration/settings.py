@@ -10,7 +10,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from typing_extensions import Self
 
 from kvlayers import DynamicCache, Quantization, QuantizedCache, QuantizedLayer, models
 from kvlayers.errors import OptionError
@@ -216,13 +215,6 @@ class Sensitivity:
     layer: int
     side: Side
     divergence: dict[int, float]
-
-    @classmethod
-    def of(cls, layer: int, side: Side, divergence: Mapping[str, float]) -> Self:
-        """From JSON types. Raises `ValueError` or `TypeError` if they are not those of a sensitivity."""
-        if side not in SIDES:
-            raise ValueError(f"side {side!r}")
-        return cls(int(layer), side, {int(nbits): float(loss) for nbits, loss in divergence.items()})
 
 
 def measure_sensitivities(

@@ -11,6 +11,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, BinaryIO, ClassVar
 
+import msgspec
+
 from kvlayers import weights_id
 from kvlayers.errors import KVLayersError
 from kvlayers_lab.measuring.environment import package_versions
@@ -20,7 +22,7 @@ from kvlayers_lab.tasks.summary import TaskOutcome
 
 FORMAT_VERSION = 1
 
-NO_RECORD = (AttributeError, KeyError, TypeError, ValueError)
+NO_RECORD = (KeyError, TypeError, ValueError, msgspec.MsgspecError)
 """Errors of a line that is no record."""
 
 MOST_SHOWN = 24
@@ -187,9 +189,7 @@ class PassageFile(RunFile, NoRecord):
     DAMAGE = "has no scores"
 
     def _take(self, record: dict[str, Any]) -> None:
-        fields = record["scores"].items()
-        arguments: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in fields}
-        scores, name = PassageScores(**arguments), record["cache"]
+        scores, name = msgspec.convert(record["scores"], PassageScores), record["cache"]
         # A failure may be of the moment, such as a lack of memory: the passage is read again.
         if scores.failure is None and record["options"] == self._options.get(name):
             self._known.setdefault(record["passage"], {})[name] = scores
@@ -244,8 +244,10 @@ class ResultsFile(RunFile):
 
     def _take(self, record: dict[str, Any]) -> None:
         made_with = record.pop("options", None)
-        outcome = TaskOutcome(**record)
-        if not _is_outcome(outcome):
+        outcome = msgspec.convert(record, TaskOutcome)
+        figures = (outcome.score, outcome.logprob)
+        # They are missing after a failure, and only then. Python's JSON has numbers that are not finite.
+        if any((each is None) != (outcome.failure is not None) or not math.isfinite(each or 0.0) for each in figures):
             raise ValueError
         if made_with == self._options.get(outcome.cache):
             self._known[_key(outcome)] = outcome
@@ -264,23 +266,6 @@ class ResultsFile(RunFile):
         options = {"options": self._options[outcome.cache]} if outcome.cache in self._options else {}
         self._add({**dataclasses.asdict(outcome), **options})
         self._known[_key(outcome)] = outcome
-
-
-_NONE = type(None)
-_TYPES = {
-    "cache": (str,), "task": (str,), "length": (int,), "depth": (int, float, _NONE), "index": (int,),
-    "score": (int, float, _NONE), "logprob": (float, _NONE), "answer": (str,), "failure": (str, _NONE),
-}  # fmt: skip
-"""The types of the fields of an outcome. A bool is no int here."""
-
-
-def _is_outcome(outcome: TaskOutcome) -> bool:
-    """Whether all fields that a file gave have the types and values that `run_tasks` writes."""
-    if not all(type(getattr(outcome, name)) in types for name, types in _TYPES.items()):
-        return False
-    are_shares = all(each is None or 0 <= each <= 1 for each in (outcome.depth, outcome.score))
-    missing = [each is None for each in (outcome.score, outcome.logprob)]
-    return are_shares and missing == [outcome.failure is not None] * 2 and math.isfinite(outcome.logprob or 0.0)
 
 
 def _key(outcome: TaskOutcome) -> SampleKey:

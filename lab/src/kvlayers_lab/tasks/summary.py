@@ -4,7 +4,11 @@ import dataclasses
 import statistics
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
+
+Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
 
 @dataclass(frozen=True)
@@ -26,9 +30,9 @@ class TaskOutcome:
     cache: str
     task: str
     length: int
-    depth: float | None
+    depth: Share | None
     index: int
-    score: float | None
+    score: Share | None
     logprob: float | None
     answer: str
     failure: str | None = None

@@ -434,7 +434,7 @@ class LayerwiseOperations(LayerList):
         self._change_sequences(lambda layer: layer.select(rows))
         self._select_facts(rows)
 
-    def _change_sequences(self, change: Callable[[LayerOperations], None]) -> None:
+    def _change_sequences(self, change: Callable[[CacheLayer], None]) -> None:
         """Change each layer. If memory runs out, the rest follows when the cache has given way."""
         changed = 0
         while changed < len(layers := self.adapted_layers()):

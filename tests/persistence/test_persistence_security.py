@@ -24,7 +24,7 @@ from damage import damaged
 from kvlayers import KVLayersError, inspect_cache, load_cache, save_cache
 from kvlayers.errors import CacheFileError
 from kvlayers.persistence import rebuild
-from kvlayers.persistence.json_text import DTYPES, canonical
+from kvlayers.persistence.format import DTYPES, canonical
 from kvlayers.persistence.safetensors_header import TensorEntry, file_header
 from kvlayers.persistence.tensor_file import content_of
 from models import CONFIGS

@@ -17,7 +17,7 @@ import transformers
 
 import kvlayers
 from kvlayers.errors import CacheFileError, CachePathError, KVLayersError
-from kvlayers.persistence.json_text import canonical
+from kvlayers.persistence.format import canonical
 from kvlayers.prefix.backends import GoneError, UnreachableError
 from kvlayers.prefix.backends.contract import Content, StoredFile
 from kvlayers.prefix.backends.local import LocalBackend

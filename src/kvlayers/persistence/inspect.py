@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvlayers.core.layer_operations import LAYER_CLASSES
 from kvlayers.errors import CacheFileError
-from kvlayers.persistence.json_text import refuse
+from kvlayers.persistence.format import refuse
 from kvlayers.persistence.node_file import NodeRecord, is_node, read_node
 from kvlayers.persistence.rebuild import SavedFile, loads_prefixes
 from kvlayers.persistence.safetensors_header import TOKEN_IDS, checked_path

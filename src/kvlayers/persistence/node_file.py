@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kvlayers.persistence.json_text import MOST_FILE_BYTES, Count, canonical, parsed, refuse, shown
+from kvlayers.persistence.format import MOST_FILE_BYTES, Count, canonical, parsed, refuse, shown
 from kvlayers.persistence.safetensors_header import (
     DIGESTS,
     TOKEN_IDS,

@@ -18,10 +18,12 @@ from kvlayers.persistence.format import (
     CacheRecord,
     LayerRecord,
     layer_prefix,
+    parsed,
     read_description,
+    refuse,
     rotary_name,
+    shown,
 )
-from kvlayers.persistence.json_text import parsed, refuse, shown
 from kvlayers.persistence.node_file import is_node
 from kvlayers.persistence.safetensors_header import DIGESTS, TOKEN_IDS
 from kvlayers.persistence.tensor_file import TensorFile

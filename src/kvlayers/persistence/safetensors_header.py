@@ -12,7 +12,7 @@ import msgspec
 import torch
 
 from kvlayers.errors import CacheFileError, CachePathError, OptionError
-from kvlayers.persistence.json_text import MOST_FILE_BYTES, Count, canonical, decoded, refuse, shown
+from kvlayers.persistence.format import MOST_FILE_BYTES, Count, canonical, decoded, refuse, shown
 
 FORMAT = "kvlayers.cache"
 FORMAT_VERSION = "8"

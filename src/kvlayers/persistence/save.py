@@ -17,16 +17,17 @@ from kvlayers.persistence.atomic_file import replacing
 from kvlayers.persistence.fingerprint import model_record
 from kvlayers.persistence.format import (
     DESCRIPTION,
+    DTYPES,
     OWN_METADATA,
     CacheRecord,
     Description,
     LayerRecord,
     ModelRecord,
+    canonical,
     layer_prefix,
     metadata_text,
     rotary_name,
 )
-from kvlayers.persistence.json_text import DTYPES, canonical
 from kvlayers.persistence.safetensors_header import TOKEN_IDS, Header, TensorEntry, checked_path, file_header
 from kvlayers.persistence.tensor_file import write_file
 from kvlayers.version import __version__

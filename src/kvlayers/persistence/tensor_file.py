@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvlayers.errors import CachePathError, StateMismatchError
-from kvlayers.persistence.json_text import refuse, shown
+from kvlayers.persistence.format import refuse, shown
 from kvlayers.persistence.safetensors_header import (
     DIGEST_BYTES,
     DIGESTS,

@@ -15,7 +15,7 @@ import torch
 from kvlayers.core.cache import Cache
 from kvlayers.errors import OptionError, StateMismatchError
 from kvlayers.persistence.fingerprint import model_fields
-from kvlayers.persistence.json_text import canonical
+from kvlayers.persistence.format import canonical
 
 Tokens = npt.NDArray[np.int64]
 """Token ids, `[tokens]`."""

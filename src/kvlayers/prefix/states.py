@@ -20,8 +20,7 @@ from kvlayers.core.token_layer import TokenLayer
 from kvlayers.core.token_store import KVPair
 from kvlayers.errors import CacheFileError, UnsupportedLayerError
 from kvlayers.kernels.codes.smoothing import NAMES as SMOOTHING_NAMES
-from kvlayers.persistence.format import Description, LayerRecord, ModelRecord, layer_prefix
-from kvlayers.persistence.json_text import DTYPES, canonical
+from kvlayers.persistence.format import DTYPES, Description, LayerRecord, ModelRecord, canonical, layer_prefix
 from kvlayers.persistence.node_file import (
     CACHE,
     EntryFacts,

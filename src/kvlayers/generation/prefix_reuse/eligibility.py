@@ -15,7 +15,7 @@ from kvlayers.core.cache import Cache
 from kvlayers.errors import ConfigError, KVLayersError
 from kvlayers.generation.prefix_reuse.active_store import ActiveStore
 from kvlayers.persistence.fingerprint import Remembered
-from kvlayers.persistence.json_text import canonical
+from kvlayers.persistence.format import canonical
 from kvlayers.prefix import Hit
 from kvlayers.rope.from_config import depends_on_length
 from kvlayers.upstream import cache_argument, generate_calls, implementations, model_layers, model_types

@@ -16,7 +16,7 @@ from torch import Tensor
 from kvlayers.core.cache import Cache
 from kvlayers.generation.prefix_reuse.eligibility import IneligibleError, StorePart
 from kvlayers.persistence.fingerprint import model_fields
-from kvlayers.persistence.json_text import canonical
+from kvlayers.persistence.format import canonical
 from kvlayers.prefix import Hit
 from kvlayers.upstream import model_types
 

@@ -169,10 +169,11 @@ def test_other_states_are_refused() -> None:
     store, lists = ragged([[3, 40], [20, 6]])
     store.truncate(store.length - store.tail.length)
     lists.crop(3)
-    with pytest.raises(StateMismatchError, match="batch size 2"):
-        store.validate(*states(3, 1))
-    with pytest.raises(StateMismatchError, match="dtype"):
-        store.validate(*(side.half() for side in states(2, 1)))
+    for take in (store.validate, store.take_in):
+        with pytest.raises(StateMismatchError, match="batch size 2"):
+            take(*states(3, 1))
+        with pytest.raises(StateMismatchError, match="dtype"):
+            take(*(side.half() for side in states(2, 1)))
     step(store, lists)
 
 

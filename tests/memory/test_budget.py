@@ -222,13 +222,23 @@ def test_the_host_comes_when_codes_do_not_fit(monkeypatch: pytest.MonkeyPatch) -
     assert "host" in cache.budget.note
 
 
-def test_what_gave_way_by_hand_stays_rounded() -> None:
+@pytest.mark.parametrize("tokens", [600, 100])
+def test_what_gave_way_by_hand_stays_rounded(tokens: int) -> None:
+    """Also if it had so few tokens that all of them were exact."""
     cache = DynamicCache(max_bytes=900 * TOKEN_BYTES)
-    read(cache, [600])
+    read(cache, [tokens])
     assert cache.give_way() == "int8"
-    before = max(exact_tokens(cache))
-    read(cache, [1] * 200, first=600)
-    assert max(exact_tokens(cache)) <= before + 64
+    read(cache, [1] * 200, first=tokens)
+    assert max(exact_tokens(cache)) <= 128 + 64
+
+
+def test_bytes_of_layers_that_cannot_give_way_count() -> None:
+    budget = int(TOKENS * TOKEN_BYTES * 0.75)
+    cache = DynamicCache(config=tf.LlamaConfig(**SMALL), max_bytes=budget)
+    cache.layers[1] = kvlayers.StaticLayer(TOKENS)
+    read(cache, [1, TOKENS - 1])
+    assert cache.nbytes <= budget
+    assert [layer.fidelity for layer in cache.layers] == ["rounded", "exact", "rounded"]
 
 
 def test_nothing_changes_if_a_pass_does_not_fit() -> None:

@@ -154,9 +154,10 @@ class Budget:
         if isinstance(self.max_bytes, Fraction):
             whole = sum(each.exact(self.length_hint or 0) for each in held)
             self.max_bytes = int(self.max_bytes * (free_memory(keys.device) if self.is_of_free else whole))
-        fixed = sum(layer.nbytes for layer in layers if not holders(layer))
-        last = tokens + self._fitted(cache, held, self.max_bytes - fixed, tokens, is_whole)
-        self._planned = last, keys.shape[0], len(layers), width
+        others_held = [layer for layer in layers if not holders(layer)]
+        more = self._fitted(cache, held, self.max_bytes - sum(layer.nbytes for layer in others_held), tokens, is_whole)
+        # What they hold is known once they have taken in tokens. Before, there is room for this pass alone.
+        self._planned = tokens + (more if length or not others_held else 0), keys.shape[0], len(layers), width
 
     def _fitted(self, cache: Any, held: "list[_Held]", nbytes: int, tokens: int, is_whole: bool) -> int:
         """Give way so that all tokens fit in `nbytes` bytes. Returns how many more fit then.

@@ -1,5 +1,6 @@
 """What each kind of cache costs for a model and a context, which one to use within a budget, and why."""
 
+import bisect
 import dataclasses
 import functools
 import html
@@ -574,13 +575,7 @@ def longest_context(fits: Callable[[int], bool], guess: int = 1) -> int | None:
         else:
             most, tokens = tokens, tokens - step
         step *= 2
-    while least + 1 < most:
-        middle = (least + most) // 2
-        if fits(middle):
-            least = middle
-        else:
-            most = middle
-    return least
+    return least + bisect.bisect_left(range(least + 1, most), True, key=lambda tokens: not fits(tokens))
 
 
 def _missing(

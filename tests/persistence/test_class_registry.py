@@ -63,8 +63,8 @@ def test_threads_that_register_and_unregister_lose_no_name(frequent_switches: No
 
 def test_a_class_goes_by_its_other_name_when_one_is_removed() -> None:
     things = _things()
-    things.register(Thing, "first")
-    things.register(Thing, "second")
+    things.register(Thing, name="first")
+    things.register(Thing, name="second")
     assert things.name_of(Thing) == "second"
     things.remove("second")
     assert things.name_of(Thing) == "first"
@@ -126,7 +126,7 @@ def test_a_loaded_entry_point_names_its_class_whatever_its_package(the_package: 
 def test_an_entry_point_that_cannot_be_loaded_is_named(the_package: None, tmp_path: pathlib.Path) -> None:
     with pytest.raises(RegistryError, match=r"'Mine-broken'.*the_package\.missing:It.*ModuleNotFoundError"):
         LAYER_CLASSES.get("Mine-broken")
-    with pytest.raises(RegistryError, match=r"derived from kvlayers\.core\.layer_operations\.LayerOperations"):
+    with pytest.raises(RegistryError, match=r"derived from kvlayers\.core\.cache_layer\.CacheLayer"):
         LAYER_CLASSES.get("other")
     path = tmp_path / "chat.safetensors"
     save_cache(Chat(layers=[Mine()]), path)

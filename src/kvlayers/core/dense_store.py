@@ -782,13 +782,18 @@ class DenseStore(TokenStore):
 
     def _grown_capacity(self, needed: int) -> int:
         """Tokens to allocate for a tail when `needed` tokens must fit."""
-        hint, growth = self.length_hint, self.minimum_growth
-        if self._shared_tokens:
-            hint, growth = None if hint is None else hint - self._shared_tokens, min(growth, TAIL_MINIMUM_GROWTH)
-        elif not self._capacity:
-            # The first buffer at most doubles what comes: many caches are kept with a few tokens.
-            growth = min(growth, needed)
-        capacity = needed + max(needed // self.growth_divisor, growth)
+        shared, hint = self._shared_tokens, self.length_hint
+        if not shared:
+            return self.capacity_for(needed, hint)
+        return self._grown(needed, None if hint is None else hint - shared, TAIL_MINIMUM_GROWTH)
+
+    def capacity_for(self, needed: int, length_hint: int | None) -> int:
+        """Tokens to allocate when `needed` tokens must fit, in a store with this length hint."""
+        # The first buffer at most doubles what comes: many caches are kept with a few tokens.
+        return self._grown(needed, length_hint, self.minimum_growth if self._capacity else needed)
+
+    def _grown(self, needed: int, hint: int | None, most_growth: int) -> int:
+        capacity = needed + max(needed // self.growth_divisor, min(self.minimum_growth, most_growth))
         return capacity if hint is None or needed > hint else min(capacity, hint)
 
     def _capacity_of_copy(self, tokens: int) -> int:

@@ -88,6 +88,11 @@ def test_another_argument_of_the_wrong_kind_is_refused(how: dict[str, Any], word
         kvlayers.generate(tiny_model("llama"), IDS, **{**HOW, **how})
 
 
+def test_an_argument_that_is_given_twice_is_refused_as_by_python() -> None:
+    with kvlayers.installed(), pytest.raises(TypeError, match="multiple values for argument 'inputs'"):
+        tiny_model("llama").generate(IDS, inputs=IDS, **HOW)
+
+
 @pytest.mark.parametrize("given", ["a name", IDS, None])
 def test_what_is_no_model_is_refused(given: Any) -> None:
     calls: list[Callable[[], Any]] = [

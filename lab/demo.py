@@ -5,6 +5,7 @@ make demo ARGS='"Once upon a time" --tokens 64'
 python lab/demo.py --help
 """
 
+import contextlib
 import functools
 import itertools
 import os
@@ -25,10 +26,10 @@ from torch import Tensor
 from transformers import TextStreamer
 from transformers.generation.streamers import BaseStreamer
 
-from kvlayers import DynamicCache, PrefixStore, generate, models
+from kvlayers import DynamicCache, PrefixStore, generate, models, plan
 from kvlayers.commands.common import CHECK_FAILED, NO_OPTIONS, Dtype
 from kvlayers.commands.console import print_json
-from kvlayers.errors import ConfigError, KVLayersError, OptionError
+from kvlayers.errors import CapacityError, ConfigError, KVLayersError, OptionError
 from kvlayers.options import readable_bytes
 from kvlayers_lab.cli.console import bar_between_runs, measuring
 from kvlayers_lab.measuring.contenders import Contender, exact_names, is_supported, make_contender
@@ -213,6 +214,7 @@ TOKENS_OF_SAMPLES = 16
 PROMPT_OF_SAMPLES = 1024
 """Tokens: transformers reads them once for each sample, which would take minutes at 4k."""
 
+LIMITS = ("80%", "60%", "40%")
 QUESTION = "\n\nWhat is this text about? It is about"
 STORE_BESIDE_A_KEPT_CACHE = (
     "A cache that is kept serves one chat of one process. A store also serves other chats that begin alike, several "
@@ -389,6 +391,17 @@ def _compare(console: Console, loaded: LoadedModel, ids: Tensor, tokens: int, tr
     return results
 
 
+def _limit(console: Console, model: Any, tokens: int) -> None:
+    """Print what caches with a limit of bytes would hold."""
+    table = Table("max_bytes", "what it holds", box=box.SIMPLE_HEAD)
+    for limit in LIMITS:
+        with contextlib.suppress(CapacityError):
+            table.add_row(limit, plan(model, tokens, dtype=model.dtype, names=["dynamic"], max_bytes=limit).within)
+    # Few tokens take less than what a limit leaves exact.
+    if table.rows:
+        console.print(table)
+
+
 def _sample(console: Console, model: Any, ids: Tensor, tokens: int) -> tuple[Samples, Samples]:
     with bar_between_runs(console, len(LIBRARIES), f"{SAMPLES} samples of the prompt") as begin:
         found = []
@@ -512,6 +525,7 @@ def demo(
         check_length(loaded.model.config, ids.shape[1] + 2 * tokens + question.shape[1])
         _stream(console, loaded, ids, prompt, context, tokens)
         results = _compare(console, loaded, ids, tokens, trials)
+        _limit(console, loaded.model, ids.shape[1] + tokens)
         samples = _sample(console, loaded.model, ids[:, -PROMPT_OF_SAMPLES:], min(tokens, TOKENS_OF_SAMPLES))
         answers, is_other = _second_turn(console, loaded.model, ids, question, min(tokens, TOKENS_OF_SAMPLES))
         console.print(summary(results, samples, answers), style="bold", highlight=False)

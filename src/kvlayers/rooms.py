@@ -27,6 +27,7 @@ PROVIDED = {
     "offloading": "kvlayers.offload.offloading:Offloading.from_options",
     "place": "kvlayers.offload.offloaded_layer:placed",
     "give way": "kvlayers.memory.steps:give_way",
+    "room between passes": "kvlayers.generation.retried_pass:make_room_between",
     "pack": "kvlayers.memory.steps:pack",
     "offload": "kvlayers.memory.steps:offload",
     "onload": "kvlayers.memory.steps:onload",

@@ -39,6 +39,8 @@ def many(prompts: Any, **options: Any) -> Any:
 
 CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     "a truth as a length": (lambda: held().truncate(True), "`length` must be a whole number, got True"),
+    "more to remove than is held": (lambda: held().crop(-10), "within the 5 tokens .* got -10"),
+    "half a length": (lambda: held().truncate(2.5), "`length` must be a whole number, got 2.5"),
     "a truth to crop to": (lambda: held().crop(True), "must be a whole number, got True"),
     "a length of a layer as a text": (lambda: held().layers[0].check_truncate("3"), "`length` must be a whole number"),
     "half a length of a layer": (lambda: held().layers[0].nearest_restorable(1.5), "`length` must be a whole number"),

@@ -95,59 +95,42 @@ def begun(model: Any, make: Callable[[Any], Any], ids: torch.Tensor) -> Any:
     return cache
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_interrupted_step_is_noticed_and_cropped_away(kind: str) -> None:
-    model, ids = model_of("llama"), prompt(2, 14)
-    expected = decoded(model, begun(model, KINDS[kind], ids), ids, SEEN)
-    for layer in range(1, LAYERS):
-        cache = begun(model, KINDS[kind], ids)
-        with interrupted_at(model.model.layers[layer]):
-            passed(model, cache, ids[:, SEEN : SEEN + 1])
-        shown = r": 8, layers? [12 to]+: 7\): crop\(7\) the cache"
-        with pytest.raises(InterruptedPassError, match=shown):
-            cache.get_seq_length()
-        with pytest.raises(InterruptedPassError, match=r"crop\(7\) the cache"):
-            passed(model, cache, ids[:, SEEN : SEEN + 1])
-        with pytest.raises(InterruptedPassError):
-            passed(model, cache, ids[:, SEEN : SEEN + 1])
-        cache.crop(SEEN)
-        assert cache.get_seq_length() == SEEN
-        torch.testing.assert_close(decoded(model, cache, ids, SEEN), expected, rtol=0, atol=0)
+PASSES: dict[str, tuple[list[int], str, Callable[[Any], object]]] = {
+    "prompt": ([SEEN - 1], r"reset\(\) the cache", lambda cache: cache.reset()),
+    "step": ([SEEN - 1, 1, 1], r"crop\(7\) the cache", lambda cache: cache.crop(SEEN)),
+    "chunk": ([SEEN - 1, 1, 5], r"crop\(7\) the cache", lambda cache: cache.truncate(SEEN)),
+}
+"""New tokens of each pass, of which the last one is interrupted; what is said then; and how it is mended."""
 
 
+@pytest.mark.parametrize("which", PASSES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_interrupted_prefill_is_noticed_and_reset(kind: str) -> None:
-    model, ids = model_of("llama"), prompt(2, 12)
-    expected = decoded(model, begun(model, KINDS[kind], ids), ids, SEEN)
+def test_an_interrupted_pass_is_noticed_and_taken_back(kind: str, which: str) -> None:
+    model, ids, whole = model_of("llama"), prompt(2, 16), KINDS[kind](model_of("llama").config)
+    (*before, last), words, take_back = PASSES[which]
+    seen = sum(before)
+    for part in ids[:, : seen + last].split([*before, last], dim=1):
+        passed(model, whole, part)
+    expected = decoded(model, whole, ids, seen + last)
     for layer in range(1, LAYERS):
         cache = KINDS[kind](model.config)
+        for part in ids[:, :seen].split(before, dim=1) if before else ():
+            passed(model, cache, part)
         with interrupted_at(model.model.layers[layer]):
-            passed(model, cache, ids[:, : SEEN - 1])
-        with pytest.raises(InterruptedPassError, match=r"reset\(\) the cache") as raised:
-            passed(model, cache, ids[:, : SEEN - 1])
-        assert "crop(0)" not in str(raised.value)
-        cache.reset()
-        passed(model, cache, ids[:, : SEEN - 1])
-        passed(model, cache, ids[:, SEEN - 1 : SEEN])
-        torch.testing.assert_close(decoded(model, cache, ids, SEEN), expected, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_interrupted_chunk_is_noticed_and_truncated_away(kind: str) -> None:
-    model, ids = model_of("llama"), prompt(1, 16)
-    chunk, rest = ids[:, SEEN : SEEN + 5], SEEN + 5
-    whole = begun(model, KINDS[kind], ids)
-    passed(model, whole, chunk)
-    expected = decoded(model, whole, ids, rest)
-    cache = begun(model, KINDS[kind], ids)
-    with interrupted_at(model.model.layers[1]):
-        passed(model, cache, chunk)
-    with pytest.raises(InterruptedPassError):
-        passed(model, cache, ids[:, rest : rest + 1])
-    # Tokens that the residual has packed by then are packed for good: other codes than if they had come later.
-    assert cache.truncate(SEEN) == 0
-    passed(model, cache, chunk)
-    torch.testing.assert_close(decoded(model, cache, ids, rest), expected, rtol=0, atol=0.5 if kind == "packed" else 0)
+            passed(model, cache, ids[:, seen : seen + last])
+        if before:
+            with pytest.raises(InterruptedPassError, match=rf": {seen + last}, layers? [12 to]+: 7\)"):
+                cache.get_seq_length()
+        for _ in range(2):
+            with pytest.raises(InterruptedPassError, match=words) as raised:
+                passed(model, cache, ids[:, seen : seen + last])
+            assert "crop(0)" not in str(raised.value)
+        take_back(cache)
+        assert cache.get_seq_length() == seen
+        passed(model, cache, ids[:, seen : seen + last])
+        # Tokens that the residual has packed by then are packed for good: other codes than if they had come later.
+        rounded = 0.5 if (kind, which) == ("packed", "chunk") else 0
+        torch.testing.assert_close(decoded(model, cache, ids, seen + last), expected, rtol=0, atol=rounded)
 
 
 @pytest.mark.slow

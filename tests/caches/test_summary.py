@@ -1,7 +1,7 @@
 """What a cache says of itself, beside what it really holds."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
-from transformers import cache_utils as upstream
 
 import kvlayers
 import versions
@@ -36,24 +35,6 @@ def test_layers_that_are_alike_are_one_row() -> None:
     assert repr(summary).splitlines()[2].split() == ["0", "to", "1", "DynamicLayer", "40", "40", "60.0", "KiB"]
 
 
-def test_bits_are_those_of_keys_and_values() -> None:
-    cache = filled(kvlayers.QuantizedCache(config=LLAMA, key_nbits=8, value_nbits=4), tokens=400)
-    assert cache.summary().layers[0].bits == (8, 4)
-    assert " 8/4 " in repr(cache.summary())
-    assert filled(kvlayers.QuantizedCache(config=LLAMA, nbits=2)).summary().layers[0].bits == (2, 2)
-
-
-def test_windows_and_whole_layers_are_told_apart() -> None:
-    model = tiny_model("gemma3")
-    cache = kvlayers.DynamicCache(config=model.config)
-    with torch.no_grad():
-        model(prompt(1, WINDOW + 5), past_key_values=cache)
-    found = [(layer.kind, len(layer.layers)) for layer in cache.summary().layers]
-    assert sum(count for _, count in found) == len(cache.layers)
-    assert {kind for kind, _ in found} == {"SlidingLayer", "DynamicLayer"}
-    assert [layer.layers[0] for layer in cache.summary().layers][:2] == [0, len(cache.summary().layers[0].layers)]
-
-
 def test_states_are_counted_where_they_are_at_home(tmp_path: Path) -> None:
     disk = {"offloading": True, "offload_device": "disk", "offload_directory": tmp_path}
     on_disk = filled(kvlayers.DynamicCache(config=LLAMA, **disk))
@@ -63,54 +44,93 @@ def test_states_are_counted_where_they_are_at_home(tmp_path: Path) -> None:
     assert filled(kvlayers.OffloadedCache(config=LLAMA)).summary().bytes["host"] == 0
 
 
-@versions.kvlayers_recurrent_layers
-def test_an_evicting_cache_has_seen_more_than_it_holds() -> None:
-    cache = kvlayers.EvictingCache(LLAMA, rule="knorm", keep=0.5, recent_tokens=16, per_head=False)
-    [layers] = filled(cache, tokens=100).summary().layers
-    assert (layers.kind, layers.tokens, layers.held) == ("EvictingLayer", 100, 50)
-    assert layers.bytes["device"] == cache.nbytes
-    assert "2 x EvictingLayer, 100 tokens" in repr(cache)
+def passed(family: str, cache: Any, **ids: Any) -> Any:
+    """A cache that a model of a family has filled."""
+    with torch.no_grad():
+        tiny_model(family)(**ids, past_key_values=cache)
+    return cache
+
+
+WINDOWED = tf.MistralConfig(**COMMON, sliding_window=WINDOW)
+PACKED = {"config": LLAMA}
+EVICTING = {"rule": "knorm", "keep": 0.5, "recent_tokens": 16}
+Row = tuple[int, str, int, int | None, tuple[int, int] | None]
+ROWS: dict[str, tuple[Callable[[], Any], list[Row]]] = {
+    "full": (lambda: filled(kvlayers.DynamicCache(config=LLAMA)), [(2, "DynamicLayer", 40, 40, None)]),
+    "window": (lambda: filled(kvlayers.DynamicCache(config=WINDOWED)), [(2, "SlidingLayer", 40, WINDOW - 1, None)]),
+    "static window": (
+        lambda: filled(kvlayers.StaticCache(WINDOWED, 64)),
+        [(2, "StaticSlidingLayer", 40, WINDOW - 1, None)],
+    ),
+    "sink": (lambda: filled(kvlayers.SinkCache(16, 4, config=LLAMA)), [(2, "SinkLayer", 40, 15, None)]),
+    "bits of keys and of values": (
+        lambda: filled(kvlayers.QuantizedCache(**PACKED, key_nbits=8, value_nbits=4), tokens=400),
+        [(2, "QuantizedLayer", 400, 400, (8, 4))],
+    ),
+    "bits": (lambda: filled(kvlayers.QuantizedCache(**PACKED, nbits=2)), [(2, "QuantizedLayer", 40, 40, (2, 2))]),
+    "evicting": (
+        lambda: filled(kvlayers.EvictingCache(LLAMA, **EVICTING, per_head=False), tokens=100),
+        [(2, "EvictingLayer", 100, 50, None)],
+    ),
+    "recall": (
+        lambda: filled(kvlayers.DynamicCache(config=LLAMA, recall={"pages": 1}), tokens=300),
+        [(2, "RecallLayer", 300, 300, None)],
+    ),
+    "windows beside whole layers": (
+        lambda: passed("gemma3", kvlayers.DynamicCache(config=tiny_model("gemma3").config), input_ids=prompt(1, 13)),
+        [
+            (2, "SlidingLayer", 13, WINDOW - 1, None),
+            (1, "DynamicLayer", 13, 13, None),
+            (1, "SlidingLayer", 13, WINDOW - 1, None),
+        ],
+    ),
+    "a pair": (
+        lambda: passed(
+            "bart",
+            kvlayers.EncoderDecoderCache(
+                kvlayers.QuantizedCache(config=tiny_model("bart").config), kvlayers.DynamicCache()
+            ),
+            input_ids=prompt(1, 9),
+            decoder_input_ids=prompt(1, 4),
+        ),
+        [(2, "self QuantizedLayer", 4, 4, (4, 4)), (2, "cross DynamicLayer", 9, 9, None)],
+    ),
+    "beside a layer of transformers": (
+        lambda: filled(kvlayers.Cache(layers=[tf.cache_utils.DynamicLayer(), kvlayers.DynamicLayer()])),
+        # One of the two has spare room.
+        [(1, "DynamicLayer", 40, 40, None)] * 2,
+    ),
+    "a window of transformers": (
+        lambda: filled(
+            kvlayers.Cache(layers=[tf.cache_utils.DynamicSlidingWindowLayer(sliding_window=WINDOW) for _ in range(2)])
+        ),
+        [(2, "DynamicSlidingWindowLayer", 40, WINDOW - 1, None)],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ROWS)
+def test_layers_that_hold_the_same_are_a_row(case: str) -> None:
+    make, rows = ROWS[case]
+    cache = make()
+    summary = cache.summary()
+    assert [(len(own.layers), own.kind, own.tokens, own.held, own.bits) for own in summary.layers] == rows
+    assert summary.nbytes == cache.nbytes == sum(summary.bytes.values())
+    for own in summary.layers:
+        assert ("" if own.bits is None else "/".join(map(str, sorted(set(own.bits), reverse=True)))) in repr(summary)
 
 
 def test_layers_whose_heads_keep_different_numbers_of_tokens_are_one_row() -> None:
-    cache = filled(kvlayers.EvictingCache(LLAMA, rule="knorm", keep=0.5, recent_tokens=16), tokens=100)
     # Tables of the layers may differ by some bytes.
-    [layers] = cache.summary().layers
+    [layers] = filled(kvlayers.EvictingCache(LLAMA, **EVICTING), tokens=100).summary().layers
     assert layers.layers == range(2)
-    assert layers.bytes["device"] == cache.nbytes
 
 
-def test_a_cache_with_recall_holds_what_it_has_seen() -> None:
-    cache = filled(kvlayers.DynamicCache(config=LLAMA, recall={"pages": 1}), tokens=300)
-    [layers] = cache.summary().layers
-    assert (layers.kind, layers.tokens, layers.held, layers.bits) == ("RecallLayer", 300, 300, None)
-    assert layers.bytes["device"] > filled(kvlayers.DynamicCache(config=LLAMA), tokens=300).nbytes
-
-
+@versions.kvlayers_recurrent_layers
 def test_recurrent_layers_and_hybrid_ones_have_a_kind() -> None:
-    model = tiny_model("jamba")
-    cache = kvlayers.DynamicCache(config=model.config)
-    with torch.no_grad():
-        model(prompt(2, 5), past_key_values=cache)
+    cache = passed("jamba", kvlayers.DynamicCache(config=tiny_model("jamba").config), input_ids=prompt(2, 5))
     assert {layer.kind for layer in cache.summary().layers} == {"LinearAttentionLayer", "DynamicLayer"}
     assert cache.summary().bytes["device"] == sum(layer.nbytes for layer in cache.layers)
-
-
-def test_a_pair_has_both_parts() -> None:
-    model = tiny_model("bart")
-    pair = kvlayers.EncoderDecoderCache(kvlayers.QuantizedCache(config=model.config), kvlayers.DynamicCache())
-    with torch.no_grad():
-        model(input_ids=prompt(1, 9), decoder_input_ids=prompt(1, 4), past_key_values=pair)
-    summary = pair.summary()
-    assert [layer.kind for layer in summary.layers] == ["self QuantizedLayer", "cross DynamicLayer"]
-    assert [layer.tokens for layer in summary.layers] == [4, 9]
-    assert summary.nbytes == pair.nbytes == sum(summary.bytes.values())
-
-
-def test_layers_of_transformers_have_their_names() -> None:
-    cache = filled(kvlayers.Cache(layers=[tf.cache_utils.DynamicLayer(), kvlayers.DynamicLayer()]))
-    assert {layer.kind for layer in cache.summary().layers} == {"DynamicLayer"}
-    assert cache.summary().bytes["device"] == cache.nbytes
 
 
 def test_an_empty_cache_has_a_summary() -> None:
@@ -173,31 +193,3 @@ def test_the_representation_says_tokens_bits_batch_and_bytes() -> None:
     # Layers that hold other bytes are of one kind all the same.
     uneven = filled(kvlayers.DynamicCache(config=LLAMA), layers=1)
     assert repr(uneven).startswith("DynamicCache(2 x DynamicLayer, 40 tokens, batch 3, ")
-
-
-WINDOWED = tf.MistralConfig(**COMMON, sliding_window=WINDOW)
-
-
-@pytest.mark.parametrize(
-    ("make", "held"),
-    [
-        (lambda: kvlayers.DynamicCache(config=WINDOWED), WINDOW - 1),
-        (lambda: kvlayers.StaticCache(WINDOWED, 64), WINDOW - 1),
-        (lambda: kvlayers.SinkCache(16, 4, config=LLAMA), 15),
-        (lambda: kvlayers.DynamicCache(config=LLAMA), 40),
-        (
-            lambda: kvlayers.Cache(
-                layers=[upstream.DynamicSlidingWindowLayer(sliding_window=WINDOW) for _ in range(2)]
-            ),
-            WINDOW - 1,
-        ),
-    ],
-    ids=["window", "static window", "sink", "full", "transformers"],
-)
-def test_a_window_holds_fewer_tokens_than_it_has_seen(make: Any, held: int) -> None:
-    cache = filled(make())
-    [layers] = cache.summary().layers
-    assert (layers.tokens, layers.held) == (40, held)
-    head, row = repr(cache.summary()).splitlines()[1:]
-    assert head.split()[2:4] == ["seen", "held"]
-    assert row.split()[4:6] == ["40", str(held)]

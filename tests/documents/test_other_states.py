@@ -74,19 +74,7 @@ def test_a_changed_middle_and_decoding_stay_inexact(tmp_path: Path) -> None:
     assert exact.exact_tokens is None
 
 
-def test_each_row_knows_which_of_its_tokens_are_exact() -> None:
-    model = tiny_model("llama")
-    rows = kvlayers.merge([read(model, WHOLE)[0], joined(model, 0), joined(model, "100%")])
-    assert rows.exact_tokens == 9
-    assert [rows.extract(row).exact_tokens for row in range(3)] == [None, 9, None]
-    with pytest.raises(StateMismatchError, match="insert its documents"):
-        kvlayers.PrefixStore("1MiB").insert(WHOLE[0], rows.extract(1), model.config)
-    for row in (0, 2):
-        kvlayers.PrefixStore("1MiB").insert(WHOLE[0], rows.extract(row), model.config)
-    assert kvlayers.merge([read(model, ids)[0] for ids in (FIRST, SECOND)]).exact_tokens is None
-
-
-def test_a_moved_cache_knows_where_it_begins(tmp_path: Path) -> None:
+def test_a_moved_cache_knows_where_it_begins() -> None:
     model = tiny_model("llama")
     cache, _ = read(model, FIRST)
     moved = kvlayers.moved(cache, 30, model)
@@ -107,11 +95,6 @@ def test_a_moved_cache_knows_where_it_begins(tmp_path: Path) -> None:
     )
     with pytest.raises(StateMismatchError, match="must begin at position 0"):
         kvlayers.replace_tokens(moved, 2, 3, QUESTION[0], model, known_ids=FIRST)
-    with pytest.raises(StateMismatchError, match="insert its documents"):
-        kvlayers.PrefixStore("1MiB").insert(FIRST[0], moved, model.config)
-    kvlayers.save_cache(moved, tmp_path / "cache.safetensors")
-    loaded = kvlayers.load_cache(tmp_path / "cache.safetensors")
-    assert (loaded.first_position, loaded.exact_tokens) == (30, 0)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])

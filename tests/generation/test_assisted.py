@@ -11,6 +11,7 @@ import kvlayers
 import versions
 from drafts import draft_of, spread
 from kvlayers.generation import assisted
+from kvlayers.generation.call_cache import RollbackCache
 from kvlayers.upstream import compat
 from matrix import some
 from models import fresh_model, prompt
@@ -34,13 +35,13 @@ def generated(model: Any, **how: Any) -> Any:
 def rounds(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """How many drafts were accepted whole, and how many were taken back in part."""
     seen = {"accepted": 0, "rejected": 0}
-    original = assisted.RollbackCache.crop
+    original = RollbackCache.crop
 
     def crop(self: Any, tokens_to_remove: int) -> None:
         seen["rejected" if tokens_to_remove else "accepted"] += 1
         original(self, tokens_to_remove)
 
-    monkeypatch.setattr(assisted.RollbackCache, "crop", crop)
+    monkeypatch.setattr(RollbackCache, "crop", crop)
     return seen
 
 
@@ -55,7 +56,7 @@ def test_assistance_changes_no_token_of_a_recurrent_model(installed: None, round
             assert torch.equal(output.sequences, expected), (name, *how)
             assert output.past_key_values.get_seq_length() == expected.shape[1] - 1
             assert not any(layer.is_recording for layer in output.past_key_values.adapted_layers())
-            assert not isinstance(output.past_key_values, assisted.RollbackCache)
+            assert not isinstance(output.past_key_values, RollbackCache)
     assert rounds["rejected"] > 0
     assert rounds["accepted"] > 0
 

@@ -3,57 +3,18 @@
 import contextlib
 import json
 import pathlib
-import string
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-import tokenizers
 import torch
 import transformers
 
 import every_causal_model
 import kvlayers
 import models
+from chats import CHATML, FORGETFUL, LETTERS, SPECIAL, TEMPLATES, answer_without_cache, greedy, tokenizer_with
 from kvlayers import Chat
-
-LETTERS = string.ascii_letters + string.digits + " .,:!?'\n"
-SPECIAL = ["<|pad|>", "<|im_start|>", "<|im_end|>"]
-
-CHATML = (
-    "{% if messages[0]['role'] != 'system' %}<|im_start|>system\nBe kind.<|im_end|>\n{% endif %}"
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-"""As of many models: a system prompt of its own, once at the beginning."""
-
-TRIMMED = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}:{{ message['content'] | trim }}<|im_end|>"
-    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant:{% endif %}"
-)
-"""As of Llama 3: texts without spaces around them."""
-
-FORGETFUL = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
-    "{% if message['role'] == 'assistant' %}{{ message['content'][-4:] }}{% else %}{{ message['content'] }}{% endif %}"
-    "<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% if think %}hm\n{% endif %}{% endif %}"
-)
-"""As of models that reason: earlier answers are shortened, so turns do not begin with what was generated."""
-
-TEMPLATES = {"chatml": CHATML, "trimmed": TRIMMED, "forgetful": FORGETFUL}
-
-
-def tokenizer_with(template: str) -> Any:
-    """A tokenizer of single characters with a chat template."""
-    vocabulary = {token: number for number, token in enumerate([*SPECIAL, *LETTERS])}
-    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="?"))
-    inner.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex("[\\s\\S]"), "isolated")
-    inner.decoder = tokenizers.decoders.Fuse()
-    found = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=inner, pad_token=SPECIAL[0], bos_token=SPECIAL[1], eos_token=SPECIAL[2]
-    )
-    found.chat_template = template
-    return found
 
 
 @pytest.fixture
@@ -61,24 +22,10 @@ def tokenizer() -> Any:
     return tokenizer_with(CHATML)
 
 
-def greedy(tokens: int = 9) -> dict[str, Any]:
-    return {"max_new_tokens": tokens, "do_sample": False}
-
-
 def written() -> dict[str, Any]:
     """Options of an answer whose text has the same ids again: of letters, without spaces around it."""
     unwritten = [*range(len(SPECIAL)), *range(len(SPECIAL) + len(LETTERS), 97), len(SPECIAL) + LETTERS.index(" ")]
     return {**greedy(), "suppress_tokens": [*unwritten, len(SPECIAL) + LETTERS.index("\n")]}
-
-
-def answer_without_cache(model: Any, tokenizer: Any, messages: list[dict[str, str]], **template: Any) -> str:
-    """What a model answers that reads the whole conversation in each step."""
-    ids = tokenizer.apply_chat_template(
-        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True, **template
-    ).input_ids
-    output = model.generate(ids, attention_mask=torch.ones_like(ids), use_cache=False, **greedy())
-    text: str = tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
-    return text
 
 
 def checked_turns(chat: Chat, model: Any, tokenizer: Any, *questions: str) -> None:
@@ -237,45 +184,65 @@ def test_messages_of_tools(tokenizer: Any, tmp_path: pathlib.Path) -> None:
     assert loaded.cached_tokens == chat.cached_tokens > 0
 
 
-def test_bad_arguments(tokenizer: Any, tmp_path: pathlib.Path) -> None:
-    model = models.tiny_model("llama")
-    chat = Chat(model, tokenizer)
-    with pytest.raises(kvlayers.OptionError, match="a model with generate"):
-        Chat(tokenizer, model)
-    with pytest.raises(kvlayers.OptionError, match="has an encoder"):
-        Chat(models.tiny_model("t5"), tokenizer)
-    with pytest.raises(kvlayers.OptionError, match="`tokenizer` must be a tokenizer, got a NoneType"):
-        Chat(model, None)
-    with pytest.raises(kvlayers.OptionError, match="must have a chat template"):
-        Chat(model, tokenizer_with(""))
-    with pytest.raises(kvlayers.OptionError, match="must not have `tokenize`"):
-        Chat(model, tokenizer, chat_template_kwargs={"tokenize": False})
-    with pytest.raises(kvlayers.OptionError, match="namespace"):
-        Chat(model, tokenizer, namespace="user 1")
-    with pytest.raises(kvlayers.errors.RegistryError):
-        Chat(model, tokenizer, "dynamick", prefix_store=kvlayers.PrefixStore(max_bytes=2**20))
-    for message in ({"text": "Name a bird."}, {"role": "user", "content": None}):
-        with pytest.raises(kvlayers.OptionError, match="a role and a content"):
-            chat.ask(message)
-    for option in ("cache", "past_key_values"):
-        with pytest.raises(kvlayers.OptionError, match="a chat sets it"):
-            chat.ask("Name a bird.", **{option: kvlayers.DynamicCache()})
-    with pytest.raises(kvlayers.OptionError, match="a role and a content"):
-        Chat(model, tokenizer, messages=["Name a bird."])  # type: ignore[list-item]
-    with pytest.raises(kvlayers.OptionError, match="fork"):
-        chat.ask("Name a bird.", num_return_sequences=2, do_sample=True)
-    with pytest.raises(kvlayers.OptionError, match="a chat sets it"):
-        chat.ask("Name a bird.", attention_mask=torch.ones(1, 3))
-    with pytest.raises(kvlayers.OptionError, match="must be a name"):
-        Chat(model, tokenizer, kvlayers.DynamicCache(), prefix_store=kvlayers.PrefixStore(max_bytes=2**20))
-    with pytest.raises(kvlayers.errors.RegistryError):
-        Chat(model, tokenizer, "dynamick")
-    with pytest.raises(kvlayers.OptionError, match="Chat.load"):
-        Chat(model, tokenizer, filled(model))
-    stored = Chat(model, tokenizer, prefix_store=kvlayers.PrefixStore(max_bytes=2**20))
-    with pytest.raises(kvlayers.OptionError, match=r"keep\s+chat.messages"):
-        stored.save(tmp_path / "chat.safetensors")
-    assert chat.messages == []
+WRONG: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
+    "the other way round": (lambda model, tokenizer: Chat(tokenizer, model), "a model with generate"),
+    "an encoder": (lambda model, tokenizer: Chat(models.tiny_model("t5"), tokenizer), "has an encoder"),
+    "no tokenizer": (lambda model, tokenizer: Chat(model, None), "`tokenizer` must be a tokenizer, got a NoneType"),
+    "no template": (lambda model, tokenizer: Chat(model, tokenizer_with("")), "must have a chat template"),
+    "what a chat sets": (
+        lambda model, tokenizer: Chat(model, tokenizer, chat_template_kwargs={"tokenize": False}),
+        "must not have `tokenize`",
+    ),
+    "a namespace alone": (lambda model, tokenizer: Chat(model, tokenizer, namespace="user 1"), "namespace"),
+    "no cache's name": (lambda model, tokenizer: Chat(model, tokenizer, "dynamick"), "did you mean 'dynamic'"),
+    "no cache's name beside a store": (
+        lambda model, tokenizer: Chat(model, tokenizer, "dynamick", prefix_store=kvlayers.PrefixStore("1MiB")),
+        "did you mean 'dynamic'",
+    ),
+    "a cache beside a store": (
+        lambda model, tokenizer: Chat(
+            model, tokenizer, kvlayers.DynamicCache(), prefix_store=kvlayers.PrefixStore("1MiB")
+        ),
+        "must be a name",
+    ),
+    "a cache that has seen tokens": (lambda model, tokenizer: Chat(model, tokenizer, filled(model)), r"Chat\.load"),
+    "messages that are texts": (
+        lambda model, tokenizer: Chat(model, tokenizer, messages=["Name a bird."]),
+        "a role and a content",
+    ),
+    "a message without a role": (lambda model, tokenizer: Chat(model, tokenizer).ask({"text": "Name a bird."}), "role"),
+    "a message without a content": (
+        lambda model, tokenizer: Chat(model, tokenizer).ask({"role": "user", "content": None}),
+        "a role and a content",
+    ),
+    "a cache in a turn": (
+        lambda model, tokenizer: Chat(model, tokenizer).ask("Name a bird.", cache=kvlayers.DynamicCache()),
+        "a chat sets it",
+    ),
+    "a cache in a turn, as it was called": (
+        lambda model, tokenizer: Chat(model, tokenizer).ask("Name a bird.", past_key_values=kvlayers.DynamicCache()),
+        "a chat sets it",
+    ),
+    "a mask in a turn": (
+        lambda model, tokenizer: Chat(model, tokenizer).ask("Name a bird.", attention_mask=torch.ones(1, 3)),
+        "a chat sets it",
+    ),
+    "several answers": (
+        lambda model, tokenizer: Chat(model, tokenizer).ask("Name a bird.", num_return_sequences=2, do_sample=True),
+        "fork",
+    ),
+    "a file of a chat with a store": (
+        lambda model, tokenizer: Chat(model, tokenizer, prefix_store=kvlayers.PrefixStore("1MiB")).save("nowhere"),
+        r"keep\s+chat.messages",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_bad_arguments(what: str, tokenizer: Any) -> None:
+    call, message = WRONG[what]
+    with pytest.raises((kvlayers.OptionError, kvlayers.errors.RegistryError), match=message):
+        call(models.tiny_model("llama"), tokenizer)
 
 
 def filled(model: Any) -> kvlayers.DynamicCache:

@@ -1,5 +1,6 @@
 """Prompts that do not go on from what a cache has seen: errors without `install()`, and warnings under it."""
 
+import copy
 import pickle
 import warnings
 from collections.abc import Callable
@@ -75,6 +76,24 @@ def strict() -> Any:
     """Where a prompt that differs is an error, so that a false alarm is one too."""
     with kvlayers.installed(strict_prompts=True):
         yield
+
+
+@pytest.mark.usefixtures("strict")
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_a_cache_goes_on_with_its_model_or_an_equal_one_alone(family: str) -> None:
+    model, how = tiny_model(family), {"do_sample": False, "max_new_tokens": 3}
+    equal, other = copy.deepcopy(model), copy.deepcopy(model)
+    with torch.no_grad():
+        other.get_input_embeddings().weight += 1
+    cache = kvlayers.DynamicCache(config=model.config)
+    begun = behind(model.generate(prompt(1, 9), past_key_values=cache, **how))
+    output = equal.generate(begun, past_key_values=cache, **how)
+    assert torch.equal(output, model.generate(begun, **how))
+    longer = behind(output)
+    with pytest.raises(kvlayers.errors.PromptMismatchError, match="another model"):
+        other.generate(longer, past_key_values=cache, **how)
+    cache.reset()
+    assert torch.equal(other.generate(longer, past_key_values=cache, **how), other.generate(longer, **how))
 
 
 @pytest.mark.parametrize("kind", MAKERS)

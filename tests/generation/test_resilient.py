@@ -24,7 +24,7 @@ from kvlayers.generation.retried_pass import SteppedDownWarning
 from kvlayers.upstream import cache_argument
 from kvlayers.utils.tensor_memory import is_out_of_memory
 from matrix import once
-from models import CONFIGS, ENCODER_DECODERS, fresh_model, prompt
+from models import CONFIGS, fresh_model, prompt
 
 NEW_TOKENS = 8
 PADDED = torch.tensor([[0] * 5 + [1] * 7, [1] * 12])
@@ -630,7 +630,3 @@ def test_memory_that_is_kept_for_the_next_call_is_given_back(installed: None) ->
     assert len(idle) == 1
     retried_pass.release_memory()
     assert idle[0]() is None
-
-
-def test_every_family_here_is_of_a_known_kind() -> None:
-    assert set(ENCODER_DECODERS) < set(LAST_LAYER)

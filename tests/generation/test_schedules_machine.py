@@ -13,6 +13,7 @@ from torch import Tensor
 
 import families
 import kvlayers
+from chats import CHATML, answer_without_cache, greedy, tokenizer_with
 from kvlayers.errors import InterruptedPassError, KVLayersError, RollbackError, UnsupportedLayerError
 from models import given, tiny_model
 from vision_models import inputs, seeing_model
@@ -23,6 +24,8 @@ MOST = 40
 VOCAB = 90
 ROOM = 60
 """Tokens for which a store has memory: about three texts."""
+
+TOKENIZER = tokenizer_with(CHATML)
 
 texts = st.lists(st.integers(3, VOCAB), min_size=1, max_size=9)
 
@@ -48,6 +51,7 @@ class Schedules(RuleBasedStateMachine):
         self.pins: list[list[int]] = []
         self.cache, self.rows = self.read(text), [text]
         self.other = self.read([5, 6, 7]), [5, 6, 7]
+        self.chat = kvlayers.Chat(self.model, TOKENIZER, prefix_store=self.store)
 
     @torch.no_grad()
     def read(self, text: list[int]) -> Any:
@@ -216,6 +220,21 @@ class Schedules(RuleBasedStateMachine):
         else:
             got = kvlayers.generate(self.model, ids, prefix_store=self.store, **how)[0, ids.shape[1] :].tolist()
         assert got == wanted
+
+    @rule(said=st.text("ab .", min_size=1, max_size=5), before=st.sampled_from(["", "edit", "take back", "alone"]))
+    def talk(self, said: str, before: str) -> None:
+        """A turn of a chat, whose newest turn may be edited or taken back, or which leaves the store."""
+        messages = self.chat.messages if len(self.chat.messages) < 5 else []
+        if before == "edit" and messages:
+            messages[-1]["content"] = said
+        elif before == "take back":
+            del messages[-2:]
+        if before == "alone" or not messages:
+            store = None if before == "alone" else self.store
+            self.chat = kvlayers.Chat(self.model, TOKENIZER, messages=messages, prefix_store=store)
+        asked = [*map(dict, self.chat.messages), {"role": "user", "content": said}]
+        wanted = answer_without_cache(self.model, TOKENIZER, asked, 3)
+        assert self.chat.ask(said, **greedy(3)) == wanted
 
     @rule(number=st.integers(0, 3))
     def another_call_sees_an_image(self, number: int) -> None:

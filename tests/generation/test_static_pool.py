@@ -563,11 +563,3 @@ def test_a_model_is_collected_although_its_memory_was_kept(counted: None, instal
     gc.collect()
     assert known() is None
     assert caches.alive() == 0
-
-
-def test_who_says_how_much_is_reserved_gets_no_more(installed: None) -> None:
-    model = tiny_model("llama")
-    options = {"do_sample": False, "cache_implementation": "static"}
-    model.generate(prompt(1, 12), max_new_tokens=20, **options)
-    with pytest.raises(kvlayers.CapacityError, match="at most 16 tokens|reservation of 16"):
-        model.generate(prompt(1, 12), max_new_tokens=12, cache_config={"max_cache_len": 16}, **options)

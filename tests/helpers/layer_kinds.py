@@ -281,6 +281,8 @@ OPERATIONS: dict[str, Operation] = {
     "repeat": _repeat,
     "expand": _expand,
     "fork": _twin(lambda layer: layer.fork()),
+    # As that of a layer of transformers.
+    "shallow copy": _twin(copy.copy),
     "deepcopy": _twin(copy.deepcopy),
     "pickle": _twin(lambda layer: pickle.loads(pickle.dumps(layer))),
     "state": _state_round_trip,

@@ -85,7 +85,6 @@ windows_in_chunks = pytest.mark.skipif(
 )
 batches_continuously_on_a_cpu = _since("5.2", "continuous batching on a CPU")
 static_caches_count_in_a_tensor = _since("5.4", "static cache that counts in a tensor")
-max_length_of_transformers = _since("5.13", "get_max_length")
 cache_length_of_a_call = _since("5.13", "max_cache_len in a GenerationConfig")
 NO_END = None if Version("5.13") <= TRANSFORMERS else 10_000
 """For `eos_token_id`, where no token is to end a sequence. Before 5.13 prompt look-up asked for one: none of those that
@@ -107,9 +106,7 @@ compiled_by_length = pytest.mark.skipif(
     compat.MASKS_BY_CACHE_POSITION,
     reason=f"models of transformers {TRANSFORMERS} cannot be compiled without cache_position, as from 5.4 on",
 )
-fp8_of_transformers = _since("5.23", "fp8 layer")
 images_in_prefixes = _since("5.3", "method that makes positions of images")
-recording_of_transformers = _since("5.14", "past that a layer records")
 
 RECURRENT_FAMILIES = (
     *("mamba", "mamba2", "falcon_mamba", "jamba", "bamba", "granitemoehybrid", "lfm2", "qwen3_next", "qwen3_5"),

@@ -75,7 +75,6 @@ PATHS = {name: LIVE_PATHS[name] for name in ("keys and values", "iteration")} | 
 """Lists and subscripts ask the layer for the same as the first one does."""
 TWINS: dict[str, Callable[[kvlayers.Cache], kvlayers.Cache]] = {
     "deepcopy": copy.deepcopy,
-    "split": lambda cache: cache.batch_split(2, 2)[0],
     "pickle": lambda cache: pickle.loads(pickle.dumps(cache)),
 }
 
@@ -207,17 +206,6 @@ def test_keys_that_are_copies_are_changed_by_assignment(kind: str) -> None:
     oracle.keys, oracle.values = oracle.keys * 2, oracle.values * 3
     for _ in range(12):
         step(layer, oracle, 1, generator)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_shallow_copy_of_a_layer_goes_on_by_itself(kind: str) -> None:
-    """As one of transformers does. Shallow copies of a cache have the very same layers, there as here."""
-    generator = torch.Generator().manual_seed(0)
-    cache, oracle = filled(kind, 6, generator)
-    twin, twin_oracle = copy.copy(cache.layers[0]), oracle.copy()
-    step(twin, twin_oracle, 2, generator)
-    go_on(cache, oracle, generator)
-    assert copy.copy(cache).layers is cache.layers
 
 
 def test_reading_keys_moves_the_reader_alone() -> None:

@@ -95,7 +95,11 @@ def the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     package.Mine, package.Chat = Mine, Chat
     monkeypatch.setitem(sys.modules, "the_package", package)
     for classes, group, value in ((LAYER_CLASSES, "layers", "Mine"), (CACHE_CLASSES, "caches", "Chat")):
-        values = {f"{value}-broken": "the_package.missing:It", value: f"the_package:{value}"}
+        values = {
+            f"{value}-broken": "the_package.missing:It",
+            value: f"the_package:{value}",
+            "other": "the_package:Chat",
+        }
         points = [importlib.metadata.EntryPoint(name, value, f"kvlayers.{group}") for name, value in values.items()]
         monkeypatch.setitem(vars(classes), "_entry_points", importlib.metadata.EntryPoints(points))
         monkeypatch.setattr(classes, "_names", dict(classes._names))
@@ -106,6 +110,8 @@ def test_an_entry_point_of_a_class_from_another_module_names_it_in_files(
 ) -> None:
     path = tmp_path / "chat.safetensors"
     save_cache(Chat(layers=[Mine()]), path)
+    assert {"Mine", "other"} <= {*kvlayers.layers.layer_names()}
+    assert inspect_cache(path).layers == ("Mine",)
     loaded = load_cache(path)
     assert (type(loaded), type(loaded.layers[0])) == (Chat, Mine)
 
@@ -120,6 +126,8 @@ def test_a_loaded_entry_point_names_its_class_whatever_its_package(the_package: 
 def test_an_entry_point_that_cannot_be_loaded_is_named(the_package: None, tmp_path: pathlib.Path) -> None:
     with pytest.raises(RegistryError, match=r"'Mine-broken'.*the_package\.missing:It.*ModuleNotFoundError"):
         LAYER_CLASSES.get("Mine-broken")
+    with pytest.raises(RegistryError, match=r"derived from kvlayers\.core\.layer_operations\.LayerOperations"):
+        LAYER_CLASSES.get("other")
     path = tmp_path / "chat.safetensors"
     save_cache(Chat(layers=[Mine()]), path)
     for kind in ("Mine", "Chat"):

@@ -1,8 +1,6 @@
 """Kinds that kvlayers does not have: saved, loaded if they are registered, else refused by name."""
 
-import importlib.metadata
 import pathlib
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,7 +10,6 @@ from torch import Tensor
 
 import kvlayers
 from kvlayers import inspect_cache, load_cache, save_cache
-from kvlayers.core.layer_operations import LAYER_CLASSES
 from kvlayers.core.named_caches import cache_class_names, register_cache_class, unregister_cache_class
 from kvlayers.errors import CacheFileError, RegistryError, StateMismatchError
 from kvlayers.persistence.rebuild import check_remakeable
@@ -115,13 +112,6 @@ def test_what_is_registered_is_loaded_and_decodes_on(kind: str, registered: None
         assert torch.equal(one, other)
 
 
-def test_stores_and_hints_of_a_loaded_layer_are_those_that_were_saved(registered: None, path: pathlib.Path) -> None:
-    save_cache(kvlayers.Cache(layers=[RecentLayer(12, 3, SteppedStore(5)), kvlayers.StaticLayer(7, grow=True)]), path)
-    recent, static = load_cache(path).layers
-    assert (recent.most, recent.kept, type(recent.store), recent.store.step) == (12, 3, SteppedStore, 5)
-    assert (static.max_cache_len, static.store.grow) == (7, True)
-
-
 @pytest.mark.parametrize(
     ("kind", "named", "forget"),
     [
@@ -202,7 +192,7 @@ def test_forks_go_on_apart(kind: str) -> None:
 
 
 def test_layers_describe_the_layers_that_they_are_made_of(registered: None) -> None:
-    context = kvlayers.core.layer_registry.description_context({})
+    context = kvlayers.stores.DescriptionContext()
     linear = kvlayers.LinearAttentionLayer(2, kvlayers.layers.Checkpoints(every=8, most=3), tokens_at_once=1)
     hybrid = kvlayers.HybridLayer(kvlayers.OffloadedLayer(RecentLayer(12, 6, store=SteppedStore(5))), linear)
     twin = kvlayers.HybridLayer.from_description(hybrid.describe(), context)
@@ -218,7 +208,7 @@ def test_layers_describe_the_layers_that_they_are_made_of(registered: None) -> N
 
 @pytest.mark.parametrize("within", ["HybridLayer", "OffloadedLayer", "nothing", None, 3])
 def test_a_description_of_a_layer_in_itself_is_refused(within: object) -> None:
-    context = kvlayers.core.layer_registry.description_context({})
+    context = kvlayers.stores.DescriptionContext()
     for layer_class, name in ((kvlayers.HybridLayer, "attention"), (kvlayers.OffloadedLayer, "offloaded")):
         with pytest.raises((KeyError, kvlayers.KVLayersError)):
             layer_class.from_description({name: within}, context)
@@ -260,8 +250,8 @@ class Bare(kvlayers.CacheLayer):
         (kvlayers.layers.register_layer, Bare, "`batch_size`"),
         (kvlayers.layers.register_layer, Undescribed, "`kept`"),
         (kvlayers.layers.register_layer, Storeless, "`store`"),
-        (kvlayers.layers.register_layer, dict, "LayerOperations"),
-        (kvlayers.layers.register_layer, 3, "LayerOperations"),
+        (kvlayers.layers.register_layer, dict, "CacheLayer"),
+        (kvlayers.layers.register_layer, 3, "CacheLayer"),
         (kvlayers.stores.register_store, ForgetfulStore, "`step`"),
         (kvlayers.stores.register_store, RecentLayer, "TokenStore"),
         (register_cache_class, RecentLayer, "kvlayers.core.cache.Cache"),
@@ -299,25 +289,6 @@ def test_a_layer_is_registered_by_a_decorator_under_a_name_of_its_own(path: path
         assert type(load_cache(path).layers[0]) is Mine
     finally:
         kvlayers.layers.unregister_layer("recent, for this test")
-
-
-def test_a_layer_is_found_by_the_entry_point_of_its_package(
-    monkeypatch: pytest.MonkeyPatch, path: pathlib.Path
-) -> None:
-    monkeypatch.setitem(sys.modules, "another_package", sys.modules[__name__])
-    monkeypatch.setattr(RecentLayer, "__module__", "another_package")
-    point = importlib.metadata.EntryPoint("recent", "another_package:RecentLayer", "kvlayers.layers")
-    wrong = importlib.metadata.EntryPoint("wrong", "another_package:SteppedStore", "kvlayers.layers")
-    points = importlib.metadata.EntryPoints([point, wrong])
-    monkeypatch.setitem(vars(LAYER_CLASSES), "_entry_points", points)
-    # The registry notes the name of what it loads, which would outlive the entry point of this test.
-    monkeypatch.setattr(LAYER_CLASSES, "_names", dict(LAYER_CLASSES._names))
-    assert "recent" in kvlayers.layers.layer_names()
-    save_cache(kvlayers.Cache(layers=[RecentLayer(5)]), path)
-    assert inspect_cache(path).layers == ("recent",)
-    assert type(load_cache(path).layers[0]) is RecentLayer
-    with pytest.raises(RegistryError, match=r"derived from kvlayers\.core\.layer_operations\.LayerOperations"):
-        LAYER_CLASSES.get("wrong")
 
 
 def test_a_fact_that_layer_and_store_both_have_is_refused(path: pathlib.Path) -> None:

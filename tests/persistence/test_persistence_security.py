@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 import kvlayers
 import versions
+from damage import damaged
 from kvlayers import KVLayersError, inspect_cache, load_cache, save_cache
 from kvlayers.errors import CacheFileError
 from kvlayers.persistence import rebuild
@@ -256,14 +257,6 @@ FORGED: dict[str, tuple[str, Callable[[Forged], None]]] = {
     "a reservation below zero": ("static", _fact("max_cache_len", -5)),
     "a reservation of too little": ("static", _fact("max_cache_len", 5)),
     "a reservation that is a text": ("static", _fact("max_cache_len", "300")),
-    "a reservation of a layer in another one": (
-        "static",
-        lambda forged: (
-            _fact("max_cache_len", 2**30)(forged),
-            _fact("offloaded", "StaticLayer")(forged),
-            _set("layers", 0, "kind")("OffloadedLayer")(forged),
-        ),
-    ),
     "a reservation that grows from 2**30": (
         "static",
         lambda forged: [_fact("max_cache_len", None)(forged), _set("options", "max_cache_len")(2**30)(forged)],
@@ -464,6 +457,20 @@ def test_a_reservation_of_layers_that_are_made_from_a_config_is_limited(
     assert _outcome(path, CONFIGS["llama"]()) == "CacheFileError"
 
 
+@pytest.mark.parametrize("tokens", [20_000_000, -20_000_000, "300" * 2**18])
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_reservation_is_a_number_of_tokens(wrapped: bool, tokens: Any, path: pathlib.Path) -> None:
+    forged = Forged.of("static")
+    for layer in forged.cache["layers"]:
+        layer["facts"]["max_cache_len"] = tokens
+        if wrapped:
+            layer["facts"]["offloaded"] = layer["kind"]
+            layer["kind"] = "OffloadedLayer"
+    path.write_bytes(forged.content())
+    with pytest.raises(CacheFileError, match="reserved tokens from 0 to"):
+        load_cache(path)
+
+
 def test_one_reservation_does_not_make_up_for_another_one(path: pathlib.Path) -> None:
     class Owing(kvlayers.DynamicLayer):
         @classmethod
@@ -568,25 +575,7 @@ def _same_states(one: Any, other: Any) -> bool:
 @given(data=st.data())
 def test_damage_is_named_or_does_not_matter(data: st.DataObject, saved: dict[str, bytes]) -> None:
     kind = data.draw(st.sampled_from(KINDS))
-    content = bytearray(saved[kind])
-    header = 8 + int.from_bytes(content[:8], "little")
-    place = st.one_of(st.integers(0, header - 1), st.integers(0, len(content) - 1))
-    for _ in range(data.draw(st.integers(1, 3))):
-        how = data.draw(st.sampled_from(["flip", "set", "cut", "drop", "insert", "swap"]))
-        at = min(data.draw(place), max(len(content) - 1, 0))
-        if how == "flip" and content:
-            content[at] ^= 1 << data.draw(st.integers(0, 7))
-        elif how == "set" and content:
-            content[at] = data.draw(st.integers(0, 255))
-        elif how == "cut":
-            del content[at:]
-        elif how == "drop":
-            del content[at : at + data.draw(st.integers(1, 9))]
-        elif how == "insert":
-            content[at:at] = data.draw(st.binary(min_size=1, max_size=9))
-        elif content:
-            other = min(data.draw(place), len(content) - 1)
-            content[at], content[other] = content[other], content[at]
+    content = damaged(data, saved[kind])
     with tempfile.TemporaryDirectory() as directory:
         path = pathlib.Path(directory) / "chat"
         path.write_bytes(content)

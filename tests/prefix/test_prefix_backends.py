@@ -108,13 +108,6 @@ class Failing(MemoryFileSystem):
         if self.half:
             raise ConnectionError("the line is gone")
 
-    def put_file(self, lpath: str, rpath: str, *args: Any, **options: Any) -> None:
-        self._try("write")
-        content = pathlib.Path(lpath).read_bytes()
-        super().pipe_file(rpath, content[: len(content) // 2] if self.half else content)
-        if self.half:
-            raise ConnectionError("the line is gone")
-
     def rm_file(self, path: str) -> None:
         self._try("delete")
         super().rm_file(path)
@@ -298,21 +291,6 @@ def test_an_entry_in_memory_takes_a_file_of_another_process_for_its_own(files: F
     assert (store.statistics.spilled, covered(store, [1, 5, 6])) == (0, 3)
 
 
-def test_no_temporary_file_stays(files: Files, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    apart = tmp_path / "apart"
-    apart.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(apart))
-    store = PrefixStore(ROOM, files.url)
-    put(store, [1, 5, 6])
-    put(store, [2, 5, 6])
-    assert covered(store, [1, 5, 6]) == 3
-    for each in files.names():
-        files.write(each, files.read(each)[:-1] + b"?")
-    store = PrefixStore(ROOM, files.url)
-    assert [covered(store, [first, 5, 6]) for first in (1, 2)] == [0, 0]
-    assert list(apart.iterdir()) == []
-
-
 # What goes wrong on the way
 
 
@@ -458,9 +436,8 @@ def test_a_remote_file_that_claims_much_is_not_read(failing: FilesystemFiles, tm
 def _endless_node(content: bytes) -> Header:
     """The header of a node of 2**37 ids."""
     header = parse_header("", len(content), lambda start, end: content[start:end])
-    metadata = {name: text for name, text in header.metadata.items() if "format" not in name}
     tensors = {name: entry for name, entry in header.tensors.items() if name != "digests"}
-    return file_header({**tensors, "token_ids": TensorEntry(torch.int64, (1, 2**37))}, metadata)
+    return file_header({**tensors, "token_ids": TensorEntry(torch.int64, (1, 2**37))}, header.metadata)
 
 
 def test_a_remote_file_that_has_grown_is_not_fetched(failing: FilesystemFiles) -> None:

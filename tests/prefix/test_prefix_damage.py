@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvlayers
+from damage import damaged
 from kvlayers.errors import KVLayersError
 from kvlayers.prefix.backends.local import LocalBackend
 from kvlayers.prefix.directory import Directory
@@ -60,23 +61,7 @@ def written() -> dict[str, Written]:
 def test_damage_of_nodes_is_named_or_does_not_matter(data: st.DataObject, written: dict[str, Written]) -> None:
     it = written[data.draw(st.sampled_from(sorted(written)))]
     name = data.draw(st.sampled_from(sorted(it.files)))
-    content = bytearray(it.files[name])
-    header = 8 + int.from_bytes(content[:8], "little")
-    place = st.one_of(st.integers(0, header - 1), st.integers(0, len(content) - 1))
-    for _ in range(data.draw(st.integers(1, 3))):
-        how, at = data.draw(st.sampled_from(["flip", "set", "cut", "insert", "swap"])), data.draw(place)
-        if how == "insert":
-            content[at:at] = data.draw(st.binary(min_size=1, max_size=9))
-        elif at < len(content):
-            other = data.draw(place) % len(content)
-            if how == "flip":
-                content[at] ^= 1 << data.draw(st.integers(0, 7))
-            elif how == "set":
-                content[at] = data.draw(st.integers(0, 255))
-            elif how == "cut":
-                del content[at : at + data.draw(st.sampled_from([1, 8, len(content)]))]
-            else:
-                content[at], content[other] = content[other], content[at]
+    content = damaged(data, it.files[name])
     is_known = data.draw(st.booleans())
     with tempfile.TemporaryDirectory() as place_of_files:
         for each, whole in it.files.items():
@@ -91,9 +76,9 @@ def test_damage_of_nodes_is_named_or_does_not_matter(data: st.DataObject, writte
             try:
                 cache = directory.load(Candidate(entry.ids, str(entry.path)), len(it.ids), None, None)
             except KVLayersError:
-                assert bytes(content) != it.files[name]
+                assert content != it.files[name]
                 continue
             assert cache is not None
             length = cache.get_seq_length()
-            assert length == len(it.ids) or bytes(content) != it.files[name]
+            assert length == len(it.ids) or content != it.files[name]
             check(it.kind, cache, IDS[:length])

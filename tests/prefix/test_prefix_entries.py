@@ -7,46 +7,26 @@ import pytest
 import torch
 
 from kvlayers import DynamicCache, PrefixStore
+from prefix_caches import KINDS, WINDOW, Ids, check, extend
 
 ROOM = 2**30
-WINDOW = 4
 
 
-def states(ids: list[int]) -> torch.Tensor:
-    """A number for each token that says what it and all before it are, `[1, 1, tokens, 1]`."""
-    numbers, total = [], 0
-    for token in ids:
-        total = (total * 31 + token + 1) % 999_983
-        numbers.append(float(total))
-    return torch.tensor(numbers)[None, None, :, None]
-
-
-def extend(cache: DynamicCache, ids: list[int], more: list[int]) -> list[int]:
-    new = states([*ids, *more])[:, :, len(ids) :]
-    cache.update(new, -new, layer_idx=0)
-    return [*ids, *more]
-
-
-def filled(ids: list[int]) -> DynamicCache:
+def filled(ids: Ids) -> DynamicCache:
     cache = DynamicCache()
-    extend(cache, [], ids)
+    extend(KINDS["full"], cache, [], ids)
     return cache
 
 
-def insert(store: PrefixStore, ids: list[int], cache: DynamicCache) -> None:
+def insert(store: PrefixStore, ids: Ids, cache: DynamicCache) -> None:
     assert store.insert(torch.tensor(ids), cache, model="m")
 
 
-def covered(store: PrefixStore, ids: list[int]) -> int:
+def covered(store: PrefixStore, ids: Ids) -> int:
     """Tokens that are found of a prompt, whose states are compared with what they must be."""
     hit = store.lookup(torch.tensor(ids), model="m")
     if hit.cache is not None:
-        layer: Any = hit.cache.layers[0]
-        tokens = layer.keys.shape[2]
-        assert tokens >= min(hit.covered, WINDOW - 1)
-        expected = states(ids[: hit.covered])[:, :, hit.covered - tokens :]
-        assert torch.equal(layer.keys, expected)
-        assert torch.equal(layer.values, -expected)
+        check(KINDS["full"], hit.cache, ids[: hit.covered])
     return hit.covered
 
 
@@ -60,7 +40,7 @@ class Window:
     def go_on(self, until: int) -> "Window":
         self.cache.deactivate_past_recording()
         self.cache.activate_past_recording()
-        self.ids = extend(self.cache, self.ids, list(range(len(self.ids), until)))
+        self.ids = extend(KINDS["window"], self.cache, self.ids, list(range(len(self.ids), until)))
         return self
 
 

@@ -56,14 +56,6 @@ def test_what_snapshots_share_counts_once() -> None:
     assert (len(store), store.statistics.bytes) == (0, 0)
 
 
-def test_a_budget_for_two_holds_many_that_share() -> None:
-    taken = snapshots(6)
-    store = PrefixStore(2 * taken[-1][1].nbytes)
-    for ids, cache in taken:
-        store.insert(ids, cache, model="m")
-    assert (len(store), store.statistics.evictions) == (6, 0)
-
-
 def test_eviction_goes_on_until_memory_is_free() -> None:
     store, taken = PrefixStore(2**30), snapshots(6)
     for ids, cache in taken:

@@ -17,6 +17,7 @@ from kvlayers.errors import CacheFileError, CachePathError
 from kvlayers.prefix.backends import GoneError, StoredFile, redis
 from kvlayers.prefix.backends.contract import Address
 from kvlayers.prefix.backends.redis import RedisBackend
+from kvlayers.prefix.backends.remote import ByteRange
 from redis_server import running, start, why_not
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")
@@ -136,6 +137,12 @@ def test_readers_see_one_of_two_files_and_no_mixture(files: ServerFiles) -> None
         reader.join()
     assert mixed == []
     assert len(keys(files)) == 2
+    (file,) = backend.find(["it.safetensors"])
+    assert file is not None
+    # Of a file that was replaced, nothing is read as if it were the one before.
+    ranges = [ByteRange(file, 0, 5), ByteRange(StoredFile(file.name, file.nbytes), 0, 5)]
+    writer.write("it.safetensors", contents[1])
+    assert backend.read_ranges(ranges) == [b"", contents[1][:5]]
 
 
 def two_nodes(number: int) -> list[int]:

@@ -375,15 +375,6 @@ def test_a_lookup_waits_no_longer_than_its_bound(backend: ControlledBackend) -> 
 # Ends of a process
 
 
-def test_a_store_is_closed_at_the_end_of_its_block(tmp_path: pathlib.Path) -> None:
-    with PrefixStore(ROOM, tmp_path) as store:
-        insert(store, [1, 2, 3])
-    assert covered(PrefixStore(ROOM, tmp_path), [1, 2, 3]) == 3
-    with PrefixStore(ROOM) as store:
-        insert(store, [1, 2, 3])
-    assert covered(store, [1, 2, 3]) == 3
-
-
 def test_nothing_is_left_that_runs(tmp_path: pathlib.Path) -> None:
     store = PrefixStore(ROOM, tmp_path)
     insert(store, [1, 2, 3])

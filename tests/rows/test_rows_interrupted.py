@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import kvlayers
+from kvlayers.core.forward_pass import interruption
 from kvlayers.errors import CapacityError, InterruptedPassError
 from models import given, prompt, tiny_model
 
@@ -68,7 +69,7 @@ def test_an_update_that_stops_in_the_first_layer_has_not_happened(cache: str, ro
     with pytest.raises(KeyboardInterrupt):
         step(model, rows, prompt(2, 1, 9))
     del rows.layers[0].rows[row].update
-    assert rows.interruption() is None
+    assert interruption(rows) is None
     assert all(layer.row_lengths == (5, 10) for layer in rows.layers)
     fork, kept, alone = rows.fork(), rows.fork(), rows.extract(0)
     kept.keep_rows([0, 1])
@@ -122,7 +123,7 @@ def test_one_that_stops_in_the_last_layer_is_noticed(cache: str) -> None:
     with pytest.raises(KeyboardInterrupt):
         step(model, rows, prompt(2, 1, 9))
     del last.update
-    assert rows.interruption() is not None
+    assert interruption(rows) is not None
     with pytest.raises(InterruptedPassError):
         rows.get_seq_length()
     rows.crop_rows([5, 10])
@@ -145,7 +146,7 @@ def test_a_row_that_cannot_be_put_back_is_refused_by_name() -> None:
         with pytest.raises(InterruptedPassError, match="between two rows"):
             use()
     rows.reset()
-    assert rows.interruption() is None
+    assert interruption(rows) is None
 
 
 @pytest.mark.parametrize("family", ["mamba", "jamba"])

@@ -66,6 +66,7 @@ def test_what_comes_and_goes_in_memory() -> None:
     (event,) = listener.told
     assert (event.kind, event.tokens, event.where) == ("stored", len(TEXT), "memory")
     assert (event.namespace, event.key) == (namespace_mark("tenant 1"), key(TEXT))
+    assert event.key == key_of(torch.tensor(TEXT).numpy())
     assert event.nbytes == store.statistics.bytes
     # A longer one takes its place.
     insert(store, [*TEXT, 1, 2], namespace="tenant 1")
@@ -118,12 +119,6 @@ def test_a_listener_that_fails_breaks_nothing_and_is_logged_once(caplog: pytest.
 def test_what_cannot_be_called_is_no_listener() -> None:
     with pytest.raises(OptionError, match="on_event"):
         PrefixStore("1MiB", on_event="http://router")  # type: ignore[arg-type]
-
-
-def test_a_key_is_a_digest_of_ids_alone() -> None:
-    store = PrefixStore("1MiB")
-    assert key_of(torch.tensor(TEXT).numpy()) == key(TEXT)
-    assert len(store) == 0
 
 
 LINE = re.compile(r'[a-z_]+(\{([a-z_]+="([^"\\\n]|\\["\\n])*",?)+\})? \d+')

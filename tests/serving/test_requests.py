@@ -9,6 +9,7 @@ import torch
 
 import kvlayers
 from kvlayers import PrefixStore
+from kvlayers.generation.patching import around
 from kvlayers.generation.served import _in_session
 from models import fresh_model
 
@@ -23,7 +24,7 @@ class Handler:
             raise ValueError("422")
 
 
-Handler.validate = _in_session(Handler.validate)  # type: ignore[method-assign]
+Handler.validate = around(_in_session)(Handler.validate)  # type: ignore[method-assign]
 
 
 def answered(store: PrefixStore, body: dict[str, Any], namespace: str = "") -> None:

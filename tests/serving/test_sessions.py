@@ -82,25 +82,17 @@ def test_clocks_that_go_back_change_no_pin(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_what_has_less_priority_leaves_first() -> None:
     store = PrefixStore(room_for(ONE, OTHER, THIRD))
-    for ids, priority in ((ONE, 2), (OTHER, 1), (THIRD, None)):
+    insert(store, OTHER)
+    for ids, priority in ((ONE, 2), (THIRD, -1)):
         insert(store, ids)
-        if priority is not None:
-            store.pin(torch.tensor(ids), model="m", priority=priority)
-    # Not used for longest, but worth more.
+        store.pin(torch.tensor(ids), model="m", priority=priority)
+    # Below zero before what is not pinned, whatever was used longest ago.
     insert(store, FOURTH)
     assert [found(store, ids) == len(ids) for ids in (ONE, OTHER, THIRD)] == [True, True, False]
-    store.pin(torch.tensor(FOURTH), model="m", priority=3)
+    for ids, priority in ((OTHER, 1), (FOURTH, 3)):
+        store.pin(torch.tensor(ids), model="m", priority=priority)
     insert(store, list(range(1000, 1150)))
     assert [found(store, ids) == len(ids) for ids in (ONE, OTHER, FOURTH)] == [True, False, True]
-
-
-def test_below_zero_leaves_before_what_is_not_pinned() -> None:
-    store = PrefixStore(room_for(ONE, OTHER))
-    insert(store, ONE)
-    insert(store, OTHER)
-    store.pin(torch.tensor(OTHER), model="m", priority=-1)
-    insert(store, THIRD)
-    assert (found(store, ONE), found(store, OTHER) < len(OTHER)) == (len(ONE), True)
 
 
 def test_without_a_priority_nothing_may_take_the_room() -> None:

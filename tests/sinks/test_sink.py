@@ -108,40 +108,6 @@ def test_states_are_those_of_the_paper(model: Any, reading: str) -> None:
     torch.testing.assert_close(logits_of(model, ids, sink_cache(model), chunks), expected, **EXACT)
 
 
-def test_padded_sequences_have_sinks_of_their_own(model: Any) -> None:
-    """Each sequence of a padded batch is decoded as it is alone, through the whole of the way into eviction."""
-    lengths, steps = [30, 23, 9], 40
-    texts = [prompt(1, length + steps, seed=seed) for seed, length in enumerate(lengths)]
-    alone = [
-        logits_of(model, ids, sink_cache(model), [n, *[1] * steps])[n:] for ids, n in zip(texts, lengths, strict=True)
-    ]
-    padding = [max(lengths) - length for length in lengths]
-    ids = torch.cat([torch.cat([ids.new_zeros(1, n), ids], dim=1) for ids, n in zip(texts, padding, strict=True)])
-    mask = torch.arange(ids.shape[1]) >= torch.tensor(padding)[:, None]
-    cache = sink_cache(model, left_padding=padding)
-    model.model.rotary_emb.forward = lambda states, position_ids: batched_cos_and_sin(model, position_ids)
-    try:
-        for start, end in [(0, max(lengths)), *((n, n + 1) for n in range(max(lengths), ids.shape[1]))]:
-            positions = (mask.cumsum(1) - 1).clamp(min=0)[:, start:end]
-            with torch.no_grad():
-                logits = model(
-                    ids[:, start:end],
-                    attention_mask=mask[:, :end].long(),
-                    position_ids=positions,
-                    past_key_values=cache,
-                ).logits
-            if start:
-                for row, expected in enumerate(alone):
-                    torch.testing.assert_close(logits[row, -1], expected[start - max(lengths)], **EXACT)
-    finally:
-        model.model.rotary_emb.forward = lambda states, position_ids: cos_and_sin(model, position_ids[0])
-
-
-def batched_cos_and_sin(model: Any, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-    rows = [cos_and_sin(model, positions) for positions in position_ids]
-    return torch.cat([cos for cos, _ in rows]), torch.cat([sin for _, sin in rows])
-
-
 def test_memory_stays_that_of_the_window(model: Any) -> None:
     cache = sink_cache(model)
     sizes = []

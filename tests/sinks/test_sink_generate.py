@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers as tf
 from torch import Tensor
 
 import kvlayers
@@ -218,10 +217,6 @@ def test_a_window_shorter_than_the_models_own_has_sinks_in_all_layers(window: in
         model = tiny_model("gemma3")
         for token in ids.split(1, dim=1):
             assert model(token, past_key_values=cache).logits.isfinite().all()
-
-
-def test_sink_caches_of_transformers_are_gone_and_ours_is_no_other_kind() -> None:
-    assert not isinstance(SinkCache(20, config=tiny_model("llama").config), tf.StaticCache | tf.QuantizedCache)
 
 
 HOLES = {"a hole": [1, 0, 1, 1, 1, 1], "on the right": [1, 1, 1, 1, 0, 0], "both sides": [0, 1, 1, 1, 1, 0]}

@@ -82,30 +82,6 @@ def test_left_padding_hides_no_token_that_a_head_holds(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", STORES)
-@pytest.mark.parametrize("operation", ["fork", "expand", "select", "truncate"])
-def test_attention_goes_on_after_an_operation(kind: str, operation: str) -> None:
-    store, lists = padded_prompt(kind)
-    padding = PADDING
-    check(store, lists, padding, 3)
-    if operation == "fork":
-        first, store = store, store.fork()
-        check(first, lists.copy(), padding)
-    elif operation == "expand":
-        store.expand(2)
-        lists.select([0, 0, 1, 1])
-        padding = [PADDING[0]] * 2 + [PADDING[1]] * 2
-    elif operation == "select":
-        store.select(torch.tensor([1, 0, 1]))
-        lists.select([1, 0, 1])
-        padding = [PADDING[1], PADDING[0], PADDING[1]]
-    else:
-        store.truncate(store.length - 2)
-        lists.crop(2)
-    for queries in (1, 4, 1):
-        check(store, lists, padding, queries)
-
-
-@pytest.mark.parametrize("kind", STORES)
 def test_eager_attention_reads_the_same(kind: str) -> None:
     store, lists = padded_prompt(kind)
     new = states(2, 1)

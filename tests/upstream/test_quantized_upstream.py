@@ -12,11 +12,10 @@ import transformers
 from transformers import cache_utils as upstream
 
 import kvlayers
-import versions
 from kvlayers.quantized import quantized_layer as quantized
 from kvlayers.upstream import compat
 from matrix import once
-from models import COMMON, prompt, tiny_model
+from models import COMMON, prompt
 from namesakes import members_left_to_transformers
 
 HEAD_DIM = 64
@@ -270,18 +269,6 @@ def test_key_outliers_cost_the_other_channels_nothing(backend: str) -> None:
     assert relative_error(seen[..., others], keys[:, :, packed][..., others]) < 0.1
 
 
-def test_the_default_of_transformers_loses_the_channels_beside_an_outlier() -> None:
-    needs("quanto")
-    keys, values = states(512)
-    keys[..., OUTLIERS] += torch.tensor([100.0, -150.0])
-    others = [channel for channel in range(HEAD_DIM) if channel not in OUTLIERS]
-    theirs = upstream.QuantizedCache("quanto", CONFIG)
-    theirs.update(keys, values, 0)
-    seen = theirs.update(*states(1), 0)[0][:, :, :512]
-    error = relative_error(seen[..., others], keys[..., others])
-    assert error > 0.5, "transformers has mended this: drop the comparison"
-
-
 @pytest.mark.parametrize("group_size", [None, 2, 16, 64])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_any_length_and_any_group_size_that_divides_head_dim(backend: str, group_size: int | None) -> None:
@@ -292,28 +279,6 @@ def test_any_length_and_any_group_size_that_divides_head_dim(backend: str, group
         length += tokens
         assert keys.shape[2] == values.shape[2] == cache.get_seq_length() == length
     assert blocks(cache.layers[0]) >= 6
-
-
-def test_lengths_that_do_not_divide_end_a_generation_of_transformers() -> None:
-    needs("quanto")
-    theirs = upstream.QuantizedCache("quanto", CONFIG, axis_key=-1, axis_value=-1, residual_length=5)
-    theirs.update(*states(64), 0)
-    for _ in range(4):
-        theirs.update(*states(1), 0)
-    with pytest.raises(ValueError, match="Group size"):
-        theirs.update(*states(1), 0)
-
-
-def errors_on_the_first_keys(cache: Any, flush: int) -> list[float]:
-    """Error on the first 16 keys that are not sinks, after each of 32 times that tokens are packed."""
-    keys, values = states(200 + 33 * flush, heads=1)
-    cache.update(keys[:, :, :200], values[:, :, :200], 0)
-    errors = []
-    for start in range(200, keys.shape[2], flush):
-        now = slice(start, start + flush)
-        held = cache.update(keys[:, :, now], values[:, :, now], 0)[0]
-        errors.append(relative_error(held[:, :, 16:32] + 0, keys[:, :, 16:32]))
-    return errors
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -330,16 +295,6 @@ def test_codes_never_change_again(backend: str) -> None:
             assert torch.equal(held[name][:, :, : first[name].shape[2]], first[name]), name
 
 
-def test_every_flush_of_transformers_quantizes_the_first_keys_again() -> None:
-    needs("hqq")
-    config = transformers.LlamaConfig(
-        num_hidden_layers=1, hidden_size=64, num_attention_heads=1, num_key_value_heads=1, head_dim=64
-    )
-    theirs = upstream.QuantizedCache("hqq", config, residual_length=16)
-    errors = errors_on_the_first_keys(theirs, flush=16)
-    assert errors[-1] > 2 * errors[0], "transformers has mended this: drop the comparison"
-
-
 @pytest.mark.parametrize("residual_length", [0, 16, 128])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_first_update_leaves_the_newest_tokens_in_full_precision(backend: str, residual_length: int) -> None:
@@ -352,15 +307,6 @@ def test_the_first_update_leaves_the_newest_tokens_in_full_precision(backend: st
         assert torch.equal(seen[:, :, :7], exact[:, :, :7])
         assert relative_error(seen[:, :, 7:71], exact[:, :, 7:71]) > 0.001
     assert blocks(cache.layers[0]) == (331 - 7 - residual_length - 1) // 64
-
-
-def test_the_first_update_of_transformers_ignores_the_residual_length() -> None:
-    needs("quanto")
-    keys, values = states(256)
-    theirs = upstream.QuantizedCache("quanto", CONFIG, residual_length=128)
-    theirs.update(keys, values, 0)
-    seen = theirs.update(*states(1), 0)[0][:, :, 128:256]
-    assert not torch.equal(seen, keys[:, :, 128:]), "transformers has mended this: drop the comparison"
 
 
 @pytest.mark.parametrize(("backend", "removed"), once(BACKENDS, [1, 5, 90, 91, 200, 255, 283, 284, 290, 299]))
@@ -388,42 +334,6 @@ def test_a_crop_at_any_depth_leaves_what_was_held_before(backend: str, removed: 
     assert cache.get_seq_length() == left + 154
 
 
-@pytest.mark.parametrize("backend", ["quanto", "hqq"])
-def test_a_crop_of_transformers_goes_on_from_wrong_states(backend: str) -> None:
-    needs(backend)
-    theirs = upstream.QuantizedCache(backend, CONFIG, residual_length=16)
-    theirs.update(*states(64), 0)
-    for _ in range(3):
-        theirs.update(*states(1), 0)
-    # From 5.24 on it says so, and crops all the same.
-    says_so = versions.TRANSFORMERS.release >= (5, 24)
-    assert not versions.SAYS_WHAT_IT_CAN_CROP or theirs.is_croppable != says_so
-    theirs.crop(-5)
-    wrong = theirs.update(*states(1), 0)[0].shape[2] != 63 or theirs.get_seq_length() != 63
-    assert wrong, "transformers has mended this: drop the comparison"
-
-
-@versions.fp8_of_transformers
-@pytest.mark.parametrize(
-    "operation",
-    [lambda cache: cache.crop(-5), lambda cache: cache.batch_select_indices(torch.tensor([0]))],
-    ids=["crop", "select"],
-)
-def test_fp8_of_transformers_cannot_do_these(operation: Callable[[Any], None]) -> None:
-    theirs = upstream.QuantizedCache("fp8", CONFIG)
-    theirs.update(*states(64, batch=2), 0)
-    with pytest.raises(IndexError):
-        operation(theirs)
-
-
-@versions.fp8_of_transformers
-def test_fp8_of_transformers_repeats_nothing() -> None:
-    theirs = upstream.QuantizedCache("fp8", CONFIG)
-    theirs.update(*states(64, batch=2), 0)
-    theirs.batch_repeat_interleave(2)
-    assert theirs.layers[0]._quantized_keys[0].shape[0] == 2, "transformers has mended this: drop the comparison"
-
-
 @pytest.mark.parametrize("backend", ["fp8", "native"])
 def test_values_beyond_the_range_of_the_prompt_are_not_clipped(backend: str) -> None:
     cache = cache_of(backend, residual_length=0, sink_tokens=0, nbits=8)
@@ -438,36 +348,6 @@ def test_values_beyond_the_range_of_the_prompt_are_not_clipped(backend: str) -> 
         torch.testing.assert_close(side[:, :, 128:129] + 0, large, rtol=1 / 16, atol=0)
     for side, exact in zip(cache[0], prompt_states, strict=True):
         assert relative_error(side[:, :, :64] + 0, exact[:, :, :64] * 0.01) < 0.05
-
-
-@versions.fp8_of_transformers
-def test_fp8_of_transformers_clips_values_beyond_the_range_of_the_prompt() -> None:
-    theirs = upstream.QuantizedCache("fp8", CONFIG)
-    theirs.update(*states(64), 0)
-    large = torch.full((1, 2, 1, HEAD_DIM), 100.0)
-    seen = theirs.update(large, large, 0)[0][:, :, -1]
-    assert bool((seen < 50).all()), "transformers has mended this: drop the comparison"
-
-
-def looked_up(ids: torch.Tensor, tokens: int | None, **how: Any) -> Any:
-    return tiny_model("llama").generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        prompt_lookup_num_tokens=tokens,
-        max_new_tokens=12,
-        do_sample=False,
-        return_dict_in_generate=True,
-        **how,
-    )
-
-
-@versions.recording_of_transformers
-def test_prompt_lookup_with_a_quantized_cache_of_transformers_fails() -> None:
-    needs("quanto")
-    ids = torch.cat([prompt(1, 16, seed=3)] * 6, dim=1)
-    # From 5.24 on it is refused.
-    with pytest.raises((IndexError, ValueError), match="index|indices|cropped"):
-        looked_up(ids, 5, cache_implementation="quantized", cache_config={"q_group_size": 8})
 
 
 # Wrong costs

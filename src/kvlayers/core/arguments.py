@@ -204,7 +204,7 @@ def no_room_for_tokens(limit: int, held: int, tokens: int) -> CapacityError:
     limit, held, tokens = index(limit), index(held), index(tokens)
     return CapacityError(
         f"The reservation has room for at most {limit} tokens, got {held} held and {tokens} new: reserve "
-        f"{held + tokens} or more (max_cache_len), or crop the cache first."
+        f"{held + tokens} or more (max_cache_len: the prompt and all of its answer), or crop the cache first."
     )
 
 

@@ -12,18 +12,17 @@ from torch import Tensor
 from typing_extensions import Self, override
 
 from kvlayers.core.arguments import query_count, whole_number
+from kvlayers.core.cache_layer import CacheLayer
 from kvlayers.core.cache_operations import AS_TEXT, CacheState, LayerwiseOperations, Origin
 from kvlayers.core.description import Argument, DescriptionContext, arguments_of, described_facts
-from kvlayers.core.forward_pass import ForwardPassFollower, GivenToGenerate, PassStart, SeenTokens, interruption
+from kvlayers.core.forward_pass import ForwardPassFollower, GivenToGenerate, PassStart, SeenTokens
 from kvlayers.core.from_config import AttentionMaker, dynamic_layers
 from kvlayers.core.graph_operators import GraphHandle, calls_operators, updated
 from kvlayers.core.layer_list import adapted, in_step, let_static_layers_agree
-from kvlayers.core.layer_operations import LayerOperations
 from kvlayers.core.legacy_api import LegacySurface
 from kvlayers.core.summary import CacheSummary, Explanation, explanation_of, summary_of
 from kvlayers.errors import (
     ConfigError,
-    InterruptedPassError,
     OptionError,
     StateMismatchError,
     UnsupportedLayerError,
@@ -220,9 +219,9 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
         return None if self._prefetcher is None else self._prefetcher.meter
 
     @override
-    def _twin_with(self, layers: Sequence[LayerOperations]) -> Self:
+    def _twin_with(self, layers: Sequence[CacheLayer]) -> Self:
         twin = super()._twin_with(layers)
-        twin._pass = self._pass.copy()
+        twin._pass = copy.copy(self._pass)
         twin._given, twin.budget = None, copy.copy(self.budget)
         if self._prefetcher is not None:
             # A prefetcher belongs to one thread, and the two caches may be used in two.
@@ -296,7 +295,7 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
         self._traces = {**self._traces, layer_idx: count}
         return count
 
-    def _layers_by_use(self) -> dict[str, Sequence[LayerOperations]]:
+    def _layers_by_use(self) -> dict[str, Sequence[CacheLayer]]:
         return {"": self.adapted_layers()}
 
     # Taking in states
@@ -384,10 +383,6 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
             if _are_latents(key_states, value_states):
                 return as_latents(*attended)
         return attended
-
-    def interruption(self) -> InterruptedPassError | None:
-        """The error for layers that have seen different numbers of tokens, `None` if all have seen as many."""
-        return interruption(self)
 
     @override
     def state(self) -> CacheState:

@@ -1,28 +1,457 @@
-"""The contract of a layer that attends, and a layer that attends by another one."""
+"""The contract of a layer of a cache, and a layer that attends by another one."""
 
-from abc import abstractmethod
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
-from typing_extensions import override
+from typing_extensions import Self, override
 
-from kvlayers.core.arguments import checked_forms, query_count, whole_number
-from kvlayers.core.buffer import StateForm
-from kvlayers.core.layer_operations import LayerOperations
-from kvlayers.errors import StateMismatchError
+from kvlayers.core.arguments import (
+    BatchIndices,
+    as_batch_indices,
+    checked_forms,
+    crop_target,
+    query_count,
+    repeated_rows,
+    unbounded_as_minus_one,
+    whole_number,
+)
+from kvlayers.core.buffer import LayerShape, StateForm
+from kvlayers.core.description import (
+    Argument,
+    DescriptionContext,
+    Fact,
+    Facts,
+    arguments_from,
+    check_initialiser,
+    described_facts,
+)
+from kvlayers.core.token_store import Fidelity, lacks_member
+from kvlayers.errors import StateMismatchError, UnsupportedLayerError
+from kvlayers.rope.rotary import Rotary
+from kvlayers.utils import late
+from kvlayers.utils.registry import ClassRegistry
+from kvlayers.utils.sending import sent_by_value
+from kvlayers.utils.tensor_memory import storages_of
 
 
-class CacheLayer(LayerOperations, CacheLayerMixin):  # type: ignore[misc]
-    """The keys and values of one layer of a model.
+@sent_by_value
+@dataclass(frozen=True)
+class LayerState:
+    """Everything that a layer needs to go on decoding elsewhere.
 
-    A kind of layer implements the abstract members below, and those of `LayerOperations`. The names that transformers
-    and older code call are derived from them.
+    Attributes:
+        kind: name of the kind of layer.
+        tensors: copies of its tensors, by name.
+        facts: plain facts that belong to them, by name.
     """
+
+    kind: str
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    facts: dict[str, Fact] = field(default_factory=dict)
+
+    @property
+    def length(self) -> int:
+        """Tokens that the layer had seen.
+
+        Raises:
+            StateMismatchError: the state does not say so.
+        """
+        length = self.facts.get("length")
+        if not isinstance(length, int):
+            raise StateMismatchError(
+                f"`length` must be the number of tokens of the state, got {length!r}: take the state again."
+            )
+        return length
+
+    def split(self, names: Collection[str]) -> "tuple[dict[str, Tensor], LayerState]":
+        """The tensors of these names, which a layer keeps beside its store, and the state without them."""
+        own = {name: tensor for name, tensor in self.tensors.items() if name in names}
+        rest = {name: tensor for name, tensor in self.tensors.items() if name not in names}
+        return own, replace(self, tensors=rest)
+
+
+def check_kind_of_state(state: object, kind: str) -> None:
+    """Raise `StateMismatchError` if `state` is not what a layer of this kind returns as its state."""
+    if not isinstance(state, LayerState):
+        raise StateMismatchError(
+            f"`state` must be a LayerState, got a {type(state).__name__}: pass what the state() of a layer returned."
+        )
+    if state.kind != kind:
+        raise StateMismatchError(
+            f"`state` must be that of a {kind}, got that of a {state.kind}: load it into a cache of the kind that it "
+            "was taken from."
+        )
+
+
+class CacheLayer(ABC):
+    """What a layer can do: say what it is and holds, take in states, roll back, select sequences, copy and save.
+
+    A kind of layer implements the abstract members. The other members have an answer that suits most layers: a layer
+    for which it is wrong overrides it. The names that transformers and older code call are derived from them.
+
+    Attributes:
+        attends: whether it takes keys and values.
+        is_recurrent: whether it has convolution states or recurrent states.
+        has_other_states: whether it holds more of an attended token than its key and value, such as an indexer's key.
+        is_sliding: whether it attends within a window.
+        is_croppable: whether `crop` can put it back as it was.
+        is_compileable: whether generate() may compile the forward pass around it.
+        supports_early_init: whether memory can be reserved before the first states.
+        record_past: whether models must pass the states of every token to it, instead of writing to the held states.
+        is_interrupted: whether a forward pass ended within its update, so that its states are not of the same tokens.
+        is_opaque: whether compiled code calls `update` by an operator, instead of being traced through it.
+        sliding_window: tokens that a query attends to, itself included; `None` for full attention.
+        is_upstream: whether it is one of transformers' layers, behind an adapter.
+        keeps_every_token: whether it can be put back to any number of tokens, whatever it has seen since.
+        counts_on_device: whether its count of tokens stands on a device that would have to be waited for.
+        counts_columns: whether it counts its tokens by the columns that its convolutions are given.
+        rotaries: rotations that its description names by their fingerprints.
+        bits: bits of a number of a key and of a value if they are rounded, `None` in full precision.
+        attention_paths: how often attention on its states was computed in which way; empty in full precision.
+        packing_paths: how often an accelerator packed keys, or values, on each path; empty if it packs none.
+        reserved: the memory that was reserved at one address, `None` for a layer that takes memory as it needs it.
+        memory_tier: where the states are between updates: "device", "host" or "disk".
+        can_be_stacked: whether states of several such layers can be put side by side, the shorter ones padded on the
+            left.
+        sized_for: the number of tokens that the layer was told to make room for, `None` if it was told no number.
+        described: names of arguments of the initialiser that are plain facts, each kept in an attribute of the same
+            name. A file records them.
+        made_with: the other arguments that a file records. A subclass inherits them, and names its own in `described`.
+        reservation_facts: names of described facts that states do not depend on. A state may be loaded into a layer
+            whose facts of these names differ, and rows of one batch may differ in them.
+        hints: names of arguments that no file records, because no state depends on them.
+    """
+
+    is_compileable = False
+    is_croppable = True
+    is_sliding = False
+    supports_early_init = True
+    attends = True
+    is_recurrent = False
+    has_other_states = False
+    record_past: bool = False
+    is_interrupted: bool = False
+    is_opaque = False
+    sliding_window: int | None = None
+    is_upstream = False
+    keeps_every_token = False
+    counts_on_device: bool = False
+    counts_columns = False
+    rotaries: tuple[Rotary, ...] = ()
+    bits: tuple[int, int] | None = None
+    attention_paths: Mapping[str, int] = MappingProxyType({})
+    packing_paths: Mapping[str, int] = MappingProxyType({})
+    reserved: Any = None
+    memory_tier: str = "device"
+    can_be_stacked: bool = False
+    sized_for: int | None = None
+    reservation_facts: frozenset[str] = frozenset()
+    described: ClassVar[tuple[str, ...]] = ()
+    made_with: ClassVar[tuple[Argument, ...]] = ()
+    hints: ClassVar[tuple[str, ...]] = ()
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        sent_by_value(cls)
 
     def __init__(self) -> None:
         # Not the initialiser of transformers: it would assign attributes that are properties here.
         pass
+
+    # What the layer consists of
+
+    @property
+    def original(self) -> Any:
+        """The layer as it stands in `cache.layers`: itself, or transformers' layer for the adapter of one."""
+        return self
+
+    @property
+    def parts(self) -> "tuple[CacheLayer, ...]":
+        """The layer itself; for a hybrid layer, its attention layer and then its recurrent layer."""
+        return (self,)
+
+    @property
+    def unwrapped(self) -> "CacheLayer":
+        """The layer without a wrapper that moves its states between devices."""
+        return self
+
+    def with_attention(self, attention: "CacheLayer") -> "CacheLayer":
+        """A layer that attends as `attention` does, and has what this layer has beside its attention: here nothing."""
+        return attention
+
+    # Rows: sequences of lengths of their own
+
+    @property
+    def separate_rows(self) -> "Sequence[CacheLayer]":
+        """The layers of its rows, if each row is a layer of its own; otherwise the layer itself."""
+        return (self,)
+
+    @property
+    def forms(self) -> tuple[StateForm, ...]:
+        """Form of the keys and of the values; empty before the first states, and for a layer that does not attend."""
+        return ()
+
+    drops_padding = False
+    """Whether padding may be passed at first, and dropped without a trace in what is held of other tokens."""
+
+    def drop_padding(self, tokens: int) -> None:
+        """Forget the first `tokens` tokens of a layer of one sequence, as if they had never been passed.
+
+        Raises:
+            UnsupportedLayerError: the layer cannot.
+        """
+        raise UnsupportedLayerError(
+            f"`attention_mask` must have no padding for a {type(self.original).__name__}, got {tokens} columns of it: "
+            "pass each prompt without padding to a cache of its own, and merge() them."
+        )
+
+    @property
+    def row_lengths(self) -> tuple[int | None, ...]:
+        """Tokens that each sequence has seen and not rolled back, `[batch]`; empty before the first states."""
+        return (self.length,) * (self.batch_size or 0)
+
+    def row(self, index: int) -> "CacheLayer":
+        """A layer with one sequence of this layer, to go on by itself. It does not change when this layer does."""
+        row = self.fork()
+        row.select(as_batch_indices([whole_number(index, "`row`")], self.batch_size or 0))
+        row.compact()
+        return row
+
+    def side_by_side(self, layers: "Sequence[CacheLayer]") -> "CacheLayer":
+        """A layer whose rows are the sequences of these layers, of which this is the first. They do not change.
+
+        Raises:
+            UnsupportedLayerError: layers of this kind cannot be rows.
+        """
+        joined: CacheLayer = late.function("separate rows")(rows_of(layers))
+        return joined
+
+    counts_rows = False
+    """Whether each row can be rolled back by itself: a layer of rows has `check_truncate_rows` and `truncate_rows`."""
+
+    # What it is made from
+
+    @property
+    def kind(self) -> str:
+        """Name of the kind of layer in saved states: the name that its class is registered by."""
+        return LAYER_CLASSES.name_of(type(self))
+
+    def describe(self) -> dict[str, Fact]:
+        """Plain facts from which an empty layer like this one can be made. They are among those of its `state()`."""
+        return described_facts(self)
+
+    @classmethod
+    def from_description(cls, facts: Facts, context: DescriptionContext) -> Self:
+        """An empty layer, made from what `describe` returned.
+
+        Args:
+            facts: what `describe` returned, among other facts. They may come from a file that anybody could have
+                written.
+            context: what else descriptions are read with: rotations, and functions that make stores and layers.
+
+        Raises:
+            KeyError: a fact is missing.
+            KVLayersError: a fact has a value that the layer does not take.
+        """
+        return cls(**arguments_from(cls, facts, context))
+
+    @classmethod
+    def reserved_by(cls, facts: Facts) -> tuple[int, int]:
+        """Tokens, and sequences, that a layer of these facts reserves memory for: 0 if it takes memory as it needs it.
+
+        A file that asks for much more memory than it holds states for is refused because of this number.
+        """
+        return 0, 0
+
+    # What it holds
+
+    @property
+    @abstractmethod
+    def length(self) -> int | None:
+        """Tokens seen and not rolled back, `None` if that cannot be known."""
+
+    def get_seq_length(self) -> int:
+        """As `length`. Static layers return a tensor in compiled code.
+
+        Raises:
+            UnsupportedLayerError: the layer does not know.
+        """
+        length = self.length
+        if length is None:
+            raise UnsupportedLayerError(
+                f"A layer must know how many tokens it has seen, got a {type(self).__name__}, which the model does not "
+                "tell: ask an attention layer, if the model has one."
+            )
+        return length
+
+    @property
+    @abstractmethod
+    def capacity(self) -> int | None:
+        """The most tokens that the layer can hold, `None` if there is no maximum."""
+
+    @property
+    @abstractmethod
+    def batch_size(self) -> int | None:
+        """Sequences side by side, `None` before the first states."""
+
+    @property
+    def device(self) -> Any:
+        """Device of the states, `None` before the first ones."""
+        return None
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether the form of the states is known. Setting it to false is a `reset`."""
+        return self.batch_size is not None
+
+    @is_initialized.setter
+    def is_initialized(self, is_initialized: bool) -> None:
+        if not is_initialized:
+            self.reset()
+        elif not self.is_initialized:
+            raise StateMismatchError(
+                "`is_initialized` must stay False until there are keys and values, got True on an empty "
+                "layer: assign keys and values, or call update."
+            )
+
+    @property
+    def held_tokens(self) -> int | None:
+        """Tokens of which keys and values are held, `None` for a layer that does not attend."""
+        return self.length
+
+    @property
+    def fidelity(self) -> Fidelity:
+        """What the layer does to the states that the model attends to.
+
+        Raises:
+            UnsupportedLayerError: the class does not say.
+        """
+        raise lacks_member(self, "fidelity")
+
+    @property
+    def exact_from(self) -> int | None:
+        """Position from which on the layer holds every token as it came; `None` if the class does not say.
+
+        It is 0 until a token is rounded or evicted, and grows whenever that happens to further tokens. Tokens that a
+        model's own window has passed do not count, since the model attends to none of them. Neither do sinks.
+
+        Raises:
+            UnsupportedLayerError: the class does not say what its `fidelity` is.
+        """
+        return 0 if self.fidelity == "exact" else None
+
+    def planned_bits(self, shape: LayerShape) -> float:
+        """Bits of one number of a key or value, with its share of scales; not of the few tokens in full precision."""
+        return 8.0 * shape.dtype.itemsize
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether more is held than is needed, for a later rollback."""
+        return self.record_past
+
+    def nearest_restorable(self, length: int) -> int:
+        """The greatest length, `length` at most, to which the layer can be put back exactly.
+
+        Raises:
+            RollbackError: it cannot be put back to any such length.
+        """
+        self.check_truncate(length)
+        return length
+
+    @abstractmethod
+    def check_truncate(self, length: int) -> None:
+        """Raise `RollbackError` if the layer cannot be put back to `length` tokens exactly."""
+
+    @abstractmethod
+    def truncate(self, length: int) -> int | None:
+        """Roll back to when the layer had seen `length` tokens, or to the nearest earlier length that it can restore.
+
+        Returns:
+            How many of the `length` tokens must be passed again. A layer of tokens goes back exactly or raises, so it
+            returns `None`.
+
+        Raises:
+            RollbackError: the layer cannot go back; nothing is changed.
+        """
+
+    def check_select(self, batch_size: int) -> None:
+        """Raise what `select` would raise for any `batch_size` indices: nothing if memory is taken as needed."""
+
+    @abstractmethod
+    def select(self, indices: Tensor) -> None:
+        """Make sequence `i` what sequence `indices[i]` was. `indices` is int64 `[new_batch]` and in range."""
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Forget all tokens; the memory is kept for the next ones."""
+
+    @abstractmethod
+    def fork(self) -> Self:
+        """An independent continuation: a change of one layer never shows in the other."""
+
+    @property
+    @abstractmethod
+    def keys(self) -> Any:
+        """Keys held, `[batch, kv_heads, held, head_dim]`, `None` before the first states."""
+
+    @property
+    @abstractmethod
+    def values(self) -> Any:
+        """Values held, `[batch, kv_heads, held, head_dim]`, `None` before the first states."""
+
+    def peek(self) -> tuple[Tensor | None, Tensor | None]:
+        """Keys and values held, `[batch, kv_heads, held, head_dim]`, to be read before the cache changes again.
+
+        They may be views of memory that forks share and that is written again, while `keys` and `values` may not. Both
+        are `None` for a layer that does not attend.
+        """
+        return self.keys, self.values
+
+    @abstractmethod
+    def held_tensors(self) -> Iterator[Tensor]:
+        """Every tensor that keeps memory alive, spare room included. Forks may hold the same memory."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory held, spare room included."""
+        return sum(storages_of(self.held_tensors()).values())
+
+    @abstractmethod
+    def state(self) -> LayerState:
+        """Copies of the live tensors, and the facts that belong to them."""
+
+    @abstractmethod
+    def load_state(self, state: LayerState) -> None:
+        """Become what the layer was when `state` was taken.
+
+        Raises:
+            StateMismatchError: the state is of another kind of layer, or of a layer that was made with other arguments.
+        """
+
+    @abstractmethod
+    def check_state(self, state: LayerState) -> None:
+        """Raise what `load_state(state)` would raise."""
+
+    def recount(self, length: int) -> None:
+        """Set the number of tokens seen to `length`, after states were assigned by hand.
+
+        Raises:
+            StateMismatchError: the layer does not hold the states of `length` tokens; nothing is changed.
+        """
+        if length != self.length:
+            raise not_of_so_many(length, self.length)
+
+    def make_room(self, tokens: int) -> None:
+        """Make room for `tokens` more tokens, before any layer takes them in: some layers cannot give a token back.
+
+        Raises:
+            CapacityError: they do not fit.
+        """
 
     @abstractmethod
     def update(
@@ -42,77 +471,106 @@ class CacheLayer(LayerOperations, CacheLayerMixin):  # type: ignore[misc]
             memory, so do not write to them.
 
         Raises:
+            UnsupportedLayerError: the layer does not attend.
             StateMismatchError: the batch size, kv_heads, head_dim, dtype or device differ from those held.
             CapacityError: more tokens than fit.
         """
-
-    @property
-    @abstractmethod
-    def length(self) -> int:
-        """Tokens seen and not rolled back."""
-
-    @property
-    @abstractmethod
-    def keys(self) -> Any:
-        """Keys held, `[batch, kv_heads, held, head_dim]`, `None` before the first states."""
-
-    @property
-    @abstractmethod
-    def values(self) -> Any:
-        """Values held, `[batch, kv_heads, held, head_dim]`, `None` before the first states."""
-
-    @property
-    @abstractmethod
-    def dtype(self) -> Any:
-        """dtype of the keys, `None` before the first states."""
-
-    @property
-    @abstractmethod
-    def device(self) -> Any:
-        """Device of the keys, `None` before the first states."""
 
     @abstractmethod
     def mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length of the states that the next `update` of `query_length` tokens returns, and position of the first one.
 
         That update must follow: a layer may take or move memory for it, and remembers what it returned here.
+
+        Raises:
+            UnsupportedLayerError: the layer does not attend.
         """
 
-    @property
-    @override
-    def held_tokens(self) -> int | None:
-        return self.length
+    def count(self, tokens: int) -> None:
+        """Count tokens that an operator takes in, while compiled code that calls the operator is traced.
+
+        When that code runs, the operator counts the tokens itself, and arrives at the same number.
+
+        Raises:
+            UnsupportedLayerError: the class does not say how, although its `is_opaque` is true.
+        """
+        raise UnsupportedLayerError(
+            f"A layer that compiled code calls by an operator must count its tokens, got a {type(self).__name__}: "
+            "define its `count`, as its is_opaque is true."
+        )
 
     @abstractmethod
     def reserve_form(self, key_form: StateForm, value_form: StateForm) -> None:
-        """Prepare for states of these forms before the first ones arrive."""
-
-    def recount(self, length: int) -> None:
-        """Set the number of tokens seen to `length`, after states were assigned by hand.
+        """Prepare for states of these forms before the first ones arrive.
 
         Raises:
-            StateMismatchError: the layer does not hold the states of `length` tokens; nothing is changed.
+            UnsupportedLayerError: the layer does not attend.
         """
-        if length != self.length:
-            raise not_of_so_many(length, self.length)
+
+    def _does_not_attend(self) -> UnsupportedLayerError:
+        return UnsupportedLayerError(
+            f"The layer must be one that attends, got a {type(self.original).__name__}: the cache was made for another "
+            "model, so make one from the config of the model that uses it."
+        )
+
+    def use_prefetcher(self, prefetcher: Any) -> None:
+        """Be brought to the device by another prefetcher from now on, if the layer moves at all."""
+
+    def note_left_padding(self, padding: Tensor | None) -> None:
+        """Learn how many tokens of padding come before each sequence, int64 `[batch]`, before the first tokens."""
+
+    def activate_past_recording(self) -> None:
+        """Keep everything that a later `truncate` may need. A layer that never drops tokens need not do anything."""
+
+    def deactivate_past_recording(self) -> None:
+        """End what `activate_past_recording` began."""
+
+    def check_removal(self, tokens: int) -> None:
+        """Raise `RollbackError` if `remove_newest(tokens)` would."""
+        if length := self.length:
+            self.check_truncate(length - whole_number(tokens, "`tokens`"))
+
+    def remove_newest(self, tokens: int) -> None:
+        """Roll back the newest `tokens` tokens. A layer that the model never used is left alone."""
+        if length := self.length:
+            self.truncate(length - whole_number(tokens, "`tokens`"))
+
+    def expand(self, repeats: int) -> None:
+        """Repeat each sequence `repeats` times in a row. What the copies have in common may be held only once."""
+        self.batch_repeat_interleave(repeats)
+
+    def share_prefix(self, other: "CacheLayer", tokens: int) -> None:
+        """Hold the first `tokens` tokens in the memory of `other`, which has seen the same ones, if both can.
+
+        The states must be the same, which nobody checks. A layer without tokens in stores does nothing.
+        """
+
+    def trim(self) -> None:
+        """Give back spare room, and memory of tokens that no layer reads any more, if that is worth a copy."""
+
+    def compact(self) -> None:
+        """Hold all tokens in memory of its own, in one piece."""
+
+    def offload(self) -> None:
+        """Refuse to move the states to the host: only an `OffloadedLayer` moves them.
+
+        Raises:
+            UnsupportedLayerError: always.
+        """
+        raise UnsupportedLayerError(
+            f"The layer must be one whose states can move between devices, got a {type(self).__name__}: make the cache "
+            "with offloading=True."
+        )
+
+    def prefetch(self) -> None:
+        """As `offload`.
+
+        Raises:
+            UnsupportedLayerError: always.
+        """
+        self.offload()
 
     # By the names of transformers and older code
-
-    @property
-    @override
-    def is_initialized(self) -> bool:
-        """Whether the form of the states is known. Setting it to false is a `reset`."""
-        return self.batch_size is not None
-
-    @is_initialized.setter
-    def is_initialized(self, is_initialized: bool) -> None:
-        if not is_initialized:
-            self.reset()
-        elif not self.is_initialized:
-            raise StateMismatchError(
-                "`is_initialized` must stay False until there are keys and values, got True on an empty "
-                "layer: assign keys and values, or call update."
-            )
 
     @property
     def cumulative_length(self) -> int:
@@ -127,17 +585,77 @@ class CacheLayer(LayerOperations, CacheLayerMixin):  # type: ignore[misc]
         """Prepare for states of these shapes, which are not taken in. Values have the form of keys if not given."""
         self.reserve_form(*checked_forms(key_states, key_states if value_states is None else value_states))
 
-    @override
-    def get_seq_length(self) -> int:
-        """As `length`."""
-        return self.length
-
     def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
         """As `mask_sizes`. Caches of transformers before 5.4 pass positions instead, int64 `[query_length]`."""
         return self.mask_sizes(query_count(query_length))
 
+    def get_max_length(self) -> int:
+        """As `capacity`, with -1 for no maximum."""
+        return unbounded_as_minus_one(self.capacity)
 
-def not_of_so_many(length: int, held: int) -> StateMismatchError:
+    def get_max_cache_shape(self) -> int:
+        """The name of `get_max_length` before transformers 5.13."""
+        return self.get_max_length()
+
+    def crop(self, tokens: int) -> None:
+        """Roll back, exactly: keep `tokens` tokens if the number is positive, else remove the newest `-tokens` tokens.
+
+        Raises:
+            RollbackError: see `check_truncate`.
+        """
+        length = crop_target(tokens, self.length or 0)
+        self.check_truncate(length)
+        self.truncate(length)
+
+    def reorder_cache(self, beam_idx: BatchIndices) -> None:
+        """As `batch_select_indices`, by the name that beam search uses."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_select_indices(self, indices: BatchIndices) -> None:
+        """Keep the sequences at `indices`, in that order. An index may occur more than once."""
+        if self.batch_size is not None:
+            self.select(as_batch_indices(indices, self.batch_size))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each sequence `repeats` times in a row."""
+        if self.batch_size is not None:
+            self.select(repeated_rows(repeats, self.batch_size))
+
+    # Copies
+
+    def __copy__(self) -> Self:
+        # Like a shallow copy of transformers' layer, it may be updated without a change of the original.
+        return self.fork()
+
+    def _twin(self) -> Self:
+        """A layer with the very same attributes."""
+        twin = self.__class__.__new__(self.__class__)
+        twin.__dict__.update(self.__dict__)
+        return twin
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
+        twin = self.fork()
+        memo[id(self)] = twin
+        return twin
+
+    def __repr__(self) -> str:
+        try:
+            return f"{type(self).__name__}(length={self.length})"
+        except StateMismatchError as error:
+            # Assigned keys and values do not match. A debugger shows the layer all the same.
+            return f"{type(self).__name__}({error})"
+
+
+def rows_of(layers: Sequence[CacheLayer]) -> list[CacheLayer]:
+    """A layer for each sequence of several layers, to go on by itself."""
+    return [layer.row(index) for layer in layers for index in range(layer.batch_size or 0)]
+
+
+LAYER_CLASSES = ClassRegistry("layer", "kvlayers.layers", "unregister_layer", CacheLayer, check_initialiser)  # type: ignore[type-abstract]
+"""The layers that a file may name."""
+
+
+def not_of_so_many(length: int, held: int | None) -> StateMismatchError:
     """The error for a number of tokens whose states a layer does not hold."""
     return StateMismatchError(
         f"The number of tokens must be that of the states that are held, {held}, got {length}: use crop to remove "
@@ -171,7 +689,7 @@ def forwarded(part: str) -> Any:
     return Forwarded(part)
 
 
-class WrapperLayer(CacheLayer):
+class WrapperLayer(CacheLayer, CacheLayerMixin):  # type: ignore[misc]
     """A layer that attends by another layer, and answers for it.
 
     Args:

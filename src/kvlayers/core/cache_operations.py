@@ -2,7 +2,7 @@
 
 import copy
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, overload
 
@@ -16,10 +16,11 @@ from kvlayers.core.arguments import (
     repeated_rows,
     whole_number,
 )
+from kvlayers.core.cache_layer import CacheLayer, LayerState
 from kvlayers.core.layer_list import LayerList, adapted, let_static_layers_agree
-from kvlayers.core.layer_operations import LayerOperations, LayerState
 from kvlayers.core.legacy_api import crop_argument
 from kvlayers.errors import BatchIndexError, OptionError, RollbackError, StateMismatchError, UnsupportedLayerError
+from kvlayers.utils import late
 from kvlayers.utils.sending import sent_by_value
 from kvlayers.utils.tensor_memory import Storages, storages_of
 
@@ -169,13 +170,13 @@ class LayerwiseOperations(LayerList):
                 return length
             length = nearest
 
-    def _removals(self, length: int) -> list[tuple[LayerOperations, int]]:
+    def _removals(self, length: int) -> list[tuple[CacheLayer, int]]:
         """By how many tokens each layer must go back. An interrupted pass leaves some layers ahead of others."""
         lengths = [(layer, layer.length) for layer in self.adapted_layers()]
         held = max([own or 0 for _, own in lengths], default=0)
         return [(layer, (own or held) - length) for layer, own in lengths]
 
-    def _remove(self, removals: list[tuple[LayerOperations, int]]) -> None:
+    def _remove(self, removals: list[tuple[CacheLayer, int]]) -> None:
         if self._lacks_recurrent_states() and any(0 < tokens < self._token_count() for _, tokens in removals):
             raise RollbackError(
                 "Recurrent layers must have seen the same tokens as the others, got one that has seen nothing: the "
@@ -241,29 +242,6 @@ class LayerwiseOperations(LayerList):
         if batch_size >= 0:
             self._select(repeated_rows(repeats, batch_size))
 
-    def batch_split(self, full_batch_size: int, split_size: int) -> list[Self]:
-        """Independent caches of `split_size` sequences each. The last one has the sequences that are left.
-
-        Args:
-            full_batch_size: sequences of this cache.
-            split_size: sequences of each part.
-
-        Raises:
-            OptionError: `full_batch_size` is not the batch size of the cache, or a count is less than 1.
-        """
-        full, each = whole_number(full_batch_size, "`full_batch_size`"), whole_number(split_size, "`split_size`")
-        if full != self.batch_size or each < 1:
-            raise OptionError(
-                f"`full_batch_size` must be {self.batch_size}, and `split_size` at least 1, got {full} "
-                f"and {each}: pass cache.batch_size and the size of a part."
-            )
-        parts = []
-        for begin in range(0, full, each):
-            part = self._fork()
-            part.batch_select_indices(range(begin, min(begin + each, full)))
-            parts.append(part)
-        return parts
-
     # Rows: sequences of lengths of their own
 
     def parts(self) -> "tuple[LayerwiseOperations, ...]":
@@ -315,20 +293,20 @@ class LayerwiseOperations(LayerList):
             part.replace_layers(layers)
         self.origins = _one_if_equal(origins)
 
-    def _rows_with(self, others: "Sequence[LayerwiseOperations]" = ()) -> list[LayerOperations]:
+    def _rows_with(self, others: "Sequence[LayerwiseOperations]" = ()) -> list[CacheLayer]:
         """New layers, whose rows are the sequences of this cache and then those of other caches."""
         joined = []
         for layers in zip(*(cache.adapted_layers() for cache in (self, *others)), strict=True):
             joined.append(layers[0].side_by_side(layers) if layers[0].batch_size else layers[0])
         return joined
 
-    def replace_layers(self, layers: Sequence[LayerOperations]) -> None:
+    def replace_layers(self, layers: Sequence[CacheLayer]) -> None:
         """Hold other layers, which have seen other tokens.
 
         Raises:
             OptionError: something that is not a layer of kvlayers.
         """
-        if not isinstance(layers, Sequence) or not all(isinstance(layer, LayerOperations) for layer in layers):
+        if not isinstance(layers, Sequence) or not all(isinstance(layer, CacheLayer) for layer in layers):
             raise OptionError(
                 f"`layers` must be layers of kvlayers, got {layers!r}: pass what adapted_layers() returns."
             )
@@ -409,8 +387,7 @@ class LayerwiseOperations(LayerList):
             rows = repeated_rows(repeats, batch_size)
             if repeats > 1:
                 self.check_select(rows.shape[0])
-                for layer in self.adapted_layers():
-                    layer.expand(repeats)
+                self._change_sequences(lambda layer: layer.expand(repeats))
                 self._select_facts(rows)
 
     def share_prefix(self, other: Self, tokens: int) -> None:
@@ -454,9 +431,19 @@ class LayerwiseOperations(LayerList):
         if rows.device.type == "cpu" and rows.tolist() == list(range(self.batch_size)):
             return
         self.check_select(rows.shape[0])
-        for layer in self.adapted_layers():
-            layer.select(rows)
+        self._change_sequences(lambda layer: layer.select(rows))
         self._select_facts(rows)
+
+    def _change_sequences(self, change: Callable[[CacheLayer], None]) -> None:
+        """Change each layer. If memory runs out, the rest follows when the cache has given way."""
+        changed = 0
+        while changed < len(layers := self.adapted_layers()):
+            try:
+                for layer in layers[changed:]:
+                    change(layer)
+                    changed += 1
+            except (RuntimeError, MemoryError) as error:
+                late.function("room between passes")(self, error, changed)
 
     def _select_facts(self, rows: Tensor) -> None:
         """Know of the selected sequences what was known of them."""
@@ -524,7 +511,7 @@ class LayerwiseOperations(LayerList):
         self._check_holds_states()
         return self._twin_with([layer.fork() for layer in self.adapted_layers()])
 
-    def _twin_with(self, layers: Sequence[LayerOperations]) -> Self:
+    def _twin_with(self, layers: Sequence[CacheLayer]) -> Self:
         """Another cache like this one, with layers of its own."""
         twin = copy.copy(self)
         twin._adapted = layers

@@ -337,16 +337,11 @@ class DenseStore(TokenStore):
         elif not tokens:
             return
         elif self._copy_on_write is not None and not self._may_write(self._end, self._end + tokens):
-            self._leave_buffers(tokens)
+            self._leave_buffers(tokens, self._capacity_of_copy(tokens))
         key_buffer, value_buffer = self._buffers()
         key_buffer.write(self._end, keys)
         value_buffer.write(self._end, values)
-        self._advance(tokens)
-
-    def _advance(self, tokens: int) -> None:
-        self._end += tokens
-        if self._is_forked:
-            self._length += tokens
+        self.hold(tokens)
 
     @override
     def extend(self, keys: Tensor, values: Tensor, past: int | None = None) -> KVPair:
@@ -377,7 +372,7 @@ class DenseStore(TokenStore):
         if exporting or self._tracks_gradients or keys.requires_grad or values.requires_grad or start < self._start:
             return False
         if self._copy_on_write is not None and not self._may_write(start, start + keys.shape[2]):
-            self._leave_buffers(0)
+            self._leave_buffers(0, self._capacity_of_copy(0))
             start = self._end - count
             if start < self._start:
                 return False
@@ -551,11 +546,7 @@ class DenseStore(TokenStore):
 
     def selected(self, indices: Tensor) -> Self:
         """A store of the selected sequences; this one does not change."""
-        if self._tracks_gradients:
-            twin = self.fork()
-        else:
-            twin = self.__class__.__new__(self.__class__)
-            twin.__dict__.update(self.__dict__, _copy_on_write=None, _returned=ReturnedStates())
+        twin = self.snapshot()
         twin.select(indices)
         return twin
 
@@ -709,17 +700,17 @@ class DenseStore(TokenStore):
         short = max(self.length // GROWTH_DIVISOR, self.minimum_growth - 1)
         return self._tail_length > short and self._can_share()
 
-    def _begin_tail(self, tokens: int) -> None:
-        """Begin a new tail for `tokens` tokens, behind the old one, which becomes a segment."""
-        self._hold(self._as_segments(self.length))
-        self._allocate(self._grown_capacity(tokens))
+    def _leave_buffers(self, tokens: int, capacity: int) -> None:
+        """Go on in buffers of its own: behind the old tail, which becomes a segment, or in a copy of `capacity` tokens.
 
-    def _leave_buffers(self, tokens: int) -> None:
-        """Go on in buffers of its own, with room for `tokens` more tokens."""
+        Args:
+            tokens: new tokens for which a new tail has room.
+            capacity: tokens of a copy, held and new ones.
+        """
         if self._keeps_tail():
-            self._begin_tail(tokens)
-        else:
-            self._allocate(self._capacity_of_copy(tokens))
+            self._hold(self._as_segments(self.length))
+            capacity = self._grown_capacity(tokens)
+        self._allocate(capacity)
 
     # Memory
 
@@ -731,10 +722,8 @@ class DenseStore(TokenStore):
         pays = needed <= self._capacity and self._start * GROWTH_DIVISOR >= length
         if pays and not self._tracks_gradients and self._copy_on_write is None:
             self._shift_to_front()
-        elif self._keeps_tail():
-            self._begin_tail(tokens)
         else:
-            self._allocate(self._grown_capacity(needed))
+            self._leave_buffers(tokens, self._grown_capacity(needed))
 
     def _copied_if_aliased(self, states: Tensor) -> Tensor:
         """States that making room cannot move: a copy if they are a view of the buffers."""
@@ -757,10 +746,7 @@ class DenseStore(TokenStore):
         # concatenated when the next ones arrive, not moved.
         tokens -= self._shared_tokens
         if self._start + tokens > self._capacity and not self._tracks_gradients:
-            if self._keeps_tail():
-                self._begin_tail(tokens - self._tail_length)
-            else:
-                self._allocate(self._grown_capacity(tokens))
+            self._leave_buffers(tokens - self._tail_length, self._grown_capacity(tokens))
 
     @override
     def shrink(self, tokens: int) -> None:
@@ -786,36 +772,24 @@ class DenseStore(TokenStore):
 
     @override
     def compact(self) -> None:
-        length = self.length
-        if self._shared_tokens:
-            if self._tracks_gradients:
-                self._replace(*self._plain(length))
-                return
-            self._hold((), *self._gathered(length), length)
+        if self._shared_tokens and self._tracks_gradients:
+            self._replace(*self._plain(self.length))
+        elif self._shared_tokens:
+            self._hold((), *self._gathered(self.length), self.length)
             self._returned.invalidate()
         elif self._copy_on_write is not None and not self._copy_on_write.has_one_holder:
             self._allocate(self._tail_length)
 
     def _grown_capacity(self, needed: int) -> int:
         """Tokens to allocate for a tail when `needed` tokens must fit."""
-        shared = self._shared_tokens
-        if not shared:
-            return self.capacity_for(needed, self.length_hint)
-        hint = None if self.length_hint is None else self.length_hint - shared
-        return self._grown(needed, hint, min(self.minimum_growth, TAIL_MINIMUM_GROWTH))
-
-    def capacity_for(self, needed: int, length_hint: int | None) -> int:
-        """Tokens to allocate when `needed` tokens must fit, in a store with this length hint."""
-        return self._grown(needed, length_hint, self.minimum_growth)
-
-    def _grown(self, needed: int, length_hint: int | None, minimum_growth: int) -> int:
-        if not self._capacity and not self._shared_tokens:
+        hint, growth = self.length_hint, self.minimum_growth
+        if self._shared_tokens:
+            hint, growth = None if hint is None else hint - self._shared_tokens, min(growth, TAIL_MINIMUM_GROWTH)
+        elif not self._capacity:
             # The first buffer at most doubles what comes: many caches are kept with a few tokens.
-            minimum_growth = min(minimum_growth, needed)
-        capacity = needed + max(needed // self.growth_divisor, minimum_growth)
-        if length_hint is not None and needed <= length_hint:
-            return min(capacity, length_hint)
-        return capacity
+            growth = min(growth, needed)
+        capacity = needed + max(needed // self.growth_divisor, growth)
+        return capacity if hint is None or needed > hint else min(capacity, hint)
 
     def _capacity_of_copy(self, tokens: int) -> int:
         """Tokens to allocate for a copy with room for `tokens` more tokens, for which these buffers have room."""
@@ -947,7 +921,7 @@ class DenseStore(TokenStore):
         """
         self.reserve(self.length + tokens)
         if self._copy_on_write is not None and not self._may_write(self._end, self._end + tokens):
-            self._leave_buffers(tokens)
+            self._leave_buffers(tokens, self._capacity_of_copy(tokens))
 
     def slots_ahead(self, skipped: int, tokens: int) -> KVPair:
         """Prepared slots to write to: `tokens` of them, after the first `skipped`."""
@@ -956,8 +930,10 @@ class DenseStore(TokenStore):
         return keys.slots(start, tokens), values.slots(start, tokens)
 
     def hold(self, tokens: int) -> None:
-        """Hold the tokens that were written to prepared slots."""
-        self._advance(tokens)
+        """Hold the tokens that were written to the slots behind the held ones."""
+        self._end += tokens
+        if self._is_forked:
+            self._length += tokens
 
 
 def may_share(store: object) -> TypeGuard[DenseStore]:

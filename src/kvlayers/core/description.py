@@ -2,8 +2,8 @@
 
 import inspect
 import operator
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from typing_extensions import Self, override
@@ -23,40 +23,12 @@ class DescriptionContext:
     """Everything besides its own facts that a layer or a store is made from.
 
     Attributes:
-        read_layer: makes a layer of a kind from its facts.
-        read_store: makes the store that the facts of a layer describe.
         rotaries: rotations of keys, by their fingerprints.
         length_hint: the most tokens that a layer expects its store to hold, `None` if unknown.
     """
 
-    read_layer: "Callable[[Fact, Facts, DescriptionContext], Any]" = field(repr=False)
-    read_store: "Callable[[Facts, DescriptionContext], Any]" = field(repr=False)
     rotaries: Mapping[str, Rotary] = field(default_factory=dict)
     length_hint: int | None = None
-
-    def layer(self, kind: Fact, facts: Facts) -> Any:
-        """A layer that is part of another one, from its own facts.
-
-        Raises:
-            RegistryError: no layer is registered by this name.
-        """
-        return self.read_layer(kind, facts, self)
-
-    def store(self, facts: Facts, length_hint: int | None = None) -> Any:
-        """The store that a layer's facts describe, `None` if the layer makes its own store.
-
-        Args:
-            facts: facts of the layer.
-            length_hint: the most tokens that the layer expects the store to hold, if known.
-
-        Raises:
-            RegistryError: no store is registered by the name in the facts.
-        """
-        return self.read_store(facts, replace(self, length_hint=length_hint))
-
-    def rotary(self, fingerprint: Fact) -> Rotary | None:
-        """The rotation with this fingerprint; `None` for `None`."""
-        return None if fingerprint is None else self.rotaries[str(fingerprint)]
 
 
 class OptionFacts:
@@ -120,7 +92,8 @@ class RotaryArgument(Argument):
 
     @override
     def read(self, facts: Facts, context: DescriptionContext) -> Rotary | None:
-        return context.rotary(facts[self.name])
+        fingerprint = facts[self.name]
+        return None if fingerprint is None else context.rotaries[str(fingerprint)]
 
 
 @dataclass(frozen=True)

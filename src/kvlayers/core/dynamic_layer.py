@@ -6,8 +6,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from kvlayers.core.arguments import whole_number
+from kvlayers.core.cache_layer import CacheLayer
 from kvlayers.core.dense_store import DenseStore, may_share
-from kvlayers.core.layer_operations import LayerOperations
 from kvlayers.core.layer_registry import register_layer
 from kvlayers.core.token_layer import TokenLayer
 from kvlayers.core.token_store import TokenStore
@@ -51,12 +51,12 @@ class DynamicLayer(TokenLayer):
         self._store.drop_oldest(tokens)
 
     @override
-    def side_by_side(self, layers: Sequence[LayerOperations]) -> LayerOperations:
+    def side_by_side(self, layers: Sequence[CacheLayer]) -> CacheLayer:
         # Rows in one tensor are saved and compared as a plain layer, so they stand for nothing else.
         plain = DynamicLayer()
         if (self.kind, self.describe()) != (plain.kind, plain.describe()):
             return super().side_by_side(layers)
-        joined: LayerOperations = late.function("dense rows")(layers)
+        joined: CacheLayer = late.function("dense rows")(layers)
         return joined
 
     @property

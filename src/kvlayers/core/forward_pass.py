@@ -9,16 +9,16 @@ import itertools
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from typing_extensions import Self
 
-from kvlayers.core.layer_operations import LayerOperations
+from kvlayers.core.cache_layer import CacheLayer
 from kvlayers.errors import InterruptedPassError, StateMismatchError, UnsupportedLayerError, UnusedCacheError
 from kvlayers.upstream import cache_argument
 from kvlayers.upstream.model_types import knows_pairs
@@ -57,36 +57,6 @@ NO_PASS = sys.maxsize
 """Stands for a layer's index when no forward pass is under way, so that the next update begins one."""
 
 
-class Followed(Protocol):
-    """What a follower needs to know of a cache."""
-
-    layers: list[Any]
-    layer_class_to_replicate: Callable[[], Any] | None
-
-    def layer_at(self, layer_idx: int) -> LayerOperations | None:
-        """The layer, with the operations of kvlayers' layers; `None` if it has not been made yet."""
-
-    def adapted_layers(self) -> Sequence[LayerOperations]:
-        """All layers, with the operations of kvlayers' layers."""
-
-
-class GivenCache(Followed, Protocol):
-    """What is asked of a cache that `generate()` was given."""
-
-    @property
-    def is_compileable(self) -> bool:
-        """Whether the forward pass may be compiled."""
-
-    def newest_pass(self) -> "PassStart | None":
-        """Where the newest forward pass began, as far as it was not compiled; `None` before the first one."""
-
-    def forget_call(self) -> None:
-        """Take the call of `generate()` that the cache was given to for one that ended."""
-
-    def interruption(self) -> InterruptedPassError | None:
-        """The error for layers that have seen different numbers of tokens, `None` if they have seen as many."""
-
-
 # Not frozen: it is made at every pass, and the initialiser of a frozen one takes three times as long.
 @dataclass(slots=True)
 class PassStart:
@@ -107,6 +77,7 @@ class PassStart:
     module: int | None
 
 
+@dataclass(slots=True)
 class ForwardPassFollower:
     """Follows the forward passes of one cache from layer to layer.
 
@@ -119,18 +90,11 @@ class ForwardPassFollower:
         began: where the newest forward pass began.
     """
 
-    __slots__ = ("at", "began", "in_step")
+    at: int = NO_PASS
+    in_step: int = -1
+    began: PassStart | None = None
 
-    def __init__(self, at: int = NO_PASS, in_step: int = -1, began: PassStart | None = None) -> None:
-        self.at = at
-        self.in_step = in_step
-        self.began = began
-
-    def copy(self) -> Self:
-        """A follower of a cache that goes on from the same place."""
-        return type(self)(self.at, self.in_step, self.began)
-
-    def follow(self, cache: Followed, layer_idx: int, layer: LayerOperations | None, tokens: int) -> None:
+    def follow(self, cache: Any, layer_idx: int, layer: CacheLayer | None, tokens: int) -> None:
         """Note that a layer is about to be updated, if a pass begins there or goes further than the pass before.
 
         Models may leave out their last layers (early exit). So an interrupted pass shows only when such a layer is
@@ -166,7 +130,7 @@ class ForwardPassFollower:
                     raise _interrupted_cache(cache, layer_idx)
             self.in_step = layer_idx
 
-    def check_in_step(self, cache: Followed) -> None:
+    def check_in_step(self, cache: Any) -> None:
         """Check that the newest forward pass went as far as the earlier ones.
 
         Within a module nothing is checked, as the pass may still be under way.
@@ -188,7 +152,7 @@ class ForwardPassFollower:
         self.at = NO_PASS
 
 
-def interruption(cache: Followed) -> InterruptedPassError | None:
+def interruption(cache: Any) -> InterruptedPassError | None:
     """The error for layers that have seen different numbers of tokens, `None` if all have seen as many."""
     count = len(cache.layers)
     seen = {_seen_by(cache, index) for index in range(count)} - {None}
@@ -196,19 +160,19 @@ def interruption(cache: Followed) -> InterruptedPassError | None:
     return _interrupted_cache(cache, count - 1) if len(seen) > 1 or is_within else None
 
 
-def _seen_by(cache: Followed, layer_idx: int) -> int | None:
+def _seen_by(cache: Any, layer_idx: int) -> int | None:
     """Tokens that a layer has seen, `None` if it does not know, or if an accelerator would have to be waited for."""
     layer = cache.layer_at(layer_idx)
     return 0 if layer is None else None if layer.counts_on_device else layer.length
 
 
-def _interrupted_cache(cache: Followed, last: int) -> InterruptedPassError:
+def _interrupted_cache(cache: Any, last: int) -> InterruptedPassError:
     # A layer that is made when it is needed may not exist yet.
     seen = [_seen_by(cache, index) for index in range(max(len(cache.layers), last + 1))]
     return _interrupted(seen, any(layer.is_recurrent for layer in cache.adapted_layers()))
 
 
-def _check_parts(layer: LayerOperations, tokens: int) -> None:
+def _check_parts(layer: CacheLayer, tokens: int) -> None:
     """Raise if a pass was interrupted between the two parts of its first layer. Either part may come first."""
     if len(layer.parts) == 1:
         return
@@ -246,7 +210,7 @@ class GivenToGenerate:
         is_measured: whether the call has asked for the length of the cache, which it does to find the new tokens.
     """
 
-    def __init__(self, cache: GivenCache) -> None:
+    def __init__(self, cache: Any) -> None:
         self.is_measured = False
         self._cache = weakref.ref(cache)
         self._hooks: list[Any] = []
@@ -310,7 +274,7 @@ class GivenToGenerate:
             )
 
 
-def check_is_new(cache: GivenCache, held: int, given: int) -> None:
+def check_is_new(cache: Any, held: int, given: int) -> None:
     """Check that a sequence is longer than what a cache has seen.
 
     transformers finds the new tokens by counting from the end of the sequence. Without new tokens it would take others.
@@ -325,9 +289,9 @@ def check_is_new(cache: GivenCache, held: int, given: int) -> None:
         StateMismatchError: no token is new.
     """
     if given <= held and held:
-        interruption = cache.interruption()
-        if interruption is not None:
-            raise interruption
+        interrupted = interruption(cache)
+        if interrupted is not None:
+            raise interrupted
         raise StateMismatchError(
             f"The cache has seen {held} tokens, and a prompt of {given} has no new ones. Pass the whole text with the "
             "new tokens at its end (or these alone, with an attention_mask for all), or crop() or reset() the cache "
@@ -342,10 +306,10 @@ class SeenTokens(int):
     the negative of the difference. If no token is new, such a slice has all tokens, or tokens that the cache has seen.
     """
 
-    cache: "weakref.ref[GivenCache]"
+    cache: "weakref.ref[Any]"
 
     @classmethod
-    def of(cls, cache: GivenCache, seen: int) -> Self:
+    def of(cls, cache: Any, seen: int) -> Self:
         """The length `seen` of a cache, to which it refers weakly."""
         tokens = cls(seen)
         tokens.cache = weakref.ref(cache)

@@ -6,10 +6,10 @@ from typing import Any, ClassVar, Protocol
 
 from typing_extensions import override
 
+from kvlayers.core.cache_layer import CacheLayer
 from kvlayers.core.description import Argument, DescriptionContext, Fact, Facts, OptionFacts
 from kvlayers.core.dynamic_layer import DynamicLayer
 from kvlayers.core.layer_list import adapted
-from kvlayers.core.layer_operations import LayerOperations
 from kvlayers.core.sliding_layer import SlidingLayer
 from kvlayers.core.token_layer import TokenLayer
 from kvlayers.core.token_store import TokenStore
@@ -189,7 +189,7 @@ def layers_of(
     ]
 
 
-def with_attention(dynamic: Any, attention: TokenLayer) -> LayerOperations:
+def with_attention(dynamic: Any, attention: TokenLayer) -> CacheLayer:
     """A layer with this attention, and with the recurrent part of `dynamic` if it has one.
 
     Raises:

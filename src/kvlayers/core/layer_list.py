@@ -10,14 +10,14 @@ from torch import Tensor
 
 from kvlayers.core.arguments import unbounded_as_minus_one
 from kvlayers.core.buffer import StateForm
+from kvlayers.core.cache_layer import CacheLayer
 from kvlayers.core.forward_pass import ForwardPassFollower
-from kvlayers.core.layer_operations import LayerOperations
 from kvlayers.errors import LayerIndexError, UnsupportedLayerError
 from kvlayers.utils import late
 from kvlayers.utils.options import check_accepted, check_whole_number, checked_dtype
 
 
-def adapted(layer: Any, grows: bool = False) -> LayerOperations:
+def adapted(layer: Any, grows: bool = False) -> CacheLayer:
     """The layer itself if it is one of kvlayers' layers; otherwise a new adapter over it.
 
     Args:
@@ -27,9 +27,9 @@ def adapted(layer: Any, grows: bool = False) -> LayerOperations:
     Raises:
         OptionError: it is no layer.
     """
-    if isinstance(layer, LayerOperations):
+    if isinstance(layer, CacheLayer):
         return layer
-    adapter: LayerOperations = late.function("adapter")(layer, grows)
+    adapter: CacheLayer = late.function("adapter")(layer, grows)
     return adapter
 
 
@@ -43,12 +43,12 @@ class LayerList(ABC):
     layers: list[Any]
     layer_class_to_replicate: Callable[[], Any] | None
     _pass: ForwardPassFollower
-    _adapted: Sequence[LayerOperations] = ()
+    _adapted: Sequence[CacheLayer] = ()
     """Each layer, or its adapter if it is one of transformers' layers, as of the last time that somebody asked."""
     _grows = False
     """Whether reservations of transformers' layers are made larger when they are too small."""
 
-    def adapted_layers(self) -> Sequence[LayerOperations]:
+    def adapted_layers(self) -> Sequence[CacheLayer]:
         """The layers with the operations of kvlayers' layers: each layer itself, or its adapter.
 
         `layers` is a plain list that anybody may change, and shows transformers' layers themselves. Their adapters
@@ -60,7 +60,7 @@ class LayerList(ABC):
             self._adapted = known = [by_identity.get(id(layer)) or adapted(layer, self._grows) for layer in self.layers]
         return known
 
-    def layer_at(self, layer_idx: int) -> LayerOperations | None:
+    def layer_at(self, layer_idx: int) -> CacheLayer | None:
         """The layer, as in `adapted_layers()`; `None` for an index beyond the layers, whose layer may be made later."""
         try:
             if layer_idx >= len(self.layers):
@@ -75,7 +75,7 @@ class LayerList(ABC):
                 return known
         return self.adapted_layers()[layer_idx]
 
-    def _layer(self, layer_idx: int) -> LayerOperations:
+    def _layer(self, layer_idx: int) -> CacheLayer:
         """As `adapted_layers()[layer_idx]`, without a look at the other layers.
 
         Raises:
@@ -154,7 +154,7 @@ class LayerList(ABC):
     def __len__(self) -> int:
         return len(self.layers)
 
-    def _attending(self, layer_idx: int) -> LayerOperations:
+    def _attending(self, layer_idx: int) -> CacheLayer:
         """The layer if it attends, or the first layer that does if it is layer 0."""
         layer = self._layer(layer_idx)
         found = layer if layer.attends else self._first_attending(layer_idx)
@@ -166,7 +166,7 @@ class LayerList(ABC):
             )
         return found
 
-    def _first_attending(self, layer_idx: int) -> LayerOperations | None:
+    def _first_attending(self, layer_idx: int) -> CacheLayer | None:
         """The first layer that attends, if layer 0 is asked for."""
         return next((layer for layer in self.adapted_layers() if layer.attends), None) if layer_idx == 0 else None
 
@@ -352,7 +352,7 @@ class LayerList(ABC):
         return updated
 
 
-def in_step(asked: LayerOperations, layers: Sequence[LayerOperations]) -> tuple[int, ...]:
+def in_step(asked: CacheLayer, layers: Sequence[CacheLayer]) -> tuple[int, ...]:
     """Indices of the layers that have seen as many tokens as a layer, and may hold as many: one mask is made for all.
 
     Other layers may hold something else, such as the image that cross-attention reads (mllama), or stand still.
@@ -370,7 +370,7 @@ def in_step(asked: LayerOperations, layers: Sequence[LayerOperations]) -> tuple[
     )
 
 
-def let_static_layers_agree(layers: Sequence[LayerOperations]) -> None:
+def let_static_layers_agree(layers: Sequence[CacheLayer]) -> None:
     """Let layers that reserve their memory agree on what attention reads, since one mask serves all layers."""
     if any(layer.parts[0].unwrapped.reserved is not None for layer in layers):
         late.function("static layers agree")(layers)

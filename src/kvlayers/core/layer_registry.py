@@ -1,62 +1,20 @@
 """The registry of layers: which classes a file may name."""
 
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar, overload
-
+from kvlayers.core.cache_layer import LAYER_CLASSES, CacheLayer
 from kvlayers.core.description import DescriptionContext, Fact, Facts
-from kvlayers.core.layer_operations import LAYER_CLASSES, LayerOperations
-from kvlayers.core.token_store import store_from_description
 from kvlayers.errors import RegistryError
-from kvlayers.rope.rotary import Rotary
 
-Layer = TypeVar("Layer", bound=type[LayerOperations])
+register_layer = LAYER_CLASSES.register
+"""Let layers of a class, which derives from `TokenLayer` or from `CacheLayer`, be loaded from files."""
 
+unregister_layer = LAYER_CLASSES.remove
+"""Remove a class of layers from the registry, by its name."""
 
-@overload
-def register_layer(layer_class: Layer, *, name: str | None = None) -> Layer: ...
-
-
-@overload
-def register_layer(layer_class: None = None, *, name: str | None = None) -> Callable[[Layer], Layer]: ...
+layer_names = LAYER_CLASSES.names
+"""The names of all registered layers, including those of entry points in other packages."""
 
 
-def register_layer(layer_class: Any = None, *, name: str | None = None) -> Any:
-    """Let layers of this class be loaded from files, as a decorator or by a call.
-
-    Args:
-        layer_class: the class, derived from `CacheLayer`, or from `TokenLayer`.
-        name: its name in files; the name of the class if it is not given.
-
-    Raises:
-        RegistryError: the name is taken, or the class lacks a member of the contract. The error names the member.
-
-    Example:
-        >>> import kvlayers
-        >>> @kvlayers.layers.register_layer
-        ... class PatientLayer(kvlayers.DynamicLayer):
-        ...     pass
-        >>> "PatientLayer" in kvlayers.layers.layer_names()
-        True
-        >>> kvlayers.layers.unregister_layer("PatientLayer")
-    """
-    return LAYER_CLASSES.register(layer_class, name)
-
-
-def unregister_layer(name: str) -> None:
-    """Remove a class of layers from the registry.
-
-    Raises:
-        RegistryError: no class is registered by this name.
-    """
-    LAYER_CLASSES.remove(name)
-
-
-def layer_names() -> list[str]:
-    """The names of all registered layers, including those of entry points in other packages."""
-    return LAYER_CLASSES.names()
-
-
-def layer_class(kind: Fact) -> type[LayerOperations]:
+def layer_class(kind: Fact) -> type[CacheLayer]:
     """The class that is registered as a kind of layer.
 
     Raises:
@@ -70,15 +28,6 @@ def layer_class(kind: Fact) -> type[LayerOperations]:
     return found
 
 
-def layer_from_description(kind: Fact, facts: Facts, context: DescriptionContext) -> LayerOperations:
+def layer_from_description(kind: Fact, facts: Facts, context: DescriptionContext) -> CacheLayer:
     """An empty layer of a kind, from what its `describe` returned. Raises as `layer_class`."""
     return layer_class(kind).from_description(facts, context)
-
-
-def description_context(rotaries: Mapping[str, Rotary]) -> DescriptionContext:
-    """What layers are made from beside their facts.
-
-    Args:
-        rotaries: how keys are rotated, by the fingerprint of the rotation.
-    """
-    return DescriptionContext(layer_from_description, store_from_description, rotaries)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from kvlayers.core.arguments import whole_number
+from kvlayers.core.cache_layer import CacheLayer
 from kvlayers.core.layer_list import LayerList
-from kvlayers.core.layer_operations import LayerOperations
 from kvlayers.errors import LayerIndexError, LegacyFormatError, OptionError, UnsupportedLayerError
 from kvlayers.kernels.attention.packed_tensor import PackedStates, as_dense
 from kvlayers.upstream import compat
@@ -215,7 +215,7 @@ def with_dropped(states: tuple[Any, ...], slides: bool) -> tuple[Tensor, Tensor]
     return tuple(torch.nn.functional.pad(held, (0, 0, dropped, 0)) for held in (keys, values))  # type: ignore[return-value]
 
 
-def with_window(states: tuple[Any, ...], layer: LayerOperations) -> tuple[Any, ...]:
+def with_window(states: tuple[Any, ...], layer: CacheLayer) -> tuple[Any, ...]:
     """The states of a layer as `WindowedStates` if the layer attends within a window."""
     if not layer.is_sliding or layer.capacity is None:
         return states
@@ -253,17 +253,6 @@ class StateList(list[Tensor | None]):
         cache: the cache.
         side: "keys" or "values".
     """
-
-    __setitem__ = _writing("__setitem__")
-    __delitem__ = _writing("__delitem__")
-    __iadd__ = _writing("__iadd__")
-    __imul__ = _writing("__imul__")
-    append = _writing("append")
-    extend = _writing("extend")
-    insert = _writing("insert")
-    pop = _writing("pop")
-    remove = _writing("remove")
-    reverse = _writing("reverse")
 
     def __init__(self, cache: Any, side: str) -> None:
         self._cache, self._side = cache, side
@@ -315,6 +304,14 @@ class StateList(list[Tensor | None]):
         for layer, old, new in changes:
             if new is not old:
                 setattr(layer, self._side, old[:, :, :0] if new is None else new)
+
+
+CHANGES_OF_A_LIST = (
+    *("__setitem__", "__delitem__", "__iadd__", "__imul__"),
+    *("append", "extend", "insert", "pop", "remove", "reverse"),
+)
+for _name in CHANGES_OF_A_LIST:
+    setattr(StateList, _name, _writing(_name))
 
 
 def _state_list(cache: Any, side: str) -> StateList:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, TypeVar, overload
+from typing import Any, TypeVar
 
 import torch
 import transformers
@@ -157,44 +157,15 @@ def named(
     return make
 
 
-CacheClass = TypeVar("CacheClass", bound=type[Cache])
+register_cache_class = CACHE_CLASSES.register
+"""Let caches of a class, which derives from `Cache`, be loaded from files.
 
+A class whose initialiser sets attributes of its own adds their values to `describe`, and sets them in
+`from_description` too.
+"""
 
-@overload
-def register_cache_class(cache_class: CacheClass, *, name: str | None = None) -> CacheClass: ...
+unregister_cache_class = CACHE_CLASSES.remove
+"""Remove a class of caches from the registry, by its name."""
 
-
-@overload
-def register_cache_class(
-    cache_class: None = None, *, name: str | None = None
-) -> Callable[[CacheClass], CacheClass]: ...
-
-
-def register_cache_class(cache_class: Any = None, *, name: str | None = None) -> Any:
-    """Let caches of this class be loaded from files, as a decorator or by a call.
-
-    A class whose initialiser sets attributes of its own adds their values to `describe`, and sets them in
-    `from_description` too.
-
-    Args:
-        cache_class: the class, derived from `Cache`.
-        name: its name in files; the name of the class if it is not given.
-
-    Raises:
-        RegistryError: the name is taken, or it is not a class of caches.
-    """
-    return CACHE_CLASSES.register(cache_class, name)
-
-
-def unregister_cache_class(name: str) -> None:
-    """Remove a class of caches from the registry.
-
-    Raises:
-        RegistryError: no class is registered by this name.
-    """
-    CACHE_CLASSES.remove(name)
-
-
-def cache_class_names() -> list[str]:
-    """The names of all registered classes of caches, including those of entry points in other packages."""
-    return CACHE_CLASSES.names()
+cache_class_names = CACHE_CLASSES.names
+"""The names of all registered classes of caches, including those of entry points in other packages."""

@@ -24,7 +24,7 @@ class ReturnedStates:
     def __init__(self) -> None:
         self.paths = PathCounter()
         self._version: Version | None = None
-        self._newest: Callable[[], Snapshot | None] = _nothing
+        self._newest: weakref.ref[Snapshot] | None = None
 
     def __reduce__(self) -> tuple[type["ReturnedStates"], tuple[()]]:
         return ReturnedStates, ()
@@ -69,7 +69,7 @@ class ReturnedStates:
             forms: the forms of keys and of values.
             length: tokens that the store holds.
         """
-        snapshot = self._newest()
+        snapshot = None if self._newest is None else self._newest()
         if snapshot is not None and (snapshot.segments.tokens, snapshot.length) == (count, length):
             shapes = [(form.batch_size, form.kv_heads, count, form.head_dim) for form in forms]
             return packed_pair(snapshot, *shapes)
@@ -81,14 +81,10 @@ class ReturnedStates:
 
     def forget(self) -> None:
         """Make new states from now on. States that were returned stay valid."""
-        self._newest = _nothing
+        self._newest = None
 
     def invalidate(self) -> None:
         """Make all states that were returned so far stale."""
         if self._version is not None:
             self._version.advance()
-        self._newest = _nothing
-
-
-def _nothing() -> None:
-    return None
+        self._newest = None

@@ -6,11 +6,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from kvlayers.core.arguments import whole_number
-from kvlayers.core.cache_layer import not_of_so_many
+from kvlayers.core.cache_layer import LayerState, not_of_so_many
 from kvlayers.core.dense_store import DenseStore
 from kvlayers.core.description import Argument
 from kvlayers.core.dynamic_layer import check_rollback
-from kvlayers.core.layer_operations import LayerState
 from kvlayers.core.layer_registry import register_layer
 from kvlayers.core.token_layer import TokenLayer
 from kvlayers.core.token_store import StoreArgument, TokenStore

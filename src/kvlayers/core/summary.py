@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from kvlayers.core.layer_operations import LayerOperations
+from kvlayers.core.cache_layer import CacheLayer
 from kvlayers.utils.units import html_table, plain_table, readable_bytes
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ class CacheSummary:
 
 
 def summary_of(
-    kind: str, tokens: int, batch_size: int, nbytes: int, layers: Mapping[str, Sequence[LayerOperations]]
+    kind: str, tokens: int, batch_size: int, nbytes: int, layers: Mapping[str, Sequence[CacheLayer]]
 ) -> CacheSummary:
     """The summary of a cache.
 
@@ -143,7 +143,7 @@ def summary_of(
     return CacheSummary(kind, tokens, batch_size, nbytes, total, summaries)
 
 
-def _of_layer(use: str, index: int, layer: LayerOperations) -> LayerSummary:
+def _of_layer(use: str, index: int, layer: CacheLayer) -> LayerSummary:
     amounts = dict.fromkeys(TIERS, 0)
     for part in layer.parts:
         amounts[part.memory_tier] += part.nbytes
@@ -213,7 +213,7 @@ def _times(traces: int) -> str:
     return f"{traces} times{again}" if traces > 1 else "once"
 
 
-def explanation_of(prefixes: Sequence[str], layers: Sequence[LayerOperations], traces: int, memory: str) -> Explanation:
+def explanation_of(prefixes: Sequence[str], layers: Sequence[CacheLayer], traces: int, memory: str) -> Explanation:
     """The explanation of a cache with these layers; see `Explanation`."""
     attention: Counter[str] = sum((Counter(layer.attention_paths) for layer in layers), Counter())
     packing: Counter[str] = sum((Counter(layer.packing_paths) for layer in layers), Counter())

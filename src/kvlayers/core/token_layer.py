@@ -1,18 +1,19 @@
 """A layer over a store of tokens: what full, sliding and static attention share."""
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
 from typing_extensions import Self, override
 
 from kvlayers.core.arguments import as_batch_indices, repeated_rows
 from kvlayers.core.buffer import LayerShape, StateForm
-from kvlayers.core.cache_layer import CacheLayer, forwarded
+from kvlayers.core.cache_layer import CacheLayer, LayerState, check_kind_of_state, forwarded
 from kvlayers.core.dense_store import DenseStore
 from kvlayers.core.description import Argument, Facts
-from kvlayers.core.layer_operations import LayerOperations, LayerState, check_kind_of_state
 from kvlayers.core.token_store import StoreArgument, TokenStore, store_class_of
 from kvlayers.errors import OptionError, StateMismatchError
 from kvlayers.kernels.codes.quantizer_contract import Side
@@ -77,7 +78,7 @@ def _part_of_form(side: str, part: str) -> Any:
     return property(read)
 
 
-class TokenLayer(CacheLayer):
+class TokenLayer(CacheLayer, CacheLayerMixin):  # type: ignore[misc]
     """A layer that keeps tokens in a `TokenStore`. Which tokens those are, a subclass decides.
 
     If the initialiser of a subclass takes a `store` (`None` for a `DenseStore`) and plain facts, the class names these
@@ -124,6 +125,11 @@ class TokenLayer(CacheLayer):
     @store.setter
     def store(self, store: TokenStore) -> None:
         self._store = store
+
+    @property
+    @abstractmethod
+    def length(self) -> int:
+        """Tokens seen and not rolled back."""
 
     @property
     @override
@@ -284,7 +290,7 @@ class TokenLayer(CacheLayer):
             yield from getattr(self, name).held_tensors()
 
     @override
-    def share_prefix(self, other: LayerOperations, tokens: int) -> None:
+    def share_prefix(self, other: CacheLayer, tokens: int) -> None:
         dropped = self.length - self._store.length
         if isinstance(other, TokenLayer) and dropped == other.length - other.store.length:
             self._store.share_prefix(other.store, tokens - dropped)

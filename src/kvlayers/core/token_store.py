@@ -2,8 +2,8 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, TypeVar, get_args, overload
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -68,7 +68,8 @@ class StoreArgument(Argument):
 
     @override
     def read(self, facts: Facts, context: DescriptionContext) -> Any:
-        return context.store(facts, None if self.room is None else self.room(facts))
+        hint = None if self.room is None else self.room(facts)
+        return store_from_description(facts, replace(context, length_hint=hint))
 
 
 UPDATE_METHODS = ("validate", "append", "extend", "newest", "length", "count")
@@ -424,42 +425,14 @@ STORE_CLASSES = ClassRegistry("store", "kvlayers.stores", "unregister_store", To
 """The stores that a file may name."""
 
 
-Store = TypeVar("Store", bound=type[TokenStore])
+register_store = STORE_CLASSES.register
+"""Let layers over a store of a class, which derives from `TokenStore`, be saved and loaded."""
 
+unregister_store = STORE_CLASSES.remove
+"""Remove a class of stores from the registry, by its name."""
 
-@overload
-def register_store(store_class: Store, *, name: str | None = None) -> Store: ...
-
-
-@overload
-def register_store(store_class: None = None, *, name: str | None = None) -> Callable[[Store], Store]: ...
-
-
-def register_store(store_class: Any = None, *, name: str | None = None) -> Any:
-    """Allow layers with a store of this class to be saved and loaded. Use it as a decorator or call it.
-
-    Args:
-        store_class: the class, derived from `TokenStore`.
-        name: its name in files, by default the name of the class.
-
-    Raises:
-        RegistryError: the name is taken, or the class lacks a member of the contract, which is named.
-    """
-    return STORE_CLASSES.register(store_class, name)
-
-
-def unregister_store(name: str) -> None:
-    """Remove a store.
-
-    Raises:
-        RegistryError: no store is registered by this name.
-    """
-    STORE_CLASSES.remove(name)
-
-
-def store_names() -> list[str]:
-    """All stores that a file may name, including those of entry points in other packages."""
-    return STORE_CLASSES.names()
+store_names = STORE_CLASSES.names
+"""All stores that a file may name, including those of entry points in other packages."""
 
 
 def store_class_of(facts: Facts) -> type[TokenStore] | None:
@@ -477,7 +450,7 @@ def store_class_of(facts: Facts) -> type[TokenStore] | None:
     return found
 
 
-def store_from_description(facts: Facts, context: DescriptionContext) -> TokenStore | None:
+def store_from_description(facts: Facts, context: DescriptionContext) -> Any:
     """The empty store that a layer's facts describe; `None` if the layer makes its own. Raises as `store_class_of`."""
     store_class = store_class_of(facts)
     return None if store_class is None else store_class.from_description(facts, context)

@@ -81,7 +81,7 @@ def _dense(store: DenseStore, tokens: HeldTokens, kept: KeptTokens) -> TokenStor
 
 
 @dataclass(frozen=True, eq=False)
-class _Blocks:
+class _HeadBlocks:
     """Packed blocks of each head, numbered as in `HeldTokens.blocks`.
 
     Attributes:
@@ -96,13 +96,13 @@ class _Blocks:
     counts: Tensor
     runs: Tensor
 
-    def compacted(self) -> "_Blocks":
+    def compacted(self) -> "_HeadBlocks":
         """The same with the rows of its blocks alone, in their order."""
         is_kept = self.counts > 0
         numbers = is_kept.flatten().long().cumsum(0).view_as(is_kept) - 1
         return replace(self, rows=_chosen(self.rows, self.starts[is_kept]), starts=numbers * is_kept)
 
-    def in_run(self, runs: SmoothingRuns, like: PackedBlocks | None) -> "_Blocks":
+    def in_run(self, runs: SmoothingRuns, like: PackedBlocks | None) -> "_HeadBlocks":
         """The same with keys that are smoothed as those of the last of the runs: older ones are packed again.
 
         Args:
@@ -130,7 +130,7 @@ class _Blocks:
         return replace(self, rows=_joined(self.rows, _rows_of(again) | values), starts=starts)
 
 
-def _blocks_of(flat: FlatTokens | None, tail: QuantizedStore) -> _Blocks | None:
+def _blocks_of(flat: FlatTokens | None, tail: QuantizedStore) -> _HeadBlocks | None:
     """The packed blocks of a flat part and of the tail behind it; `None` if there is no packed block.
 
     Raises:
@@ -138,7 +138,7 @@ def _blocks_of(flat: FlatTokens | None, tail: QuantizedStore) -> _Blocks | None:
     """
     found, blocks = [], tail.blocks
     if flat is not None and isinstance(flat.part, PackedBlocks):
-        found.append(_Blocks(_rows_of(flat.part), flat.starts, flat.counts, torch.zeros_like(flat.starts[0, 0])))
+        found.append(_HeadBlocks(_rows_of(flat.part), flat.starts, flat.counts, torch.zeros_like(flat.starts[0, 0])))
     if blocks:
         tensors = blocks.state()
         if int(tensors["block_ends"][0]):
@@ -151,12 +151,12 @@ def _blocks_of(flat: FlatTokens | None, tail: QuantizedStore) -> _Blocks | None:
         if found:
             starts += len(found[0].rows["keys_codes"])
         runs = torch.tensor(tail.runs.numbers(len(blocks)), device=device)
-        found.append(_Blocks(_rows_of(blocks), starts, tensors["block_ends"][1:].expand(shape), runs))
+        found.append(_HeadBlocks(_rows_of(blocks), starts, tensors["block_ends"][1:].expand(shape), runs))
     if len(found) < 2:
         return found[0] if found else None
     first, second = found
     starts, counts = torch.cat([first.starts, second.starts], 2), torch.cat([first.counts, second.counts], 2)
-    return _Blocks(_joined(first.rows, second.rows), starts, counts, torch.cat([first.runs, second.runs]))
+    return _HeadBlocks(_joined(first.rows, second.rows), starts, counts, torch.cat([first.runs, second.runs]))
 
 
 def _rows_of(blocks: PackedBlocks) -> Rows:
@@ -257,14 +257,14 @@ def _packed(store: QuantizedStore, flat: FlatTokens | None, tokens: HeldTokens, 
     return RaggedStore(tail, FlatTokens.of(part, starts, pieces, None, sinks, sinks + newest - min(run, newest)))
 
 
-def _is_even(singles: Tensor, older: Tensor, held: _Blocks | None) -> bool:
+def _is_even(singles: Tensor, older: Tensor, held: _HeadBlocks | None) -> bool:
     """Whether all heads keep the same numbers of single tokens, of blocks between them, and of tokens in each block."""
     tables = [singles] if held is None else [singles, older, _compressed(held.counts, held.counts)]
     return all(bool((table == table[0, 0]).all()) for table in tables)
 
 
 def _even(
-    quantization: Quantization, singles: _Singles, sinks: int, held: _Blocks | None, smoothing: KeySmoothing | None
+    quantization: Quantization, singles: _Singles, sinks: int, held: _HeadBlocks | None, smoothing: KeySmoothing | None
 ) -> QuantizedStore:
     """A store of heads that keep the same numbers of tokens, `sinks` of them before blocks."""
     store = QuantizedStore(quantization)
@@ -338,7 +338,7 @@ def _pack(blocks: PackedBlocks, singles: _Singles, sinks: int, middle: Tensor, s
     blocks.hold(count)
 
 
-def _flat_of(new: PackedBlocks, held: _Blocks | None, middle: Tensor) -> tuple[PackedBlocks, Tensor, Tensor]:
+def _flat_of(new: PackedBlocks, held: _HeadBlocks | None, middle: Tensor) -> tuple[PackedBlocks, Tensor, Tensor]:
     """Kept blocks, and behind them new ones with `middle` tokens of each head; starts and counts of all pieces."""
     tables = pieces_in_a_row(middle, new.block_tokens, new.block_tokens)
     starts, counts = (table.to((new if held is None else held.starts).device) for table in tables)

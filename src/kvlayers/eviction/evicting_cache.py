@@ -265,18 +265,16 @@ def _layers(options: EvictionOptions, rotaries: Sequence[Rotary | None], scale: 
         rotaries: how each of these layers rotates its keys, if the rule needs to know.
         scale: factor of the scores of attention, `None` for `1 / sqrt(head_dim)`.
     """
-    count = len(rotaries)
-    keeps: list[float | None] = [None] * count
-    budgets: list[int | None] = [None] * count
-    if options.keep is not None:
-        keeps = [*layer_keeps(options.layer_budgets, count, options.keep)]
-    elif options.budget is not None:
-        budgets = [*layer_tokens(options.layer_budgets, count, options.budget, options.protected)]
+    how, count, keep = options.layer_budgets, len(rotaries), options.keep
+    amounts: list[tuple[float | None, int | None]]
+    if keep is None:
+        amounts = [(None, held) for held in layer_tokens(how, count, options.budget or 0, options.protected)]
+    else:
+        amounts = [(part, None) for part in layer_keeps(how, count, keep)]
     return [
         EvictingLayer(
             options.rule_name or options.rule,
-            keep,
-            budget,
+            *amount,
             options.sink_tokens,
             options.recent_tokens,
             options.per_head,
@@ -285,7 +283,7 @@ def _layers(options: EvictionOptions, rotaries: Sequence[Rotary | None], scale: 
             None if options.quantization is None else QuantizedStore(options.quantization),
             options.left_padding,
         )
-        for keep, budget, rotary in zip(keeps, budgets, rotaries, strict=True)
+        for amount, rotary in zip(amounts, rotaries, strict=True)
     ]
 
 

@@ -138,16 +138,18 @@ class EvictingLayer(TokenLayer):
     def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> KVPair:
         self._check_settled()
         store, progress, options = self._store, self._progress, self.options
-        tokens = store.validate(key_states, value_states)
+        tokens = key_states.shape[2] if key_states.dim() == 4 else store.validate(key_states, value_states)
         progress.check_batch(key_states.shape[0])
         seen = self._seen + tokens
+        is_due = progress.is_due(seen, slack=0) if tokens > 1 else progress.is_due_in_steps(seen)
+        evicts = is_due and not self.record_past and key_states.shape[0] > 0
+        if evicts:
+            store.validate(key_states, value_states)
+        # An eviction attends to everything, but stores the kept tokens alone. If scores are wrong, nothing is stored.
+        states = attended_with(store, key_states, value_states) if evicts else store.take_in(key_states, value_states)
         if self._awaited:
             # Attention has not shown the queries of the last tokens. Earlier ones would not stand beside their keys.
             self._progress = progress = replace(progress, shown=())
-        is_due = progress.is_due(seen, slack=0) if tokens > 1 else progress.is_due_in_steps(seen)
-        evicts = is_due and not self.record_past and key_states.shape[0] > 0
-        # An eviction attends to everything, but stores the kept tokens alone. If scores are wrong, nothing is stored.
-        states = attended_with(store, key_states, value_states) if evicts else store.extend(key_states, value_states)
         states = with_columns(states, self._announced + tokens)
         if evicts and not options.rule.queries:
             self._evict((key_states, value_states), progress, seen)

@@ -1,5 +1,6 @@
 """How far a layer has evicted its text, and the queries that attention has shown of it."""
 
+import copy
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -154,7 +155,7 @@ class EvictionProgress:
         if wanted != ALL_QUERIES and sum(part.shape[2] for part in parts) >= 2 * wanted:
             # A copy, so that the other queries are not kept in memory.
             parts = [torch.cat(parts, dim=2)[:, :, -wanted:].clone()]
-        return replace(self, shown=tuple(parts))
+        return self._showing(parts)
 
     def without_queries(self, tokens: int) -> "EvictionProgress":
         """The same without the queries of the newest `tokens` tokens."""
@@ -163,7 +164,13 @@ class EvictionProgress:
             if left > 0:
                 parts.append(part[:, :, :left])
             left -= part.shape[2]
-        return replace(self, shown=tuple(parts))
+        return self._showing(parts)
+
+    def _showing(self, parts: list[Tensor]) -> "EvictionProgress":
+        # A copy keeps what the numbers say, which does not change with each token.
+        twin = copy.copy(self)
+        object.__setattr__(twin, "shown", tuple(parts))
+        return twin
 
     # State
 

@@ -14,7 +14,7 @@ from kvlayers.core.cache_layer import forwarded
 from kvlayers.core.dense_store import DenseStore, dense_in_small_steps
 from kvlayers.core.description import DescriptionContext, Fact, Facts
 from kvlayers.core.returned_states import ReturnedStates
-from kvlayers.core.token_store import BufferSwap, KVPair, TokenStore, register_store
+from kvlayers.core.token_store import BufferSwap, KVPair, TokenStore, register_store, store_from_description
 from kvlayers.errors import RollbackError, StateMismatchError, UnsupportedLayerError
 from kvlayers.eviction.flat_tokens import FlatTokens, check_ragged_state, is_ragged, tail_state
 from kvlayers.kernels.attention.packed_ops import packed_like
@@ -106,19 +106,30 @@ class RaggedStore(TokenStore):
 
     # Taking in states
 
+    def _check_flat(self, keys: Tensor, values: Tensor) -> None:
+        """Raise an error if states cannot follow the flat part, whatever the tail says."""
+        if self.flat is None:
+            return
+        if torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad):
+            raise UnsupportedLayerError(UNEVEN_HEADS)
+        held = self._forms()
+        # An empty tail takes any form, and any tail promotes its dtype. The flat part can do neither.
+        if not self.tail.length or (keys.dtype, values.dtype) != (held[0].dtype, held[1].dtype):
+            forms = checked_forms(keys, values)
+            forms = forms if self.tail.bits is None else in_one_dtype(*forms)
+            if forms != held:
+                raise mismatch(forms, held, self.length)
+
     @override
     def validate(self, keys: Tensor, values: Tensor) -> int:
-        if self.flat is not None and torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad):
-            raise UnsupportedLayerError(UNEVEN_HEADS)
-        if self.flat is not None:
-            held = self._forms()
-            # An empty tail takes any form, and any tail promotes its dtype. The flat part can do neither.
-            if not self.tail.length or (keys.dtype, values.dtype) != (held[0].dtype, held[1].dtype):
-                forms = checked_forms(keys, values)
-                forms = forms if self.tail.bits is None else in_one_dtype(*forms)
-                if forms != held:
-                    raise mismatch(forms, held, self.length)
+        self._check_flat(keys, values)
         return self.tail.validate(keys, values)
+
+    @override
+    def take_in(self, keys: Tensor, values: Tensor) -> KVPair:
+        self._check_flat(keys, values)
+        attended = self.tail.take_in(keys, values)
+        return attended if self.flat is None else self._with_flat(self.flat, attended)
 
     @override
     def extend(self, keys: Tensor, values: Tensor, past: int | None = None) -> KVPair:
@@ -279,7 +290,7 @@ class RaggedStore(TokenStore):
     def from_description(cls, facts: Facts, context: DescriptionContext) -> Self:
         if facts["tail"] == DenseStore.__name__:
             return cls()
-        return cls(context.store({**facts, "store": facts["tail"]}, context.length_hint))
+        return cls(store_from_description({**facts, "store": facts["tail"]}, context))
 
     @override
     def state(self) -> dict[str, Tensor]:

@@ -169,14 +169,19 @@ def needed(queries: Tensor | None, rule: str) -> Tensor:
     return queries
 
 
+@dataclass(frozen=True, kw_only=True)
 class AttentionRule(EvictionRule):
-    """A rule that computes scores of attention: by its own `scale`, or else by that of the model."""
+    """A rule that computes scores of attention.
 
-    scale: float | None
+    Args:
+        scale: factor of the scores of attention. Default: that of the model.
+    """
+
+    scale: float | None = None
 
     @override
     def for_attention(self, rotary: Rotary | None, scale: float | None) -> Self:
-        return self if self.scale is not None else dataclasses.replace(self, scale=scale)  # type: ignore[type-var]
+        return self if self.scale is not None else dataclasses.replace(self, scale=scale)
 
 
 @register_eviction_rule("h2o")
@@ -192,7 +197,6 @@ class HeavyHitters(AttentionRule):
         scale: factor of the scores of attention. Default: that of the model.
     """
 
-    scale: float | None = None
     queries: int = dataclasses.field(default=ALL_QUERIES, init=False)
 
     @override
@@ -223,7 +227,6 @@ class SnapKV(AttentionRule):
 
     queries: int = 64
     kernel: int = 5
-    scale: float | None = None
 
     def __post_init__(self) -> None:
         for name, number in (("queries", self.queries), ("kernel", self.kernel)):
@@ -254,7 +257,6 @@ class Tova(AttentionRule):
         scale: factor of the scores of attention. Default: that of the model.
     """
 
-    scale: float | None = None
     queries: int = dataclasses.field(default=1, init=False)
     shares_heads: ClassVar[bool] = True
 

@@ -21,7 +21,7 @@ from transformers.utils import ModelOutput
 from kvlayers.core.cache import Cache
 from kvlayers.errors import RollbackError
 from kvlayers.generation import row_decoding
-from kvlayers.generation.call_cache import RollbackCache
+from kvlayers.generation.call_cache import rolling_back
 from kvlayers.generation.prefill import pass_limit, pass_tokens, without_last
 from kvlayers.upstream import cache_argument, compat, generate_calls
 from kvlayers.upstream.model_types import kept_states
@@ -183,7 +183,7 @@ def decode(
         What `original` returns.
     """
     name = cache_argument.name_in_generate(model)
-    cache = kwargs.get(name)
+    cache: Any = kwargs.get(name)
     check_rollback(model, cache)
     assistant = kwargs.get("assistant_model")
     if assistant is not None and (kept := kept_states(assistant)) is not None:
@@ -197,20 +197,22 @@ def decode(
         return row_decoding.decode_batch(model, cache, input_ids, kwargs, given)
     if isinstance(cache, Cache) and not compat.RECORDS_BEFORE_DRAFTS:
         cache.activate_past_recording()
-    if not isinstance(cache, Cache) or not cache.recurrent_parts():
-        return original(_view_for_filled_cache(model, cache, input_ids, kwargs), input_ids, **kwargs)
-    replay = _Replay(model, cache, kwargs["generation_config"])
+    rolls_back = isinstance(cache, Cache) and bool(cache.recurrent_parts())
+    if not rolls_back and not _sees_again(model, cache, input_ids, kwargs):
+        return original(model, input_ids, **kwargs)
+    replay = _Replay(model, rolling_back(cache) if rolls_back else cache, kwargs["generation_config"])
     view = ModelView(model, prepare_inputs_for_generation=replay.prepare_inputs)
     output = original(view, input_ids, **{**kwargs, name: replay.cache})
     is_output = isinstance(output, ModelOutput)
-    replay.complete(output.sequences if is_output else output)
-    if is_output:
+    if rolls_back:
+        replay.complete(output.sequences if is_output else output)
+    if rolls_back and is_output:
         cache_argument.replace_in_output(output, cache)
     return output
 
 
-def _view_for_filled_cache(model: Any, cache: Any, input_ids: Tensor, kwargs: Mapping[str, Any]) -> Any:
-    """A model whose first pass over a draft takes only the tokens that a filled cache has not seen.
+def _sees_again(model: Any, cache: Any, input_ids: Tensor, kwargs: Mapping[str, Any]) -> bool:
+    """Whether transformers' first pass over a draft would take tokens that a filled cache has seen.
 
     Args:
         model: the model.
@@ -218,34 +220,20 @@ def _view_for_filled_cache(model: Any, cache: Any, input_ids: Tensor, kwargs: Ma
         input_ids: the whole sequence, or new tokens alone with a mask for all, `[1, tokens]`.
         kwargs: the other arguments of the loop.
     """
-    if compat.LOOPS_COUNT_CACHE_POSITION or not isinstance(cache, transformers.Cache):
-        return model
     mask = kwargs.get("decoder_attention_mask" if model.config.is_encoder_decoder else "attention_mask")
     is_whole = mask is None or mask.shape[-1] == input_ids.shape[1]
-    seen = cache.get_seq_length() if is_whole else 0
-    if not seen:
-        return model
-
-    def prepare_inputs(
-        input_ids: Tensor,
-        next_sequence_length: int | None = None,
-        is_first_iteration: bool = False,
-        **kwargs: Any,
-    ) -> Any:
-        if is_first_iteration:
-            next_sequence_length = input_ids.shape[1] - seen
-        return model.prepare_inputs_for_generation(
-            input_ids, next_sequence_length=next_sequence_length, is_first_iteration=is_first_iteration, **kwargs
-        )
-
-    return ModelView(model, prepare_inputs_for_generation=prepare_inputs)
+    takes_new = compat.LOOPS_COUNT_CACHE_POSITION or not isinstance(cache, transformers.Cache) or not is_whole
+    return not takes_new and bool(cache.get_seq_length())
 
 
 class _Replay:
-    """Passes tokens that a rollback has removed besides the draft again, during one call of transformers' loop."""
+    """During one call of transformers' loop, a pass takes what its cache has not seen.
 
-    def __init__(self, model: Any, cache: Cache, generation_config: Any) -> None:
-        self.cache = RollbackCache(cache)
+    Tokens that a rollback has removed besides the draft are passed again, and those of a filled cache are not.
+    """
+
+    def __init__(self, model: Any, cache: Any, generation_config: Any) -> None:
+        self.cache: Any = cache
         self._model, self._name = model, cache_argument.name_in_generate(model)
         # Outputs with one entry per token must be those of the draft alone.
         per_token = generation_config.output_hidden_states or generation_config.output_attentions
@@ -260,7 +248,8 @@ class _Replay:
         **kwargs: Any,
     ) -> Any:
         """Replaces the model's `prepare_inputs_for_generation`."""
-        if kwargs.get(self._name) is self.cache:
+        passed: Any = kwargs.get(self._name)
+        if passed is self.cache:
             self._last = input_ids.shape[1], kwargs
             seen = self.cache.get_seq_length()
             missing = input_ids.shape[1] - seen

@@ -162,7 +162,8 @@ def check_rope_dtype(model: torch.nn.Module, cache: Any) -> None:
 def read_cache_argument(model: Any, argument: str, arguments: dict[str, Any]) -> None:
     """Read what a call of `generate()` passes in the place of a cache, which is a cache or legacy tuples from then on.
 
-    A name becomes the `cache_implementation`, and options that stand behind it the `cache_config`.
+    A name becomes the `cache_implementation`, and options that stand behind it the `cache_config`. So do those that the
+    config of the call was saved with.
 
     Args:
         model: the model.
@@ -181,6 +182,12 @@ def read_cache_argument(model: Any, argument: str, arguments: dict[str, Any]) ->
             f"`{argument}` must be a cache or the name of one, got {_what(given)}: pass for example "
             "kvlayers.DynamicCache(config=model.config), or cache_implementation='int4'."
         )
+    config = arguments.get("generation_config")
+    if name is None and given is None and config is not None and config.cache_implementation is None:
+        # The config of the model may have another name.
+        saved, options = _saved(config)
+        if saved is not None:
+            arguments.update(cache_implementation=saved, cache_config=arguments.get("cache_config", options))
     named = named_cache(name)
     if named is not None and named.options:
         arguments.update(requested_cache(name, arguments.get("cache_config")).generate_options)
@@ -457,7 +464,6 @@ def resolve_name(model: Any, config: Any, requested: str | None, is_given_a_cach
         config.cache_implementation = requested
     if config.cache_implementation is not None or is_given_a_cache:
         return
-    # The separate field is left in a config that was loaded before kvlayers was installed.
     name, options = _saved(config)
     default = DEFAULT.get()
     if name is not None:
@@ -470,58 +476,24 @@ def resolve_name(model: Any, config: Any, requested: str | None, is_given_a_cach
         _use(config, default.named.name, dict(default.named.options) or None)
 
 
-class SavedName:
-    """The separate field as an attribute of `GenerationConfig`: a config that is loaded takes over the name in it.
-
-    Args:
-        takes_over: whether a config whose field is set now takes over the name.
-    """
-
-    def __init__(self, takes_over: Callable[[], bool]) -> None:
-        self._takes_over = takes_over
-
-    def __get__(self, config: Any, owner: type) -> Any:
-        if config is None:
-            return self
-        try:
-            return vars(config)[FIELD]
-        except KeyError:
-            raise AttributeError(FIELD) from None
-
-    def __set__(self, config: Any, field: Any) -> None:
-        vars(config)[FIELD] = field
-        name, options = _saved(config)
-        if name is not None and is_registered(name) and self._takes_over():
-            del vars(config)[FIELD]
-            if config.cache_implementation is None:
-                _use(config, name, options)
-
-    def __delete__(self, config: Any) -> None:
-        del vars(config)[FIELD]
-
-
-def save_pretrained(original: Callable[..., None]) -> Callable[..., None]:
+def save_pretrained(original: Callable[..., None], config: Any, *args: Any, **kwargs: Any) -> None:
     """For `GenerationConfig.save_pretrained`: write the name and the options into the separate field."""
-
-    def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> None:
-        name = self.cache_implementation
-        if name not in _added_names:
-            original(self, *args, **kwargs)
-            return
-        moved = {option: vars(self)[option] for option in OPTIONS if vars(self)[option] is not None}
-        written = copy.copy(self)
-        # transformers loads a config that comes from a model config without fields that it does not know. So what it
-        # notes of the origin of a config is taken from one that comes from nowhere.
-        origin = {note: value for note, value in vars(configuration.GenerationConfig()).items() if note.startswith("_")}
-        vars(written).update({**origin, **dict.fromkeys(OPTIONS), FIELD: moved})
-        original(written, *args, **kwargs)
-        warn_the_caller(
-            f"transformers does not know the cache {name!r}, so the saved GenerationConfig has this name in the field "
-            f"{FIELD!r}: the model can be loaded anywhere, and uses this cache where kvlayers is installed "
-            "(kvlayers.install())."
-        )
-
-    return save_pretrained
+    name = config.cache_implementation
+    if name not in _added_names:
+        original(config, *args, **kwargs)
+        return
+    moved = {option: vars(config)[option] for option in OPTIONS if vars(config)[option] is not None}
+    written = copy.copy(config)
+    # transformers loads a config that comes from a model config without fields that it does not know. So what it
+    # notes of the origin of a config is taken from one that comes from nowhere.
+    origin = {note: value for note, value in vars(configuration.GenerationConfig()).items() if note.startswith("_")}
+    vars(written).update({**origin, **dict.fromkeys(OPTIONS), FIELD: moved})
+    original(written, *args, **kwargs)
+    warn_the_caller(
+        f"transformers does not know the cache {name!r}, so the saved GenerationConfig has this name in the field "
+        f"{FIELD!r}: the model can be loaded anywhere, and uses this cache where kvlayers is installed "
+        "(kvlayers.install())."
+    )
 
 
 def _saved(config: Any) -> tuple[str | None, Any]:

@@ -1,5 +1,6 @@
 """Checks of what a call of `generate()` is given, before transformers looks at it."""
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +13,8 @@ from kvlayers.errors import OptionError
 
 PROMPTS = ("inputs", "input_ids")
 """Names by which `generate()` takes its prompts."""
+
+_SIGNATURE = inspect.signature(GenerationMixin.generate)
 
 _TOKENIZE = "pass ids as tokenizer(texts, return_tensors='pt') returns them"
 
@@ -34,29 +37,39 @@ def check_generation_config(given: object) -> None:
         )
 
 
-def with_prompt_by_name(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def by_name(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """All arguments of a call of `generate()`, by their names.
+
+    Raises:
+        TypeError: an argument is given twice, or there are too many.
+    """
+    if not args:
+        return kwargs
+    _SIGNATURE.bind(None, *args, **kwargs)
+    return {**kwargs, **dict(zip([*_SIGNATURE.parameters][1:], args, strict=False))}
+
+
+def with_prompt_by_name(arguments: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a call, with what a tokenizer or a processor returns in the place of a prompt taken apart.
 
     Args:
-        args: positional arguments, the prompt first.
-        kwargs: arguments by name, which are not changed.
+        arguments: all arguments by name, which are not changed.
 
     Raises:
         OptionError: it has no `input_ids`, or an argument is given twice.
     """
-    places = [name for name in PROMPTS if isinstance(kwargs.get(name), Mapping)]
-    is_first = bool(args) and isinstance(args[0], Mapping)
-    if not places and not is_first:
-        return args, kwargs
-    encoded = args[0] if is_first else kwargs[places[0]]
-    others = {name: value for name, value in kwargs.items() if name not in places}
+    places = [name for name in PROMPTS if isinstance(arguments.get(name), Mapping)]
+    if not places:
+        return arguments
+    encoded = arguments[places[0]]
+    others = {name: value for name, value in arguments.items() if name not in places}
     if twice := sorted(encoded.keys() & others.keys()):
         raise OptionError(f"`{twice[0]}` must be given once, got it in the encoded prompt as well: leave one out.")
     if encoded.keys().isdisjoint({"input_ids", "inputs_embeds", "input_features", "input_values", "pixel_values"}):
         raise OptionError(
             f"`input_ids` must be in the encoded prompt, got {', '.join(map(str, encoded)) or 'nothing'}: {_TOKENIZE}."
         )
-    return (None, *args[1:]) if is_first else args, {**others, **encoded}
+    return {**others, **encoded}
 
 
 def check_call(model: Any, given: Mapping[str, Any]) -> None:

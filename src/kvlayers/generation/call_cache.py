@@ -401,21 +401,13 @@ def for_call(
     cache_by_name.check_rope_dtype(model, cache)
     if generation_config.is_assistant:
         cache.activate_past_recording()
-        cache = as_draft_cache(cache)
+        if isinstance(cache, Cache) and (compat.CROPS_DRAFTS_TO_LENGTHS or cache.recurrent_parts()):
+            cache = rolling_back(cache)
     return cache
 
 
 class RollbackCache(Cache):
-    """Another view of a cache, with the same layers, whose `crop` may roll back further than it was asked to.
-
-    transformers' loops over drafts get it in the place of the cache.
-
-    Args:
-        cache: the cache.
-    """
-
-    def __init__(self, cache: Cache) -> None:
-        self.__dict__ = cache.__dict__
+    """A cache whose `crop` may roll back further than it was asked to; see `rolling_back`."""
 
     @property
     def is_croppable(self) -> bool:
@@ -424,28 +416,21 @@ class RollbackCache(Cache):
 
     def crop(self, tokens_to_remove: int | None = None, *, max_length: int | None = None) -> None:
         """Roll back as `truncate` does, to a length that is given as for `Cache.crop`."""
-        self.truncate(crop_target(crop_argument(tokens_to_remove, max_length), self._token_count()))
+        number = crop_argument(tokens_to_remove, max_length)
+        to_nothing = compat.CROPS_DRAFTS_TO_LENGTHS and number == 0
+        self.truncate(0 if to_nothing else crop_target(number, self._token_count()))
 
 
-def as_draft_cache(cache: Any) -> Any:
-    """What transformers' loop over drafts gets in the place of a draft model's cache."""
-    if not isinstance(cache, Cache):
-        return cache
-    if not compat.CROPS_DRAFTS_TO_LENGTHS:
-        return RollbackCache(cache) if cache.recurrent_parts() else cache
-    draft = object.__new__(_draft_class(type(cache)))
-    draft.__dict__ = cache.__dict__
-    return draft
+def rolling_back(cache: Cache) -> RollbackCache:
+    """What transformers' loops over drafts get in the place of a cache: another view of it, with the same layers."""
+    view: RollbackCache = object.__new__(_class_that_rolls_back(type(cache)))
+    view.__dict__ = cache.__dict__
+    return view
 
 
 @functools.cache
-def _draft_class(cache_class: type[Cache]) -> type[Cache]:
-    """A subclass whose `crop` takes a length, which may be zero, and may roll back further."""
-
-    def crop(self: Cache, length: int) -> None:
-        self.truncate(length)
-
-    return type(f"Draft{cache_class.__name__}", (cache_class,), {"crop": crop})
+def _class_that_rolls_back(cache_class: type[Cache]) -> Any:
+    return type(f"Rollback{cache_class.__name__}", (RollbackCache, cache_class), {})
 
 
 def _acquire(

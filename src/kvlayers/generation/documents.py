@@ -146,7 +146,7 @@ class DocumentPrompt:
         ):
             if images:
                 raise IneligibleError(f"the call is given {', '.join(sorted(images))}")
-            call = PrefixedCall(active, model, (), arguments)
+            call = PrefixedCall(active, model, arguments)
             documents = StoredDocuments(model, active, amount, tokens, are_moved)
             into = call.empty()
             check_into(into, model, documents.layers, 1, tokens - self.question.shape[1], "cache_implementation")

@@ -1,4 +1,4 @@
-"""What replaces methods of transformers. Each function makes a replacement from the method that it replaces.
+"""What replaces methods of transformers. Each function is called with the method that it replaces, and its arguments.
 
 `PreTrainedModel.__call__` is one of them, since every forward pass of every model goes through it, and since what
 replaces it costs next to nothing at each token. Models that were written for an older name of the cache argument get
@@ -41,83 +41,74 @@ from kvlayers.upstream import cache_argument, compat, generate_calls, model_type
 logger = logging.getLogger(__name__)
 
 
-def generate(original: Method) -> Method:
+def generate(original: Method, model: Any, *args: Any, **kwargs: Any) -> Any:
     """For `generate`: takes cache names, legacy tuples and caches, and uses the active prefix store."""
+    cache_name = cache_argument.name_in_generate(model)
+    kwargs = cache_argument.respelled(model, call_arguments.by_name(args, kwargs), cache_name)
+    hand_over_cache(model)
+    kwargs = call_arguments.with_prompt_by_name(kwargs)
+    call_arguments.check_call(model, kwargs)
+    cache_by_name.read_cache_argument(model, cache_name, kwargs)
+    plain = functools.partial(_without_store, original, model, cache_by_name.requested_name(kwargs), cache_name)
+    active = active_store.for_call()
+    return plain(**kwargs) if active is None else prefixed_call.generate(active, plain, model, kwargs)
 
-    names = list(inspect.signature(original).parameters)[1:]
 
-    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-        cache_name = cache_argument.name_in_generate(self)
-        kwargs = cache_argument.respelled(self, kwargs, cache_name)
-        hand_over_cache(self)
-        args, kwargs = call_arguments.with_prompt_by_name(args, kwargs)
-        cache_by_name.read_cache_argument(self, cache_name, kwargs)
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
-        call_arguments.check_call(self, given)
-        plain = functools.partial(generate_without_store, self, cache_by_name.requested_name(given), cache_name)
-        active = active_store.for_call()
-        if active is None:
-            return plain(*args, **kwargs)
-        return prefixed_call.generate(active, plain, self, args, kwargs)
-
-    def generate_without_store(self: Any, requested: str | None, cache_name: str, /, *args: Any, **kwargs: Any) -> Any:
-        config = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
-        # A draft model gets the same cache several times within one call, and rolls it back in between.
-        is_assistant, is_pair = config is not None and config.is_assistant, self.config.is_encoder_decoder
-        returns_tuples = _pop_return_legacy_cache(self, config, kwargs)
-        past: Any = kwargs.get(cache_name)
-        if isinstance(past, tuple | list):
-            legacy_tuples.warn_of_tuples(cache_name)
-            past = kwargs[cache_name] = legacy_tuples.cache_for_generate(self.config, past)
-        is_own, mask = isinstance(past, Cache), kwargs.get("attention_mask")
-        input_ids = kwargs.get("input_ids", kwargs.get("inputs", args[0] if args else None))
-        if compat.LOOPS_COUNT_CACHE_POSITION and is_own and not is_pair:
-            call_cache.check_whole_sequence(past, input_ids)
-        is_from_store = prefixed_call.is_from_store(past)
-        if is_own and not is_assistant and not is_pair:
-            if not is_from_store:
-                call_cache.check_rows(past, mask)
-            _forget_images(self, past, input_ids, mask)
-        if is_own and not is_assistant and past.is_pair:
-            kwargs.update(call_cache.decoder_mask(self, past, kwargs))
-        if type(past) in call_cache.CLASSES:
-            call_cache.replace_layers(past, self)
-        was_recording = is_own and any(layer.is_recording for layer in past.adapted_layers())
-        mask_mode = None if past is None else call_cache.mask_mode(past)
-        was_compiled = mask_mode is not None and mask_mode.compiled
-        cache_sees_ids = not (is_pair or is_assistant or is_from_store) and kwargs.get("inputs_embeds") is None
-        record = known_ids.TokenRecord(
-            input_ids if cache_sees_ids else None, mask, _total_tokens(self, input_ids, kwargs) if is_own else None
-        )
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
-        may_be_stopped = bool(given.get("stopping_criteria")) or given.get("custom_generate") is not None
-        acquired: list[Acquired] = []
-        try:
-            with overriding(CURRENT, CurrentCall(requested, record, may_be_stopped, acquired)):
-                output = original(assisted.view_for_generate(self, given), *args, **kwargs)
-        except BaseException as error:
-            # A retry with less memory must not find the cache kept alive here.
-            record.release_cache()
-            retried_pass.say_why_not(error)
-            raise
-        finally:
-            if mask_mode is not None:
-                mask_mode.compiled = was_compiled
-        cache = cache_argument.in_output(output) if isinstance(output, ModelOutput) else past
-        if isinstance(cache, Cache) and not was_recording and not is_assistant:
-            cache.deactivate_past_recording()
-        record.end(output, cache)
-        if returns_tuples and isinstance(output, ModelOutput) and cache is not None:
-            cache_argument.replace_in_output(output, legacy_tuples.to_tuples(cache))
-        if acquired:
-            call_cache.remember_lengths(self, acquired)
-        if isinstance(output, Tensor):
-            # Nobody but the pool refers to the caches now.
-            del cache
-            call_cache.release(self, acquired)
-        return output
-
-    return generate
+def _without_store(original: Method, model: Any, requested: str | None, cache_name: str, /, **kwargs: Any) -> Any:
+    config = kwargs.get("generation_config")
+    # A draft model gets the same cache several times within one call, and rolls it back in between.
+    is_assistant, is_pair = config is not None and config.is_assistant, model.config.is_encoder_decoder
+    returns_tuples = _pop_return_legacy_cache(model, config, kwargs)
+    past: Any = kwargs.get(cache_name)
+    if isinstance(past, tuple | list):
+        legacy_tuples.warn_of_tuples(cache_name)
+        past = kwargs[cache_name] = legacy_tuples.cache_for_generate(model.config, past)
+    is_own, mask = isinstance(past, Cache), kwargs.get("attention_mask")
+    input_ids = kwargs.get("input_ids", kwargs.get("inputs"))
+    if compat.LOOPS_COUNT_CACHE_POSITION and is_own and not is_pair:
+        call_cache.check_whole_sequence(past, input_ids)
+    is_from_store = prefixed_call.is_from_store(past)
+    if is_own and not is_assistant and not is_pair:
+        if not is_from_store:
+            call_cache.check_rows(past, mask)
+        _forget_images(model, past, input_ids, mask)
+    if is_own and not is_assistant and past.is_pair:
+        kwargs.update(call_cache.decoder_mask(model, past, kwargs))
+    if type(past) in call_cache.CLASSES:
+        call_cache.replace_layers(past, model)
+    was_recording = is_own and any(layer.is_recording for layer in past.adapted_layers())
+    mask_mode = None if past is None else call_cache.mask_mode(past)
+    was_compiled = mask_mode is not None and mask_mode.compiled
+    cache_sees_ids = not (is_pair or is_assistant or is_from_store) and kwargs.get("inputs_embeds") is None
+    record = known_ids.TokenRecord(
+        input_ids if cache_sees_ids else None, mask, _total_tokens(model, input_ids, kwargs) if is_own else None
+    )
+    may_be_stopped = bool(kwargs.get("stopping_criteria")) or kwargs.get("custom_generate") is not None
+    acquired: list[Acquired] = []
+    try:
+        with overriding(CURRENT, CurrentCall(requested, record, may_be_stopped, acquired)):
+            output = original(assisted.view_for_generate(model, kwargs), **kwargs)
+    except BaseException as error:
+        # A retry with less memory must not find the cache kept alive here.
+        record.release_cache()
+        retried_pass.say_why_not(error)
+        raise
+    finally:
+        if mask_mode is not None:
+            mask_mode.compiled = was_compiled
+    cache = cache_argument.in_output(output) if isinstance(output, ModelOutput) else past
+    if isinstance(cache, Cache) and not was_recording and not is_assistant:
+        cache.deactivate_past_recording()
+    record.end(output, cache)
+    if returns_tuples and isinstance(output, ModelOutput) and cache is not None:
+        cache_argument.replace_in_output(output, legacy_tuples.to_tuples(cache))
+    if acquired:
+        call_cache.remember_lengths(model, acquired)
+    if isinstance(output, Tensor):
+        # Nobody but the pool refers to the caches now.
+        del cache
+        call_cache.release(model, acquired)
+    return output
 
 
 def _forget_images(model: Any, past: Cache, input_ids: Any, mask: Any) -> None:
@@ -160,60 +151,57 @@ def _pop_return_legacy_cache(model: Any, config: Any, kwargs: dict[str, Any]) ->
     return returns_tuples
 
 
-def prepare_cache_for_generation(original: Method) -> Method:
+def prepare_cache_for_generation(
+    original: Method,
+    model: Any,
+    generation_config: Any,
+    model_kwargs: dict[str, Any],
+    generation_mode: GenerationMode,
+    batch_size: int,
+    max_cache_length: int,
+) -> None:
     """For `_prepare_cache_for_generation`: checks the cache that the user passed, or makes a cache by name."""
-
-    def prepare_cache_for_generation(
-        self: Any,
-        generation_config: Any,
-        model_kwargs: dict[str, Any],
-        generation_mode: GenerationMode,
-        batch_size: int,
-        max_cache_length: int,
-    ) -> None:
-        argument, call = cache_argument.name_in_generate(self), CURRENT.get()
-        past = model_kwargs.get(argument)
-        cache_by_name.resolve_name(self, generation_config, call.requested_name, past is not None)
-        name = generation_config.cache_implementation or "dynamic"
-        if isinstance(past, transformers.Cache) and not generation_config.is_assistant:
-            encoded = generate_calls.encoded_for(self, model_kwargs)
-            if encoded is not None and not self.config.is_encoder_decoder:
-                past = model_kwargs[argument] = cache_by_name.paired(past, encoded.shape[1])
-        if past is not None:
-            _prepare_passed_cache(self, past, generation_config, model_kwargs, max_cache_length, generation_mode)
-        if call.record is not None:
-            call.record.begin(past, generation_config, call_cache.padding_mask(model_kwargs))
-        if generation_config.prefill_chunk_size is not None:
-            is_filled = compat.CHUNKS_BEGIN_AT_ZERO and isinstance(past, Cache) and past.get_seq_length()
-            if is_filled or model_types.kept_states(self) is not None:
-                # The new tokens are read in one pass instead.
-                generation_config.prefill_chunk_size = None
-        if (
-            past is not None
-            or generation_config.use_cache is False
-            or not self._supports_default_dynamic_cache()
-            or not named_caches.is_registered(name)
-            or generate_calls.makes_own_static_cache(self, name)
-        ):
-            original(self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
-            if isinstance(past, Cache):
-                # What the cache would look at by itself has been checked here.
-                past.forget_call()
-                _note_inputs(self, past)
-            elif past is None:
-                call_cache.leave_on_host(model_kwargs.get(argument), self)
-            return
-        cache = call_cache.for_call(
-            self, name, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
-        )
-        if generation_mode == GenerationMode.ASSISTED_GENERATION:
-            # transformers refuses to verify drafts with a static name, since its static caches cannot be rolled back.
-            generation_config.cache_implementation = None
-        prefixed_call.explain_bypass(cache)
-        model_kwargs[argument] = cache
-        _note_inputs(self, cache)
-
-    return prepare_cache_for_generation
+    argument, call = cache_argument.name_in_generate(model), CURRENT.get()
+    past = model_kwargs.get(argument)
+    cache_by_name.resolve_name(model, generation_config, call.requested_name, past is not None)
+    name = generation_config.cache_implementation or "dynamic"
+    if isinstance(past, transformers.Cache) and not generation_config.is_assistant:
+        encoded = generate_calls.encoded_for(model, model_kwargs)
+        if encoded is not None and not model.config.is_encoder_decoder:
+            past = model_kwargs[argument] = cache_by_name.paired(past, encoded.shape[1])
+    if past is not None:
+        _prepare_passed_cache(model, past, generation_config, model_kwargs, max_cache_length, generation_mode)
+    if call.record is not None:
+        call.record.begin(model, past, generation_config, call_cache.padding_mask(model_kwargs))
+    if generation_config.prefill_chunk_size is not None:
+        is_filled = compat.CHUNKS_BEGIN_AT_ZERO and isinstance(past, Cache) and past.get_seq_length()
+        if is_filled or model_types.kept_states(model) is not None:
+            # The new tokens are read in one pass instead.
+            generation_config.prefill_chunk_size = None
+    if (
+        past is not None
+        or generation_config.use_cache is False
+        or not model._supports_default_dynamic_cache()
+        or not named_caches.is_registered(name)
+        or generate_calls.makes_own_static_cache(model, name)
+    ):
+        original(model, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
+        if isinstance(past, Cache):
+            # What the cache would look at by itself has been checked here.
+            past.forget_call()
+            _note_inputs(model, past)
+        elif past is None:
+            call_cache.leave_on_host(model_kwargs.get(argument), model)
+        return
+    cache = call_cache.for_call(
+        model, name, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+    )
+    if generation_mode == GenerationMode.ASSISTED_GENERATION:
+        # transformers refuses to verify drafts with a static name, since its static caches cannot be rolled back.
+        generation_config.cache_implementation = None
+    prefixed_call.explain_bypass(cache)
+    model_kwargs[argument] = cache
+    _note_inputs(model, cache)
 
 
 def _prepare_passed_cache(
@@ -252,27 +240,30 @@ def _prepare_passed_cache(
             mask_mode.compiled = call_cache.will_be_compiled(model, generation_config, generation_mode, past)
 
 
-def prefill(original: Method) -> Method:
+def prefill(
+    original: Method,
+    model: Any,
+    input_ids: Tensor,
+    generation_config: Any,
+    model_kwargs: dict[str, Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     """For `_prefill`: see `prefill_in_chunks` and `prefill_once`."""
 
-    def prefill(
-        self: Any, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
-    ) -> Any:
-        def transformers_prefill(input_ids: Tensor, model_kwargs: dict[str, Any]) -> Any:
-            return original(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
+    def transformers_prefill(input_ids: Tensor, model_kwargs: dict[str, Any]) -> Any:
+        return original(model, input_ids, generation_config, model_kwargs, *args, **kwargs)
 
-        is_in_chunks, call = generation_config.prefill_chunk_size is not None, CURRENT.get()
-        if is_in_chunks and call.record is not None:
-            call.prompt = input_ids, dict(model_kwargs)
-        if is_in_chunks and frequencies_within(self.config, 1, input_ids.shape[1]) is None:
-            # Parts of the prompt would be rotated by the frequencies of shorter prompts.
-            generation_config.prefill_chunk_size = None
-        output = prefill_in_chunks(self, input_ids, generation_config, model_kwargs)
-        if output is None:
-            output = prefill_once(transformers_prefill, input_ids, generation_config, model_kwargs, self)
-        return transformers_prefill(input_ids, model_kwargs) if output is None else output
-
-    return prefill
+    is_in_chunks, call = generation_config.prefill_chunk_size is not None, CURRENT.get()
+    if is_in_chunks and call.record is not None:
+        call.prompt = input_ids, dict(model_kwargs)
+    if is_in_chunks and frequencies_within(model.config, 1, input_ids.shape[1]) is None:
+        # Parts of the prompt would be rotated by the frequencies of shorter prompts.
+        generation_config.prefill_chunk_size = None
+    output = prefill_in_chunks(model, input_ids, generation_config, model_kwargs)
+    if output is None:
+        output = prefill_once(transformers_prefill, input_ids, generation_config, model_kwargs, model)
+    return transformers_prefill(input_ids, model_kwargs) if output is None else output
 
 
 METHOD = "prepare_inputs_for_generation"
@@ -291,10 +282,7 @@ def hand_over_cache(model: Any) -> None:
 
 def _replace_method(owner: type, wrap: Callable[[Method], Method]) -> None:
     with _handing_lock:
-        key = owner, getattr(wrap, "func", wrap)
-        if key not in _handing_over:
-            _handing_over[key] = Patch(owner, METHOD, wrap)
-        _handing_over[key].apply()
+        _handing_over.setdefault((owner, getattr(wrap, "func", wrap)), Patch(owner, METHOD, wrap)).apply()
 
 
 def take_cache_back() -> None:
@@ -353,9 +341,7 @@ def forward_pass(original: Callable[..., Any]) -> Callable[..., Any]:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         # Read once: another thread may uninstall kvlayers meanwhile.
         is_active_now = is_active
-        if is_active_now is None:
-            return original(self, *args, **kwargs)
-        if cache_argument.has_pages(kwargs):
+        if is_active_now is None or cache_argument.has_pages(kwargs):
             return original(self, *args, **kwargs)
         name = cache_argument.name_for(self)
         kwargs = cache_argument.respelled(self, kwargs, name)
@@ -378,11 +364,8 @@ def forward_pass(original: Callable[..., Any]) -> Callable[..., Any]:
                     raise
                 retried_pass.make_room_in_call(self, past, began, error)
             return call(self, *args, **kwargs)
-        if isinstance(past, tuple | list):
+        if any(isinstance(argument, tuple | list) for argument in (past, *args)):
             return legacy_tuples.forward_with_tuples(original, self, args, kwargs)
-        for argument in args:
-            if isinstance(argument, tuple | list):
-                return legacy_tuples.forward_with_tuples(original, self, args, kwargs)
         if is_compiling or not is_active_now():
             return original(self, *args, **kwargs)
         if past is None:
@@ -401,23 +384,18 @@ def forward_pass(original: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def make_dynamic_cache(original: Callable[..., None]) -> Callable[..., None]:
+def make_dynamic_cache(original: Callable[..., None], cache: Any, *args: Any, **kwargs: Any) -> None:
     """For `DynamicCache.__init__`: a cache that a model makes itself, as it was given none, gets layers of kvlayers.
 
     Such a cache is left alone if autograd may follow it.
     """
-
-    @functools.wraps(original)
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        is_active_now = is_active
-        if torch.compiler.is_compiling() or torch.is_grad_enabled() or is_active_now is None:
-            return
-        maker = _MAKER.get()
-        if maker is not None and type(self) in call_cache.CLASSES and is_active_now():
-            call_cache.replace_layers(self, maker)
-
-    return init
+    original(cache, *args, **kwargs)
+    is_active_now = is_active
+    if torch.compiler.is_compiling() or torch.is_grad_enabled() or is_active_now is None:
+        return
+    maker = _MAKER.get()
+    if maker is not None and type(cache) in call_cache.CLASSES and is_active_now():
+        call_cache.replace_layers(cache, maker)
 
 
 def _is_prompt(ids: Any) -> TypeGuard[Tensor]:

@@ -22,7 +22,6 @@ While kvlayers is installed, these are replaced (`hooks.py` and `cache_by_name.p
 
 These are added to:
 
-* `GenerationConfig` gets an attribute, `kvlayers`, through which a config that is loaded takes over such a name.
 * `ALL_CACHE_IMPLEMENTATIONS`, the names that a `GenerationConfig` accepts, which gets the names of the registry.
 * `AttentionInterface` and `AttentionMaskInterface` get the attention function "kvlayers", for
   `attn_implementation="kvlayers"`.
@@ -55,7 +54,7 @@ from kvlayers.generation import (
 )
 from kvlayers.generation.current_call import USES_KVLAYERS
 from kvlayers.generation.documents import DocumentPrompt
-from kvlayers.generation.patching import Activation, Method, Patch, ScopedValue, overriding
+from kvlayers.generation.patching import Activation, Method, Patch, ScopedValue, around, overriding
 from kvlayers.generation.prefix_reuse import active_store
 from kvlayers.interop.export import register_export_support
 from kvlayers.kernels.attention import model_attention
@@ -245,56 +244,41 @@ def _uses_kvlayers() -> bool:
     return is_installed() if in_call is None else in_call
 
 
-def _if_kvlayers_is_used(hook: Callable[[Method], Method]) -> Callable[[Method], Method]:
-    """The method that runs the replacement which `hook` makes, or the original in calls that do not use kvlayers."""
+def _if_kvlayers_is_used(hook: Method) -> Callable[[Method], Method]:
+    """For a `Patch`: the replacement calls a hook, or the original in calls that do not use kvlayers."""
 
     def wrap(original: Method) -> Method:
-        replacement = hook(original)
-
         @functools.wraps(original)
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return (replacement if _uses_kvlayers() else original)(self, *args, **kwargs)
+            return hook(original, self, *args, **kwargs) if _uses_kvlayers() else original(self, *args, **kwargs)
 
         return method
 
     return wrap
 
 
-def _wrap_generate(original: Method) -> Method:
-    replacement = hooks.generate(original)
-
-    @functools.wraps(original)
-    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with _activation.call() as is_active, transformers4_names.ACTIVATION.call():
-            # Decided once, so that all methods agree, even if another thread installs or uninstalls meanwhile. A call
-            # within another one, such as that of a draft model, follows the outer call.
-            uses_kvlayers = is_active or bool(USES_KVLAYERS.get())
-            with overriding(USES_KVLAYERS, uses_kvlayers):
-                return (replacement if uses_kvlayers else original)(self, *args, **kwargs)
-
-    return generate
+def _generate(original: Method, model: Any, *args: Any, **kwargs: Any) -> Any:
+    with _activation.call() as is_active, transformers4_names.ACTIVATION.call():
+        # Decided once, so that all methods agree, even if another thread installs or uninstalls meanwhile. A call
+        # within another one, such as that of a draft model, follows the outer call.
+        uses_kvlayers = is_active or bool(USES_KVLAYERS.get())
+        with overriding(USES_KVLAYERS, uses_kvlayers):
+            return (functools.partial(hooks.generate, original) if uses_kvlayers else original)(model, *args, **kwargs)
 
 
-def _export_support_first(original: Method) -> Method:
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        register_export_support()
-        original(self, *args, **kwargs)
-
-    return init
+def _export_support_first(original: Method, exporter: Any, *args: Any, **kwargs: Any) -> None:
+    register_export_support()
+    original(exporter, *args, **kwargs)
 
 
-def _by_rows(original: Method) -> Method:
+def _by_rows(original: Method, model: Any, *args: Any, **kwargs: Any) -> Any:
     """For a method of continuous batching: what rows do in its place. Few programs need what makes them."""
-
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return late.function(original.__name__)(original)(self, *args, **kwargs)
-
-    return method
+    return late.function(original.__name__)(original)(model, *args, **kwargs)
 
 
 def _patches() -> list[Patch]:
     """The table of all that is replaced in classes of transformers while kvlayers is installed."""
-    replacements: list[tuple[type, str, Callable[[Method], Method]]] = [
+    replacements: list[tuple[type, str, Method]] = [
         (GenerationMixin, "_prepare_cache_for_generation", hooks.prepare_cache_for_generation),
         (GenerationConfig, "save_pretrained", cache_by_name.save_pretrained),
     ]
@@ -308,17 +292,11 @@ def _patches() -> list[Patch]:
 
         replacements.append((HfExporter, "__init__", _export_support_first))
     return [
-        Patch(GenerationMixin, "generate", _wrap_generate),
+        Patch(GenerationMixin, "generate", around(_generate)),
         *(Patch(owner, name, _if_kvlayers_is_used(hook)) for owner, name, hook in replacements),
         # This one costs something at each token, so it asks as late as possible whether kvlayers is used.
         Patch(PreTrainedModel, "__call__", hooks.forward_pass),
-        Patch(DynamicCache, "__init__", hooks.make_dynamic_cache),
-        # A config that is loaded outside of calls takes over its saved name.
-        Patch(
-            GenerationConfig,
-            cache_by_name.FIELD,
-            lambda _: cache_by_name.SavedName(lambda: is_installed() and USES_KVLAYERS.get() is None),
-        ),
+        Patch(DynamicCache, "__init__", around(hooks.make_dynamic_cache)),
     ]
 
 

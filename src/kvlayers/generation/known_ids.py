@@ -8,6 +8,7 @@ of `generate()` has ended, those of the returned sequences. Tokens that other lo
 since that would cost something at each token. Unknown tokens are not compared.
 """
 
+import contextlib
 import weakref
 from collections.abc import Callable
 from typing import Any, TypeGuard
@@ -17,8 +18,9 @@ from torch import Tensor
 from transformers.utils import ModelOutput
 
 from kvlayers.core.cache import Cache
-from kvlayers.errors import PromptMismatchError
+from kvlayers.errors import KVLayersError, PromptMismatchError
 from kvlayers.generation.patching import ScopedValue
+from kvlayers.persistence.fingerprint import weights_id
 from kvlayers.upstream.callers import warn_the_caller
 from kvlayers.upstream.generate_calls import sequences_per_prompt
 
@@ -28,9 +30,12 @@ STRICT_PROMPTS = ScopedValue("strict_prompts", False)
 _WARNED: "weakref.WeakSet[Cache]" = weakref.WeakSet()
 """Caches of which a `PromptMismatchWarning` was given, which comes only once."""
 
+_MODELS: "weakref.WeakKeyDictionary[Cache, weakref.ref[Any]]" = weakref.WeakKeyDictionary()
+"""The model that each cache was last given to."""
+
 
 class PromptMismatchWarning(UserWarning):
-    """A prompt starts with other tokens than the cache has seen; the model attends to the states of the latter."""
+    """A prompt starts with other tokens than the cache has seen, or the cache has states of another model."""
 
 
 class TokenRecord:
@@ -56,17 +61,21 @@ class TokenRecord:
         self._length_before = 0
         self._has_beams = False
 
-    def begin(self, cache: object, generation_config: Any, mask: Tensor | None) -> None:
-        """Compare the prompt with what the passed cache has seen.
+    def begin(self, model: Any, cache: object, generation_config: Any, mask: Tensor | None) -> None:
+        """Compare the prompt and the model with what the passed cache has seen.
 
         Args:
+            model: the model that generates.
             cache: the cache that the call was given, if any.
             generation_config: config of the call.
             mask: `[sequences, tokens]`, 0 for padding, if there is any.
 
         Raises:
-            PromptMismatchError: the prompt starts with other tokens, under `install(strict_prompts=True)`.
+            PromptMismatchError: the prompt starts with other tokens, or the cache has states of other weights, under
+                `install(strict_prompts=True)`.
         """
+        if isinstance(cache, Cache):
+            _compare_models(cache, model)
         self._has_beams = (generation_config.num_beams or 1) > 1
         if generation_config.is_assistant or not _records_ids(cache):
             return
@@ -159,6 +168,23 @@ def _records_ids(cache: object) -> TypeGuard[Cache]:
     return isinstance(cache, Cache) and not cache.is_pair and not cache.is_recurrent
 
 
+def _compare_models(cache: Cache, model: Any) -> None:
+    """Warn or raise if a cache has states of another model. Models that cannot be compared are taken for equal."""
+    before = _MODELS[cache]() if cache in _MODELS else None
+    _MODELS[cache] = weakref.ref(model)
+    if before is None or before is model or not _length(cache):
+        return
+    equal = True
+    with contextlib.suppress(KVLayersError):
+        equal = weights_id(before) == weights_id(model)
+    if not equal:
+        _complain(
+            cache,
+            f"the cache holds states of another model, a {type(before).__name__} with other weights: reset() it, or "
+            "give each model a cache of its own.",
+        )
+
+
 def _compare(cache: Cache, known: Tensor, prompt: Tensor, mask: Tensor | None) -> None:
     """Warn or raise if a prompt differs from the known ids of a cache.
 
@@ -178,12 +204,17 @@ def _compare(cache: Cache, known: Tensor, prompt: Tensor, mask: Tensor | None) -
         return
     first = int(differs.any(dim=0).to(torch.int8).argmax())
     row = int(differs[:, first].to(torch.int8).argmax())
-    message = (
+    _complain(
+        cache,
         f"the prompt must start with the tokens that the cache has seen, but token {first} of sequence {row} is "
         f"{int(prompt[row, first])} in the prompt, and {int(known[row, first])} in the cache: "
         + (f"crop({first}) the cache to the common prefix, " if first else "")
-        + "reset() it for another text, or use a PrefixStore, which finds the longest stored prefix of any prompt."
+        + "reset() it for another text, or use a PrefixStore, which finds the longest stored prefix of any prompt.",
     )
+
+
+def _complain(cache: Cache, message: str) -> None:
+    """Raise under `install(strict_prompts=True)`, or warn once for each cache."""
     if STRICT_PROMPTS.get():
         raise PromptMismatchError(message)
     if cache not in _WARNED:

@@ -1,5 +1,6 @@
 """Changes to classes of transformers that can be taken back, and settings that `with` blocks override."""
 
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -44,6 +45,19 @@ class Patch:
         else:
             setattr(self._owner, self._name, self._replaced)
         self._replacement = self._replaced = None
+
+
+def around(hook: Callable[..., Any]) -> Callable[[Any], Any]:
+    """For a `Patch`: the replacement calls `hook` with the method that it replaces, and with its arguments."""
+
+    def wrap(original: Any) -> Any:
+        @functools.wraps(original, updated=())
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            return hook(original, *args, **kwargs)
+
+        return replacement
+
+    return wrap
 
 
 def _unwrapped(method: Any) -> list[Any]:
@@ -104,13 +118,11 @@ class Activation:
     def activate(self) -> None:
         """Make the changes, until `deactivate`."""
         with self._lock:
-            was_active = self in self._users
             self._users.add(self)
             try:
                 self._apply()
             except BaseException:
-                if not was_active:
-                    self._leave(self._users, self)
+                self._leave(self._users, self)
                 raise
 
     def deactivate(self) -> None:

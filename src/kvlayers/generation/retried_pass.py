@@ -16,9 +16,10 @@ from torch import Tensor
 
 from kvlayers.core.cache import Cache
 from kvlayers.core.forward_pass import PassStart
+from kvlayers.core.token_layer import TokenLayer
 from kvlayers.errors import InterruptedPassError, RollbackError
 from kvlayers.generation import call_cache
-from kvlayers.generation.current_call import CURRENT, CurrentCall, Inputs
+from kvlayers.generation.current_call import CURRENT, USES_KVLAYERS, CurrentCall, Inputs
 from kvlayers.generation.patching import ScopedValue
 from kvlayers.generation.prefill import pass_tokens, without_last
 from kvlayers.upstream import cache_argument, generate_calls, model_types
@@ -65,13 +66,51 @@ def make_room(
     except (RollbackError, InterruptedPassError) as reason:
         steps = ", ".join(cache.steps_taken) or "none"
         raise out_of_memory(error, f"{reason} (steps taken: {steps})") from error
-    warn_the_caller(
-        f"A forward pass ran out of memory ({type(error).__name__}: "
-        f"{''.join(str(error).splitlines()[:1]).rstrip('.')}). It is made again, and its cache has given way by one "
-        f"step: {step}.",
-        SteppedDownWarning,
-    )
+    _warn(f"A forward pass ran out of memory ({_first_line(error)}). It is made again", step)
     return length, kept
+
+
+def make_room_between(cache: Cache, error: BaseException, changed: int) -> None:
+    """Let a cache give way after memory ran out between passes, while its sequences were selected or repeated.
+
+    That is done in calls of `generate()` alone, as it rounds what the cache holds.
+
+    Args:
+        cache: the cache.
+        error: what ended the change. It is raised again if memory did not run out.
+        changed: number of the layer that it ended in; those before it have changed.
+
+    Raises:
+        OutOfMemoryError: outside of a call, or there is no step left. If layers would differ, the cache is reset.
+    """
+    if not is_out_of_memory(error):
+        raise error
+    # Such a layer changes as a whole or not at all.
+    is_whole = isinstance(cache.adapted_layers()[changed].unwrapped, TokenLayer)
+    step = None
+    if is_whole and USES_KVLAYERS.get():
+        _clear_frames(error)
+        release_memory()
+        step = cache.give_way(LADDER.get())
+    if step is None:
+        is_same = is_whole and not changed
+        if not is_same:
+            cache.reset()
+        raise torch.OutOfMemoryError(
+            f"{error}\n\nMemory ran out while the sequences of a {type(cache).__name__} were selected or repeated. It "
+            f"{'is as it was' if is_same else 'was reset, since its layers would differ: pass all tokens again'}. Use "
+            "fewer beams or sequences, or a cache that takes less memory: call pack(4) or offload() before, or pass "
+            "max_bytes=..."
+        ) from error
+    _warn(f"Memory ran out between forward passes ({_first_line(error)}). The call goes on", step)
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {''.join(str(error).splitlines()[:1]).rstrip('.')}"
+
+
+def _warn(what: str, step: str) -> None:
+    warn_the_caller(f"{what}, and its cache has given way by one step: {step}.", SteppedDownWarning)
 
 
 def make_room_in_call(model: Any, cache: Cache, began: PassStart | None, error: BaseException) -> None:

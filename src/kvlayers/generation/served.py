@@ -6,14 +6,13 @@ its request. The task and the call get one list here, by way of the context. So 
 """
 
 import contextvars
-import functools
 import hashlib
 import importlib
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from kvlayers.generation.patching import Patch
+from kvlayers.generation.patching import Method, Patch, around
 from kvlayers.generation.prefix_reuse import active_store
 from kvlayers.prefix import PrefixStore
 from kvlayers.serving.sessions import enter_session
@@ -22,44 +21,28 @@ from kvlayers.upstream import compat, supported
 logger = logging.getLogger(__name__)
 
 
-def _in_context_of_request(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def submit(self: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if active_store.CURRENT.get() is not None:
-            active_store.COVERED.set([])
-        return original(self, contextvars.copy_context().run, function, *args, **kwargs)
-
-    return submit
+def _in_context_of_request(original: Method, pool: Any, function: Method, *args: Any, **kwargs: Any) -> Any:
+    if active_store.CURRENT.get() is not None:
+        active_store.COVERED.set([])
+    return original(pool, contextvars.copy_context().run, function, *args, **kwargs)
 
 
-def _in_session(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def validate(self: Any, body: Any) -> None:
-        original(self, body)
-        if (active := active_store.CURRENT.get()) is not None:
-            enter_session(active.store, active.namespace, body)
-
-    return validate
+def _in_session(original: Method, handler: Any, body: Any) -> None:
+    original(handler, body)
+    if (active := active_store.CURRENT.get()) is not None:
+        enter_session(active.store, active.namespace, body)
 
 
-def _usage_of_completions(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original, updated=())
-    def usage(**counts: Any) -> Any:
-        if (covered := active_store.COVERED.get()) is not None:
-            counts["prompt_tokens_details"] = {"cached_tokens": sum(covered)}
-        return original(**counts)
-
-    return usage
+def _usage_of_completions(original: Method, **counts: Any) -> Any:
+    if (covered := active_store.COVERED.get()) is not None:
+        counts["prompt_tokens_details"] = {"cached_tokens": sum(covered)}
+    return original(**counts)
 
 
-def _usage_of_responses(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def usage(*args: Any, **kwargs: Any) -> Any:
-        made = original(*args, **kwargs)
-        made.input_tokens_details.cached_tokens = sum(active_store.COVERED.get() or ())
-        return made
-
-    return usage
+def _usage_of_responses(original: Method, *args: Any, **kwargs: Any) -> Any:
+    made = original(*args, **kwargs)
+    made.input_tokens_details.cached_tokens = sum(active_store.COVERED.get() or ())
+    return made
 
 
 class NamespaceOfKey:
@@ -89,19 +72,15 @@ def separate_keys(store: PrefixStore, namespace: str) -> Patch:
     not use the store.
     """
 
-    def adding(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def build_server(*args: Any, **kwargs: Any) -> Any:
-            app = original(*args, **kwargs)
-            app.add_middleware(NamespaceOfKey, store=store, namespace=namespace)
-            return app
-
-        return build_server
+    def build_server(original: Method, *args: Any, **kwargs: Any) -> Any:
+        app = original(*args, **kwargs)
+        app.add_middleware(NamespaceOfKey, store=store, namespace=namespace)
+        return app
 
     server = importlib.import_module("transformers.cli.serving.server")
     if "build_server" not in vars(server):
         logger.warning("Requests to this server do not use the store: it has no function `build_server`.")
-    patch = Patch(server, "build_server", adding)
+    patch = Patch(server, "build_server", around(build_server))
     patch.apply()
     return patch
 
@@ -109,14 +88,15 @@ def separate_keys(store: PrefixStore, namespace: str) -> Patch:
 def patches() -> list[Patch]:
     """What is replaced in the modules of transformers' server, which are imported."""
     modules = {name: importlib.import_module(f"transformers.cli.serving.{name}") for name in supported.SERVER_MODULES}
-    return [
-        Patch(modules["utils"].BaseHandler, "_validate_request", _in_session),
-        Patch(modules["utils"].InferenceThread, "submit", _in_context_of_request),
-        Patch(modules["utils"].InferenceThread, "async_submit", _in_context_of_request),
-        Patch(modules["chat_completion"], "CompletionUsage", _usage_of_completions),
-        Patch(modules["completion"], "CompletionUsage", _usage_of_completions),
-        Patch(modules["response"], "compute_usage", _usage_of_responses),
-    ]
+    replacements = (
+        (modules["utils"].BaseHandler, "_validate_request", _in_session),
+        (modules["utils"].InferenceThread, "submit", _in_context_of_request),
+        (modules["utils"].InferenceThread, "async_submit", _in_context_of_request),
+        (modules["chat_completion"], "CompletionUsage", _usage_of_completions),
+        (modules["completion"], "CompletionUsage", _usage_of_completions),
+        (modules["response"], "compute_usage", _usage_of_responses),
+    )
+    return [Patch(owner, name, around(hook)) for owner, name, hook in replacements]
 
 
 def report_reuse() -> list[Patch]:

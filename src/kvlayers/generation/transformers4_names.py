@@ -142,28 +142,24 @@ class _OldValue:
         self._name = name
 
     def __get__(self, cache: Any, owner: type | None = None) -> Any:
-        if cache is None:
-            return self
-        assigned = vars(cache)
-        return assigned[self._name] if self._name in assigned else getattr(kvlayers_view(cache), self._name)
-
-    def __set__(self, cache: Any, value: Any) -> None:
-        vars(cache)[self._name] = value
-
-    def __delete__(self, cache: Any) -> None:
-        if self._name not in vars(cache):
-            raise AttributeError(f"'{type(cache).__name__}' has no {self._name} of its own", name=self._name, obj=cache)
-        del vars(cache)[self._name]
+        return self if cache is None else getattr(kvlayers_view(cache), self._name)
 
 
 class _OldStates(_OldValue):
     """The states of all layers as a list. An assigned list is written to the layers, if there are any."""
 
+    def __get__(self, cache: Any, owner: type | None = None) -> Any:
+        assigned = {} if cache is None else vars(cache)
+        return assigned[self._name] if self._name in assigned else super().__get__(cache, owner)
+
     def __set__(self, cache: Any, value: Any) -> None:
         if vars(cache).get("layers"):
             setattr(kvlayers_view(cache), self._name, value)
         else:
-            super().__set__(cache, value)
+            vars(cache)[self._name] = value
+
+    def __delete__(self, cache: Any) -> None:
+        del vars(cache)[self._name]
 
 
 def _old_attributes() -> dict[type, dict[str, Any]]:

@@ -10,6 +10,7 @@ from transformers import PretrainedConfig
 
 from kvlayers.core.dynamic_cache import DynamicCache
 from kvlayers.core.from_config import HYBRID, RECURRENT, AttentionMaker, Checkpoints
+from kvlayers.core.layer_list import LayerList
 from kvlayers.core.named_caches import named, register, register_cache_class
 from kvlayers.errors import ConfigError, LayerIndexError, OptionError
 from kvlayers.quantized.quantized_cache import QuantizedCache
@@ -193,7 +194,7 @@ class _StatesOfLayers(tuple[Tensor | None, ...]):
             ) from None
 
 
-class _RecurrentCache(DynamicCache):
+class _RecurrentCache(LayerList):
     """A cache for models with recurrent layers, which hands out their states as transformers 4 did."""
 
     @property
@@ -207,12 +208,11 @@ class _RecurrentCache(DynamicCache):
         return _StatesOfLayers(part and part.recurrent_states[0] for part in self._recurrent_parts())
 
     def _recurrent_parts(self) -> Iterator[Any]:
-        for layer in self.adapted_layers():
-            yield next((part for part in layer.parts if part.counts_columns), None)
+        return (next((part for part in layer.parts if part.counts_columns), None) for layer in self.adapted_layers())
 
 
 @register_cache_class
-class MambaCache(_RecurrentCache):
+class MambaCache(_RecurrentCache, DynamicCache):
     """A `DynamicCache` for mamba and falcon_mamba, by the name of transformers 4.
 
     Memory is taken when the first tokens come, for as many sequences as they are, in their dtype and on their device.
@@ -254,7 +254,7 @@ class MambaCache(_RecurrentCache):
 
 
 @register_cache_class
-class HybridMambaAttentionDynamicCache(_RecurrentCache):
+class HybridMambaAttentionDynamicCache(_RecurrentCache, DynamicCache):
     """A `DynamicCache` for models with recurrent layers and layers that attend, by the name of transformers 4.
 
     Memory is taken as for `MambaCache`.

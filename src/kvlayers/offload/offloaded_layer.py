@@ -3,7 +3,7 @@
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from kvlayers.core.cache_layer import WrapperLayer, forwarded
 from kvlayers.core.description import DescriptionContext, Fact, Facts
 from kvlayers.core.layer_list import adapted
 from kvlayers.core.layer_operations import LayerState
-from kvlayers.core.layer_registry import layer_class, register_layer
+from kvlayers.core.layer_registry import layer_class, layer_from_description, register_layer
 from kvlayers.core.token_layer import TokenLayer
 from kvlayers.core.token_store import TokenStore
 from kvlayers.errors import CapacityError, OptionError, UnsupportedLayerError
@@ -306,7 +306,7 @@ class OffloadedLayer(WrapperLayer):
     @classmethod
     @override
     def from_description(cls, facts: Facts, context: DescriptionContext) -> Self:
-        return cls(context.layer(facts["offloaded"], facts_of_wrapped(facts)))
+        return cls(cast("TokenLayer", layer_from_description(facts["offloaded"], facts_of_wrapped(facts), context)))
 
     @classmethod
     @override

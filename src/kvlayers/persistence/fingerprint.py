@@ -116,25 +116,19 @@ class Remembered(Generic[T]):
 
     def __init__(self) -> None:
         # By number, since configs cannot be hashed. With what was read, and what was found for it.
-        self._known: dict[int, tuple[weakref.ref[object], threading.Lock, list[tuple[object, T]]]] = {}
+        self._known: dict[int, tuple[weakref.ref[object], object, T]] = {}
+        self._lock = threading.RLock()
 
     def of(self, owner: object, read: object, find: Callable[[], T]) -> T:
         """What `find` returns for an object of which this was read. It is not called twice at the same time."""
         number = id(owner)
-        with _entering:
+        with self._lock:
             known = self._known.get(number)
-            if known is None or known[0]() is not owner:
+            if known is None or known[0]() is not owner or known[1] != read:
                 living = weakref.ref(owner, lambda _: self._known.pop(number, None))
-                known = self._known[number] = living, threading.Lock(), []
-        _, lock, found = known
-        with lock:
-            if not found or found[0][0] != read:
-                found[:] = [(copy.deepcopy(read), find())]
-            return found[0][1]
+                known = self._known[number] = living, copy.deepcopy(read), find()
+            return known[2]
 
-
-_entering = threading.Lock()
-"""Held while it is looked up what is known of an object."""
 
 _fields = Remembered[dict[str, Any]]()
 _weights = Remembered[str]()
@@ -371,17 +365,16 @@ class _ModuleReader:
         else:
             self._within.add(id(value))
             self._facts.append((self._path, name, f"{kind.__module__}.{kind.__qualname__}"))
-            if isinstance(value, Tensor):
-                self._read_tensor(name, value)
-            elif isinstance(value, type | FunctionType | BuiltinFunctionType):
-                self._read_name(name, value)
-            else:
-                for end, part in self._parts(value):
-                    self.read(name + end, part)
+            for end, part in self._parts(name, value):
+                self.read(name + end, part)
             self._within.remove(id(value))
 
-    def _parts(self, value: Any) -> list[tuple[str, object]]:
-        """What an object is made of, with the ends of the names of its parts."""
+    def _parts(self, name: str, value: Any) -> list[tuple[str, object]]:
+        """What an object is made of, with the ends of the names of its parts. A tensor is added to the weights."""
+        if isinstance(value, Tensor):
+            return self._parts_of_tensor(name, value)
+        if isinstance(value, type | FunctionType | BuiltinFunctionType):
+            return [("", self._full_name(value))]
         if isinstance(value, Enum):
             return [(".value", value.value)]
         if isinstance(value, set | frozenset):
@@ -396,7 +389,7 @@ class _ModuleReader:
             return [(f".{key}", each) for key, each in vars(value).items()]
         raise self._incomparable(value)
 
-    def _read_name(self, name: str, value: Any) -> None:
+    def _full_name(self, value: Any) -> str:
         """A function or a class of a package is what its name says; that of a program may be another one each time."""
         full_name, is_named = f"{value.__module__}:{value.__qualname__}", False
         if isinstance(value, BuiltinFunctionType):
@@ -406,9 +399,9 @@ class _ModuleReader:
                 is_named = value.__module__ != "__main__" and pkgutil.resolve_name(full_name) is value
         if not is_named:
             raise self._incomparable(value)
-        self._facts.append((self._path, name, full_name))
+        return full_name
 
-    def _read_tensor(self, name: str, weight: Tensor) -> None:
+    def _parts_of_tensor(self, name: str, weight: Tensor) -> list[tuple[str, object]]:
         """The plain tensors of a tensor: for example the codes and scales of a quantized weight."""
         if weight.is_meta:
             raise ConfigError(
@@ -416,15 +409,11 @@ class _ModuleReader:
             )
         if is_traceable_wrapper_subclass(weight):
             parts, context = weight.__tensor_flatten__()
-            self.read(f"{name}:", context)
-            for part in parts:
-                self.read(f"{name}.{part}", attrgetter(part)(weight))
-            return
+            return [(":", context), *((f".{part}", attrgetter(part)(weight)) for part in parts)]
         if weight.is_quantized or weight.layout is not torch.strided:
             raise self._incomparable(weight)
-        if type(weight) not in TENSORS:
-            self.read(f"{name}:", dict(vars(weight)))
         self._weights.append((self._path + name, weight.detach()))
+        return [] if type(weight) in TENSORS else [(":", dict(vars(weight)))]
 
     def _incomparable(self, value: object) -> ConfigError:
         return ConfigError(

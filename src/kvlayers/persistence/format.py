@@ -53,7 +53,7 @@ class CacheRecord:
     batch_size: Count
     options: Options = field(default_factory=dict)
     layers: tuple[LayerRecord, ...] = ()
-    parts: tuple["CacheRecord", ...] = ()
+    parts: "tuple[CacheRecord, ...]" = ()
 
 
 @dataclass(frozen=True)
@@ -143,19 +143,14 @@ def read_description(path: str, text: str) -> Description:
         CacheFileError: the text is not a description.
     """
     description = parsed(path, "a description", Description, text)
-    _check_counts(path, description.cache)
-    for part in description.cache.parts:
-        _check_counts(path, part)
-        if part.parts or len(description.cache.parts) != 2 or description.cache.layers:
-            refuse(path, "two parts and no other layers, or layers alone", f"{len(description.cache.parts)} parts")
-    return description
-
-
-def _check_counts(path: str, cache: CacheRecord) -> None:
-    for layer in cache.layers:
+    cache, parts = description.cache, description.cache.parts
+    if parts and (len(parts) != 2 or cache.layers or any(part.parts for part in parts)):
+        refuse(path, "two parts and no other layers, or layers alone", f"{len(parts)} parts")
+    for _, layer in description.layers():
         for name in ("length", "checkpoints", "linear.checkpoints"):
             count = layer.facts.get(name, 0)
             # A count beyond the tensors would be a long loop over nothing.
             most = MOST_FILE_BYTES if name == "length" else len(layer.tensors)
             if count is not None and (type(count) is not int or not 0 <= count <= most):
                 refuse(path, f"a {name} of 0 to {most}", shown(count))
+    return description

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from kvlayers.core.layer_operations import LAYER_CLASSES
 from kvlayers.errors import CacheFileError
-from kvlayers.persistence.format import LayerRecord
 from kvlayers.persistence.json_text import refuse
 from kvlayers.persistence.node_file import NodeRecord, is_node, read_node
 from kvlayers.persistence.rebuild import SavedFile, loads_prefixes
@@ -133,10 +132,14 @@ def _summary(saved: SavedFile) -> CacheFile:
     """What an open file says about its cache."""
     description, header = saved.description, saved.header
     cache, model = description.cache, description.model
+    layers = [layer for _, layer in description.layers()]
+    # A file may say anything: bits that are no whole numbers are ignored, and so is a backend without a name.
+    bits = [(layer.facts.get("key_nbits"), layer.facts.get("value_nbits")) for layer in layers]
+    backends = [layer.facts.get("backend") for layer in layers]
     return CacheFile(
         path=saved.path,
         kind=cache.kind,
-        layers=tuple(layer.kind for part in description.caches() for layer in part.layers),
+        layers=tuple(layer.kind for layer in layers),
         length=cache.length,
         batch_size=cache.batch_size or -1,
         dtype=description.dtypes[0] if len(description.dtypes) == 1 else None,
@@ -149,19 +152,8 @@ def _summary(saved: SavedFile) -> CacheFile:
         versions=description.versions,
         has_token_ids=saved.has_token_ids,
         metadata=saved.metadata,
-        bits=tuple(_bits(layer) for _, layer in description.layers()),
-        backends=tuple(_backend(layer) for _, layer in description.layers()),
+        bits=tuple((keys, values) if type(keys) is type(values) is int else None for keys, values in bits),
+        backends=tuple(backend if isinstance(backend, str) else None for backend in backends),
         checksum=saved.checksum,
-        has_prefixes=all(loads_prefixes(layer) for _, layer in description.layers()),
+        has_prefixes=all(map(loads_prefixes, layers)),
     )
-
-
-def _bits(layer: LayerRecord) -> tuple[int, int] | None:
-    keys, values = layer.facts.get("key_nbits"), layer.facts.get("value_nbits")
-    # A file may say anything: bits that are not whole numbers are ignored.
-    return (keys, values) if type(keys) is int and type(values) is int else None
-
-
-def _backend(layer: LayerRecord) -> str | None:
-    backend = layer.facts.get("backend")
-    return backend if isinstance(backend, str) else None

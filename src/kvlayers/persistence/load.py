@@ -9,9 +9,9 @@ from torch import Tensor
 from kvlayers.core.cache import Cache, described_origin
 from kvlayers.core.cache_operations import CacheState
 from kvlayers.core.dense_store import may_share
+from kvlayers.core.description import DescriptionContext
 from kvlayers.core.layer_list import adapted
 from kvlayers.core.layer_operations import LayerOperations, LayerState
-from kvlayers.core.layer_registry import description_context
 from kvlayers.core.token_layer import TokenLayer
 from kvlayers.core.token_store import KVPair
 from kvlayers.errors import CacheFileError, OptionError, RollbackError, StateMismatchError
@@ -136,7 +136,7 @@ class StateReader:
         """A cache like the one in the file, with its states."""
         saved, record = self.saved, self.saved.description.cache
         with file_at_fault(saved.path):
-            context = description_context(read_rotaries(saved, self.verify))
+            context = DescriptionContext(read_rotaries(saved, self.verify))
             caches: list[Cache] = []
             for number, own in enumerate(saved.description.caches()):
                 part = number if record.parts else None

@@ -9,7 +9,7 @@ from torch import Tensor
 from kvlayers.core.cache import CACHE_CLASSES, Cache
 from kvlayers.core.description import DescriptionContext
 from kvlayers.core.layer_operations import LAYER_CLASSES
-from kvlayers.core.layer_registry import layer_names
+from kvlayers.core.layer_registry import layer_from_description, layer_names
 from kvlayers.core.token_store import STORE_CLASSES, KVPair
 from kvlayers.errors import CacheFileError, KVLayersError, ModelMismatchError, RegistryError
 from kvlayers.persistence.format import (
@@ -166,7 +166,7 @@ def cache_class_of(path: str, record: CacheRecord) -> type[Cache]:
 def _layer(record: LayerRecord, context: DescriptionContext) -> Any:
     """A layer as in a file; `None` if its kind is not registered, or its facts are incomplete."""
     with contextlib.suppress(KeyError):
-        return context.layer(record.kind, record.facts) if record.kind in LAYER_CLASSES else None
+        return layer_from_description(record.kind, record.facts, context) if record.kind in LAYER_CLASSES else None
 
 
 def check_remakeable(cache: Cache) -> None:

@@ -150,7 +150,7 @@ def file_header(tensors: Mapping[str, TensorEntry], metadata: Mapping[str, str])
 
     Args:
         tensors: their forms, without digests.
-        metadata: texts by name, besides those that each file has.
+        metadata: texts by name. Those that each file has may be left out.
     """
     names = sorted(tensors, key=lambda name: (name != TOKEN_IDS, -tensors[name].dtype.itemsize, name))
     rows = sum(run_count(entry.shape) for entry in tensors.values()) + 1
@@ -186,7 +186,9 @@ def parse_header(path: str, file_bytes: int, read: ReadRange) -> Header:
     if length > MOST_FILE_BYTES:
         raise CacheFileError(f"{path} is no saved cache: it does not begin as the files of save_cache() do.")
     if length > most:
-        refuse(path, f"a header that fits into {file_bytes} bytes and {MAX_HEADER_BYTES}", f"one of {length}")
+        refuse(
+            path, f"a header of at most {MAX_HEADER_BYTES} bytes within its {file_bytes}", f"one that claims {length}"
+        )
     text = bytes(read(LENGTH_BYTES, LENGTH_BYTES + length))
     claims = decoded(path, "a header", dict[str, msgspec.Raw], text)
     metadata = decoded(path, "metadata", dict[str, str], bytes(claims.pop("__metadata__", msgspec.Raw(b"{}"))))
@@ -203,8 +205,7 @@ def parse_header(path: str, file_bytes: int, read: ReadRange) -> Header:
             refuse(path, f"a shape that states have for {shown(name)}", shown(claim.shape))
         entries[name] = TensorEntry(claim.dtype, claim.shape)
     entries.pop(DIGESTS, None)
-    own = {name: text for name, text in metadata.items() if name not in ("format", "format_version")}
-    header = file_header(entries, own)
+    header = file_header(entries, metadata)
     if header.content != start + text:
         refuse(path, "a header as kvlayers writes it", "other words, or other places of its tensors")
     if header.file_bytes != file_bytes:

@@ -352,6 +352,10 @@ def plan(
             f"`names` must be a list with at least one name of a cache, got {names!r}: pass "
             f"{[names] if isinstance(names, str) and names else ['int4']}, or leave `names` out."
         )
+    if names is not None and AUTO in names:
+        raise OptionError(
+            f"`names` must be those of caches, got '{AUTO}', the one that a plan recommends: leave it out."
+        )
     caches, refused = wanted.caches(cache_names() if names is None else names)
     if names is not None and refused:
         raise next(iter(refused.values()))

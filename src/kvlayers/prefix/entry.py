@@ -49,7 +49,6 @@ class PrefixEntry:
         pins: what keeps it, the newest last.
         boundaries: lengths that the entry serves: its own, and those of the entries that it has replaced.
         is_leaving: whether it has been evicted, and leaves memory as soon as it is in a file.
-        is_being_written: whether it is being written to a file, which holds its memory.
     """
 
     label: str
@@ -64,7 +63,6 @@ class PrefixEntry:
     pins: list[Pin] = field(default_factory=list)
     boundaries: set[int] = field(default_factory=set)
     is_leaving: bool = False
-    is_being_written: bool = False
 
     def __post_init__(self) -> None:
         self.boundaries = {*self.boundaries, len(self.ids)}
@@ -205,7 +203,6 @@ class EvictionOrder:
 
     def __init__(self, policy: EvictionPolicy) -> None:
         self._policy = policy
-        self._new: dict[PrefixEntry, None] = {}
         # By rank as it was, and by number. An entry has one number that counts.
         self._heap: list[tuple[tuple[float, float], int, PrefixEntry]] = []
         self._numbers: dict[PrefixEntry, int] = {}
@@ -213,11 +210,11 @@ class EvictionOrder:
 
     def add(self, entry: PrefixEntry) -> None:
         """Add an entry, or note that it may rank lower than before."""
-        self._new[entry] = None
+        # Not ranked until it may be the first one.
+        self._push(entry, (-math.inf, -math.inf))
 
     def discard(self, entry: PrefixEntry) -> None:
         """Remove an entry, if it is there."""
-        self._new.pop(entry, None)
         self._numbers.pop(entry, None)
         if len(self._heap) > 2 * len(self._numbers) + 64:
             self._heap = [item for item in self._heap if self._numbers.get(item[2]) == item[1]]
@@ -225,30 +222,24 @@ class EvictionOrder:
 
     def first(self) -> PrefixEntry | None:
         """The entry that is to be evicted first; `None` if only those are left that are never evicted."""
-        for entry in list(self._new):
-            self._push(entry)
-            del self._new[entry]
         looked_at: set[PrefixEntry] = set()
         while self._heap:
             before, number, entry = self._heap[0]
             if self._numbers.get(entry) != number:
                 heapq.heappop(self._heap)
-            elif self._rank(entry) > before and entry not in looked_at:
+            elif entry not in looked_at and (now := (entry.priority, self._policy.rank(entry))) > before:
                 # Not twice, as the budget must hold whatever a policy says.
                 looked_at.add(entry)
-                self._push(entry)
+                self._push(entry, now)
             else:
                 # What never leaves comes last.
                 return None if entry.priority == math.inf else entry
         return None
 
-    def _rank(self, entry: PrefixEntry) -> tuple[float, float]:
-        return entry.priority, self._policy.rank(entry)
-
-    def _push(self, entry: PrefixEntry) -> None:
+    def _push(self, entry: PrefixEntry, rank: tuple[float, float]) -> None:
         self._count += 1
         self._numbers[entry] = self._count
-        heapq.heappush(self._heap, (self._rank(entry), self._count, entry))
+        heapq.heappush(self._heap, (rank, self._count, entry))
 
 
 class MemoryAccount:

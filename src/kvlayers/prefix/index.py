@@ -6,7 +6,6 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 
 from kvlayers.core.cache import Cache
 from kvlayers.errors import CapacityError, KVLayersError
@@ -45,21 +44,6 @@ LEAST_PART = 32
 """At least one token in so many leaves an entry at a time, since what stays of its own memory is copied."""
 
 
-@dataclass(frozen=True)
-class Exchange:
-    """A cache that is to enter memory, and what leaves it at the same moment.
-
-    Attributes:
-        entry: the entry that is to hold the cache.
-        cache: the cache, to which nobody will write.
-        replaced: shorter entries that the cache can be rolled back to.
-    """
-
-    entry: PrefixEntry
-    cache: Cache
-    replaced: Sequence[PrefixEntry] = ()
-
-
 class EntryIndex:
     """Entries by label and tokens. The caches in memory never take more than `max_bytes`.
 
@@ -73,6 +57,8 @@ class EntryIndex:
         uses: how often entries were used, which is the time that their uses have.
         left: tokens that have left memory for room, and were not written, the newest last.
         note: is called with each entry whose cache, file or tokens have changed.
+        writing: the entry that is being written to a file, which holds its memory.
+        stuck: the same one, if that takes too long, so that room is made elsewhere.
         entries: all entries, for reading only.
         in_memory: those of them that are in memory, also while they are leaving it.
         memory: what these hold.
@@ -88,6 +74,8 @@ class EntryIndex:
         # What does nothing, until a listener asks to be told.
         self.note: Callable[[PrefixEntry], object] = id
         self._first_end = math.inf
+        self.writing: PrefixEntry | None = None
+        self.stuck: PrefixEntry | None = None
         self._start()
 
     def _start(self) -> None:
@@ -99,7 +87,6 @@ class EntryIndex:
         self.memory = MemoryAccount()
         self._staying = MemoryAccount()
         self._unpacked: dict[PrefixEntry, None] = {}
-        self._stuck: PrefixEntry | None = None
 
     def __iter__(self) -> Iterator[PrefixEntry]:
         return iter(self.entries)
@@ -156,10 +143,10 @@ class EntryIndex:
         """Record that the first tokens of an entry are used now. If it was leaving memory, it stays."""
         self.uses += 1
         entry.use(tokens, self.uses)
-        if entry.is_leaving:
-            self._stay(entry)
+        self.stay(entry)
 
-    def _stay(self, entry: PrefixEntry) -> None:
+    def stay(self, entry: PrefixEntry) -> None:
+        """Go on holding an entry that was leaving memory."""
         if entry.is_leaving:
             entry.is_leaving = False
             self._staying.add(entry, entry.storages)
@@ -168,7 +155,7 @@ class EntryIndex:
     def pin(self, entry: PrefixEntry, pin: Pin) -> None:
         """Pin an entry. If it was leaving memory, it stays."""
         self._first_end = min(self._first_end, pin.until)
-        self._stay(entry)
+        self.stay(entry)
         self._set_pins(entry, [*entry.pins, pin])
 
     def unpin(self, entry: PrefixEntry) -> None:
@@ -191,16 +178,6 @@ class EntryIndex:
             self._pinned[entry] = None
         if entry.cache is not None and not entry.is_leaving:
             self._order.add(entry)
-
-    def set_stuck(self, entry: PrefixEntry) -> None:
-        """Make room elsewhere from now on, since writing this entry takes too long."""
-        self._stay(entry)
-        self._stuck = entry
-
-    def unset_stuck(self, entry: PrefixEntry) -> None:
-        """Undo `set_stuck`, if it was called for this entry last."""
-        if entry is self._stuck:
-            self._stuck = None
 
     def hit(self, entry: PrefixEntry, tokens: int) -> None:
         """Record that the first tokens of an entry serve a look-up."""
@@ -241,7 +218,6 @@ class EntryIndex:
         entry.cache = None
         self.in_memory.remove(entry.label, entry.ids)
         self._order.discard(entry)
-        self.unset_stuck(entry)
         self._count(entry, {})
         entry.is_leaving = False
         self._unpacked.pop(entry, None)
@@ -282,7 +258,6 @@ class EntryIndex:
         """Record the file of an entry, which leaves memory if it was to."""
         entry.path, entry.file_bytes = path, nbytes
         self.note(entry)
-        self.unset_stuck(entry)
         if entry.is_leaving:
             self.drop_cache(entry)
 
@@ -331,28 +306,15 @@ class EntryIndex:
             self.touch(covering, len(ids))
         return covering is not None
 
-    def exchange(self, label: str, ids: Tokens, cache: Cache, pins: Sequence[Pin] = ()) -> Exchange | None:
-        """What happens if a cache is inserted; `None` if an entry in memory can be rolled back to its tokens.
+    def replaced_by(self, entry: PrefixEntry, cache: Cache, pins: Sequence[Pin] = ()) -> list[PrefixEntry]:
+        """Shorter entries that a cache of an entry can be rolled back to, and that no other pins keep than these."""
+        shorter = [old for old in self.entries.prefixes_of(entry.label, entry.ids) if old is not entry]
+        return [old for old in shorter if set(old.pins) <= set(pins) and can_restore(cache, old.boundaries)]
 
-        Args:
-            label: model and namespace.
-            ids: all tokens that `cache` has seen.
-            cache: the cache.
-            pins: what keeps the new entry. Those that it replaces have no other pins.
-        """
-        if self.use_covering(label, ids):
-            return None
-        known = self.entries.get(label, ids)
-        entry = PrefixEntry(label, ids) if known is None else known
-        shorter = [old for old in self.entries.prefixes_of(label, ids) if old is not entry]
-        replaced = [old for old in shorter if set(old.pins) <= set(pins) and can_restore(cache, old.boundaries)]
-        return Exchange(entry, cache, replaced)
-
-    def check_room(self, exchange: Exchange) -> None:
-        """Raise `CapacityError` unless there is room for an exchange besides the entries that never leave."""
+    def check_room(self, entry: PrefixEntry, cache: Cache, replaced: Sequence[PrefixEntry]) -> None:
+        """Raise `CapacityError` unless a cache can enter memory besides the entries that never leave."""
         self.end_pins()
-        new = exchange.entry, exchange.cache
-        nbytes = self._bytes_of([new])
+        nbytes = self._bytes_of([(entry, cache)])
         if nbytes > self.max_bytes:
             raise CapacityError(
                 f"the cache must fit into the store's max_bytes of {exact_bytes(self.max_bytes)}, got one of "
@@ -361,13 +323,12 @@ class EntryIndex:
         if self.memory.nbytes + nbytes <= self.max_bytes:
             # Whatever of it is pinned. There may be many thousands of entries.
             return
-        affected = {exchange.entry, *exchange.replaced}
         pinned = [
-            (entry, entry.cache)
-            for entry in self._pinned
-            if entry.cache is not None and entry.priority == math.inf and entry not in affected
+            (each, each.cache)
+            for each in self._pinned
+            if each.cache is not None and each.priority == math.inf and each not in (entry, *replaced)
         ]
-        if pinned and self._bytes_of([*pinned, new]) > self.max_bytes:
+        if pinned and self._bytes_of([*pinned, (entry, cache)]) > self.max_bytes:
             raise CapacityError(
                 f"there is no room for {exact_bytes(nbytes)}, as {exact_bytes(self._bytes_of(pinned))} of "
                 f"{exact_bytes(self.max_bytes)} are pinned: unpin() entries, or make the store with a larger max_bytes."
@@ -381,32 +342,39 @@ class EntryIndex:
             return nbytes
         return union_bytes(cache.storages() for cache in _packed_together(held))
 
-    def make(self, exchange: Exchange) -> tuple[bool, list[PrefixEntry]]:
-        """Make an exchange if there is room for it now. If not, there is room when what is leaving has left.
+    def enter(
+        self, entry: PrefixEntry, cache: Cache, replaced: Sequence[PrefixEntry]
+    ) -> tuple[bool, list[PrefixEntry]]:
+        """Let a cache enter memory, and what it replaces leave, if there is room for it now.
+
+        If not, there is room when what is leaving has left.
+
+        Args:
+            entry: the entry that is to hold the cache.
+            cache: the cache, to which nobody will write.
+            replaced: shorter entries that the cache can be rolled back to.
 
         Returns:
-            Whether it was made, and entries that must be written before they leave.
+            Whether it has entered, and entries that must be written before they leave.
         """
-        entry, leaving = exchange.entry, list[PrefixEntry]()
-        staying = [old for old in exchange.replaced if old.cache is not None and not old.is_leaving]
-        is_new = exchange.entry not in self
+        staying = [old for old in replaced if old.cache is not None and not old.is_leaving]
+        is_new = entry not in self
         try:
             # Held like all others from the beginning, since to evict may move what it shares with them. If it has to
             # wait for files, nobody else may read its memory meanwhile.
             if not self.has_directory:
                 self.add(entry)
-            self.set_cache(entry, exchange.cache)
+            self.set_cache(entry, cache)
             for old in staying:
                 self.leave(old)
-            gone = [old for old in exchange.replaced if not old.is_being_written]
-            affected = {entry, *exchange.replaced}
+            gone = [old for old in replaced if old is not self.writing]
             leaving = self.evict(self.max_bytes, entry)
-            if len(gone) == len(exchange.replaced) and self._staying.nbytes > self.max_bytes:
-                others = [each for each in self.in_memory if each not in affected]
-                if not any(each.is_leaving or each.is_being_written for each in others):
+            if len(gone) == len(replaced) and self._staying.nbytes > self.max_bytes:
+                others = [each for each in self.in_memory if each not in (entry, *replaced)]
+                if not any(each.is_leaving or each is self.writing for each in others):
                     # All that can leave has left, but these hold memory that it has shared with them.
                     self._move_apart((entry, *others))
-            is_made = self.memory.bytes_without(gone) <= self.max_bytes
+            has_entered = self.memory.bytes_without(gone) <= self.max_bytes
         except BaseException:
             entry.cache = None
             if is_new:
@@ -414,28 +382,22 @@ class EntryIndex:
             for old in staying:
                 old.is_leaving = False
             raise
-        if is_made:
-            self._complete(exchange)
-            return True, leaving
-        self.drop_cache(entry)
-        for old in staying:
-            self._stay(old)
-        return False, leaving
-
-    def _complete(self, exchange: Exchange) -> None:
-        entry = exchange.entry
-        for old in exchange.replaced:
+        if not has_entered:
+            self.drop_cache(entry)
+            for old in staying:
+                self.stay(old)
+            return False, leaving
+        for old in replaced:
             entry.boundaries |= old.boundaries
             entry.hits, old.hits = entry.hits + old.hits, 0
             entry.used = max((used for used in (entry.used, old.used) if used is not None), default=None)
-            if old.is_being_written:
-                continue
-            if old.path is None:
-                self.remove(old)
-            else:
+            if old.path is not None:
                 # Its file stays until the new entry is in a file.
                 self.drop_cache(old)
+            elif old is not self.writing:
+                self.remove(old)
         self.add(entry)
+        return True, leaving
 
     @contextlib.contextmanager
     def counted(self) -> Iterator[None]:
@@ -477,7 +439,7 @@ class EntryIndex:
         for each in list(itertools.islice(unpacked, MOST_PACKED)) if most > 0 else ():
             if self._staying.nbytes > most:
                 self._pack(each, each.length)
-        stay = [each for each in (kept, self._stuck) if each is not None]
+        stay = [each for each in (kept, self.stuck) if each is not None]
         for each in stay:
             self._order.discard(each)
         while self._staying.nbytes > most and (entry := self._order.first()) is not None:
@@ -492,7 +454,7 @@ class EntryIndex:
                 self._shorten(entry, most)
         for each in stay:
             # One that is being written may be leaving already, for an entry that replaces it.
-            if not each.is_leaving:
+            if each.cache is not None and not each.is_leaving:
                 self._order.add(each)
         return must_be_written
 

@@ -19,7 +19,7 @@ from kvlayers.errors import CacheFileError, CachePathError, CapacityError
 from kvlayers.prefix.backends import UnreachableError
 from kvlayers.prefix.directory import Directory, FileCandidate, NeedsConfigError
 from kvlayers.prefix.entry import Pin, PrefixEntry, restorable_length, shares_memory
-from kvlayers.prefix.index import MOST_TRIED, EntryIndex, Exchange
+from kvlayers.prefix.index import MOST_TRIED, EntryIndex
 from kvlayers.prefix.keys import Tokens
 from kvlayers.prefix.write_queue import WriteQueue
 
@@ -256,10 +256,9 @@ class EntryAccess:
         self._share(label, ids, cache)
         with self.lock, self.index.counted():
             while True:
-                exchange = self.index.exchange(label, ids, cache, pins)
-                if exchange is None:
+                if self.index.use_covering(label, ids):
                     return False
-                if self._take(exchange):
+                if self._take(self.index.entries.get(label, ids) or PrefixEntry(label, ids), cache, pins):
                     return True
                 if self._writes is None or not self._writes.wait_for_memory(deadline):
                     raise CapacityError(
@@ -280,7 +279,7 @@ class EntryAccess:
             entry, covering = self.index.entries.get(label, ids), self.index.entry_covering(label, ids)
             if entry is None and covering is not None and covering.cache is not None:
                 entry = PrefixEntry(label, ids)
-                if not self._take(Exchange(entry, covering.fork(covering.cache, len(ids)))):
+                if not self._take(entry, covering.fork(covering.cache, len(ids))):
                     raise CapacityError("there is no room until an entry has been written to the directory: pin later.")
             if entry is not None:
                 self.index.pin(entry, pin)
@@ -342,15 +341,16 @@ class EntryAccess:
         with self.lock, self.index.counted():
             self.index.note_moves(before.items() - cache.storages().items())
 
-    def _take(self, exchange: Exchange) -> bool:
-        """Make an exchange if there is room for it now. If not, entries are on their way out of memory."""
-        self.index.check_room(exchange)
-        is_made, leaving = self.index.make(exchange)
+    def _take(self, entry: PrefixEntry, cache: Cache, pins: Sequence[Pin] = ()) -> bool:
+        """Let a cache enter memory if there is room for it now. If not, entries are on their way out of memory."""
+        replaced = self.index.replaced_by(entry, cache, pins)
+        self.index.check_room(entry, cache, replaced)
+        has_entered, leaving = self.index.enter(entry, cache, replaced)
         if self._writes is not None:
             self._writes.write(leaving)
-            for old in exchange.replaced if is_made else ():
-                self._writes.write_instead(old, exchange.entry)
-        return is_made
+            for old in replaced if has_entered else ():
+                self._writes.write_instead(old, entry)
+        return has_entered
 
     def _choose(self, search: Search, deadline: float) -> set[int]:
         """Choose what serves a prompt. An entry that another thread loads as a whole is waited for, not loaded too.
@@ -381,5 +381,5 @@ class EntryAccess:
         if found.is_whole and entry.cache is None:
             found.cache = cache.fork()
             with contextlib.suppress(CapacityError):
-                self._take(Exchange(entry, cache))
+                self._take(entry, cache)
         index.hit(entry, found.covered)

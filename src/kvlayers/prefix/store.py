@@ -414,7 +414,7 @@ class PrefixStore:
         with self._lock, self._index.counted():
             paths = self._index.clear()
             if self._writes is not None:
-                self._writes.forget_writes()
+                # Entries that wait to be written are in the index no more, and so are not written.
                 self._writes.delete(paths)
                 self._writes.wait()
 

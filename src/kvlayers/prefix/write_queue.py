@@ -9,7 +9,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 from kvlayers.errors import CachePathError, KVLayersError
@@ -34,11 +34,10 @@ _queues: "weakref.WeakSet[WriteQueue]" = weakref.WeakSet()
 
 @dataclass(eq=False)
 class _Write:
-    """An entry to write."""
+    """An entry to write, and how often that was tried."""
 
     entry: PrefixEntry
     tries: int = 0
-    superseded: list[PrefixEntry] = field(default_factory=list)
 
 
 _Job = _Write | Callable[[], None]
@@ -70,9 +69,8 @@ class WriteQueue:
         self.directory_max_bytes = directory_max_bytes
         self.spilled = self.failed_writes = self.dropped_writes = 0
         self._index, self._directory, self._changed = index, directory, changed
-        self._jobs: dict[int, _Job] = {}
-        self._tickets = self._done = 0
-        self._current: tuple[int, _Job] | None = None
+        self._jobs: list[_Job] = []
+        """What is to be done. The first one stays here until it is done."""
         self._worker: threading.Thread | None = None
         self._most_tries = MOST_TRIES
         self._is_unreachable = self._is_stalled = False
@@ -93,9 +91,9 @@ class WriteQueue:
 
     def write_instead(self, replaced: PrefixEntry, entry: PrefixEntry) -> None:
         """Have an entry written in place of another one, which it has replaced, if that waits to be written."""
-        for ticket, job in self._jobs.items():
-            if isinstance(job, _Write) and job.entry is replaced:
-                self._jobs[ticket] = _Write(entry)
+        for job in self._writes():
+            if job.entry is replaced is not self._index.writing:
+                job.entry, job.tries = entry, 0
 
     def delete(self, paths: Sequence[str]) -> None:
         """Have files deleted."""
@@ -104,20 +102,14 @@ class WriteQueue:
 
     def tidy(self) -> None:
         """Have files deleted: what killed writers left behind, and what exceeds `directory_max_bytes`."""
-        self._add(self._do_tidy)
-
-    def forget_writes(self) -> None:
-        """Write nothing of what waits."""
-        self._jobs = {ticket: job for ticket, job in self._jobs.items() if not isinstance(job, _Write)}
+        self._add(partial(self._do_tidy))
 
     def _add(self, job: _Job) -> None:
-        self._tickets += 1
-        self._jobs[self._tickets] = job
+        self._jobs.append(job)
         self._ensure_worker()
 
     def _writes(self) -> list[_Write]:
-        jobs = [*self._jobs.values(), *([] if self._current is None else [self._current[1]])]
-        return [job for job in jobs if isinstance(job, _Write)]
+        return [job for job in self._jobs if isinstance(job, _Write)]
 
     @property
     def lost(self) -> int:
@@ -140,8 +132,8 @@ class WriteQueue:
         Returns:
             Whether they are done.
         """
-        last = self._tickets
-        return self._wait_until(lambda: self._oldest_ticket() > last, deadline)
+        now = set(self._jobs)
+        return self._wait_until(lambda: now.isdisjoint(self._jobs), deadline)
 
     def wait_for_memory(self, deadline: float) -> bool:
         """Wait until a job is done, or make an end of waiting: drop the entry that has waited longest.
@@ -151,30 +143,27 @@ class WriteQueue:
         Returns:
             Whether there may be more memory now.
         """
-        done = self._done
+        now = set(self._jobs)
         if not self._is_stalled:
             # Others may have changed everything meanwhile, so the caller looks again before anything is dropped.
-            self._is_stalled = not self._wait_until(lambda: self._done > done, deadline)
+            self._is_stalled = not self._wait_until(lambda: not now.issubset(self._jobs), deadline)
             return True
-        for ticket, job in self._jobs.items():
-            if isinstance(job, _Write) and job.entry.is_leaving:
-                del self._jobs[ticket]
+        writing = self._index.writing
+        for job in self._writes():
+            if job.entry.is_leaving and job.entry is not writing:
+                self._jobs.remove(job)
                 self.dropped_writes += 1
                 self._index.remove(job.entry)
                 return True
-        writing = None if self._current is None else self._current[1]
-        if isinstance(writing, _Write) and writing.entry.is_leaving:
-            self._index.set_stuck(writing.entry)
-            return True
-        return False
+        if writing is None or not writing.is_leaving:
+            return False
+        self._index.stay(writing)
+        self._index.stuck = writing
+        return True
 
     def _wait_until(self, is_done: Callable[[], bool], deadline: float | None) -> bool:
         self._ensure_worker()
         return self._changed.wait_for(is_done, None if deadline is None else deadline - time.monotonic())
-
-    def _oldest_ticket(self) -> int:
-        tickets = [*self._jobs, *([] if self._current is None else [self._current[0]])]
-        return min(tickets, default=self._tickets + 1)
 
     # The thread
 
@@ -193,9 +182,7 @@ class WriteQueue:
                 if not self._jobs or (deadline is not None and time.monotonic() > deadline):
                     self._worker = None
                     return
-                ticket = next(iter(self._jobs))
-                job = self._jobs.pop(ticket)
-                self._current = ticket, job
+                job = self._jobs[0]
             delay: float | None = None
             try:
                 delay = self._do_write(job) if isinstance(job, _Write) else job()
@@ -203,11 +190,10 @@ class WriteQueue:
                 logger.exception("A prefix store could not tidy its directory")
             finally:
                 with self._changed:
-                    self._current = None
-                    self._done += delay is None
-                    if delay is not None:
-                        # It stays the first one, and may be dropped meanwhile.
-                        self._jobs = {ticket: job, **self._jobs}
+                    self._index.writing = self._index.stuck = None
+                    # One that is tried again stays, and may be dropped meanwhile.
+                    if delay is None and job in self._jobs:
+                        self._jobs.remove(job)
                     self._changed.notify_all()
                     if delay is not None:
                         self._changed.wait_for(lambda: self._most_tries == 1, delay)
@@ -225,59 +211,57 @@ class WriteQueue:
 
     def _do_write(self, job: _Write) -> float | None:
         """Write an entry, and return the seconds after which to try again, `None` if it is done."""
-        entry = job.entry
         job.tries += 1
         try:
-            written = self._written(job)
+            superseded, written = self._written(job.entry)
         except Exception as error:
             # Not kept, since its traceback holds the cache.
             failure, is_unreachable = str(error), isinstance(error, CachePathError)
             level = logging.WARNING if isinstance(error, KVLayersError) else logging.ERROR
         else:
             if written is not None:
-                self._finish_write(job, *written)
+                self._finish_write(job.entry, superseded, *written)
                 self._do_shrink()
             return None
         with self._changed:
-            entry.is_being_written = False
             most_tries = 1 if self._is_unreachable else self._most_tries
             if is_unreachable and job.tries < most_tries:
                 return float(FIRST_DELAY * 2 ** (job.tries - 1))
             self._is_unreachable = self._is_unreachable or is_unreachable
             self.failed_writes += 1
-            self._index.unset_stuck(entry)
-            if entry in self._index and entry.is_leaving:
-                self._index.remove(entry)
+            if job.entry in self._index and job.entry.is_leaving:
+                self._index.remove(job.entry)
         logger.log(level, "An entry of a prefix store was not written to its directory: %s", failure)
         return None
 
-    def _written(self, job: _Write) -> tuple[str, int] | None:
-        entry = job.entry
+    def _written(self, entry: PrefixEntry) -> tuple[list[PrefixEntry], tuple[str, int] | None]:
+        """Write an entry: those that nobody needs then, its path, and its bytes; `None` if it need not be written."""
         with self._changed:
             if entry.cache is None or entry.path is not None or entry not in self._index:
-                return None
-            entry.is_being_written = True
+                return [], None
+            self._index.writing = entry
             # A fork, since others fork the cache meanwhile.
             cache = entry.cache.fork()
             neighbours = self._index.neighbours_in_files(entry)
-            job.superseded = self._index.superseded_files(entry)
-            for old in job.superseded:
+            superseded = self._index.superseded_files(entry)
+            for old in superseded:
                 entry.boundaries |= old.boundaries
             boundaries = sorted(entry.boundaries)
-        return self._directory.write(entry.label, entry.ids, boundaries, cache, neighbours)
+        return superseded, self._directory.write(entry.label, entry.ids, boundaries, cache, neighbours)
 
-    def _finish_write(self, job: _Write, path: str, nbytes: int) -> None:
-        entry = job.entry
+    def _finish_write(self, entry: PrefixEntry, superseded: Iterable[PrefixEntry], path: str, nbytes: int) -> None:
         with self._changed:
-            entry.is_being_written = self._is_unreachable = self._is_stalled = False
+            self._is_unreachable = self._is_stalled = False
             if entry in self._index:
                 self.spilled += 1
                 self._own.add(entry)
+                # Its memory can leave, while the directory is made smaller.
+                self._index.writing = self._index.stuck = None
                 self._index.set_file(entry, path, nbytes)
-                useless = [old for old in job.superseded if old in self._index and old.is_spare]
-                for old in useless:
-                    # Its last node is one of the new entry's, or is deleted when nobody has used it for an hour.
-                    self._index.remove(old)
+                for old in superseded:
+                    if old in self._index and old.is_spare:
+                        # Its last node is one of the new entry's, or is deleted when nobody has used it for an hour.
+                        self._index.remove(old)
                 return
             used = {entry.path for entry in self._index}
         # The store was cleared meanwhile.
@@ -314,13 +298,6 @@ class WriteQueue:
                 return
         self.work_off(deadline)
 
-    def resume_in_child(self) -> None:
-        """Go on in the child, which has no thread: what the parent was writing is written by both."""
-        if self._current is not None:
-            ticket, job = self._current
-            self._current, self._jobs = None, {ticket: job, **self._jobs}
-        self._changed.release()
-
 
 _locked_for_fork: "list[WriteQueue]" = []
 """The queues whose locks the forking thread holds."""
@@ -333,14 +310,10 @@ def _before_fork() -> None:
         _locked_for_fork.append(queue)
 
 
-def _after_fork_in_parent() -> None:
+def _after_fork() -> None:
+    # The child goes on as well, in a thread of its own: what the parent was writing is written by both.
     while _locked_for_fork:
         _locked_for_fork.pop()._changed.release()
-
-
-def _after_fork_in_child() -> None:
-    while _locked_for_fork:
-        _locked_for_fork.pop().resume_in_child()
 
 
 def _flush_at_exit() -> None:
@@ -351,4 +324,4 @@ def _flush_at_exit() -> None:
 
 atexit.register(_flush_at_exit)
 if sys.platform != "win32":
-    os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)
+    os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork)

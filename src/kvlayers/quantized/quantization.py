@@ -93,24 +93,22 @@ class Quantization:
     def _backend(self) -> Backend:
         return backend_called(self.backend)
 
-    def _nbits(self, own: int | None) -> int:
-        widths = self._backend.widths
-        default = DEFAULT_NBITS if DEFAULT_NBITS in widths else widths[-1]
-        return next((given for given in (own, self.nbits) if given is not None), default)
-
     @property
     def keys(self) -> SideOptions:
         """Options of the keys."""
-        size = self.q_group_size if self.key_group_size is None else self.key_group_size
-        scales = cast("Scales", self.key_scales)
-        return SideOptions("keys", self._nbits(self.key_nbits), self.axis_key, size, scales)
+        return self._side("keys", self.key_nbits, self.axis_key, self.key_group_size, self.key_scales)
 
     @property
     def values(self) -> SideOptions:
         """Options of the values."""
-        size = self.q_group_size if self.value_group_size is None else self.value_group_size
-        scales = cast("Scales", self.value_scales)
-        return SideOptions("values", self._nbits(self.value_nbits), self.axis_value, size, scales)
+        return self._side("values", self.value_nbits, self.axis_value, self.value_group_size, self.value_scales)
+
+    def _side(self, side: Side, nbits: int | None, axis: int | None, size: int | None, scales: object) -> SideOptions:
+        """Options of one side, of which what is `None` is that of both sides."""
+        widths = self._backend.widths
+        default = DEFAULT_NBITS if DEFAULT_NBITS in widths else widths[-1]
+        own = next((given for given in (nbits, self.nbits) if given is not None), default)
+        return SideOptions(side, own, axis, self.q_group_size if size is None else size, cast("Scales", scales))
 
     @property
     def axes(self) -> tuple[int | None, int | None]:

@@ -112,42 +112,27 @@ class QuantizedLayer(DynamicLayer):
             super()._assign(states, side)
 
 
-class QuantoQuantizedLayer(QuantizedLayer, compat.QUANTO_LAYER):  # type: ignore[misc]
-    """A `QuantizedLayer` of the quanto backend, which is also an instance of transformers' class.
+def _namesake(name: str, transformers_class: type, **members: object) -> type[QuantizedLayer]:
+    """The class of layers of one backend, which are instances of transformers' class for it too.
 
     Only the name is inherited: every public method is that of `QuantizedLayer`.
     """
+    made = type(name, (QuantizedLayer, transformers_class), {"__module__": __name__, **members})
+    LAYER_CLASSES.register_twin(made, QuantizedLayer.__name__)
+    return made
 
 
-class HQQQuantizedLayer(QuantizedLayer, compat.HQQ_LAYER):  # type: ignore[misc]
-    """A `QuantizedLayer` of the hqq backend, which is also an instance of transformers' class.
+QuantoQuantizedLayer = _namesake("QuantoQuantizedLayer", compat.QUANTO_LAYER)
+HQQQuantizedLayer = _namesake("HQQQuantizedLayer", compat.HQQ_LAYER)
+Fp8QuantizedLayer = _namesake(
+    "Fp8QuantizedLayer",
+    compat.FP8_LAYER,
+    # The dtype of a code, and the largest number that one can stand for.
+    fp8_dtype=torch.float8_e4m3fn,
+    fp8_max=torch.finfo(torch.float8_e4m3fn).max,
+)
 
-    Only the name is inherited, as in `QuantoQuantizedLayer`.
-    """
-
-
-class Fp8QuantizedLayer(QuantizedLayer, compat.FP8_LAYER):  # type: ignore[misc]
-    """A `QuantizedLayer` of the fp8 backend, which is also an instance of transformers' class.
-
-    Only the name is inherited, as in `QuantoQuantizedLayer`.
-
-    Attributes:
-        fp8_dtype: dtype of a code.
-        fp8_max: the largest number that a code can stand for.
-    """
-
-    fp8_dtype = torch.float8_e4m3fn
-    fp8_max = torch.finfo(torch.float8_e4m3fn).max
-
-
-_BY_BACKEND: dict[str, type[QuantizedLayer]] = {
-    "quanto": QuantoQuantizedLayer,
-    "hqq": HQQQuantizedLayer,
-    "fp8": Fp8QuantizedLayer,
-}
-
-for _twin in _BY_BACKEND.values():
-    LAYER_CLASSES.register_twin(_twin, QuantizedLayer.__name__)
+_BY_BACKEND = {"quanto": QuantoQuantizedLayer, "hqq": HQQQuantizedLayer, "fp8": Fp8QuantizedLayer}
 
 
 def quantized_layer(quantization: Quantization | None = None, length_hint: int | None = None) -> QuantizedLayer:

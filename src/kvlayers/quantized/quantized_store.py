@@ -26,7 +26,6 @@ from kvlayers.kernels.codes.smoothing import BLOCKS_ASKED, MOST_RUNS
 from kvlayers.kernels.codes.smoothing import NAMES as SMOOTHING_NAMES
 from kvlayers.quantized.checks import check_quantized_state, checked_quantizers, in_one_dtype, planned_bits
 from kvlayers.quantized.packed_blocks import PackedBlocks
-from kvlayers.quantized.pieces import pieces_of, states_of, tokens_of
 from kvlayers.quantized.quantization import Quantization, block_tokens, blocks_beyond
 from kvlayers.quantized.smoothing_runs import SmoothingRuns
 
@@ -323,7 +322,7 @@ class QuantizedStore(TokenStore):
         A residual that is shared goes on where it is, without those tokens. Any other is copied, which frees them.
         """
         sinks, size, held = self._missing_sinks, blocks.block_tokens, self.residual.length
-        states = [*map(states_of, self.residual.pieces(held)), (keys, values)]
+        states = [*map(_states_of, self.residual.pieces(held)), (keys, values)]
         packed = sinks + count * size
         # Everything that can fail comes first, and goes where nobody reads: held and returned states stay valid.
         blocks.prepare(count)
@@ -331,12 +330,12 @@ class QuantizedStore(TokenStore):
         runs = self.runs if self.runs.are_settled else self._runs_with(blocks, states, asked)
         at_once = blocks.blocks_at_once
         for done in range(0, count, at_once):
-            some = tokens_of(states, sinks + done * size, min(at_once, count - done) * size)
+            some = _tokens_of(states, sinks + done * size, min(at_once, count - done) * size)
             blocks.write(done, *some, runs.in_order[-1])
         new_sinks = self.sinks
         if sinks:
             new_sinks = self.sinks.fork()
-            _append(new_sinks, *tokens_of(states, 0, sinks))
+            _append(new_sinks, *_tokens_of(states, 0, sinks))
         rest = held + keys.shape[2] - packed
         hint = self._residual_hint(self.kept + size, self.old_tokens + packed, rest)
         if packed < held and self.residual.is_shared:
@@ -347,7 +346,7 @@ class QuantizedStore(TokenStore):
             residual = _residual_after_blocks(size, hint)
             residual.reserve_form(form_of(keys), form_of(values))
             residual.reserve(rest)
-            left = pieces_of(states, packed, rest)
+            left = _pieces_of(states, packed, rest)
         for piece in left:
             _append(residual, *piece)
         before, runs_before = blocks.tokens, self.runs
@@ -368,7 +367,7 @@ class QuantizedStore(TokenStore):
 
         The last run is that of the new blocks.
         """
-        some = [tokens_of(states, start, blocks.block_tokens)[0] for start in asked]
+        some = [_tokens_of(states, start, blocks.block_tokens)[0] for start in asked]
         keys = some[0] if len(some) == 1 else torch.cat(some, 2)
         if not len(self.runs):
             return SmoothingRuns.of(blocks.smoothing_for(keys))
@@ -669,3 +668,32 @@ def _residual_after_blocks(block_tokens: int, length_hint: int | None = None) ->
 def _append(store: DenseStore, keys: Tensor, values: Tensor) -> None:
     store.validate(keys, values)
     store.append(keys, values)
+
+
+def _states_of(piece: DenseSegment) -> KVPair:
+    """Keys and values of each sequence of the batch."""
+    if piece.rows is None:
+        return piece.keys, piece.values
+    rows = piece.rows.on(piece.keys.device)[0]
+    return piece.keys.index_select(0, rows), piece.values.index_select(0, rows)
+
+
+def _pieces_of(pieces: list[KVPair], start: int, count: int) -> list[KVPair]:
+    """Keys and values of `count` tokens from `start`, counted over all pieces, as views of them."""
+    found: list[KVPair] = []
+    for keys, values in pieces:
+        tokens = keys.shape[2]
+        begin, end = max(start, 0), min(start + count, tokens)
+        if begin < end:
+            found.append((keys[:, :, begin:end], values[:, :, begin:end]))
+        start -= tokens
+    return found
+
+
+def _tokens_of(pieces: list[KVPair], start: int, count: int) -> KVPair:
+    """Keys and values of `count` tokens from `start`, counted over all pieces: views if one piece has them all."""
+    found = _pieces_of(pieces, start, count)
+    if len(found) == 1:
+        return found[0]
+    keys, values = (torch.cat(side, dim=2) for side in zip(*found, strict=True))
+    return keys, values

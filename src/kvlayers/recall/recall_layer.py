@@ -153,16 +153,18 @@ class RecallLayer(DynamicLayer):
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         store, bounds, pages = self._store, self._bounds, self.recall.pages
-        new = store.validate(key_states, value_states)
         if pages == "all":
-            return store.extend(key_states, value_states)
+            return store.take_in(key_states, value_states)
+        new = key_states.shape[2] if key_states.dim() == 4 else store.validate(key_states, value_states)
         if not store.length:
+            store.validate(key_states, value_states)
             self._bounds = bounds = self._without_pages()
         made: list[Tensor] = []
         if store.length + new - bounds.end >= bounds.page_tokens:
+            store.validate(key_states, value_states)
             made = self._bounds_with(key_states)
             bounds.prepare(made)
-        attended = store.extend(key_states, value_states)
+        attended = store.take_in(key_states, value_states)
         if made:
             bounds.hold(made)
         if new != 1:

@@ -49,10 +49,6 @@ class Checkpoint:
             return self
         return Checkpoint(self.seen, {key: rows(states, chosen) for key, states in self.held.items()})
 
-    def copy(self) -> "Checkpoint":
-        """Another checkpoint over the same tensors, to which states may be added."""
-        return Checkpoint(dict(self.seen), dict(self.held), self.chosen)
-
     def tensors(self) -> list[Tensor]:
         """All tensors that keep memory alive."""
         return [*self.held.values(), *(() if self.chosen is None else (self.chosen,))]
@@ -106,8 +102,8 @@ class LinearPast:
         if len(self._given) != 1:
             self._given = {state_idx}
         self._open = None
-        if self.checkpoints.every is not None:
-            self._take_if_due()
+        if self.checkpoints.every is not None and self.checkpoints.due_at(self._count.length or 0):
+            self._take()
         self._unscanned = {}
         self._expect_scan(state_idx)
 
@@ -169,13 +165,10 @@ class LinearPast:
             self._recorded = {}
         if alone:
             self._given, self._open = set(), None
-            self._take_if_due()
+            if self.checkpoints.due_at(self._count.length or 0):
+                self._take()
         elif self._open is not None:
             self._open.held["recurrent", state_idx] = kept(held)
-
-    def _take_if_due(self) -> None:
-        if self.checkpoints.due_at(self._count.length or 0):
-            self._take()
 
     def _take(self) -> None:
         """Take a checkpoint of all states, unless there is one at this length."""
@@ -289,7 +282,7 @@ class LinearPast:
             self._count.set(checkpoint.seen)
         self._drop_from(target + 1)
         self._recorded = {}
-        self._forget_interruption()
+        self._unscanned, self._was_interrupted = {}, False
         self.end_pass()
         if self.is_recording:
             self._keep_beginning()
@@ -307,17 +300,15 @@ class LinearPast:
         """Forget checkpoints and recorded columns."""
         self.history = []
         self._recorded = {}
-        self._forget_interruption()
-        self.end_pass()
-
-    def _forget_interruption(self) -> None:
         self._unscanned, self._was_interrupted = {}, False
+        self.end_pass()
 
     def fork(self, states: LinearStates, count: TokenCount) -> Self:
         """The same past for a copy of the states and the count. The tensors are shared, as nobody writes to them."""
         twin = type(self)(self.checkpoints, states, count, self.scans)
         twin._was_interrupted, twin._scans_in_place = self.is_interrupted, self._scans_in_place
-        twin.history = [checkpoint.copy() for checkpoint in self.history]
+        # The newest one may be of a pass under way, to which states are added.
+        twin.history = [Checkpoint(dict(own.seen), dict(own.held), own.chosen) for own in self.history]
         twin.is_recording = self.is_recording
         twin._recorded = dict(self._recorded)
         return twin

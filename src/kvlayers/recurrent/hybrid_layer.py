@@ -7,11 +7,10 @@ from torch import Tensor
 from typing_extensions import Self, override
 
 from kvlayers.core.arguments import whole_number
-from kvlayers.core.cache_layer import CacheLayer, WrapperLayer, forwarded
+from kvlayers.core.cache_layer import CacheLayer, LayerState, WrapperLayer, check_kind_of_state, forwarded
 from kvlayers.core.description import DescriptionContext, Fact, Facts
 from kvlayers.core.from_config import HYBRID, RECURRENT, Checkpoints
-from kvlayers.core.layer_operations import LayerOperations, LayerState, check_kind_of_state
-from kvlayers.core.layer_registry import layer_class, register_layer
+from kvlayers.core.layer_registry import layer_class, layer_from_description, register_layer
 from kvlayers.core.token_store import Fidelity, least_faithful
 from kvlayers.errors import UnsupportedLayerError
 from kvlayers.recurrent.linear_layer import LinearAttentionLayer
@@ -56,7 +55,7 @@ class HybridLayer(WrapperLayer, compat.LINEAR_LAYER):  # type: ignore[misc]
     wrapped: CacheLayer
 
     def __init__(self, attention: CacheLayer, linear: LinearAttentionLayer) -> None:
-        if not isinstance(attention, CacheLayer) or attention.is_recurrent:
+        if not isinstance(attention, CacheLayer) or attention.is_recurrent or attention.is_upstream:
             raise UnsupportedLayerError(
                 f"`attention` must be a layer that attends, got a {type(attention).__name__}: pass a DynamicLayer, or "
                 "another CacheLayer."
@@ -74,8 +73,8 @@ class HybridLayer(WrapperLayer, compat.LINEAR_LAYER):  # type: ignore[misc]
         return self.wrapped
 
     @override
-    def with_attention(self, attention: LayerOperations) -> "HybridLayer":
-        return HybridLayer(cast("CacheLayer", attention), self.linear)
+    def with_attention(self, attention: CacheLayer) -> "HybridLayer":
+        return HybridLayer(attention, self.linear)
 
     # Attention
 
@@ -144,7 +143,7 @@ class HybridLayer(WrapperLayer, compat.LINEAR_LAYER):  # type: ignore[misc]
 
     @property
     @override
-    def parts(self) -> tuple[LayerOperations, ...]:
+    def parts(self) -> tuple[CacheLayer, ...]:
         return self.wrapped, self.linear
 
     @property
@@ -219,20 +218,20 @@ class HybridLayer(WrapperLayer, compat.LINEAR_LAYER):  # type: ignore[misc]
             self.linear.remove_newest(tokens)
 
     @override
-    def row(self, index: int) -> LayerOperations:
+    def row(self, index: int) -> CacheLayer:
         attention = self.wrapped.row(index) if self.wrapped.batch_size is not None else self.wrapped.fork()
         linear = self.linear.row(index) if self.linear.batch_size is not None else self.linear.fork()
-        return HybridLayer(cast("CacheLayer", attention), cast("LinearAttentionLayer", linear))
+        return HybridLayer(attention, cast("LinearAttentionLayer", linear))
 
     @override
-    def side_by_side(self, layers: Sequence[LayerOperations]) -> LayerOperations:
+    def side_by_side(self, layers: Sequence[CacheLayer]) -> CacheLayer:
         attention, linear = zip(*(layer.parts for layer in layers), strict=True)
         # The model may use one of the two alone.
         joined = [
             parts[0].side_by_side(parts) if parts[0].batch_size is not None else parts[0].fork()
             for parts in (attention, linear)
         ]
-        return HybridLayer(cast("CacheLayer", joined[0]), cast("LinearAttentionLayer", joined[1]))
+        return HybridLayer(joined[0], cast("LinearAttentionLayer", joined[1]))
 
     @override
     def select(self, indices: Tensor) -> None:
@@ -241,7 +240,7 @@ class HybridLayer(WrapperLayer, compat.LINEAR_LAYER):  # type: ignore[misc]
         self.linear.select(indices)
 
     @override
-    def share_prefix(self, other: LayerOperations, tokens: int) -> None:
+    def share_prefix(self, other: CacheLayer, tokens: int) -> None:
         if isinstance(other, HybridLayer):
             self.wrapped.share_prefix(other.wrapped, tokens)
 
@@ -262,7 +261,7 @@ class HybridLayer(WrapperLayer, compat.LINEAR_LAYER):  # type: ignore[misc]
     @classmethod
     @override
     def from_description(cls, facts: Facts, context: DescriptionContext) -> Self:
-        attention = context.layer(facts["attention"], _of_attention(facts))
+        attention: Any = layer_from_description(facts["attention"], _of_attention(facts), context)
         return cls(attention, LinearAttentionLayer.from_description(_unprefixed(facts), context))
 
     @classmethod

@@ -8,10 +8,10 @@ from torch import Tensor
 from typing_extensions import Self, override
 
 from kvlayers.core.arguments import as_batch_indices, whole_number
-from kvlayers.core.cache_layer import forwarded
+from kvlayers.core.buffer import StateForm
+from kvlayers.core.cache_layer import CacheLayer, LayerState, check_kind_of_state, forwarded, rows_of
 from kvlayers.core.description import Fact, OptionsArgument
 from kvlayers.core.from_config import Checkpoints
-from kvlayers.core.layer_operations import LayerOperations, LayerState, check_kind_of_state, rows_of
 from kvlayers.core.layer_registry import register_layer
 from kvlayers.core.token_store import Fidelity
 from kvlayers.errors import RollbackError, StateMismatchError, UnsupportedLayerError
@@ -35,7 +35,7 @@ from kvlayers.utils.options import check_whole_number, checks_options
 
 
 @register_layer
-class LinearAttentionLayer(LayerOperations, compat.LINEAR_LAYER):  # type: ignore[misc]
+class LinearAttentionLayer(CacheLayer, compat.LINEAR_LAYER):  # type: ignore[misc]
     """Convolution states and recurrent states, at a fixed address, and the count of tokens that they have seen.
 
     A convolution state holds the newest `conv_kernel_size` columns that a causal convolution reads. A recurrent state
@@ -173,6 +173,26 @@ class LinearAttentionLayer(LayerOperations, compat.LINEAR_LAYER):  # type: ignor
         """By state index, whether there is memory for a recurrent state."""
         return {index: states is not None for index, states in self._states.recurrent.items()}
 
+    # A layer that does not attend
+
+    keys = None
+    values = None
+    held_tokens = None
+
+    @override
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        raise self._does_not_attend()
+
+    @override
+    def mask_sizes(self, query_length: int) -> tuple[int, int]:
+        raise self._does_not_attend()
+
+    @override
+    def reserve_form(self, key_form: StateForm, value_form: StateForm) -> None:
+        raise self._does_not_attend()
+
     # Taking in states
 
     def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None) -> Tensor:
@@ -306,8 +326,8 @@ class LinearAttentionLayer(LayerOperations, compat.LINEAR_LAYER):  # type: ignor
     # Operations
 
     @override
-    def side_by_side(self, layers: Sequence[LayerOperations]) -> LayerOperations:
-        joined: LayerOperations = late.function("recurrent rows")(rows_of(layers))
+    def side_by_side(self, layers: Sequence[CacheLayer]) -> CacheLayer:
+        joined: CacheLayer = late.function("recurrent rows")(rows_of(layers))
         return joined
 
     @override

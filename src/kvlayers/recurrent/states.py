@@ -76,9 +76,7 @@ class LinearStates:
     @property
     def live_batch(self) -> int | None:
         """Batch size of the states that hold tokens, `None` if no state does."""
-        for states in self.live().values():
-            return states.shape[0]
-        return None
+        return next((states.shape[0] for states in self.live().values()), None)
 
     def select(self, indices: Tensor) -> None:
         """Make sequence `i` what sequence `indices[i]` was."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
 from typing_extensions import Self, override
 
 from kvlayers.core.arguments import as_batch_indices, check_one_batch, checked_forms, whole_number
@@ -19,7 +20,7 @@ from kvlayers.errors import InterruptedPassError, RollbackError, StateMismatchEr
 from kvlayers.kernels.attention.row_states import RowStates
 
 
-class RowsLayer(CacheLayer):
+class RowsLayer(CacheLayer, CacheLayerMixin):  # type: ignore[misc]
     """A layer that counts the tokens of each row. To the model its rows are a batch that is padded on the left."""
 
     counts_rows = True
@@ -109,9 +110,8 @@ def moved_rows(chosen: Sequence[int], held: int) -> list[tuple[int, int]] | None
 
     Usually a few rows go, and others from the end take their places: only these are moved.
     """
-    behind = range(len(chosen), held)
     moved = [(place, own) for place, own in enumerate(chosen) if own != place]
-    return moved if len(chosen) <= held and all(own in behind for _, own in moved) else None
+    return moved if len(chosen) <= held and all(own in range(len(chosen), held) for _, own in moved) else None
 
 
 def check_followed(*states: Tensor) -> None:
@@ -152,7 +152,7 @@ class SeparateRows(RowsLayer):
 
     def __init__(self, rows: Sequence[CacheLayer]) -> None:
         super().__init__()
-        if not all(isinstance(row, CacheLayer) for row in rows):
+        if any(row.is_upstream for row in rows):
             raise UnsupportedLayerError(
                 f"`caches` must have layers of kvlayers, got a {type(rows[0].original).__name__}: make the caches by "
                 "kvlayers."
@@ -183,13 +183,13 @@ class SeparateRows(RowsLayer):
     @override
     def row_lengths(self) -> tuple[int, ...]:
         # An update that has not reached every row has not happened.
-        return self._before or tuple([row.length for row in self.rows])
+        return self._before or tuple([row.length or 0 for row in self.rows])
 
     @property
     @override
     def capacity(self) -> int | None:
         """The length of the longest row at which one of the rows is full."""
-        free = [row.capacity - row.length for row in self.rows if row.capacity is not None]
+        free = [row.capacity - (row.length or 0) for row in self.rows if row.capacity is not None]
         return self.length + min(free) if free else None
 
     @property

@@ -23,7 +23,7 @@ from kvlayers.utils.options import check_accepted, checks_options
 from kvlayers.utils.units import tokens
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True)
 class Reservation:
     """The memory that the layers of a static cache reserve, and how compiled code reads it; see `StaticLayer`."""
 
@@ -42,10 +42,6 @@ class Reservation:
         buckets = None if facts["buckets"] is None else Buckets(**facts["buckets"])
         return cls(facts["max_cache_len"], facts["max_batch_size"], buckets, facts["grow"])
 
-    def options(self) -> dict[str, Any]:
-        """The fields as arguments of a `StaticLayer`."""
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-
 
 def static_layers(config: object, reserved: Reservation, checkpoints: CheckpointOptions = None) -> list[Any]:
     """A layer with a fixed reservation for each layer of a model; transformers' layers as in `dynamic_layers`."""
@@ -56,11 +52,11 @@ def static_layers(config: object, reserved: Reservation, checkpoints: Checkpoint
 
     def window(spec: LayerSpec) -> StaticSlidingLayer:
         return StaticSlidingLayer(
-            sliding_window=spec.options["sliding_window"], token_limit=token_limit, **reserved.options()
+            sliding_window=spec.options["sliding_window"], token_limit=token_limit, **vars(reserved)
         )
 
     kinds: dict[str, Factory] = {
-        "full_attention": lambda spec: StaticLayer(**reserved.options()),
+        "full_attention": lambda spec: StaticLayer(**vars(reserved)),
         **dict.fromkeys(WINDOWED, window),
     }
     return layers_of(config, kinds, checkpoints, reserved.max_cache_len)
@@ -246,7 +242,7 @@ class StaticCache(Cache, transformers.StaticCache):  # type: ignore[misc]
             return super().for_cross_attention()
         # Its masks are the encoder's, and it is filled once, so compiled code too reads the tokens that are held.
         reservation = dataclasses.replace(self._reservation, max_cache_len=encoder_length)
-        layers = [StaticLayer(**reservation.options()) for _ in self.layers]
+        layers = [StaticLayer(**vars(reservation)) for _ in self.layers]
         return Cache(layers=layers, **self.offloading_options())
 
 

@@ -14,7 +14,7 @@ from kvlayers.core.dense_store import DenseStore
 from kvlayers.core.description import Argument, OptionsArgument
 from kvlayers.core.forward_pass import in_module
 from kvlayers.core.token_store import BufferSwap, KVPair, TokenStore, register_store
-from kvlayers.errors import OptionError, StateMismatchError
+from kvlayers.errors import OptionError
 from kvlayers.kernels.attention.custom_masks import ReservedColumns, columns_of, marked_for_custom_masks
 from kvlayers.kernels.attention.gqa import marked_for_sdpa, shared_in_graph
 from kvlayers.static.slots import (
@@ -142,7 +142,7 @@ class StaticStore(DenseStore):
             buffer.tensor.index_copy_(2, slots, states.detach())
         cursor.add_(tokens)
         if not exporting:
-            self._advance(tokens)
+            self.hold(tokens)
 
     def _reserve_in_graph(self, tokens: int) -> None:
         if self._validated is not None:
@@ -282,7 +282,7 @@ class StaticStore(DenseStore):
         return self._end + tokens > self.capacity
 
     @override
-    def _advance(self, tokens: int) -> None:
+    def hold(self, tokens: int) -> None:
         if self.is_step(tokens):
             self._slot = self._slot.next  # type: ignore[assignment]
         elif is_static_int(tokens) and is_static_int(self._end):
@@ -380,14 +380,12 @@ class StaticStore(DenseStore):
     @override
     def _allocate(self, capacity: int) -> None:
         """Move the held tokens to the front of a reservation of `capacity` tokens, a new one if necessary."""
-        if self._key_form is None or self._value_form is None:
-            raise StateMismatchError("The store is empty, so it has no states to read: update the layer first.")
-        length, total = self.length, self.total
+        forms, length, total = self._forms(), self.length, self.total
         held = self.newest(length) if length else None
-        reserved = self._reservation(self._key_form, self._value_form, capacity)
+        reserved = self._reservation(*forms, capacity)
         if held is not None and reserved is self._reserved:
             held = held[0].clone(), held[1].clone()
-        self._use_reservation(reserved, self._key_form, self._value_form, held, 0)
+        self._use_reservation(reserved, *forms, held, 0)
         if capacity != self.capacity:
             self._set_capacity(capacity)
         self._set_position(length, total)

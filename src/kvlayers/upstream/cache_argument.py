@@ -32,7 +32,7 @@ def name_for(model: Any) -> str:
 
 def name_in_generate(model: Any) -> str:
     """Name by which `generate()` hands the cache to its loops and to `prepare_inputs_for_generation` of a model."""
-    usual: str = _usual_name()
+    usual: str = usual_name()
     return usual if usual == SPELLINGS[0] else name_for(model)
 
 
@@ -41,10 +41,11 @@ def keeps_an_old_name(model: Any) -> bool:
     return name_for(model) != name_in_generate(model)
 
 
+# While code is traced for compilation, it is asked once.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def usual_name() -> str:
     """Name by which the installed transformers passes caches to its own models."""
-    usual: str = _usual_name()
-    return usual
+    return _spellings_here()[0]
 
 
 def read_tokens(model: Any, ids: torch.Tensor, cache: Any, **arguments: Any) -> None:
@@ -59,7 +60,7 @@ def is_taken_by(model: Any) -> bool:
 
 def is_lost_by_drafting(model: Any) -> bool:
     """Whether transformers' loop over drafts does not find the cache of a model, as it has another name than usual."""
-    return name_in_generate(model) != usual_name()
+    return bool(name_in_generate(model) != usual_name())
 
 
 def position_in(model: Any) -> int | None:
@@ -119,12 +120,6 @@ def _spellings_here() -> tuple[str, ...]:
     from transformers.generation.utils import ALL_CACHE_NAMES
 
     return tuple(name for name in SPELLINGS if name in ALL_CACHE_NAMES)
-
-
-# While code is traced for compilation, it is asked once.
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _usual_name() -> str:
-    return _spellings_here()[0]
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

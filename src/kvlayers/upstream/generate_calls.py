@@ -208,25 +208,6 @@ def gives_windows_full_masks(model: Any) -> bool:
     return not makes_its_own and not wrong.isdisjoint(layer_types or ())
 
 
-def bind_arguments(
-    model: Any, args: tuple[Any, ...], arguments: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Move positional arguments into `arguments`, under the names that the model's `generate()` gives them.
-
-    `arguments` is changed in place, so that nothing else keeps alive what is later removed from it.
-
-    Returns:
-        The positional arguments that have no name, and `arguments`.
-    """
-    signature = inspect.signature(model.generate)
-    signature.bind(*args, **arguments)
-    names = [
-        name for name, parameter in signature.parameters.items() if parameter.kind == parameter.POSITIONAL_OR_KEYWORD
-    ]
-    arguments.update(zip(names, args, strict=False))
-    return args[len(names) :], arguments
-
-
 def full_generation_config(model: Any, arguments: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     """The `GenerationConfig` of a call, with all defaults filled in, and the arguments that are for the model."""
     of_generate = arguments_of_generate()

@@ -100,28 +100,6 @@ class Probe:
         return [f"{self}(..., {name}=)" for name in self.parameters if name not in taken]
 
 
-@dataclass(frozen=True)
-class LoopProbe:
-    """A decoding loop, whose name transformers itself lists.
-
-    Attributes:
-        mode: the value of a `GenerationMode`.
-        parameters: as for `Probe`.
-    """
-
-    mode: str
-    parameters: tuple[str, ...]
-
-    def missing(self) -> list[str]:
-        """What the installed version lacks: nothing, the loop, or parameters."""
-        try:
-            utils = importlib.import_module("transformers.generation.utils")
-            name = utils.GENERATION_MODES_MAPPING[utils.GenerationMode(self.mode)]
-        except (ImportError, AttributeError, KeyError, ValueError):
-            return [f"transformers.generation.utils.GENERATION_MODES_MAPPING[{self.mode!r}]"]
-        return Probe("generation.utils", f"GenerationMixin.{name}", self.parameters).missing()
-
-
 OF_CACHES = (
     Probe("cache_utils", "Cache.update", ("key_states", "value_states", "layer_idx")),
     Probe("cache_utils", "Cache.get_seq_length", ("layer_idx",)),
@@ -161,7 +139,7 @@ OF_GENERATE = (
     ),
     Probe("generation.utils", "GenerationMixin._get_stopping_criteria", ("stopping_criteria", "tokenizer")),
     Probe("generation.utils", "GenerationMixin._valid_auto_compile_criteria", ("model_kwargs", "generation_config")),
-    LoopProbe("assisted_generation", ("input_ids",)),
+    Probe("generation.utils", "GENERATION_MODES_MAPPING"),
     Probe("generation.utils", "GenerationMixin.prepare_inputs_for_generation", ("input_ids",)),
     Probe("generation.configuration_utils", "ALL_CACHE_IMPLEMENTATIONS"),
     Probe("generation.configuration_utils", "GenerationConfig.save_pretrained"),
@@ -200,7 +178,7 @@ OF_SERVERS = (
 """What `kvlayers run` relies on in `transformers serve`, looked at when a server starts."""
 
 
-def check(probes: Iterable[Probe | LoopProbe], version: object) -> None:
+def check(probes: Iterable[Probe], version: object) -> None:
     """Look at names of transformers.
 
     Args:

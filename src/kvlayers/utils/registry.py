@@ -234,11 +234,15 @@ class ClassRegistry(Registry[type[Kind]], Generic[Kind]):
         self._check_class = check
         self._names: dict[type, str] = {}
 
-    def register(self, cls: Any, name: str | None = None) -> Any:
-        """Register a class, by default by its own name, and return it. Without a class, return a decorator.
+    def register(self, cls: Any = None, *, name: str | None = None) -> Any:
+        """Let objects of a class be made from a file, as a decorator or by a call. Return the class.
+
+        Args:
+            cls: the class; without it, the result is a decorator.
+            name: its name in files; the name of the class if it is not given.
 
         Raises:
-            RegistryError: the name is taken, or the class lacks a member of the contract.
+            RegistryError: the name is taken, or the class lacks a member of the contract. The error names the member.
         """
         if cls is None:
             return functools.partial(self.register, name=name)

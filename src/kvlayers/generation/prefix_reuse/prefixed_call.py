@@ -13,7 +13,6 @@ ways to make the cache:
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
@@ -108,17 +107,14 @@ def explain_bypass(cache: object) -> None:
         cache.prefix_notes = (f"the call could not use the store: {reason}",)
 
 
-def generate(
-    active: active_store.ActiveStore, plain: Generate, model: Any, args: tuple[Any, ...], arguments: dict[str, Any]
-) -> Any:
-    """Call `plain(*args, **arguments)`, which is `generate()`, with a cache from a store if possible.
+def generate(active: active_store.ActiveStore, plain: Generate, model: Any, arguments: dict[str, Any]) -> Any:
+    """Call `plain(**arguments)`, which is `generate()`, with a cache from a store if possible.
 
     Args:
         active: the store.
         plain: `generate()` of the model, without a store.
         model: the model.
-        args: positional arguments of the call.
-        arguments: its arguments by name.
+        arguments: arguments of the call, by name.
 
     Returns:
         What `plain` returns.
@@ -128,14 +124,14 @@ def generate(
     """
     with active_store.CURRENT.override(None):
         try:
-            call = PrefixedCall(active, model, args, arguments)
+            call = PrefixedCall(active, model, arguments)
             cache, new_arguments = call.prepare()
         except IneligibleError as reason:
             active.on_bypass(str(reason))
             with overriding(_BYPASS_REASON, str(reason)):
-                return _with_cached_tokens(plain(*args, **arguments), ())
+                return _with_cached_tokens(plain(**arguments), ())
         try:
-            output = call_with(cache, functools.partial(plain, *call.unnamed), new_arguments, call.cached_tokens)
+            output = call_with(cache, plain, new_arguments, call.cached_tokens)
         except BaseException as error:
             # The caller's code has ended the call: a streamer, a criterion, or a signal.
             if not is_out_of_memory(error):
@@ -187,8 +183,7 @@ class PrefixedCall:
     Args:
         active: the store.
         model: the model.
-        args: positional arguments of `generate()`.
-        arguments: its arguments by name.
+        arguments: arguments of `generate()`, by name.
 
     Attributes:
         config: the full `GenerationConfig` of the call.
@@ -198,11 +193,9 @@ class PrefixedCall:
         IneligibleError: the call cannot use a store.
     """
 
-    def __init__(
-        self, active: active_store.ActiveStore, model: Any, args: tuple[Any, ...], arguments: Mapping[str, Any]
-    ) -> None:
+    def __init__(self, active: active_store.ActiveStore, model: Any, arguments: Mapping[str, Any]) -> None:
         self._model = model
-        self.unnamed, self._arguments = generate_calls.bind_arguments(model, args, dict(arguments))
+        self._arguments = dict(arguments)
         check_generate(model, self._arguments)
         if cache_argument.passed_in(self._arguments) is not None:
             raise IneligibleError("it is given a cache")

@@ -177,24 +177,6 @@ def pack_side(groups: QuantizedGroups, code_format: CodeFormat, side: Side, bloc
     return pack(codes, code_format.bits).flatten(3), parameters.flatten(3)
 
 
-def unpack_side(codes: Tensor, parameters: Tensor, layout: BlockLayout) -> QuantizedGroups:
-    """Inverse of `pack_side`, for formats with a zero.
-
-    Args:
-        codes: uint8 `[batch, kv_heads, blocks, layout.code_bytes]`.
-        parameters: `[batch, kv_heads, blocks, layout.parameters]`.
-        layout: layout of the blocks.
-    """
-    rows = torch.unflatten(codes, 3, (layout.rows, layout.row_bytes))
-    by_row = unpack(rows, layout.format.bits, layout.columns)
-    grid = (2, layout.rows // layout.row_group, layout.columns // layout.column_group)
-    numbers = torch.unflatten(parameters, 3, grid)
-    if layout.side == "keys":
-        by_row, numbers = by_row.transpose(-1, -2), numbers.transpose(-1, -2)
-    scale, zero = (part.flatten(2, 3) for part in numbers.unbind(3))
-    return QuantizedGroups(by_row.flatten(2, 3).contiguous(), scale, zero)
-
-
 def side_bytes(code_format: CodeFormat, side: Side, head_dim: int, block_tokens: int, itemsize: int) -> int:
     """Bytes that a block takes for each head: codes, and parameters of `itemsize` bytes."""
     layout = BlockLayout(code_format, side, head_dim, block_tokens)

@@ -65,11 +65,8 @@ class FsspecBackend(RemoteBackend):
 
     def _each(self, call: Callable[[str], Result], names: Sequence[str]) -> list[Result]:
         """The results of one request for each file, several at once. Each file system has its own errors."""
-        with self._address.reaching(Exception):
-            if len(names) < 2:
-                return list(map(call, names))
-            with ThreadPoolExecutor(min(len(names), REQUESTS_AT_ONCE)) as threads:
-                return list(threads.map(call, names))
+        with self._address.reaching(Exception), ThreadPoolExecutor(REQUESTS_AT_ONCE) as threads:
+            return list(threads.map(call, names))
 
     def files(self) -> list[StoredFile]:
         """As `StorageBackend.files`."""

@@ -67,6 +67,8 @@ class RedisBackend(RemoteBackend):
         super().__init__(address)
         self._redis = _package(address)
         url, self._prefix = _split(address)
+        # A sorted set: names by their last use, in microseconds, which a double represents exactly.
+        self._index = f"{self._prefix}:index"
         retry = self._redis.retry.Retry(self._redis.backoff.NoBackoff(), 1)
         failures = [self._redis.exceptions.ConnectionError, self._redis.exceptions.TimeoutError]
         # Retry once immediately, as a restarted server has closed all connections. A lookup should not wait longer.
@@ -101,11 +103,6 @@ class RedisBackend(RemoteBackend):
 
     def _reaching(self) -> contextlib.AbstractContextManager[None]:
         return self._address.reaching(self._redis.exceptions.RedisError, OSError)
-
-    @property
-    def _index(self) -> str:
-        """Key of a sorted set: names by their last use, in microseconds, which a double represents exactly."""
-        return f"{self._prefix}:index"
 
     def _key(self, name: str) -> str:
         return f"{self._prefix}:file:{name}"

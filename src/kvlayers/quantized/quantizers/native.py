@@ -21,10 +21,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from kvlayers.kernels.codes.cpu_packing import LIBRARY, pack_blocks, packs
+from kvlayers.kernels.codes.cpu_packing import LIBRARY
 from kvlayers.kernels.codes.groups import (
     GROUP_DIMS,
-    BlockLayout,
     grouped,
     rotate,
     rotation_size,
@@ -32,7 +31,6 @@ from kvlayers.kernels.codes.groups import (
     smallest_positive,
     ungrouped,
 )
-from kvlayers.kernels.codes.packed_side import unpack_side
 from kvlayers.kernels.codes.quantizer_contract import (
     CLIPS,
     Backend,
@@ -93,14 +91,9 @@ class NativeQuantizer(Quantizer):
     smooths_keys = True
 
     @property
-    def range_search(self) -> KernelSearch:
-        """How the range of each group is searched for."""
-        return KernelSearch(CLIP_STEPS[self.format.bits], REFITS, LARGEST_STRETCH, LARGEST_STATE)
-
-    @property
     @override
     def kernel_search(self) -> KernelSearch:
-        return self.range_search
+        return KernelSearch(CLIP_STEPS[self.format.bits], REFITS, LARGEST_STRETCH, LARGEST_STATE)
 
     def quantize(self, states: Tensor) -> QuantizedGroups:
         """Quantize `[batch, kv_heads, tokens, head_dim]`.
@@ -110,9 +103,6 @@ class NativeQuantizer(Quantizer):
         by the square root of the number of channels that are mixed (8188 for float16 and head_dim 64).
         """
         tokens = states.shape[-2]
-        layout = self._layout_of_kernel(states)
-        if states.numel() and packs(layout, states):
-            return self._quantized_by_kernel(states, layout)
         at_once = CPU_STATES_AT_ONCE if states.device.type == "cpu" else ACCELERATOR_STATES_AT_ONCE
         step = at_once * tokens // max(1, states.numel())
         step = max(1, step // self.format.group_tokens) * self.format.group_tokens
@@ -123,20 +113,6 @@ class NativeQuantizer(Quantizer):
         codes, scale, zero = zip(*parts, strict=True)
         return QuantizedGroups(torch.cat(codes, -2), torch.cat(scale, -2), torch.cat(zero, -2))
 
-    def _layout_of_kernel(self, states: Tensor) -> BlockLayout:
-        """Blocks in which the kernel, which packs whole ones, can quantize any number of groups."""
-        *_, tokens, head_dim = states.shape
-        if self.format.group_tokens == 1:
-            return BlockLayout(self.format, "values", head_dim, tokens)
-        return BlockLayout(self.format, "keys", head_dim, self.format.group_tokens)
-
-    def _quantized_by_kernel(self, states: Tensor, layout: BlockLayout) -> QuantizedGroups:
-        blocks = (*states.shape[:2], states.shape[2] // layout.block_tokens)
-        codes = torch.empty((*blocks, layout.code_bytes), dtype=torch.uint8, device="cpu")
-        parameters = torch.empty((*blocks, layout.parameters), dtype=states.dtype, device="cpu")
-        pack_blocks(states, states, codes, parameters, layout, self.range_search)
-        return unpack_side(codes, parameters, layout)
-
     def _quantize_piece(self, states: Tensor) -> QuantizedGroups:
         limit = min(torch.finfo(states.dtype).max, LARGEST_STATE)
         exact = states.float()
@@ -145,7 +121,7 @@ class NativeQuantizer(Quantizer):
             exact = rotate(exact.clamp(-limit, limit))
         else:
             exact = exact.clamp(-limit, limit)
-        clip_step = self.range_search.clip_step
+        clip_step = self.kernel_search.clip_step
         grid, float_codes = _GridSearch(grouped(exact, self.format), self.format.bits, states.dtype, clip_step).best()
         codes = ungrouped(float_codes).to(torch.uint8)
         scale, zero = (numbers.squeeze(-1).squeeze(-2).to(states.dtype) for numbers in (grid.scale, grid.zero))
@@ -292,7 +268,7 @@ class KiviQuantizer(NativeQuantizer):
 
     @property
     @override
-    def range_search(self) -> KernelSearch:
+    def kernel_search(self) -> KernelSearch:
         return KernelSearch(largest_state=LARGEST_STATE)
 
 

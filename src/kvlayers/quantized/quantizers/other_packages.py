@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from kvlayers.errors import OptionError
 from kvlayers.kernels.codes.groups import from_rows, one_group_a_row
@@ -20,35 +21,9 @@ from kvlayers.kernels.codes.quantizer_contract import (
     register_quantizer,
 )
 
-
-def required(module: str, package: str, backend: str, extra: str) -> ModuleType:
-    """Import a module.
-
-    Args:
-        module: its name.
-        package: name of its package for pip.
-        backend: the backend that needs it.
-        extra: the extra of kvlayers that installs it.
-
-    Raises:
-        OptionError: it cannot be imported.
-    """
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise OptionError(
-            f"The {backend} backend needs the package {package}, but importing {module} failed ({error}): run "
-            f'`pip install {package}`, or `pip install ".[{extra}]"` in a checkout of kvlayers.'
-        ) from error
-
-
 BLOCK_TOKENS = 64
 """Tokens of a sequence that are passed to HQQ at once. HQQ stops when their mean error no longer falls, so this number
 affects the codes."""
-
-
-def _hqq() -> Any:
-    return required("hqq.core.quantize", package="hqq", backend="hqq", extra="hqq")
 
 
 class HQQQuantizer(Quantizer):
@@ -60,7 +35,7 @@ class HQQQuantizer(Quantizer):
 
     def __init__(self, code_format: CodeFormat) -> None:
         super().__init__(code_format)
-        self._package = _hqq().Quantizer
+        self._package: Any = HQQBackend.package().Quantizer
         self._block = code_format.group_tokens if code_format.group_tokens > 1 else BLOCK_TOKENS
 
     def quantize(self, states: Tensor) -> QuantizedGroups:
@@ -93,36 +68,6 @@ class HQQQuantizer(Quantizer):
         return made.codes, made.scale, zero.view(made.scale.shape)
 
 
-@register_quantizer("hqq")
-class HQQBackend(Backend):
-    """HQQ. Groups are neighbouring channels of a token for axis 1, neighbouring tokens of a channel for axis 0."""
-
-    name = "hqq"
-    widths = (1, 2, 3, 4, 8)
-    axes = (0, 1)
-    default_axis = 1
-
-    def check(self, options: SideOptions) -> None:
-        """Raise `OptionError` if HQQ does not take the options, or hqq is missing."""
-        super().check(options)
-        _hqq()
-
-    def quantizer(self, options: SideOptions, head_dim: int) -> HQQQuantizer:
-        """A quantizer for keys, or values, of a head_dim.
-
-        Raises:
-            OptionError: HQQ does not take the options, or hqq is missing.
-        """
-        self.check(options)
-        along_tokens = options.axis == 0
-        size = (options.group_size or DEFAULT_GROUP_SIZE, 1) if along_tokens else (1, channel_group(options, head_dim))
-        return HQQQuantizer(CodeFormat(options.nbits, *size))
-
-
-def _quanto() -> Any:
-    return required("optimum.quanto", package="optimum-quanto", backend="quanto", extra="quanto")
-
-
 class QuantoQuantizer(Quantizer):
     """Affine codes from the smallest to the largest state of a group, by the `MaxOptimizer` of optimum-quanto.
 
@@ -132,7 +77,7 @@ class QuantoQuantizer(Quantizer):
 
     def __init__(self, code_format: CodeFormat) -> None:
         super().__init__(code_format)
-        quanto = _quanto()
+        quanto: Any = QuantoBackend.package()
         self._width = {2: quanto.qint2, 4: quanto.qint4}[code_format.bits]
         self._optimizer = quanto.MaxOptimizer()
 
@@ -155,27 +100,73 @@ class QuantoQuantizer(Quantizer):
         return scale, shift
 
 
-@register_quantizer("quanto")
-class QuantoBackend(Backend):
-    """optimum-quanto. Groups are neighbouring channels of a token (axis 0) or neighbouring tokens of a channel (-1)."""
+class _OtherPackage(Backend):
+    """A backend whose codes another package computes, by groups of neighbouring channels or of neighbouring tokens.
 
-    name = "quanto"
-    widths = (2, 4)
-    axes = (0, -1)
-    default_axis = 0
+    Attributes:
+        module: what is imported of the package.
+        pip_name: its name for pip. The extra of kvlayers that installs it has the name of the backend.
+        axis_of_tokens: the axis for groups of neighbouring tokens of a channel.
+        made: the class of its quantizers.
+    """
 
+    module: str
+    pip_name: str
+    axis_of_tokens: int
+    made: type[Quantizer]
+
+    @classmethod
+    def package(cls) -> ModuleType:
+        """The module.
+
+        Raises:
+            OptionError: it cannot be imported.
+        """
+        try:
+            return importlib.import_module(cls.module)
+        except ImportError as error:
+            raise OptionError(
+                f"The {cls.name} backend needs the package {cls.pip_name}, but importing {cls.module} failed "
+                f'({error}): run `pip install {cls.pip_name}`, or `pip install ".[{cls.name}]"` in a checkout of '
+                "kvlayers."
+            ) from error
+
+    @override
     def check(self, options: SideOptions) -> None:
-        """Raise `OptionError` if quanto does not take the options, or optimum-quanto is missing."""
+        """Raise `OptionError` if the package does not take the options, or is missing."""
         super().check(options)
-        _quanto()
+        self.package()
 
-    def quantizer(self, options: SideOptions, head_dim: int) -> QuantoQuantizer:
+    @override
+    def quantizer(self, options: SideOptions, head_dim: int) -> Quantizer:
         """A quantizer for keys, or values, of a head_dim.
 
         Raises:
-            OptionError: quanto does not take the options, or optimum-quanto is missing.
+            OptionError: the package does not take the options, or is missing.
         """
         self.check(options)
-        along_tokens = options.axis == -1
+        along_tokens = options.axis == self.axis_of_tokens
         size = (options.group_size or DEFAULT_GROUP_SIZE, 1) if along_tokens else (1, channel_group(options, head_dim))
-        return QuantoQuantizer(CodeFormat(options.nbits, *size))
+        return self.made(CodeFormat(options.nbits, *size))
+
+
+@register_quantizer("hqq")
+class HQQBackend(_OtherPackage):
+    """HQQ. Groups are neighbouring channels of a token for axis 1, neighbouring tokens of a channel for axis 0."""
+
+    name, module, pip_name = "hqq", "hqq.core.quantize", "hqq"
+    widths = (1, 2, 3, 4, 8)
+    axes = (0, 1)
+    default_axis, axis_of_tokens = 1, 0
+    made = HQQQuantizer
+
+
+@register_quantizer("quanto")
+class QuantoBackend(_OtherPackage):
+    """optimum-quanto. Groups are neighbouring channels of a token (axis 0) or neighbouring tokens of a channel (-1)."""
+
+    name, module, pip_name = "quanto", "optimum.quanto", "optimum-quanto"
+    widths = (2, 4)
+    axes = (0, -1)
+    default_axis, axis_of_tokens = 0, -1
+    made = QuantoQuantizer

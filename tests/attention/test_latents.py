@@ -11,7 +11,7 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kvlayers
-from kvlayers.kernels.attention.absorption import BLOCKS, EXPANDED, by_products
+from kvlayers.kernels.attention.absorption import COPY, by_products
 from kvlayers.kernels.attention.latents import DeferredStates, LatentStates, NewKeys, as_latents
 from kvlayers.kernels.attention.packed_tensor import PackedStates
 from kvlayers.upstream import compat
@@ -133,7 +133,9 @@ def test_the_products_of_transformers_are_noticed() -> None:
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-@pytest.mark.parametrize("options", [{"nbits": 4}, {"nbits": 8}, {"nbits": 2}, {"backend": "fp8"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"nbits": 4}, {"nbits": 8}, {"nbits": 2}, {"backend": "fp8"}, {"backend": "turboquant"}], ids=str
+)
 def test_packed_latents_are_read_as_if_in_full_precision(
     options: dict[str, Any], implementation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -151,8 +153,9 @@ def test_packed_latents_are_read_as_if_in_full_precision(
         expected = read(model, twin, ids, (1, 3, 1, 30, 1), 5)
     torch.testing.assert_close(seen, expected, **NEAR)
     if implementation == "sdpa":
-        assert set(cache.layers[0].attention_paths) <= {BLOCKS, EXPANDED}
-        assert cache.layers[0].attention_paths[BLOCKS] >= 4
+        paths = cache.layers[0].attention_paths
+        assert paths[COPY] >= 4
+        assert not any("in full precision" in path for path in paths)
 
 
 def test_a_row_that_sees_no_token_of_packed_latents_is_zero() -> None:

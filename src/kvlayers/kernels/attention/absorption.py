@@ -5,28 +5,21 @@ The score of a head is `q · (W_k c) + q_rot · k_rot`, with the latent `c` and 
 latents, as the query heads of one KV head (DeepSeek-AI 2024, arXiv:2405.04434, section 2.1.2).
 """
 
-import functools
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear, scaled_dot_product_attention
-from typing_extensions import override
 
 from kvlayers.kernels.attention import dispatch
-from kvlayers.kernels.attention.dispatch import PathCounter
 from kvlayers.kernels.attention.segment_kinds import DenseSegment
-from kvlayers.kernels.attention.segments import KVSegments, smoothing_of
-from kvlayers.kernels.attention.slabs import Slab, attend_by_products, masked, state_slabs
+from kvlayers.kernels.attention.segments import KVSegments
 from kvlayers.kernels.attention.snapshot import Snapshot
-from kvlayers.kernels.codes.groups import rotate
 from kvlayers.utils.transforms import without_autocast
 
 CPU_MINIMUM_ROWS = 32
 """Queries of all heads from which torch's attention on dense latents beats the kernel on segments, on a CPU."""
 
-BLOCKS = "latents, block by block"
 COPY = "a copy of latents"
 EXPANDED = "latents expanded to the keys and values of all heads"
 
@@ -137,89 +130,36 @@ def attend(
     Returns:
         `[batch, heads, queries, value_channels]` in the dtype of the query.
     """
-    queries, head_dim = query.shape[2:]
+    batch, heads, queries, head_dim = query.shape
     snapshot = keys.projection.snapshot
+    on_cpu = query.device.type == "cpu"
     scale = head_dim**-0.5 if scale is None else float(scale)
     with without_autocast(query.device):
         segments = snapshot.read()
-        tokens = segments.tokens
-        if is_causal:
-            mask = torch.ones(queries, tokens, dtype=torch.bool, device=query.device).tril()
-        own, rotated = _parts(query, keys)
-        absorbed = keys.to_latents(own)
-        if segments.are_dense:
-            attended = _attend_dense(absorbed, rotated, segments, mask, scale, snapshot.paths)
-        elif query.device.type == "cpu":
-            snapshot.paths.record(BLOCKS)
-            attended = _attend_packed(absorbed, rotated, segments, mask, scale)
-        else:
+        if not segments.are_dense:
             snapshot.paths.record(COPY)
-            copied = DenseSegment(segments.dense("keys", query.dtype), segments.dense("values", query.dtype))
-            attended = _attend_dense(absorbed, rotated, KVSegments((copied,)), mask, scale, snapshot.paths)
-        return values.from_latents(attended)
+            # Each segment of its own: the kernel for CPUs reads them where they are.
+            segments = segments.in_full_precision(query.dtype)[0] if on_cpu else _in_one(segments, query.dtype)
+        own, rotated = _parts(query, keys)
+        # The scores of the rotated keys are added as a mask is.
+        added = _rotated_scores(rotated, segments) * scale
+        if is_causal:
+            mask = torch.ones(queries, segments.tokens, dtype=torch.bool, device=query.device).tril()
+        if mask is not None:
+            added = added.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else added + mask
+        absorbed, only = keys.to_latents(own), segments.only_dense
+        if only is None or (heads * queries < CPU_MINIMUM_ROWS and on_cpu):
+            return values.from_latents(dispatch.attend(absorbed, _latents(segments), added, scale, snapshot.paths))
+        rows = absorbed.reshape(batch, 1, heads * queries, -1)
+        by = scaled_dot_product_attention if on_cpu else by_products
+        of_rows = added.reshape(batch, 1, heads * queries, -1).to(query.dtype)
+        attended = by(rows, only.keys, only.keys, of_rows, scale=scale)
+        return values.from_latents(attended.reshape(absorbed.shape))
 
 
-def _attend_dense(
-    query: Tensor, rotated: Tensor, segments: KVSegments, mask: Tensor | None, scale: float, paths: PathCounter
-) -> Tensor:
-    """Attention to latents in full precision. The scores of the rotated keys are added as a mask is."""
-    scores = _rotated_scores(rotated, segments) * scale
-    if mask is not None:
-        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
-    batch, heads, queries, latent_dim = query.shape
-    only = segments.only_dense
-    if only is None or (heads * queries < CPU_MINIMUM_ROWS and query.device.type == "cpu"):
-        return dispatch.attend(query, _latents(segments), scores, scale, paths)
-    rows = query.reshape(batch, 1, heads * queries, latent_dim)
-    added = scores.reshape(batch, 1, heads * queries, -1)
-    attend = scaled_dot_product_attention if query.device.type == "cpu" else by_products
-    attended = attend(rows, only.keys, only.keys, added.to(query.dtype), scale=scale)
-    return attended.reshape(batch, heads, queries, latent_dim)
-
-
-class _LatentSlab(Slab):
-    """Latents, which are keys and values at once."""
-
-    @functools.cached_property
-    def latents(self) -> Tensor:
-        """Float32 `[batch, 1, tokens, latent_dim]`."""
-        latents, smoothing = self.states("keys"), smoothing_of(self.segment)
-        return latents if smoothing is None else smoothing.restored(latents)
-
-    @override
-    def combine(self, weights: Tensor) -> Tensor:
-        sums = weights @ self.latents
-        return rotate(sums) if self.is_rotated("keys") else sums
-
-
-def _latent_slabs(segments: KVSegments, rows: int) -> Iterator[_LatentSlab]:
-    for position, segment in segments.with_columns:
-        # Latents are summed up as well, so the queries cannot make up for it if they were smoothed.
-        is_smoothed = smoothing_of(segment) is not None
-        for slab in state_slabs(position, segment, rows):
-            rotated = slab.stays_rotated and not is_smoothed
-            yield _LatentSlab(slab.position, slab.segment, slab.dtype, rotated, gathered=slab.gathered)
-
-
-def _attend_packed(query: Tensor, rotated: Tensor, segments: KVSegments, mask: Tensor | None, scale: float) -> Tensor:
-    """As `_attend_dense`, on a CPU: a few blocks at a time are brought to full precision, once for all heads."""
-    batch, heads, queries, latent_dim = query.shape
-    rows = heads * queries
-    # Products stay the same if both sides are rotated. A rotation by blocks of a Hadamard matrix is its own inverse.
-    of_latents = _both(query.reshape(batch, 1, rows, latent_dim).float() * scale)
-    of_rotated = _both(rotated.reshape(batch, 1, rows, -1).float() * scale)
-
-    def scores_of(slab: _LatentSlab) -> Tensor:
-        scores = of_latents[slab.is_rotated("keys")] @ slab.latents.transpose(2, 3)
-        scores += of_rotated[slab.is_rotated("values")] @ slab.states("values").transpose(2, 3)
-        return masked(scores, slab, mask, queries)
-
-    return attend_by_products(_latent_slabs(segments, rows), rows, scores_of)[0].reshape(query.shape).to(query.dtype)
-
-
-def _both(query: Tensor) -> dict[bool, Tensor]:
-    """Queries as they are, and rotated."""
-    return {False: query, True: rotate(query)}
+def _in_one(segments: KVSegments, dtype: torch.dtype) -> KVSegments:
+    """A copy of all tokens in full precision, as one segment."""
+    return KVSegments((DenseSegment(segments.dense("keys", dtype), segments.dense("values", dtype)),))
 
 
 def by_products(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, *, scale: float) -> Tensor:

@@ -15,7 +15,7 @@ prompts behind a cache, long drafts, codes without a kernel, and devices without
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -150,31 +150,22 @@ class Slab:
         return part.masked_fill(hidden, False if part.dtype == torch.bool else -torch.inf)
 
 
-SomeSlab = TypeVar("SomeSlab", bound=Slab)
-
-
 def slabs_on_cpu(segments: KVSegments, rows: int) -> Iterator[Slab]:
     """All segments in slabs for so many rows of queries of each KV head, of codes where these are few."""
     for position, segment in segments.with_columns:
-        if (
-            not isinstance(segment, PackedSegment)
-            or rows > CPU_MAXIMUM_ROWS_OF_CODES
-            or segment.ends is not None
-            or not segment.keys.layout.row_group == segment.values.layout.row_group == 1
-        ):
-            yield from state_slabs(position, segment, rows)
-            continue
-        of_token = segments.batch * segment.kv_heads * max(segment.head_dims)
-        yield from _divided(position, segment, CPU_CODES_AT_ONCE // of_token, torch.float32, True, of_codes=True)
-
-
-def state_slabs(position: int, segment: Segment, rows: int) -> Iterator[Slab]:
-    """A segment, whose first column is `position`, in float32 slabs that are small enough for so many rows."""
-    source = source_of(segment)
-    least = CPU_MINIMUM_BLOCK_TOKENS if isinstance(source, DenseSegment) else source.keys.block_tokens
-    tokens = min(max(CPU_SCORES_AT_ONCE // max(rows, 1), least), CPU_MAXIMUM_TOKENS_AT_ONCE)
-    # What is smaller is rotated: the states, or the queries and the sums of values.
-    return _divided(position, segment, tokens, torch.float32, rows <= tokens)
+        source = source_of(segment)
+        least = CPU_MINIMUM_BLOCK_TOKENS if isinstance(source, DenseSegment) else source.keys.block_tokens
+        tokens = min(max(CPU_SCORES_AT_ONCE // max(rows, 1), least), CPU_MAXIMUM_TOKENS_AT_ONCE)
+        of_codes = (
+            isinstance(segment, PackedSegment)
+            and rows <= CPU_MAXIMUM_ROWS_OF_CODES
+            and segment.ends is None
+            and segment.keys.layout.row_group == segment.values.layout.row_group == 1
+        )
+        if of_codes:
+            tokens = CPU_CODES_AT_ONCE // (segments.batch * segment.kv_heads * max(segment.head_dims))
+        # What is smaller is rotated: the states, or the queries and the sums of values.
+        yield from _divided(position, segment, tokens, torch.float32, of_codes or rows <= tokens, of_codes)
 
 
 def slabs_on_accelerator(
@@ -373,9 +364,7 @@ def _attended(
     yield torch.unflatten(out, 2, (-1, queries)), torch.unflatten(logsumexp, 2, (-1, queries))
 
 
-def attend_by_products(
-    slabs: Iterable[SomeSlab], rows: int, scores_of: Callable[[SomeSlab], Tensor]
-) -> tuple[Tensor, Tensor]:
+def attend_by_products(slabs: Iterable[Slab], rows: int, scores_of: Callable[[Slab], Tensor]) -> tuple[Tensor, Tensor]:
     """Attention to slabs by an online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867), in float32.
 
     Args:
@@ -408,9 +397,9 @@ def attend_by_products(
     return torch.where(total == 0, 0.0, sums / total), (highest + total.log().clamp(min=0)).squeeze(-1)
 
 
-def _rounds(slabs: Iterable[SomeSlab], rows: int) -> Iterator[list[SomeSlab]]:
+def _rounds(slabs: Iterable[Slab], rows: int) -> Iterator[list[Slab]]:
     """Slabs in rounds of so many scores that the fixed cost of a softmax does not dominate."""
-    some: list[SomeSlab] = []
+    some: list[Slab] = []
     for slab in slabs:
         if some and rows * sum(other.segment.tokens for other in (*some, slab)) > CPU_SCORES_AT_ONCE:
             yield some

@@ -6,7 +6,6 @@ It does not import triton.
 import functools
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -53,75 +52,35 @@ PACK = TritonKernel("kvlayers.kernels.codes.triton_blocks", "pack_block")
 READ = TritonKernel("kvlayers.kernels.codes.triton_blocks", "read_block")
 
 
-@dataclass(frozen=True)
-class _SharedConstants:
-    """Constants of both kernels; their meaning is that of the attributes of `BlockLayout`."""
+class Constants:
+    """Numbers that a kernel is compiled for, by their names.
 
-    KEYS: bool
-    BITS: int
-    PLANES: tuple[int, ...]
-    """Bits of a code in each plane of a row, from its lowest bits on."""
-    BELOW: tuple[int, ...]
-    """Bits of a code in the planes before each."""
-    FLOATING: bool
-    HEAD_DIM: int
-    BLOCK_TOKENS: int
-    ALL_ROWS: int
-    ALL_COLUMNS: int
-    PADDED_COLUMNS: int
-    ROW_BYTES: int
-    GROUP: int
-    """States that share a scale, neighbouring columns."""
-    ROTATION: int
-    """Channels that are mixed with each other, 1 if none are."""
-    ENTRY: float
-    """Size of the entries of the matrix that rotates, a power of two: products are exact, and sums do not overflow."""
-    NORM: float
-    """What products with that matrix are multiplied by."""
-    CHUNK: int
-    """Channels that are multiplied at once."""
-    PIECES: int
-    """Programs for one block of a head."""
-    EMULATED: bool
+    Triton keeps compiled kernels on disk under the text of their constants, so the text has all of them. They are
+    compared by identity, because triton compares them at every launch: what makes them returns the same object for the
+    same arguments.
+    """
 
+    def __init__(self, **numbers: Any) -> None:
+        vars(self).update(numbers)
 
-@dataclass(frozen=True)
-class PackConstants(_SharedConstants):
-    """Compile-time constants of `pack_block`."""
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(name)
 
-    PARTNER_DIM: int
-    ROWS: int
-    COLUMNS: int
-    """Columns of a tile: the groups of a row, each padded to a power of two."""
-    PADDED_GROUP: int
-    ROW_GROUPS: int
-    PADDED: bool
-    NATURAL: bool
-    """Whether the columns of a tile are those of the block."""
-    FACTORS: bool
-    MEANS: bool
-    LIMIT: float
-    TOP: float
-    CLIP_STEP: float
-    CLIPS: tuple[tuple[float, float], ...]
-    REFITS: int
-    LARGEST_STRETCH: float
-    LARGEST_NUMBER: float
-    EPSILON: float
-    SMALLEST_SCALE: float
-    LARGEST_SCALE: float
-
-
-@dataclass(frozen=True)
-class ReadConstants(_SharedConstants):
-    """Compile-time constants of `read_block`."""
-
-    ROW_GROUP: int
-    TOKENS: int
-    CHANNELS: int
+    def __repr__(self) -> str:
+        return f"Constants({vars(self)})"
 
 
 def _shared(layout: BlockLayout, pieces: int) -> dict[str, Any]:
+    """Constants of both kernels. Those that are not explained here have the meaning of attributes of `BlockLayout`.
+
+    - `PLANES`: bits of a code in each plane of a row, from its lowest bits on. `BELOW`: those in the planes before it.
+    - `GROUP`: states that share a scale, neighbouring columns.
+    - `ROTATION`: channels that are mixed with each other, 1 if none are.
+    - `ENTRY`: size of the entries of the matrix that rotates, a power of two: products are exact, and sums do not
+      overflow. `NORM`: what products with that matrix are multiplied by.
+    - `CHUNK`: channels that are multiplied at once.
+    - `PIECES`: programs for one block of a head.
+    """
     rotation = rotation_size(layout.head_dim) if layout.format.rotated else 1
     entry = 2.0 ** -(rotation.bit_length() // 2)
     planes = PLANES[layout.format.bits]
@@ -165,7 +124,9 @@ def pack_constants(
     factors: bool = False,
     means: bool = False,
 ) -> Mapping[str, Any]:
-    """Constants of `pack_block`.
+    """Constants of `pack_block`. `COLUMNS` of a tile are the groups of a row, each padded to a power of two.
+
+    `NATURAL` says whether they are those of the block.
 
     Args:
         layout: layout of the blocks.
@@ -178,7 +139,7 @@ def pack_constants(
     rows, columns, group = _tile(layout)
     shared = _shared(layout, -(-layout.rows // rows))
     numbers = torch.finfo(dtype)
-    constants = PackConstants(
+    constants = Constants(
         **shared,
         PARTNER_DIM=partner_dim,
         ROWS=rows,
@@ -210,7 +171,7 @@ def read_constants(layout: BlockLayout) -> Mapping[str, Any]:
     tokens = min(
         max(TILE // channels, SMALLEST_SIDE), max(power_of_two(layout.block_tokens), SMALLEST_SIDE), READ_TOKENS
     )
-    constants = ReadConstants(
+    constants = Constants(
         **_shared(layout, -(-layout.block_tokens // tokens)),
         ROW_GROUP=layout.row_group,
         TOKENS=tokens,

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from kvlayers.kernels.attention.cuda.specs import (
     BOOL_MASK,
-    SideSpec,
-    SplitSpec,
     dense_side_spec,
     merge_spec,
     rows_of_program,
@@ -19,6 +17,7 @@ from kvlayers.kernels.attention.cuda.specs import (
     warps_of_program,
 )
 from kvlayers.kernels.attention.segment_kinds import DENSE_PIECE_TOKENS, DenseSegment, PackedSegment
+from kvlayers.kernels.codes.cuda_packing import Constants
 from kvlayers.kernels.codes.quantizer_contract import CodeFormat, Side
 from kvlayers.utils import triton_support
 from kvlayers.utils.triton_support import DTYPES, DeviceFacts, KeptConstants, TritonKernel, runs_triton
@@ -71,7 +70,7 @@ class Variant:
 
     __slots__ = ("_options", "_spec", "compared", "constants", "obstacle", "rows", "wide_mask")
 
-    def __init__(self, spec: SplitSpec, launch: Launch, dtype: torch.dtype) -> None:
+    def __init__(self, spec: Constants, launch: Launch, dtype: torch.dtype) -> None:
         self._spec, self.rows = spec, spec.rows
         # Triton lays out the operands of products by the narrowest number that goes into them, halved by a join: with a
         # byte, a thread would hold more tokens than a part has, and count each of them twice.
@@ -95,7 +94,7 @@ class Variant:
 
 @functools.cache
 def _variant_of(
-    device: torch.device, facts: DeviceFacts, spec: SplitSpec, launch: Launch, dtype: torch.dtype
+    device: torch.device, facts: DeviceFacts, spec: Constants, launch: Launch, dtype: torch.dtype
 ) -> Variant:
     """The variant of all segments that need the same one. How it fits depends on the device."""
     return Variant(spec, launch, dtype)
@@ -122,8 +121,8 @@ class SegmentKind:
     device: torch.device
     facts: DeviceFacts
     dtype: torch.dtype
-    keys: SideSpec
-    values: SideSpec
+    keys: Constants
+    values: Constants
     kv_heads: int
     block_tokens: int
     packed: bool
@@ -191,7 +190,7 @@ def variant_for(
 
 @functools.lru_cache(maxsize=1024)
 def merge_constants(kind: SegmentKind, heads: int, gaps: bool) -> KeptConstants:
-    """The constants of the merge kernel for a number of query heads; see `MergeSpec`."""
+    """The constants of the merge kernel for a number of query heads; see `merge_spec`."""
     return KeptConstants(SPEC=merge_spec(heads, kind.values, gaps), num_warps=4, enable_fp_fusion=True)
 
 

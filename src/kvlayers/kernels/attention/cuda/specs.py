@@ -1,8 +1,6 @@
 """Numbers that the Triton kernels are compiled for, in a few objects rather than fifty parameters, and PTX.
 
-Triton keeps compiled kernels on disk under the text of their constants. So whatever a kernel reads must be a field and
-never a property, which the text would not show. Objects are compared by identity, because triton compares them at every
-launch: the functions below return the same object for the same numbers.
+See `Constants`: the functions below return the same object for the same numbers.
 
 The PTX converts the codes of 16-bit words to a dtype for tensor cores, two words at a time. It uses no conversion
 instructions, for which a multiprocessor has few units. A code becomes the low bits of the mantissa of a power of two at
@@ -12,10 +10,10 @@ which the lowest bit counts ones. Subtracting that power, and half the range of 
 
 import functools
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import torch
 
+from kvlayers.kernels.codes.cuda_packing import Constants
 from kvlayers.kernels.codes.groups import rotation_size, row_bytes
 from kvlayers.kernels.codes.quantizer_contract import CodeFormat, Side
 from kvlayers.utils.triton_support import is_interpreted, power_of_two
@@ -131,11 +129,11 @@ A scale is at most the range of float16 divided by the largest code, so it stays
 """
 
 
-@dataclass(frozen=True, eq=False)
-class SideSpec:
-    """How keys, or values, are coded.
+@functools.cache
+def side_spec(code_format: CodeFormat, side: Side, head_dim: int, block_tokens: int, dtype: torch.dtype) -> Constants:
+    """How keys, or values, whose parameters are of a dtype are coded.
 
-    Attributes:
+    Returns:
         bits: bits of a code.
         floating: whether codes are float8.
         head_dim: channels of a token.
@@ -150,105 +148,6 @@ class SideSpec:
         rotation: binary logarithm of the channels that a Hadamard matrix mixes; 0 if states are not rotated.
         assembly: for each tile, PTX that unpacks it; empty to unpack without.
     """
-
-    bits: int
-    floating: bool
-    head_dim: int
-    row_group: int
-    column_group: int
-    row_groups: int
-    column_groups: int
-    folded: bool
-    chunks: int
-    words: int
-    tiles: int
-    rotation: int
-    assembly: tuple[str, ...]
-
-
-@dataclass(frozen=True, eq=False)
-class SplitSpec:
-    """What `attend_split` is compiled for.
-
-    Attributes:
-        keys: how keys are coded.
-        values: how values are coded.
-        block_tokens: tokens of a packed block, or the most of a gathered piece in full precision.
-        kv_heads: heads that have keys and values.
-        groups: query heads of each kv head.
-        rows: rows of queries that a program takes.
-        key_channels: head_dim of the keys, padded to a power of two.
-        value_channels: head_dim of the values, padded to a power of two.
-        columns: words of values, padded to a power of two.
-        joined: whether two tiles of scores are one part, because one has too few columns for the next product.
-        parts: parts of the scores of a block.
-        mask: `NO_MASK`, `BOOL_MASK` or `ADDED_MASK`.
-        first: whether tokens at the front of the first block have been evicted.
-        ends: whether there are blocks that are not full, or pieces that have other lengths.
-        shared: whether several sequences side by side read each sequence of the segments.
-        indexed: whether a tensor has the sequence of the segments that each sequence reads.
-        packed: whether the segment that is read in blocks is packed, and not in full precision.
-        gathered: whether tables have the blocks that each kv head reads.
-        factors: whether packed keys were divided by factors of their channels, which queries are multiplied by.
-        means: whether packed keys lack a mean, whose products with queries are added to the scores.
-        boost: factor of the value scales.
-        divisor: factor of the sums that is to be undone.
-        unfold: factor of the scores of packed keys.
-        dense_tokens: tokens in full precision that are read at once.
-        emulated: whether triton interprets the kernel.
-    """
-
-    keys: SideSpec
-    values: SideSpec
-    block_tokens: int
-    kv_heads: int
-    groups: int
-    rows: int
-    key_channels: int
-    value_channels: int
-    columns: int
-    joined: bool
-    parts: int
-    mask: int
-    first: bool
-    ends: bool
-    shared: bool
-    indexed: bool
-    packed: bool
-    gathered: bool
-    factors: bool
-    means: bool
-    boost: float
-    divisor: float
-    unfold: float
-    dense_tokens: int
-    emulated: bool
-
-
-@dataclass(frozen=True, eq=False)
-class MergeSpec:
-    """What `merge_splits` is compiled for.
-
-    Attributes:
-        heads: query heads.
-        head_dim: channels of a value.
-        channels: the same, padded to a power of two.
-        rotation: binary logarithm of the channels that a Hadamard matrix has mixed in packed values, or 0.
-        at_once: splits that are read at once.
-        gaps: whether there may be splits without tokens, which have stored no sums.
-    """
-
-    heads: int
-    head_dim: int
-    channels: int
-    rotation: int
-    at_once: int
-    gaps: bool
-
-
-@functools.cache
-def side_spec(code_format: CodeFormat, side: Side, head_dim: int, block_tokens: int, dtype: torch.dtype) -> SideSpec:
-    """The spec of one side, whose parameters are of a dtype."""
     rows, columns = (head_dim, block_tokens) if side == "keys" else (block_tokens, head_dim)
     of_tokens, of_channels = code_format.group_tokens, code_format.group_channels
     row_group, column_group = (of_channels, of_tokens) if side == "keys" else (of_tokens, of_channels)
@@ -259,7 +158,7 @@ def side_spec(code_format: CodeFormat, side: Side, head_dim: int, block_tokens: 
     unpacking: tuple[str, ...] = ()
     if not is_interpreted():
         unpacking = unpacking_instructions(code_format.bits, code_format.floating, dtype)
-    return SideSpec(
+    return Constants(
         bits=code_format.bits,
         floating=code_format.floating,
         head_dim=head_dim,
@@ -277,9 +176,9 @@ def side_spec(code_format: CodeFormat, side: Side, head_dim: int, block_tokens: 
 
 
 @functools.cache
-def dense_side_spec(head_dim: int) -> SideSpec:
-    """The spec of keys, or values, in full precision: each state is a word of its own."""
-    return SideSpec(
+def dense_side_spec(head_dim: int) -> Constants:
+    """As `side_spec`, of keys, or values, in full precision: each state is a word of its own."""
+    return Constants(
         bits=16,
         floating=False,
         head_dim=head_dim,
@@ -314,8 +213,8 @@ def _fold_of_values(head_dim: int, group: int, size: int, bits: int) -> tuple[bo
 
 @functools.cache
 def split_spec(
-    keys: SideSpec,
-    values: SideSpec,
+    keys: Constants,
+    values: Constants,
     block_tokens: int,
     dtype: torch.dtype,
     kv_heads: int,
@@ -330,12 +229,40 @@ def split_spec(
     gathered: bool,
     factors: bool,
     means: bool,
-) -> SplitSpec:
-    """The spec of `attend_split` for `rows` rows of queries of a dtype."""
+) -> Constants:
+    """What `attend_split` is compiled for, with `rows` rows of queries of a dtype.
+
+    Returns:
+        keys: how keys are coded.
+        values: how values are coded.
+        block_tokens: tokens of a packed block, or the most of a gathered piece in full precision.
+        kv_heads: heads that have keys and values.
+        groups: query heads of each kv head.
+        rows: rows of queries that a program takes.
+        key_channels: head_dim of the keys, padded to a power of two.
+        value_channels: head_dim of the values, padded to a power of two.
+        columns: words of values, padded to a power of two.
+        joined: whether two tiles of scores are one part, because one has too few columns for the next product.
+        parts: parts of the scores of a block.
+        mask: `NO_MASK`, `BOOL_MASK` or `ADDED_MASK`.
+        first: whether tokens at the front of the first block have been evicted.
+        ends: whether there are blocks that are not full, or pieces that have other lengths.
+        shared: whether several sequences side by side read each sequence of the segments.
+        indexed: whether a tensor has the sequence of the segments that each sequence reads.
+        packed: whether the segment that is read in blocks is packed, and not in full precision.
+        gathered: whether tables have the blocks that each kv head reads.
+        factors: whether packed keys were divided by factors of their channels, which queries are multiplied by.
+        means: whether packed keys lack a mean, whose products with queries are added to the scores.
+        boost: factor of the value scales.
+        divisor: factor of the sums that is to be undone.
+        unfold: factor of the scores of packed keys.
+        dense_tokens: tokens in full precision that are read at once.
+        emulated: whether triton interprets the kernel.
+    """
     boost = _FLOAT16_BOOSTS[values.bits] if packed and dtype == torch.float16 else 1.0
     joined = packed and keys.words < 16
     widest = power_of_two(max(keys.head_dim, values.head_dim))
-    return SplitSpec(
+    return Constants(
         keys=keys,
         values=values,
         block_tokens=block_tokens,
@@ -366,9 +293,18 @@ def split_spec(
 
 
 @functools.cache
-def merge_spec(heads: int, values: SideSpec, gaps: bool) -> MergeSpec:
-    """The spec of `merge_splits` for values that are coded so."""
-    return MergeSpec(
+def merge_spec(heads: int, values: Constants, gaps: bool) -> Constants:
+    """What `merge_splits` is compiled for, with values that are coded so.
+
+    Returns:
+        heads: query heads.
+        head_dim: channels of a value.
+        channels: the same, padded to a power of two.
+        rotation: binary logarithm of the channels that a Hadamard matrix has mixed in packed values, or 0.
+        at_once: splits that are read at once.
+        gaps: whether there may be splits without tokens, which have stored no sums.
+    """
+    return Constants(
         heads=heads,
         head_dim=values.head_dim,
         channels=power_of_two(values.head_dim),
@@ -383,12 +319,13 @@ def rows_of_program(rows: int) -> int:
     return min(MAXIMUM_ROWS, max(_TENSOR_CORE_ROWS, power_of_two(rows)))
 
 
-def warps_of_program(spec: SplitSpec, dtype: torch.dtype) -> int:
+def warps_of_program(spec: Constants, dtype: torch.dtype) -> int:
     """Warps of a program: one for each 16 rows, and at least four for more than 128 channels or for float32.
 
     For more than 64 channels they are twice as many, which then need no register that is not there, or fewer of them.
     """
-    head_dim, tiles = max(spec.keys.head_dim, spec.values.head_dim), spec.rows // _TENSOR_CORE_ROWS
+    head_dim: int = max(spec.keys.head_dim, spec.values.head_dim)
+    tiles: int = spec.rows // _TENSOR_CORE_ROWS
     if head_dim > 128 or dtype == torch.float32:
         return max(tiles, 4)
     # Two warps would both compute the products of 8 columns that 2 bits give.

@@ -15,7 +15,7 @@ import torch
 import kvlayers
 from kvlayers import inspect_cache, load_cache, save_cache
 from kvlayers.core.cache import CACHE_CLASSES
-from kvlayers.core.layer_operations import LAYER_CLASSES
+from kvlayers.core.cache_layer import LAYER_CLASSES
 from kvlayers.errors import CacheFileError, RegistryError
 from kvlayers.utils.registry import ClassRegistry
 

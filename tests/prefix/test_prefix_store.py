@@ -454,7 +454,7 @@ def test_a_recurrent_cache_in_a_file_needs_the_config_only_if_its_layers_are_tho
     store.evict()
     longer = torch.cat([ids, ids], dim=1)
     hit = store.lookup(longer, model="m")
-    if all(isinstance(layer, kvlayers.layers.LayerOperations) for layer in cache.layers):
+    if all(isinstance(layer, kvlayers.layers.CacheLayer) for layer in cache.layers):
         assert hit.covered == 6
         assert torch.equal(run(qwen3_next, longer[:, 6:7], hit.cache), run(qwen3_next, longer[:, 6:7], cache))
     else:

@@ -149,7 +149,7 @@ def test_each_class_has_a_name_of_its_own() -> None:
 
 BUDGETS: dict[str, int] = json.loads(pathlib.Path(__file__).with_name("budgets.json").read_text())
 """The most statements of each room, of the rest of the package, and of the lab. A change may only lower them."""
-MOST_FILES = 246
+MOST_FILES = 241
 LONGEST_CHAIN = 5
 
 

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from kvlayers.core.arguments import whole_number
 from kvlayers.core.cache import Cache
+from kvlayers.core.cache_layer import CacheLayer
 from kvlayers.core.cache_operations import Origin, form_of_rows
 from kvlayers.core.layer_list import adapted
-from kvlayers.core.layer_operations import LayerOperations
 from kvlayers.core.token_store import KVPair
 from kvlayers.documents.recomputing import check_recomputable, deviations, recompute_tokens
 from kvlayers.errors import CapacityError, OptionError, StateMismatchError, UnsupportedLayerError
@@ -403,7 +403,7 @@ def _joined(
 
 
 def check_joinable(
-    model: Any, layers: Sequence[LayerOperations], end: int, amount: int | Fraction, are_moved: bool
+    model: Any, layers: Sequence[CacheLayer], end: int, amount: int | Fraction, are_moved: bool
 ) -> list[Rotary | None]:
     """Raise if a model's states cannot be concatenated.
 
@@ -433,7 +433,7 @@ def check_joinable(
 
 
 def check_into(
-    into: Cache, model: Any, sources: Sequence[LayerOperations], rows: int, tokens: int, name: str = "into"
+    into: Cache, model: Any, sources: Sequence[CacheLayer], rows: int, tokens: int, name: str = "into"
 ) -> None:
     """Raise if a cache cannot take in the states of other layers.
 
@@ -465,13 +465,13 @@ def check_into(
         layer.make_room(tokens)
 
 
-def _takes_in(layer: LayerOperations, source: LayerOperations, window: int | None) -> bool:
+def _takes_in(layer: CacheLayer, source: CacheLayer, window: int | None) -> bool:
     """Whether a layer is empty and of the same model as `source`, as far as it knows. The model's has this window."""
     mine, others = ([(form.kv_heads, form.head_dim) for form in each.forms] for each in (layer, source))
     return not layer.length and layer.sliding_window in (None, window) and (not mine or not others or mine == others)
 
 
-def _reach(layer: LayerOperations, tokens: int) -> int:
+def _reach(layer: CacheLayer, tokens: int) -> int:
     """How many of the last `tokens` tokens a layer needs, and keeps."""
     return tokens if layer.sliding_window is None else min(tokens, layer.sliding_window - 1)
 
@@ -495,7 +495,7 @@ def _chosen(
     return sorted(positions[index] for index in most.tolist())
 
 
-def _check_movable(layers: Sequence[LayerOperations], name: str) -> None:
+def _check_movable(layers: Sequence[CacheLayer], name: str) -> None:
     """Raise `UnsupportedLayerError` if a layer's states are not those of its tokens alone.
 
     Args:
@@ -512,7 +512,7 @@ def _check_movable(layers: Sequence[LayerOperations], name: str) -> None:
             )
 
 
-def _states(layers: Sequence[LayerOperations], pieces: Sequence[Piece], rotary: Rotary | None) -> KVPair:
+def _states(layers: Sequence[CacheLayer], pieces: Sequence[Piece], rotary: Rotary | None) -> KVPair:
     """Keys and values of a layer for all tokens. They are zeros for tokens that no window reaches."""
     total = sum(piece.stop - piece.begin for piece in pieces)
     missing = _reach(layers[0], total)

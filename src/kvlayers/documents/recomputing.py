@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import cache_utils
 from typing_extensions import override
 
+from kvlayers.core.cache_layer import CacheLayer
 from kvlayers.core.dynamic_layer import DynamicLayer
-from kvlayers.core.layer_operations import LayerOperations
 from kvlayers.core.token_store import KVPair
 from kvlayers.errors import ConfigError, OptionError, StateMismatchError, UnsupportedLayerError
 from kvlayers.kernels.attention.gqa import marked_for_sdpa
@@ -65,7 +65,7 @@ class _StopAtLayer(cache_utils.DynamicLayer):  # type: ignore[misc]
         raise _StopPassError
 
 
-def check_recomputable(model: Any, layers: Sequence[LayerOperations]) -> None:
+def check_recomputable(model: Any, layers: Sequence[CacheLayer]) -> None:
     """Raise if tokens cannot be recomputed.
 
     Raises:

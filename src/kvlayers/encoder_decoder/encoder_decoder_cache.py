@@ -12,11 +12,10 @@ from typing_extensions import Self, override
 from kvlayers.core import legacy_api
 from kvlayers.core.arguments import repeated_rows
 from kvlayers.core.cache import Cache
-from kvlayers.core.cache_layer import forwarded
+from kvlayers.core.cache_layer import CacheLayer, forwarded
 from kvlayers.core.cache_operations import CacheState, check_is_state
 from kvlayers.core.description import DescriptionContext
 from kvlayers.core.dynamic_cache import DynamicCache
-from kvlayers.core.layer_operations import LayerOperations
 from kvlayers.core.named_caches import register_cache_class
 from kvlayers.encoder_decoder.cross_attention import CrossAttentionFlags, Fingerprint, are_alike, fingerprint
 from kvlayers.errors import BatchIndexError, LayerIndexError, LegacyFormatError, OptionError, StateMismatchError
@@ -74,7 +73,7 @@ class EncoderDecoderCache(Cache, transformers.EncoderDecoderCache):  # type: ign
         self._read: Fingerprint | None = None
 
     @override
-    def _layers_by_use(self) -> dict[str, Sequence[LayerOperations]]:
+    def _layers_by_use(self) -> dict[str, Sequence[CacheLayer]]:
         own, cross = self.parts()
         return {"self": own.adapted_layers(), "cross": cross.adapted_layers()}
 
@@ -210,7 +209,7 @@ class EncoderDecoderCache(Cache, transformers.EncoderDecoderCache):  # type: ign
         return both
 
     @override
-    def _remove(self, removals: list[tuple[LayerOperations, int]]) -> None:
+    def _remove(self, removals: list[tuple[CacheLayer, int]]) -> None:
         held = self._token_count()
         super()._remove(removals)
         if held and not self._token_count():

@@ -8,10 +8,10 @@ from torch import Tensor
 from typing_extensions import Self, override
 
 from kvlayers.core.arguments import whole_number
+from kvlayers.core.cache_layer import CacheLayer, LayerState
 from kvlayers.core.dense_store import dense_in_small_steps, may_share
 from kvlayers.core.description import Argument, RotaryArgument
 from kvlayers.core.dynamic_layer import check_rollback
-from kvlayers.core.layer_operations import LayerOperations, LayerState
 from kvlayers.core.layer_registry import register_layer
 from kvlayers.core.preparation import padding_of
 from kvlayers.core.token_layer import TokenLayer
@@ -367,7 +367,7 @@ class EvictingLayer(TokenLayer):
         super()._with_beside(indices, change)
 
     @override
-    def share_prefix(self, other: LayerOperations, tokens: int) -> None:
+    def share_prefix(self, other: CacheLayer, tokens: int) -> None:
         # After an eviction the first tokens of the store are no longer those of the text.
         if isinstance(other, EvictingLayer) and not self._progress.whole_from and not other._progress.whole_from:
             super().share_prefix(other, tokens)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kvlayers.core.layer_operations import LayerState
+from kvlayers.core.cache_layer import LayerState
 from kvlayers.core.preparation import PADDING_NAME
 from kvlayers.errors import RollbackError, StateMismatchError
 from kvlayers.eviction.options import EvictionOptions

@@ -29,9 +29,9 @@ from transformers.generation.utils import GenerationMode
 
 from kvlayers.core.arguments import crop_target
 from kvlayers.core.cache import Cache
+from kvlayers.core.cache_layer import CacheLayer
 from kvlayers.core.dynamic_layer import DynamicLayer
 from kvlayers.core.forward_pass import check_is_new
-from kvlayers.core.layer_operations import LayerOperations
 from kvlayers.core.legacy_api import crop_argument
 from kvlayers.core.named_caches import CacheRequest
 from kvlayers.core.preparation import left_padding_of
@@ -282,7 +282,7 @@ def leave_on_host(cache: Any, model: Any) -> None:
 
 def _replace_layers(cache: Any, model: Any) -> None:
     layers = cache.layers
-    if layers and isinstance(layers[0], LayerOperations):
+    if layers and isinstance(layers[0], CacheLayer):
         # At each forward pass, so only as many layers are looked at as tell.
         modes = [layer.reserved.mask_extent.mode for layer in itertools.islice(iter_fixed_layers(layers), 2)]
         # In a copy of the cache, which transformers makes, static layers do not know one another.

@@ -13,15 +13,14 @@ from typing_extensions import Self, override
 
 from kvlayers.core.arguments import as_batch_indices, no_room_for_tokens, whole_number
 from kvlayers.core.buffer import StateForm
-from kvlayers.core.cache_layer import forwarded
+from kvlayers.core.cache_layer import CacheLayer, LayerState, forwarded
 from kvlayers.core.description import Fact
-from kvlayers.core.layer_operations import LayerOperations, LayerState
 from kvlayers.core.token_store import Fidelity
 from kvlayers.errors import OptionError, RollbackError, StateMismatchError, UnsupportedLayerError
 from kvlayers.upstream import compat
 
 
-def adapter(layer: Any, grows: bool = False) -> LayerOperations:
+def adapter(layer: Any, grows: bool = False) -> CacheLayer:
     """An adapter over one of transformers' layers.
 
     Raises:
@@ -42,7 +41,7 @@ def check_reservation(layer: Any, seen: int, tokens: int) -> None:
         raise no_room_for_tokens(layer.max_cache_len, seen, tokens)
 
 
-class TransformersLayer(LayerOperations):
+class TransformersLayer(CacheLayer):
     """Adapter over one of transformers' layers: an indexer, compressed attention, or a class of a model's own.
 
     The layer itself stays in `cache.layers`, since models look at its class. A cache makes the adapter once, and finds

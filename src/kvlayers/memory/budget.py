@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from kvlayers.core.buffer import StateForm, form_of, nbytes_of
+from kvlayers.core.cache_layer import CacheLayer
 from kvlayers.core.dense_store import GROWTH_DIVISOR, MINIMUM_GROWTH
 from kvlayers.core.description import Fact, Facts
-from kvlayers.core.layer_operations import LayerOperations
 from kvlayers.core.token_store import TokenStore
 from kvlayers.errors import CapacityError, OptionError, StateMismatchError
 from kvlayers.memory.steps import BITS, LADDER, exchange_store, holders, narrowed, place_elsewhere, set_rows_apart
@@ -121,9 +121,7 @@ class Budget:
         """The budget with these facts. Raises as `of`."""
         return cls.of(facts["max_bytes"], str(facts["ladder"]).split())
 
-    def make_room(
-        self, cache: Any, layers: Sequence[LayerOperations], layer_idx: int, keys: Tensor, values: Tensor
-    ) -> None:
+    def make_room(self, cache: Any, layers: Sequence[CacheLayer], layer_idx: int, keys: Tensor, values: Tensor) -> None:
         """Give way before a forward pass takes in tokens, if they would not fit.
 
         Args:

@@ -9,8 +9,8 @@ from typing import Any, cast
 import torch
 
 from kvlayers.core.buffer import TokenBuffer
+from kvlayers.core.cache_layer import CacheLayer, rows_of
 from kvlayers.core.dense_store import may_share
-from kvlayers.core.layer_operations import LayerOperations, rows_of
 from kvlayers.core.token_layer import TokenLayer
 from kvlayers.core.token_store import TokenStore
 from kvlayers.errors import CapacityError, OptionError, StateMismatchError, UnsupportedLayerError
@@ -112,7 +112,7 @@ def settings_of(store: TokenStore) -> tuple[Any, ...]:
     return (store.quantization, store.kept) if isinstance(store, QuantizedStore) else ()
 
 
-def holders(layer: LayerOperations) -> list[Any]:
+def holders(layer: CacheLayer) -> list[Any]:
     """The layers of tokens of each row, if they keep nothing beside their stores that depends on how these hold them,
     and the stores may be exchanged."""
     return [
@@ -242,11 +242,11 @@ def _place(part: Any, placement: Offloading) -> None:
         raise
 
 
-def _offloaded(layer: LayerOperations) -> list[OffloadedLayer]:
+def _offloaded(layer: CacheLayer) -> list[OffloadedLayer]:
     return [row for row in layer.parts[0].separate_rows if isinstance(row, OffloadedLayer)]
 
 
-def _onloaded(layer: LayerOperations) -> LayerOperations:
+def _onloaded(layer: CacheLayer) -> CacheLayer:
     if not _offloaded(layer):
         return layer
     rows: Sequence[Any] = layer.parts[0].separate_rows

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvlayers.core.layer_operations import LAYER_CLASSES
+from kvlayers.core.cache_layer import LAYER_CLASSES
 from kvlayers.errors import CacheFileError
 from kvlayers.persistence.format import refuse
 from kvlayers.persistence.node_file import NodeRecord, is_node, read_node

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from kvlayers.core.cache import Cache, described_origin
+from kvlayers.core.cache_layer import CacheLayer, LayerState
 from kvlayers.core.cache_operations import CacheState
 from kvlayers.core.dense_store import may_share
 from kvlayers.core.description import DescriptionContext
 from kvlayers.core.layer_list import adapted
-from kvlayers.core.layer_operations import LayerOperations, LayerState
 from kvlayers.core.token_layer import TokenLayer
 from kvlayers.core.token_store import KVPair
 from kvlayers.errors import CacheFileError, OptionError, RollbackError, StateMismatchError
@@ -200,7 +200,7 @@ class StateReader:
         cache.load_state(state)
         return self._followed(cache, ids)
 
-    def _rehearsed(self, layer: LayerOperations, record: LayerRecord, part: int | None, index: int) -> LayerState:
+    def _rehearsed(self, layer: CacheLayer, record: LayerRecord, part: int | None, index: int) -> LayerState:
         state = self._state(layer, record, part, index)
         if layer.is_recurrent or layer.is_upstream:
             # These layers check less of a state than layers of tokens do, and are small enough to be loaded twice.
@@ -267,7 +267,7 @@ def _check_states(path: str, tensors: dict[str, Tensor]) -> None:
             )
 
 
-def _check_upstream(layer: LayerOperations, facts: dict[str, Any]) -> None:
+def _check_upstream(layer: CacheLayer, facts: dict[str, Any]) -> None:
     """Raise `StateMismatchError` if facts have other types than those of a layer of transformers."""
     own = layer.state().facts
     for name, value in facts.items():

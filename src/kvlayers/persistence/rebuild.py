@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor
 
 from kvlayers.core.cache import CACHE_CLASSES, Cache
+from kvlayers.core.cache_layer import LAYER_CLASSES
 from kvlayers.core.description import DescriptionContext
-from kvlayers.core.layer_operations import LAYER_CLASSES
 from kvlayers.core.layer_registry import layer_from_description, layer_names
 from kvlayers.core.token_store import STORE_CLASSES, KVPair
 from kvlayers.errors import CacheFileError, KVLayersError, ModelMismatchError, RegistryError
@@ -220,7 +220,7 @@ def _check_settings(path: str, record: CacheRecord) -> None:
 
 
 _Reservation = tuple[int, int]
-"""Tokens, and sequences, as `LayerOperations.reserved_by` returns them."""
+"""Tokens, and sequences, as `CacheLayer.reserved_by` returns them."""
 
 
 def _reserved_by_facts(layer: LayerRecord) -> list[_Reservation]:

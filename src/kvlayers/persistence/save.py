@@ -10,8 +10,8 @@ import transformers
 from torch import Tensor
 
 from kvlayers.core.cache import Cache
+from kvlayers.core.cache_layer import LayerState
 from kvlayers.core.cache_operations import CacheState
-from kvlayers.core.layer_operations import LayerState
 from kvlayers.errors import OptionError, StateMismatchError
 from kvlayers.persistence.atomic_file import replacing
 from kvlayers.persistence.fingerprint import model_record

@@ -8,10 +8,9 @@ import torch
 
 from kvlayers.core.buffer import LayerShape, StateForm, nbytes_of
 from kvlayers.core.cache import Cache
-from kvlayers.core.cache_layer import WrapperLayer
+from kvlayers.core.cache_layer import CacheLayer, WrapperLayer
 from kvlayers.core.dense_store import MINIMUM_GROWTH, SMALL_STEP
 from kvlayers.core.layer_list import adapted
-from kvlayers.core.layer_operations import LayerOperations
 from kvlayers.core.token_store import Fidelity, TokenStore, filled_nbytes, least_faithful, states_on_meta
 from kvlayers.errors import KVLayersError, UnsupportedLayerError
 from kvlayers.eviction.evicting_layer import EvictingLayer
@@ -169,7 +168,7 @@ def fidelity_of(cache: Any) -> Fidelity:
     return least_faithful(layer.fidelity for part in parts for layer in part.adapted_layers())
 
 
-def _parts(cache: Any, count: int) -> list[list[LayerOperations]]:
+def _parts(cache: Any, count: int) -> list[list[CacheLayer]]:
     """The layers of the decoder, and those of cross-attention if there are any."""
     if not isinstance(cache, Cache):
         raise UnsupportedLayerError(
@@ -180,7 +179,7 @@ def _parts(cache: Any, count: int) -> list[list[LayerOperations]]:
     return [[adapted(layer) for layer in part.layers_for(count)] for part in parts]
 
 
-def _alike(layers: Sequence[tuple[LayerOperations, LayerShape]]) -> list[int]:
+def _alike(layers: Sequence[tuple[CacheLayer, LayerShape]]) -> list[int]:
     """For each layer the number of the first one that is made with the same arguments for states of the same shape."""
     first: dict[Any, int] = {}
     alike: list[int] = []
@@ -193,7 +192,7 @@ def _alike(layers: Sequence[tuple[LayerOperations, LayerShape]]) -> list[int]:
     return alike
 
 
-def _reserved_window(layer: LayerOperations) -> int | None:
+def _reserved_window(layer: CacheLayer) -> int | None:
     """The window of a layer that reserved room for one token as the length hint said, `None` for any other layer."""
     while isinstance(layer, WrapperLayer):
         layer = layer.wrapped
@@ -221,7 +220,7 @@ class LayerBytes(NamedTuple):
     copies: int = 0
 
 
-def layer_bytes(layer: LayerOperations, shape: LayerShape, tokens: int) -> LayerBytes:
+def layer_bytes(layer: CacheLayer, shape: LayerShape, tokens: int) -> LayerBytes:
     """Bytes of an empty layer after it took in states of this shape.
 
     Raises:

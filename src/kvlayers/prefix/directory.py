@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from kvlayers.core.cache import Cache
-from kvlayers.core.layer_operations import LAYER_CLASSES
+from kvlayers.core.cache_layer import LAYER_CLASSES
 from kvlayers.errors import CacheFileError, CachePathError, KVLayersError
 from kvlayers.persistence.load import StateReader
 from kvlayers.persistence.node_file import NodeFile

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from kvlayers.core.cache import Cache
-from kvlayers.core.layer_operations import LayerOperations
+from kvlayers.core.cache_layer import CacheLayer
 from kvlayers.errors import RollbackError
 from kvlayers.eviction.evicting_layer import EvictingLayer
 from kvlayers.offload.offloaded_layer import OffloadedLayer
@@ -137,7 +137,7 @@ def restorable_length(cache: Cache, length: int) -> int:
     return target
 
 
-def _has_evicted(layer: LayerOperations) -> bool:
+def _has_evicted(layer: CacheLayer) -> bool:
     """Whether tokens have been evicted for the scores of a rule."""
     parts = [part.unwrapped.original for part in layer.parts]
     return any(isinstance(part, EvictingLayer) and part.held_tokens < part.length for part in parts)

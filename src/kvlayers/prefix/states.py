@@ -13,9 +13,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from kvlayers.core.cache import Cache
+from kvlayers.core.cache_layer import LAYER_CLASSES, LayerState
 from kvlayers.core.cache_operations import CacheState
 from kvlayers.core.dense_store import DenseStore, may_share
-from kvlayers.core.layer_operations import LAYER_CLASSES, LayerState
 from kvlayers.core.token_layer import TokenLayer
 from kvlayers.core.token_store import KVPair
 from kvlayers.errors import CacheFileError, UnsupportedLayerError

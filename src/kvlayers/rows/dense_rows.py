@@ -9,10 +9,9 @@ from typing_extensions import Self, override
 
 from kvlayers.core.arguments import as_batch_indices, checked_forms, mismatch
 from kvlayers.core.buffer import StateForm, form_of
-from kvlayers.core.cache_layer import forwarded
+from kvlayers.core.cache_layer import CacheLayer, forwarded
 from kvlayers.core.description import Fact
 from kvlayers.core.dynamic_layer import DynamicLayer, check_rollback
-from kvlayers.core.layer_operations import LayerOperations
 from kvlayers.core.token_store import KVPair
 from kvlayers.errors import StateMismatchError
 from kvlayers.kernels.attention.row_states import AdjacentRowStates, RowColumns, RowStates
@@ -53,7 +52,7 @@ class DenseRows(RowsLayer):
     capacity: int | None = None
     fidelity = "exact"
 
-    def __init__(self, layers: Sequence[LayerOperations]) -> None:
+    def __init__(self, layers: Sequence[CacheLayer]) -> None:
         super().__init__()
         first = layers[0]
         self._lengths = tuple([length or 0 for layer in layers for length in layer.row_lengths])
@@ -71,7 +70,7 @@ class DenseRows(RowsLayer):
         return self._keys[: self.batch_size], self._values[: self.batch_size]
 
     @override
-    def side_by_side(self, layers: Sequence[LayerOperations]) -> LayerOperations:
+    def side_by_side(self, layers: Sequence[CacheLayer]) -> CacheLayer:
         return DenseRows(layers)
 
     @property
@@ -161,7 +160,7 @@ class DenseRows(RowsLayer):
         self._lengths = tuple(lengths)
 
     @override
-    def row(self, index: int) -> LayerOperations:
+    def row(self, index: int) -> CacheLayer:
         row, own = DynamicLayer(), self._lengths[index]
         with torch.no_grad():
             row.update(self._keys[index : index + 1, :, :own], self._values[index : index + 1, :, :own])

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kvlayers.core.arguments import query_count
 from kvlayers.core.cache import Cache
-from kvlayers.core.layer_operations import rows_of
+from kvlayers.core.cache_layer import rows_of
 from kvlayers.core.preparation import left_padding_of
 from kvlayers.errors import OptionError, StateMismatchError
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
-from kvlayers.core.layer_operations import LayerOperations, LayerState
+from kvlayers.core.cache_layer import CacheLayer, LayerState
 from kvlayers.errors import InterruptedPassError, UnsupportedLayerError
 from kvlayers.recurrent.linear_layer import LinearAttentionLayer
 from kvlayers.recurrent.states import FAMILIES
@@ -27,7 +27,7 @@ class RecurrentRows(LinearAttentionLayer):
     counts_rows = True
     can_be_stacked = False
 
-    def __init__(self, rows: Sequence[LayerOperations]) -> None:
+    def __init__(self, rows: Sequence[CacheLayer]) -> None:
         first = rows[0]
         if not isinstance(first, LinearAttentionLayer):
             raise UnsupportedLayerError(f"`rows` must be LinearAttentionLayers, got a {type(first).__name__}.")
@@ -81,7 +81,7 @@ class RecurrentRows(LinearAttentionLayer):
 
     @property
     @override
-    def separate_rows(self) -> Sequence[LayerOperations]:
+    def separate_rows(self) -> Sequence[CacheLayer]:
         return self.rows
 
     # Taking in states
@@ -179,9 +179,9 @@ class RecurrentRows(LinearAttentionLayer):
     # The batch
 
     @override
-    def row(self, index: int) -> LayerOperations:
+    def row(self, index: int) -> CacheLayer:
         self._check_whole()
-        row: LayerOperations = self.rows[index].fork()
+        row: CacheLayer = self.rows[index].fork()
         return row
 
     @override

@@ -12,9 +12,8 @@ from typing_extensions import Self, override
 
 from kvlayers.core.arguments import as_batch_indices, check_one_batch, checked_forms, whole_number
 from kvlayers.core.buffer import StateForm
-from kvlayers.core.cache_layer import CacheLayer, forwarded
+from kvlayers.core.cache_layer import CacheLayer, LayerState, forwarded
 from kvlayers.core.description import DescriptionContext, Facts
-from kvlayers.core.layer_operations import LayerOperations, LayerState
 from kvlayers.core.token_store import Fidelity, least_faithful
 from kvlayers.errors import InterruptedPassError, RollbackError, StateMismatchError, UnsupportedLayerError
 from kvlayers.kernels.attention.row_states import RowStates
@@ -334,11 +333,11 @@ class SeparateRows(RowsLayer):
 
     @property
     @override
-    def separate_rows(self) -> Sequence[LayerOperations]:
+    def separate_rows(self) -> Sequence[CacheLayer]:
         return self.rows
 
     @override
-    def row(self, index: int) -> LayerOperations:
+    def row(self, index: int) -> CacheLayer:
         self._take_back()
         return self.rows[index].fork()
 

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
-from kvlayers.core.cache_layer import forwarded
+from kvlayers.core.cache_layer import LayerState, forwarded
 from kvlayers.core.dense_store import DenseStore
 from kvlayers.core.description import RotaryArgument
-from kvlayers.core.layer_operations import LayerState
 from kvlayers.core.layer_registry import register_layer
 from kvlayers.core.preparation import PADDING_NAME, check_rotary, padding_of
 from kvlayers.core.sliding_layer import WindowLayer, take_back, window_room

@@ -14,7 +14,7 @@ import kvlayers
 from kvlayers import Cache, calls, models
 from kvlayers.calls import fidelity_of, validate
 from kvlayers.errors import CapacityError, ConfigError, KVLayersError, OptionError, StateMismatchError
-from kvlayers.layers import LayerOperations, adapted
+from kvlayers.layers import CacheLayer, adapted
 from kvlayers.models import is_peft_model, kept_states, layer_specs
 from kvlayers_lab.evaluation.requests import ScoringRequest
 
@@ -185,7 +185,7 @@ def _check_layers(model: Any, cache: transformers.Cache) -> None:
         )
 
 
-def layers_of(cache: transformers.Cache) -> Sequence[LayerOperations]:
+def layers_of(cache: transformers.Cache) -> Sequence[CacheLayer]:
     """The layers of a cache of any library, with the contract of kvlayers' layers."""
     return cache.adapted_layers() if isinstance(cache, Cache) else [adapted(layer) for layer in cache.layers]
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvlayers import Cache, DynamicCache, Quantization, QuantizedLayer
-from kvlayers.layers import LayerOperations, TokenLayer, as_dense
+from kvlayers.layers import CacheLayer, TokenLayer, as_dense
 from kvlayers.stores import KVPair
 from kvlayers_lab.measuring.scoring import newest_logits
 
@@ -90,7 +90,7 @@ def attended_states(model: Any, ids: Tensor, chunk: int) -> list[KVPair | None]:
     return [_states_of(layer.parts[0]) for layer in cache.adapted_layers()]
 
 
-def _states_of(layer: LayerOperations) -> KVPair | None:
+def _states_of(layer: CacheLayer) -> KVPair | None:
     if not isinstance(layer, TokenLayer) or layer.keys is None or layer.values is None:
         return None
     return as_dense(layer.keys), as_dense(layer.values)

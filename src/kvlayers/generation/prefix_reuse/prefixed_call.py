@@ -22,8 +22,8 @@ from torch import Tensor
 from transformers.utils import ModelOutput
 
 from kvlayers.core.cache import Cache
+from kvlayers.core.cache_layer import LayerState
 from kvlayers.core.description import Fact
-from kvlayers.core.layer_operations import LayerState
 from kvlayers.errors import KVLayersError, UnsupportedLayerError
 from kvlayers.generation import cache_by_name
 from kvlayers.generation.patching import overriding

@@ -328,8 +328,9 @@ class LayerList(ABC):
         self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **layer_options: Any
     ) -> Tensor:
         """Replace the recurrent state of a layer, which checks `layer_options`. Raises as `update_conv_state`."""
-        layer = self._recurrent(layer_idx)
-        updated: Tensor = layer.update_recurrent_state(recurrent_states, state_idx, **layer_options)
+        updated: Tensor = self._recurrent(layer_idx).update_recurrent_state(
+            recurrent_states, state_idx, **layer_options
+        )
         return updated
 
     def is_recording_past(self, layer_idx: int) -> bool:

@@ -348,14 +348,10 @@ def plan(
     if limit is not None:
         budget = int(limit * wanted.bytes_in_full()) if isinstance(limit, Fraction) else limit
         wanted = dataclasses.replace(wanted, memory=budget, memory_by_device={None: budget})
-    if names is not None and (isinstance(names, str) or not isinstance(names, Sequence) or not names):
+    if names is not None and (isinstance(names, str) or not isinstance(names, Sequence) or not names or AUTO in names):
         raise OptionError(
-            f"`names` must be a list with at least one name of a cache, got {names!r}: pass "
-            f"{[names] if isinstance(names, str) and names else ['int4']}, or leave `names` out."
-        )
-    if names is not None and AUTO in names:
-        raise OptionError(
-            f"`names` must be those of caches, got '{AUTO}', the one that a plan recommends: leave it out."
+            f"`names` must be a list of at least one cache, without '{AUTO}', which takes what is recommended, got "
+            f"{names!r}: pass {[names] if isinstance(names, str) and names else ['int4']}, or leave `names` out."
         )
     caches, refused = wanted.caches(cache_names() if names is None else names)
     if names is not None and refused:

@@ -22,22 +22,22 @@ def checks_options(init: Callable[P, None]) -> Callable[P, None]:
     for option in accepted:
         _takers[option].append(init.__qualname__.partition(".")[0])
 
-    def advice(unknown: str, kind: str) -> str:
+    def advice(unknown: str, name: str) -> str:
         late.load_rooms()
         for option in accepted:
             if option in _classes and unknown in inspect.signature(_classes[option]).parameters:
                 return f"it is part of the option `{option}`, as in {option}={{'{unknown}': ...}}."
-        takers = [taker for taker in _takers.get(unknown, ()) if taker.endswith(kind)]
+        # Caches for a cache, and layers for a layer.
+        takers = [taker for taker in _takers.get(unknown, ()) if taker[-5:] == name[-5:]]
         return f"it is one of {', '.join(takers)}." if takers else suggestion(unknown, accepted) or "remove it."
 
     @functools.wraps(init)
     def checked(*args: P.args, **options: P.kwargs) -> None:
         name = type(args[0]).__name__
-        kind = next((kind for kind in ("Cache", "Layer") if name.endswith(kind)), name)
         listed = f" {name} takes the options {', '.join(accepted) or '(none)'}."
         for option in options:
             if option not in accepted:
-                raise OptionError(f"`{option}` is no option of {name}: {advice(option, kind)}{listed}")
+                raise OptionError(f"`{option}` is no option of {name}: {advice(option, name)}{listed}")
         try:
             init(*args, **options)
         except TypeError as error:
@@ -94,13 +94,8 @@ def as_options(cls: type[Options], given: object, example: str) -> Options:
             f"`{option}` must be a {cls.__name__} or a mapping of its arguments ({', '.join(accepted)}), got "
             f"{given!r}: pass, for example, {option}={example}."
         )
-    for name in given:
-        if name not in accepted:
-            raise OptionError(
-                f"`{option}` takes the arguments {', '.join(accepted)}, but was given {name!r}: "
-                f"{suggestion(name, accepted) or f'pass, for example, {option}={example}.'}"
-            )
-    return cls(**given)
+    # By text, so that a name of another type is refused as others are.
+    return cls(**{str(name): value for name, value in given.items()})
 
 
 def check_whole_number(
@@ -136,8 +131,7 @@ def checked_device(device: object) -> torch.device:
     try:
         found = torch.empty(0, device=device).device  # type: ignore[call-overload]
     except (RuntimeError, AssertionError, TypeError) as error:
-        shown = repr(device) if isinstance(device, str | int | torch.device) else f"a {type(device).__name__}"
-        raise OptionError(f"`device` must be a device of this machine, got {shown}: {error}") from error
+        raise OptionError(f"`device` must be a device of this machine, got {device!r:.60}: {error}") from error
     if found.type == "meta":
         raise OptionError("`device` must hold data, got 'meta': pass 'cpu', or leave it out.")
     return torch.device(found)
@@ -163,10 +157,8 @@ def check_accepted(dtype: object, device: object) -> None:
 
     A device that this machine lacks is nevertheless one of torch.
     """
-    if isinstance(dtype, str):
+    if dtype is not None and not isinstance(dtype, torch.dtype):
         checked_dtype(dtype)
-    elif dtype is not None and not isinstance(dtype, torch.dtype):
-        raise OptionError(f"`dtype` must be a torch.dtype, got {dtype!r}: pass one, or leave it out.")
     is_index = isinstance(device, int) and not isinstance(device, bool) and device >= 0
     if device is not None and not is_index:
         try:

@@ -286,7 +286,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"cache_config": "4"}, kvlayers.OptionError, "`cache_config` must be options of the cache, got '4'"),
         ({"cache_config": "{nbits: 4}"}, kvlayers.OptionError, "`cache_config` must be options"),
         ({"cache_config": [4]}, kvlayers.OptionError, "`cache_config` must be options"),
-        ({"cache": "int4", "cache_config": "nbit:4"}, kvlayers.OptionError, "'nbit'.*did you mean 'nbits'"),
+        ({"cache": "int4", "cache_config": "nbit:4"}, kvlayers.OptionError, "`nbit`.*did you mean 'nbits'"),
         ({"cache": "int4", "cache_config": "nbits:2"}, kvlayers.OptionError, "`nbits` is 4.*got 2"),
         ({"chunk": 0}, kvlayers.OptionError, "`chunk` must be a whole number, at least 1, got 0"),
         ({"batch_size": 0}, kvlayers.OptionError, "`batch_size` must be a whole number, at least 1, or 'auto', got 0"),

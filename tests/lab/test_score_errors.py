@@ -59,7 +59,7 @@ def refused(model: Any, error: type[KVLayersError], message: str, **changes: Any
         ("`batch_size` must be .* True", {"batch_size": True}),
         ("`chunk` must be .* -1", {"chunk": -1}),
         ("`chunk` must be .* 2.5", {"chunk": 2.5}),
-        ("'nbit'.*did you mean 'nbits'", {"cache": "int4", "cache_config": {"nbit": 4}}),
+        ("`nbit`.*did you mean 'nbits'", {"cache": "int4", "cache_config": {"nbit": 4}}),
         ("`cache_config` must be a mapping", {"cache": "int4", "cache_config": [4]}),
         ("`cache_config` has options for a cache by name", {"cache": kvlayers.DynamicCache(), "cache_config": {}}),
         ("`cache` must be the name of a cache, .* class DynamicCache", {"cache": kvlayers.DynamicCache}),

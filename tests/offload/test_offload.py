@@ -452,7 +452,7 @@ BAD: dict[str, tuple[type[Exception], str, Callable[[], object]]] = {
     ),
     "a misspelt option": (
         OptionError,
-        "but was given 'offload_dir'",
+        "`offload_dir` is no option of OffloadedCache: did you mean 'offload_directory'",
         lambda: kvlayers.OffloadedCache(offload_dir="/tmp"),
     ),
     "a layer that cannot": (

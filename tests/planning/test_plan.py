@@ -200,7 +200,7 @@ def test_a_name_with_options_is_planned_as_the_cache_of_these_options() -> None:
     assert (plan[written].nbytes, plan[written].fidelity) == (same.nbytes, "evicting")
     assert plan[written].nbytes < plan["sink"].nbytes
     assert plan.recommended.name == "dynamic"
-    with pytest.raises(kvlayers.OptionError, match="but was given 'window'"):
+    with pytest.raises(kvlayers.OptionError, match="`window` is no option of"):
         kvlayers.plan(WINDOWED, 450, names=["sink:window=3"])
 
 
@@ -435,7 +435,8 @@ class Refusing(tf.PretrainedConfig):
         (LLAMA, {"dtype": torch.int8}, kvlayers.OptionError, "floating-point"),
         (LLAMA, {"encoder_length": 5}, kvlayers.OptionError, "without an encoder"),
         (LLAMA, {"names": ["dinamic"]}, kvlayers.errors.RegistryError, "did you mean 'dynamic'"),
-        (LLAMA, {"names": []}, kvlayers.OptionError, "at least one name"),
+        (LLAMA, {"names": []}, kvlayers.OptionError, "at least one cache"),
+        (LLAMA, {"names": ["int4", "auto"]}, kvlayers.OptionError, "without 'auto'"),
         (LLAMA, {"names": "dynamic"}, kvlayers.OptionError, "`names` must be a list"),
         (tf.T5Config(), {}, kvlayers.OptionError, "encoder_length"),
         ("llama", {}, kvlayers.errors.ConfigError, "a model or its config"),

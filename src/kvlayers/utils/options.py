@@ -52,7 +52,11 @@ def checks_options(init: Callable[P, None]) -> Callable[P, None]:
 
 def suggestion(unknown: object, known: Iterable[str]) -> str:
     """A question for the name that was meant, "" if none is near."""
-    near = difflib.get_close_matches(str(unknown), known, n=1)
+    near = [
+        # A name that was cut off is meant before one that looks more alike.
+        *(name for name in known if name.startswith(str(unknown))),
+        *difflib.get_close_matches(str(unknown), known, n=1),
+    ]
     return f"did you mean {near[0]!r}?" if near else ""
 
 

@@ -361,7 +361,7 @@ def test_the_head_that_has_a_large_channel_gets_a_factor() -> None:
 def test_factors_cost_little_where_queries_are_large(name: str, size: int, channels: int) -> None:
     keys = torch.randn(1, 1, 512, HEAD_DIM, generator=torch.Generator().manual_seed(0))
     keys[..., :channels] *= size
-    smoothing = KeySmoothing.for_keys(keys, keys_quantizer(name), BLOCK)
+    smoothing = KeySmoothing.for_keys(keys[:, :, SINKS:], keys_quantizer(name), BLOCK)
     assert smoothing.factor is not None
     squares = smoothing.factor.flatten().square()
     # Queries that weigh the factors 2.5 times as much as queries whose channels are alike, if any do.
@@ -603,6 +603,24 @@ def test_a_turning_constant_takes_out_what_the_other_factors_do() -> None:
     # The statistics are medians of parts of the block.
     assert torch.allclose(factor[..., 0].square(), gain, rtol=0.5)
     assert float(factor[..., 0].min()) > 5
+
+
+@pytest.mark.usefixtures("usual_smoothing")
+@pytest.mark.parametrize("name", ["native", "turboquant"])
+def test_a_turning_pair_that_varies_as_much_as_it_is_large_gains(name: str) -> None:
+    # Its queries are as small as its keys are large, or no model would decode.
+    keys, _ = turning()
+    pair = [0, HEAD_DIM // 2]
+    keys[..., pair] *= 100
+    smoothing = KeySmoothing.for_keys(keys[:, :, SINKS:], keys_quantizer(name), BLOCK)
+    assert smoothing.factor is not None
+    # What is left of it is as large as the others, but for what the root leaves.
+    assert float(smoothing.factor[..., pair].min()) > 10
+    # A constant that is as large, beside what varies as the others do, is left as it is.
+    keys, _ = turning()
+    alone = KeySmoothing.for_keys(keys[:, :, SINKS:], keys_quantizer(name), BLOCK).factor
+    assert alone is not None
+    assert torch.equal(alone, torch.ones_like(alone))
 
 
 @pytest.mark.usefixtures("usual_smoothing")

@@ -54,7 +54,10 @@ def plan(
     ] = None,
     max_bytes: Annotated[
         str | None,
-        typer.Option(help="Say what a cache would hold that stays within 2GiB, or within 50% of full precision."),
+        typer.Option(
+            help="What one cache may take (2GiB, or 50% of full precision): says how many tokens stay exact. Unlike "
+            "--memory, it chooses no cache."
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:

@@ -94,6 +94,8 @@ class CacheLayer(ABC):
     A kind of layer implements the abstract members. The other members have an answer that suits most layers: a layer
     for which it is wrong overrides it. The names that transformers and older code call are derived from them.
 
+    To transformers, a layer that attends is also one of its `CacheLayerMixin`, as layers derived from `TokenLayer` are.
+
     Attributes:
         attends: whether it takes keys and values.
         is_recurrent: whether it has convolution states or recurrent states.

@@ -114,7 +114,8 @@ class EvictingCache(Cache):
             sink_tokens=sink_tokens,
             recent_tokens=recent_tokens,
             per_head=per_head,
-            layer_budgets=layer_budgets,
+            # The caller may change a list.
+            layer_budgets=tuple(layer_budgets) if isinstance(layer_budgets, list) else layer_budgets,
             quantization=Quantization.of(quantization),
             left_padding=padding_of(left_padding),
         )

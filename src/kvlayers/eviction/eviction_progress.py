@@ -144,7 +144,9 @@ class EvictionProgress:
         """What the rule wants of the queries of the newest `tokens` tokens, `[batch, heads, observed, head_dim]`."""
         if not self.shown:
             return None
-        joined, wanted = torch.cat(self.shown, dim=2), self.options.rule.queries
+        parts, wanted = self.shown, self.options.rule.queries
+        # Queries of a prompt are large, and one part of them is not copied.
+        joined = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
         return joined[:, :, -(tokens if wanted == ALL_QUERIES else min(tokens, wanted)) :]
 
     def with_queries(self, queries: Tensor) -> "EvictionProgress":
@@ -154,7 +156,7 @@ class EvictionProgress:
             parts[-2:] = [torch.cat(parts[-2:], dim=2)]
         if wanted != ALL_QUERIES and sum(part.shape[2] for part in parts) >= 2 * wanted:
             # A copy, so that the other queries are not kept in memory.
-            parts = [torch.cat(parts, dim=2)[:, :, -wanted:].clone()]
+            parts = [(parts[0] if len(parts) == 1 else torch.cat(parts, dim=2))[:, :, -wanted:].clone()]
         return self._showing(parts)
 
     def without_queries(self, tokens: int) -> "EvictionProgress":

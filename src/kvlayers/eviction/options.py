@@ -246,10 +246,13 @@ def check_layer_budgets(layer_budgets: object) -> None:
     if isinstance(layer_budgets, str):
         is_right = layer_budgets in ("uniform", "pyramid")
     else:
-        is_right = isinstance(layer_budgets, Sequence) and len(layer_budgets) > 0
-        is_right = is_right and all(
-            isinstance(weight, int | float) and not isinstance(weight, bool) and 0 < weight <= sys.float_info.max
-            for weight in layer_budgets  # type: ignore[attr-defined]
+        is_right = (
+            isinstance(layer_budgets, Sequence)
+            and len(layer_budgets) > 0
+            and all(
+                isinstance(weight, int | float) and not isinstance(weight, bool) and 0 < weight <= sys.float_info.max
+                for weight in layer_budgets
+            )
         )
     if not is_right:
         raise OptionError(

@@ -102,8 +102,9 @@ class PrefixStore:
         if snapshot_tokens is not None:
             _positive("snapshot_tokens", snapshot_tokens, "tokens")
         if directory_max_bytes is not None:
-            nbytes = amount_of_bytes(directory_max_bytes, "directory_max_bytes")
-            directory_max_bytes = _positive("directory_max_bytes", nbytes, "bytes")
+            directory_max_bytes = _positive(
+                "directory_max_bytes", amount_of_bytes(directory_max_bytes, "directory_max_bytes"), "bytes"
+            )
             if directory is None:
                 raise OptionError("`directory_max_bytes` needs a `directory`, got none: pass both.")
         if policy is not None and (isinstance(policy, type) or not isinstance(policy, EvictionPolicy)):

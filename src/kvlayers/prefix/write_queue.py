@@ -71,6 +71,7 @@ class WriteQueue:
         self._index, self._directory, self._changed = index, directory, changed
         self._jobs: list[_Job] = []
         """What is to be done. The first one stays here until it is done."""
+        self._running: _Job | None = None
         self._worker: threading.Thread | None = None
         self._most_tries = MOST_TRIES
         self._is_unreachable = self._is_stalled = False
@@ -92,7 +93,7 @@ class WriteQueue:
     def write_instead(self, replaced: PrefixEntry, entry: PrefixEntry) -> None:
         """Have an entry written in place of another one, which it has replaced, if that waits to be written."""
         for job in self._writes():
-            if job.entry is replaced is not self._index.writing:
+            if job.entry is replaced and job is not self._running:
                 job.entry, job.tries = entry, 0
 
     def delete(self, paths: Sequence[str]) -> None:
@@ -102,6 +103,7 @@ class WriteQueue:
 
     def tidy(self) -> None:
         """Have files deleted: what killed writers left behind, and what exceeds `directory_max_bytes`."""
+        # Each is a job of its own, also beside an equal one.
         self._add(partial(self._do_tidy))
 
     def _add(self, job: _Job) -> None:
@@ -144,7 +146,7 @@ class WriteQueue:
             Whether there may be more memory now.
         """
         now = set(self._jobs)
-        if not self._is_stalled:
+        if now and not self._is_stalled:
             # Others may have changed everything meanwhile, so the caller looks again before anything is dropped.
             self._is_stalled = not self._wait_until(lambda: not now.issubset(self._jobs), deadline)
             return True
@@ -182,7 +184,7 @@ class WriteQueue:
                 if not self._jobs or (deadline is not None and time.monotonic() > deadline):
                     self._worker = None
                     return
-                job = self._jobs[0]
+                job = self._running = self._jobs[0]
             delay: float | None = None
             try:
                 delay = self._do_write(job) if isinstance(job, _Write) else job()
@@ -190,7 +192,7 @@ class WriteQueue:
                 logger.exception("A prefix store could not tidy its directory")
             finally:
                 with self._changed:
-                    self._index.writing = self._index.stuck = None
+                    self._running = self._index.writing = self._index.stuck = None
                     # One that is tried again stays, and may be dropped meanwhile.
                     if delay is None and job in self._jobs:
                         self._jobs.remove(job)

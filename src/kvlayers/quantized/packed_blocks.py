@@ -188,8 +188,7 @@ class PackedBlocks:
         code_format = self._quantizers["values"].format
         group_tokens = code_format.group_tokens
         # The values of a group along tokens share a scale, so they are marked together.
-        by_group = torch.unflatten(finite, 2, (-1, self.block_tokens // group_tokens, group_tokens))
-        groups = by_group.all(4).flatten(3)
+        groups = torch.unflatten(finite, 2, (-1, self.block_tokens // group_tokens, group_tokens)).all(4).flatten(3)
         whole = torch.unflatten(parameters, 3, (code_format.parameters, groups.shape[3], -1))
         return torch.where(groups[:, :, :, None, :, None], whole, torch.nan).flatten(3)
 

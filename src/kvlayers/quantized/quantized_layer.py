@@ -116,7 +116,11 @@ def _namesake(name: str, transformers_class: type, **members: object) -> type[Qu
 
     Only the name is inherited: every public method is that of `QuantizedLayer`.
     """
-    made = type(name, (QuantizedLayer, transformers_class), {"__module__": __name__, **members})
+    made = type(
+        name,
+        (QuantizedLayer, transformers_class),
+        {"__module__": __name__, "__doc__": QuantizedLayer.__doc__, **members},
+    )
     LAYER_CLASSES.register_twin(made, QuantizedLayer.__name__)
     return made
 

@@ -656,6 +656,7 @@ class QuantizedStore(TokenStore):
         if "block_ends" in tensors and self.blocks is not None:
             self.blocks.load_state(tensors)
             self.residual = _residual_after_blocks(self.blocks.block_tokens)
+        self.residual.length_hint = self._residual_hint(self._room, self.old_tokens, self.residual.length)
         _append(self.residual, tensors["keys"], tensors["values"])
         self._length = self.old_tokens + self.residual.length
 

@@ -145,7 +145,10 @@ class Sinks:
             len(batches) != 1
             or (
                 held
-                and not all(states is not None and states.shape[2:3] == (self.num_tokens,) for states in (keys, values))
+                and not all(
+                    states is not None and states.dim() == 4 and states.shape[2] == self.num_tokens
+                    for states in (keys, values)
+                )
             )
             or (
                 padding is not None

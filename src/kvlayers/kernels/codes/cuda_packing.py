@@ -115,7 +115,7 @@ def _tile(layout: BlockLayout) -> tuple[int, int, int]:
     return rows, columns, group
 
 
-@functools.lru_cache(maxsize=64)
+@functools.cache
 def pack_constants(
     layout: BlockLayout,
     partner_dim: int,
@@ -164,7 +164,7 @@ def pack_constants(
     return {"C": constants, **_OPTIONS}
 
 
-@functools.lru_cache(maxsize=64)
+@functools.cache
 def read_constants(layout: BlockLayout) -> Mapping[str, Any]:
     """Constants of `read_block`."""
     channels = max(SMALLEST_SIDE, power_of_two(layout.head_dim))

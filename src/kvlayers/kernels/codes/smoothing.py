@@ -295,40 +295,38 @@ class _Blocks:
     def factors(self) -> tuple[Tensor, Tensor]:
         """Factors of channels `[batch, kv_heads, blocks, head_dim]`, and what they leave of the error `[..., 1]`.
 
-        Nothing says that the queries of a channel that turns are small, and attention goes by them. So its error must
-        not exceed that without factors, which all channels share: its factor takes out no more than the factors of the
-        others do.
+        Nothing says that the queries of a constant that turns are small, and attention goes by them. So a constant
+        takes no part in what factors gain, and its factor takes out no more than the factors of the others do.
         """
-        tiny = torch.finfo(torch.float32).tiny
-        variance, turned = self.variance, self._turned()
-        relative = (variance / variance.median(-1, keepdim=True).values.clamp(min=tiny)).clamp(1.0, LARGEST_FACTOR**4)
+        tiny, varies = torch.finfo(torch.float32).tiny, self._around_circles()
+        middle = self.variance.median(-1, keepdim=True).values.clamp(min=tiny)
+        relative = (torch.stack([varies, self.variance]) / middle).clamp(1.0, LARGEST_FACTOR**4)
         # Factors divide deviations, so the square of a factor divides a variance.
-        squares = torch.maximum(relative.sqrt(), relative / LARGEST_VARIANCE).clamp(max=LARGEST_FACTOR**2)
-        others, of_others = variance.masked_fill(turned, 0.0), squares.masked_fill(turned, 0.0)
-        left = (others / squares).sum(-1, keepdim=True).clamp(min=tiny)
-        gain = (others.sum(-1, keepdim=True) / left).clamp(min=1.0)
-        error = of_others.sum(-1, keepdim=True) / (~turned).sum(-1, keepdim=True).clamp(min=1) / gain
-        return torch.where(turned, torch.minimum(squares, gain), squares).sqrt(), error
+        squares, of_all = torch.maximum(relative.sqrt(), relative / LARGEST_VARIANCE).clamp(max=LARGEST_FACTOR**2)
+        gain = (varies.sum(-1, keepdim=True) / (varies / squares).sum(-1, keepdim=True).clamp(min=tiny)).clamp(min=1.0)
+        return torch.maximum(squares, torch.minimum(of_all, gain)).sqrt(), squares.mean(-1, keepdim=True) / gain
 
-    def _turned(self) -> Tensor:
-        """Which channels hold a constant that positions turn, such as a bias in a fast rotary pair.
+    def _around_circles(self) -> Tensor:
+        """Variances of channels, without constants that positions turn, such as a bias in a fast rotary pair.
 
-        Around their mean, the two channels of such a pair go in a circle. Of random numbers the squared radius would
-        vary as much as it is large. Pairs are neighbours or half a head apart. Other pairs are not found.
+        Around their mean, the two channels of such a pair go in a circle, and what varies is its radius. Of random
+        numbers the squared radius would vary as much as it is large. Pairs are neighbours or half a head apart. Other
+        pairs are not found.
 
         Returns:
-            Bool `[batch, kv_heads, blocks, head_dim]`.
+            `[batch, kv_heads, blocks, head_dim]`.
         """
-        turned = torch.zeros_like(self.mean, dtype=torch.bool)
-        head_dim = turned.shape[3]
+        found, head_dim = self.variance, self.variance.shape[3]
         squares = (self._exact - self.mean.unsqueeze(3)).square_().mul_(self._counts)
         for inner in (head_dim // 2, 1) if head_dim % 2 == 0 else ():
             first, second = torch.unflatten(squares, 4, (-1, 2, inner)).unbind(5)
             radius = first + second
             mean = radius.mean(3)
-            varies = radius.square_().mean(3) / mean.square() - 1
-            turned |= (varies < LARGEST_VARIATION).unsqueeze(4).expand(*varies.shape[:4], 2, inner).flatten(3)
-        return turned
+            turns = radius.square().mean(3) < (1 + LARGEST_VARIATION) * mean.square()
+            of_radius = (mean - radius.sqrt_().mean(3).square()).clamp(min=0.0)
+            of_pair = torch.where(turns, of_radius, torch.inf)
+            found = torch.minimum(found, of_pair.unsqueeze(4).expand(*of_pair.shape[:4], 2, inner).flatten(3))
+        return found
 
     def lowered(self, smoothing: KeySmoothing) -> KeySmoothing:
         """A smoothing without what costs a block, in float32."""

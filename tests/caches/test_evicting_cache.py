@@ -39,7 +39,7 @@ BAD_OPTIONS = {
     "more tokens than torch counts": ({"budget": 2**64}, "`budget`.*at most"),
     "more sinks than torch counts": ({"sink_tokens": 2**64}, "`sink_tokens`"),
     "quantization by a number": ({"quantization": 4}, "`quantization`"),
-    "quantization with a misspelt option": ({"quantization": {"bits": 4}}, "quantization.*nbits"),
+    "quantization with a misspelt option": ({"quantization": {"bits": 4}}, "Quantization.*nbits"),
     "rotary by a name": ({"rotary": "halves"}, "`rotary`"),
     "negative padding": ({"left_padding": [-1]}, "left_padding"),
     "a misspelt option": ({"keeps": 0.5}, "did you mean 'keep'"),

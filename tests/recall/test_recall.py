@@ -363,7 +363,7 @@ def test_options_are_checked(options: dict[str, Any], message: str) -> None:
 
 @pytest.mark.parametrize("given", [{"page": 3}, 64, "all", [64]])
 def test_recall_is_recall_or_a_mapping(given: Any) -> None:
-    with pytest.raises(OptionError, match="recall"):
+    with pytest.raises(OptionError, match="[Rr]ecall"):
         Recall.of(given)
 
 

@@ -1,6 +1,7 @@
 """Tokens in packed blocks: quantized once, read in place, dropped and cropped token by token."""
 
 import copy
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -132,6 +133,8 @@ class PackedBlocks:
         if keys.is_meta:
             # A plan asks for bytes, and the room was made.
             return
+        # Asked once for both sides, and only if no kernel packs them.
+        finite = functools.cache(lambda: _finite_tokens(keys, values))
         for side, states, partner in zip(SIDES, (keys, values), (values, keys), strict=True):
             codes, parameters = self._packed[side].slots_ahead(skipped, keys.shape[2] // self.block_tokens)
             search, layout = self._quantizers[side].kernel_search, self._layouts[side]
@@ -144,7 +147,7 @@ class PackedBlocks:
             if search is not None and is_here and cpu_pack.packs(layout, states, partner):
                 cpu_pack.pack_blocks(states, partner, codes, parameters, layout, search)
                 continue
-            for target, found in zip((codes, parameters), self._quantized(side, states, keys, values), strict=True):
+            for target, found in zip((codes, parameters), self._quantized(side, states, finite()), strict=True):
                 target.copy_(found)
 
     def hold(self, blocks: int) -> None:
@@ -174,9 +177,9 @@ class PackedBlocks:
             elif self.device.type != "cpu":
                 yield f"{side} in plain torch, as {obstacle}"
 
-    def _quantized(self, side: Side, states: Tensor, keys: Tensor, values: Tensor) -> KVPair:
+    def _quantized(self, side: Side, states: Tensor, finite: Tensor | None) -> KVPair:
         """Codes and parameters of states of whole blocks: smoothed keys, or the values."""
-        quantizer, finite = self._quantizers[side], _finite_tokens(keys, values)
+        quantizer = self._quantizers[side]
         with without_autocast(states.device):
             groups = quantizer.quantize(states if finite is None else torch.where(finite, states, 0))
         check_groups(groups, quantizer.format, states)
@@ -378,10 +381,11 @@ def _finite_tokens(keys: Tensor, values: Tensor) -> Tensor | None:
 
     A sum is not finite if one number is not, and takes a fraction of the time of looking at each number.
     """
-    if keys.is_cpu and type(keys) is Tensor and type(values) is Tensor:
-        sums = keys.sum(dtype=torch.float32), values.sum(dtype=torch.float32)
-        if all(bool(total.isfinite()) for total in sums):
-            return None
+    if all(
+        states.is_cpu and type(states) is Tensor and bool(states.sum(dtype=torch.float32).isfinite())
+        for states in (keys, values)
+    ):
+        return None
     return (keys.isfinite().all(-1) & values.isfinite().all(-1)).unsqueeze(-1)
 
 

@@ -396,13 +396,13 @@ class Directory:
         """The file of a node, all bytes of which were compared with their digest, or what is wrong with it."""
         if isinstance(content, KVLayersError):
             return content
-        path, head = self.backend.path_of(node.name), node.head
+        path = self.backend.path_of(node.name)
         replaced = CacheFileError(f"{path} was replaced: it no longer holds the tokens of its entry.")
         try:
             # Compared now, and not only when the store was opened, since other processes may write to the directory.
             read = ranges_of(content)
-            is_same = read(0, len(head.content)) == head.content
-            return NodeFile(TensorFile(path, head.header, read), head) if is_same else replaced
+            is_same = read(0, len(node.content)) == node.content
+            return NodeFile(TensorFile(path, node.header, read), node) if is_same else replaced
         except KVLayersError as error:
             return error
 

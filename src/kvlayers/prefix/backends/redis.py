@@ -2,7 +2,6 @@
 
 import contextlib
 import importlib
-import re
 import secrets
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor

@@ -111,28 +111,6 @@ class NeedsConfigError(Exception):
     """A file is in order, but its cache cannot be made without the model's config. It never leaves kvlayers."""
 
 
-@dataclass(frozen=True)
-class FileCandidate:
-    """An entry in files that may serve a prompt. It does not change, whatever becomes of the entry.
-
-    Attributes:
-        entry: the entry.
-        ids: its tokens.
-        path: path of the file with its last tokens.
-        shared: number of tokens that it shares with the prompt and that are to be found.
-    """
-
-    entry: PrefixEntry
-    ids: Tokens
-    path: str
-    shared: int
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether all of its tokens are needed. Such an entry certainly works."""
-        return len(self.ids) <= self.shared
-
-
 class Directory:
     """The files of a store. Threads may share a directory.
 
@@ -298,7 +276,7 @@ class Directory:
 
     def load(
         self,
-        stored: FileCandidate,
+        path: str,
         length: int,
         config: object | None,
         device: torch.device | str | None,
@@ -307,7 +285,7 @@ class Directory:
         """The cache of an entry, rolled back to `length` tokens, or as near before that as it can.
 
         Args:
-            stored: the entry.
+            path: path of the file with its last tokens.
             length: how many of its first tokens are needed.
             config: config of the model, for layers that need it.
             device: device of the states, `None` for the host.
@@ -323,19 +301,19 @@ class Directory:
             CachePathError: it no longer exists.
             NeedsConfigError: its layers cannot be made without `config`.
         """
-        chain = self._chain(stored.path)
+        chain = self._chain(path)
         if not chain:
             raise GoneError("the entry has no file any more.")
         end = chain[-1].record
         needs_config = not all(kind in LAYER_CLASSES for kind in end.entry.layers)
         if needs_config and config is None:
             raise NeedsConfigError
-        length = min(length, len(stored.ids))
+        length = min(length, chain[-1].end)
         first, stop = span_needed(end, length)
         if end.entry.cuttable:
             chain = [node for node in chain if node.record.start < stop]
         chain = [node for node in chain if node.record.stop > first or node is chain[-1]]
-        read, length = self._read(stored.path, chain, length, end.entry.cuttable, deadline)
+        read, length = self._read(path, chain, length, end.entry.cuttable, deadline)
         place = torch.device("cpu") if device is None else checked_device(device)
         cut = length if end.entry.cuttable else None
         try:

@@ -30,6 +30,7 @@ ANSWER_SECONDS = 30
 TOUCH_SECONDS = 1.0
 """How long a reader waits at most until it is recorded that a file was used."""
 
+
 class RedisBackend(RemoteBackend):
     """Files under keys with a common prefix, and an index of them by uses.
 

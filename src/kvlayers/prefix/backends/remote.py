@@ -33,6 +33,7 @@ BATCH_BYTES = 32 * 2**20
 BATCHES_AT_ONCE = 2
 """Batches of whole files that are in memory, or on their way to it, at the same time."""
 
+
 class ByteRange(NamedTuple):
     """A range of bytes of a file: from `start` up to, but not including, `end`."""
 

@@ -101,8 +101,7 @@ def scores_of(rule: EvictionRule, layer: dict[str, Tensor]) -> Tensor:
 
 
 def sets_of(kept: KeptTokens) -> list[set[int]]:
-    heads = zip(kept.indices[0], kept.counts[0].tolist(), strict=True)
-    return [set(head[len(head) - count :].tolist()) for head, count in heads]
+    return [set(head.nonzero().flatten().tolist()) for head in kept.mask[0]]
 
 
 def distances(scores: Tensor, kept: list[set[int]], expected: list[set[int]]) -> list[float]:

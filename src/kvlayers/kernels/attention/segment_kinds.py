@@ -4,7 +4,7 @@ import functools
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -132,8 +132,11 @@ class DenseSegment:
         value_slots: the slots that hold the values.
         rows: which sequence of the segment each sequence of the batch reads; `None` if each reads its own.
         start: first slot of the segment.
+        smoothing: keys in full precision were not smoothed.
         kernel_cache: what kernels have prepared for the segment.
     """
+
+    smoothing: ClassVar[None] = None
 
     def __init__(
         self,
@@ -149,6 +152,11 @@ class DenseSegment:
         self.kernel_cache = KernelCache()
         self._slots = slots
         self._states = (key_slots, value_slots) if slots is None else None
+
+    @property
+    def source(self) -> "DenseSegment":
+        """The segment that holds the states."""
+        return self
 
     @property
     def tokens(self) -> int:
@@ -239,6 +247,11 @@ class PackedSegment:
     kernel_cache: KernelCache = field(default_factory=KernelCache, init=False, repr=False)
 
     @property
+    def source(self) -> "PackedSegment":
+        """The segment that holds the states."""
+        return self
+
+    @property
     def batch(self) -> int:
         """Sequences of the segment."""
         return self.keys.codes.shape[0]
@@ -294,16 +307,9 @@ class PackedSegment:
             first = self.first if start == 0 else 0
             yield replace(piece, first=first, ends=None if self.ends is None else self.ends[some], rows=None)
 
-    def dequantized(self, side: Side) -> Tensor:
-        """States of one side, float32 `[batch, kv_heads, tokens, head_dim]`, still rotated if they were packed so."""
-        return self._held(self.side(side).dequantized())
-
     def states(self, side: Side, dtype: torch.dtype) -> Tensor:
         """States of one side, `[batch, kv_heads, tokens, head_dim]` of a dtype, rotated back."""
-        return self._held(self.side(side).states(dtype))
-
-    def _held(self, states: Tensor) -> Tensor:
-        """The states of held tokens, among those of whole blocks."""
+        states = self.side(side).states(dtype)
         if self.ends is None:
             return states[:, :, self.first :]
         runs = [[self.first, 0]]

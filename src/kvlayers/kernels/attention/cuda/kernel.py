@@ -33,7 +33,7 @@ from kvlayers.kernels.attention.cuda.plan import (
 from kvlayers.kernels.attention.cuda.specs import ADDED_MASK, BOOL_MASK, NO_MASK
 from kvlayers.kernels.attention.fused import unexpanded
 from kvlayers.kernels.attention.segment_kinds import DENSE_PIECE_TOKENS, DenseSegment, PackedSegment, SegmentRows
-from kvlayers.kernels.attention.segments import GatheredSegment, KVSegments, smoothing_of
+from kvlayers.kernels.attention.segments import GatheredSegment, KVSegments
 from kvlayers.kernels.codes.smoothing import KeySmoothing
 
 logger = logging.getLogger(__name__)
@@ -121,13 +121,12 @@ def _reads_of(segments: KVSegments) -> list[Read] | str:
         plan = plan_of(source)
         if isinstance(plan, str):
             return plan
-        smoothing = smoothing_of(source)
         if isinstance(segment, GatheredSegment):
             # Each sequence reads its own pieces, so several are not rows of one product even if they share a source.
             pieces = segment.starts.shape[2] if source.tokens else 0
-            read = Read(plan, pieces, column, 1, source.rows, _tables_of(segment), [], smoothing)
+            read = Read(plan, pieces, column, 1, source.rows, _tables_of(segment), [], source.smoothing)
         else:
-            read = Read(plan, plan.blocks, column, *_readers(segment.rows), None, [], smoothing)
+            read = Read(plan, plan.blocks, column, *_readers(segment.rows), None, [], source.smoothing)
         (packed if isinstance(source, PackedSegment) else gathered).append(read)
     reads = packed + gathered
     if not reads:

@@ -264,7 +264,7 @@ class PackedSegment:
     @functools.cached_property
     def head_dims(self) -> tuple[int, int]:
         """Channels of a key, and of a value."""
-        return self.keys.head_dim, self.values.head_dim
+        return self.keys.layout.head_dim, self.values.layout.head_dim
 
     @property
     def blocks(self) -> int:
@@ -274,7 +274,7 @@ class PackedSegment:
     @property
     def tokens(self) -> int:
         """Tokens in the segment."""
-        held = self.blocks * self.keys.block_tokens if self.ends is None else sum(self.ends)
+        held = self.blocks * self.keys.layout.block_tokens if self.ends is None else sum(self.ends)
         return held - self.first
 
     def side(self, side: Side) -> PackedSide:
@@ -299,7 +299,7 @@ class PackedSegment:
     def pieces(self, tokens: int) -> Iterator["PackedSegment"]:
         """The segment in pieces of about `tokens` tokens, whole blocks, of which each sequence of the batch reads its
         own."""
-        blocks = max(tokens // self.keys.block_tokens, 1)
+        blocks = max(tokens // self.keys.layout.block_tokens, 1)
         for start in range(0, self.blocks, blocks):
             some = slice(start, start + blocks)
             parts = (states[:, :, some] for states in self.tensors)
@@ -314,7 +314,7 @@ class PackedSegment:
             return states[:, :, self.first :]
         runs = [[self.first, 0]]
         for block, end in enumerate(self.ends):
-            start = block * self.keys.block_tokens
+            start = block * self.keys.layout.block_tokens
             if block and runs[-1][1] != start:
                 runs.append([start, start])
             runs[-1][1] = start + end

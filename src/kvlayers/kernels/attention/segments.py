@@ -128,7 +128,7 @@ class GatheredSegment:
         Args:
             tokens: about so many tokens at a time, or one piece.
         """
-        size = DENSE_PIECE_TOKENS if isinstance(self.source, DenseSegment) else self.source.keys.block_tokens
+        size = DENSE_PIECE_TOKENS if isinstance(self.source, DenseSegment) else self.source.keys.layout.block_tokens
         step = max(tokens // size, 1)
         for first in range(0, self.starts.shape[2] if self.source.tokens and self.width else 0, step):
             some = slice(first, first + step)
@@ -144,7 +144,7 @@ class GatheredSegment:
         starts, counts, columns = self.starts[..., some], self.counts[..., some], self.columns[..., some]
         size, evicted = DENSE_PIECE_TOKENS, 0
         if isinstance(self.source, PackedSegment):
-            size, evicted = self.source.keys.block_tokens, self.source.first
+            size, evicted = self.source.keys.layout.block_tokens, self.source.first
         token = torch.arange(size, device=starts.device).expand(*starts.shape, size)
         if evicted:
             token = token - torch.where(starts == 0, evicted, 0)[..., None]

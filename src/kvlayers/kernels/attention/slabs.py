@@ -144,7 +144,7 @@ class SlabOfCodes(Slab):
     @override
     def products(self, query: Tensor) -> Tensor:
         keys = self.segment.keys
-        rotated = rotate(query) if keys.format.rotated else query
+        rotated = rotate(query) if keys.layout.format.rotated else query
         by_block = rotated.unsqueeze(2).expand(-1, -1, keys.blocks, -1, -1)
         return keys.products(by_block).transpose(2, 3).flatten(3)[..., self.segment.first :]
 
@@ -153,16 +153,16 @@ class SlabOfCodes(Slab):
         values = self.segment.values
         if self.segment.first:
             weights = torch.nn.functional.pad(weights, (self.segment.first, 0))
-        by_block = torch.unflatten(weights, 3, (-1, values.block_tokens)).transpose(2, 3)
+        by_block = torch.unflatten(weights, 3, (-1, values.layout.block_tokens)).transpose(2, 3)
         sums = values.products(by_block).sum(2)
-        return rotate(sums) if values.format.rotated else sums
+        return rotate(sums) if values.layout.format.rotated else sums
 
 
 def slabs_on_cpu(segments: KVSegments, rows: int) -> Iterator[Slab]:
     """All segments in slabs for so many rows of queries of each KV head, of codes where these are few."""
     for position, segment in segments.with_columns:
         source = segment.source
-        least = CPU_MINIMUM_BLOCK_TOKENS if isinstance(source, DenseSegment) else source.keys.block_tokens
+        least = CPU_MINIMUM_BLOCK_TOKENS if isinstance(source, DenseSegment) else source.keys.layout.block_tokens
         tokens = min(max(CPU_SCORES_AT_ONCE // max(rows, 1), least), CPU_MAXIMUM_TOKENS_AT_ONCE)
         of_codes = (
             isinstance(segment, PackedSegment)
@@ -202,7 +202,7 @@ def _divided(
         for padded, columns in segment.padded_pieces(tokens):
             yield Slab(position, padded, dtype, columns)
         return
-    for piece in filter(lambda piece: piece.tokens, segment.pieces(tokens)):
+    for piece in (some for some in segment.pieces(tokens) if some.tokens):
         yield kind(position, piece, dtype)
         position += piece.tokens
 

@@ -17,7 +17,7 @@ from kvlayers.generation.prefix_reuse.active_store import required_store
 from kvlayers.generation.row_decoding import Drafter, drafter_of
 from kvlayers.prefix import PrefixStore
 from kvlayers.upstream import generate_calls, model_types
-from kvlayers.utils.options import check_whole_number, suggestion
+from kvlayers.utils.options import check_whole_number, checks_options, suggestion
 
 MAX_NEW_TOKENS = 128
 
@@ -49,6 +49,7 @@ class Generated:
     error: Exception | None = None
 
 
+@checks_options
 def generate_many(
     model: Any,
     prompts: Iterable[Any],
@@ -167,7 +168,7 @@ def generate_many(
     if left:
         raise OptionError(
             f"`options` must be options of a GenerationConfig, got {', '.join(sorted(left))}: "
-            f"{suggestion(min(left), vars(config)) or 'leave them out.'}"
+            f"{suggestion(min(left), [*generate_many.__annotations__, *vars(config)]) or 'leave them out.'}"
         )
     if (mode := config.get_generation_mode().value) not in ("greedy_search", "sample") or (
         config.num_return_sequences or 1

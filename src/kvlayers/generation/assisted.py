@@ -203,8 +203,11 @@ def decode(
     if not rolls_back and not _sees_again(model, cache, input_ids, kwargs):
         return original(model, input_ids, **kwargs)
     replay = _Replay(model, rolling_back(cache) if rolls_back else cache, kwargs["generation_config"])
-    view = ModelView(model, prepare_inputs_for_generation=replay.prepare_inputs)
-    output = original(view, input_ids, **{**kwargs, name: replay.cache})
+    output = original(
+        ModelView(model, prepare_inputs_for_generation=replay.prepare_inputs),
+        input_ids,
+        **{**kwargs, name: replay.cache},
+    )
     is_output = isinstance(output, ModelOutput)
     if rolls_back:
         replay.complete(output.sequences if is_output else output)

@@ -29,9 +29,10 @@ from kvlayers.persistence.rebuild import (
 from kvlayers.persistence.safetensors_header import TOKEN_IDS, checked_path
 from kvlayers.persistence.tensor_file import opened_file
 from kvlayers.upstream.model_types import config_of
-from kvlayers.utils.options import checked_device
+from kvlayers.utils.options import checked_device, checks_options
 
 
+@checks_options
 def load_cache(
     path: str | os.PathLike[str],
     device: torch.device | str | None = None,

@@ -251,8 +251,9 @@ def test_kernels_are_those_that_torch_may_use_now(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(cuda, "can_use_efficient_attention", lambda asked: cuda.mem_efficient_sdp_enabled())
 
     def found() -> tuple[bool, bool]:
-        kernels = fused.kernels_for(torch.device("cuda", 77), torch.bfloat16, 128, 128)
-        return kernels.unmasked is not None, kernels.masked is not None
+        device, dtype = torch.device("cuda", 77), torch.bfloat16
+        unmasked, masked = (fused.kernel_for(device, dtype, (128, 128), has_mask) for has_mask in (False, True))
+        return unmasked is not None, masked is not None
 
     with sdpa_kernel(SDPBackend.MATH):
         assert found() == (False, False)

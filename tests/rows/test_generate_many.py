@@ -170,6 +170,29 @@ def test_answers_come_as_they_end_and_prompts_are_asked_for_as_rows_become_free(
     assert sorted(answer.index for answer in (first, *answers)) == list(range(len(PROMPTS)))
 
 
+def test_max_bytes_are_those_of_all_rows_and_prompts_wait_rather_than_being_rounded() -> None:
+    model, rows = tiny_model("llama"), []
+
+    def count(_: Any, args: Any, arguments: Any) -> None:
+        rows.append(arguments.get("cache", arguments.get("past_key_values")).batch_size or 0)
+
+    max_bytes = 3 * kvlayers.plan(model.config, 512, names=["dynamic"]).caches[0].device_bytes
+    with model.register_forward_pre_hook(count, with_kwargs=True):
+        answers = many(model, in_order=True, max_rows=9, cache_config={"max_bytes": max_bytes, "ladder": ("int8",)})
+    assert [answer.ids.tolist() for answer in answers] == [alone(model, ids) for ids in PROMPTS]
+    assert 2 <= max(rows) <= 6
+
+
+def test_an_answer_that_outgrows_max_bytes_fails_alone() -> None:
+    model = tiny_model("llama")
+    of_a_token = kvlayers.plan(model.config, 512, names=["dynamic"]).caches[0].device_bytes // 512
+    long, *short = [prompt(1, 40, 1)[0], *PROMPTS[:3]]
+    answers = many(model, [*short[:1], long, *short[1:]], in_order=True, cache_config={"max_bytes": 42 * of_a_token})
+    assert isinstance(answers[1].error, kvlayers.errors.CapacityError)
+    others = [answer.ids.tolist() for answer in answers if answer.index != 1]
+    assert others == [alone(model, ids) for ids in short]
+
+
 @pytest.mark.parametrize("cache", ["dynamic", "int4", "static"])
 def test_rows_take_no_more_than_the_memory(cache: str) -> None:
     model, taken = tiny_model("llama"), []

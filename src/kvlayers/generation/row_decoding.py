@@ -15,7 +15,7 @@ from torch import Tensor
 from kvlayers.core.cache import Cache
 from kvlayers.core.dynamic_cache import DynamicCache
 from kvlayers.core.preparation import drops_padding, left_padding_of
-from kvlayers.errors import OptionError, RollbackError
+from kvlayers.errors import CapacityError, OptionError, RollbackError
 from kvlayers.generation import retried_pass
 from kvlayers.generation.prefill import PER_TOKEN_ARGUMENTS, is_told_positions, pass_tokens
 from kvlayers.rope.from_config import frequencies_within
@@ -227,7 +227,12 @@ class RowDecoder:
         # A shorter draft is filled up by its last token, which nobody looks at.
         passed = [[row.last, *draft] for row, draft in zip(self.rows, drafts, strict=True)]
         tokens = torch.tensor([own + own[-1:] * (new - len(own)) for own in passed], device=self._model.device)
-        logits = self._pass(tokens, cache)
+        try:
+            logits = self._pass(tokens, cache)
+        except CapacityError as error:
+            # It comes before any row has taken in a token. Without the longest one, the others may go on.
+            self.errors[max(self.rows, key=lambda row: row.tokens)] = error
+            return
         greatest = logits.argmax(-1).tolist()
         for index, (row, draft) in enumerate(zip(self.rows, drafts, strict=True)):
             self._take(row, draft, logits[index], greatest[index])

@@ -138,7 +138,11 @@ class EvictingLayer(TokenLayer):
     def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> KVPair:
         self._check_settled()
         store, progress, options = self._store, self._progress, self.options
-        tokens = key_states.shape[2] if key_states.dim() == 4 else store.validate(key_states, value_states)
+        tokens = (
+            key_states.shape[2]
+            if isinstance(key_states, Tensor) and key_states.dim() == 4
+            else store.validate(key_states, value_states)
+        )
         progress.check_batch(key_states.shape[0])
         seen = self._seen + tokens
         is_due = progress.is_due(seen, slack=0) if tokens > 1 else progress.is_due_in_steps(seen)

@@ -155,7 +155,11 @@ class RecallLayer(DynamicLayer):
         store, bounds, pages = self._store, self._bounds, self.recall.pages
         if pages == "all":
             return store.take_in(key_states, value_states)
-        new = key_states.shape[2] if key_states.dim() == 4 else store.validate(key_states, value_states)
+        new = (
+            key_states.shape[2]
+            if isinstance(key_states, Tensor) and key_states.dim() == 4
+            else store.validate(key_states, value_states)
+        )
         if not store.length:
             store.validate(key_states, value_states)
             self._bounds = bounds = self._without_pages()

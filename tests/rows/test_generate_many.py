@@ -83,6 +83,33 @@ def test_a_chunk_does_not_change_what_is_kept(cache: str, options: dict[str, Any
             assert answer.ids.tolist() == alone(model, ids, cache, **how, **asked)
 
 
+def test_as_many_prompts_are_read_between_two_steps_as_fit_into_a_chunk() -> None:
+    model, lengths = fresh_model("llama"), (6, 5, 2, 7, 4, 3, 8, 2, 15, 5)
+    prompts = [prompt(1, tokens, tokens)[0] for tokens in lengths]
+    passes: list[tuple[int, int]] = []
+    said: dict[int, int] = {}
+
+    def ends(number: int, token: int) -> bool:
+        """The first row goes on, and others leave with their second token, so that those that wait join together."""
+        said[number] = said.get(number, 0) + 1
+        return number > 0 and said[number] == 2
+
+    def look(_: Any, given: Any, arguments: Any) -> None:
+        passes.append(tuple(arguments["input_ids"].shape if "input_ids" in arguments else given[0].shape))
+
+    with model.register_forward_pre_hook(look, with_kwargs=True):
+        answers = many(model, prompts, max_rows=4, chunk_tokens=10, in_order=True, on_token=ends)
+    assert passes[:14] == [
+        *((1, 6), (1, 5), (1, 2), (1, 7), (4, 1)),
+        *((1, 4), (1, 3), (3, 1)),
+        *((1, 8), (1, 2), (3, 1)),
+        *((1, 10), (1, 1)),
+        (1, 5),
+    ]
+    expected = [alone(model, ids) for ids in prompts]
+    assert [answer.ids.tolist() for answer in answers] == [expected[0], *(answer[:2] for answer in expected[1:])]
+
+
 def test_pad_tokens_of_a_tensor_are_padding_as_in_generate() -> None:
     model = fresh_model("llama", pad_token_id=0, eos_token_id=None)
     texts = [prompt(1, 4)[0], prompt(1, 9, seed=1)[0]]
@@ -141,6 +168,29 @@ def test_answers_come_as_they_end_and_prompts_are_asked_for_as_rows_become_free(
     assert first.index in (0, 1)
     assert asked == [0, 1]
     assert sorted(answer.index for answer in (first, *answers)) == list(range(len(PROMPTS)))
+
+
+def test_max_bytes_are_those_of_all_rows_and_prompts_wait_rather_than_being_rounded() -> None:
+    model, rows = tiny_model("llama"), []
+
+    def count(_: Any, args: Any, arguments: Any) -> None:
+        rows.append(arguments.get("cache", arguments.get("past_key_values")).batch_size or 0)
+
+    max_bytes = 3 * kvlayers.plan(model.config, 512, names=["dynamic"]).caches[0].device_bytes
+    with model.register_forward_pre_hook(count, with_kwargs=True):
+        answers = many(model, in_order=True, max_rows=9, cache_config={"max_bytes": max_bytes, "ladder": ("int8",)})
+    assert [answer.ids.tolist() for answer in answers] == [alone(model, ids) for ids in PROMPTS]
+    assert 2 <= max(rows) <= 6
+
+
+def test_an_answer_that_outgrows_max_bytes_fails_alone() -> None:
+    model = tiny_model("llama")
+    of_a_token = kvlayers.plan(model.config, 512, names=["dynamic"]).caches[0].device_bytes // 512
+    long, *short = [prompt(1, 40, 1)[0], *PROMPTS[:3]]
+    answers = many(model, [*short[:1], long, *short[1:]], in_order=True, cache_config={"max_bytes": 42 * of_a_token})
+    assert isinstance(answers[1].error, kvlayers.errors.CapacityError)
+    others = [answer.ids.tolist() for answer in answers if answer.index != 1]
+    assert others == [alone(model, ids) for ids in short]
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "int4", "static"])

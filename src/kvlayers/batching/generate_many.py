@@ -17,7 +17,7 @@ from kvlayers.generation.prefix_reuse.active_store import required_store
 from kvlayers.generation.row_decoding import Drafter, drafter_of
 from kvlayers.prefix import PrefixStore
 from kvlayers.upstream import generate_calls, model_types
-from kvlayers.utils.options import check_whole_number, suggestion
+from kvlayers.utils.options import check_whole_number, checks_options, suggestion
 
 MAX_NEW_TOKENS = 128
 
@@ -49,6 +49,7 @@ class Generated:
     error: Exception | None = None
 
 
+@checks_options
 def generate_many(
     model: Any,
     prompts: Iterable[Any],
@@ -94,7 +95,7 @@ def generate_many(
         prefix_store: a store in which prompts are looked up, and into which they are inserted.
         namespace: the namespace in the store.
         in_order: answers come in the order of the prompts, rather than as they end.
-        chunk_tokens: most tokens of a prompt that are read between two steps of the other rows. A prompt is read
+        chunk_tokens: most tokens of prompts that are read between two steps of the other rows. A prompt is read
             whole if what its cache holds would depend on it (caches that evict or round), or in chunks of
             `prefill_chunk_size`, as `model.generate` does.
         prompt_lookup_num_tokens: tokens of drafts that are looked up in the row itself, as in transformers; `None` for
@@ -167,7 +168,7 @@ def generate_many(
     if left:
         raise OptionError(
             f"`options` must be options of a GenerationConfig, got {', '.join(sorted(left))}: "
-            f"{suggestion(min(left), vars(config)) or 'leave them out.'}"
+            f"{suggestion(min(left), [*generate_many.__annotations__, *vars(config)]) or 'leave them out.'}"
         )
     if (mode := config.get_generation_mode().value) not in ("greedy_search", "sample") or (
         config.num_return_sequences or 1

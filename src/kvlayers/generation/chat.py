@@ -121,10 +121,6 @@ class Chat:
 
     def _checked_cache(self, cache: Cache | str | None) -> Cache | None:
         """The cache of the chat's own, `None` with a store, which has one for each turn."""
-        if cache is not None and not isinstance(cache, Cache | str):
-            raise OptionError(
-                f"`cache` must be a cache of kvlayers or a name, got a {type(cache).__name__}: pass for example 'int4'."
-            )
         if self._store is not None:
             if isinstance(cache, Cache):
                 raise OptionError(
@@ -135,7 +131,9 @@ class Chat:
                 requested_cache(cache, None)
             return None
         if not isinstance(cache, Cache):
-            made = make_cache(cache or "dynamic", self._model, batch_size=1, device=self._model.device)
+            made = make_cache(
+                "dynamic" if cache is None else cache, self._model, batch_size=1, device=self._model.device
+            )
             if not isinstance(made, Cache):
                 raise OptionError(
                     f"`cache` must be the name of a cache of kvlayers, got '{cache}', which is transformers' own: "
@@ -311,8 +309,7 @@ class Chat:
         return loaded
 
     def __repr__(self) -> str:
-        states = repr(self._store if self._cache is None else self._cache)
-        return f"Chat({len(self.messages)} messages, {states})"
+        return f"Chat({len(self.messages)} messages, {self._store if self._cache is None else self._cache!r})"
 
 
 def _rolled_back(cache: Cache, length: int) -> int:
@@ -375,7 +372,8 @@ def _read(path: str | os.PathLike[str], text: str | None) -> tuple[list[Message]
     try:
         chat = json.loads(text)
         template_kwargs = chat["chat_template_kwargs"]
-        messages = [_checked(message) for message in chat["messages"]]
-        return messages, None if template_kwargs is None else dict(template_kwargs)
+        return [_checked(message) for message in chat["messages"]], None if template_kwargs is None else dict(
+            template_kwargs
+        )
     except (ValueError, LookupError, TypeError, OptionError) as error:
         raise CacheFileError(f"{os.fspath(path)} holds no chat that Chat.save() has written: {error}") from error

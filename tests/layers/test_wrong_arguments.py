@@ -72,3 +72,15 @@ def test_what_are_no_indices_is_named(kind: str, indices: str, member: str) -> N
     with pytest.raises(kvlayers.errors.BatchIndexError, match=r"must .* got "):
         getattr(layer, member)(NOT_INDICES[indices])
     check_unchanged(layer, before)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.startswith(("recall", "sliding", "sink", "evicting"))])
+def test_padding_is_not_dropped_of_tokens_that_are_counted_beside_the_store(kind: str) -> None:
+    """Pages and windows would stand at other tokens than before."""
+    layer = filled(kind)
+    with pytest.raises(
+        kvlayers.errors.UnsupportedLayerError, match=r"`attention_mask` must have no padding for a .*Layer"
+    ):
+        kvlayers.Rows(
+            kvlayers.Cache(layers=[layer]), torch.tensor([[1] * layer.length, [0] + [1] * (layer.length - 1)])
+        )

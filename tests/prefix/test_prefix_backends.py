@@ -173,6 +173,8 @@ def test_damaged_files_are_skipped_reported_once_and_written_anew(
     put(store, [2, 5, 6])
     (other,) = set(files.names()) - {one}
     content = bytearray(files.read(other))
+    # A server has no difference between an empty value and none.
+    is_damage = damage != "gone" and not (damage == "empty" and isinstance(files, ServerFiles))
     positions = {"header": 20, "ids": content.find(struct.pack("<3q", 2, 5, 6))}
     if damage == "gone":
         files.delete(other)
@@ -189,8 +191,8 @@ def test_damaged_files_are_skipped_reported_once_and_written_anew(
                 assert covered(each, [1, 5, 6]) == 3
                 each.refresh()
             now = each.statistics
-            assert (now.damaged, now.failed_reads) == (damage != "gone", 0)
-    assert len(caplog.records) == (0 if damage == "gone" else 2)
+            assert (now.damaged, now.failed_reads) == (is_damage, 0)
+    assert len(caplog.records) == 2 * is_damage
     assert all(tempfile.gettempdir() + "/kvlayers-" not in text for text in caplog.messages)
     put(store, [2, 5, 6])
     assert covered(PrefixStore(ROOM, files.url), [2, 5, 6]) == 3

@@ -12,13 +12,18 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from backend_cases import covered, filled
 from controlled_backend import READS, WRITES, ControlledBackend, use
 from kvlayers import CapacityError, DynamicCache, OptionError, PrefixStore
+from kvlayers.prefix import LeastRecentlyUsed, PrefixEntry
 from kvlayers.prefix.backends.local import LocalBackend
+from kvlayers.prefix.directory import Directory
+from kvlayers.prefix.index import EntryIndex
+from kvlayers.prefix.write_queue import WriteQueue
 
 ROOM = 2**30
 BOUND = 0.05
@@ -230,6 +235,29 @@ def test_a_longer_entry_is_written_in_place_of_the_one_that_waits(closed_for_wri
     assert (covered(other, [1, 2, 3]), covered(other, [7, 7, 7])) == (3, 3)
     assert store.flush()
     assert len(PrefixStore(ROOM, "elsewhere")) == 2
+
+
+def test_an_entry_is_written_though_the_job_of_the_one_that_it_replaces_has_not_ended(
+    backend: ControlledBackend,
+) -> None:
+    changed = threading.Condition(threading.Lock())
+    index, directory = EntryIndex(ROOM, LeastRecentlyUsed(), has_directory=True), Directory(backend)
+    queue = WriteQueue(index, directory, 1, changed)
+    # The first entry is in a file, and what exceeds the bytes of the directory is being looked for.
+    gate = Gate(backend, {"last_uses"})
+    old, new = (PrefixEntry("label", np.arange(length)) for length in (3, 4))
+    with changed:
+        index.enter(old, filled([0, 1, 2]), ())
+        queue.write([old])
+    assert gate.arrived.wait(60)
+    with changed:
+        index.enter(new, filled([0, 1, 2, 3]), ())
+        queue.write_instead(old, new)
+        queue.write([new])
+    gate.open()
+    with changed:
+        assert queue.wait(time.monotonic() + MARGIN)
+    assert (queue.spilled, queue.pending_writes) == (2, 0)
 
 
 def test_what_is_cleared_while_it_is_written_is_gone(closed_for_writing: Gate) -> None:

@@ -83,6 +83,33 @@ def test_a_chunk_does_not_change_what_is_kept(cache: str, options: dict[str, Any
             assert answer.ids.tolist() == alone(model, ids, cache, **how, **asked)
 
 
+def test_as_many_prompts_are_read_between_two_steps_as_fit_into_a_chunk() -> None:
+    model, lengths = fresh_model("llama"), (6, 5, 2, 7, 4, 3, 8, 2, 15, 5)
+    prompts = [prompt(1, tokens, tokens)[0] for tokens in lengths]
+    passes: list[tuple[int, int]] = []
+    said: dict[int, int] = {}
+
+    def ends(number: int, token: int) -> bool:
+        """The first row goes on, and others leave with their second token, so that those that wait join together."""
+        said[number] = said.get(number, 0) + 1
+        return number > 0 and said[number] == 2
+
+    def look(_: Any, given: Any, arguments: Any) -> None:
+        passes.append(tuple(arguments["input_ids"].shape if "input_ids" in arguments else given[0].shape))
+
+    with model.register_forward_pre_hook(look, with_kwargs=True):
+        answers = many(model, prompts, max_rows=4, chunk_tokens=10, in_order=True, on_token=ends)
+    assert passes[:14] == [
+        *((1, 6), (1, 5), (1, 2), (1, 7), (4, 1)),
+        *((1, 4), (1, 3), (3, 1)),
+        *((1, 8), (1, 2), (3, 1)),
+        *((1, 10), (1, 1)),
+        (1, 5),
+    ]
+    expected = [alone(model, ids) for ids in prompts]
+    assert [answer.ids.tolist() for answer in answers] == [expected[0], *(answer[:2] for answer in expected[1:])]
+
+
 def test_pad_tokens_of_a_tensor_are_padding_as_in_generate() -> None:
     model = fresh_model("llama", pad_token_id=0, eos_token_id=None)
     texts = [prompt(1, 4)[0], prompt(1, 9, seed=1)[0]]

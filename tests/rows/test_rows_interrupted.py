@@ -38,7 +38,7 @@ def merged(model: Any, cache: str) -> Any:
 @torch.no_grad()
 def step(model: Any, cache: Any, ids: Tensor) -> Tensor:
     rows = kvlayers.Rows(cache)
-    attends = any(layer.attends for layer in cache.layers)
+    attends = any(layer.traits.attends for layer in cache.layers)
     positions = {"position_ids": rows.position_ids()} if attends else {}
     logits: Tensor = model(ids, attention_mask=rows.attention_mask(), **positions, **given(cache)).logits
     return logits[:, -1]
@@ -153,7 +153,7 @@ def test_a_row_that_cannot_be_put_back_is_refused_by_name() -> None:
 def test_recurrent_rows_that_were_interrupted_are_refused_by_name(family: str) -> None:
     model = tiny_model(family)
     rows = merged(model, "dynamic")
-    layer = next(layer for layer in rows.layers if layer.is_recurrent)
+    layer = next(layer for layer in rows.layers if layer.traits.is_recurrent)
     layer.rows[1].update_conv_state = interrupted
     with pytest.raises(KeyboardInterrupt):
         step(model, rows, prompt(2, 1, 9))

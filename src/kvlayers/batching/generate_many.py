@@ -95,7 +95,7 @@ def generate_many(
         prefix_store: a store in which prompts are looked up, and into which they are inserted.
         namespace: the namespace in the store.
         in_order: answers come in the order of the prompts, rather than as they end.
-        chunk_tokens: most tokens of a prompt that are read between two steps of the other rows. A prompt is read
+        chunk_tokens: most tokens of prompts that are read between two steps of the other rows. A prompt is read
             whole if what its cache holds would depend on it (caches that evict or round), or in chunks of
             `prefill_chunk_size`, as `model.generate` does.
         prompt_lookup_num_tokens: tokens of drafts that are looked up in the row itself, as in transformers; `None` for

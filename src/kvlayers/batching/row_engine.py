@@ -93,7 +93,7 @@ class RowEngine(Generic[Kind]):
         active: the store in which prompts are looked up, and into which they are inserted.
         max_rows: most requests that are read or decoded at a time. A model that keeps states in its modules has one.
         memory: bytes that all rows may take, or a share of what is free; `None` for half of it.
-        chunk_tokens: most tokens of a prompt that are read between two steps of the other rows. Prompts are read whole
+        chunk_tokens: most tokens of prompts that are read between two steps of the other rows. A prompt is read whole
             if what a cache holds would depend on it.
         drafter: makes drafts, `None` for no drafts.
         room_for_drafts: tokens of a draft.
@@ -123,13 +123,14 @@ class RowEngine(Generic[Kind]):
         check_positions(model)
         if named.name == AUTO:
             raise OptionError(f"`cache` must be one cache for all rows, got {AUTO!r}: name it, and pass `memory`.")
+        self._between_steps = chunk_tokens
         # Now, so that wrong options are refused before the first prompt.
         example = self._empty_cache(1 + int(config.max_new_tokens))
         is_kept_elsewhere = model_types.kept_states(model) is not None
         if is_kept_elsewhere:
             # Its modules have states of one sequence, and a pass of several tokens begins another one.
             max_rows, chunk_tokens = 1, sys.maxsize
-        elif any(layer.is_upstream or layer.fidelity != "exact" for layer in example.adapted_layers()):
+        elif any(layer.traits.is_upstream or layer.fidelity != "exact" for layer in example.adapted_layers()):
             chunk_tokens = config.prefill_chunk_size or sys.maxsize
         if drafter is not None and (is_kept_elsewhere or example.recurrent_parts()):
             raise OptionError(
@@ -169,9 +170,11 @@ class RowEngine(Generic[Kind]):
         """
         # As long as no row leaves, those that wait wait on, and only new ones are looked at.
         place = 0 if len(self.held) < self._held_before else len(self._waiting)
-        if place and any(each.overtaken >= MAX_OVERTAKEN for each in self._waiting):
-            return
-        while len(self.held) < self._max_rows and place <= MAX_OVERTAKEN:
+        while (
+            len(self.held) < self._max_rows
+            and place <= MAX_OVERTAKEN
+            and all(each.overtaken < MAX_OVERTAKEN for each in self._waiting[:place])
+        ):
             if place >= len(self._waiting):
                 new = more()
                 if new is None:
@@ -190,14 +193,12 @@ class RowEngine(Generic[Kind]):
                 del self._waiting[place]
                 for each in self._waiting[:place]:
                     each.overtaken += 1
-            elif request.overtaken < MAX_OVERTAKEN:
-                place += 1
             else:
-                break
+                place += 1
         self._held_before = len(self.held)
 
     def advance(self) -> Iterator[Kind]:
-        """Read a chunk of a prompt, take a step with all rows, and yield the requests that have ended."""
+        """Read a part of the prompts, take a step with all rows, and yield the requests that have ended."""
         yield from self._read()
         self._decoder.step()
         for row, reason in self._decoder.drop_ended():
@@ -252,27 +253,31 @@ class RowEngine(Generic[Kind]):
         return request.cache
 
     def _read(self) -> Iterator[Kind]:
-        """Read a chunk of the first prompt that is being read, and let it join if that was the last one.
+        """Read chunks of prompts, the first one at least, and let those join that were read to their end.
 
-        Without rows that would wait, prompts are read until all have joined.
+        A step costs as much for few rows as for many, so short prompts are read before the same step. Without rows that
+        would wait, prompts are read until all have joined.
         """
         ready: list[Kind] = []
+        tokens = 0
         while self._reading:
             request = self._reading[0]
             try:
-                logits = self._logits_of(request)
+                seen, stop = self._next_chunk(request)
+                if tokens and tokens + stop - seen > self._between_steps and self._decoder.rows:
+                    break
+                tokens += stop - seen
+                logits = self._logits_of(request, stop)
             except Exception as error:
                 self._reading.popleft()
                 yield self._ended(request, error)
                 continue
-            if logits is not None and request.row is not None:
+            if stop == request.prompt_tokens and request.row is not None:
                 self._reading.popleft()
                 self._wait_with(request, logits)
                 self._of[request.row] = request
                 self._decoder.begin(request.row, logits)
                 ready.append(request)
-            if self._decoder.rows:
-                break
         # Some may have ended with their first token.
         rows = {request.row: request for request in ready if request.row is not None}
         going_on = {row: request for row, request in rows.items() if not self._decoder.has_ended(row)}
@@ -292,22 +297,25 @@ class RowEngine(Generic[Kind]):
         self._waiting[:0] = cast("Sequence[Kind]", request.copies)
         request.copies = ()
 
+    def _next_chunk(self, request: Kind) -> tuple[int, int]:
+        """How many tokens of a prompt its cache has seen, and how many it will have seen after the next chunk."""
+        seen, end = self._cache_of(request).get_seq_length(), request.prompt_tokens
+        # Parts of the prompt would be rotated by the frequencies of shorter prompts.
+        is_read_whole = frequencies_within(self._model.config, 1, end) is None
+        return seen, end if is_read_whole else min(seen + self._chunk_tokens, end)
+
     @torch.no_grad()
-    def _logits_of(self, request: Kind) -> Tensor | None:
-        """The logits after the last token of a prompt, `[1, vocab]`, or `None` if there is more to read."""
+    def _logits_of(self, request: Kind, stop: int) -> Tensor:
+        """The logits after the first `stop` tokens of a prompt, `[1, vocab]`."""
         if request.logits is not None:
             return request.logits
         ids, cache, model = request.ids, self._cache_of(request), self._model
-        seen, end = cache.get_seq_length(), ids.shape[1]
-        if seen == 0 and remembers_lengths(model.config):
+        if cache.get_seq_length() == 0 and remembers_lengths(model.config):
             # By a pass over a short sequence, so that the answer does not depend on those before it.
             model(ids[:, :1], use_cache=False)
-        is_read_in_chunks = frequencies_within(model.config, 1, end) is not None
-        stop = min(seen + self._chunk_tokens, end) if is_read_in_chunks else end
-        output = pass_unseen(model, ids[:, :stop], cache, None, torch.arange(stop, device=model.device)[None])
-        if stop < end:
-            return None
-        if request.part is not None:
+        positions = torch.arange(stop, device=model.device)[None]
+        output = pass_unseen(model, ids[:, :stop], cache, None, positions)
+        if stop == request.prompt_tokens and request.part is not None:
             now = self._part_of_store()
             if now is not None and now.is_of_same_states(request.part):
                 now.insert(ids, cache)

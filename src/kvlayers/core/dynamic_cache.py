@@ -157,14 +157,14 @@ class DynamicCache(Cache, transformers.DynamicCache):  # type: ignore[misc]
         attending = [
             (layer, slides)
             for layer, slides in zip(cache.adapted_layers(), cache.is_sliding, strict=True)
-            if layer.attends
+            if layer.traits.attends
         ]
         if len(pairs) not in (0, len(attending)):
             raise LegacyFormatError(
                 f"The states must be of the {len(attending)} layers of the model that attend, got {len(pairs)}: pass "
                 "the states of every layer that attends."
             )
-        legacy_api.check_takes_pairs(layer for layer in cache.adapted_layers() if pairs and layer.attends)
+        legacy_api.check_takes_pairs(layer for layer in cache.adapted_layers() if pairs and layer.traits.attends)
         for (layer, slides), pair in zip(attending, pairs, strict=False):
             layer.update(*legacy_api.with_dropped(pair, slides))
         return cache

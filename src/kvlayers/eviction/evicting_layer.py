@@ -8,7 +8,7 @@ from torch import Tensor
 from typing_extensions import Self, override
 
 from kvlayers.core.arguments import whole_number
-from kvlayers.core.cache_layer import CacheLayer, LayerState
+from kvlayers.core.cache_layer import CacheLayer, LayerState, LayerTraits
 from kvlayers.core.dense_store import dense_in_small_steps, may_share
 from kvlayers.core.description import Argument, RotaryArgument
 from kvlayers.core.dynamic_layer import check_rollback
@@ -88,7 +88,7 @@ class EvictingLayer(TokenLayer):
     )
     hints = ("left_padding",)
     beside = ("_progress",)
-    evicts_by_states = True
+    traits = LayerTraits(evicts_by_states=True)
     fidelity: Fidelity = "evicting"
     capacity: int | None = None
 
@@ -284,10 +284,6 @@ class EvictingLayer(TokenLayer):
                 "cache first."
             )
         self._start_over(EvictionProgress(self.options, padding_of(padding)))
-
-    @override
-    def note_left_padding(self, padding: Tensor | None) -> None:
-        self.left_padding = padding
 
     @override
     def held_tensors(self) -> Iterator[Tensor]:

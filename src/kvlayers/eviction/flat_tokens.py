@@ -107,38 +107,6 @@ class FlatTokens:
         )
         return PackedSegment(packed_keys, packed_values, smoothing=smoothing)
 
-    def padded(self, smoothing: KeySmoothing | None) -> tuple[KVPair, Tensor | None]:
-        """What is in each column.
-
-        Args:
-            smoothing: how packed keys were smoothed.
-
-        Returns:
-            Copies of keys and values, `[batch, kv_heads, width, head_dim]` in full precision, with zeros in columns
-            without a token; and the numbers of the packed blocks of a head, int64 `[batch, kv_heads, width]`, -1 in a
-            column without a token, `None` if no token is packed.
-        """
-        if isinstance(self.part, DenseStore):
-            size, step, states = DENSE_PIECE_TOKENS, 1, self.part.newest(self.part.length)
-        else:
-            size = step = self.part.block_tokens
-            segment = next(self.part.segments())
-            states = segment.states("keys", self.part.dtype), segment.states("values", self.part.dtype)
-        within = torch.arange(size, device=self.starts.device)
-        # Whatever is no token goes to one more column, which is cut off.
-        columns = torch.where(within < self.counts[..., None], self.columns[..., None] + within, self.width).flatten(2)
-        found = self.starts.new_full((2, *self.counts.shape[:2], self.width + 1), -1)
-        found[0].scatter_(2, columns, (self.starts[..., None] * step + within).flatten(2))
-        pieces = torch.arange(self.counts.shape[2], device=columns.device).repeat_interleave(size)
-        found[1].scatter_(2, columns, pieces.expand_as(columns))
-        tokens, numbers = found[..., :-1]
-        absent = (tokens < 0)[..., None]
-        keys, values = (side[0, 0, tokens.clamp(min=0)] for side in states)
-        if smoothing is not None:
-            keys = smoothing.restored(keys)
-        shown = keys.masked_fill(absent, 0), values.masked_fill(absent, 0)
-        return shown, None if isinstance(self.part, DenseStore) else numbers
-
     # The batch, copies and memory
 
     def with_tables(self, change: Callable[[Tensor], Tensor]) -> Self:

@@ -137,7 +137,9 @@ def check_rollback(model: Any, cache: Any) -> None:
             f"`{cache_argument.name_for(model)}`: leave out the assistance, or install a newer transformers."
         )
     layers = cache.adapted_layers() if isinstance(cache, Cache) else []
-    holds_all = not any(layer.is_upstream and (layer.attends or layer.is_recurrent) for layer in layers)
+    holds_all = not any(
+        layer.traits.is_upstream and (layer.traits.attends or layer.traits.is_recurrent) for layer in layers
+    )
     if not holds_all or not isinstance(cache, Cache) or not cache.recurrent_parts():
         raise RollbackError(
             f"`{cache_argument.name_in_generate(model)}` must be a cache of kvlayers that holds the states of {name}, "

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvlayers.core.cache import Cache
 from kvlayers.core.dynamic_cache import DynamicCache
-from kvlayers.core.preparation import left_padding_of
+from kvlayers.core.preparation import drops_padding, left_padding_of
 from kvlayers.errors import OptionError, RollbackError
 from kvlayers.generation import retried_pass
 from kvlayers.generation.prefill import PER_TOKEN_ARGUMENTS, is_told_positions, pass_tokens
@@ -508,7 +508,7 @@ def _prefill(model: Any, cache: Cache, input_ids: Tensor, padding: Sequence[int]
     """Pass the tokens that the cache has not seen. Returns the logits after the last one, `[batch, vocab]`."""
     model_kwargs = {name: value for name, value in kwargs.items() if name not in (*OF_LOOPS, *OF_DRAFTS)}
     mask, seen = model_kwargs.get("attention_mask"), cache.get_seq_length()
-    if seen or not any(padding) or all(layer.drops_padding for layer in cache.adapted_layers()):
+    if seen or not any(padding) or all(map(drops_padding, cache.adapted_layers())):
         logits: Tensor = pass_tokens(model, input_ids, model_kwargs, cache, seen).logits[:, -1]
         if any(padding) and not seen:
             Rows(cache, mask)

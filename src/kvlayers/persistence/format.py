@@ -5,6 +5,7 @@ A saved cache has a description, plain facts in JSON beside the tensors.
 
 import contextlib
 import hashlib
+import json
 import reprlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -64,13 +65,21 @@ def canonical(content: object) -> str:
     """`content` as JSON, with sorted keys and no spaces.
 
     Raises:
-        OptionError: a text in it is no Unicode.
+        OptionError: a text in it is no Unicode, or a number in it is not finite.
     """
     try:
-        return msgspec.json.encode(content, order="sorted", enc_hook=_plain).decode()
+        text = msgspec.json.encode(content, order="sorted", enc_hook=_plain)
+        if b"null" in text:
+            # As which msgspec writes numbers that are not finite too. The standard library refuses them.
+            json.dumps(msgspec.to_builtins(content, enc_hook=_plain), allow_nan=False)
+        return text.decode()
     except UnicodeEncodeError as error:
         raise OptionError(
             f"A text must be Unicode without lone surrogates, got {shown(error.object)}: choose another."
+        ) from None
+    except ValueError:
+        raise OptionError(
+            f"A number must be finite, got another in {shown(content)}: choose one, or pass it as a text."
         ) from None
 
 

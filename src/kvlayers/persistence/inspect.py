@@ -118,8 +118,8 @@ def _of_node(file: TensorFile) -> CacheFile:
     return replace(
         _summary(SavedFile(holder.cache())),
         path=path,
-        length=record.start + len(node.head.ids),
-        nbytes=node.head.header.file_bytes,
+        length=node.head.end,
+        nbytes=node.head.nbytes,
         weights_id=record.entry.label,
         versions=record.entry.versions,
         has_token_ids=True,

@@ -426,7 +426,7 @@ class _Wanted:
         for index, shape in enumerate(layer_shapes(self.config, self.batch_size, self.dtype)):
             if shape.token is not None:
                 cache.update(*states_on_meta(shape.forms(), self.context_length), index)
-        exact = [layer.length - (layer.exact_from or 0) for layer in cache.adapted_layers() if layer.attends]
+        exact = [layer.length - (layer.exact_from or 0) for layer in cache.adapted_layers() if layer.traits.attends]
         return (
             f"a DynamicCache with max_bytes={max_bytes!r}: of {self.context_length} tokens, {min(exact)} stay exact "
             f"({cache.budget.note})."

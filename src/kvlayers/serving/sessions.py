@@ -22,7 +22,7 @@ from kvlayers.persistence.safetensors_header import check_regular
 from kvlayers.prefix import PrefixStore
 from kvlayers.prefix.backends.contract import SUFFIX
 from kvlayers.prefix.backends.local import LocalBackend
-from kvlayers.prefix.directory import Directory, FileCandidate, NeedsConfigError
+from kvlayers.prefix.directory import Directory, NeedsConfigError
 from kvlayers.prefix.entry import Pin, PrefixEntry, union_bytes
 from kvlayers.prefix.keys import PrefixMap, Tokens, common_tokens, namespace_mark
 from kvlayers.prefix.lookup import IN_SESSION, EntryAccess
@@ -251,12 +251,7 @@ def import_session(
         if not all(entry.label.endswith(f":{namespace_mark(namespace)}") for entry in entries):
             raise PrefixError(f"{path} has a session of another namespace than {namespace!r}: pass its own.")
         try:
-            caches = [
-                directory.load(
-                    FileCandidate(entry, entry.ids, str(entry.path), entry.length), entry.length, config, device
-                )
-                for entry in entries
-            ]
+            caches = [directory.load(str(entry.path), entry.length, config, device) for entry in entries]
         except NeedsConfigError:
             raise OptionError(
                 f"`config` must be that of the model to load {path}, got none: pass model.config."

@@ -455,6 +455,10 @@ def test_a_text_is_no_saved_cache(path: pathlib.Path) -> None:
     for read in (inspect_cache, load_cache):
         with pytest.raises(CacheFileError, match="is no saved cache: it does not begin as"):
             read(path)
+    path.write_bytes(b"")
+    for read in (inspect_cache, load_cache):
+        with pytest.raises(CacheFileError, match="got an empty file: .* save it again"):
+            read(path)
 
 
 @pytest.mark.parametrize(

@@ -153,7 +153,7 @@ def states_of_head(segments: KVSegments, sequence: int, kv_head: int) -> tuple[T
             states = tuple(source.states(side, torch.float32)[row, kv_head] for side in ("keys", "values"))
             if source.smoothing is not None and source.smoothing.factor is not None:
                 states = states[0] * source.smoothing.factor[sequence, kv_head], states[1]
-            size = source.keys.block_tokens
+            size = source.keys.layout.block_tokens
         if not isinstance(segment, GatheredSegment):
             keys.append(states[0].float())
             values.append(states[1].float())

@@ -16,8 +16,9 @@ from fsspec.implementations.memory import MemoryFileSystem
 import s3_server
 from backend_cases import PART
 from kvlayers.errors import CacheFileError, CachePathError
+from kvlayers.persistence.node_file import SUFFIX
 from kvlayers.prefix.backends import GoneError, StorageBackend, StoredFile, UnreachableError, backend_for
-from kvlayers.prefix.backends.contract import ABANDONED_SECONDS, SUFFIX, Content
+from kvlayers.prefix.backends.contract import ABANDONED_SECONDS, Content
 from kvlayers.prefix.backends.remote import RemoteBackend
 from redis_server import running, why_not
 

@@ -13,7 +13,7 @@ from kvlayers.core.dense_store import DenseStore, without_spare_room
 from kvlayers.core.token_store import BufferSwap, KVPair, TokenStore
 from kvlayers.errors import StateMismatchError
 from kvlayers.kernels.attention.segment_kinds import DENSE_PIECE_TOKENS, DenseSegment, PackedSegment
-from kvlayers.kernels.attention.segments import GatheredSegment, smoothing_of
+from kvlayers.kernels.attention.segments import GatheredSegment
 from kvlayers.kernels.codes.smoothing import KeySmoothing
 from kvlayers.quantized.checks import checked_quantizers
 from kvlayers.quantized.packed_blocks import PACKED_NAMES, PackedBlocks, check_packed_state
@@ -86,7 +86,7 @@ class FlatTokens:
         Args:
             smoothing: how packed keys were smoothed.
         """
-        if self._gathered is None or smoothing_of(self._gathered) is not smoothing:
+        if self._gathered is None or self._gathered.smoothing is not smoothing:
             source = self._source(smoothing)
             self._gathered = GatheredSegment(source, self.starts, self.counts, self.columns, self.width)
         return self._gathered

@@ -116,7 +116,6 @@ class EntryFacts:
 
     Attributes:
         label: model and namespace.
-        layers: names of the classes of the layers of its cache, sorted.
         cuttable: whether the first tokens can be used without the others.
         settings: equal for caches of the same kinds and settings. Only they share nodes.
         versions: what has written it.
@@ -124,7 +123,6 @@ class EntryFacts:
     """
 
     label: str
-    layers: tuple[str, ...]
     cuttable: bool
     settings: str = ""
     versions: dict[str, str] = field(default_factory=dict)
@@ -214,19 +212,9 @@ class NodeHead:
         return self.header.content + self.ids.tobytes()
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of its file."""
-        return self.header.file_bytes
-
-    @property
     def end(self) -> int:
         """The position behind its last token."""
         return self.record.start + len(self.ids)
-
-
-def is_node(header: Header) -> bool:
-    """Whether a file is a node."""
-    return NODE in header.metadata
 
 
 def read_head(path: str, header: Header, read: ReadRange) -> NodeHead:

@@ -301,9 +301,6 @@ class Directory:
         if not chain:
             raise GoneError("the entry has no file any more.")
         end = chain[-1].record
-        needs_config = not all(kind in LAYER_CLASSES for kind in end.entry.layers)
-        if needs_config and config is None:
-            raise NeedsConfigError
         length = min(length, chain[-1].end)
         first, stop = span_needed(end, length)
         if end.entry.cuttable:
@@ -314,6 +311,9 @@ class Directory:
         cut = length if end.entry.cuttable else None
         try:
             saved = NodesFile(read, end.stop if cut is None else cut)
+            needs_config = not all(layer.kind in LAYER_CLASSES for _, layer in saved.description.layers())
+            if needs_config and config is None:
+                raise NeedsConfigError
             cache = StateReader(saved, place, cut, verify=True).new(config if needs_config else None)
         except CachePathError:
             raise

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvlayers.errors import CacheFileError, KVLayersError
-from kvlayers.persistence.node_file import NodeHead, is_node, read_head
+from kvlayers.persistence.node_file import NODE, NodeHead, read_head
 from kvlayers.persistence.safetensors_header import ReadRange, parse_header
 from kvlayers.prefix.backends import GoneError, StorageBackend, StoredFile
 from kvlayers.prefix.entry import PrefixEntry
@@ -28,6 +28,11 @@ class Node(NodeHead):
     """
 
     file: StoredFile | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its file."""
+        return self.header.file_bytes
 
     @property
     def used(self) -> int:
@@ -48,7 +53,7 @@ def read_nodes(
 
 def _look(path: str, file: StoredFile, read: ReadRange) -> Node | None:
     header = parse_header(path, file.nbytes, read)
-    if not is_node(header):
+    if NODE not in header.metadata:
         # Somebody has saved a cache there.
         return None
     head = read_head(path, header, read)

@@ -105,7 +105,6 @@ class EntryStates:
         self._lengths = () if self.cuttable else tuple(lengths)
         self._facts = EntryFacts(
             label,
-            tuple(sorted({record.kind for record in records})),
             self.cuttable,
             _settings(cache, [(state.kind, settings) for state, _, settings in divided], small),
             description.versions,
@@ -360,7 +359,7 @@ class NodesFile(SavedFile):
         records = [node.record for node in chain]
         end, path = records[-1], chain[-1].path
         super().__init__(chain[0 if end.entry.cuttable else -1].cache())
-        self.nbytes = sum(node.head.nbytes for node in chain)
+        self.nbytes = sum(node.head.header.file_bytes for node in chain)
         self._pieces: dict[str, list[Tensor]] = {}
         lengths: Counter[int] = Counter()
         for group in end.groups:

@@ -18,9 +18,9 @@ from typing_extensions import Self
 
 from kvlayers.errors import CacheFileError, CachePathError, OptionError, PrefixError
 from kvlayers.persistence.atomic_file import replacing
+from kvlayers.persistence.node_file import SUFFIX
 from kvlayers.persistence.safetensors_header import check_regular
 from kvlayers.prefix import PrefixStore
-from kvlayers.prefix.backends.contract import SUFFIX
 from kvlayers.prefix.backends.local import LocalBackend
 from kvlayers.prefix.directory import Directory, NeedsConfigError
 from kvlayers.prefix.entry import Pin, PrefixEntry, union_bytes

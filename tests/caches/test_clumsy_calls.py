@@ -62,6 +62,14 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     "a cache for no model": (lambda: kvlayers.make_cache("int4"), "missing a required argument: 'model_or_config'"),
     "a model before the name": (lambda: kvlayers.make_cache(tiny_model("llama"), "int4"), "must be the name of a"),
     "a misspelt argument of rows": (lambda: many([[5, 6]], max_row=3), "did you mean 'max_rows'"),
+    "a misspelt option of a chat": (
+        lambda: kvlayers.Chat(tiny_model("llama"), None, mesages=[]),
+        "no option of Chat: did you mean 'messages'",
+    ),
+    "a model for the id of its weights": (
+        lambda: store().lookup(prompt(1, 4), model=tiny_model("llama")),
+        r"`model` must be a string that is not empty, got a LlamaForCausalLM: pass kvlayers.weights_id\(model\)",
+    ),
     "bytes without their unit": (lambda: kvlayers.DynamicCache(max_bytes="100"), "with its unit.* got '100'"),
     "a store of bytes without their unit": (lambda: kvlayers.PrefixStore("100"), "with its unit.* got '100'"),
     "a device that is misspelt": (lambda: kvlayers.make_cache("int4", config(), device="cdua"), "pass 'cpu'"),

@@ -4,6 +4,7 @@ import io
 import sys
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -286,6 +287,14 @@ def test_an_error_ends_one_answer_alone() -> None:
         assert "`prompts` must each be a text, a chat" in str(error)
     good = [answer for answer in answers if answer.error is None]
     assert [answer.ids.tolist() for answer in good] == [alone(model, ids) for ids in PROMPTS]
+
+
+@pytest.mark.parametrize("message", [{"who": "user", "text": "hi"}, {"role": "user"}, {"content": "hi"}])
+def test_a_message_without_a_role_or_content_is_the_error_of_its_prompt(message: dict[str, str]) -> None:
+    # The template of a chat would end in an error of jinja, or leave the message out.
+    (answer,) = many(tiny_model("llama"), [[message]], tokenizer=Mock())
+    assert isinstance(answer.error, OptionError)
+    assert "`message` must be a text, or have a role and a content" in str(answer.error)
 
 
 def test_a_wrong_call_is_no_error_of_one_prompt() -> None:

@@ -13,6 +13,7 @@ from kvlayers.batching.row_engine import Request, RowEngine
 from kvlayers.errors import OptionError
 from kvlayers.generation.cache_by_name import either, requested_cache
 from kvlayers.generation.call_arguments import check_generation_config, check_model
+from kvlayers.generation.chat import checked_message
 from kvlayers.generation.prefix_reuse.active_store import required_store
 from kvlayers.generation.row_decoding import Drafter, drafter_of
 from kvlayers.prefix import PrefixStore
@@ -281,7 +282,9 @@ def _ids_of(prompt: Any, tokenizer: Any) -> Tensor:
         prompt = (
             tokenizer(prompt).input_ids
             if isinstance(prompt, str)
-            else tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"]
+            else tokenizer.apply_chat_template(
+                [checked_message(each) for each in prompt], add_generation_prompt=True, return_dict=True
+            )["input_ids"]
         )
     if isinstance(prompt, Mapping):
         prompt = prompt.get("input_ids")

@@ -450,6 +450,17 @@ def test_a_file_may_hold_ids_that_the_cache_has_not_seen(path: pathlib.Path) -> 
         assert torch.equal(cast(torch.Tensor, loaded.known_ids), ids[:, : loaded.get_seq_length()])
 
 
+def test_a_text_is_no_saved_cache(path: pathlib.Path) -> None:
+    path.write_text("# A page\n\nof text.")
+    for read in (inspect_cache, load_cache):
+        with pytest.raises(CacheFileError, match="is no saved cache: it does not begin as"):
+            read(path)
+    path.write_bytes(b"")
+    for read in (inspect_cache, load_cache):
+        with pytest.raises(CacheFileError, match="got an empty file: .* save it again"):
+            read(path)
+
+
 @pytest.mark.parametrize(
     ("metadata", "message"),
     [

@@ -178,7 +178,7 @@ def check_remakeable(cache: Cache) -> None:
             f"`cache` must be of a class that a file can name ({', '.join(CACHE_CLASSES.names())}), got a "
             f"{type(cache).__name__}: register it with register_cache_class(), or save it, and load it with into=."
         )
-    layers = [layer for layer in cache.adapted_layers() if not layer.is_upstream]
+    layers = [layer for layer in cache.adapted_layers() if not layer.traits.is_upstream]
     kinds = [part.unwrapped.kind for layer in layers for part in layer.parts]
     # A file names a hybrid layer as well as its parts, and an offloaded layer by what it wraps alone.
     kinds += [layer.kind for layer in layers if len(layer.parts) > 1]
@@ -202,7 +202,7 @@ def loads_prefixes(record: LayerRecord) -> bool:
         return False
     # Other tensors need not have one row for each token.
     has_states_alone = set(record.tensors) == {"keys", "values"}
-    return has_states_alone and layer_class.keeps_every_token is True and store_class.holds_tokens_apart is True
+    return has_states_alone and layer_class.traits.keeps_every_token is True and store_class.holds_tokens_apart is True
 
 
 def _check_settings(path: str, record: CacheRecord) -> None:

@@ -187,7 +187,7 @@ def _as_numbers(begins: Rows, ends: Rows) -> Rows:
 def _is_cuttable(record: LayerRecord, divided: _Divided) -> bool:
     """Whether the first tokens of a layer can be used without the others: all that depends on tokens is in rows."""
     layer_class, (state, found, _) = LAYER_CLASSES.get(record.kind), divided
-    keeps_all = layer_class is not None and layer_class.keeps_every_token is True
+    keeps_all = layer_class is not None and layer_class.traits.keeps_every_token is True
     is_packed = keeps_all and record.facts.get("store") == "QuantizedStore" and set(record.tensors) <= _OF_PACKED_LAYERS
     others = set(state.tensors) - {form.name for rows in found for form in rows.forms} - _WITHOUT_ROWS
     is_divided = not any(state.tensors[name].numel() for name in others)
@@ -250,7 +250,7 @@ def _described(layer: Any) -> Mapping[str, object] | None:
     States of layers that evict tokens depend on which tokens came together, and of unknown layers nobody knows.
     """
     try:
-        return None if layer.is_upstream or layer.fidelity == "evicting" else layer.describe()
+        return None if layer.traits.is_upstream or layer.fidelity == "evicting" else layer.describe()
     except UnsupportedLayerError:
         return None
 
@@ -258,7 +258,7 @@ def _described(layer: Any) -> Mapping[str, object] | None:
 def _divided(layer: Any) -> _Divided:
     """The state of a layer without rows of tokens, these rows, and what they depend on besides tokens."""
     settings = _described(layer)
-    if isinstance(layer, TokenLayer) and layer.keeps_every_token and may_share(layer.store):
+    if isinstance(layer, TokenLayer) and layer.traits.keeps_every_token and may_share(layer.store):
         return *_of_dense(layer, layer.store), settings
     state = layer.state()
     found = [] if settings is None else list(_rows_of(state))

@@ -53,7 +53,7 @@ def pin_of(ttl: float | None, priority: float | None) -> Pin:
     """
     for name, number in (("ttl", ttl), ("priority", priority)):
         if number is not None and (not isinstance(number, int | float) or not math.isfinite(number)):
-            raise OptionError(f"`{name}` must be a finite number, or None, got {number!r}.")
+            raise OptionError(f"`{name}` must be a finite number, or None, got {number!r}: pass one.")
     if ttl is not None and ttl <= 0:
         raise OptionError(f"`ttl` must be a number of seconds above 0, or None, got {ttl!r}: pass for example 3600.")
     until = math.inf if ttl is None else time.monotonic() + ttl
@@ -213,7 +213,10 @@ class Session:
 def session_of(access: EntryAccess, name: str, namespace: str, ttl: float) -> Session:
     """As `PrefixStore.session`, given the entries of the store."""
     if not isinstance(name, str) or not name or not isinstance(namespace, str):
-        raise OptionError(f"`name` must be a text, and so must `namespace`, got {name!r} and {namespace!r}.")
+        raise OptionError(
+            f"`name` must be a text, and so must `namespace`, got {name!r} and {namespace!r}: pass str(name), for "
+            "example."
+        )
     if ttl != math.inf:
         pin_of(ttl, None)
     with access.lock:

@@ -70,9 +70,8 @@ class LayerState:
 
     def split(self, names: Collection[str]) -> "tuple[dict[str, Tensor], LayerState]":
         """The tensors of these names, which a layer keeps beside its store, and the state without them."""
-        own = {name: tensor for name, tensor in self.tensors.items() if name in names}
-        rest = {name: tensor for name, tensor in self.tensors.items() if name not in names}
-        return own, replace(self, tensors=rest)
+        rest = dict(self.tensors)
+        return {name: rest.pop(name) for name in self.tensors if name in names}, replace(self, tensors=rest)
 
 
 def check_kind_of_state(state: object, kind: str) -> None:
@@ -742,5 +741,4 @@ class WrapperLayer(CacheLayer, CacheLayerMixin):  # type: ignore[misc]
 
     @override
     def __dir__(self) -> list[str]:
-        public = [name for name in dir(self.wrapped) if not name.startswith("_")]
-        return sorted({*super().__dir__(), *public})
+        return sorted({*super().__dir__(), *(name for name in dir(self.wrapped) if not name.startswith("_"))})

@@ -1,7 +1,7 @@
 """The layers of a cache: what they are, how much they hold, and the recurrent states that models ask them for."""
 
 import operator
-from abc import ABC
+from abc import ABCMeta
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,7 +12,7 @@ from kvlayers.core.arguments import unbounded_as_minus_one
 from kvlayers.core.buffer import StateForm
 from kvlayers.core.cache_layer import CacheLayer
 from kvlayers.core.forward_pass import ForwardPassFollower
-from kvlayers.errors import LayerIndexError, UnsupportedLayerError
+from kvlayers.errors import LayerIndexError, OptionError, UnsupportedLayerError
 from kvlayers.utils import late
 from kvlayers.utils.options import check_accepted, check_whole_number, checked_dtype
 
@@ -33,7 +33,23 @@ def adapted(layer: Any, grows: bool = False) -> CacheLayer:
     return adapter
 
 
-class LayerList(ABC):
+class CacheClass(ABCMeta):
+    """What classes of caches are, so that a class cannot be passed where a cache is meant.
+
+    transformers' `generate()` marks the cache that it is given. A mark on a class would hold for all of its caches, and
+    hide from them, for good, that they are given to a call.
+    """
+
+    def __setattr__(cls, name: str, value: object) -> None:
+        if name == "_is_user_defined":
+            raise OptionError(
+                f"`cache` must be a cache, got the class {cls.__name__}: pass one that it makes, as in "
+                f"{cls.__name__}(config=model.config)."
+            )
+        super().__setattr__(name, value)
+
+
+class LayerList(metaclass=CacheClass):
     """The part of a cache's interface that says what its layers are.
 
     Attributes:

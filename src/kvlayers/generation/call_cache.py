@@ -499,10 +499,10 @@ def will_be_compiled(
         generation_config.compile_config._compile_all_devices = True
     was_compiled, mode.compiled = mode.compiled, True
     try:
-        arguments = {cache_argument.name_in_generate(model): cache}
-        return bool(model._valid_auto_compile_criteria(arguments, generation_config)) and (
-            # Some models ask for their forward pass uncompiled.
-            model.get_compiled_call(generation_config.compile_config) != model.__call__
+        # Some models ask for their forward pass uncompiled.
+        return bool(
+            model._valid_auto_compile_criteria({cache_argument.name_in_generate(model): cache}, generation_config)
+            and model.get_compiled_call(generation_config.compile_config) != model.__call__
         )
     finally:
         mode.compiled = was_compiled

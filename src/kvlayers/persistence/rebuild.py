@@ -24,7 +24,7 @@ from kvlayers.persistence.format import (
     rotary_name,
     shown,
 )
-from kvlayers.persistence.node_file import is_node
+from kvlayers.persistence.node_file import NODE
 from kvlayers.persistence.safetensors_header import DIGESTS, TOKEN_IDS
 from kvlayers.persistence.tensor_file import TensorFile
 from kvlayers.rope.rotary import Rotary
@@ -62,7 +62,7 @@ class SavedFile:
     def __init__(self, file: TensorFile) -> None:
         self.path, self.header, self.checksum, self._file = file.path, file.header, file.checksum, file
         path, metadata, tensors = file.path, file.header.metadata, file.header.tensors
-        if is_node(file.header):
+        if NODE in file.header.metadata:
             remedy = "open its directory with PrefixStore(directory=...)"
             refuse(path, "the states of its cache", "a node of a prefix store, which has a part of them", remedy)
         self.description = read_description(path, metadata.get(DESCRIPTION, ""))

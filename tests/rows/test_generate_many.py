@@ -4,6 +4,7 @@ import io
 import sys
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -170,6 +171,29 @@ def test_answers_come_as_they_end_and_prompts_are_asked_for_as_rows_become_free(
     assert sorted(answer.index for answer in (first, *answers)) == list(range(len(PROMPTS)))
 
 
+def test_max_bytes_are_those_of_all_rows_and_prompts_wait_rather_than_being_rounded() -> None:
+    model, rows = tiny_model("llama"), []
+
+    def count(_: Any, args: Any, arguments: Any) -> None:
+        rows.append(arguments.get("cache", arguments.get("past_key_values")).batch_size or 0)
+
+    max_bytes = 3 * kvlayers.plan(model.config, 512, names=["dynamic"]).caches[0].device_bytes
+    with model.register_forward_pre_hook(count, with_kwargs=True):
+        answers = many(model, in_order=True, max_rows=9, cache_config={"max_bytes": max_bytes, "ladder": ("int8",)})
+    assert [answer.ids.tolist() for answer in answers] == [alone(model, ids) for ids in PROMPTS]
+    assert 2 <= max(rows) <= 6
+
+
+def test_an_answer_that_outgrows_max_bytes_fails_alone() -> None:
+    model = tiny_model("llama")
+    of_a_token = kvlayers.plan(model.config, 512, names=["dynamic"]).caches[0].device_bytes // 512
+    long, *short = [prompt(1, 40, 1)[0], *PROMPTS[:3]]
+    answers = many(model, [*short[:1], long, *short[1:]], in_order=True, cache_config={"max_bytes": 42 * of_a_token})
+    assert isinstance(answers[1].error, kvlayers.errors.CapacityError)
+    others = [answer.ids.tolist() for answer in answers if answer.index != 1]
+    assert others == [alone(model, ids) for ids in short]
+
+
 @pytest.mark.parametrize("cache", ["dynamic", "int4", "static"])
 def test_rows_take_no_more_than_the_memory(cache: str) -> None:
     model, taken = tiny_model("llama"), []
@@ -263,6 +287,14 @@ def test_an_error_ends_one_answer_alone() -> None:
         assert "`prompts` must each be a text, a chat" in str(error)
     good = [answer for answer in answers if answer.error is None]
     assert [answer.ids.tolist() for answer in good] == [alone(model, ids) for ids in PROMPTS]
+
+
+@pytest.mark.parametrize("message", [{"who": "user", "text": "hi"}, {"role": "user"}, {"content": "hi"}])
+def test_a_message_without_a_role_or_content_is_the_error_of_its_prompt(message: dict[str, str]) -> None:
+    # The template of a chat would end in an error of jinja, or leave the message out.
+    (answer,) = many(tiny_model("llama"), [[message]], tokenizer=Mock())
+    assert isinstance(answer.error, OptionError)
+    assert "`message` must be a text, or have a role and a content" in str(answer.error)
 
 
 def test_a_wrong_call_is_no_error_of_one_prompt() -> None:

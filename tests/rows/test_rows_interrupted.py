@@ -38,7 +38,7 @@ def merged(model: Any, cache: str) -> Any:
 @torch.no_grad()
 def step(model: Any, cache: Any, ids: Tensor) -> Tensor:
     rows = kvlayers.Rows(cache)
-    attends = any(layer.attends for layer in cache.layers)
+    attends = any(layer.traits.attends for layer in cache.layers)
     positions = {"position_ids": rows.position_ids()} if attends else {}
     logits: Tensor = model(ids, attention_mask=rows.attention_mask(), **positions, **given(cache)).logits
     return logits[:, -1]
@@ -148,7 +148,7 @@ def test_a_row_that_cannot_be_put_back_is_refused_by_name() -> None:
 def test_recurrent_rows_that_were_interrupted_are_refused_by_name(family: str) -> None:
     model = tiny_model(family)
     rows = merged(model, "dynamic")
-    recurrent = next(layer for layer in rows.layers if layer.is_recurrent)
+    recurrent = next(layer for layer in rows.layers if layer.traits.is_recurrent)
     interrupt(model, rows, recurrent, 1, "update_conv_state")
     for own in (rows, rows.fork(), pickle.loads(pickle.dumps(rows))):
         with pytest.raises(InterruptedPassError, match="between two rows"):

@@ -13,11 +13,12 @@ from kvlayers.batching.row_engine import Request, RowEngine
 from kvlayers.errors import OptionError
 from kvlayers.generation.cache_by_name import either, requested_cache
 from kvlayers.generation.call_arguments import check_generation_config, check_model
+from kvlayers.generation.chat import checked_message
 from kvlayers.generation.prefix_reuse.active_store import required_store
 from kvlayers.generation.row_decoding import Drafter, drafter_of
 from kvlayers.prefix import PrefixStore
 from kvlayers.upstream import generate_calls, model_types
-from kvlayers.utils.options import check_whole_number, suggestion
+from kvlayers.utils.options import check_whole_number, checks_options, suggestion
 
 MAX_NEW_TOKENS = 128
 
@@ -49,6 +50,7 @@ class Generated:
     error: Exception | None = None
 
 
+@checks_options
 def generate_many(
     model: Any,
     prompts: Iterable[Any],
@@ -167,7 +169,7 @@ def generate_many(
     if left:
         raise OptionError(
             f"`options` must be options of a GenerationConfig, got {', '.join(sorted(left))}: "
-            f"{suggestion(min(left), vars(config)) or 'leave them out.'}"
+            f"{suggestion(min(left), [*generate_many.__annotations__, *vars(config)]) or 'leave them out.'}"
         )
     if (mode := config.get_generation_mode().value) not in ("greedy_search", "sample") or (
         config.num_return_sequences or 1
@@ -280,7 +282,9 @@ def _ids_of(prompt: Any, tokenizer: Any) -> Tensor:
         prompt = (
             tokenizer(prompt).input_ids
             if isinstance(prompt, str)
-            else tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"]
+            else tokenizer.apply_chat_template(
+                [checked_message(each) for each in prompt], add_generation_prompt=True, return_dict=True
+            )["input_ids"]
         )
     if isinstance(prompt, Mapping):
         prompt = prompt.get("input_ids")

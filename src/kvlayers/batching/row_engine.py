@@ -15,6 +15,7 @@ from torch import Tensor
 from kvlayers.core.cache import Cache
 from kvlayers.errors import OptionError
 from kvlayers.generation.cache_by_name import AUTO, NamedCache, cache_for, request_of
+from kvlayers.generation.call_arguments import check_vocabulary
 from kvlayers.generation.prefix_reuse.active_store import ActiveStore
 from kvlayers.generation.prefix_reuse.eligibility import StorePart
 from kvlayers.generation.prefix_reuse.prefixed_call import usable_cache
@@ -109,7 +110,7 @@ class RowEngine(Generic[Kind]):
         if is_kept_elsewhere:
             # Its modules have states of one sequence, and a pass of several tokens begins another one.
             max_rows, chunk_tokens = 1, sys.maxsize
-        elif any(layer.is_upstream or layer.fidelity != "exact" for layer in example.adapted_layers()):
+        elif any(layer.traits.is_upstream or layer.fidelity != "exact" for layer in example.adapted_layers()):
             chunk_tokens = config.prefill_chunk_size or sys.maxsize
         if drafter is not None and (is_kept_elsewhere or example.recurrent_parts()):
             raise OptionError(
@@ -130,7 +131,8 @@ class RowEngine(Generic[Kind]):
         cache = cache_for(self._named.name, request)
         if not isinstance(cache, Cache):
             raise OptionError(
-                f"`cache` must be a cache of kvlayers, got {self._named.name!r}, a {type(cache).__name__}."
+                f"`cache` must be a cache of kvlayers, got {self._named.name!r}, a {type(cache).__name__}: name "
+                "another."
             )
         return cache
 
@@ -193,13 +195,13 @@ class RowEngine(Generic[Kind]):
 
     def _joins(self, request: Kind) -> bool:
         """Whether a request may join those that are held, which it then does."""
+        check_vocabulary(self._model, request.ids, "prompts")
         held = self.held
         request.most_tokens = request.prompt_tokens + int(request.config.max_new_tokens) + self._room_for_drafts
         request.frequencies = frequencies_within(self._model.config, request.prompt_tokens, request.most_tokens)
         # One pass has one set of frequencies.
-        if held and request.frequencies not in {each.frequencies for each in held} - {None}:
-            return False
-        if not self._room.fits(request.most_tokens, [each.most_tokens for each in held]):
+        is_other = held and request.frequencies not in {each.frequencies for each in held} - {None}
+        if is_other or not self._room.fits(request.most_tokens, [each.most_tokens for each in held]):
             return False
         own = copy.copy(request.config)
         own.max_length = request.prompt_tokens + own.max_new_tokens
@@ -282,8 +284,7 @@ class RowEngine(Generic[Kind]):
         if cache.get_seq_length() == 0 and remembers_lengths(model.config):
             # By a pass over a short sequence, so that the answer does not depend on those before it.
             model(ids[:, :1], use_cache=False)
-        positions = torch.arange(stop, device=model.device)[None]
-        output = pass_unseen(model, ids[:, :stop], cache, None, positions)
+        output = pass_unseen(model, ids[:, :stop], cache, None, torch.arange(stop, device=model.device)[None])
         if stop == request.prompt_tokens and request.part is not None:
             now = self._part_of_store()
             if now is not None and now.is_of_same_states(request.part):

@@ -143,7 +143,9 @@ def check_rollback(model: Any, cache: Any) -> None:
             f"`{cache_argument.name_for(model)}`: leave out the assistance, or install a newer transformers."
         )
     layers = cache.adapted_layers() if isinstance(cache, Cache) else []
-    holds_all = not any(layer.is_upstream and (layer.attends or layer.is_recurrent) for layer in layers)
+    holds_all = not any(
+        layer.traits.is_upstream and (layer.traits.attends or layer.traits.is_recurrent) for layer in layers
+    )
     if not holds_all or not isinstance(cache, Cache) or not cache.recurrent_parts():
         raise RollbackError(
             f"`{cache_argument.name_in_generate(model)}` must be a cache of kvlayers that holds the states of {name}, "
@@ -190,8 +192,11 @@ def decode(
     if not rolls_back and not _sees_again(model, cache, input_ids, kwargs):
         return original(model, input_ids, **kwargs)
     replay = _Replay(model, rolling_back(cache) if rolls_back else cache, kwargs["generation_config"])
-    view = ModelView(model, prepare_inputs_for_generation=replay.prepare_inputs)
-    output = original(view, input_ids, **{**kwargs, name: replay.cache})
+    output = original(
+        ModelView(model, prepare_inputs_for_generation=replay.prepare_inputs),
+        input_ids,
+        **{**kwargs, name: replay.cache},
+    )
     is_output = isinstance(output, ModelOutput)
     if rolls_back:
         replay.complete(output.sequences if is_output else output)

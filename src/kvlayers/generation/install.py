@@ -61,11 +61,13 @@ from kvlayers.kernels.attention import model_attention
 from kvlayers.prefix import PrefixStore
 from kvlayers.upstream import compat, generate_calls, supported
 from kvlayers.utils import late
+from kvlayers.utils.options import checks_options
 
 _lock = threading.RLock()
 """Held while `install` and `uninstall` make several changes, and while an `installed` block starts."""
 
 
+@checks_options
 def install(
     prefix_store: PrefixStore | None = None,
     namespace: str = "",
@@ -144,6 +146,7 @@ def is_installed() -> bool:
     return bool(_activation)
 
 
+@checks_options
 @contextlib.contextmanager
 def installed(
     prefix_store: PrefixStore | None = None,
@@ -222,7 +225,7 @@ def _given(
     active = active_store.optional_store(prefix_store, namespace)
     for name, value in flags.items():
         if not isinstance(value, bool) and (value is not None or name == "legacy_names"):
-            raise OptionError(f"`{name}` must be True or False, got {value!r}.")
+            raise OptionError(f"`{name}` must be True or False, got {value!r}: pass one, or leave it out.")
     settings: list[tuple[ScopedValue[Any], Any]] = [
         (active_store.CURRENT, active),
         (call_cache.REPLACE, flags["replace_empty_caches"]),

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from kvlayers.core.cache import Cache
 from kvlayers.core.dynamic_cache import DynamicCache
-from kvlayers.core.preparation import left_padding_of
-from kvlayers.errors import OptionError, RollbackError
+from kvlayers.core.preparation import drops_padding, left_padding_of
+from kvlayers.errors import CapacityError, OptionError, RollbackError
 from kvlayers.generation import retried_pass
 from kvlayers.generation.prefill import PER_TOKEN_ARGUMENTS, is_told_positions, pass_tokens
 from kvlayers.rope.from_config import frequencies_within
@@ -231,7 +231,12 @@ class RowDecoder(Generic[Row]):
         # A shorter draft is filled up by its last token, which nobody looks at.
         passed = [[row.last, *draft] for row, draft in zip(self.rows, drafts, strict=True)]
         tokens = torch.tensor([own + own[-1:] * (new - len(own)) for own in passed], device=self._model.device)
-        logits = self._pass(tokens, cache)
+        try:
+            logits = self._pass(tokens, cache)
+        except CapacityError as error:
+            # It comes before any row has taken in a token. Without the longest one, the others may go on.
+            self.errors[max(self.rows, key=lambda row: row.tokens)] = error
+            return
         greatest = logits.argmax(-1).tolist()
         for index, (row, draft) in enumerate(zip(self.rows, drafts, strict=True)):
             self._take(row, draft, logits[index], greatest[index])
@@ -512,7 +517,7 @@ def _prefill(model: Any, cache: Cache, input_ids: Tensor, padding: Sequence[int]
     """Pass the tokens that the cache has not seen. Returns the logits after the last one, `[batch, vocab]`."""
     model_kwargs = {name: value for name, value in kwargs.items() if name not in (*OF_LOOPS, *OF_DRAFTS)}
     mask, seen = model_kwargs.get("attention_mask"), cache.get_seq_length()
-    if seen or not any(padding) or all(layer.drops_padding for layer in cache.adapted_layers()):
+    if seen or not any(padding) or all(map(drops_padding, cache.adapted_layers())):
         logits: Tensor = pass_tokens(model, input_ids, model_kwargs, cache, seen).logits[:, -1]
         if any(padding) and not seen:
             Rows(cache, mask)
@@ -523,8 +528,7 @@ def _prefill(model: Any, cache: Cache, input_ids: Tensor, padding: Sequence[int]
             # It was told of the padding of the whole batch.
             own.prepare(model.config)
         of_row = {key: _of_row(key, value, row, padded, len(padding)) for key, value in model_kwargs.items()}
-        output = pass_tokens(model, input_ids[row : row + 1, padded:], {**of_row, name: own}, own, 0)
-        last.append(output.logits[:, -1])
+        last.append(pass_tokens(model, input_ids[row : row + 1, padded:], {**of_row, name: own}, own, 0).logits[:, -1])
     cache.replace_layers(merge(alone).adapted_layers())
     return torch.cat(last)
 

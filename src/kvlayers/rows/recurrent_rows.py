@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
-from kvlayers.core.cache_layer import CacheLayer
+from kvlayers.core.cache_layer import CacheLayer, LayerTraits
 from kvlayers.errors import InterruptedPassError, UnsupportedLayerError
 from kvlayers.recurrent.linear_layer import LinearAttentionLayer
 from kvlayers.recurrent.states import FAMILIES
@@ -24,8 +24,7 @@ class RecurrentRows(HeldRows, LinearAttentionLayer):
         rows: layers of one sequence. They are handed over.
     """
 
-    counts_rows = True
-    can_be_stacked = False
+    traits = LayerTraits(attends=False, is_recurrent=True, counts_columns=True, counts_rows=True)
 
     def __init__(self, rows: Sequence[CacheLayer]) -> None:
         first = rows[0]

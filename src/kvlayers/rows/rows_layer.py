@@ -3,6 +3,7 @@
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from typing_extensions import Self, override
 
 from kvlayers.core.arguments import as_batch_indices, check_one_batch, checked_forms, whole_number
 from kvlayers.core.buffer import StateForm
-from kvlayers.core.cache_layer import CacheLayer, forwarded
+from kvlayers.core.cache_layer import CacheLayer, LayerTraits, forwarded
 from kvlayers.core.token_store import Fidelity, least_faithful
 from kvlayers.errors import InterruptedPassError, RollbackError, StateMismatchError, UnsupportedLayerError
 from kvlayers.kernels.attention.row_states import RowStates
@@ -32,7 +33,7 @@ unsaved: Any = _refuse_to_save
 class RowsLayer(CacheLayer, CacheLayerMixin):  # type: ignore[misc]
     """A layer that counts the tokens of each row. To the model its rows are a batch that is padded on the left."""
 
-    counts_rows = True
+    traits = LayerTraits(counts_rows=True)
 
     @property
     @abstractmethod
@@ -186,12 +187,13 @@ class SeparateRows(HeldRows, RowsLayer):
 
     def __init__(self, rows: Sequence[CacheLayer]) -> None:
         super().__init__()
-        if any(row.is_upstream for row in rows):
+        if any(row.traits.is_upstream for row in rows):
             raise UnsupportedLayerError(
                 f"`caches` must have layers of kvlayers, got a {type(rows[0].original).__name__}: make the caches by "
                 "kvlayers."
             )
         self.rows = list(rows)
+        self.traits = replace(rows[0].traits, counts_rows=True, can_be_stacked=False)
         self._before: tuple[int, ...] | None = None
 
     # What it holds
@@ -258,11 +260,6 @@ class SeparateRows(HeldRows, RowsLayer):
     def is_croppable(self) -> bool:  # type: ignore[override]
         """Whether `crop` can put every row back as it was."""
         return all(row.is_croppable for row in self.rows)
-
-    @property
-    def keeps_every_token(self) -> bool:  # type: ignore[override]
-        """Whether every row can be put back to any number of tokens."""
-        return all(row.keeps_every_token for row in self.rows)
 
     @property
     @override

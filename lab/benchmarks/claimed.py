@@ -6,7 +6,7 @@ record.
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -457,6 +457,38 @@ def readme_table(record: Mapping[str, Any], docs: str) -> str:
     )
 
 
+def headline(record: Mapping[str, Any], prompts: Mapping[str, Any]) -> str:
+    """What README.md and the home page say first: how much faster steps and prompts are, by length.
+
+    Args:
+        record: the claims that were measured.
+        prompts: the record of prompts.
+    """
+    cells = record["step"]["cells"]
+    steps = [(f"after {tokens:,}", cells[length_row(DYNAMIC, tokens)][TIMES_AS_FAST]) for tokens in LENGTHS]
+    prompt = {"model": of_prompts.SMOLLM2, "dtype": "bfloat16", "case": of_prompts.ONE, "cache": of_prompts.DYNAMIC}
+    read = [
+        (f"for {cell['tokens']:,}", 1 / cell["ratio"])
+        for cell in of_prompts.find(of_prompts.cells_of(prompts), **prompt)
+    ]
+    lines = [
+        f"a decode step is {_times(steps)}",
+        *([f"a prompt is read {_times(read)}"] if read else []),
+        f"`int4` holds {cells[INT4][OF_DENSE]:.0%} of the bytes of 16,384 tokens, and its steps are "
+        f"{cells[INT4][TIMES_AS_FAST]:.1f} times as fast there.",
+    ]
+    threads = record["step"]["threads"]
+    return f"**On a CPU** ({threads} threads, bfloat16), beside transformers' `DynamicCache`:\n\n" + "\n".join(
+        f"- {line}" for line in lines
+    )
+
+
+def _times(figures: Sequence[tuple[str, float]]) -> str:
+    (first, ratio), *others = figures
+    rest = [f"{ratio:.1f} {where}" for where, ratio in others]
+    return f"{ratio:.1f} times as fast {first} tokens, {', '.join(rest[:-1])} and {rest[-1]};"
+
+
 DRAWN = ((TRANSFORMERS, TRANSFORMERS), ("kvlayers `DynamicCache`", DYNAMIC), ("kvlayers `int4`", INT4))
 """The caches whose steps are shown by length, with the names of their rows in the record."""
 
@@ -487,4 +519,6 @@ def written_pages() -> pages.Pages:
     of_pages = {(README, "table"): readme_table(record, "docs/"), (HOME, "table"): readme_table(record, "")}
     if has_steps(record):
         of_pages[BENCHMARKS, "table"] = steps_table(record)
+        for page in (README, HOME):
+            of_pages[page, "headline"] = headline(record, pages.parts("prompts"))
     return pages.written("claims", {**of_pages, (CHOOSING, "claims"): tables(record)})

@@ -95,14 +95,13 @@ def kernel_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """Shapes of the query, of the keys and of the mask in each call of the Triton kernel."""
     seen = []
 
-    def attend(query: Tensor, segments: KVSegments, mask: Tensor | None, scale: float) -> Tensor:
+    def attend(query: Tensor, segments: KVSegments, mask: Tensor | None, scale: float, by_torch: object) -> Tensor:
         (segment,) = segments.in_order
         seen.append((tuple(query.shape), tuple(segment.keys.shape), None if mask is None else tuple(mask.shape), scale))
         batch, heads, queries, _ = query.shape
         return query.new_empty((batch, queries, heads, segment.values.shape[3])).transpose(1, 2)
 
     monkeypatch.setattr(dense_kernels, "serves_few_queries", lambda states: states.is_meta)
-    monkeypatch.setattr(dense_kernels.cuda_kernel, "obstacle", lambda query, segments, mask: None)
     monkeypatch.setattr(dense_kernels.cuda_kernel, "attend", attend)
     return seen
 

@@ -14,6 +14,7 @@ from kvlayers.kernels.attention.cuda import kernel as cuda_kernel
 from kvlayers.kernels.attention.dispatch import PathCounter
 from kvlayers.kernels.attention.segment_kinds import DenseSegment, PackedSegment
 from kvlayers.kernels.attention.segments import KVSegments
+from kvlayers.kernels.codes.groups import BlockLayout
 from kvlayers.kernels.codes.packed_side import PackedSide, pack_side
 from kvlayers.kernels.codes.quantizer_contract import CodeFormat, QuantizedGroups, Side
 from kvlayers.kernels.codes.smoothing import KeySmoothing
@@ -40,7 +41,8 @@ def packed_side(side: Side, batch: int, head_dim: int, dtype: torch.dtype) -> Pa
     groups = (batch, KV_HEADS, BLOCKS * BLOCK // form.group_tokens, head_dim // form.group_channels)
     scale = (0.1 + 0.1 * torch.rand(groups)).to(dtype)
     zero = (torch.randn(groups) * 0.3 - 1).to(dtype)
-    return PackedSide(*pack_side(QuantizedGroups(codes, scale, zero), form, side, BLOCK), form, side, head_dim, BLOCK)
+    layout = BlockLayout(form, side, head_dim, BLOCK)
+    return PackedSide(*pack_side(QuantizedGroups(codes, scale, zero), layout), layout)
 
 
 def segments(batch: int, head_dim: int, dtype: torch.dtype, cut: bool) -> KVSegments:
@@ -249,8 +251,9 @@ def test_kernels_are_those_that_torch_may_use_now(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(cuda, "can_use_efficient_attention", lambda asked: cuda.mem_efficient_sdp_enabled())
 
     def found() -> tuple[bool, bool]:
-        kernels = fused.kernels_for(torch.device("cuda", 77), torch.bfloat16, 128, 128)
-        return kernels.unmasked is not None, kernels.masked is not None
+        device, dtype = torch.device("cuda", 77), torch.bfloat16
+        unmasked, masked = (fused.kernel_for(device, dtype, (128, 128), has_mask) for has_mask in (False, True))
+        return unmasked is not None, masked is not None
 
     with sdpa_kernel(SDPBackend.MATH):
         assert found() == (False, False)
@@ -259,26 +262,12 @@ def test_kernels_are_those_that_torch_may_use_now(monkeypatch: pytest.MonkeyPatc
     assert found() == (True, True)
 
 
-def test_what_a_refused_kernel_is_compared_with_is_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_was_found_wrong_gives_its_place_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     states = torch.randn(1, 2, 30, 64)
     query, held = torch.randn(1, 4, 1, 64), KVSegments((DenseSegment(states, states + 1),))
-    expected = slabs.attend(query, held, None, 0.1)
-    monkeypatch.setattr(cuda_kernel, "obstacle", lambda *args: None)
-    monkeypatch.setattr(cuda_kernel, "attend", lambda *args: torch.zeros_like(expected))
-    monkeypatch.setattr(cuda_kernel, "variants_to_compare", lambda *args: [object()])
-    monkeypatch.setattr(cuda_kernel, "compare", lambda variants, seen, wanted: None if seen is wanted else "it differs")
-    computed = []
-
-    def by_torch() -> Tensor:
-        computed.append(1)
-        return expected
-
-    found, why = cuda_kernel.attend_or_why(query, held, None, 0.1, by_torch)
-    assert found is expected
-    assert why == "it differs"
     monkeypatch.setattr(slabs, "INTERPRETED", True)
-    monkeypatch.setattr(slabs, "attend", lambda *args: by_torch())
+    monkeypatch.setattr(cuda_kernel, "attend", lambda *args: "it differs")
     paths = PathCounter()
-    assert dispatch.attend(query, held, None, 0.1, paths) is expected
-    assert len(computed) == 2
+    seen = dispatch.attend(query, held, None, 0.1, paths)
+    assert torch.equal(seen, slabs.attend(query, held, None, 0.1))
     assert "it differs" in next(iter(paths.counts))

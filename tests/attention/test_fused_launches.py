@@ -17,6 +17,7 @@ from kvlayers.kernels.attention import dispatch, slabs
 from kvlayers.kernels.attention.dispatch import PathCounter
 from kvlayers.kernels.attention.segment_kinds import DenseSegment, PackedSegment
 from kvlayers.kernels.attention.segments import KVSegments
+from kvlayers.kernels.codes.groups import BlockLayout
 from kvlayers.kernels.codes.packed_side import PackedSide
 from kvlayers.kernels.codes.quantizer_contract import CodeFormat, Side
 
@@ -54,7 +55,7 @@ def packed_side(side: Side, batch: int, blocks: int) -> PackedSide:
     form = CodeFormat(4, *((BLOCK, 1) if side == "keys" else (1, HEAD_DIM)), rotated=True)
     groups = HEAD_DIM if side == "keys" else BLOCK
     codes = meta(batch, KV_HEADS, blocks, BLOCK * HEAD_DIM // 2, dtype=torch.uint8)
-    return PackedSide(codes, meta(batch, KV_HEADS, blocks, 2 * groups), form, side, HEAD_DIM, BLOCK)
+    return PackedSide(codes, meta(batch, KV_HEADS, blocks, 2 * groups), BlockLayout(form, side, HEAD_DIM, BLOCK))
 
 
 def int4_segments(tokens: int, residual: int, batch: int = 1, ends: tuple[int, ...] | None = None) -> KVSegments:

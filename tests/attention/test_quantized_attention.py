@@ -938,12 +938,12 @@ def test_the_scale_is_that_of_torch_where_it_is_not_given(scale: float | None) -
 
 
 @pytest.mark.parametrize("queries", [1, 40])
-def test_rounds_of_slabs_are_one_softmax(queries: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slabs_are_one_softmax(queries: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("CPU_SCORES_AT_ONCE", "CPU_CODES_AT_ONCE"):
         monkeypatch.setattr(slabs, name, 1)
     case = Case(block_count=4)
     query, mask = case.query(2, queries), torch.ones(1, 1, queries, case.tokens, dtype=torch.bool)
-    # The first round shows no token, or all rounds do.
+    # The first slab shows no token, or all slabs do.
     mask[..., 0, :70] = False
     for given in (None, mask):
         seen = slabs.attend(query, case.segments, full(given, query, case.tokens), 0.2)

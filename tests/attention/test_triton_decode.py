@@ -17,7 +17,8 @@ from kvlayers.kernels.attention.cuda.specs import unpacking_instructions
 from kvlayers.kernels.attention.fused import merge
 from kvlayers.kernels.attention.segment_kinds import DenseSegment, PackedSegment
 from kvlayers.kernels.attention.segments import KVSegments
-from kvlayers.kernels.codes.packed_side import PackedSide, side_bytes
+from kvlayers.kernels.codes.groups import BlockLayout
+from kvlayers.kernels.codes.packed_side import PackedSide
 from kvlayers.kernels.codes.quantizer_contract import CodeFormat, Side
 from kvlayers.utils import triton_support
 from kvlayers.utils.triton_support import TritonKernel
@@ -161,8 +162,7 @@ def test_drafts_and_histories_of_all_lengths_share_a_few_compiled_kernels(monkey
         query = torch.empty(1, queries, 8, 128, dtype=torch.bfloat16, device="meta").transpose(1, 2)
         mask = torch.empty(1, 1, queries, segments.tokens, dtype=torch.bool, device="meta")
         for given in (None, mask.expand(1, 8, -1, -1)):
-            assert kernel.obstacle(query, segments, given) is None
-            kernel.attend(query, segments, given, 0.1)
+            assert isinstance(kernel.attend(query, segments, given, 0.1, never), torch.Tensor)
     # 16 or 32 rows of queries, with and without a mask.
     assert {name: len(variants) for name, variants in compiled.items()} == {"attend_split": 4, "merge_splits": 1}
 
@@ -195,8 +195,7 @@ def test_operands_of_products_have_each_number_once(monkeypatch: pytest.MonkeyPa
     segments = empty_segments(keys, values, 5, before=4, after=9)
     query = torch.empty(1, queries, 8, 128, dtype=torch.bfloat16, device="meta").transpose(1, 2)
     mask = torch.empty(1, 1, queries, segments.tokens, dtype=torch.bool, device="meta")
-    assert kernel.obstacle(query, segments, mask) is None
-    kernel.attend(query, segments, mask, 0.1)
+    assert isinstance(kernel.attend(query, segments, mask, 0.1, never), torch.Tensor)
     (layout,) = layouts
     assert "warp_group_dot" not in layout
     operands = set(re.findall(r"tensor<(\d+)x(\d+)x\w+, #ttg.dot_op<{opIdx = (\d), [^{}]*kWidth = (\d+)", layout))
@@ -205,18 +204,23 @@ def test_operands_of_products_have_each_number_once(monkeypatch: pytest.MonkeyPa
         assert int(rows if int(is_second) else columns) >= 4 * int(of_a_thread)
 
 
+def never() -> torch.Tensor:
+    raise AssertionError("nothing is compared with torch on the meta device")
+
+
 def empty_segments(
     key_format: CodeFormat, value_format: CodeFormat, blocks: int, before: int, after: int
 ) -> KVSegments:
     """Segments of two kv heads with 128 channels, without memory."""
 
     def side(code_format: CodeFormat, name: Side) -> PackedSide:
-        code_bytes = side_bytes(code_format, name, 128, 64, 0)
-        numbers = side_bytes(code_format, name, 128, 64, 1) - code_bytes
+        layout = BlockLayout(code_format, name, 128, 64)
         # As a store holds them, with room for more blocks.
-        codes = torch.empty(1, 2, blocks + 1, code_bytes, dtype=torch.uint8, device="meta")[:, :, :blocks]
-        parameters = torch.empty(1, 2, blocks + 1, numbers, dtype=torch.bfloat16, device="meta")[:, :, :blocks]
-        return PackedSide(codes, parameters, code_format, name, 128, 64)
+        codes = torch.empty(1, 2, blocks + 1, layout.code_bytes, dtype=torch.uint8, device="meta")[:, :, :blocks]
+        parameters = torch.empty(1, 2, blocks + 1, layout.parameters, dtype=torch.bfloat16, device="meta")[
+            :, :, :blocks
+        ]
+        return PackedSide(codes, parameters, layout)
 
     def dense(tokens: int) -> tuple[DenseSegment]:
         states = torch.empty(1, 2, tokens + 7, 128, dtype=torch.bfloat16, device="meta")[:, :, :tokens]

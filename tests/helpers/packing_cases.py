@@ -172,7 +172,7 @@ def packed(case: Packing, keys: Tensor, values: Tensor) -> PackedBlocks:
 def codes_of(side: PackedSide) -> Tensor:
     return unpack(
         torch.unflatten(side.codes, -1, (side.layout.rows, side.layout.row_bytes)),
-        side.format.bits,
+        side.layout.format.bits,
         side.layout.columns,
     )
 

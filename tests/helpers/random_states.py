@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from kvlayers.kernels.codes.groups import BlockLayout
 from kvlayers.kernels.codes.packed_side import PackedSide, pack_side
 from kvlayers.kernels.codes.quantizer_contract import CodeFormat, QuantizedGroups, Side
 
@@ -43,9 +44,8 @@ def packed_states(
     groups = (batch, kv_heads, tokens // form.group_tokens, head_dim // form.group_channels)
     scale = ((0.5 + torch.rand(groups)) * (0.25 if form.floating else 2 / 2**form.bits)).to(dtype)
     zero = None if form.floating or form.levels else (torch.randn(groups) * 0.3 - 1).to(dtype)
-    packed = PackedSide(
-        *pack_side(QuantizedGroups(codes, scale, zero), form, side, block_tokens), form, side, head_dim, block_tokens
-    )
+    layout = BlockLayout(form, side, head_dim, block_tokens)
+    packed = PackedSide(*pack_side(QuantizedGroups(codes, scale, zero), layout), layout)
     exact = codes.view(torch.float8_e4m3fn).double() if form.floating else codes.double()
     if form.levels:
         exact = torch.tensor(form.levels, dtype=torch.float64)[codes.long()]

@@ -4,6 +4,7 @@ Triton decides when a kernel is defined whether it is compiled or interpreted, s
 before anything imports triton: not in the process of other tests.
 """
 
+import functools
 import itertools
 import json
 import sys
@@ -24,7 +25,7 @@ from kvlayers.kernels.attention.dispatch import PathCounter
 from kvlayers.kernels.attention.packed_tensor import PackedStates
 from kvlayers.kernels.attention.segment_kinds import DenseSegment, PackedSegment, SegmentRows, of_repeats
 from kvlayers.kernels.attention.segments import KVSegments, Segment
-from kvlayers.kernels.codes.groups import rotation_size
+from kvlayers.kernels.codes.groups import BlockLayout, rotation_size
 from kvlayers.kernels.codes.packed_side import PackedSide, pack_side
 from kvlayers.kernels.codes.quantizer_contract import CodeFormat, QuantizedGroups, Side
 from kvlayers.kernels.codes.smoothing import KeySmoothing
@@ -324,14 +325,15 @@ def quantized(code_format: CodeFormat, side: Side, head_dim: int, case: Case) ->
     held = torch.unflatten(counted(case.blocks, case.block_tokens, case.options), 0, (-1, code_format.group_tokens))
     forgotten = ~held.any(1, keepdim=True)
     scale, zero = (None if part is None else part.to(case.dtype).masked_fill(forgotten, torch.nan) for part in numbers)
-    packed, parameters = pack_side(QuantizedGroups(codes, scale, zero), code_format, side, case.block_tokens)
+    layout = BlockLayout(code_format, side, head_dim, case.block_tokens)
+    packed, parameters = pack_side(QuantizedGroups(codes, scale, zero), layout)
     spare_codes = torch.full((case.batch, case.kv_heads + 1, case.blocks + 3, packed.shape[3]), 0x7F, dtype=torch.uint8)
     spare_parameters = torch.full((case.batch, case.kv_heads + 1, case.blocks + 3, parameters.shape[3]), torch.nan).to(
         case.dtype
     )
     where = (slice(None), slice(1, None), slice(2, 2 + case.blocks))
     spare_codes[where], spare_parameters[where] = packed, parameters
-    return PackedSide(spare_codes[where], spare_parameters[where], code_format, side, head_dim, case.block_tokens)
+    return PackedSide(spare_codes[where], spare_parameters[where], layout)
 
 
 def states_of(case: Case) -> KVSegments:
@@ -396,9 +398,9 @@ def states_in_float64(segment: Segment, side: Side) -> Tensor:
         states = segment.states(side, torch.float64)
     else:
         packed = segment.side(side)
-        held = counted(packed.blocks, packed.block_tokens, {"first": segment.first, "ends": segment.ends})
+        held = counted(packed.blocks, packed.layout.block_tokens, {"first": segment.first, "ends": segment.ends})
         states = packed.dequantized()[:, :, held].double()
-        states = states @ hadamard(packed.head_dim) if packed.format.rotated else states
+        states = states @ hadamard(packed.layout.head_dim) if packed.layout.format.rotated else states
     states = states if segment.rows is None else states[list(segment.rows.known or ())]
     smoothing = segment.smoothing if isinstance(segment, PackedSegment) and side == "keys" else None
     return states if smoothing is None else smoothing.restored(states)
@@ -446,7 +448,13 @@ def attended_in_float32(query: Tensor, segments: KVSegments, mask: Tensor | None
     """What the kernel computes, before it is rounded to the dtype of the query."""
     reads = kernel.reads_of(segments)
     assert not isinstance(reads, str), reads
-    return kernel.SplitCall(query, reads, mask, scale).run(torch.float32)
+    variants = [kernel.variant_of(read, *query.shape[1:3], kernel.kind_of(mask)) for read in reads]
+    return kernel.split_call(query, reads, variants, mask, scale)(torch.float32)
+
+
+def attended(query: Tensor, segments: KVSegments, mask: Tensor | None, scale: float) -> Tensor | str:
+    """What the kernel returns, or why it cannot."""
+    return kernel.attend(query, segments, mask, scale, functools.partial(slabs.attend, query, segments, mask, scale))
 
 
 def errors(case: Case, launch: Launch) -> dict[str, float]:
@@ -460,13 +468,13 @@ def errors_of(case: Case) -> dict[str, float]:
     segments, query = states_of(case), query_of(case)
     mask = mask_of(case, segments)
     scale = case.options.get("scale", case.key_dim**-0.5)
-    assert kernel.obstacle(query, segments, mask) is None
     out = attended_in_float32(query, segments, mask, scale)
     expected, expected_lse = reference(query, segments, mask, case.options)
     assert out.dtype == torch.float32
     assert not out[expected_lse == -torch.inf].any()
     if case.after:
-        rounded = kernel.attend(query, segments, mask, scale)
+        rounded = attended(query, segments, mask, scale)
+        assert isinstance(rounded, Tensor), rounded
         assert rounded.dtype == case.dtype
         assert rounded.transpose(1, 2).is_contiguous()
         # The interpreter cuts float32 off to bfloat16, and does not round it.
@@ -500,7 +508,7 @@ def check_nan() -> dict[str, Any]:
     """Whether queries get nan: of a token that is not finite, as long as it is part of the history."""
     case = Case(**native(4))
     keys, values = quantized(case.keys, "keys", 64, case), quantized(case.values, "values", 64, case)
-    parameters = torch.unflatten(values.parameters, -1, (2, values.block_tokens, -1))
+    parameters = torch.unflatten(values.parameters, -1, (2, values.layout.block_tokens, -1))
     parameters[:, :, 0, :, 9] = torch.nan
     parameters[:, :, 1, :, 40] = torch.nan
     query = torch.randn(1, 2, 1, 64)
@@ -532,7 +540,7 @@ def check_not_finite() -> dict[str, list[bool]]:
             scale = number
         else:
             segments.in_order[part].keys[0, -1, 2, 3] = number
-        out = kernel.attend(query, segments, None, scale)
+        out = attended(query, segments, None, scale)
         found[name] = out.isnan().any(-1)[0, :, 0].tolist()
     return found
 
@@ -540,7 +548,7 @@ def check_not_finite() -> dict[str, list[bool]]:
 def check_no_queries() -> list[int]:
     """The shape of the result for no query."""
     segments = states_of(Case(**native(4), after=(9,)))
-    out = kernel.attend(torch.randn(1, 2, 0, 64), segments, None, 0.125)
+    out = attended(torch.randn(1, 2, 0, 64), segments, None, 0.125)
     return [*out.shape]
 
 
@@ -561,11 +569,9 @@ def check_resources() -> dict[str, Any]:
             mock.patch.object(triton_support, "device_facts", lambda device, limit=limit: DeviceFacts(None, 1, limit)),
             mock.patch.object(plan.ATTEND_SPLIT, "shared_memory", shared_memory, create=True),
         ):
-            obstacle = kernel.obstacle(query, segments, None)
-            for _ in range(2):
-                assert kernel.obstacle(query, segments, None) == obstacle
-            variant = plan.variant_for(plan.plan_of(packed).kind, 4, 1, 0, 1, False, False, False, False)
-            found["stages"].append(obstacle or variant.constants["num_stages"])
+            attended(query, segments, None, 0.125)
+            variant = plan.variant_for(plan.plan_of(packed).kind, 2, 16, 0, False, False, False, False, False)
+            found["stages"].append(variant.obstacle or variant.constants["num_stages"])
             paths = PathCounter()
             out = dispatch.attend(query, segments, None, 0.125, paths)
             found["paths"].append(next(iter(paths.counts)))
@@ -584,7 +590,7 @@ def check_wrong_code() -> dict[str, Any]:
         launch(device, grid, (*arguments[:-1], 30 * arguments[-1]), constants)
 
     def forget() -> None:
-        for cached in (plan._variant_of, plan.variant_for, plan.segment_kind):
+        for cached in (plan.variant_for, plan.segment_kind):
             cached.cache_clear()
 
     forget()
@@ -658,7 +664,7 @@ def check_device() -> dict[str, Any]:
         mock.patch.object(plan.MERGE_SPLITS, "function", Kernel()),
         mock.patch.object(triton_support, "launching_on", Current),
     ):
-        kernel.attend(torch.randn(1, 4, 1, 128), segments, None, 0.1)
+        attended(torch.randn(1, 4, 1, 128), segments, None, 0.1)
     with (
         mock.patch.object(torch.cuda, "device", lambda device: f"current {device}"),
         mock.patch.object(torch.cuda, "current_device", return_value=0),
@@ -673,36 +679,40 @@ def check_refusals() -> dict[str, Any]:
     before, packed, after = segments.in_order
     keys, values = packed.keys, packed.values
     query = torch.randn(1, 4, 1, 128)
-    of_3_bits = PackedSegment(replace(keys, format=replace(keys.format, bits=3)), values)
+    of_3_bits = PackedSegment(changed(keys, bits=3), values)
     half = DenseSegment(after.keys.half(), after.values)
-    rotated = PackedSegment(keys, replace(values, format=replace(values.format, rotated=True)))
-    said = {
-        "taken": kernel.obstacle(query, segments, None),
-        "nothing packed": kernel.obstacle(query, KVSegments((before, after)), None),
-        "no tokens": kernel.obstacle(query, KVSegments((before.with_tensors([before.keys[:, :, :0]] * 2),)), None),
-        "prompt": kernel.obstacle(torch.randn(1, 4, 65, 128), segments, None),
-        "batch": kernel.obstacle(query.expand(65536, -1, -1, -1), segments, None),
-        "dtype": kernel.obstacle(query.bfloat16(), segments, None),
-        "dtype of the residual": kernel.obstacle(query, KVSegments((before, packed, half)), None),
-        "3 bits": kernel.obstacle(query, KVSegments((before, of_3_bits, after)), None),
-        "rotations": kernel.obstacle(query, KVSegments((packed, rotated)), None),
+    rotated = PackedSegment(keys, changed(values, rotated=True))
+    without = before.with_tensors([before.keys[:, :, :0]] * 2)
+    cases: dict[str, tuple[Tensor, tuple[Any, ...]]] = {
+        "taken": (query, (before, packed, after)),
+        "nothing packed": (query, (before, after)),
+        "no tokens": (query, (without,)),
+        "prompt": (torch.randn(1, 4, 65, 128), (before, packed, after)),
+        "batch": (query.expand(65536, -1, -1, -1), (before, packed, after)),
+        "dtype": (query.bfloat16(), (before, packed, after)),
+        "dtype of the residual": (query, (before, packed, half)),
+        "3 bits": (query, (before, of_3_bits, after)),
+        "rotations": (query, (packed, rotated)),
     }
-    kind: dict[str, Any] = {
-        "key_head_dim": 128,
-        "value_head_dim": 128,
-        "block_tokens": 64,
-        "dtype": torch.float32,
-        "device": torch.device("cpu"),
-    }
-    supported = supports(keys.format, values.format, **kind)
-    others = [
-        supports(replace(keys.format, bits=1), values.format, **kind),
-        supports(keys.format, values.format, **{**kind, "dtype": torch.float64}),
-        supports(keys.format, values.format, **{**kind, "block_tokens": 48}),
-        supports(keys.format, values.format, **{**kind, "block_tokens": 512}),
-        supports(keys.format, values.format, **{**kind, "value_head_dim": 512}),
+    said = {name: attended(given, KVSegments(held), None, 0.1) for name, (given, held) in cases.items()}
+    one, other, exact = keys.layout, values.layout, torch.float32
+    supported = [
+        supports(one, other, exact),
+        supports(changed(keys, bits=1).layout, other, exact),
+        supports(one, other, torch.float64),
+        supports(*(replace(layout, block_tokens=48) for layout in (one, other)), exact),
+        supports(*(replace(layout, block_tokens=512) for layout in (one, other)), exact),
+        supports(one, replace(other, head_dim=512), exact),
     ]
-    return {"said": said, "supports": [supported, *others]}
+    return {
+        "said": {name: None if isinstance(text, Tensor) else text for name, text in said.items()},
+        "supports": supported,
+    }
+
+
+def changed(side: PackedSide, **numbers: Any) -> PackedSide:
+    """A side whose codes have another meaning."""
+    return replace(side, layout=replace(side.layout, format=replace(side.layout.format, **numbers)))
 
 
 if __name__ == "__main__":

@@ -94,9 +94,10 @@ def check_reading(code_format: CodeFormat, head_dim: int, block_tokens: int, dty
     groups = QuantizedGroups(codes, torch.rand(grid).add(0.5).to(dtype), zero)
     same = []
     for side in SIDES:
-        found = pack_side(groups, code_format, side, block_tokens)
+        layout = BlockLayout(code_format, side, head_dim, block_tokens)
+        found = pack_side(groups, layout)
         # The second block alone: a view of larger buffers.
-        one = PackedSide(*(part[:, 1:, 1:] for part in found), code_format, side, head_dim, block_tokens)
+        one = PackedSide(*(part[:, 1:, 1:] for part in found), layout)
         read = one.states(dtype)
         with without_kernels():
             dense = one.states(dtype)

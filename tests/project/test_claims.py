@@ -48,7 +48,7 @@ def prose_of(page: str) -> str:
 
 def test_the_readme_has_figures_in_written_sections_only(claimed: Any, gpu_tables: Any) -> None:
     page = claimed.README.read_text()
-    for name, script in (("table", "claims"), ("prompts", "prompts"), ("demo", "demo"), ("demo in short", "demo")):
+    for name, script in (("table", "claims"), ("prompts", "prompts"), ("demo", "demo"), ("headline", "claims")):
         page = without(page, *claimed.pages.markers(name, script))
     assert FIGURE.findall(prose_of(without(page, gpu_tables.BEGIN_README, gpu_tables.END))) == []
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from kvlayers.kernels.codes import packed_side
-from kvlayers.kernels.codes.groups import pack, padded_columns, rotate, row_bytes, unpack
-from kvlayers.kernels.codes.packed_side import PackedSide, pack_side, side_bytes
+from kvlayers.kernels.codes.groups import BlockLayout, pack, padded_columns, rotate, row_bytes, unpack
+from kvlayers.kernels.codes.packed_side import PackedSide, pack_side
 from kvlayers.kernels.codes.quantizer_contract import WIDTHS, CodeFormat, QuantizedGroups, Side
 
 BLOCK_TOKENS = 64
@@ -82,8 +82,9 @@ def states_of(groups: QuantizedGroups, code_format: CodeFormat) -> Tensor:
 def test_a_packed_side_gives_the_states_of_its_groups(code_format: CodeFormat, side: Side) -> None:
     for head_dim, dtype in ((80, torch.float32), (64, torch.bfloat16), (96, torch.float16)):
         groups = quantized(code_format, 3 * BLOCK_TOKENS, head_dim, dtype)
-        codes, parameters = pack_side(groups, code_format, side, BLOCK_TOKENS)
-        packed = PackedSide(codes, parameters, code_format, side, head_dim, BLOCK_TOKENS)
+        layout = BlockLayout(code_format, side, head_dim, BLOCK_TOKENS)
+        codes, parameters = pack_side(groups, layout)
+        packed = PackedSide(codes, parameters, layout)
         assert codes.dtype == torch.uint8
         assert parameters.dtype == dtype
         assert packed.blocks == 3
@@ -100,15 +101,16 @@ def test_a_packed_side_gives_the_states_of_its_groups(code_format: CodeFormat, s
             # Sums of up to 96 products, of codes up to 255, in float32.
             torch.testing.assert_close(packed.products(factors).double(), factors.double() @ rows, rtol=1e-4, atol=1e-2)
         block_bytes = codes.shape[3] + parameters.shape[3] * parameters.element_size()
-        assert side_bytes(code_format, side, head_dim, BLOCK_TOKENS, dtype.itemsize) == block_bytes
+        assert layout.code_bytes + layout.parameters * dtype.itemsize == block_bytes
 
 
 @pytest.mark.parametrize("side", ["keys", "values"])
 def test_a_side_may_be_a_view_of_larger_buffers(side: Side) -> None:
     code_format = CodeFormat(4, 64, 1) if side == "keys" else CodeFormat(4, 1, 64)
     groups = quantized(code_format, 3 * BLOCK_TOKENS, 64, torch.float32)
-    codes, parameters = pack_side(groups, code_format, side, BLOCK_TOKENS)
-    whole = PackedSide(codes, parameters, code_format, side, 64, BLOCK_TOKENS)
+    layout = BlockLayout(code_format, side, 64, BLOCK_TOKENS)
+    codes, parameters = pack_side(groups, layout)
+    whole = PackedSide(codes, parameters, layout)
     view = dataclasses.replace(whole, codes=codes[1:, :, 1:], parameters=parameters[1:, :, 1:])
     assert view.blocks == 2
     assert torch.equal(view.dequantized(), whole.dequantized()[1:, :, BLOCK_TOKENS:])
@@ -122,8 +124,9 @@ def test_blocks_are_unpacked_a_few_at_a_time(
 ) -> None:
     code_format = CodeFormat(4, *((64, 1) if side == "keys" else (1, 16)), rotated=rotated)
     groups = quantized(code_format, 5 * BLOCK_TOKENS, 80, torch.float32)
-    codes, parameters = pack_side(groups, code_format, side, BLOCK_TOKENS)
-    packed = PackedSide(codes, parameters, code_format, side, 80, BLOCK_TOKENS)
+    layout = BlockLayout(code_format, side, 80, BLOCK_TOKENS)
+    codes, parameters = pack_side(groups, layout)
+    packed = PackedSide(codes, parameters, layout)
     monkeypatch.setattr(packed_side, "CPU_STATES_AT_ONCE", at_once)
     expected = states_of(groups, code_format)
     for dtype in (torch.float32, torch.bfloat16):
@@ -137,8 +140,8 @@ def test_blocks_are_unpacked_a_few_at_a_time(
 def test_rows_and_columns_follow_the_side() -> None:
     code_format = CodeFormat(4, 16, 1)
     empty = torch.empty(1, 1, 0, 0, dtype=torch.uint8)
-    keys = PackedSide(empty, empty, code_format, "keys", 80, BLOCK_TOKENS)
-    values = dataclasses.replace(keys, side="values")
+    keys = PackedSide(empty, empty, BlockLayout(code_format, "keys", 80, BLOCK_TOKENS))
+    values = dataclasses.replace(keys, layout=dataclasses.replace(keys.layout, side="values"))
     assert (
         keys.layout.rows,
         keys.layout.columns,

@@ -13,7 +13,7 @@ from kvlayers.errors import UnsupportedLayerError
 from kvlayers.kernels.attention.packed_ops import packed_like
 from kvlayers.kernels.attention.packed_tensor import PackedStates
 from kvlayers.kernels.attention.segment_kinds import DenseSegment, PackedSegment
-from kvlayers.kernels.attention.segments import GatheredSegment, KVSegments, Segment, is_packed, with_full_blocks
+from kvlayers.kernels.attention.segments import GatheredSegment, KVSegments, Segment, with_full_blocks
 from kvlayers.offload.device_queue import OffloadTarget
 from kvlayers.offload.prefetcher import Prefetcher
 from kvlayers.offload.transfers import Traffic
@@ -183,7 +183,7 @@ class PagedReads:
         end, tokens, are_packed, choose = 0, segments.tokens, segments.holds_packed, segments.holds_gathered
         for segment in segments.in_order:
             start, end = end, end + segment.tokens
-            if are_packed and not is_packed(segment):
+            if are_packed and not isinstance(segment.source, PackedSegment):
                 brought.append(segment)
             elif isinstance(segment, GatheredSegment):
                 brought.append(self._pages(pools, segment, page_tokens, device, carry))

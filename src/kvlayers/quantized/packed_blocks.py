@@ -18,7 +18,7 @@ from kvlayers.kernels.codes import cpu_packing as cpu_pack
 from kvlayers.kernels.codes import cuda_packing as cuda_launch
 from kvlayers.kernels.codes.cuda_packing import pack_obstacle
 from kvlayers.kernels.codes.groups import BlockLayout
-from kvlayers.kernels.codes.packed_side import PackedSide, pack_side, side_bytes
+from kvlayers.kernels.codes.packed_side import PackedSide, pack_side
 from kvlayers.kernels.codes.quantizer_contract import CodeFormat, Quantizer, Side, check_groups
 from kvlayers.kernels.codes.smoothing import KeySmoothing, vectors_for
 from kvlayers.quantized.smoothing_runs import SmoothingRuns
@@ -183,7 +183,7 @@ class PackedBlocks:
         with without_autocast(states.device):
             groups = quantizer.quantize(states if finite is None else torch.where(finite, states, 0))
         check_groups(groups, quantizer.format, states)
-        codes, parameters = pack_side(groups, quantizer.format, side, self.block_tokens)
+        codes, parameters = pack_side(groups, self._layouts[side])
         return codes, parameters if finite is None or side == "keys" else self._marked(parameters, finite)
 
     def _marked(self, parameters: Tensor, finite: Tensor) -> Tensor:
@@ -222,9 +222,7 @@ class PackedBlocks:
             ends, block = ends[keys.tokens :], block + keys.tokens
 
     def _side(self, side: Side, piece: DenseSegment, some: slice) -> PackedSide:
-        layout = self._layouts[side]
-        codes, parameters = piece.keys[:, :, some], piece.values[:, :, some]
-        return PackedSide(codes, parameters, layout.format, side, layout.head_dim, self.block_tokens)
+        return PackedSide(piece.keys[:, :, some], piece.values[:, :, some], self._layouts[side])
 
     def drop_oldest(self, tokens: int) -> None:
         """Forget the oldest tokens. A block is dropped with the last of its tokens."""
@@ -426,8 +424,8 @@ def packed_forms(
     code_format: CodeFormat, side: Side, form: StateForm, block_tokens: int
 ) -> tuple[StateForm, StateForm]:
     """Forms of the codes and of the parameters of one side, in which each block counts as a token."""
-    codes = side_bytes(code_format, side, form.head_dim, block_tokens, itemsize=0)
-    parameters = side_bytes(code_format, side, form.head_dim, block_tokens, itemsize=1) - codes
+    layout = BlockLayout(code_format, side, form.head_dim, block_tokens)
+    codes, parameters = layout.code_bytes, layout.parameters
     return form._replace(head_dim=codes, dtype=torch.uint8), form._replace(head_dim=parameters)
 
 

@@ -378,7 +378,7 @@ def _cut(segment: DenseSegment | PackedSegment, begin: int, end: int) -> Iterato
     if isinstance(segment, DenseSegment):
         yield DenseSegment(segment.keys[:, :, begin:end], segment.values[:, :, begin:end], segment.rows)
         return
-    ends = segment.ends or (segment.keys.block_tokens,) * segment.blocks
+    ends = segment.ends or (segment.keys.layout.block_tokens,) * segment.blocks
     starts = list(itertools.accumulate(ends, initial=0))[:-1]
     first, last = (bisect.bisect_left(starts, token) for token in (begin, end))
     blocks = segment.with_tensors(states[:, :, first:last] for states in segment.tensors)

@@ -231,7 +231,8 @@ def _attend_by_triton(
     segments = KVSegments((DenseSegment(keys, values),))
     scale = query.size(3) ** -0.5 if scale is None else float(scale)
     by_torch = functools.partial(slabs.attend, query, segments, mask, scale)
-    return cuda_kernel.attend_or_why(query, segments, mask, scale, by_torch)[0]
+    found = cuda_kernel.attend(query, segments, mask, scale, by_torch)
+    return found if isinstance(found, Tensor) else None
 
 
 def replaces_cudnn(states: Tensor) -> bool:

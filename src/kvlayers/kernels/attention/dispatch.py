@@ -94,11 +94,13 @@ def attend(query: Tensor, segments: KVSegments, mask: Tensor | None, scale: floa
         return _attend_on_cpu(query, segments, mask, scale, paths)
     by_torch = functools.partial(slabs.attend, query, segments, mask, scale)
     with without_autocast(query.device):
-        found, why = cuda_kernel.attend_or_why(query, segments, mask, scale, by_torch)
+        found = cuda_kernel.attend(query, segments, mask, scale, by_torch)
+        if isinstance(found, Tensor):
+            paths.record(CUDA)
+            return found
         by = FUSED if fused.takes(query, segments.head_dims, has_mask=True) else PLAIN
-        shared = SHARED if segments.shares_rows else SLABS
-        paths.record(CUDA if why is None else f"{by}, {shared}, as {why}")
-        return by_torch() if found is None else found
+        paths.record(f"{by}, {SHARED if segments.shares_rows else SLABS}, as {found}")
+        return by_torch()
 
 
 def _attend_on_cpu(

@@ -5,7 +5,6 @@ The kernels take grouped query heads, and do not copy keys or values for them.
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -124,23 +123,9 @@ def lowest_score(dtype: torch.dtype) -> float:
 Kernel = Callable[[Tensor, Tensor, Tensor, Tensor | None, float], tuple[Tensor, Tensor]]
 
 
-@dataclass(frozen=True)
-class Kernels:
-    """The kernels of a device for some states, `None` if it has none.
-
-    Attributes:
-        unmasked: attention without a mask.
-        masked: attention with one.
-    """
-
-    unmasked: Kernel | None
-    masked: Kernel | None
-
-
 def takes(query: Tensor, head_dims: tuple[int, int], has_mask: bool) -> bool:
     """Whether the device has a fused kernel for queries, and keys and values of these head_dims."""
-    kernels = kernels_for(query.device, query.dtype, *head_dims)
-    return (kernels.masked if has_mask else kernels.unmasked) is not None
+    return kernel_for(query.device, query.dtype, head_dims, has_mask) is not None
 
 
 def attend_dense(
@@ -160,45 +145,45 @@ def attend_dense(
         the log-sum-exp of the scores, float32 `[batch, kv_heads, heads of a group, queries]`. It is about
         `lowest_score` if a query sees no token, and its values are any finite ones.
     """
-    kernels: Any = kernels_for(query.device, query.dtype, keys.shape[3], values.shape[3])
+    head_dims = keys.shape[3], values.shape[3]
+    kernel: Any = kernel_for(query.device, query.dtype, head_dims, has_mask=mask is not None)
     # The kernels read neighbouring channels, whatever the strides say. Unpacked keys may be a transposed view.
     query, keys, values = (part if part.stride(3) == 1 else part.contiguous() for part in (query, keys, values))
-    if mask is None:
-        return kernels.unmasked(query, keys, values, None, scale)  # type: ignore[no-any-return]
-    return kernels.masked(query, keys, values, _as_bias(mask, query.dtype), scale)  # type: ignore[no-any-return]
+    bias = None if mask is None else _as_bias(mask, query.dtype)
+    return kernel(query, keys, values, bias, scale)  # type: ignore[no-any-return]
 
 
-def kernels_for(device: torch.device, dtype: torch.dtype, key_dim: int, value_dim: int) -> Kernels:
-    """The fused kernels for states of a dtype and head_dims on a device, as far as torch may use them."""
+def kernel_for(device: torch.device, dtype: torch.dtype, head_dims: tuple[int, int], has_mask: bool) -> Kernel | None:
+    """The fused kernel for states of a dtype and head_dims on a device, `None` if torch may use none."""
     settings: Any = torch.backends.cuda
     allowed = settings.flash_sdp_enabled(), settings.mem_efficient_sdp_enabled()
-    return _allowed_kernels(device, dtype, key_dim, value_dim, allowed)
+    return _allowed_kernel(device, dtype, head_dims, has_mask, allowed)
 
 
 @functools.lru_cache(maxsize=64)
-def _allowed_kernels(
-    device: torch.device, dtype: torch.dtype, key_dim: int, value_dim: int, allowed: tuple[bool, bool]
-) -> Kernels:
-    """As `kernels_for`. Torch looks up itself what is allowed; a context such as `sdpa_kernel` may end."""
-    none = Kernels(None, None)
-    if dtype not in (torch.float16, torch.bfloat16) or max(key_dim, value_dim) > LARGEST_HEAD_DIM:
-        return none
-    if key_dim % ALIGNED_NUMBERS or value_dim % ALIGNED_NUMBERS:
-        return none
+def _allowed_kernel(
+    device: torch.device, dtype: torch.dtype, head_dims: tuple[int, int], has_mask: bool, allowed: tuple[bool, bool]
+) -> Kernel | None:
+    """As `kernel_for`. Torch looks up itself what is allowed; a context such as `sdpa_kernel` may end."""
+    if dtype not in (torch.float16, torch.bfloat16) or max(head_dims) > LARGEST_HEAD_DIM:
+        return None
+    if any(width % ALIGNED_NUMBERS for width in head_dims):
+        return None
+    are_equal = head_dims[0] == head_dims[1]
     if device.type == "cpu":
-        of_cpu = functools.partial(_of_equal_heads, _of_cpu)
-        return Kernels(of_cpu, of_cpu) if key_dim == value_dim else none
+        return functools.partial(_of_equal_heads, _of_cpu) if are_equal else None
     by_efficient = functools.partial(_of_equal_heads, _efficient)
     if device.type == "meta":
         # Counting launches: as on a current GPU.
-        return Kernels(_flash if key_dim == value_dim else by_efficient, by_efficient)
+        return _flash if are_equal and not has_mask else by_efficient
     # Builds for other GPUs have such kernels too, whose log-sum-exp nobody has compared.
     if device.type != "cuda" or torch.version.cuda is None:
-        return none
-    keys, values = (torch.empty((1, 1, 8, width), dtype=dtype, device=device) for width in (key_dim, value_dim))
+        return None
+    keys, values = (torch.empty((1, 1, 8, width), dtype=dtype, device=device) for width in head_dims)
     asked = torch.backends.cuda.SDPAParams(keys, keys, values, None, 0.0, False, False)
-    efficient = by_efficient if torch.backends.cuda.can_use_efficient_attention(asked) else None
-    return Kernels(_flash if torch.backends.cuda.can_use_flash_attention(asked) else efficient, efficient)
+    if not has_mask and torch.backends.cuda.can_use_flash_attention(asked):
+        return _flash
+    return by_efficient if torch.backends.cuda.can_use_efficient_attention(asked) else None
 
 
 def _flash(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:

@@ -4,7 +4,7 @@ import functools
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -132,8 +132,11 @@ class DenseSegment:
         value_slots: the slots that hold the values.
         rows: which sequence of the segment each sequence of the batch reads; `None` if each reads its own.
         start: first slot of the segment.
+        smoothing: keys in full precision were not smoothed.
         kernel_cache: what kernels have prepared for the segment.
     """
+
+    smoothing: ClassVar[None] = None
 
     def __init__(
         self,
@@ -149,6 +152,11 @@ class DenseSegment:
         self.kernel_cache = KernelCache()
         self._slots = slots
         self._states = (key_slots, value_slots) if slots is None else None
+
+    @property
+    def source(self) -> "DenseSegment":
+        """The segment that holds the states."""
+        return self
 
     @property
     def tokens(self) -> int:
@@ -239,6 +247,11 @@ class PackedSegment:
     kernel_cache: KernelCache = field(default_factory=KernelCache, init=False, repr=False)
 
     @property
+    def source(self) -> "PackedSegment":
+        """The segment that holds the states."""
+        return self
+
+    @property
     def batch(self) -> int:
         """Sequences of the segment."""
         return self.keys.codes.shape[0]
@@ -251,7 +264,7 @@ class PackedSegment:
     @functools.cached_property
     def head_dims(self) -> tuple[int, int]:
         """Channels of a key, and of a value."""
-        return self.keys.head_dim, self.values.head_dim
+        return self.keys.layout.head_dim, self.values.layout.head_dim
 
     @property
     def blocks(self) -> int:
@@ -261,7 +274,7 @@ class PackedSegment:
     @property
     def tokens(self) -> int:
         """Tokens in the segment."""
-        held = self.blocks * self.keys.block_tokens if self.ends is None else sum(self.ends)
+        held = self.blocks * self.keys.layout.block_tokens if self.ends is None else sum(self.ends)
         return held - self.first
 
     def side(self, side: Side) -> PackedSide:
@@ -286,7 +299,7 @@ class PackedSegment:
     def pieces(self, tokens: int) -> Iterator["PackedSegment"]:
         """The segment in pieces of about `tokens` tokens, whole blocks, of which each sequence of the batch reads its
         own."""
-        blocks = max(tokens // self.keys.block_tokens, 1)
+        blocks = max(tokens // self.keys.layout.block_tokens, 1)
         for start in range(0, self.blocks, blocks):
             some = slice(start, start + blocks)
             parts = (states[:, :, some] for states in self.tensors)
@@ -294,21 +307,14 @@ class PackedSegment:
             first = self.first if start == 0 else 0
             yield replace(piece, first=first, ends=None if self.ends is None else self.ends[some], rows=None)
 
-    def dequantized(self, side: Side) -> Tensor:
-        """States of one side, float32 `[batch, kv_heads, tokens, head_dim]`, still rotated if they were packed so."""
-        return self._held(self.side(side).dequantized())
-
     def states(self, side: Side, dtype: torch.dtype) -> Tensor:
         """States of one side, `[batch, kv_heads, tokens, head_dim]` of a dtype, rotated back."""
-        return self._held(self.side(side).states(dtype))
-
-    def _held(self, states: Tensor) -> Tensor:
-        """The states of held tokens, among those of whole blocks."""
+        states = self.side(side).states(dtype)
         if self.ends is None:
             return states[:, :, self.first :]
         runs = [[self.first, 0]]
         for block, end in enumerate(self.ends):
-            start = block * self.keys.block_tokens
+            start = block * self.keys.layout.block_tokens
             if block and runs[-1][1] != start:
                 runs.append([start, start])
             runs[-1][1] = start + end

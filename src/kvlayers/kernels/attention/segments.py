@@ -112,6 +112,11 @@ class GatheredSegment:
         return self.source.head_dims
 
     @property
+    def smoothing(self) -> KeySmoothing | None:
+        """How the keys were smoothed, for each sequence of the batch; `None` if they were not."""
+        return self.source.smoothing
+
+    @property
     def held(self) -> Tensor:
         """Which columns stand for a token, bool `[batch, kv_heads, width]`."""
         held = torch.zeros((*self.starts.shape[:2], self.width + 1), dtype=torch.bool, device=self.starts.device)
@@ -123,7 +128,7 @@ class GatheredSegment:
         Args:
             tokens: about so many tokens at a time, or one piece.
         """
-        size = DENSE_PIECE_TOKENS if isinstance(self.source, DenseSegment) else self.source.keys.block_tokens
+        size = DENSE_PIECE_TOKENS if isinstance(self.source, DenseSegment) else self.source.keys.layout.block_tokens
         step = max(tokens // size, 1)
         for first in range(0, self.starts.shape[2] if self.source.tokens and self.width else 0, step):
             some = slice(first, first + step)
@@ -139,7 +144,7 @@ class GatheredSegment:
         starts, counts, columns = self.starts[..., some], self.counts[..., some], self.columns[..., some]
         size, evicted = DENSE_PIECE_TOKENS, 0
         if isinstance(self.source, PackedSegment):
-            size, evicted = self.source.keys.block_tokens, self.source.first
+            size, evicted = self.source.keys.layout.block_tokens, self.source.first
         token = torch.arange(size, device=starts.device).expand(*starts.shape, size)
         if evicted:
             token = token - torch.where(starts == 0, evicted, 0)[..., None]
@@ -210,7 +215,7 @@ class KVSegments:
     @property
     def holds_packed(self) -> bool:
         """Whether a segment, or the source of one, is packed."""
-        return any(map(is_packed, self.in_order))
+        return any(isinstance(segment.source, PackedSegment) for segment in self.in_order)
 
     @property
     def holds_gathered(self) -> bool:
@@ -265,14 +270,14 @@ class KVSegments:
     @property
     def device(self) -> torch.device:
         """Device of the states."""
-        first = source_of(self.in_order[0])
+        first = self.in_order[0].source
         return first.key_slots.device if isinstance(first, DenseSegment) else first.keys.codes.device
 
     @property
     def requires_grad(self) -> bool:
         """Whether autograd follows states in full precision. Codes it never follows."""
-        sources = map(source_of, self.in_order)
-        return any(segment.requires_grad for segment in sources if isinstance(segment, DenseSegment))
+        sources = (segment.source for segment in self.in_order)
+        return any(source.requires_grad for source in sources if isinstance(source, DenseSegment))
 
     def in_full_precision(self, dtype: torch.dtype) -> tuple["KVSegments", Tensor | None]:
         """The tokens as dense segments, and which of them each KV head has, bool `[batch, kv_heads, tokens]`.
@@ -306,7 +311,7 @@ def _in_full_precision(segment: Segment, dtype: torch.dtype) -> DenseSegment:
         return segment
     states_of = segment.padded_states if isinstance(segment, GatheredSegment) else segment.states
     keys, values = states_of("keys", dtype), states_of("values", dtype)
-    if smoothing_of(segment) is None:
+    if segment.smoothing is None:
         return DenseSegment(keys, values, segment.rows)
     return DenseSegment(_of_batch(segment, "keys", keys), _of_batch(segment, "values", values))
 
@@ -314,26 +319,4 @@ def _in_full_precision(segment: Segment, dtype: torch.dtype) -> DenseSegment:
 def _of_batch(segment: Segment, side: Side, states: Tensor) -> Tensor:
     """States of a segment's sequences, for each sequence of the batch, as they were before keys were smoothed."""
     states = states if segment.rows is None else segment.rows.select(states)
-    smoothing = smoothing_of(segment)
-    return states if smoothing is None or side == "values" else smoothing.restored(states)
-
-
-def is_packed(segment: Segment) -> bool:
-    """Whether the states of a segment, or of its source, are packed."""
-    return isinstance(source_of(segment), PackedSegment)
-
-
-def smoothing_of(segment: Segment) -> KeySmoothing | None:
-    """How the keys of a segment were smoothed, for each sequence of the batch; `None` if they were not."""
-    source = source_of(segment)
-    return source.smoothing if isinstance(source, PackedSegment) else None
-
-
-def source_of(segment: Segment) -> DenseSegment | PackedSegment:
-    """The segment that holds the states."""
-    return segment.source if isinstance(segment, GatheredSegment) else segment
-
-
-def without_rows(segment: Segment) -> Segment:
-    """The segment with as many sequences as it holds."""
-    return segment if isinstance(segment, GatheredSegment) else segment.with_rows(None)
+    return states if segment.smoothing is None or side == "values" else segment.smoothing.restored(states)

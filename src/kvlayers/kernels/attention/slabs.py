@@ -7,18 +7,18 @@ prompts behind a cache, long drafts, codes without a kernel, and devices without
   them are grouped, as if they were queries of one sequence, as in Hydragen (Juravsky et al. 2024, arXiv:2402.05099).
 - On an accelerator a slab is as many packed tokens as may be in full precision at once, in the dtype of the queries. A
   fused kernel of torch attends to it (`fused`).
-- Elsewhere two products attend to it, in float32, with an online softmax. On a CPU, many queries take a few packed
-  blocks in float32 at once. With few, as in a decode step, the codes of many blocks are multiplied as they are, and
-  their scales are folded into the other factor.
+- Elsewhere two products attend to it, in float32, with an online softmax (Milakov and Gimelshein 2018,
+  arXiv:1805.02867). On a CPU, many queries take a few packed blocks in float32 at once. With few, as in a decode step,
+  the codes of many blocks are multiplied as they are, and their scales are folded into the other factor.
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from kvlayers.kernels.attention import fused
 from kvlayers.kernels.attention.segment_kinds import DenseSegment, PackedSegment, SegmentRows
@@ -27,13 +27,9 @@ from kvlayers.kernels.attention.segments import (
     KVSegments,
     PieceColumns,
     Segment,
-    smoothing_of,
-    source_of,
-    without_rows,
 )
 from kvlayers.kernels.codes.groups import rotate
 from kvlayers.kernels.codes.quantizer_contract import Side
-from kvlayers.kernels.codes.smoothing import KeySmoothing
 from kvlayers.utils import triton_support
 from kvlayers.utils.triton_support import runs_triton
 
@@ -84,53 +80,40 @@ class Slab:
         position: column of the first token, or that of the gathered segment.
         segment: the tokens.
         dtype: the dtype that states are brought to.
-        stays_rotated: whether states that were rotated before they were packed are multiplied as they are.
-        of_codes: whether codes are multiplied, with their scales folded into the other factor: no state is computed.
         gathered: where the tokens stand in a gathered segment.
     """
 
     position: int
     segment: DenseSegment | PackedSegment
     dtype: torch.dtype
-    stays_rotated: bool = False
-    of_codes: bool = False
     gathered: PieceColumns | None = None
-
-    def is_rotated(self, side: Side) -> bool:
-        """Whether the keys, or the values, are still rotated."""
-        segment = self.segment
-        return self.stays_rotated and isinstance(segment, PackedSegment) and segment.side(side).format.rotated
 
     def states(self, side: Side) -> Tensor:
         """The keys, or the values, `[batch, kv_heads, tokens, head_dim]`. They are computed anew each time."""
-        if self.stays_rotated and isinstance(self.segment, PackedSegment):
-            states = self.segment.dequantized(side)
-        else:
-            states = self.segment.states(side, self.dtype)
+        states = self.segment.states(side, self.dtype)
         return states if self.gathered is None or side == "keys" else self.gathered.cleared(states)
 
-    def scores(self, query: Tensor) -> Tensor:
-        """Products of queries `[batch, kv_heads, rows, head_dim]` and the keys, `[batch, kv_heads, rows, tokens]`.
+    def products(self, query: Tensor) -> Tensor:
+        """Products of queries `[batch, kv_heads, rows, head_dim]` and the keys as they were smoothed."""
+        return query @ self.states("keys").transpose(2, 3)
 
-        Queries are rotated if the keys are.
+    def queries(self, query: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Queries `[batch, heads, rows, head_dim]` for keys as they were smoothed, and what is added to the products.
+
+        The latter is float32 `[batch, heads, rows, 1]`, or `None`.
         """
-        if not self.of_codes or not isinstance(self.segment, PackedSegment):
-            return query @ self.states("keys").transpose(2, 3)
-        keys = self.segment.keys
-        by_block = query.unsqueeze(2).expand(-1, -1, keys.blocks, -1, -1)
-        return keys.products(by_block).transpose(2, 3).flatten(3)[..., self.segment.first :]
+        smoothing = self.segment.smoothing
+        return (query, None) if smoothing is None else (smoothing.queries(query), smoothing.offsets(query))
+
+    def scores(self, query: Tensor) -> Tensor:
+        """Products of queries `[batch, kv_heads, rows, head_dim]` and the keys, `[batch, kv_heads, rows, tokens]`."""
+        own, offsets = self.queries(query)
+        products = self.products(own)
+        return products if offsets is None else (products + offsets).to(products.dtype)
 
     def combine(self, weights: Tensor) -> Tensor:
         """Sums of the values, weighted by `[batch, kv_heads, rows, tokens]`: `[batch, kv_heads, rows, head_dim]`."""
-        if not self.of_codes or not isinstance(self.segment, PackedSegment):
-            sums = weights @ self.states("values")
-        else:
-            values = self.segment.values
-            if self.segment.first:
-                weights = torch.nn.functional.pad(weights, (self.segment.first, 0))
-            by_block = torch.unflatten(weights, 3, (-1, values.block_tokens)).transpose(2, 3)
-            sums = values.products(by_block).sum(2)
-        return rotate(sums) if self.is_rotated("values") else sums
+        return weights @ self.states("values")
 
     def columns_of(self, rows: Tensor) -> Tensor:
         """Entries of `[batch, heads, rows, all tokens]` for the tokens of the slab."""
@@ -150,11 +133,36 @@ class Slab:
         return part.masked_fill(hidden, False if part.dtype == torch.bool else -torch.inf)
 
 
+class SlabOfCodes(Slab):
+    """Whole packed blocks whose codes are multiplied, with their scales folded into the other factor.
+
+    No state is computed. Products stay the same if both sides are rotated, so queries and sums are rotated instead.
+    """
+
+    segment: PackedSegment
+
+    @override
+    def products(self, query: Tensor) -> Tensor:
+        keys = self.segment.keys
+        rotated = rotate(query) if keys.layout.format.rotated else query
+        by_block = rotated.unsqueeze(2).expand(-1, -1, keys.blocks, -1, -1)
+        return keys.products(by_block).transpose(2, 3).flatten(3)[..., self.segment.first :]
+
+    @override
+    def combine(self, weights: Tensor) -> Tensor:
+        values = self.segment.values
+        if self.segment.first:
+            weights = torch.nn.functional.pad(weights, (self.segment.first, 0))
+        by_block = torch.unflatten(weights, 3, (-1, values.layout.block_tokens)).transpose(2, 3)
+        sums = values.products(by_block).sum(2)
+        return rotate(sums) if values.layout.format.rotated else sums
+
+
 def slabs_on_cpu(segments: KVSegments, rows: int) -> Iterator[Slab]:
     """All segments in slabs for so many rows of queries of each KV head, of codes where these are few."""
     for position, segment in segments.with_columns:
-        source = source_of(segment)
-        least = CPU_MINIMUM_BLOCK_TOKENS if isinstance(source, DenseSegment) else source.keys.block_tokens
+        source = segment.source
+        least = CPU_MINIMUM_BLOCK_TOKENS if isinstance(source, DenseSegment) else source.keys.layout.block_tokens
         tokens = min(max(CPU_SCORES_AT_ONCE // max(rows, 1), least), CPU_MAXIMUM_TOKENS_AT_ONCE)
         of_codes = (
             isinstance(segment, PackedSegment)
@@ -164,8 +172,7 @@ def slabs_on_cpu(segments: KVSegments, rows: int) -> Iterator[Slab]:
         )
         if of_codes:
             tokens = CPU_CODES_AT_ONCE // (segments.batch * segment.kv_heads * max(segment.head_dims))
-        # What is smaller is rotated: the states, or the queries and the sums of values.
-        yield from _divided(position, segment, tokens, torch.float32, of_codes or rows <= tokens, of_codes)
+        yield from _divided(position, segment, tokens, torch.float32, SlabOfCodes if of_codes else Slab)
 
 
 def slabs_on_accelerator(
@@ -188,20 +195,15 @@ def slabs_on_accelerator(
 
 
 def _divided(
-    position: int,
-    segment: Segment,
-    tokens: int,
-    dtype: torch.dtype,
-    stays_rotated: bool = False,
-    of_codes: bool = False,
+    position: int, segment: Segment, tokens: int, dtype: torch.dtype, kind: type[Slab] = Slab
 ) -> Iterator[Slab]:
     """A segment, whose first column is `position`, in slabs of about so many tokens."""
     if isinstance(segment, GatheredSegment):
         for padded, columns in segment.padded_pieces(tokens):
-            yield Slab(position, padded, dtype, stays_rotated, of_codes, columns)
+            yield Slab(position, padded, dtype, columns)
         return
-    for piece in segment.pieces(tokens) if segment.tokens else ():
-        yield Slab(position, piece, dtype, stays_rotated, of_codes)
+    for piece in (some for some in segment.pieces(tokens) if some.tokens):
+        yield kind(position, piece, dtype)
         position += piece.tokens
 
 
@@ -267,34 +269,10 @@ def _of_sequences(segment: Segment, rows: SegmentRows) -> Segment:
         own = vectors.new_ones((rows.sequences, *vectors.shape[1:]))
         return own.index_copy_(0, rows.on(vectors.device)[0], vectors)
 
-    segment = without_rows(segment)
-    if not isinstance(segment, PackedSegment) or segment.smoothing is None:
-        return segment
-    return replace(segment, smoothing=segment.smoothing.mapped(of_sequences))
-
-
-class _Queries:
-    """Queries `[batch, heads, rows, head_dim]` for the keys of slabs, however these are packed."""
-
-    def __init__(self, plain: Tensor) -> None:
-        self._plain = plain
-        self._known: dict[tuple[KeySmoothing | None, bool], tuple[Tensor, Tensor | None]] = {}
-
-    def of(self, slab: Slab) -> tuple[Tensor, Tensor | None]:
-        """The queries, and what is added to their products with the keys, float32 `[batch, heads, rows, 1]`."""
-        smoothing, rotated = kind = smoothing_of(slab.segment), slab.is_rotated("keys")
-        if kind not in self._known:
-            query = self._plain if smoothing is None else smoothing.queries(self._plain)
-            offsets = None if smoothing is None else smoothing.offsets(self._plain)
-            # Products stay the same if both sides are rotated, so keys need not be rotated back.
-            self._known[kind] = rotate(query) if rotated else query, offsets
-        return self._known[kind]
-
-    def scores(self, slab: Slab) -> Tensor:
-        """Products with the keys of a slab."""
-        query, offsets = self.of(slab)
-        products = slab.scores(query)
-        return products if offsets is None else (products + offsets).to(products.dtype)
+    held = segment.source.with_rows(None)
+    if not isinstance(held, PackedSegment) or held.smoothing is None:
+        return held
+    return replace(held, smoothing=held.smoothing.mapped(of_sequences))
 
 
 def attend(query: Tensor, segments: KVSegments, mask: Tensor | None, scale: float) -> Tensor:
@@ -343,9 +321,8 @@ def _attended(
     if on_accelerator and fused.takes(query, segments.head_dims, has_mask):
         if query.stride(3) != 1 or any(stride % fused.ALIGNED_NUMBERS for stride in query.stride()[:3]):
             query = query.contiguous()
-        of_slabs = _Queries(query)
         for slab in slabs_on_accelerator(segments, query.dtype, mask_rows):
-            own, offsets = of_slabs.of(slab)
+            own, offsets = slab.queries(query)
             out, logsumexp = fused.attend_dense(
                 own, slab.states("keys"), slab.states("values"), slab.mask_of(mask, heads), scale
             )
@@ -359,54 +336,18 @@ def _attended(
         some = slabs_on_accelerator(segments, torch.float32, mask_rows, most_tokens)
     else:
         some = slabs_on_cpu(segments, rows)
-    scaled = _Queries(query.reshape(batch, kv_heads, rows, head_dim).float() * scale)
-    out, logsumexp = attend_by_products(some, rows, lambda slab: masked(scaled.scores(slab), slab, mask, queries))
-    yield torch.unflatten(out, 2, (-1, queries)), torch.unflatten(logsumexp, 2, (-1, queries))
-
-
-def attend_by_products(slabs: Iterable[Slab], rows: int, scores_of: Callable[[Slab], Tensor]) -> tuple[Tensor, Tensor]:
-    """Attention to slabs by an online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867), in float32.
-
-    Args:
-        slabs: the tokens, at least one.
-        rows: rows of queries of each KV head.
-        scores_of: the scores of a slab, `[batch, kv_heads, rows, tokens]`, `-inf` for hidden tokens.
-
-    Returns:
-        The attended values `[batch, kv_heads, rows, value_head_dim]`, zeros for rows that see no token, and the
-        log-sum-exp of the scores, `[batch, kv_heads, rows]`, which is the lowest number for these.
-    """
-    lowest = torch.finfo(torch.float32).min
-    highest: Any = None
-    total: Any = None
-    sums: Any = None
-    for some in _rounds(slabs, rows):
-        found = [scores_of(slab) for slab in some]
-        scores = found[0] if len(found) == 1 else torch.cat(found, -1)
-        # A row that sees no token has a finite number as its highest score, as -inf - -inf is not a number.
-        raised = scores.amax(-1, keepdim=True).clamp(min=lowest)
-        raised = raised if highest is None else torch.maximum(highest, raised)
-        weights = torch.exp(scores - raised)
-        added = weights.sum(-1, keepdim=True)
-        if highest is not None:
-            shrink = torch.exp(highest - raised)
-            total, sums = total * shrink, sums * shrink
-        highest, total = raised, added if total is None else total + added
-        for slab, part in zip(some, torch.split(weights, [slab.segment.tokens for slab in some], -1), strict=True):
-            sums = slab.combine(part) if sums is None else sums + slab.combine(part)
-    return torch.where(total == 0, 0.0, sums / total), (highest + total.log().clamp(min=0)).squeeze(-1)
-
-
-def _rounds(slabs: Iterable[Slab], rows: int) -> Iterator[list[Slab]]:
-    """Slabs in rounds of so many scores that the fixed cost of a softmax does not dominate."""
-    some: list[Slab] = []
-    for slab in slabs:
-        if some and rows * sum(other.segment.tokens for other in (*some, slab)) > CPU_SCORES_AT_ONCE:
-            yield some
-            some = []
-        some.append(slab)
-    if some:
-        yield some
+    scaled = query.reshape(batch, kv_heads, rows, head_dim).float() * scale
+    # A row that sees no token has a finite number as its highest score, as -inf - -inf is not a number.
+    highest = scaled.new_full((batch, kv_heads, rows, 1), torch.finfo(torch.float32).min)
+    total, sums = torch.zeros_like(highest), torch.zeros_like(highest)
+    for slab in some:
+        scores = masked(slab.scores(scaled), slab, mask, queries)
+        raised = torch.maximum(highest, scores.amax(-1, keepdim=True))
+        weights, shrink = torch.exp(scores - raised), torch.exp(highest - raised)
+        total = total * shrink + weights.sum(-1, keepdim=True)
+        sums, highest = sums * shrink + slab.combine(weights), raised
+    out, logsumexp = torch.where(total == 0, 0.0, sums / total), highest + total.log().clamp(min=0)
+    yield torch.unflatten(out, 2, (-1, queries)), torch.unflatten(logsumexp.squeeze(-1), 2, (-1, queries))
 
 
 def masked(scores: Tensor, slab: Slab, mask: Tensor | None, queries: int) -> Tensor:
@@ -435,9 +376,9 @@ def scores(query: Tensor, segments: KVSegments) -> Tensor:
     products = exact.new_full((batch, kv_heads, heads // kv_heads * queries, tokens + 1), -torch.inf)
     for part in _parts(segments, on_accelerator):
         grouped = part.grouped(exact)
-        own = _Queries(grouped.reshape(grouped.shape[0], kv_heads, -1, head_dim))
+        own = grouped.reshape(grouped.shape[0], kv_heads, -1, head_dim)
         for slab in _slabs_of_product(part.segments, grouped, on_accelerator):
-            found = part.ungrouped(torch.unflatten(own.scores(slab), 2, (-1, grouped.shape[2]))).flatten(2, 3)
+            found = part.ungrouped(torch.unflatten(slab.scores(own), 2, (-1, grouped.shape[2]))).flatten(2, 3)
             position = part.columns.start + slab.position
             if slab.gathered is None:
                 products[..., position : position + found.shape[3]] = found

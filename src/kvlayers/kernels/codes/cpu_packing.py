@@ -3,6 +3,7 @@
 import ctypes
 import math
 import pathlib
+import struct
 
 import torch
 from torch import Tensor
@@ -17,37 +18,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of the states, in the order of the numbers that `pack.cpp` has for them."""
 
 
-class _States(ctypes.Structure):
-    _fields_ = [
-        ("states", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("batch", "head", "token", "head_dim")),
-    ]
-
-
-class _Search(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_int64) for name in ("refits", "bits")),
-        *((name, ctypes.c_double) for name in ("clip_step", "largest_stretch")),
-        *((name, ctypes.c_double) for name in ("largest_number", "epsilon", "smallest_scale")),
-    ]
-
-
-class _Pack(ctypes.Structure):
-    _fields_ = [
-        ("states", _States),
-        ("partner", _States),
-        ("codes", ctypes.c_void_p),
-        ("parameters", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("code_batch", "code_head", "code_block")),
-        *((name, ctypes.c_int64) for name in ("parameter_batch", "parameter_head", "parameter_block")),
-        *((name, ctypes.c_int64) for name in ("batch", "kv_heads", "blocks", "block_tokens")),
-        *((name, ctypes.c_int64) for name in ("is_keys", "dtype", "group", "rotation", "row_bytes")),
-        ("planes", ctypes.c_void_p),
-        ("plane_count", ctypes.c_int64),
-        ("limit", ctypes.c_double),
-        ("search", _Search),
-        ("threads", ctypes.c_int64),
-    ]
+# The fields are those of `Pack` in `pack.cpp`, in the same order: P is a pointer, q an int64_t, d a double.
+_PACK = struct.Struct("@P4q P4q 2P 6q 4q 5q P q d 2q5d q")
 
 
 def packs(layout: BlockLayout, *sides: Tensor) -> bool:
@@ -84,27 +56,19 @@ def pack_blocks(
     planes = PLANES[layout.format.bits]
     numbers = torch.finfo(states.dtype)
     rotation = rotation_size(layout.head_dim) if layout.format.rotated else 1
-    call = _Pack(
-        _states(states),
-        _states(partner),
-        codes.data_ptr(),
-        parameters.data_ptr(),
+    held_planes = (ctypes.c_int64 * len(planes))(*planes)
+    call = _PACK.pack(
+        *(states.data_ptr(), *states.stride()[:3], states.shape[3]),
+        *(partner.data_ptr(), *partner.stride()[:3], partner.shape[3]),
+        *(codes.data_ptr(), parameters.data_ptr()),
         *codes.stride()[:3],
         *parameters.stride()[:3],
         *(batch, kv_heads, blocks, layout.block_tokens),
         *(layout.side == "keys", DTYPES.index(states.dtype), layout.column_group, rotation, layout.row_bytes),
-        ctypes.addressof(held_planes := (ctypes.c_int64 * len(planes))(*planes)),
-        len(planes),
+        *(ctypes.addressof(held_planes), len(planes)),
         min(numbers.max, search.largest_state) / math.sqrt(rotation),
-        _Search(
-            *(search.refits, layout.format.bits, search.clip_step, search.largest_stretch),
-            *(numbers.max, numbers.eps, smallest_positive(states.dtype)),
-        ),
+        *(search.refits, layout.format.bits, search.clip_step, search.largest_stretch),
+        *(numbers.max, numbers.eps, smallest_positive(states.dtype)),
         torch.get_num_threads(),
     )
-    kernel.kvlayers_pack(ctypes.byref(call))
-    del held_planes  # The call has read them.
-
-
-def _states(states: Tensor) -> _States:
-    return _States(states.data_ptr(), *states.stride()[:3], states.shape[3])
+    kernel.kvlayers_pack(call)

@@ -13,7 +13,7 @@
 
 extern "C" {
 
-// The fields below are those of the ctypes structures in `pack.py`, in the same order.
+// The fields below are those that `cpu_packing.py` packs, in the same order.
 struct States {
     const void* states;
     int64_t batch, head, token;  // strides, in numbers

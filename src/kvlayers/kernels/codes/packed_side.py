@@ -1,6 +1,5 @@
 """Keys, or values, as blocks of packed codes, in the layout of `groups`."""
 
-import functools
 import math
 import threading
 from collections.abc import Callable
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from kvlayers.kernels.codes.cuda_packing import read_blocks, read_obstacle
 from kvlayers.kernels.codes.groups import BlockLayout, numbers_of, pack, rotate, unpack
-from kvlayers.kernels.codes.quantizer_contract import CodeFormat, QuantizedGroups, Side
+from kvlayers.kernels.codes.quantizer_contract import QuantizedGroups
 from kvlayers.utils.transforms import is_followed, is_memory, transforms_run
 
 MOST_KEPT = 1 << 21
@@ -49,24 +48,13 @@ class PackedSide:
     Attributes:
         codes: uint8 `[batch, kv_heads, blocks, rows * row_bytes]`; its last dimension is contiguous.
         parameters: `[batch, kv_heads, blocks, p]` in the dtype of the states; its last dimension is contiguous and
-            flattens `[format.parameters, rows / row_group, columns / column_group]`: scales, then zeros.
-        format: the meaning of the codes.
-        side: keys or values.
-        head_dim: channels of a token.
-        block_tokens: tokens of a block.
+            flattens `[layout.format.parameters, rows / row_group, columns / column_group]`: scales, then zeros.
+        layout: the layout of the blocks.
     """
 
     codes: Tensor
     parameters: Tensor
-    format: CodeFormat
-    side: Side
-    head_dim: int
-    block_tokens: int
-
-    @functools.cached_property
-    def layout(self) -> BlockLayout:
-        """The layout of the blocks."""
-        return BlockLayout(self.format, self.side, self.head_dim, self.block_tokens)
+    layout: BlockLayout
 
     @property
     def blocks(self) -> int:
@@ -80,10 +68,10 @@ class PackedSide:
             make: makes the memory for them from a shape, if not torch.
         """
         layout = self.layout
-        packed, bits = torch.unflatten(self.codes, -1, (layout.rows, layout.row_bytes)), self.format.bits
-        is_one_plane = bits in (1, 2, 4) and not self.format.levels
+        packed, bits = torch.unflatten(self.codes, -1, (layout.rows, layout.row_bytes)), self.layout.format.bits
+        is_one_plane = bits in (1, 2, 4) and not self.layout.format.levels
         if not is_one_plane or layout.row_bytes * 8 != layout.columns * bits:
-            return numbers_of(unpack(packed, bits, layout.columns), self.format)
+            return numbers_of(unpack(packed, bits, layout.columns), self.layout.format)
         # Without the copies of `unpack`: this is most of the time of a step without a kernel.
         shape = (*packed.shape[:-1], layout.columns)
         numbers = packed.new_empty(shape, dtype=torch.float32) if make is None else make(*shape)
@@ -95,7 +83,7 @@ class PackedSide:
     def _parameters(self) -> Tensor:
         """Scales, and zeros, float32 `[batch, kv_heads, blocks, parameters, groups of rows, groups of columns]`."""
         layout = self.layout
-        grid = (self.format.parameters, layout.rows // layout.row_group, layout.columns // layout.column_group)
+        grid = (self.layout.format.parameters, layout.rows // layout.row_group, layout.columns // layout.column_group)
         return torch.unflatten(self.parameters.float(), -1, grid)
 
     def products(self, factors: Tensor) -> Tensor:
@@ -132,52 +120,45 @@ class PackedSide:
         groups = torch.unflatten(self._numbers(), -1, (-1, self.layout.column_group))
         groups = torch.unflatten(groups, -3, (-1, self.layout.row_group))
         states = groups * parameters[:, :, :, 0, :, None, :, None]
-        if self.format.has_zero:
+        if self.layout.format.has_zero:
             states = states + parameters[:, :, :, 1, :, None, :, None]
         states = states.flatten(-2).flatten(-3, -2)
-        return (states.transpose(-1, -2) if self.side == "keys" else states).flatten(2, 3)
+        return (states.transpose(-1, -2) if self.layout.side == "keys" else states).flatten(2, 3)
 
     def states(self, dtype: torch.dtype) -> Tensor:
         """The states, `[batch, kv_heads, blocks * block_tokens, head_dim]` of a dtype, rotated back.
 
         Where Triton runs it is one launch.
         """
-        if read_obstacle(self.layout, dtype, self.codes.device) is None:
-            return read_blocks(self.codes, self.parameters, self.layout, dtype)
+        layout = self.layout
+        if read_obstacle(layout, dtype, self.codes.device) is None:
+            return read_blocks(self.codes, self.parameters, layout, dtype)
         batch, kv_heads, blocks, _ = self.codes.shape
-        at_once = max(1, CPU_STATES_AT_ONCE // max(1, batch * kv_heads * self.block_tokens * self.head_dim))
+        at_once = max(1, CPU_STATES_AT_ONCE // max(1, batch * kv_heads * layout.block_tokens * layout.head_dim))
         if blocks <= at_once or not is_memory(self.codes):
             return self._rotated_back().to(dtype)
-        states = self.codes.new_empty((batch, kv_heads, blocks * self.block_tokens, self.head_dim), dtype=dtype)
+        states = self.codes.new_empty((batch, kv_heads, blocks * layout.block_tokens, layout.head_dim), dtype=dtype)
         parts = torch.split(self.codes, at_once, 2), torch.split(self.parameters, at_once, 2)
-        for part, codes, parameters in zip(torch.split(states, at_once * self.block_tokens, 2), *parts, strict=True):
+        for part, codes, parameters in zip(torch.split(states, at_once * layout.block_tokens, 2), *parts, strict=True):
             part.copy_(replace(self, codes=codes, parameters=parameters)._rotated_back())
         return states
 
     def _rotated_back(self) -> Tensor:
         states = self.dequantized()
-        return rotate(states) if self.format.rotated else states
+        return rotate(states) if self.layout.format.rotated else states
 
 
-def pack_side(groups: QuantizedGroups, code_format: CodeFormat, side: Side, block_tokens: int) -> tuple[Tensor, Tensor]:
+def pack_side(groups: QuantizedGroups, layout: BlockLayout) -> tuple[Tensor, Tensor]:
     """Codes and parameters of a `PackedSide`, from the groups that a quantizer returned.
 
     Args:
-        groups: quantized states of `[batch, kv_heads, tokens, head_dim]`, tokens a multiple of `block_tokens`.
-        code_format: the meaning of the codes.
-        side: keys or values.
-        block_tokens: tokens of a block, a multiple of those in a group.
+        groups: quantized states of `[batch, kv_heads, tokens, head_dim]`, tokens a multiple of those of a block.
+        layout: layout of the blocks.
     """
-    codes = torch.unflatten(groups.codes, 2, (-1, block_tokens))
+    codes = torch.unflatten(groups.codes, 2, (-1, layout.block_tokens))
     numbers = [groups.scale] if groups.zero is None else [groups.scale, groups.zero]
-    token_groups = block_tokens // code_format.group_tokens
+    token_groups = layout.block_tokens // layout.format.group_tokens
     parameters = torch.stack([torch.unflatten(part, 2, (-1, token_groups)) for part in numbers], 3)
-    if side == "keys":
+    if layout.side == "keys":
         codes, parameters = codes.transpose(-1, -2), parameters.transpose(-1, -2)
-    return pack(codes, code_format.bits).flatten(3), parameters.flatten(3)
-
-
-def side_bytes(code_format: CodeFormat, side: Side, head_dim: int, block_tokens: int, itemsize: int) -> int:
-    """Bytes that a block takes for each head: codes, and parameters of `itemsize` bytes."""
-    layout = BlockLayout(code_format, side, head_dim, block_tokens)
-    return layout.code_bytes + layout.parameters * itemsize
+    return pack(codes, layout.format.bits).flatten(3), parameters.flatten(3)

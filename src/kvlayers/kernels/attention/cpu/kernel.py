@@ -74,7 +74,7 @@ def products_obstacle(segments: KVSegments) -> str | None:
         # What was prepared for the kernel has the address of its products.
         if isinstance(source, PackedSegment) and "cpu" not in source.kernel_cache:
             for side in (source.keys, source.values):
-                needed = products_for(side.format.bits, side.format.has_zero)
+                needed = products_for(side.layout.format.bits, side.layout.format.has_zero)
                 if needed.get() is None:
                     return f"the kernel for {needed.purpose} {needed.obstacle}"
     return None
@@ -158,9 +158,9 @@ def _of_packed(segment: PackedSegment) -> tuple[bytes, Any]:
     ends = None if segment.ends is None else (ctypes.c_int32 * segment.blocks)(*segment.ends)
     smoothing = segment.smoothing or KeySmoothing()
     blocks = _BLOCKS.pack(
-        *(segment.blocks, segment.keys.block_tokens, segment.first),
+        *(segment.blocks, segment.keys.layout.block_tokens, segment.first),
         0 if ends is None else ctypes.addressof(ends),
-        *(segment.keys.format.rotated, segment.values.format.rotated),
+        *(segment.keys.layout.format.rotated, segment.values.layout.format.rotated),
         *(0 if vectors is None else vectors.data_ptr() for vectors in (smoothing.factor, smoothing.mean)),
     )
     sides = _of_side(segment.keys) + _of_side(segment.values)
@@ -181,7 +181,7 @@ def _of_gathered(segment: GatheredSegment) -> tuple[bytes, Any]:
 
 
 def _of_side(side: PackedSide) -> bytes:
-    code_format, layout, kv_heads = side.format, side.layout, side.codes.shape[1]
+    code_format, layout, kv_heads = side.layout.format, side.layout, side.codes.shape[1]
     levels = scales = 0
     if code_format.levels:
         levels = ctypes.addressof(_floats(code_format.levels))

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvlayers.errors import StateMismatchError
 from kvlayers.kernels.attention.cuda.plan import (
     ATTEND_SPLIT,
     DENSE_TOKENS,
@@ -30,10 +29,10 @@ from kvlayers.kernels.attention.cuda.plan import (
     rows_of_channels,
     variant_for,
 )
-from kvlayers.kernels.attention.cuda.specs import ADDED_MASK, BOOL_MASK, NO_MASK
+from kvlayers.kernels.attention.cuda.specs import ADDED_MASK, BOOL_MASK, NO_MASK, rows_of_program
 from kvlayers.kernels.attention.fused import unexpanded
 from kvlayers.kernels.attention.segment_kinds import DENSE_PIECE_TOKENS, DenseSegment, PackedSegment, SegmentRows
-from kvlayers.kernels.attention.segments import GatheredSegment, KVSegments, smoothing_of
+from kvlayers.kernels.attention.segments import GatheredSegment, KVSegments
 from kvlayers.kernels.codes.smoothing import KeySmoothing
 
 logger = logging.getLogger(__name__)
@@ -121,13 +120,12 @@ def _reads_of(segments: KVSegments) -> list[Read] | str:
         plan = plan_of(source)
         if isinstance(plan, str):
             return plan
-        smoothing = smoothing_of(source)
         if isinstance(segment, GatheredSegment):
             # Each sequence reads its own pieces, so several are not rows of one product even if they share a source.
             pieces = segment.starts.shape[2] if source.tokens else 0
-            read = Read(plan, pieces, column, 1, source.rows, _tables_of(segment), [], smoothing)
+            read = Read(plan, pieces, column, 1, source.rows, _tables_of(segment), [], source.smoothing)
         else:
-            read = Read(plan, plan.blocks, column, *_readers(segment.rows), None, [], smoothing)
+            read = Read(plan, plan.blocks, column, *_readers(segment.rows), None, [], source.smoothing)
         (packed if isinstance(source, PackedSegment) else gathered).append(read)
     reads = packed + gathered
     if not reads:
@@ -182,130 +180,129 @@ def kind_of(mask: Tensor | None) -> int:
 
 def variant_of(read: Read, heads: int, q_tokens: int, mask: int) -> Variant:
     """The kernel of a launch, for numbers of query heads and queries, and a kind of mask."""
-    indexed, gathered, smoothing = read.rows is not None, read.tables is not None, read.smoothing
-    factors = smoothing is not None and smoothing.factor is not None
-    means = smoothing is not None and smoothing.mean is not None
-    return variant_for(read.plan.kind, heads, q_tokens, mask, read.readers, indexed, gathered, factors, means)
+    kind, smoothing = read.plan.kind, read.smoothing or KeySmoothing()
+    groups = heads // kind.kv_heads
+    return variant_for(
+        kind,
+        groups,
+        rows_of_program(groups * q_tokens * read.readers),
+        mask,
+        read.readers > 1,
+        read.rows is not None,
+        read.tables is not None,
+        smoothing.factor is not None,
+        smoothing.mean is not None,
+    )
 
 
-class SplitCall:
-    """The launches of the split kernel, with their arguments.
+def split_call(
+    query: Tensor, reads: list[Read], variants: list[Variant], mask: Tensor | None, scale: float
+) -> Callable[[torch.dtype], Tensor]:
+    """Prepares the launches of the split kernel. It finds out whether the device can run variants that are new.
 
     Args:
         query: `[batch, heads, queries, key_head_dim]`.
         reads: what each launch reads.
+        variants: the kernel of each launch.
         mask: bool or additive, broadcast to `[batch, heads, queries, tokens]`, or `None`.
         scale: factor of the scores.
+
+    Returns:
+        What launches the kernels, given the dtype of the attended values `[batch, heads, q_tokens, value_head_dim]`.
+        They are zeros if a query sees no token.
     """
+    if scale <= 0:
+        # The kernel takes the largest score before it scales.
+        query, scale = query * (-1 if scale else 0), -scale or 1.0
+    if query.stride(3) != 1:
+        query = query.contiguous()
+    batch, heads, q_tokens, _ = query.shape
+    kind = reads[0].plan.kind
+    mask_kind, entries = kind_of(mask), query
+    divisions = [
+        _divided(read, batch, heads, q_tokens, variant.rows) for read, variant in zip(reads, variants, strict=True)
+    ]
+    splits = sum(grid[0] for grid, *_ in divisions)
+    packed_splits = sum(
+        in_blocks for read, (_, in_blocks, *_) in zip(reads, divisions, strict=True) if read.plan.kind.packed
+    )
+    packed_place, dense_place = 0, packed_splits
 
-    __slots__ = ("_gaps", "_kind", "_launches", "_partials", "_query", "_splits")
+    mask_strides: tuple[int, ...] = (0, 0, 0, 0)
+    if mask is not None:
+        if any(variant.wide_mask for variant in variants):
+            mask = unexpanded(mask).to(torch.int16)
+        mask = mask.expand(batch, heads, q_tokens, mask.shape[3])
+        mask_strides = mask.stride()
+        entries = mask.view(torch.uint8) if mask.dtype == torch.bool else mask
 
-    def __init__(self, query: Tensor, reads: list[Read], mask: Tensor | None, scale: float) -> None:
-        if scale <= 0:
-            # The kernel takes the largest score before it scales.
-            query, scale = query * (-1 if scale else 0), -scale or 1.0
-        if query.stride(3) != 1:
-            query = query.contiguous()
-        batch, heads, q_tokens, _ = query.shape
-        kind = reads[0].plan.kind
-        mask_kind, entries = kind_of(mask), query
-        divisions: list[tuple[Variant, tuple[int, int, int], int, int, int, int]] = []
-        packed_place = packed_splits = splits = 0
-        for read in reads:
-            division = _divided(read, batch, heads, q_tokens, mask_kind)
-            divisions.append(division)
-            splits += division[1][0]
-            packed_splits += division[2] if read.plan.kind.packed else 0
-        dense_place = packed_splits
+    results = batch * heads * q_tokens
+    partials = query.new_empty(results * splits * (kind.values.head_dim + 1), dtype=torch.float32)
+    nothing = query, query, _NO_STRIDES, 0, 0
+    launches: list[tuple[Variant, tuple[int, ...], tuple[Any, ...]]] = []
+    for read, variant, (grid, in_blocks, blocks, of_a, tokens) in zip(reads, variants, divisions, strict=True):
+        if not grid[0]:
+            continue
+        of_read = read.plan
+        keys_a, values_a, strides_a, tokens_a, column_a = read.dense[0] if read.dense else nothing
+        keys_b, values_b, strides_b, tokens_b, column_b = read.dense[1] if len(read.dense) > 1 else nothing
+        if of_read.kind.packed:
+            block_place, packed_place = packed_place, packed_place + in_blocks
+        else:
+            # Sums of values in full precision are not rotated back.
+            block_place, dense_place = dense_place, dense_place + in_blocks
+        arguments: tuple[Any, ...] = (
+            query,
+            *of_read.tensors[:4],
+            *_table_pointers(read, mask_kind),
+            keys_a,
+            values_a,
+            keys_b,
+            values_b,
+            entries,
+            partials,
+            query if read.rows is None else read.rows.on(kind.device)[0],
+            *_vectors_of(read, query),
+            query.stride(),
+            of_read.strides,
+            strides_a,
+            strides_b,
+            *mask_strides,
+            read.blocks,
+            blocks,
+            in_blocks,
+            of_read.first,
+            read.column,
+            tokens_a,
+            of_a,
+            column_a,
+            tokens_b,
+            column_b,
+            tokens,
+            block_place,
+            dense_place,
+            splits,
+            q_tokens,
+            read.readers,
+            scale * _LOG2_E,
+        )
+        dense_place += grid[0] - in_blocks
+        if variant.constants is None:
+            variant.fit(kind.device, grid, arguments)
+        launches.append((variant, grid, arguments))
 
-        mask_strides: tuple[int, ...] = (0, 0, 0, 0)
-        if mask is not None:
-            if any(division[0].wide_mask for division in divisions):
-                mask = unexpanded(mask).to(torch.int16)
-            mask = mask.expand(batch, heads, q_tokens, mask.shape[3])
-            mask_strides = mask.stride()
-            entries = mask.view(torch.uint8) if mask.dtype == torch.bool else mask
-
-        results = batch * heads * q_tokens
-        partials = query.new_empty(results * splits * (kind.values.head_dim + 1), dtype=torch.float32)
-        self._kind, self._query, self._splits, self._partials = kind, query, (packed_splits, splits), partials
-        self._gaps = any(read.tables is not None for read in reads)
-        nothing = query, query, _NO_STRIDES, 0, 0
-        self._launches: list[tuple[Variant, tuple[int, ...], tuple[Any, ...]]] = []
-        for read, (variant, grid, in_blocks, blocks, of_a, tokens) in zip(reads, divisions, strict=True):
-            if not grid[0]:
-                continue
-            of_read = read.plan
-            keys_a, values_a, strides_a, tokens_a, column_a = read.dense[0] if read.dense else nothing
-            keys_b, values_b, strides_b, tokens_b, column_b = read.dense[1] if len(read.dense) > 1 else nothing
-            if of_read.kind.packed:
-                block_place, packed_place = packed_place, packed_place + in_blocks
-            else:
-                # Sums of values in full precision are not rotated back.
-                block_place, dense_place = dense_place, dense_place + in_blocks
-            arguments: tuple[Any, ...] = (
-                query,
-                *of_read.tensors[:4],
-                *_table_pointers(read, mask_kind),
-                keys_a,
-                values_a,
-                keys_b,
-                values_b,
-                entries,
-                partials,
-                query if read.rows is None else read.rows.on(kind.device)[0],
-                *_vectors_of(read, query),
-                query.stride(),
-                of_read.strides,
-                strides_a,
-                strides_b,
-                *mask_strides,
-                read.blocks,
-                blocks,
-                in_blocks,
-                of_read.first,
-                read.column,
-                tokens_a,
-                of_a,
-                column_a,
-                tokens_b,
-                column_b,
-                tokens,
-                block_place,
-                dense_place,
-                splits,
-                q_tokens,
-                read.readers,
-                scale * _LOG2_E,
-            )
-            dense_place += grid[0] - in_blocks
-            if variant.constants is None:
-                variant.fit(kind.device, grid, arguments)
-            self._launches.append((variant, grid, arguments))
-
-    def run(self, dtype: torch.dtype) -> Tensor:
-        """Launch the kernels.
-
-        Args:
-            dtype: dtype of the attended values.
-
-        Returns:
-            `[batch, heads, q_tokens, value_head_dim]`, zeros if a query sees no token.
-        """
-        kind, query = self._kind, self._query
-        batch, heads, q_tokens, _ = query.shape
+    def run(dtype: torch.dtype) -> Tensor:
         # In the memory layout of torch's own attention, so that the transpose after it costs nothing.
         out = query.new_empty((batch, q_tokens, heads, kind.values.head_dim), dtype=dtype)
         if out.numel():
-            for variant, grid, arguments in self._launches:
+            for variant, grid, arguments in launches:
                 ATTEND_SPLIT.launch(kind.device, grid, arguments, variant.constants or {})
-            MERGE_SPLITS.launch(
-                kind.device,
-                (batch * heads * q_tokens,),
-                (self._partials, out, *self._splits, q_tokens),
-                merge_constants(kind, heads, self._gaps),
-            )
+            constants = merge_constants(kind, heads, any(read.tables is not None for read in reads))
+            merged = partials, out, packed_splits, splits, q_tokens
+            MERGE_SPLITS.launch(kind.device, (results,), merged, constants)
         return out.transpose(1, 2)
+
+    return run
 
 
 def _table_pointers(read: Read, mask: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -329,20 +326,19 @@ def _vectors_of(read: Read, query: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _divided(
-    read: Read, batch: int, heads: int, q_tokens: int, mask_kind: int
-) -> tuple[Variant, tuple[int, int, int], int, int, int, int]:
-    """How a launch is divided into programs.
+    read: Read, batch: int, heads: int, q_tokens: int, rows: int
+) -> tuple[tuple[int, int, int], int, int, int, int]:
+    """How a launch is divided into programs, each of so many rows.
 
     Returns:
-        Its kernel; its programs in each dimension, all splits in the first; the splits of blocks; blocks of a split;
+        Its programs in each dimension, all splits in the first; the splits of blocks; blocks of a split;
         splits of the first dense segment; and dense tokens of a split.
     """
     kind = read.plan.kind
     # Kv heads of unequal numbers of pieces have programs that do nothing: those of the average head fill the device.
     blocks = read.blocks if read.tables is None else min(read.blocks, read.tables.filled)
-    variant = variant_of(read, heads, q_tokens, mask_kind)
     kv_heads = batch * kind.kv_heads // read.readers
-    tiles = -(-heads // kind.kv_heads * q_tokens * read.readers // variant.rows)
+    tiles = -(-heads // kind.kv_heads * q_tokens * read.readers // rows)
     for _, _, _, tokens, _ in read.dense:
         blocks = max(blocks, -(-tokens // kind.block_tokens))
     per_split = kind.blocks_per_split(blocks, max(1, kv_heads * tiles))
@@ -353,7 +349,7 @@ def _divided(
         of_b = -(-tokens // tokens_per_split)
         of_a = of_a or of_b
         splits += of_b
-    return variant, (splits, kv_heads, tiles), in_blocks, per_split, of_a, tokens_per_split
+    return (splits, kv_heads, tiles), in_blocks, per_split, of_a, tokens_per_split
 
 
 MAXIMUM_ROWS = 256
@@ -370,10 +366,16 @@ MAXIMUM_HEADS = 65535
 """Kv heads of all sequences up to which CUDA can launch the kernel, in the second dimension of a grid."""
 
 
-def obstacle(query: Tensor, segments: KVSegments, mask: Tensor | None) -> str | None:
-    """Why the kernel cannot take queries `[batch, heads, queries, key_head_dim]`; `None` if it can.
+def attend(
+    query: Tensor, segments: KVSegments, mask: Tensor | None, scale: float, by_torch: Callable[[], Tensor]
+) -> Tensor | str:
+    """Softmax attention, or why the kernel cannot compute it; arguments are those of `slabs.attend`.
 
-    The first answer for a kind of states compiles the kernel, to see how much shared memory it needs.
+    The first call for a kind of states compiles the kernel, to see how much shared memory it needs, and compares its
+    result with what `by_torch` gives.
+
+    Returns:
+        The result has the memory layout of torch's own attention, `[batch, queries, heads, value_head_dim]`.
     """
     reads = reads_of(segments)
     if isinstance(reads, str):
@@ -386,29 +388,23 @@ def obstacle(query: Tensor, segments: KVSegments, mask: Tensor | None) -> str | 
         return f"there are more than {MAXIMUM_HEADS} kv heads in all sequences"
     if query.dtype != kind.dtype:
         return f"queries are {query.dtype}, and scales {kind.dtype}"
-    for read in reads:
-        variant = variant_of(read, heads, queries, mask_kind)
-        if variant.constants is None:
-            SplitCall(query, reads, mask, 1.0)
-        if variant.obstacle is not None:
-            return variant.obstacle
-    return None
+    variants = [variant_of(read, heads, queries, mask_kind) for read in reads]
+    if (why := _obstacle(variants)) is not None:
+        return why
+    run = split_call(query, reads, variants, mask, scale)
+    if (why := _obstacle(variants)) is not None:
+        return why
+    out = run(query.dtype)
+    new = [variant for variant in variants if not variant.compared]
+    # Comparing waits for the device, which cannot be while a CUDA graph is recorded.
+    if not new or not out.numel() or out.is_meta or (out.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return out
+    return compare(new, out, by_torch()) or out
 
 
-def variants_to_compare(query: Tensor, segments: KVSegments, mask: Tensor | None) -> list[Variant]:
-    """The compiled variants that take these queries, of which no result has been compared with that of torch.
-
-    Comparing waits for the device, so there are none while a CUDA graph is recorded.
-    """
-    if not query.numel() or query.is_meta:
-        return []
-    kind, (_, heads, queries, _) = kind_of(mask), query.shape
-    variants = [variant_of(read, heads, queries, kind) for read in _reads(segments)]
-    if all(variant.compared for variant in variants):
-        return []
-    if query.is_cuda and torch.cuda.is_current_stream_capturing():
-        return []
-    return [variant for variant in variants if not variant.compared]
+def _obstacle(variants: list[Variant]) -> str | None:
+    """Why one of the variants cannot be launched, `None` if all can, as far as is known."""
+    return next((variant.obstacle for variant in variants if variant.obstacle is not None), None)
 
 
 def compare(variants: list[Variant], seen: Tensor, expected: Tensor) -> str | None:
@@ -426,39 +422,3 @@ def compare(variants: list[Variant], seen: Tensor, expected: Tensor) -> str | No
     for variant in variants:
         variant.compared, variant.obstacle = True, found
     return found
-
-
-def attend(query: Tensor, segments: KVSegments, mask: Tensor | None, scale: float) -> Tensor:
-    """Softmax attention; arguments and result are those of `slabs.attend`. `obstacle` must have said `None`.
-
-    The result has the memory layout of torch's own attention, `[batch, queries, heads, value_head_dim]`.
-    """
-    return SplitCall(query, _reads(segments), mask, scale).run(query.dtype)
-
-
-def attend_or_why(
-    query: Tensor, segments: KVSegments, mask: Tensor | None, scale: float, by_torch: Callable[[], Tensor]
-) -> tuple[Tensor | None, str | None]:
-    """As `attend`, or why the kernel cannot. The first result of a variant is compared with what `by_torch` gives.
-
-    Returns:
-        The result, and why it is not the kernel's, `None` if it is. The result is that of `by_torch` if the two differ,
-        and `None` if nothing was computed.
-    """
-    why = obstacle(query, segments, mask)
-    if why is not None:
-        return None, why
-    out = attend(query, segments, mask, scale)
-    to_compare = variants_to_compare(query, segments, mask)
-    if to_compare:
-        expected = by_torch()
-        why = compare(to_compare, out, expected)
-        out = out if why is None else expected
-    return out, why
-
-
-def _reads(segments: KVSegments) -> list[Read]:
-    reads = reads_of(segments)
-    if isinstance(reads, str):
-        raise StateMismatchError(f"The kernel cannot take the segments ({reads}): call obstacle() first.")
-    return reads

@@ -11,16 +11,14 @@ from kvlayers.kernels.attention.cuda.specs import (
     BOOL_MASK,
     dense_side_spec,
     merge_spec,
-    rows_of_program,
     side_spec,
-    split_spec,
     warps_of_program,
 )
 from kvlayers.kernels.attention.segment_kinds import DENSE_PIECE_TOKENS, DenseSegment, PackedSegment
 from kvlayers.kernels.codes.cuda_packing import Constants
-from kvlayers.kernels.codes.quantizer_contract import CodeFormat, Side
+from kvlayers.kernels.codes.groups import BlockLayout
 from kvlayers.utils import triton_support
-from kvlayers.utils.triton_support import DTYPES, DeviceFacts, KeptConstants, TritonKernel, runs_triton
+from kvlayers.utils.triton_support import DTYPES, DeviceFacts, KeptConstants, TritonKernel, is_interpreted, power_of_two
 
 WIDTHS = (2, 4, 8)
 """Bits of a code that the kernel unpacks."""
@@ -49,6 +47,15 @@ class Launch:
 
 LAUNCH = Launch()
 """How work is divided. Kinds of segments keep it, so it holds for segments that are read for the first time."""
+
+_FLOAT16_BOOSTS = {2: 1.0, 4: 4.0, 8: 64.0}
+"""Factor of the value scales in float16, for each width of a code: weights times small scales would be subnormal.
+
+A scale is at most the range of float16 divided by the largest code, so it stays finite.
+"""
+
+_DENSE_BYTES = 8192
+"""Bytes of the keys in full precision that a program reads at once: more would not fit into registers."""
 
 DENSE_TOKENS = 64
 """Fewest tokens in full precision of a split."""
@@ -92,14 +99,6 @@ class Variant:
         self.constants = constants
 
 
-@functools.cache
-def _variant_of(
-    device: torch.device, facts: DeviceFacts, spec: Constants, launch: Launch, dtype: torch.dtype
-) -> Variant:
-    """The variant of all segments that need the same one. How it fits depends on the device."""
-    return Variant(spec, launch, dtype)
-
-
 @dataclass(frozen=True, eq=False)
 class SegmentKind:
     """What segments that are coded in one way have in common. Some segments are new at each step, their kind is not.
@@ -141,51 +140,81 @@ segment_kind = functools.lru_cache(maxsize=256)(SegmentKind)
 """The same object for the same attributes."""
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.cache
 def variant_for(
     kind: SegmentKind,
-    heads: int,
-    q_tokens: int,
+    groups: int,
+    rows: int,
     mask: int,
-    readers: int,
+    shared: bool,
     indexed: bool,
     gathered: bool,
     factors: bool,
     means: bool,
 ) -> Variant:
-    """The split kernel.
+    """The split kernel, the same one for all segments that need the same.
 
-    Args:
-        kind: the kind of the segments.
-        heads: query heads.
-        q_tokens: queries of a sequence.
-        mask: kind of mask.
-        readers: sequences that read each sequence of the segments.
-        indexed: whether there are `Read.rows`.
-        gathered: whether there are `Read.tables`.
-        factors: whether keys were divided by factors; see `KeySmoothing`.
-        means: whether means were subtracted from them.
+    It is compiled for:
+
+    - keys: how keys are coded.
+    - values: how values are coded.
+    - block_tokens: tokens of a packed block, or the most of a gathered piece in full precision.
+    - kv_heads: heads that have keys and values.
+    - groups: query heads of each kv head.
+    - rows: rows of queries that a program takes.
+    - key_channels: head_dim of the keys, padded to a power of two.
+    - value_channels: head_dim of the values, padded to a power of two.
+    - columns: words of values, padded to a power of two.
+    - joined: whether two tiles of scores are one part, because one has too few columns for the next product.
+    - parts: parts of the scores of a block.
+    - mask: `NO_MASK`, `BOOL_MASK` or `ADDED_MASK`.
+    - first: whether tokens at the front of the first block have been evicted.
+    - ends: whether there are blocks that are not full, or pieces that have other lengths.
+    - shared: whether several sequences side by side read each sequence of the segments.
+    - indexed: whether a tensor has the sequence of the segments that each sequence reads.
+    - packed: whether the segment that is read in blocks is packed, and not in full precision.
+    - gathered: whether tables have the blocks that each kv head reads.
+    - factors: whether packed keys were divided by factors of their channels, which queries are multiplied by.
+    - means: whether packed keys lack a mean, whose products with queries are added to the scores.
+    - boost: factor of the value scales.
+    - divisor: factor of the sums that is to be undone.
+    - unfold: factor of the scores of packed keys.
+    - dense_tokens: tokens in full precision that are read at once.
+    - emulated: whether triton interprets the kernel.
     """
-    groups = heads // kind.kv_heads
-    spec = split_spec(
-        kind.keys,
-        kind.values,
-        kind.block_tokens,
-        kind.dtype,
-        kind.kv_heads,
-        groups,
-        rows_of_program(groups * q_tokens * readers),
-        mask,
-        kind.first,
-        kind.ends,
-        readers > 1,
-        indexed,
-        kind.packed,
-        gathered,
-        factors,
-        means,
+    keys, values = kind.keys, kind.values
+    boost = _FLOAT16_BOOSTS[values.bits] if kind.packed and kind.dtype == torch.float16 else 1.0
+    joined = kind.packed and keys.words < 16
+    widest = power_of_two(max(keys.head_dim, values.head_dim))
+    spec = Constants(
+        keys=keys,
+        values=values,
+        block_tokens=kind.block_tokens,
+        kv_heads=kind.kv_heads,
+        groups=groups,
+        rows=rows,
+        key_channels=max(16, power_of_two(keys.head_dim)),
+        value_channels=max(16, power_of_two(values.head_dim)),
+        columns=max(8, power_of_two(values.words)),
+        joined=joined,
+        parts=keys.tiles // 2 if joined else keys.tiles,
+        mask=mask,
+        first=kind.first,
+        ends=kind.ends or gathered,
+        shared=shared,
+        indexed=indexed,
+        packed=kind.packed,
+        gathered=gathered,
+        factors=factors,
+        means=means,
+        boost=boost,
+        divisor=boost if values.folded and not values.floating else 1.0,
+        # Codes of float8 are 256 times the numbers that the kernel unpacks, which it makes up for with the scales.
+        unfold=256.0 if keys.floating and keys.folded else 1.0,
+        dense_tokens=min(64, max(16, _DENSE_BYTES // (widest * kind.dtype.itemsize))),
+        emulated=is_interpreted(),
     )
-    return _variant_of(kind.device, kind.facts, spec, kind.launch, kind.dtype)
+    return Variant(spec, kind.launch, kind.dtype)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -239,19 +268,11 @@ def plan_of(segment: PackedSegment | DenseSegment) -> SegmentPlan | str:
 
 def _of_packed(segment: PackedSegment) -> SegmentPlan | str:
     keys, values = segment.keys, segment.values
-    device, dtype, block_tokens = keys.codes.device, keys.parameters.dtype, keys.block_tokens
+    device, dtype = keys.codes.device, keys.parameters.dtype
     facts = triton_support.device_facts(device)
     if facts.obstacle is not None:
         return facts.obstacle
-    if not supports(
-        keys.format,
-        values.format,
-        key_head_dim=keys.head_dim,
-        value_head_dim=values.head_dim,
-        block_tokens=block_tokens,
-        dtype=dtype,
-        device=device,
-    ):
+    if not supports(keys.layout, values.layout, dtype):
         return "the kernel does not support such codes"
     key_codes, value_codes = _words(keys.codes), _words(values.codes)
     of_packed = key_codes, keys.parameters, value_codes, values.parameters
@@ -259,10 +280,10 @@ def _of_packed(segment: PackedSegment) -> SegmentPlan | str:
         device,
         facts,
         dtype,
-        side_spec(keys.format, "keys", keys.head_dim, block_tokens, dtype),
-        side_spec(values.format, "values", values.head_dim, block_tokens, dtype),
+        side_spec(keys.layout, dtype),
+        side_spec(values.layout, dtype),
         keys.codes.shape[1],
-        block_tokens,
+        keys.layout.block_tokens,
         True,
         segment.first > 0,
         segment.ends is not None,
@@ -318,7 +339,7 @@ def _words(codes: Tensor) -> Tensor:
 
 def _ends_of(segment: PackedSegment) -> Tensor:
     """The ends of the blocks as a tensor, filled on its device: copying them from the host would wait for it."""
-    size = segment.keys.block_tokens
+    size = segment.keys.layout.block_tokens
     ends = torch.full((segment.blocks,), size, dtype=torch.int32, device=segment.keys.codes.device)
     for block, end in enumerate(segment.ends or ()):
         if end != size:
@@ -326,43 +347,20 @@ def _ends_of(segment: PackedSegment) -> Tensor:
     return ends
 
 
-def supports(
-    key_format: CodeFormat,
-    value_format: CodeFormat,
-    *,
-    key_head_dim: int,
-    value_head_dim: int,
-    block_tokens: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> bool:
-    """Whether `attend_packed` takes packed states of this kind; otherwise the caller has to unpack them.
-
-    Args:
-        key_format: meaning of the key codes.
-        value_format: meaning of the value codes.
-        key_head_dim: channels of a key, and of a query.
-        value_head_dim: channels of a value.
-        block_tokens: tokens of a block.
-        dtype: dtype of queries and parameters.
-        device: device of the states.
-    """
-    if not runs_triton(device) or dtype not in DTYPES:
-        return False
+def supports(keys: BlockLayout, values: BlockLayout, dtype: torch.dtype) -> bool:
+    """Whether the kernel takes packed blocks of these layouts, with parameters and queries of a dtype."""
+    block_tokens = keys.block_tokens
     # Two tiles of scores must have 16 columns.
-    if block_tokens & (block_tokens - 1) or block_tokens * key_format.bits < 128 or block_tokens > LARGEST_BLOCK:
+    if block_tokens & (block_tokens - 1) or block_tokens * keys.format.bits < 128 or block_tokens > LARGEST_BLOCK:
         return False
-    sides: tuple[tuple[CodeFormat, Side, int], ...] = (
-        (key_format, "keys", key_head_dim),
-        (value_format, "values", value_head_dim),
-    )
-    return all(_supports_side(code_format, side, head_dim, block_tokens) for code_format, side, head_dim in sides)
+    return dtype in DTYPES and all(map(_supports_side, (keys, values)))
 
 
-def _supports_side(code_format: CodeFormat, side: Side, head_dim: int, block_tokens: int) -> bool:
-    if code_format.bits not in WIDTHS or code_format.levels or code_format.fixed_scales:
+def _supports_side(layout: BlockLayout) -> bool:
+    code_format, head_dim = layout.format, layout.head_dim
+    if code_format.bits not in WIDTHS or code_format.levels or code_format.fixed_scales or head_dim > LARGEST_HEAD_DIM:
         return False
-    if head_dim > LARGEST_HEAD_DIM or block_tokens % code_format.group_tokens or head_dim % code_format.group_channels:
+    if layout.block_tokens % code_format.group_tokens or head_dim % code_format.group_channels:
         return False
     # Rows are read in words of two bytes.
-    return side == "keys" or code_format.bits != 8 or head_dim % 2 == 0
+    return layout.side == "keys" or code_format.bits != 8 or head_dim % 2 == 0

@@ -14,8 +14,7 @@ from collections.abc import Iterable
 import torch
 
 from kvlayers.kernels.codes.cuda_packing import Constants
-from kvlayers.kernels.codes.groups import rotation_size, row_bytes
-from kvlayers.kernels.codes.quantizer_contract import CodeFormat, Side
+from kvlayers.kernels.codes.groups import BlockLayout, rotation_size
 from kvlayers.utils.triton_support import is_interpreted, power_of_two
 
 
@@ -119,19 +118,11 @@ NO_MASK, BOOL_MASK, ADDED_MASK = 0, 1, 2
 _TENSOR_CORE_ROWS = 16
 _MAXIMUM_SUMS = 8
 _SPLITS_MERGED_AT_ONCE = 16
-_DENSE_BYTES = 8192
-"""Bytes of the keys in full precision that a program reads at once: more would not fit into registers."""
-
-_FLOAT16_BOOSTS = {2: 1.0, 4: 4.0, 8: 64.0}
-"""Factor of the value scales in float16, for each width of a code: weights times small scales would be subnormal.
-
-A scale is at most the range of float16 divided by the largest code, so it stays finite.
-"""
 
 
 @functools.cache
-def side_spec(code_format: CodeFormat, side: Side, head_dim: int, block_tokens: int, dtype: torch.dtype) -> Constants:
-    """How keys, or values, whose parameters are of a dtype are coded.
+def side_spec(layout: BlockLayout, dtype: torch.dtype) -> Constants:
+    """How keys, or values, of a layout whose parameters are of a dtype are coded.
 
     Returns:
         bits: bits of a code.
@@ -148,13 +139,10 @@ def side_spec(code_format: CodeFormat, side: Side, head_dim: int, block_tokens: 
         rotation: binary logarithm of the channels that a Hadamard matrix mixes; 0 if states are not rotated.
         assembly: for each tile, PTX that unpacks it; empty to unpack without.
     """
-    rows, columns = (head_dim, block_tokens) if side == "keys" else (block_tokens, head_dim)
-    of_tokens, of_channels = code_format.group_tokens, code_format.group_channels
-    row_group, column_group = (of_channels, of_tokens) if side == "keys" else (of_tokens, of_channels)
-    size = row_bytes(columns, code_format.bits)
-    folded, chunks = column_group == block_tokens, 1
-    if side == "values":
-        folded, chunks = _fold_of_values(head_dim, column_group, size, code_format.bits)
+    code_format, head_dim, column_group = layout.format, layout.head_dim, layout.column_group
+    folded, chunks = column_group == layout.block_tokens, 1
+    if layout.side == "values":
+        folded, chunks = _fold_of_values(head_dim, column_group, layout.row_bytes, code_format.bits)
     unpacking: tuple[str, ...] = ()
     if not is_interpreted():
         unpacking = unpacking_instructions(code_format.bits, code_format.floating, dtype)
@@ -162,13 +150,13 @@ def side_spec(code_format: CodeFormat, side: Side, head_dim: int, block_tokens: 
         bits=code_format.bits,
         floating=code_format.floating,
         head_dim=head_dim,
-        row_group=row_group,
+        row_group=layout.row_group,
         column_group=column_group,
-        row_groups=rows // row_group,
-        column_groups=columns // column_group,
+        row_groups=layout.rows // layout.row_group,
+        column_groups=layout.columns // column_group,
         folded=folded,
         chunks=chunks,
-        words=size // 2 // chunks,
+        words=layout.row_bytes // 2 // chunks,
         tiles=16 // code_format.bits,
         rotation=rotation_size(head_dim).bit_length() - 1 if code_format.rotated else 0,
         assembly=unpacking,
@@ -209,87 +197,6 @@ def _fold_of_values(head_dim: int, group: int, size: int, bits: int) -> tuple[bo
     if size % group == 0 and group % 2 == 0 and chunks * 16 // bits <= _MAXIMUM_SUMS:
         return True, chunks
     return False, 1
-
-
-@functools.cache
-def split_spec(
-    keys: Constants,
-    values: Constants,
-    block_tokens: int,
-    dtype: torch.dtype,
-    kv_heads: int,
-    groups: int,
-    rows: int,
-    mask: int,
-    first: bool,
-    ends: bool,
-    shared: bool,
-    indexed: bool,
-    packed: bool,
-    gathered: bool,
-    factors: bool,
-    means: bool,
-) -> Constants:
-    """What `attend_split` is compiled for, with `rows` rows of queries of a dtype.
-
-    Returns:
-        keys: how keys are coded.
-        values: how values are coded.
-        block_tokens: tokens of a packed block, or the most of a gathered piece in full precision.
-        kv_heads: heads that have keys and values.
-        groups: query heads of each kv head.
-        rows: rows of queries that a program takes.
-        key_channels: head_dim of the keys, padded to a power of two.
-        value_channels: head_dim of the values, padded to a power of two.
-        columns: words of values, padded to a power of two.
-        joined: whether two tiles of scores are one part, because one has too few columns for the next product.
-        parts: parts of the scores of a block.
-        mask: `NO_MASK`, `BOOL_MASK` or `ADDED_MASK`.
-        first: whether tokens at the front of the first block have been evicted.
-        ends: whether there are blocks that are not full, or pieces that have other lengths.
-        shared: whether several sequences side by side read each sequence of the segments.
-        indexed: whether a tensor has the sequence of the segments that each sequence reads.
-        packed: whether the segment that is read in blocks is packed, and not in full precision.
-        gathered: whether tables have the blocks that each kv head reads.
-        factors: whether packed keys were divided by factors of their channels, which queries are multiplied by.
-        means: whether packed keys lack a mean, whose products with queries are added to the scores.
-        boost: factor of the value scales.
-        divisor: factor of the sums that is to be undone.
-        unfold: factor of the scores of packed keys.
-        dense_tokens: tokens in full precision that are read at once.
-        emulated: whether triton interprets the kernel.
-    """
-    boost = _FLOAT16_BOOSTS[values.bits] if packed and dtype == torch.float16 else 1.0
-    joined = packed and keys.words < 16
-    widest = power_of_two(max(keys.head_dim, values.head_dim))
-    return Constants(
-        keys=keys,
-        values=values,
-        block_tokens=block_tokens,
-        kv_heads=kv_heads,
-        groups=groups,
-        rows=rows,
-        key_channels=max(16, power_of_two(keys.head_dim)),
-        value_channels=max(16, power_of_two(values.head_dim)),
-        columns=max(8, power_of_two(values.words)),
-        joined=joined,
-        parts=keys.tiles // 2 if joined else keys.tiles,
-        mask=mask,
-        first=first,
-        ends=ends or gathered,
-        shared=shared,
-        indexed=indexed,
-        packed=packed,
-        gathered=gathered,
-        factors=factors,
-        means=means,
-        boost=boost,
-        divisor=boost if values.folded and not values.floating else 1.0,
-        # Codes of float8 are 256 times the numbers that the kernel unpacks, which it makes up for with the scales.
-        unfold=256.0 if keys.floating and keys.folded else 1.0,
-        dense_tokens=min(64, max(16, _DENSE_BYTES // (widest * dtype.itemsize))),
-        emulated=is_interpreted(),
-    )
 
 
 @functools.cache

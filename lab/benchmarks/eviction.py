@@ -113,7 +113,7 @@ def reference_output(query: Tensor, attended: tuple[Any, Any]) -> Tensor:
     """The same attention in float32 and plain torch, `[1, 1, heads, head_dim]`."""
     keys, values = attended
     if isinstance(keys, PackedStates):
-        segments = keys.snapshot.read_for(query)
+        segments = keys.snapshot.read(query)
         found = slabs.attend(query.float(), segments, None, query.shape[3] ** -0.5)
     else:
         found = torch.nn.functional.scaled_dot_product_attention(

@@ -13,7 +13,7 @@ PYTEST = OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist worksteal
 PLATFORMS ?= manylinux_2_17_x86_64 manylinux_2_17_aarch64
 ARGS ?=
 
-.PHONY: help demo test newest oldest fast nightly bench claims docs dist clean
+.PHONY: help demo test newest oldest fast nightly claims docs dist clean
 # Two targets at once would share the cores.
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
@@ -40,9 +40,6 @@ fast: $(VENV)/installed ## The tests that are not slow, in a few minutes
 
 nightly: $(VENV)/installed $(MODEL)/config.json ## Every test: all products, long random sequences, wheels; an hour or more
 	KVLAYERS_NIGHTLY=1 KVLAYERS_DEMO_MODEL="$(CURDIR)/$(MODEL)" $(PYTEST) $(ARGS)
-
-bench: $(VENV)/installed $(MODEL)/config.json ## Step time, update time and bytes, compared with transformers' caches
-	KVLAYERS_DEMO_MODEL="$(CURDIR)/$(MODEL)" $(BIN)/python lab/benchmarks/decode.py $(ARGS)
 
 claims: $(VENV)/installed $(MODEL)/config.json ## Measure each figure of README.md and docs/choosing.md again, ten minutes; ARGS=--record keeps them
 	KVLAYERS_DEMO_MODEL="$(CURDIR)/$(MODEL)" $(BIN)/python lab/benchmarks/claims.py $(ARGS)

@@ -6,7 +6,7 @@ record.
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,7 +54,7 @@ class Group:
         title: the heading of its table.
         conditions: model, dtype, tokens, batch size, and what is compared.
         claims: in the order of the table, row by row.
-        figures: the anchor in docs/benchmarks.md of the section with more figures.
+        figures: the anchor in docs/benchmarks.md of the section with more figures, if there is one.
         also_by: the measurement that answers it, if that is named after another group.
     """
 
@@ -62,7 +62,7 @@ class Group:
     title: str
     conditions: str
     claims: tuple[Claim, ...]
-    figures: str
+    figures: str = ""
     also_by: str = ""
 
     @property
@@ -193,7 +193,6 @@ GROUPS = (
             at_least(batch_row(8, 1024), TIMES_AS_FAST, 1.5),
             at_least(batch_row(8, 1024), OVER_BETTER, 0.93, ".2f"),
         ),
-        "batches",
     ),
     Group(
         "static",
@@ -206,7 +205,6 @@ GROUPS = (
             at_least(EAGER_STATIC, TIMES_STATIC, 2.5),
             at_most(EAGER_STATIC, TIME_OF_SMALL, 1.15),
         ),
-        "static-caches",
     ),
     Group(
         "graphs",
@@ -218,7 +216,6 @@ GROUPS = (
             at_most(STATIC, FIRST_CALL, 2, ".0f"),
             at_most(STATIC, LATER_CALLS, 0, ".0f"),
         ),
-        "static-caches",
     ),
     Group(
         "fidelity",
@@ -271,7 +268,6 @@ GROUPS = (
             at_least(INT2, LESS_THAN_FINE, 8, ".0f"),
             at_most(INT2, BYTES_OF_FINE, 1),
         ),
-        "fidelity-at-equal-bytes",
         also_by="fidelity",
     ),
     Group(
@@ -284,7 +280,6 @@ GROUPS = (
             at_most(update_row(UPDATES[0]), TIME_OF_TRANSFORMERS, 3, ".1f"),
             at_most(update_row(UPDATES[1]), TIME_OF_TRANSFORMERS, 0.8, ".1f"),
         ),
-        "an-update",
     ),
     Group(
         "window",
@@ -292,7 +287,6 @@ GROUPS = (
         "A random mistral in bfloat16, of 8 layers with 8 KV heads of 64 and a window of 512, has read a prompt of "
         "4,096 tokens.",
         (at_most(DYNAMIC, BYTES_OF_TRANSFORMERS, 0.2),),
-        "bytes",
     ),
     Group(
         "sinks",
@@ -300,7 +294,13 @@ GROUPS = (
         "SmolLM2-135M-Instruct in float32 reads a text of 8 windows of 64 tokens, token by token; the second half "
         "is scored.",
         (at_least(SINK, TIMES_PERPLEXITY, 1.5),),
-        "sinks",
+    ),
+    Group(
+        "latents",
+        "A decode step of a model with latents",
+        "The model is like DeepSeek-V3, with random weights in bfloat16: 8 layers, 16 heads, latents of 512 channels "
+        "and rotated keys of 64. The cache holds 4,096 tokens.",
+        (at_least(DYNAMIC, TIMES_AS_FAST, 8),),
     ),
     Group(
         "offload",
@@ -314,7 +314,6 @@ GROUPS = (
             at_most(OFFLOADED_PACKED, MOST_ON_DEVICE, 0.5),
             at_most(OFFLOADED_PACKED, SENT_OF_OFFLOADED, 0.4),
         ),
-        "what-offloading-moves",
     ),
     Group(
         "prefix",
@@ -325,7 +324,6 @@ GROUPS = (
             at_most(FROM_MEMORY, TIME_OF_COLD, 0.1, ".0%"),
             at_most(FROM_DISK, TIME_OF_COLD, 0.15, ".0%"),
         ),
-        "prefixes",
     ),
     Group(
         "prompts",
@@ -391,7 +389,8 @@ def _table(record: Mapping[str, Any], group: Group) -> str:
         value = value_of(record, group, claim)
         seen = "not recorded" if value is None else written(value, claim.form)
         cells.setdefault(claim.row, {})[claim.column] = f"{claim.asked} ({seen})"
-    where = f"{group.conditions} {_where(record.get(group.name))} [More figures](benchmarks.md#{group.figures})."
+    more = f" [More figures](benchmarks.md#{group.figures})." if group.figures else ""
+    where = f"{group.conditions} {_where(record.get(group.name))}{more}"
     rows = [[row, *(own.get(column, "") for column in columns)] for row, own in cells.items()]
     return "\n\n".join([f"### {group.title}", where, markdown(["", *columns], rows)])
 
@@ -458,6 +457,38 @@ def readme_table(record: Mapping[str, Any], docs: str) -> str:
     )
 
 
+def headline(record: Mapping[str, Any], prompts: Mapping[str, Any]) -> str:
+    """What README.md and the home page say first: how much faster steps and prompts are, by length.
+
+    Args:
+        record: the claims that were measured.
+        prompts: the record of prompts.
+    """
+    cells = record["step"]["cells"]
+    steps = [(f"after {tokens:,}", cells[length_row(DYNAMIC, tokens)][TIMES_AS_FAST]) for tokens in LENGTHS]
+    prompt = {"model": of_prompts.SMOLLM2, "dtype": "bfloat16", "case": of_prompts.ONE, "cache": of_prompts.DYNAMIC}
+    read = [
+        (f"for {cell['tokens']:,}", 1 / cell["ratio"])
+        for cell in of_prompts.find(of_prompts.cells_of(prompts), **prompt)
+    ]
+    lines = [
+        f"a decode step is {_times(steps)}",
+        *([f"a prompt is read {_times(read)}"] if read else []),
+        f"`int4` holds {cells[INT4][OF_DENSE]:.0%} of the bytes of 16,384 tokens, and its steps are "
+        f"{cells[INT4][TIMES_AS_FAST]:.1f} times as fast there.",
+    ]
+    threads = record["step"]["threads"]
+    return f"**On a CPU** ({threads} threads, bfloat16), beside transformers' `DynamicCache`:\n\n" + "\n".join(
+        f"- {line}" for line in lines
+    )
+
+
+def _times(figures: Sequence[tuple[str, float]]) -> str:
+    (first, ratio), *others = figures
+    rest = [f"{ratio:.1f} {where}" for where, ratio in others]
+    return f"{ratio:.1f} times as fast {first} tokens, {', '.join(rest[:-1])} and {rest[-1]};"
+
+
 DRAWN = ((TRANSFORMERS, TRANSFORMERS), ("kvlayers `DynamicCache`", DYNAMIC), ("kvlayers `int4`", INT4))
 """The caches whose steps are shown by length, with the names of their rows in the record."""
 
@@ -488,4 +519,6 @@ def written_pages() -> pages.Pages:
     of_pages = {(README, "table"): readme_table(record, "docs/"), (HOME, "table"): readme_table(record, "")}
     if has_steps(record):
         of_pages[BENCHMARKS, "table"] = steps_table(record)
+        for page in (README, HOME):
+            of_pages[page, "headline"] = headline(record, pages.parts("prompts"))
     return pages.written("claims", {**of_pages, (CHOOSING, "claims"): tables(record)})

@@ -20,6 +20,7 @@ llama, and the memory of one of 16,384. `prompts.py` measures all of them, again
 import contextlib
 import functools
 import pathlib
+import shutil
 import sys
 import tempfile
 import time
@@ -29,26 +30,14 @@ from typing import Any
 import torch
 
 import claimed
-import fidelity
-import offload
+import kvlayers
 import pages
 import plots
-import prefix
 import prompt_tables
 import prompts
-import sinks
 from claimed import GROUPS, Cells
-from lib import report
-from lib.compiled import (
-    GENERATORS,
-    INDUCTOR,
-    Job,
-    measure_generate,
-    measure_static,
-    nothing_in_memory,
-    reservations,
-    with_reservation,
-)
+from lib import cases, report
+from lib.compiled import INDUCTOR, count_graphs, measure_static, nothing_in_memory, reservations, with_reservation
 from lib.contenders import (
     CONTENDERS,
     FLOOR,
@@ -62,8 +51,8 @@ from lib.contenders import (
     compiled,
     transformers_packed,
 )
-from lib.internals import CacheMaker, cache_nbytes
-from lib.quantized import FULL, RANDOM, Contender
+from lib.internals import CacheMaker, NoRecord, cache_nbytes, default_text, quiet_clock, read
+from lib.quantized import FULL, RANDOM, Contender, load, measure_bytes
 from lib.quantized import REFERENCE as IN_FULL
 from lib.timing import Disagreements, Trials, measure_decode, measure_update, summarise, times_as_fast
 from lib.workload import QUICK_SHAPE, RandomModel, RealModel, Shape
@@ -74,6 +63,10 @@ GEMMA = ".models/gemma-3-270m"
 FINE = 16
 """Numbers of a group with which quanto holds more bytes than kvlayers' native backend with its groups of 64. A longer
 residual would take as many bytes, and leave quanto with more divergence."""
+
+
+MOST_APART = 1e-4
+"""How far logits of a model with latents may be from transformers', in float32."""
 
 
 class OtherTokensError(Exception):
@@ -221,15 +214,11 @@ def measure_graphs(run: Run) -> Mapping[str, Cells]:
     """Graphs that `generate()` compiles, counted with a backend that compiles no kernels."""
     prompt, new, reserve = (250, 16, 1024) if run.quick else (200, 512, 4096)
     workload = RandomModel(QUICK_SHAPE)
-    job = Job(workload.name, workload.model, workload.prompt(prompt), new, reserve, "eager")
-    arguments = {name: GENERATORS[name] for name in (REFERENCE, compiled(KVLAYERS_STATIC))}
     disagreements = Disagreements()
-    tick = run.ticking(f"graphs of {new} tokens", len(arguments) + 1)
-    with nothing_in_memory(job.backend):
-        calls = measure_generate(job, arguments, 1, disagreements, tick)
-    check_tokens(disagreements, arguments)
-    entry = calls[compiled(KVLAYERS_STATIC)]
-    return {"graphs": {claimed.STATIC: {claimed.FIRST_CALL: entry["graphs"], claimed.LATER_CALLS: entry["recompiles"]}}}
+    with nothing_in_memory("eager"):
+        first, later = count_graphs(workload, prompt, new, reserve, disagreements)
+    check_tokens(disagreements, [compiled(KVLAYERS_STATIC)])
+    return {"graphs": {claimed.STATIC: {claimed.FIRST_CALL: first, claimed.LATER_CALLS: later}}}
 
 
 def measure_fidelity(run: Run) -> Mapping[str, Cells]:
@@ -249,17 +238,19 @@ def measure_fidelity(run: Run) -> Mapping[str, Cells]:
         make = transformers_packed("quanto", nbits, q_group_size=FINE)
         makers[rows[row]] = functools.partial(make, length=0)
     source = RANDOM if run.quick else str(run.given.model)
-    sizes = ["--context", "640", "--scored", "64"] if run.quick else ["--context", "2048", "--scored", "1024"]
-    given = fidelity.parse(["--model", source, *sizes, "--passages", "1", "--chunk", "64"])
-    measured = fidelity.measure(run, source, makers, given)
+    context, scored, chunk = (640, 64, 64) if run.quick else (2048, 1024, 64)
+    model, texts = load(source, None, "float32", 1, context + scored + 1)
+    tick = run.ticking("fidelity", (context + scored) // chunk)
+    scores = read(model, texts, makers, context, chunk, NoRecord(), tick)
     cells: dict[str, dict[str, float]] = {}
     for row, contender in rows.items():
-        entry = measured["plain"][contender.name]
+        entry = scores[contender].summary()
         if "failure" not in entry:
+            held = measure_bytes(makers[contender], model.config, context, scored, chunk)
             cells[row] = {
                 claimed.KL: entry["kl"],
                 claimed.AGREEMENT: entry["agreement"],
-                claimed.BYTES_A_TOKEN: measured["bytes"][contender.name]["bytes"],
+                claimed.BYTES_A_TOKEN: held["bytes"],
             }
     ratios = {}
     for row, baseline, fine in (
@@ -309,23 +300,24 @@ def measure_window(run: Run) -> Mapping[str, Cells]:
 def measure_sinks(run: Run) -> Mapping[str, Cells]:
     window, windows = (16, 4) if run.quick else (64, 8)
     workload = run.needed(torch.float32)
-    found = sinks.stream_both(workload.model, workload.prompt(windows * window + 1), window, run.ticking)
-    times = found[sinks.WINDOW]["perplexity"] / found[sinks.SINKS]["perplexity"]
+    model, ids = workload.model, workload.prompt(windows * window + 1)
+    layers = [kvlayers.SlidingLayer(window) for _ in range(model.config.num_hidden_layers)]
+    with_sinks = kvlayers.SinkCache(window, cases.NUM_SINK_TOKENS, config=model.config)
+    times = cases.perplexity(model, ids, kvlayers.Cache(layers)) / cases.perplexity(model, ids, with_sinks)
     return {"sinks": {claimed.SINK: {claimed.TIMES_PERPLEXITY: times}}}
 
 
 def measure_offload(run: Run) -> Mapping[str, Cells]:
     tokens, new = (128, 4) if run.quick else (2048, 16)
-    shape = offload.TRAFFIC_SHAPE
-    workload = RandomModel(shape)
-    traffic = offload.count_traffic(workload.model, workload.prompt(tokens), new)
+    shape, workload = cases.TRAFFIC_SHAPE, RandomModel(cases.TRAFFIC_SHAPE)
+    traffic = {name: cases.traffic_of(workload.model, name, workload.prompt(tokens), new) for name in cases.OFFLOADED}
     token = 2 * shape.layers * shape.kv_heads * shape.head_dim * torch.bfloat16.itemsize
-    rows = {claimed.OFFLOADED: traffic[offload.KVLAYERS], claimed.OFFLOADED_PACKED: traffic[offload.KVLAYERS_PACKED]}
+    rows = {claimed.OFFLOADED: traffic["dynamic"], claimed.OFFLOADED_PACKED: traffic["int4"]}
     cells = {
         row: {
             claimed.NEW_BYTES: entry["to_host"] / token,
             claimed.MOST_ON_DEVICE: entry["peak_on_device"] / entry["held"],
-            claimed.SENT_OF_OFFLOADED: entry["to_device"] / traffic[offload.KVLAYERS]["to_device"],
+            claimed.SENT_OF_OFFLOADED: entry["to_device"] / traffic["dynamic"]["to_device"],
         }
         for row, entry in rows.items()
     }
@@ -333,19 +325,52 @@ def measure_offload(run: Run) -> Mapping[str, Cells]:
 
 
 def measure_prefix(run: Run) -> Mapping[str, Cells]:
+    """Whole calls of `generate()` for one token: with no store, and with one that has the beginning of the prompt."""
     tokens, question = (128, 16) if run.quick else (2048, 16)
-    workload = prefix.padded(run.needed(torch.float32))
-    text = workload.prompt(tokens + question)
-    ways = (prefix.COLD, prefix.MEMORY, prefix.DISK)
-    disagreements = Disagreements(torch.float32)
+    workload = run.needed(torch.float32)
+    model, text = workload.model, workload.prompt(tokens + question)
+    model.generation_config.pad_token_id = model.config.eos_token_id
+    asked = {"max_new_tokens": 1, "do_sample": False}
+    wanted = {**asked, "attention_mask": torch.ones_like(text), "return_dict_in_generate": True, "output_logits": True}
+    disagreements, seconds = Disagreements(torch.float32), dict[str, float]()
     with tempfile.TemporaryDirectory() as place:
-        directory = prefix.stored_in(place, workload.model, text[:, :tokens])
-        first = prefix.FirstTokens(workload.model, text[:, :tokens], text[:, tokens:], directory)
-        found = first.measure(1, ways, disagreements, run.ticking("a prefix", 1))
+        first, copied = (pathlib.Path(place, name) for name in ("first", "copied"))
+        in_memory = kvlayers.PrefixStore("64GiB", first)
+        kvlayers.generate(model, text[:, :tokens], prefix_store=in_memory, **asked)
+        in_memory.flush()
+        # What it reads, the system may have cached.
+        on_disk = kvlayers.PrefixStore("64GiB", shutil.copytree(first, copied))
+        ways = {
+            "": contextlib.nullcontext(),
+            claimed.FROM_MEMORY: kvlayers.installed(prefix_store=in_memory),
+            claimed.FROM_DISK: kvlayers.installed(prefix_store=on_disk),
+        }
+        expected: torch.Tensor | None = None
+        for name, settings in ways.items():
+            with settings, quiet_clock():
+                begin = time.perf_counter()
+                [logits] = model.generate(text, **wanted).logits
+                seconds[name] = time.perf_counter() - begin
+            expected = logits if expected is None else expected
+            where = {"cache": name, "model": workload.name, "tokens": tokens + question, "trial": 0}
+            disagreements.compare_step(where, expected, logits)
     check_tokens(disagreements, ways)
-    cold = found["medians"][prefix.COLD]
-    rows = {claimed.FROM_MEMORY: prefix.MEMORY, claimed.FROM_DISK: prefix.DISK}
-    return {"prefix": {row: {claimed.TIME_OF_COLD: found["medians"][way] / cold} for row, way in rows.items()}}
+    rows = (claimed.FROM_MEMORY, claimed.FROM_DISK)
+    return {"prefix": {row: {claimed.TIME_OF_COLD: seconds[row] / seconds[""]} for row in rows}}
+
+
+def measure_latents(run: Run) -> Mapping[str, Cells]:
+    layers, length, steps = (1, 200, 2) if run.quick else (8, 4096, 5)
+    makers = {name: CONTENDERS[name] for name in (REFERENCE, KVLAYERS)}
+    trials = Trials(steps, 1, run.ticking, 1, Disagreements(torch.float32))
+    exact = measure_decode(cases.LatentModel(torch.float32, layers), makers, length, trials)
+    apart = exact[KVLAYERS]["logit_distance"]
+    if apart > MOST_APART:
+        raise OtherTokensError(f"logits in float32 are {apart:.1e} from transformers'")
+    # In bfloat16 a token may be a tie.
+    trials = Trials(steps, 1, run.ticking, 1)
+    measured = measure_decode(cases.LatentModel(torch.bfloat16, layers), makers, length, trials)
+    return {"latents": {claimed.DYNAMIC: {claimed.TIMES_AS_FAST: times_as_fast(measured, KVLAYERS, REFERENCE)}}}
 
 
 def reading(run: Run, caches: Sequence[str], *sizes: str) -> prompts.Run:
@@ -363,7 +388,7 @@ def read_one(run: Run, source: str | None, tokens: int, *caches: str) -> Mapping
         subject, tokens = prompts.subjects(of_prompts.given)[prompt_tables.NARROW], 160
     else:
         name = pathlib.Path(source).name
-        subject = prompts.Subject(name, functools.partial(RealModel, source, prompts.default_text()))
+        subject = prompts.Subject(name, functools.partial(RealModel, source, default_text()))
     cells = of_prompts.prompts(subject, "bfloat16", [tokens])
     check_logits(of_prompts)
     return {cell["cache"]: cell for cell in prompt_tables.find(cells, case=prompt_tables.ONE)}
@@ -446,6 +471,7 @@ MEASUREMENTS: dict[str, Callable[[Run], Mapping[str, Cells]]] = {
     "static": measure_reservations,
     "prefix": measure_prefix,
     "sinks": measure_sinks,
+    "latents": measure_latents,
     "fidelity": measure_fidelity,
     "prompts": measure_prompts,
     "gemma": measure_gemma,

@@ -23,10 +23,6 @@ LEGEND = (
     'keeps. "KL" is the distance from the predictions with transformers\' `DynamicCache`, in nats.'
 )
 OF_EXACT = re.compile(r"same tokens, KL (?P<distance>[\d.]+)")
-CACHE_NAMES = re.compile(r"\b(dynamic|int4|DynamicCache|StaticCache)\b")
-SENTENCES = 3
-"""How many sentences of the summary stand at the top of README.md."""
-
 ABOUT = re.compile(r"(?P<model>\S+) in (?P<dtype>\w+) on .*? Prompt: (?P<tokens>\d+) tokens")
 
 
@@ -71,22 +67,8 @@ def block(record: Mapping[str, Any]) -> str:
     )
 
 
-def in_short(record: Mapping[str, Any]) -> str:
-    """What the demo has shown, for the top of README.md: the first sentences of its summary."""
-    shown, threads = record["results"]["demo"], record["hardware"]["threads"]
-    summary = " ".join(shown["lines"]).partition(SUMMARY)[2]
-    if not summary:
-        return "`make demo` shows on your machine what the caches gain."
-    sentences = " ".join(re.split(r"(?<=\.) ", summary)[:SENTENCES])
-    return (
-        f"**On a CPU** with {threads} threads, for {shown['model']} after {int(shown['tokens']):,} tokens, kvlayers' "
-        + CACHE_NAMES.sub(r"`\1`", sentences)
-    )
-
-
 def written_pages() -> pages.Pages:
-    newest = pages.newest("demo")
-    return pages.written("demo", {(README, "demo in short"): in_short(newest), (README, "demo"): block(newest)})
+    return pages.written("demo", {(README, "demo"): block(pages.newest("demo"))})
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -73,7 +73,11 @@ class Watched:
 
 def exact_share(cache: Any) -> float:
     """The share of the tokens that the layers hold as they came."""
-    held = [(layer.length - (layer.exact_from or 0), layer.length) for layer in cache.adapted_layers() if layer.attends]
+    held = [
+        (layer.length - (layer.exact_from or 0), layer.length)
+        for layer in cache.adapted_layers()
+        if layer.traits.attends
+    ]
     return sum(exact for exact, _ in held) / sum(length for _, length in held)
 
 

@@ -1,6 +1,6 @@
 """Which tokens a layer keeps. One file a kind of layer."""
 
-from kvlayers.core.cache_layer import CacheLayer, LayerState
+from kvlayers.core.cache_layer import CacheLayer, LayerState, LayerTraits
 from kvlayers.core.dynamic_layer import DynamicLayer
 from kvlayers.core.from_config import Checkpoints
 from kvlayers.core.layer_list import adapted
@@ -26,6 +26,7 @@ __all__ = [
     "EvictingLayer",
     "HybridLayer",
     "LayerState",
+    "LayerTraits",
     "LinearAttentionLayer",
     "OffloadedLayer",
     "QuantizedLayer",

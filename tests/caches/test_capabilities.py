@@ -65,10 +65,10 @@ def tokens(count: int, batch: int = 2, **form: object) -> tuple[torch.Tensor, to
 def give(layer: CacheLayer, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """What attention, or a convolution, reads once a layer has taken in new tokens."""
     read = keys
-    if layer.is_recurrent:
+    if layer.traits.is_recurrent:
         read = layer.update_conv_state(keys.transpose(2, 3).flatten(1, 2), conv_kernel_size=4)
         layer.update_recurrent_state(keys.sum(2))
-    return layer.update(keys, values)[0] if layer.attends else read
+    return layer.update(keys, values)[0] if layer.traits.attends else read
 
 
 def past(layer: CacheLayer, count: int = PAST) -> CacheLayer:
@@ -99,7 +99,7 @@ def one_address(layer: CacheLayer) -> bool:
     addresses = set()
     for _ in range(200):
         read = give(layer, *tokens(1))
-        addresses.add((read if layer.attends else layer.conv_states[0]).untyped_storage().data_ptr())
+        addresses.add((read if layer.traits.attends else layer.conv_states[0]).untyped_storage().data_ptr())
     return len(addresses) == 1
 
 

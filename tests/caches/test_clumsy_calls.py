@@ -51,6 +51,28 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     "a device that is a number": (lambda: kvlayers.make_cache("dynamic", config(), device=1.5), "`device` must be"),
     "one name to plan": (lambda: kvlayers.plan(config(), 100, names="int4"), r"pass \['int4'\]"),
     "a number to plan": (lambda: kvlayers.plan(config(), 100, names=5), "`names` must be a list .* got 5"),
+    "a misspelt option of install": (
+        lambda: kvlayers.install(strict_prompt=True),
+        r"no option of install\(\): did you mean 'strict_prompts'",
+    ),
+    "a misspelt option of installed": (lambda: kvlayers.installed(chache="int4"), "did you mean 'cache'"),
+    "a misspelt option of a plan": (lambda: kvlayers.plan(config(), 100, batch=2), "did you mean 'batch_size'"),
+    "a plan without a length": (lambda: kvlayers.plan(config()), "missing a required argument: 'context_length'"),
+    "a misspelt option of a file": (lambda: kvlayers.load_cache("x", lenght=3), "did you mean 'length'"),
+    "a cache for no model": (lambda: kvlayers.make_cache("int4"), "missing a required argument: 'model_or_config'"),
+    "a model before the name": (lambda: kvlayers.make_cache(tiny_model("llama"), "int4"), "must be the name of a"),
+    "a misspelt argument of rows": (lambda: many([[5, 6]], max_row=3), "did you mean 'max_rows'"),
+    "a misspelt option of a chat": (
+        lambda: kvlayers.Chat(tiny_model("llama"), None, mesages=[]),
+        "no option of Chat: did you mean 'messages'",
+    ),
+    "a model for the id of its weights": (
+        lambda: store().lookup(prompt(1, 4), model=tiny_model("llama")),
+        r"`model` must be a string that is not empty, got a LlamaForCausalLM: pass kvlayers.weights_id\(model\)",
+    ),
+    "bytes without their unit": (lambda: kvlayers.DynamicCache(max_bytes="100"), "with its unit.* got '100'"),
+    "a store of bytes without their unit": (lambda: kvlayers.PrefixStore("100"), "with its unit.* got '100'"),
+    "a device that is misspelt": (lambda: kvlayers.make_cache("int4", config(), device="cdua"), "pass 'cpu'"),
     "an option of another library": (lambda: many([[5, 6]], max_tokens=3), "did you mean 'max_new_tokens'"),
     "one text as prompts": (lambda: many("a text"), r"pass \[text\] for one"),
     "zero as a cache": (lambda: many([[5, 6]], cache=0), "`cache` must be the name of a cache here"),
@@ -208,42 +230,3 @@ def test_a_mistake_is_named(name: str) -> None:
     call, words = CALLS[name]
     with pytest.raises(KVLayersError, match=words):
         call()
-
-
-@pytest.mark.parametrize("idx", ["0", None, 1.0, 2, -3], ids=repr)
-def test_a_wrong_index_changes_nothing(idx: Any) -> None:
-    cache, twin = held(), held()
-    cache.layer_class_to_replicate = None
-    with pytest.raises(kvlayers.errors.LayerIndexError):
-        cache.update(STATES, STATES, idx)
-    for layer in range(2):
-        assert all(map(torch.equal, cache.update(STATES, STATES, layer), twin.update(STATES, STATES, layer)))
-
-
-def test_wrong_states_change_nothing() -> None:
-    for cache in (held(), static(), kvlayers.QuantizedCache("native", config())):
-        seen = cache.get_seq_length()
-        for wrong in (None, "states", [1.0]):
-            with pytest.raises(kvlayers.errors.StateMismatchError):
-                cache.update(wrong, STATES, 0)
-            with pytest.raises(kvlayers.errors.StateMismatchError):
-                cache.update(STATES, wrong, 0)
-        for layer in range(2):
-            cache.update(STATES, STATES, layer)
-        assert cache.get_seq_length() == seen + STATES.shape[2]
-
-
-def test_wrong_recurrent_states_change_nothing() -> None:
-    layer, twin = (layers.LinearAttentionLayer() for _ in range(2))
-    for one in (layer, twin):
-        one.update_conv_state(COLUMNS + 1, conv_kernel_size=4)
-        one.update_recurrent_state(COLUMNS + 2)
-    for wrong in (None, "states", [1.0]):
-        with pytest.raises(kvlayers.errors.StateMismatchError, match="must be a tensor"):
-            layer.update_conv_state(wrong, conv_kernel_size=4)
-        with pytest.raises(kvlayers.errors.StateMismatchError, match="must be a tensor"):
-            layer.update_recurrent_state(wrong)
-    columns = [one.update_conv_state(COLUMNS[..., :1] + 3, conv_kernel_size=4) for one in (layer, twin)]
-    assert torch.equal(*columns)
-    assert torch.equal(layer.recurrent_states[0], twin.recurrent_states[0])
-    assert layer.length == twin.length

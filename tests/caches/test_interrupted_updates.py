@@ -238,7 +238,7 @@ def test_a_scan_that_is_missing_is_put_back_and_in_no_store_or_file(
     expected = decoded(model, begun(model, "dynamic", ids, passes), ids, passes[-1][1])
     begin, end = passes[-1]
     cache = begun(model, "dynamic", ids, passes[:-1])
-    last = max(index for index, layer in enumerate(cache.layers) if layer.is_recurrent)
+    last = max(index for index, layer in enumerate(cache.layers) if layer.traits.is_recurrent)
     with interrupted(cache, 0, False) as calls:
         passed(model, cache, ids[:, begin:end])
     cache = begun(model, "dynamic", ids, passes[:-1])

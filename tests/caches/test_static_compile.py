@@ -697,7 +697,7 @@ def test_a_cache_says_whether_it_reads_buckets() -> None:
             with torch.set_grad_enabled(grad):
                 assert cache.is_compileable
                 # Autograd cannot follow what is written in place, so masks are not of buckets where it is on.
-                attending = next(layer for layer in cache.layers if layer.attends)
+                attending = next(layer for layer in cache.layers if layer.traits.attends)
                 assert attending.reserved.mask_extent.mode.uses_buckets is not grad
         cache.compiled = False
         with torch.no_grad():

@@ -173,6 +173,8 @@ def test_help_on_a_narrow_terminal_cuts_no_name(name: str) -> None:
     assert "…" not in shown.output
     for option in command.params:
         assert all(written in shown.output for written in option.opts if written.startswith("--"))
+        # Those of typer itself say `<bool>`.
+        assert not getattr(option, "is_flag", False) or option.metavar == "" or "completion" in str(option.name)
 
 
 def test_help_imports_nothing_that_takes_long(tmp_path: Path) -> None:
@@ -232,8 +234,11 @@ def test_bad_input_is_one_line_and_exit_code_2(
 
 def test_quantities_are_read_as_people_write_them() -> None:
     assert [tokens(text, "context") for text in ("17", "32k", "32K", "1M", "0.5k")] == [17, 2**15, 2**15, 2**20, 512]
-    read = [amount_of_bytes(text, "memory") for text in ("5", "24GiB", "24g", "80GB", "1.5 MiB", "10B", "1TiB")]
+    read = [amount_of_bytes(text, "memory") for text in ("5B", "24GiB", "24g", "80GB", "1.5 MiB", "10B", "1TiB")]
     assert read == [5, 24 * 2**30, 24 * 2**30, 80 * 10**9, 3 * 2**19, 10, 2**40]
+    # Nobody can tell whether bytes or megabytes are meant.
+    with pytest.raises(kvlayers.OptionError, match="memory` must be a number of bytes with its unit.*got '100'"):
+        amount_of_bytes("100", "memory")
     for wrong in ("", "-1k", "k", "1 KiB of", "1e3", "0x10"):
         with pytest.raises(kvlayers.OptionError, match="--context` must be a number of tokens"):
             tokens(wrong, "--context")

@@ -22,8 +22,9 @@ SOURCES = Path(running.__file__).parents[2]
     [
         (["--cache", "int9"], "must be a known name, got 'int9'"),
         (["--cache", "sink:windows=3"], "windows"),
+        (["--prefix-store", "100"], "`--prefix-store` must be a number of bytes with its unit"),
         (["--prefix-store", "2Gigs"], "`--prefix-store` must be a number of bytes"),
-        (["--prefix-store", "0"], "`--prefix-store` must be a positive number of bytes"),
+        (["--prefix-store", "0B"], "`--prefix-store` must be a positive number of bytes"),
         (["--prefix-store", "redis://localhost:1"], "cannot reach redis://localhost:1"),
         (["--prefix-store", "/proc/none"], "/proc/none"),
         (["--namespace", "mine"], "`--namespace` needs a `--prefix-store`"),

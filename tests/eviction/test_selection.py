@@ -13,21 +13,11 @@ from kvlayers.eviction.selection import HEAD_FLOOR, KeptTokens, highest, select
 
 def kept_sets(kept: KeptTokens) -> list[list[list[int]]]:
     """The kept tokens of each sequence and head, after a check of the form of the result."""
-    batch, heads, most = kept.indices.shape
-    assert kept.indices.dtype == kept.counts.dtype == torch.int64
+    assert kept.mask.dtype == torch.bool
+    assert kept.counts.dtype == torch.int64
     assert kept.counts.device.type == "cpu"
-    assert kept.counts.shape == (batch, heads)
-    assert most == int(kept.counts.max())
-    result = []
-    for row in range(batch):
-        result.append([])
-        for head in range(heads):
-            count = int(kept.counts[row, head])
-            numbers = kept.indices[row, head].tolist()
-            assert numbers[: most - count] == [0] * (most - count)
-            assert numbers[most - count :] == sorted(set(numbers[most - count :]))
-            result[-1].append(numbers[most - count :])
-    return result
+    assert torch.equal(kept.counts, kept.mask.sum(2))
+    return [[head.nonzero().flatten().tolist() for head in heads] for heads in kept.mask]
 
 
 def order(scores: list[float], always: set[int], padding: int) -> list[int]:
@@ -139,7 +129,7 @@ def test_heads_with_equal_scores_keep_as_many() -> None:
 
 def test_nothing_but_padding_keeps_nothing() -> None:
     found = select(torch.randn(2, 3, 10), 5, padding=[10, 10], floor=HEAD_FLOOR)
-    assert found.indices.shape == (2, 3, 0)
+    assert not found.mask.any()
     assert found.are_even
 
 

@@ -9,7 +9,8 @@ import torch
 
 import kvlayers
 import kvlayers_lab
-from kvlayers.errors import OptionError, RegistryError
+from kvlayers.errors import OptionError, RegistryError, StateMismatchError
+from kvlayers.upstream import cache_argument, compat
 from models import prompt, tiny_model
 
 IDS = prompt(1, 5)
@@ -62,6 +63,8 @@ def test_a_prompt_may_be_what_a_tokenizer_returns(way: str) -> None:
         (IDS[:, :0], r"of shape \[1, 0\]"),
         (IDS[:0], r"of shape \[0, 5\]"),
         (IDS.to("meta"), "on the meta device"),
+        (torch.tensor([[5, 10**6]]), "must be ids from 0 to .*, the vocabulary of the model, got 1000000"),
+        (torch.tensor([[5, -100]]), "the vocabulary of the model, got -100: pass those of the model's own tokenizer"),
     ],
 )
 def test_a_prompt_that_is_none_is_refused(way: str, given: Any, words: str) -> None:
@@ -91,6 +94,25 @@ def test_another_argument_of_the_wrong_kind_is_refused(how: dict[str, Any], word
 def test_an_argument_that_is_given_twice_is_refused_as_by_python() -> None:
     with kvlayers.installed(), pytest.raises(TypeError, match="multiple values for argument 'inputs'"):
         tiny_model("llama").generate(IDS, inputs=IDS, **HOW)
+
+
+def test_a_prompt_of_many_with_other_ids_is_its_own_error() -> None:
+    answers = list(kvlayers.generate_many(tiny_model("llama"), [[5, 10**6], [5, 6]], max_new_tokens=2, in_order=True))
+    assert isinstance(answers[0].error, OptionError)
+    assert "the vocabulary of the model, got 1000000" in str(answers[0].error)
+    assert (answers[1].error, len(answers[1].ids)) == (None, 2)
+
+
+@pytest.mark.skipif(not compat.MARKS_GIVEN_CACHES, reason="an older transformers marks nothing")
+def test_a_class_in_the_place_of_a_cache_is_refused_and_not_marked() -> None:
+    model = tiny_model("llama")
+    cache, name = kvlayers.DynamicCache(config=model.config), cache_argument.name_in_generate(model)
+    with pytest.raises(OptionError, match="got the class DynamicCache: pass one that it makes"):
+        model.generate(IDS, **{name: kvlayers.DynamicCache}, **HOW)
+    model.generate(IDS, **{name: cache}, **HOW)
+    # The mark would have hidden from the cache that it is given to a call.
+    with pytest.raises(StateMismatchError, match="has no new ones"):
+        model.generate(IDS, **{name: cache}, **HOW)
 
 
 @pytest.mark.parametrize("given", ["a name", IDS, None])

@@ -159,7 +159,7 @@ def _compare_rollback_and_fork(model: Any) -> None:
         cache.crop(-3)
     except kvlayers.KVLayersError:
         layers = cache.adapted_layers()
-        holds_tokens_alone = not any(layer.is_upstream or layer.is_recurrent for layer in layers)
+        holds_tokens_alone = not any(layer.traits.is_upstream or layer.traits.is_recurrent for layer in layers)
         assert not holds_tokens_alone
     else:
         for place, pair in enumerate(zip(passed(cache, others), shorter, strict=True)):

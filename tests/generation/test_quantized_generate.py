@@ -139,7 +139,7 @@ def blocks(layer: Any) -> int:
 
 def check_packed(cache: Any, at_least: int = 1) -> None:
     """Every layer of full attention, and no window, holds packed blocks."""
-    layers = [layer for layer in cache.layers if layer.attends]
+    layers = [layer for layer in cache.layers if layer.traits.attends]
     assert layers
     for layer in layers:
         assert blocks(layer) == 0 if layer.is_sliding else blocks(layer) >= at_least, layer

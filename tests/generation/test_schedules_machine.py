@@ -69,7 +69,7 @@ class Schedules(RuleBasedStateMachine):
         """Decode one token in each row, and compare."""
         new = torch.tensor([[token + row] for row in range(len(self.rows))])
         rows = kvlayers.Rows(self.cache)
-        attends = any(layer.attends for layer in self.cache.layers)
+        attends = any(layer.traits.attends for layer in self.cache.layers)
         positions = {"position_ids": rows.position_ids()} if attends else {}
         mask = rows.attention_mask()
         logits = self.model(new, attention_mask=mask, **positions, **given(self.cache), use_cache=True).logits[:, -1]

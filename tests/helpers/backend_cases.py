@@ -1,7 +1,6 @@
 """The backends of a prefix store, seen without kvlayers."""
 
 import pathlib
-import secrets
 from typing import Any, Protocol
 
 import numpy as np
@@ -10,8 +9,8 @@ from fsspec.core import url_to_fs
 
 import kvlayers
 
-PART = 2**16 - 64
-"""Bytes of the parts of files in a Redis server."""
+PART = 2**16
+"""Bytes that are read of a remote file at first."""
 
 
 class Files(Protocol):
@@ -82,13 +81,11 @@ class ServerFiles:
         return f"{self.prefix}:file:{name}"
 
     def read(self, name: str) -> bytes:
-        parts = self.client.hgetall(self.key(name))
-        return b"".join(parts[b"%d" % number] for number in range(len(parts) - 2))
+        content: bytes = self.client.get(self.key(name))
+        return content
 
     def write(self, name: str, content: bytes) -> None:
-        parts = {number: content[start : start + PART] for number, start in enumerate(range(0, len(content), PART))}
-        self.client.delete(self.key(name))
-        self.client.hset(self.key(name), mapping={"nonce": secrets.token_hex(16), "nbytes": len(content), **parts})
+        self.client.set(self.key(name), content)
         self.client.zadd(f"{self.prefix}:index", {name: self.client.zscore(f"{self.prefix}:index", name) or 1})
 
     def delete(self, name: str) -> None:
@@ -107,7 +104,7 @@ def filled(ids: list[int], heads: int = 1) -> kvlayers.DynamicCache:
 
 
 def large(ids: list[int]) -> kvlayers.DynamicCache:
-    """One whose file has several parts, and more than what is read of a file at first."""
+    """One whose file has more than what is read of a file at first."""
     return filled(ids, heads=8192)
 
 

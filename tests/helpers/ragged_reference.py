@@ -115,14 +115,11 @@ class RaggedLists:
 
 def kept_tokens(places: list[list[list[int]]], counts: Tensor, columns: int) -> KeptTokens:
     """The tokens at these places of the list of each head, which has `counts` tokens in the last of the columns."""
-    lengths = torch.tensor([[len(head) for head in heads] for heads in places])
-    indices = torch.zeros(*lengths.shape, int(lengths.max()), dtype=torch.int64)
+    mask = torch.zeros(*counts.shape, columns, dtype=torch.bool)
     for sequence, heads in enumerate(places):
         for head, kept in enumerate(heads):
-            if kept:
-                first = columns - int(counts[sequence, head])
-                indices[sequence, head, -len(kept) :] = torch.tensor(kept) + first
-    return KeptTokens(indices, lengths)
+            mask[sequence, head, torch.tensor(kept, dtype=torch.int64) + columns - int(counts[sequence, head])] = True
+    return KeptTokens(mask, mask.sum(2))
 
 
 def segments_of(keys: Tensor, values: Tensor) -> KVSegments:

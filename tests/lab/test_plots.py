@@ -1,7 +1,6 @@
-"""The plots are of what is recorded, and that is what the page of figures says."""
+"""The picture of README.md is of what is recorded."""
 
 import importlib
-import json
 import pathlib
 from typing import Any
 
@@ -10,13 +9,7 @@ import pytest
 import versions
 
 ROOT = pathlib.Path(__file__).parents[2]
-RECORDED = ROOT / "lab" / "benchmarks" / "recorded"
 PLOTS = ROOT / "docs" / "plots"
-
-
-def recorded(name: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((RECORDED / name).read_text())
-    return found
 
 
 @pytest.fixture
@@ -30,68 +23,6 @@ def plots(monkeypatch: pytest.MonkeyPatch) -> Any:
     pytest.importorskip("matplotlib", reason="no matplotlib here: the extra 'report' brings it")
     monkeypatch.syspath_prepend(str(ROOT / "lab" / "benchmarks"))
     return importlib.import_module("plots")
-
-
-def test_the_page_has_the_figures_that_are_recorded() -> None:
-    page = (ROOT / "docs" / "benchmarks.md").read_text()
-    results = recorded("decode-2026-11-21.json")["results"]
-    for cache, measured in results["sliding"].items():
-        library, _, kind = cache.partition(".")
-        medians = [f"{seconds * 1e3:.1f}" for seconds in measured["medians"].values()]
-        assert f"| {library} `{kind}` | {' | '.join(medians)} |" in page
-
-
-def test_the_page_has_the_figures_of_prefixes_that_are_recorded() -> None:
-    page = (ROOT / "docs" / "benchmarks.md").read_text()
-    results = recorded("prefix-2026-11-23.json")["results"]
-    columns = ("document_bytes", "private_bytes", "bytes", "files", "copied_bytes")
-    for case, held in results["memory"].items():
-        mebibytes = [f"{held[column] / 2**20:,.1f}" for column in columns]
-        assert f", {case.rpartition(', ')[2]} | {' | '.join(mebibytes)} |" in page
-    steps = results["decode_behind_hit"]
-    for length in ("1024", "4096", "16384"):
-        kinds = [steps[f"{length}, {kind}"] for kind in ("float32", "bfloat16", "int4")]
-        ratios = [f"{kind['processor_ratio']:.2f} ({kind['ratio']:.2f})" for kind in kinds]
-        assert f"| {int(length):,} | {' | '.join(ratios)} |" in page
-    cold, *others = results["one"]["medians"].values()
-    assert f"| {cold:.3f} | 100 % |" in page
-    assert all(f"| {seconds:.3f} | {seconds / cold:.1%} |".replace("% |", " % |") in page for seconds in others)
-
-
-def test_the_page_has_the_divergences_that_are_recorded() -> None:
-    budgets = recorded("calibration-2026-11-25.json")["results"]["calibration"]["budgets"]
-    figures = (ROOT / "docs" / "benchmarks.md").read_text()
-    for budget, found in budgets.items():
-        names = sorted(found["uniform"], key=lambda name: found["uniform"][name])
-        uniform = f"{'; '.join(names)} | {'; '.join(format(found['uniform'][name], '.5f') for name in names)}"
-        calibrated = f"{found['divergence']:.5f} | {found['ratio']:.3f} |"
-        assert found["bytes_per_token"] == float(budget)
-        assert f"| {int(budget):,} | {uniform} | {calibrated}" in figures
-
-
-def test_every_recorded_result_is_drawn_on_the_page(plots: Any, tmp_path: pathlib.Path) -> None:
-    drawn = {path.name for results in RECORDED.glob("*.json") for path in plots.plots_of(results, tmp_path)}
-    page = (ROOT / "docs" / "benchmarks.md").read_text()
-    assert drawn == {path.name for path in PLOTS.glob("*.png")}
-    assert all(f"](plots/{name})" in page for name in drawn)
-
-
-def test_a_plot_shows_the_medians_and_says_where_they_are_from(plots: Any) -> None:
-    found = recorded("decode-2026-11-21.json")
-    axes = plots.update_plot(found)
-    shown = {bars.get_label(): list(bars.lines[0].get_ydata()) for bars in axes.containers}
-    measured = found["results"]["update"]
-    lengths = sorted(measured, key=int)
-    assert set(shown) == set(measured["128"])
-    for name, medians in shown.items():
-        assert medians == [measured[length][name]["median"] * 1e6 for length in lengths]
-    assert "AMD EPYC, 2 cores, 2 threads, 24 GiB, 2026-11-21" in axes.get_xlabel()
-    assert "kvlayers 0.1.0" in axes.get_xlabel()
-
-
-def test_a_result_without_a_part_gives_no_plot_of_it(plots: Any) -> None:
-    found = recorded("calibration-2026-11-25.json")
-    assert [name for name, plot in plots.DRAWN.items() if plot(found) is not None] == ["kl"]
 
 
 def test_what_is_recorded_lacks_the_single_times_alone(record: Any) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 import kvlayers
 from kvlayers import inspect_cache, load_cache, save_cache
 from kvlayers.core.named_caches import cache_class_names, register_cache_class, unregister_cache_class
-from kvlayers.errors import CacheFileError, RegistryError, StateMismatchError
+from kvlayers.errors import CacheFileError, OptionError, RegistryError, StateMismatchError
 from kvlayers.persistence.rebuild import check_remakeable
 from models import prompt, tiny_model
 from other_package import HalvesBackend, RecentLayer, SteppedStore
@@ -308,6 +308,17 @@ def test_facts_that_are_not_plain_are_refused_before_anything_is_written(most: A
     with pytest.raises(StateMismatchError, match="plain facts"):
         save_cache(cache, path)
     assert not path.exists()
+
+
+@pytest.mark.parametrize("limit", [float("nan"), float("inf"), -float("inf")])
+def test_options_of_a_cache_that_are_not_finite_are_refused(limit: float, tmp_path: pathlib.Path) -> None:
+    class Limited(kvlayers.DynamicCache):
+        def describe(self) -> dict[str, Any]:
+            return {**super().describe(), "limits": [None, {"most": limit}]}
+
+    with pytest.raises(OptionError, match="must be finite"):
+        save_cache(Limited(), tmp_path / "cache")
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("within", ["hybrid", "offloaded"])

@@ -527,7 +527,7 @@ def test_a_forged_file_of_a_recurrent_model_is_refused(family: str, facts: dict[
     config = CONFIGS[family]()
     cache = kvlayers.DynamicCache(config=config)
     for index, layer in enumerate(cache.layers):
-        if layer.is_recurrent:
+        if layer.traits.is_recurrent:
             cache.update_conv_state(torch.randn(1, 4, 3), index, conv_kernel_size=4)
             cache.update_recurrent_state(torch.randn(1, 4, 2), index)
     save_cache(cache, path, config=config)

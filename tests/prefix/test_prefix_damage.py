@@ -30,12 +30,6 @@ class Written:
     ids: np.ndarray
 
 
-@dataclass(frozen=True)
-class Candidate:
-    ids: np.ndarray
-    path: str
-
-
 def _snapshot() -> kvlayers.DynamicCache:
     return kvlayers.DynamicCache([(None, None, torch.tensor(100))])
 
@@ -74,7 +68,7 @@ def test_damage_of_nodes_is_named_or_does_not_matter(data: st.DataObject, writte
         path.write_bytes(content)
         for entry in directory.changes(()).added:
             try:
-                cache = directory.load(Candidate(entry.ids, str(entry.path)), len(it.ids), None, None)
+                cache = directory.load(str(entry.path), len(it.ids), None, None)
             except KVLayersError:
                 assert content != it.files[name]
                 continue

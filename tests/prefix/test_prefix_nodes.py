@@ -5,9 +5,9 @@ import hashlib
 import json
 import os
 import pathlib
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,12 +34,6 @@ DOCUMENT = list(range(3, 703))
 """More than two nodes."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Stored:
-    ids: np.ndarray
-    path: str
-
-
 class Written(NamedTuple):
     path: str
     nbytes: int
@@ -58,8 +52,7 @@ def write(
 
 
 def load(directory: Directory, path: str, ids: Ids, length: int | None = None, deadline: float | None = None) -> Any:
-    stored = Stored(np.array(ids, np.int64), path)
-    return directory.load(stored, len(ids) if length is None else length, None, None, deadline)
+    return directory.load(path, len(ids) if length is None else length, None, None, deadline)
 
 
 def opened(path: pathlib.Path) -> Directory:
@@ -118,7 +111,7 @@ def test_states_as_wide_as_those_of_large_models_are_found_again(make: Any, tmp_
     path = opened(tmp_path).write(LABEL, ids, {len(ids)}, cache)[0]
     again = opened(tmp_path)
     assert again.reports.damaged_files == 0
-    loaded = again.load(Stored(ids, path), len(ids), None, None)
+    loaded = again.load(path, len(ids), None, None)
     assert loaded is not None
     for one, other in zip(loaded.layers[0].peek(), cache.layers[0].peek(), strict=True):
         assert torch.equal(one + 0, other + 0)
@@ -248,7 +241,7 @@ def test_sinks_do_not_take_over_what_was_computed_beside_other_tokens(tmp_path: 
     first = Written(*directory.write(LABEL, ids, {300}, caches[0], ()))
     other = np.array([*range(299), 7])
     second = Written(*directory.write(LABEL, other, {300}, caches[1], [(first.path, 299)]))
-    found = directory.load(Stored(other, second.path), 300, None, None)
+    found = directory.load(second.path, 300, None, None)
     assert found is not None
     assert torch.equal(found.layers[0].keys, caches[1].layers[0].keys)
 
@@ -573,29 +566,21 @@ def test_a_writer_gives_up_where_nodes_keep_disappearing(tmp_path: pathlib.Path)
 
 def test_two_directories_may_write_and_delete_at_once(tmp_path: pathlib.Path) -> None:
     """What has been written, and not deleted, is complete."""
-    errors: list[BaseException] = []
     kept: dict[str, Ids] = {}
 
     def work(number: int) -> None:
-        try:
-            directory = opened(tmp_path)
-            base = write(directory, DOCUMENT[:300])
-            for turn in range(8):
-                ids = [*DOCUMENT[: 100 * (turn % 4)], number, turn, *range(50)]
-                entry = write(directory, ids, [(base.path, 100 * (turn % 4))])
-                if turn % 2:
-                    directory.delete_all([entry.path])
-                else:
-                    kept[entry.path] = ids
-        except BaseException as error:
-            errors.append(error)
+        directory = opened(tmp_path)
+        base = write(directory, DOCUMENT[:300])
+        for turn in range(8):
+            ids = [*DOCUMENT[: 100 * (turn % 4)], number, turn, *range(50)]
+            entry = write(directory, ids, [(base.path, 100 * (turn % 4))])
+            if turn % 2:
+                directory.delete_all([entry.path])
+            else:
+                kept[entry.path] = ids
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert errors == []
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(work, range(4)))
     directory = opened(tmp_path)
     for path, ids in kept.items():
         check(KINDS["full"], load(directory, path, ids), ids)

@@ -14,10 +14,9 @@ import torch
 from backend_cases import PART, ServerFiles, covered, filled, large, put
 from kvlayers import OptionError, PrefixStore
 from kvlayers.errors import CacheFileError, CachePathError
-from kvlayers.prefix.backends import GoneError, StoredFile, redis
+from kvlayers.prefix.backends import redis
 from kvlayers.prefix.backends.contract import Address
 from kvlayers.prefix.backends.redis import RedisBackend
-from kvlayers.prefix.backends.remote import ByteRange
 from redis_server import running, start, why_not
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")
@@ -50,34 +49,34 @@ def keys(files: ServerFiles) -> set[str]:
 
 
 def test_the_keys_are_those_of_the_documentation(files: ServerFiles) -> None:
-    put(PrefixStore(ROOM, files.url), IDS, large(IDS))
+    store = PrefixStore(ROOM, files.url)
+    put(store, IDS, large(IDS))
     (name,) = files.names()
     assert len(name) == 64 + len(".safetensors")
     file = f"kvlayers:prefix:file:{name}"
     assert keys(files) == {"kvlayers:prefix:index", file}
     assert all(files.client.ttl(key) == -1 for key in keys(files))
-    parts = files.client.hgetall(file)
-    assert len(parts.pop(b"nonce")) == 32
-    assert int(parts.pop(b"nbytes")) == sum(map(len, parts.values())) == len(files.read(name))
-    assert len(parts) > 8
-    assert all(len(part) <= PART for part in parts.values())
+    assert len(files.client.get(file)) > PART
+    store.clear()
+    assert keys(files) == set()
 
 
-def test_a_part_that_is_missing_is_damage_and_a_file_that_is_missing_is_none(
-    files: ServerFiles, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_damage_and_a_file_that_is_missing_are_told_apart(files: ServerFiles, caplog: pytest.LogCaptureFixture) -> None:
     put(PrefixStore(ROOM, files.url), IDS, large(IDS))
     (name,) = files.names()
+    whole = files.read(name)
     store = PrefixStore(ROOM, files.url)
-    files.client.hdel(files.key(name), 4)
-    with caplog.at_level(logging.WARNING, logger="kvlayers"):
-        for each in (store, PrefixStore(ROOM, files.url)):
-            assert [covered(each, IDS) for _ in range(2)] == [0, 0]
-            assert each.statistics.damaged == 1
-        assert "it must have" in caplog.messages[0]
-        files.client.hdel(files.key(name), 0)
-        assert (len(PrefixStore(ROOM, files.url)), len(caplog.records)) == (0, 3)
+    # What fails first is its digest, its length, or its header.
+    for number, content in enumerate((whole[:-40] + b"damaged!" + whole[-32:], whole[:-1], whole + b"longer")):
+        files.client.set(files.key(name), content)
+        with caplog.at_level(logging.WARNING, logger="kvlayers"):
+            assert [covered(PrefixStore(ROOM, files.url), IDS) for _ in range(2)] == [0, 0]
+        assert len(caplog.records) == 2 * (number + 1)
+    assert covered(store, IDS) == 0
+    assert store.statistics.damaged == 1
     put(store, IDS, large(IDS))
+    # It was written anew.
+    assert files.read(name) == whole
     assert covered(PrefixStore(ROOM, files.url), IDS) == 8
     # As a server does that has no more memory.
     files.client.delete(files.key(name))
@@ -86,24 +85,15 @@ def test_a_part_that_is_missing_is_damage_and_a_file_that_is_missing_is_none(
     assert (len(store), store.statistics.damaged, files.names()) == (0, 0, [])
 
 
-def test_what_is_replaced_and_what_is_deleted_leaves_nothing(files: ServerFiles) -> None:
-    first, second = PrefixStore(ROOM, files.url), PrefixStore(ROOM, files.url)
-    put(first, IDS, large(IDS))
-    (name,) = files.names()
-    before = keys(files), files.client.hgetall(files.key(name))
-    put(second, IDS, large(IDS))
-    # The file was there.
-    assert (keys(files), files.client.hgetall(files.key(name))) == before
-    files.client.hset(files.key(name), mapping={4: b"damaged", 5000: b"longer"})
-    assert covered(first, IDS) == 0
-    put(first, IDS, large(IDS))
-    # It was written anew.
-    after = files.client.hgetall(files.key(name))
-    assert after.pop(b"nonce") != before[1].pop(b"nonce")
-    assert (keys(files), after) == before
-    assert covered(second, IDS) == 8
-    first.clear()
-    assert keys(files) == set()
+def test_a_file_that_is_larger_than_a_value_is_not_written(
+    files: ServerFiles, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(redis, "MOST_BYTES", 2 * PART)
+    store = PrefixStore(ROOM, files.url)
+    with caplog.at_level(logging.WARNING, logger="kvlayers"):
+        put(store, IDS, large(IDS))
+    assert (store.statistics.failed_writes, len(store), keys(files)) == (1, 0, set())
+    assert f"must have at most {2 * PART} bytes" in caplog.text
 
 
 def test_readers_see_one_of_two_files_and_no_mixture(files: ServerFiles) -> None:
@@ -117,10 +107,8 @@ def test_readers_see_one_of_two_files_and_no_mixture(files: ServerFiles) -> None
         while not done.is_set():
             try:
                 (found,) = backend.read(backend.find(["it.safetensors"]))
-                if isinstance(found, CacheFileError):
-                    # It was replaced too often: nothing was returned.
-                    continue
-                content = bytes(found)
+                # Of another length than the one that was found.
+                content = contents[0] if isinstance(found, CacheFileError) else bytes(found)
             except BaseException as error:
                 content = repr(error).encode()
             if content not in contents:
@@ -137,31 +125,25 @@ def test_readers_see_one_of_two_files_and_no_mixture(files: ServerFiles) -> None
         reader.join()
     assert mixed == []
     assert len(keys(files)) == 2
-    (file,) = backend.find(["it.safetensors"])
-    assert file is not None
-    # Of a file that was replaced, nothing is read as if it were the one before.
-    ranges = [ByteRange(file, 0, 5), ByteRange(StoredFile(file.name, file.nbytes), 0, 5)]
-    writer.write("it.safetensors", contents[1])
-    assert backend.read_ranges(ranges) == [b"", contents[1][:5]]
 
 
 def two_nodes(number: int) -> list[int]:
-    """Tokens of an entry that is written as two files of several parts."""
+    """Tokens of an entry that is written as two files."""
     return [number, *range(5, 304)]
 
 
 def put_until_killed(url: str, ids: list[int], moment: str, files: int) -> None:
-    """In a process of its own: write an entry, and be killed before or after this file of it is committed."""
-    commit, begun = RedisBackend._commit, []
+    """In a process of its own: write an entry, and be killed before or after this file of it is written."""
+    write, begun = RedisBackend.write, []
 
-    def killed(self: RedisBackend, name: str, new: str) -> None:
+    def killed(self: RedisBackend, name: str, content: Any) -> None:
         begun.append(name)
         if moment == "after" or len(begun) < files:
-            commit(self, name, new)
+            write(self, name, content)
         if len(begun) == files:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    RedisBackend._commit = killed  # type: ignore[method-assign]
+    RedisBackend.write = killed  # type: ignore[method-assign]
     try:
         put(PrefixStore(ROOM, url), ids, filled(ids, heads=64))
     finally:
@@ -181,34 +163,12 @@ def test_writers_that_are_killed_leave_the_store_in_order(files: ServerFiles) ->
     assert (len(store), store.statistics.damaged) == (3, 0)
     assert [covered(store, two_nodes(number)) for number in range(4)] == [0, 256, 256, 300]
     assert len(files.names()) == 4
-    abandoned = {key for key in keys(files) if ":new:" in key}
-    assert len(abandoned) == 2
-    assert all(0 < files.client.ttl(key) <= redis.ABANDONED_SECONDS for key in abandoned)
     for number in range(3):
         put(store, two_nodes(number), filled(two_nodes(number), heads=64))
     other = PrefixStore(ROOM, files.url)
     assert [covered(other, two_nodes(number)) for number in range(4)] == [300] * 4
     # Nothing was written twice.
     assert len(files.names()) == 8
-
-
-def test_a_file_that_did_not_live_until_it_was_complete_is_none(
-    files: ServerFiles, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvlayers.prefix.write_queue.MOST_TRIES", 1)
-    monkeypatch.setattr(redis, "PARTS_AT_ONCE", 1)
-    store = PrefixStore(ROOM, files.url)
-    hset, sent = store._directory.backend._client.hset, []
-
-    def late(new: str, mapping: Any) -> None:
-        sent.append(mapping)
-        if len(sent) % 3 == 2:
-            files.client.delete(new)
-        hset(new, mapping=mapping)
-
-    monkeypatch.setattr(store._directory.backend._client, "hset", late)
-    put(store, IDS, large(IDS))
-    assert (store.statistics.failed_writes, len(PrefixStore(ROOM, files.url)), files.names()) == (1, 0, [])
 
 
 def test_a_server_that_lets_nobody_in_for_a_while_loses_nothing(
@@ -319,26 +279,15 @@ def test_the_url_chooses_database_and_keys(files: ServerFiles) -> None:
     assert keys(files) == {"somebody"}
 
 
-@pytest.mark.parametrize(
-    ("nonce", "nbytes"),
-    [
-        (b"", b"5"),
-        (b"../../0123456789abcdef0123456789ab", b"5"),
-        (b"0" * 32, b""),
-        (b"0" * 32, b"-5"),
-        (b"0" * 32, b"5.5"),
-        (b"0" * 32, b"9" * 12),
-        (b"0" * 32, b"9" * 11),
-    ],
-)
-def test_sizes_are_not_believed(nonce: bytes, nbytes: bytes, files: ServerFiles) -> None:
+def test_a_key_of_another_type_is_no_file(files: ServerFiles) -> None:
     put(PrefixStore(ROOM, files.url), [1, 5, 6])
     (name,) = files.names()
     store = PrefixStore(ROOM, files.url)
-    files.client.hset(files.key(name), mapping={"nonce": nonce, "nbytes": nbytes, 0: b"x"})
+    files.client.delete(files.key(name))
+    files.client.hset(files.key(name), mapping={"nbytes": 5})
     for each in (store, PrefixStore(ROOM, files.url)):
         assert covered(each, [1, 5, 6]) == 0
-        assert each.statistics.failed_reads == 0
+        assert (each.statistics.failed_reads, each.statistics.damaged) == (0, 0)
     put(store, [1, 5, 6])
     assert covered(PrefixStore(ROOM, files.url), [1, 5, 6]) == 3
 
@@ -348,14 +297,3 @@ def test_names_that_a_terminal_would_obey_are_not_looked_at(files: ServerFiles) 
     files.write("\x1b[2J.safetensors", b"damaged")
     store = PrefixStore(ROOM, files.url)
     assert (len(store), store.statistics.damaged) == (0, 0)
-
-
-def test_a_file_that_is_missing_is_no_damage(files: ServerFiles) -> None:
-    backend = RedisBackend(Address(files.url, {}))
-    (found,) = backend.read([StoredFile("none.safetensors", 5)])
-    assert isinstance(found, GoneError)
-    assert "it was deleted" in str(found)
-    files.write("it.safetensors", b"123456")
-    (found,) = backend.read([StoredFile("it.safetensors", 5)])
-    assert isinstance(found, CacheFileError)
-    assert "must have 5 bytes" in str(found)

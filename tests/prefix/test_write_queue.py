@@ -10,15 +10,21 @@ import textwrap
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from backend_cases import covered, filled
 from controlled_backend import READS, WRITES, ControlledBackend, use
 from kvlayers import CapacityError, DynamicCache, OptionError, PrefixStore
+from kvlayers.prefix import LeastRecentlyUsed, PrefixEntry
 from kvlayers.prefix.backends.local import LocalBackend
+from kvlayers.prefix.directory import Directory
+from kvlayers.prefix.index import EntryIndex
+from kvlayers.prefix.write_queue import WriteQueue
 
 ROOM = 2**30
 BOUND = 0.05
@@ -119,16 +125,12 @@ def test_lookups_read_at_the_same_time_and_memory_serves_meanwhile(backend: Cont
             meeting.wait()
 
     backend.before = meet
-    found: list[int] = []
-    threads = [threading.Thread(target=lambda ids=ids: found.append(covered(store, ids))) for ids in entries(2)]
-    for thread in threads:
-        thread.start()
-    assert covered(store, [7, 8, 9]) == 3
-    # Both are reading now, and neither can go on without the other.
-    meeting.wait()
-    for thread in threads:
-        thread.join()
-    assert found == [3, 3]
+    with ThreadPoolExecutor(2) as threads:
+        found = threads.map(lambda ids: covered(store, ids), entries(2))
+        assert covered(store, [7, 8, 9]) == 3
+        # Both are reading now, and neither can go on without the other.
+        meeting.wait()
+        assert list(found) == [3, 3]
 
 
 def test_an_entry_is_read_once_for_several_that_ask(backend: ControlledBackend) -> None:
@@ -141,15 +143,11 @@ def test_an_entry_is_read_once_for_several_that_ask(backend: ControlledBackend) 
     needed = sum(name in READS for name in backend.calls)
     backend.calls.clear()
     gate = Gate(backend, READS)
-    found: list[int] = []
-    threads = [threading.Thread(target=lambda: found.append(covered(store, [1, 2, 3]))) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    assert gate.arrived.wait(60)
-    gate.open()
-    for thread in threads:
-        thread.join()
-    assert found == [3, 3, 3]
+    with ThreadPoolExecutor(3) as threads:
+        found = threads.map(lambda ids: covered(store, ids), [[1, 2, 3]] * 3)
+        assert gate.arrived.wait(60)
+        gate.open()
+        assert list(found) == [3, 3, 3]
     assert sum(name in READS for name in backend.calls) == needed
 
 
@@ -230,6 +228,29 @@ def test_a_longer_entry_is_written_in_place_of_the_one_that_waits(closed_for_wri
     assert (covered(other, [1, 2, 3]), covered(other, [7, 7, 7])) == (3, 3)
     assert store.flush()
     assert len(PrefixStore(ROOM, "elsewhere")) == 2
+
+
+def test_an_entry_is_written_though_the_job_of_the_one_that_it_replaces_has_not_ended(
+    backend: ControlledBackend,
+) -> None:
+    changed = threading.Condition(threading.Lock())
+    index, directory = EntryIndex(ROOM, LeastRecentlyUsed(), has_directory=True), Directory(backend)
+    queue = WriteQueue(index, directory, 1, changed)
+    # The first entry is in a file, and what exceeds the bytes of the directory is being looked for.
+    gate = Gate(backend, {"last_uses"})
+    old, new = (PrefixEntry("label", np.arange(length)) for length in (3, 4))
+    with changed:
+        index.enter(old, filled([0, 1, 2]), ())
+        queue.write([old])
+    assert gate.arrived.wait(60)
+    with changed:
+        index.enter(new, filled([0, 1, 2, 3]), ())
+        queue.write_instead(old, new)
+        queue.write([new])
+    gate.open()
+    with changed:
+        assert queue.wait(time.monotonic() + MARGIN)
+    assert (queue.spilled, queue.pending_writes) == (2, 0)
 
 
 def test_what_is_cleared_while_it_is_written_is_gone(closed_for_writing: Gate) -> None:
@@ -474,36 +495,23 @@ def test_threads_with_a_slow_directory_that_fails_now_and_then(backend: Controll
     backend.before = hesitate
     most = 4 * entry_bytes() * 3
     store = PrefixStore(most, "elsewhere", write_wait_seconds=60.0)
-    errors: list[BaseException] = []
     acknowledged: list[list[int]] = []
 
     def work(seed: int) -> None:
         generator = random.Random(seed)
-        try:
-            for number in range(25):
-                own = [
-                    generator.choice((1, 2)),
-                    generator.choice((1, 2)),
-                    *[3 + seed] * generator.randint(1, 5),
-                    number,
-                ]
-                insert(store, own)
-                assert store.statistics.bytes <= most
-                for ids in (own, own[:-1], [1, 2, 4]):
-                    covered(store, ids)
-                if number % 8 == 0 and store.flush():
-                    acknowledged.append(own)
-                if number % 10 == 9:
-                    store.evict(generator.randint(1, most))
-        except BaseException as error:
-            errors.append(error)
+        for number in range(25):
+            own = [*generator.choices((1, 2), k=2), *[3 + seed] * generator.randint(1, 5), number]
+            insert(store, own)
+            assert store.statistics.bytes <= most
+            for ids in (own, own[:-1], [1, 2, 4]):
+                covered(store, ids)
+            if number % 8 == 0 and store.flush():
+                acknowledged.append(own)
+            if number % 10 == 9:
+                store.evict(generator.randint(1, most))
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert errors == []
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(work, range(4)))
     backend.before, backend.fails = lambda name: None, False
     assert len(acknowledged) >= 4
     other = PrefixStore(ROOM, "elsewhere")

@@ -163,6 +163,30 @@ def test_decoding_and_eviction_go_on_after_an_operation(operation: str) -> None:
         step(other, lists, tokens)
 
 
+def test_heads_that_keep_as_many_tokens_of_other_blocks_are_rolled_back_within_the_newest() -> None:
+    lists = RaggedLists(1)
+    store: TokenStore = QuantizedStore(quantization())
+    step(store, lists, SINKS + 4 * BLOCK + RESIDUAL)
+    step(store, lists, BLOCK - 4)
+    places = [list(range(store.length)) for _ in range(KV_HEADS)]
+    # A block of one head, and as many single tokens of the other, which keeps the newest.
+    del places[0][SINKS : SINKS + BLOCK]
+    del places[1][SINKS + 4 * BLOCK : SINKS + 5 * BLOCK]
+    kept = kept_tokens([places], lists.counts, store.length)
+    assert kept.are_even
+    held = held_tokens(store)
+    assert held.blocks is not None
+    was_packed = [[[held.blocks[0, head, place] >= 0 for place in own] for head, own in enumerate(places)]]
+    lists.keep([places])
+    after = evicted(store, held, kept)
+    assert isinstance(after, RaggedStore)
+    follow(after, lists, was_packed)
+    assert after.length - after.first_common == lists.common == RESIDUAL - 4
+    after.truncate(after.first_common)
+    lists.crop(lists.common)
+    step(after, lists)
+
+
 def test_tokens_are_rolled_back_only_within_the_tokens_that_every_head_holds() -> None:
     store, lists = ragged()
     step(store, lists, 4)

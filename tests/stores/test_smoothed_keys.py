@@ -187,9 +187,7 @@ def test_evicted_stores_read_the_keys_that_they_kept(name: str, per_head: bool) 
     if per_head:
         kept[0, 1][held.blocks[0, 1] == 2] = False
         kept[1, 0, 380:385] = False
-    counts = kept.sum(2)
-    indices = kept.byte().argsort(dim=2, stable=True)[..., -int(counts.max()) :]
-    store = evicted(store, held, KeptTokens(indices, counts))
+    store = evicted(store, held, KeptTokens(kept, kept.sum(2)))
     keys, values = store.attended_states() if per_head else store.newest(store.length)
     query = query_for(2)
     seen = scaled_dot_product_attention(query, keys, values, enable_gqa=True)
@@ -752,9 +750,7 @@ def test_an_eviction_reads_tokens_of_all_runs(name: str, per_head: bool) -> None
             kept[0, 1][held.blocks[0, 1] == 3] = False
         kept &= torch.arange(kept.shape[2]) >= kept.shape[2] - held.counts[..., None]
         before = [[side[row, head][kept[row, head]] for side in (held.keys, held.values)] for row, head in HEADS]
-        counts = kept.sum(2)
-        indices = kept.byte().argsort(dim=2, stable=True)[..., -int(counts.max()) :]
-        store = evicted(store, held, KeptTokens(indices, counts))
+        store = evicted(store, held, KeptTokens(kept, kept.sum(2)))
         after = held_tokens(store)
         for (row, head), (keys, values) in zip(HEADS, before, strict=True):
             count = int(after.counts[row, head])

@@ -151,7 +151,7 @@ def test_the_first_layers_of_a_model_generate_as_with_transformers(family: str) 
         model = tf.AutoModelForCausalLM.from_config(config).eval()
     except Exception as error:
         pytest.skip(f"transformers has no such model of {family}: {error}")
-    if not any(layer.attends for layer in kvlayers.DynamicCache(config=config).adapted_layers()):
+    if not any(layer.traits.attends for layer in kvlayers.DynamicCache(config=config).adapted_layers()):
         pytest.skip(
             f"no layer of the first ones of {family} attends; older transformers count in one that is not there"
         )

@@ -1,12 +1,9 @@
-"""Compiled forward passes and whole calls of `generate()` side by side in one process, each as if it were alone."""
+"""Compiled forward passes side by side in one process, each as if it were alone, and graphs of `generate()`."""
 
 import copy
-import gc
 import itertools
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,20 +13,14 @@ from torch._dynamo.utils import counters
 
 import kvlayers
 from lib.contenders import KVLAYERS, KVLAYERS_STATIC, REFERENCE, TRANSFORMERS_STATIC, Maker, compiled
-from lib.internals import interleaved, quiet_clock
-from lib.report import Cell, Session, shown, span
-from lib.timing import Disagreements, Measured, Tick, Trials, greedy_reference, measure_decode, step
+from lib.internals import quiet_clock
+from lib.timing import Disagreements, Measured, Trials, greedy_reference, measure_decode, step
 
 INDUCTOR = "inductor"
 SPARE = 64
 """Tokens that the smallest reservation has beyond those in the cache, unless more steps are timed."""
 
 _numbers = itertools.count()
-
-
-def options_of(backend: str, mode: str = "default") -> dict[str, str]:
-    """The options of `torch.compile` for a backend, and for a mode that only inductor knows."""
-    return {"backend": backend, "mode": mode if backend == INDUCTOR else "default"}
 
 
 def graphs() -> int:
@@ -131,7 +122,7 @@ def measure_static(
     dynamic = {name: makers[name] for name in (REFERENCE, KVLAYERS)}
     eager = measure_decode(workload, {**dynamic, **static}, length, trials)
     in_graphs = {compiled(name): make for name, make in static.items()}
-    forwards = {name: Compiled(workload.model, options_of(backend)) for name in in_graphs}
+    forwards = {name: Compiled(workload.model, {"backend": backend}) for name in in_graphs}
     tick = trials.ticking(f"compiling at {length}", len(in_graphs))
     for name, make in in_graphs.items():
         # As many steps as will be timed, so that all sizes that they need are compiled.
@@ -152,154 +143,46 @@ def measure_static(
 # Whole calls of generate()
 
 
-@dataclass
-class Job:
-    """The task of every contender.
+def count_graphs(workload: Any, prompt: int, new: int, reserve: int, disagreements: Disagreements) -> list[int]:
+    """Graphs that two calls of `generate()` with a static cache compile, one after the other, without kernels.
 
     Args:
-        prompt: token ids `[1, tokens]`.
+        workload: the model.
+        prompt: tokens of the prompt.
         new: tokens to generate.
-        reserve: tokens that static caches reserve.
-        backend: the backend of `torch.compile`.
+        reserve: tokens that the cache reserves.
+        disagreements: where tokens are recorded that differ from those with transformers' DynamicCache.
     """
-
-    name: str
-    model: Any
-    prompt: Tensor
-    new: int
-    reserve: int
-    backend: str = INDUCTOR
-
-    @property
-    def prompt_tokens(self) -> int:
-        return int(self.prompt.shape[1])
-
-    def kvlayers_static(self) -> dict[str, Any]:
-        return {"cache_implementation": "static", "cache_config": {"max_cache_len": self.reserve}}
-
-    def transformers_static(self) -> dict[str, Any]:
-        # A new cache for each call, as generate() makes it.
-        return {"past_key_values": transformers.StaticCache(self.model.config, max_cache_len=self.reserve)}
-
-    def compiling(self) -> dict[str, Any]:
-        """The compile options of `generate()`: transformers' defaults, except for the backend."""
-        config = transformers.CompileConfig(**options_of(self.backend, "reduce-overhead"))
-        # Without this, transformers compiles only on accelerators.
-        config._compile_all_devices = True
-        return {"compile_config": config}
+    # Shares the weights, and has code of its own to compile.
+    model, ids = copy.copy(workload.model), workload.prompt(prompt)
+    model.__call__ = own_code(workload.model.__call__)
+    model.generation_config = transformers.GenerationConfig(do_sample=False, pad_token_id=0)
+    options = transformers.CompileConfig(backend="eager", mode="default")
+    # Without this, transformers compiles only on accelerators.
+    options._compile_all_devices = True
+    asked = {"cache_implementation": "static", "cache_config": {"max_cache_len": reserve}, "compile_config": options}
+    found = []
+    for call in range(2):
+        before = graphs()
+        with kvlayers.installed(replace_empty_caches=False):
+            tokens = model.generate(ids, max_new_tokens=new, **asked)[0, prompt:].tolist()
+        found.append(graphs() - before)
+        where = {"cache": compiled(KVLAYERS_STATIC), "model": workload.name, "trial": call}
+        compare_tokens(workload.model, ids, where, tokens, disagreements)
+    return found
 
 
-Arguments = Callable[[Job], dict[str, Any]]
-"""The arguments of `generate()`, besides the prompt and the number of new tokens."""
-
-GENERATORS: dict[str, Arguments] = {
-    REFERENCE: lambda job: {"past_key_values": transformers.DynamicCache(config=job.model.config)},
-    KVLAYERS: lambda job: {"past_key_values": kvlayers.DynamicCache(config=job.model.config)},
-    compiled(KVLAYERS_STATIC): lambda job: {**job.kvlayers_static(), **job.compiling()},
-    compiled(TRANSFORMERS_STATIC): lambda job: {**job.transformers_static(), **job.compiling()},
-}
-"""The reference comes first: tokens and ratios are compared with it."""
-
-
-class Generator:
-    """Calls of `generate()` with a model of its own to compile, which shares the weights, decodes greedily and does
-    not stop by itself. The whole call is timed, including making the cache.
-
-    Attributes:
-        graphs: graphs compiled so far.
-    """
-
-    def __init__(self, job: Job, arguments: Arguments) -> None:
-        self.graphs = 0
-        self._job, self._arguments = job, arguments
-        self._model = copy.copy(job.model)
-        self._model.__call__ = own_code(job.model.__call__)
-        self._model.generation_config = transformers.GenerationConfig(do_sample=False, pad_token_id=0)
-
-    def __call__(self) -> tuple[float, list[int]]:
-        """Generate once; return the seconds and the new tokens."""
-        job, before = self._job, graphs()
-        gc.collect()
-        with quiet_clock():
-            begin = time.perf_counter()
-            ids = self._model.generate(job.prompt, max_new_tokens=job.new, **self._arguments(job))
-            tokens = ids[0, job.prompt_tokens :].tolist()
-            seconds = time.perf_counter() - begin
-        self.graphs += graphs() - before
-        return seconds, tokens
-
-
-def compare_tokens(job: Job, where: dict[str, Any], tokens: list[int], disagreements: Disagreements) -> None:
+def compare_tokens(
+    model: Any, prompt: Tensor, where: dict[str, Any], tokens: list[int], disagreements: Disagreements
+) -> None:
     """Record the new tokens that differ from those of transformers' DynamicCache.
 
     After one different token, all later ones may differ. So each token is compared with the one that the reference
     gives after the same tokens.
     """
-    cache = transformers.DynamicCache(config=job.model.config)
+    cache = transformers.DynamicCache(config=model.config)
     with torch.no_grad():
-        logits = job.model(input_ids=job.prompt, past_key_values=cache, logits_to_keep=1).logits[:, -1].float()
-        for held, token in enumerate(tokens, job.prompt_tokens):
-            disagreements.compare_token({"model": job.name, "tokens": held, **where}, logits[0], token)
-            logits = step(job.model, cache, job.prompt.new_full((1, 1), token))[1]
-
-
-def measure_generate(
-    job: Job,
-    arguments: Mapping[str, Arguments],
-    trials: int,
-    disagreements: Disagreements,
-    tick: Tick,
-) -> Measured:
-    """Time calls of `generate()`. Each contender's first call compiles; later calls take turns and must not compile.
-
-    Args:
-        job: the task.
-        arguments: of the calls of each contender by name, the reference first.
-        trials: timed calls of each contender after the first.
-        disagreements: where different tokens are recorded.
-        tick: called after each contender's first call, and after each trial.
-
-    Returns:
-        For each contender `first`, the seconds of its first call, `seconds` of the calls by trial, `new` tokens,
-        `graphs` of the first call, and `recompiles` of all later calls.
-    """
-    measured: Measured = {}
-    seen: list[tuple[str, list[int]]] = []
-
-    def compare(name: str, trial: int, tokens: list[int]) -> None:
-        # The reference's tokens come first, and the same ones of a contender need no second comparison.
-        if seen and tokens != seen[0][1] and (name, tokens) not in seen:
-            compare_tokens(job, {"cache": name, "trial": trial}, tokens, disagreements)
-        seen.append((name, tokens))
-
-    # For all calls alike; transformers' caches are measured unchanged.
-    with kvlayers.installed(replace_empty_caches=False):
-        calls = {name: Generator(job, given) for name, given in arguments.items()}
-        for name, call in calls.items():
-            with nothing_on_disk(job.backend):
-                first, tokens = call()
-            compare(name, 0, tokens)
-            measured[name] = {"first": first, "graphs": call.graphs, "new": job.new, "seconds": []}
-            tick()
-        for trial in range(trials):
-            for name in interleaved(list(calls), trial):
-                seconds, tokens = calls[name]()
-                measured[name]["seconds"].append([seconds])
-                compare(name, trial, tokens)
-            tick()
-    for name, entry in measured.items():
-        entry["recompiles"] = calls[name].graphs - entry["graphs"]
-    return measured
-
-
-def show_calls(run: Session, title: str, calls: Measured) -> None:
-    """Print a table of calls of `generate()`."""
-    columns: dict[str, Cell] = {
-        "s a call": shown("median", ".3f"),
-        "tokens/s": lambda entry: f"{entry['new'] / entry['median']:.1f}",
-        "times as fast": span("speed"),
-        "graphs": lambda entry: f"{entry['graphs'] or ''}",
-        "first\ncall, s": shown("first", ".3f"),
-        "compiled\nlater": lambda entry: f"{entry['recompiles']}" if entry["graphs"] else "",
-    }
-    run.table(title, "cache", {"": calls}, columns)
+        logits = model(input_ids=prompt, past_key_values=cache, logits_to_keep=1).logits[:, -1].float()
+        for held, token in enumerate(tokens, prompt.shape[1]):
+            disagreements.compare_token({"tokens": held, **where}, logits[0], token)
+            logits = step(model, cache, prompt.new_full((1, 1), token))[1]

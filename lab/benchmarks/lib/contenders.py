@@ -88,16 +88,12 @@ def packed(nbits: int = 4, backend: str = "native") -> Maker:
     return lambda config, length: kvlayers.QuantizedCache(backend, config, **backend_options(backend, nbits))
 
 
-AXES = {"quanto": 0, "hqq": 1}
-"""The axis for keys and for values that transformers' documentation recommends for each backend."""
-
-
 def backend_options(backend: str, nbits: int) -> dict[str, int]:
     # transformers' fp8 refuses all options, including the bits.
     if backend == "fp8":
         return {}
-    axis = AXES.get(backend)
-    return {"nbits": nbits} if axis is None else {"nbits": nbits, "axis_key": axis, "axis_value": axis}
+    # The axis for keys and for values that transformers' documentation recommends.
+    return {"nbits": nbits, **({"axis_key": 0, "axis_value": 0} if backend == "quanto" else {})}
 
 
 def transformers_packed(backend: str, nbits: int = 4, **options: int) -> Maker:

@@ -12,8 +12,6 @@ from unittest import mock
 
 import kvlayers.offload.offloading
 from kvlayers.core.named_caches import is_registered
-from kvlayers.eviction.evicting_cache import rules_for
-from kvlayers.eviction.selection import HEAD_FLOOR, KeptTokens, select
 from kvlayers.generation.cache_by_name import named_cache
 from kvlayers.kernels.attention import dispatch, slabs
 from kvlayers.kernels.attention.dispatch import CUDA, PathCounter
@@ -27,7 +25,6 @@ from kvlayers.quantized.quantized_store import QuantizedStore
 from kvlayers.upstream.cache_argument import name_for, name_in_generate
 from kvlayers.utils import triton_support
 from kvlayers.utils.triton_support import DeviceFacts, TritonKernel
-from kvlayers_lab.calibration.settings import DivergenceInUse
 from kvlayers_lab.measuring.decoding import interleaved, quiet_clock
 from kvlayers_lab.measuring.environment import environment
 from kvlayers_lab.measuring.nbytes import cache_nbytes

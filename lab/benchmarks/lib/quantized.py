@@ -1,6 +1,5 @@
 """The quantized caches that are compared, what they read, and the bytes that each holds, scales included."""
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,19 +11,10 @@ from transformers import cache_utils
 import kvlayers
 from kvlayers.errors import OptionError
 from lib.contenders import backend_options, fill
-from lib.internals import CacheMaker, Scores, cache_nbytes, default_text, passages
+from lib.internals import CacheMaker, cache_nbytes, default_text, passages
 from lib.workload import RandomModel, Shape
 
 LIBRARIES = {"kvlayers": kvlayers, "transformers": transformers}
-OFFERED = {"quanto": (2, 4), "fp8": (8,)}
-"""The bits of the backends that do not support all bits."""
-
-
-LAYERS = {
-    "quanto": cache_utils.QuantoQuantizedLayer,
-    "hqq": cache_utils.HQQQuantizedLayer,
-    "fp8": getattr(cache_utils, "Fp8QuantizedLayer", None),
-}
 
 
 def has_windows(config: Any) -> bool:
@@ -58,33 +48,16 @@ class Contender(NamedTuple):
             if self.library == "kvlayers" or not has_windows(config):
                 raise
             layers = range(config.get_text_config().num_hidden_layers)
-            return transformers.Cache(layers=[LAYERS[self.backend](**options) for _ in layers])
+            return transformers.Cache(layers=[cache_utils.QuantoQuantizedLayer(**options) for _ in layers])
 
 
 REFERENCE = Contender("transformers", "DynamicCache", None)
 EXACT = Contender("kvlayers", "DynamicCache", None)
 """Full precision, like the reference: a score other than zero would be an error of the measurement."""
 
-ROUNDED = Contender("transformers", "DynamicCache in bfloat16", None)
-"""The loss of a cache in bfloat16 relative to a model in float32: no quantized cache can lose less."""
-
-
-def rounding_states(cache: Any) -> Any:
-    """The cache, changed to hold and return states rounded to bfloat16."""
-    update = cache.update
-
-    def rounded(keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        seen = update(keys.bfloat16(), values.bfloat16(), *args, **kwargs)
-        return seen[0].to(keys.dtype), seen[1].to(values.dtype)
-
-    cache.update = rounded
-    return cache
-
-
 FULL: dict[Contender, CacheMaker] = {
     REFERENCE: lambda config: transformers.DynamicCache(config=config),
     EXACT: lambda config: kvlayers.DynamicCache(config=config),
-    ROUNDED: lambda config: rounding_states(transformers.DynamicCache(config=config)),
 }
 
 
@@ -103,9 +76,7 @@ QUICK_SHAPE = Shape(layers=2, heads=4, kv_heads=2, head_dim=64, intermediate=128
 """Its heads have the 64 channels that transformers' quantized caches need."""
 
 
-def load(
-    source: str, text: Path | None, dtype: str, count: int, tokens: int, shape: Shape = QUICK_SHAPE
-) -> tuple[Any, list[Tensor]]:
+def load(source: str, text: Path | None, dtype: str, count: int, tokens: int) -> tuple[Any, list[Tensor]]:
     """A model and passages of token ids `[1, tokens]` from places spread over a text.
 
     Args:
@@ -114,11 +85,10 @@ def load(
         dtype: of the model.
         count: passages.
         tokens: of each.
-        shape: of the random model.
     """
     if source == RANDOM:
-        ids = torch.randint(shape.vocab, (count, tokens), generator=torch.Generator().manual_seed(0))
-        return RandomModel(shape).model.to(getattr(torch, dtype)), list(ids[:, None])
+        ids = torch.randint(QUICK_SHAPE.vocab, (count, tokens), generator=torch.Generator().manual_seed(0))
+        return RandomModel(QUICK_SHAPE).model.to(getattr(torch, dtype)), list(ids[:, None])
     model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, dtype)).eval()
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if limit is not None and tokens > limit:
@@ -130,30 +100,14 @@ def load(
         raise SystemExit(str(error)) from None
 
 
-def summaries(scores: dict[Contender, Scores]) -> dict[str, Any]:
-    return {key.name: {**key._asdict(), **score.summary()} for key, score in scores.items()}
-
-
-def contenders(backends: Iterable[str], bits: Iterable[int]) -> list[Contender]:
-    """The contenders for `backends`, each `library:backend`, with each of `bits` that the backend documents."""
-    split = [backend.split(":") for backend in backends]
-    return [
-        Contender(library, backend, nbits)
-        for nbits in bits
-        for library, backend in split
-        if nbits in OFFERED.get(backend, (nbits,))
-    ]
-
-
 def measure_bytes(make: CacheMaker, config: Any, context: int, scored: int, chunk: int) -> dict[str, float]:
     """Bytes per token of a cache that is filled in chunks with states in bfloat16, as caches hold them in use.
 
     The bytes depend on the number of states, not on their values: a residual in full precision fills and empties. So
-    they are counted after every chunk of the scored part. If all layers of a transformers cache have one class, only
-    one of them is filled, and counts for all, because hqq takes minutes to quantize them all.
+    they are counted after every chunk of the scored part.
 
     Returns:
-        `bytes` is the mean over these chunks, `most_bytes` the maximum and `last_bytes` the bytes at the end.
+        `bytes` is the mean over these chunks, and `last_bytes` are those at the end.
     """
     text_config = config.get_text_config()
     heads = text_config.num_attention_heads
@@ -162,14 +116,11 @@ def measure_bytes(make: CacheMaker, config: Any, context: int, scored: int, chun
     generator = torch.Generator().manual_seed(0)
     keys, values = torch.randn(2, 1, kv_heads, context + scored, head_dim, generator=generator).bfloat16().unbind(0)
     cache = make(config)
-    alike = not isinstance(cache, kvlayers.Cache) and len({type(layer) for layer in cache.layers}) == 1
-    layers = text_config.num_hidden_layers
-    filled, factor = (1, layers) if alike and len(cache.layers) == layers else (layers, 1)
     seen = []
     with torch.no_grad():
         for start in range(0, context + scored, chunk):
             new = keys[:, :, start : start + chunk], values[:, :, start : start + chunk]
-            fill(cache, [new] * filled, chunk)
+            fill(cache, [new] * text_config.num_hidden_layers, chunk)
             if start >= context:
-                seen.append(factor * cache_nbytes(cache) / (start + chunk))
-    return {"bytes": sum(seen) / len(seen), "most_bytes": max(seen), "last_bytes": seen[-1]}
+                seen.append(cache_nbytes(cache) / (start + chunk))
+    return {"bytes": sum(seen) / len(seen), "last_bytes": seen[-1]}

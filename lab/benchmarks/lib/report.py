@@ -122,16 +122,6 @@ def mb(key: str, form: str = ".1f") -> Cell:
     return shown(key, form, 1e-6)
 
 
-def span(key: str) -> Cell:
-    """A figure with the smallest and the largest of the trials."""
-
-    def cell(entry: Mapping[str, Any]) -> str:
-        low, high = entry[f"{key}_spread"]
-        return f"{entry[key]:.2f} ({low:.2f}-{high:.2f})"
-
-    return cell
-
-
 class Session:
     """One run of a benchmark: what was asked for, the terminal, and what was wrong.
 

@@ -172,15 +172,14 @@ def measure_decode(
         batch: sequences.
 
     Returns:
-        For each contender `seconds`, `processor` (the same of the processor, all threads together, which other work on
-        the machine hardly changes), bytes that are `held`, and `logit_distance`, the largest difference from the
+        For each contender `seconds`, bytes that are `held`, and `logit_distance`, the largest difference from the
         reference.
     """
     forwards, steps, names = forwards or {}, trials.steps, list(makers)
     model, config = workload.model, workload.model.config
     first = workload.prepare(length, batch)
     tick = trials.ticking(f"{workload.name}, {len(names)} caches at {batch} x {length:,} tokens", trials.count)
-    found: Measured = {name: {"seconds": [], "processor": [], "held": 0, "logit_distance": 0.0} for name in names}
+    found: Measured = {name: {"seconds": [], "held": 0, "logit_distance": 0.0} for name in names}
     reference = makers[names[0]](config, length + steps)
     with quiet_clock():
         workload.fill(reference)
@@ -193,13 +192,10 @@ def measure_decode(
             for name in names:
                 workload.fill(caches[name])
                 found[name]["seconds"].append([])
-                found[name]["processor"].append([])
             for start in range(0, steps, trials.block):
                 for name in interleaved(names, trial + start // trials.block):
                     for index in range(start, min(start + trials.block, steps)):
-                        begin = time.process_time()
                         took, logits = step(forwards.get(name, model), caches[name], tokens[index])
-                        found[name]["processor"][trial].append(time.process_time() - begin)
                         found[name]["seconds"][trial].append(took)
                         where = {"model": workload.name, "cache": name, "tokens": length + index, "trial": trial}
                         apart = trials.disagreements.compare_step(where, expected[index], logits)
@@ -209,32 +205,6 @@ def measure_decode(
         del caches
         tick()
     return found
-
-
-Check = Callable[[str, Tensor, Tensor], None]
-"""Is given the name of a cache, the logits `[batch, vocab]` behind a prompt with the first cache, and its own."""
-
-
-def measure_prefill(
-    model: Any, prompts: Tensor, makers: Mapping[str, Maker], trials: int, check: Check, tick: Tick
-) -> Measured:
-    """Seconds of a forward pass over prompts `[batch, tokens]` with an empty cache of each kind in turn."""
-    turns, first = Turns(makers), next(iter(makers))
-
-    def prefill(name: str) -> Tensor:
-        cache = makers[name](model.config, prompts.shape[1])
-        logits = model(input_ids=prompts, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
-        return logits[:, -1].float()  # type: ignore[no-any-return]
-
-    for trial in range(trials + 1):
-        gc.collect()
-        with quiet_clock():
-            # The first round warms up.
-            logits = turns.take(prefill, is_counted=trial > 0)
-        for name, seen in logits.items():
-            check(name, logits[first], seen)
-        tick()
-    return {name: {"seconds": [[each] for each in taken]} for name, taken in turns.seconds.items()}
 
 
 def time_updates(cache: Any, keys: Tensor, values: Tensor, count: int) -> tuple[list[float], Tensor]:
@@ -279,55 +249,24 @@ def measure_update(config: Any, shape: Shape, makers: Mapping[str, Maker], lengt
     return {name: {"seconds": seconds[name]} for name in names}
 
 
-def mean_with_growth(config: Any, shape: Shape, make: Maker, length: int) -> float | None:
-    """The mean seconds of an update from one growth of a layer's memory to the next, including the second growth.
-
-    This is the long-run cost of growing: a mean over fewer updates contains either no growth or too much of it. `None`
-    if the memory did not grow twice.
-    """
-    shape = replace(shape, layers=1)
-    keys, values = shape.states(1, torch.bfloat16, seed=1)[0]
-    cache = make(config, 2 * length)
-    growths: list[int] = []
-    seconds: list[float] = []
-    with quiet_clock():
-        fill(cache, shape.states(length, torch.bfloat16), FILL_CHUNK)
-        before = cache.nbytes
-        while len(growths) < 2 and len(seconds) < length + 1024:
-            seconds += time_updates(cache, keys, values, 1)[0]
-            if cache.nbytes != before:
-                before = cache.nbytes
-                growths.append(len(seconds))
-    return statistics.fmean(seconds[growths[0] : growths[1]]) if len(growths) == 2 else None
-
-
 # Medians and ratios of what was measured
 
 
 def summarise(measured: Measured) -> Measured:
-    """Add the median, the mean and the times as fast as the reference to each contender's raw `seconds`.
+    """Add the median and the times as fast as the reference to each contender's raw `seconds`.
 
-    A median is the median of the trials' medians. A ratio is the median of the trials' ratios, so that it only compares
-    measurements made side by side; `speed_spread` has the smallest and the largest of them.
+    A median is the median of the trials' medians.
     """
-    for entry in measured.values():
-        medians = [statistics.median(trial) for trial in entry["seconds"]]
-        entry["median"] = statistics.median(medians)
-        entry["median_range"] = [min(medians), max(medians)]
-        entry["mean"] = statistics.median(statistics.fmean(trial) for trial in entry["seconds"])
-        if REFERENCE in measured:
-            ratios = _trial_ratios(measured[REFERENCE], entry, statistics.median)
-            entry["speed"], entry["speed_spread"] = statistics.median(ratios), [min(ratios), max(ratios)]
+    for name, entry in measured.items():
+        entry["median"] = statistics.median(statistics.median(trial) for trial in entry["seconds"])
+        entry["speed"] = times_as_fast(measured, name, REFERENCE)
     return measured
 
 
-def _trial_ratios(slow: Mapping[str, Any], fast: Mapping[str, Any], middle: Callable[[Any], float]) -> list[float]:
-    pairs = zip(slow["seconds"], fast["seconds"], strict=True)
-    return [middle(baseline) / middle(candidate) for baseline, candidate in pairs]
+def times_as_fast(measured: Measured, candidate: str, baseline: str) -> float:
+    """How many times as fast one contender is as another: the median of the trials' ratios.
 
-
-def times_as_fast(
-    measured: Measured, candidate: str, baseline: str, middle: Callable[[Any], float] = statistics.median
-) -> float:
-    """How many times as fast one contender is as another: the median of the trials' ratios."""
-    return statistics.median(_trial_ratios(measured[baseline], measured[candidate], middle))
+    So only measurements that were made side by side are compared.
+    """
+    pairs = zip(measured[baseline]["seconds"], measured[candidate]["seconds"], strict=True)
+    return statistics.median(statistics.median(slow) / statistics.median(fast) for slow, fast in pairs)

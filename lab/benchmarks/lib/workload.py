@@ -137,9 +137,6 @@ class RealModel:
                 self.model(input_ids=chunk, past_key_values=cache, use_cache=True, logits_to_keep=1)
 
 
-Workload = RandomModel | RealModel
-
-
 def default_model() -> str | None:
     source = os.environ.get("KVLAYERS_DEMO_MODEL", DEMO_MODEL)
     return source if pathlib.Path(source).is_dir() else None

@@ -13,11 +13,12 @@ from kvlayers.batching.row_engine import Request, RowEngine
 from kvlayers.errors import OptionError
 from kvlayers.generation.cache_by_name import either, requested_cache
 from kvlayers.generation.call_arguments import check_generation_config, check_model
+from kvlayers.generation.chat import checked_message
 from kvlayers.generation.prefix_reuse.active_store import required_store
 from kvlayers.generation.row_decoding import Drafter, drafter_of
 from kvlayers.prefix import PrefixStore
 from kvlayers.upstream import generate_calls, model_types
-from kvlayers.utils.options import check_whole_number, suggestion
+from kvlayers.utils.options import check_whole_number, checks_options, suggestion
 
 MAX_NEW_TOKENS = 128
 
@@ -49,6 +50,7 @@ class Generated:
     error: Exception | None = None
 
 
+@checks_options
 def generate_many(
     model: Any,
     prompts: Iterable[Any],
@@ -94,7 +96,7 @@ def generate_many(
         prefix_store: a store in which prompts are looked up, and into which they are inserted.
         namespace: the namespace in the store.
         in_order: answers come in the order of the prompts, rather than as they end.
-        chunk_tokens: most tokens of a prompt that are read between two steps of the other rows. A prompt is read
+        chunk_tokens: most tokens of prompts that are read between two steps of the other rows. A prompt is read
             whole if what its cache holds would depend on it (caches that evict or round), or in chunks of
             `prefill_chunk_size`, as `model.generate` does.
         prompt_lookup_num_tokens: tokens of drafts that are looked up in the row itself, as in transformers; `None` for
@@ -167,7 +169,7 @@ def generate_many(
     if left:
         raise OptionError(
             f"`options` must be options of a GenerationConfig, got {', '.join(sorted(left))}: "
-            f"{suggestion(min(left), vars(config)) or 'leave them out.'}"
+            f"{suggestion(min(left), [*generate_many.__annotations__, *vars(config)]) or 'leave them out.'}"
         )
     if (mode := config.get_generation_mode().value) not in ("greedy_search", "sample") or (
         config.num_return_sequences or 1
@@ -244,7 +246,7 @@ def _drafter(model: Any, config: Any, looked_up: int | None, assistant: Any) -> 
     return drafter_of(config, None, assistant)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class _Numbered(Request):
     """A request with the number of its prompt."""
 
@@ -270,7 +272,7 @@ def _requests(
             ids, error = _ids_of(prompt, given["tokenizer"]).to(model.device), None
         except Exception as reason:
             ids, error = torch.empty(1, 0, dtype=torch.int64), reason
-        yield _Numbered(ids, config, show, given, error=error, index=index)
+        yield _Numbered(ids, config=config, on_token=show, given=given, error=error, index=index)
 
 
 def _ids_of(prompt: Any, tokenizer: Any) -> Tensor:
@@ -280,7 +282,9 @@ def _ids_of(prompt: Any, tokenizer: Any) -> Tensor:
         prompt = (
             tokenizer(prompt).input_ids
             if isinstance(prompt, str)
-            else tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"]
+            else tokenizer.apply_chat_template(
+                [checked_message(each) for each in prompt], add_generation_prompt=True, return_dict=True
+            )["input_ids"]
         )
     if isinstance(prompt, Mapping):
         prompt = prompt.get("input_ids")

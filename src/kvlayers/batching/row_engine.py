@@ -15,6 +15,7 @@ from torch import Tensor
 from kvlayers.core.cache import Cache
 from kvlayers.errors import OptionError
 from kvlayers.generation.cache_by_name import AUTO, NamedCache, cache_for, request_of
+from kvlayers.generation.call_arguments import check_vocabulary
 from kvlayers.generation.prefix_reuse.active_store import ActiveStore
 from kvlayers.generation.prefix_reuse.eligibility import StorePart
 from kvlayers.generation.prefix_reuse.prefixed_call import usable_cache
@@ -33,20 +34,15 @@ at behind it. Then it is the next one, so that no request waits for ever."""
 Kind = TypeVar("Kind", bound="Request")
 
 
-@dataclass(eq=False)
-class Request:
+@dataclass(eq=False, kw_only=True)
+class Request(DecodedRow):
     """A prompt on its way to an answer.
 
     Attributes:
-        ids: the prompt, int64 `[1, tokens]`, on the device of the model.
         config: a `GenerationConfig` with `max_new_tokens`.
-        on_token: called with each new token; says whether the answer ends there. What it raises ends all answers.
         given: objects that processors and criteria need: a `tokenizer`, or those that a caller passes to `generate()`.
-        keeps_logprobs: whether the row keeps the log-probability of each token.
         copies: further requests with the same prompt, which is read once for all of them.
-        error: what ended it, apart from its own end.
         cached_tokens: how many tokens of the prompt came from a store.
-        row: the row, once it has joined.
         overtaken: how many requests behind it have joined.
         most_tokens: tokens of the prompt, the answer and drafts.
         frequencies: by which frequencies its keys are rotated, `None` if these change with its length.
@@ -55,31 +51,16 @@ class Request:
         logits: after the prompt, `[1, vocab]`, if another request has read it.
     """
 
-    ids: Tensor
     config: Any
-    on_token: Callable[[int], bool] | None = None
     given: Mapping[str, Any] = field(default_factory=dict)
-    keeps_logprobs: bool = False
     copies: "Sequence[Request]" = ()
-    error: Exception | None = None
     cached_tokens: int = field(default=0, init=False)
-    row: DecodedRow | None = field(default=None, init=False)
     overtaken: int = field(default=0, init=False)
     most_tokens: int = field(default=0, init=False)
     frequencies: str | None = field(default=None, init=False)
     cache: Cache | None = field(default=None, init=False)
     part: StorePart | None = field(default=None, init=False)
     logits: Tensor | None = field(default=None, init=False)
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Tokens of the prompt."""
-        return self.ids.shape[1]
-
-    @property
-    def new_ids(self) -> Tensor:
-        """The tokens of the answer so far, int64 `[tokens]`."""
-        return self.ids[0, :0] if self.row is None else self.row.new_ids
 
 
 class RowEngine(Generic[Kind]):
@@ -92,7 +73,7 @@ class RowEngine(Generic[Kind]):
         active: the store in which prompts are looked up, and into which they are inserted.
         max_rows: most requests that are read or decoded at a time. A model that keeps states in its modules has one.
         memory: bytes that all rows may take, or a share of what is free; `None` for half of it.
-        chunk_tokens: most tokens of a prompt that are read between two steps of the other rows. Prompts are read whole
+        chunk_tokens: most tokens of prompts that are read between two steps of the other rows. A prompt is read whole
             if what a cache holds would depend on it.
         drafter: makes drafts, `None` for no drafts.
         room_for_drafts: tokens of a draft.
@@ -122,13 +103,14 @@ class RowEngine(Generic[Kind]):
         check_positions(model)
         if named.name == AUTO:
             raise OptionError(f"`cache` must be one cache for all rows, got {AUTO!r}: name it, and pass `memory`.")
+        self._between_steps = chunk_tokens
         # Now, so that wrong options are refused before the first prompt.
         example = self._empty_cache(1 + int(config.max_new_tokens))
         is_kept_elsewhere = model_types.kept_states(model) is not None
         if is_kept_elsewhere:
             # Its modules have states of one sequence, and a pass of several tokens begins another one.
             max_rows, chunk_tokens = 1, sys.maxsize
-        elif any(layer.is_upstream or layer.fidelity != "exact" for layer in example.adapted_layers()):
+        elif any(layer.traits.is_upstream or layer.fidelity != "exact" for layer in example.adapted_layers()):
             chunk_tokens = config.prefill_chunk_size or sys.maxsize
         if drafter is not None and (is_kept_elsewhere or example.recurrent_parts()):
             raise OptionError(
@@ -138,10 +120,9 @@ class RowEngine(Generic[Kind]):
         self._max_rows, self._chunk_tokens = max_rows, chunk_tokens
         self._room = late.function("room for rows")(named.name, request_of(model, named.options, batch_size=1), memory)
         self._part_of_store()
-        self._decoder = RowDecoder(model, self._show, drafter)
+        self._decoder = RowDecoder[Kind](model, drafter)
         self._waiting: list[Kind] = []
         self._reading: deque[Kind] = deque()
-        self._of: dict[DecodedRow, Kind] = {}
         self._held_before = 1
 
     def _empty_cache(self, length_hint: int) -> Cache:
@@ -150,14 +131,15 @@ class RowEngine(Generic[Kind]):
         cache = cache_for(self._named.name, request)
         if not isinstance(cache, Cache):
             raise OptionError(
-                f"`cache` must be a cache of kvlayers, got {self._named.name!r}, a {type(cache).__name__}."
+                f"`cache` must be a cache of kvlayers, got {self._named.name!r}, a {type(cache).__name__}: name "
+                "another."
             )
         return cache
 
     @property
     def held(self) -> list[Kind]:
         """The requests whose states are held."""
-        return [*self._of.values(), *self._reading]
+        return [*self._decoder.rows, *self._reading]
 
     def admit(self, more: Callable[[], Kind | None]) -> Iterator[Kind]:
         """Let requests join that fit, and yield those that have failed.
@@ -167,9 +149,11 @@ class RowEngine(Generic[Kind]):
         """
         # As long as no row leaves, those that wait wait on, and only new ones are looked at.
         place = 0 if len(self.held) < self._held_before else len(self._waiting)
-        if place and any(each.overtaken >= MAX_OVERTAKEN for each in self._waiting):
-            return
-        while len(self.held) < self._max_rows and place <= MAX_OVERTAKEN:
+        while (
+            len(self.held) < self._max_rows
+            and place <= MAX_OVERTAKEN
+            and all(each.overtaken < MAX_OVERTAKEN for each in self._waiting[:place])
+        ):
             if place >= len(self._waiting):
                 new = more()
                 if new is None:
@@ -188,53 +172,44 @@ class RowEngine(Generic[Kind]):
                 del self._waiting[place]
                 for each in self._waiting[:place]:
                     each.overtaken += 1
-            elif request.overtaken < MAX_OVERTAKEN:
-                place += 1
             else:
-                break
+                place += 1
         self._held_before = len(self.held)
 
     def advance(self) -> Iterator[Kind]:
-        """Read a chunk of a prompt, take a step with all rows, and yield the requests that have ended."""
+        """Read a part of the prompts, take a step with all rows, and yield the requests that have ended."""
         yield from self._read()
         self._decoder.step()
-        for row, reason in self._decoder.drop_ended():
-            yield self._ended(self._of.pop(row), reason)
+        yield from self._decoder.drop_ended()
 
     def cancel(self, request: Kind) -> None:
         """Take a request out. One that is being decoded ends with the next step."""
-        if request.row is not None and request.row in self._of:
-            request.row.is_stopped = True
+        request.is_stopped = True
         for requests in (self._waiting, self._reading):
             if request in requests:
                 requests.remove(request)
                 request.cache = None
-
-    def _show(self, row: DecodedRow, token: int) -> bool:
-        on_token = self._of[row].on_token
-        return row.is_stopped or (on_token is not None and on_token(token))
 
     def _part_of_store(self) -> StorePart | None:
         return StorePart.if_usable(self._model, self._active, self._named.name, self._named.options)
 
     def _joins(self, request: Kind) -> bool:
         """Whether a request may join those that are held, which it then does."""
+        check_vocabulary(self._model, request.ids, "prompts")
         held = self.held
         request.most_tokens = request.prompt_tokens + int(request.config.max_new_tokens) + self._room_for_drafts
         request.frequencies = frequencies_within(self._model.config, request.prompt_tokens, request.most_tokens)
         # One pass has one set of frequencies.
-        if held and request.frequencies not in {each.frequencies for each in held} - {None}:
-            return False
-        if not self._room.fits(request.most_tokens, [each.most_tokens for each in held]):
+        is_other = held and request.frequencies not in {each.frequencies for each in held} - {None}
+        if is_other or not self._room.fits(request.most_tokens, [each.most_tokens for each in held]):
             return False
         own = copy.copy(request.config)
         own.max_length = request.prompt_tokens + own.max_new_tokens
-        processors = generate_calls.logits_processors(self._model, own, request.ids, request.given)
-        criteria = generate_calls.stopping_criteria(self._model, own, request.given)
+        request.processors = generate_calls.logits_processors(self._model, own, request.ids, request.given)
+        request.criteria = generate_calls.stopping_criteria(self._model, own, request.given)
+        request.samples = bool(own.do_sample)
         # A draft would be rotated by the frequencies of a longer sequence.
-        most = 0 if request.frequencies is None else own.max_length
-        request.row = DecodedRow(request.ids, processors, criteria, bool(own.do_sample), most)
-        request.row.logprobs = [] if request.keeps_logprobs else None
+        request.most = 0 if request.frequencies is None else own.max_length
         self._reading.append(request)
         return True
 
@@ -250,36 +225,39 @@ class RowEngine(Generic[Kind]):
         return request.cache
 
     def _read(self) -> Iterator[Kind]:
-        """Read a chunk of the first prompt that is being read, and let it join if that was the last one.
+        """Read chunks of prompts, the first one at least, and let those join that were read to their end.
 
-        Without rows that would wait, prompts are read until all have joined.
+        A step costs as much for few rows as for many, so short prompts are read before the same step. Without rows that
+        would wait, prompts are read until all have joined.
         """
         ready: list[Kind] = []
+        tokens = 0
         while self._reading:
             request = self._reading[0]
             try:
-                logits = self._logits_of(request)
+                seen, stop = self._next_chunk(request)
+                if tokens and tokens + stop - seen > self._between_steps and self._decoder.rows:
+                    break
+                tokens += stop - seen
+                logits = self._logits_of(request, stop)
             except Exception as error:
                 self._reading.popleft()
-                yield self._ended(request, error)
+                request.error, request.cache = error, None
+                yield request
                 continue
-            if logits is not None and request.row is not None:
+            if stop == request.prompt_tokens:
                 self._reading.popleft()
                 self._wait_with(request, logits)
-                self._of[request.row] = request
-                self._decoder.begin(request.row, logits)
+                self._decoder.begin(request, logits)
                 ready.append(request)
-            if self._decoder.rows:
-                break
         # Some may have ended with their first token.
-        rows = {request.row: request for request in ready if request.row is not None}
-        going_on = {row: request for row, request in rows.items() if not self._decoder.has_ended(row)}
-        self._decoder.join(list(going_on), [self._cache_of(request) for request in going_on.values()])
-        for row, request in rows.items():
+        going_on = [request for request in ready if not self._decoder.has_ended(request)]
+        self._decoder.join(going_on, [self._cache_of(request) for request in going_on])
+        for request in ready:
             # Its states are those of its row now.
             request.cache = None
-            if row not in going_on:
-                yield self._ended(self._of.pop(row), self._decoder.errors.pop(row, None))
+            if request not in going_on:
+                yield request
 
     def _wait_with(self, request: Kind, logits: Tensor) -> None:
         """Let the copies of a request wait first, with what it has read."""
@@ -290,29 +268,26 @@ class RowEngine(Generic[Kind]):
         self._waiting[:0] = cast("Sequence[Kind]", request.copies)
         request.copies = ()
 
+    def _next_chunk(self, request: Kind) -> tuple[int, int]:
+        """How many tokens of a prompt its cache has seen, and how many it will have seen after the next chunk."""
+        seen, end = self._cache_of(request).get_seq_length(), request.prompt_tokens
+        # Parts of the prompt would be rotated by the frequencies of shorter prompts.
+        is_read_whole = frequencies_within(self._model.config, 1, end) is None
+        return seen, end if is_read_whole else min(seen + self._chunk_tokens, end)
+
     @torch.no_grad()
-    def _logits_of(self, request: Kind) -> Tensor | None:
-        """The logits after the last token of a prompt, `[1, vocab]`, or `None` if there is more to read."""
+    def _logits_of(self, request: Kind, stop: int) -> Tensor:
+        """The logits after the first `stop` tokens of a prompt, `[1, vocab]`."""
         if request.logits is not None:
             return request.logits
         ids, cache, model = request.ids, self._cache_of(request), self._model
-        seen, end = cache.get_seq_length(), ids.shape[1]
-        if seen == 0 and remembers_lengths(model.config):
+        if cache.get_seq_length() == 0 and remembers_lengths(model.config):
             # By a pass over a short sequence, so that the answer does not depend on those before it.
             model(ids[:, :1], use_cache=False)
-        is_read_in_chunks = frequencies_within(model.config, 1, end) is not None
-        stop = min(seen + self._chunk_tokens, end) if is_read_in_chunks else end
-        positions = torch.arange(stop, device=model.device)[None]
-        output = pass_unseen(model, ids[:, :stop], cache, None, positions)
-        if stop < end:
-            return None
-        if request.part is not None:
+        output = pass_unseen(model, ids[:, :stop], cache, None, torch.arange(stop, device=model.device)[None])
+        if stop == request.prompt_tokens and request.part is not None:
             now = self._part_of_store()
             if now is not None and now.is_of_same_states(request.part):
                 now.insert(ids, cache)
         logits: Tensor = output.logits[:, -1]
         return logits
-
-    def _ended(self, request: Kind, error: Exception | None) -> Kind:
-        request.error, request.cache = error, None
-        return request

@@ -135,26 +135,21 @@ class TokenBuffer:
 
     def reallocated(self, start: int, count: int, capacity: int) -> "TokenBuffer":
         """A new buffer for `capacity` tokens, the first of which are `count` tokens from `start`."""
-        tensor = self.tensor
-        form = StateForm(self._batch, self._kv_heads, self._head_dim, tensor.dtype, tensor.device)
-        buffer = TokenBuffer.allocate(form, capacity)
+        buffer = TokenBuffer.allocate(self.form, capacity)
         with torch.no_grad():
             buffer.write(0, self.read(start, count))
         return buffer
 
     def selected(self, indices: Tensor, start: int, count: int, capacity: int) -> "TokenBuffer":
         """As `reallocated`, but sequence `i` of the new buffer is sequence `indices[i]` of this one."""
-        tensor = self.tensor
-        form = StateForm(indices.shape[0], self._kv_heads, self._head_dim, tensor.dtype, tensor.device)
-        buffer = TokenBuffer.allocate(form, capacity)
+        buffer = TokenBuffer.allocate(self.form.of_batch(indices.shape[0]), capacity)
         with torch.no_grad():
-            torch.index_select(self.read(start, count), 0, indices.to(tensor.device), out=buffer.read(0, count))
+            torch.index_select(self.read(start, count), 0, indices.to(self.tensor.device), out=buffer.read(0, count))
         return buffer
 
     def allocate_like(self, batch_size: int, capacity: int) -> "TokenBuffer":
         """A buffer of zeros in the same kind of memory, for states of the same form except for the batch size."""
-        form = StateForm(batch_size, self._kv_heads, self._head_dim, self.tensor.dtype, self.tensor.device)
-        return TokenBuffer.allocate(form, capacity, torch.zeros)
+        return TokenBuffer.allocate(self.form.of_batch(batch_size), capacity, torch.zeros)
 
     @property
     def form(self) -> StateForm:

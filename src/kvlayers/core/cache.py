@@ -335,7 +335,7 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
             return self._update_new_layer(key_states, value_states, layer_idx)
         if layer_idx >= len(self._adapted) or self._adapted[layer_idx] is not layer:
             layer = self._layer(layer_idx)
-            if not layer.attends:
+            if not layer.traits.attends:
                 raise UnsupportedLayerError(
                     f"`layer_idx` must be that of a layer that attends, got {layer_idx}, which holds nothing that is "
                     "attended to: make the cache from the config of the model that uses it."
@@ -355,7 +355,7 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
             following.follow(self, layer_idx, layer, new)
         attended: tuple[Tensor, Tensor] = (
             layer.update(key_states, value_states, *args, **kwargs)
-            if layer.is_upstream
+            if layer.traits.is_upstream
             else layer.update(key_states, value_states)
         )
         if not compiling:
@@ -443,7 +443,9 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
         compiling = torch.compiler.is_compiling()
         if layer_idx == 0 and not compiling and self._pass.at < self._pass.in_step:
             self._pass.check_in_step(self)
-        if not layer.attends and (self._first_attending(layer_idx) is not None or not layer.counts_columns):
+        if not layer.traits.attends and (
+            self._first_attending(layer_idx) is not None or not layer.traits.counts_columns
+        ):
             layer = self._attending(layer_idx)
         seen = layer.get_seq_length()
         # transformers' layers may count in a tensor, and in compiled code all static layers do.
@@ -483,7 +485,7 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
         layer = self.layer_at(layer_idx)
         if layer is None:
             return query_length, 0
-        asked = layer if layer.attends else self._attending(layer_idx)
+        asked = layer if layer.traits.attends else self._attending(layer_idx)
         if asked.capacity is not None:
             layers = self.adapted_layers()
             for index in self._in_step_with(layer_idx):

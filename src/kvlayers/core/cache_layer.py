@@ -20,7 +20,7 @@ from kvlayers.core.arguments import (
     unbounded_as_minus_one,
     whole_number,
 )
-from kvlayers.core.buffer import LayerShape, StateForm
+from kvlayers.core.buffer import StateForm
 from kvlayers.core.description import (
     Argument,
     DescriptionContext,
@@ -70,9 +70,8 @@ class LayerState:
 
     def split(self, names: Collection[str]) -> "tuple[dict[str, Tensor], LayerState]":
         """The tensors of these names, which a layer keeps beside its store, and the state without them."""
-        own = {name: tensor for name, tensor in self.tensors.items() if name in names}
-        rest = {name: tensor for name, tensor in self.tensors.items() if name not in names}
-        return own, replace(self, tensors=rest)
+        rest = dict(self.tensors)
+        return {name: rest.pop(name) for name in self.tensors if name in names}, replace(self, tensors=rest)
 
 
 def check_kind_of_state(state: object, kind: str) -> None:
@@ -88,6 +87,35 @@ def check_kind_of_state(state: object, kind: str) -> None:
         )
 
 
+@dataclass(frozen=True)
+class LayerTraits:
+    """What a kind of layer is like, whatever it holds. A kind states it once.
+
+    Attributes:
+        attends: whether it takes keys and values.
+        is_recurrent: whether it has convolution states or recurrent states.
+        has_other_states: whether it holds more of an attended token than its key and value, such as an indexer's key.
+        is_upstream: whether it is one of transformers' layers, behind an adapter.
+        keeps_every_token: whether it can be put back to any number of tokens, whatever it has seen since.
+        evicts_by_states: whether tokens are evicted for what their keys and values are. The device of the states
+            computes that.
+        counts_columns: whether it counts its tokens by the columns that its convolutions are given.
+        counts_rows: whether each row can be rolled back by itself: it has `check_truncate_rows` and `truncate_rows`.
+        can_be_stacked: whether states of several such layers can be put side by side, if the store of keys and values
+            holds tokens apart.
+    """
+
+    attends: bool = True
+    is_recurrent: bool = False
+    has_other_states: bool = False
+    is_upstream: bool = False
+    keeps_every_token: bool = False
+    evicts_by_states: bool = False
+    counts_columns: bool = False
+    counts_rows: bool = False
+    can_be_stacked: bool = False
+
+
 class CacheLayer(ABC):
     """What a layer can do: say what it is and holds, take in states, roll back, select sequences, copy and save.
 
@@ -97,9 +125,7 @@ class CacheLayer(ABC):
     To transformers, a layer that attends is also one of its `CacheLayerMixin`, as layers derived from `TokenLayer` are.
 
     Attributes:
-        attends: whether it takes keys and values.
-        is_recurrent: whether it has convolution states or recurrent states.
-        has_other_states: whether it holds more of an attended token than its key and value, such as an indexer's key.
+        traits: what its kind is like, whatever it holds.
         is_sliding: whether it attends within a window.
         is_croppable: whether `crop` can put it back as it was.
         is_compileable: whether generate() may compile the forward pass around it.
@@ -108,18 +134,13 @@ class CacheLayer(ABC):
         is_interrupted: whether a forward pass ended within its update, so that its states are not of the same tokens.
         is_opaque: whether compiled code calls `update` by an operator, instead of being traced through it.
         sliding_window: tokens that a query attends to, itself included; `None` for full attention.
-        is_upstream: whether it is one of transformers' layers, behind an adapter.
-        keeps_every_token: whether it can be put back to any number of tokens, whatever it has seen since.
         counts_on_device: whether its count of tokens stands on a device that would have to be waited for.
-        counts_columns: whether it counts its tokens by the columns that its convolutions are given.
         rotaries: rotations that its description names by their fingerprints.
         bits: bits of a number of a key and of a value if they are rounded, `None` in full precision.
         attention_paths: how often attention on its states was computed in which way; empty in full precision.
         packing_paths: how often an accelerator packed keys, or values, on each path; empty if it packs none.
         reserved: the memory that was reserved at one address, `None` for a layer that takes memory as it needs it.
         memory_tier: where the states are between updates: "device", "host" or "disk".
-        can_be_stacked: whether states of several such layers can be put side by side, the shorter ones padded on the
-            left.
         sized_for: the number of tokens that the layer was told to make room for, `None` if it was told no number.
         described: names of arguments of the initialiser that are plain facts, each kept in an attribute of the same
             name. A file records them.
@@ -129,28 +150,22 @@ class CacheLayer(ABC):
         hints: names of arguments that no file records, because no state depends on them.
     """
 
+    traits = LayerTraits()
     is_compileable = False
     is_croppable = True
     is_sliding = False
     supports_early_init = True
-    attends = True
-    is_recurrent = False
-    has_other_states = False
     record_past: bool = False
     is_interrupted: bool = False
     is_opaque = False
     sliding_window: int | None = None
-    is_upstream = False
-    keeps_every_token = False
     counts_on_device: bool = False
-    counts_columns = False
     rotaries: tuple[Rotary, ...] = ()
     bits: tuple[int, int] | None = None
     attention_paths: Mapping[str, int] = MappingProxyType({})
     packing_paths: Mapping[str, int] = MappingProxyType({})
     reserved: Any = None
     memory_tier: str = "device"
-    can_be_stacked: bool = False
     sized_for: int | None = None
     reservation_facts: frozenset[str] = frozenset()
     described: ClassVar[tuple[str, ...]] = ()
@@ -182,10 +197,6 @@ class CacheLayer(ABC):
         """The layer without a wrapper that moves its states between devices."""
         return self
 
-    def with_attention(self, attention: "CacheLayer") -> "CacheLayer":
-        """A layer that attends as `attention` does, and has what this layer has beside its attention: here nothing."""
-        return attention
-
     # Rows: sequences of lengths of their own
 
     @property
@@ -197,20 +208,6 @@ class CacheLayer(ABC):
     def forms(self) -> tuple[StateForm, ...]:
         """Form of the keys and of the values; empty before the first states, and for a layer that does not attend."""
         return ()
-
-    drops_padding = False
-    """Whether padding may be passed at first, and dropped without a trace in what is held of other tokens."""
-
-    def drop_padding(self, tokens: int) -> None:
-        """Forget the first `tokens` tokens of a layer of one sequence, as if they had never been passed.
-
-        Raises:
-            UnsupportedLayerError: the layer cannot.
-        """
-        raise UnsupportedLayerError(
-            f"`attention_mask` must have no padding for a {type(self.original).__name__}, got {tokens} columns of it: "
-            "pass each prompt without padding to a cache of its own, and merge() them."
-        )
 
     @property
     def row_lengths(self) -> tuple[int | None, ...]:
@@ -232,9 +229,6 @@ class CacheLayer(ABC):
         """
         joined: CacheLayer = late.function("separate rows")(rows_of(layers))
         return joined
-
-    counts_rows = False
-    """Whether each row can be rolled back by itself: a layer of rows has `check_truncate_rows` and `truncate_rows`."""
 
     # What it is made from
 
@@ -346,10 +340,6 @@ class CacheLayer(ABC):
             UnsupportedLayerError: the class does not say what its `fidelity` is.
         """
         return 0 if self.fidelity == "exact" else None
-
-    def planned_bits(self, shape: LayerShape) -> float:
-        """Bits of one number of a key or value, with its share of scales; not of the few tokens in full precision."""
-        return 8.0 * shape.dtype.itemsize
 
     @property
     def is_recording(self) -> bool:
@@ -518,9 +508,6 @@ class CacheLayer(ABC):
     def use_prefetcher(self, prefetcher: Any) -> None:
         """Be brought to the device by another prefetcher from now on, if the layer moves at all."""
 
-    def note_left_padding(self, padding: Tensor | None) -> None:
-        """Learn how many tokens of padding come before each sequence, int64 `[batch]`, before the first tokens."""
-
     def activate_past_recording(self) -> None:
         """Keep everything that a later `truncate` may need. A layer that never drops tokens need not do anything."""
 
@@ -648,6 +635,20 @@ class CacheLayer(ABC):
             return f"{type(self).__name__}({error})"
 
 
+def beside_attention(layer: Any, attention: CacheLayer) -> CacheLayer:
+    """A layer that attends as `attention` does, and has what `layer` has beside its own attention."""
+    joined: CacheLayer = attention if len(layer.parts) == 1 else layer.with_attention(attention)
+    return joined
+
+
+def is_stackable(layer: CacheLayer) -> bool:
+    """Whether states of several such layers can be put side by side, the shorter ones padded on the left."""
+    parts: tuple[Any, ...] = layer.parts
+    return all(
+        part.traits.can_be_stacked and (not part.traits.attends or part.store.holds_tokens_apart) for part in parts
+    )
+
+
 def rows_of(layers: Sequence[CacheLayer]) -> list[CacheLayer]:
     """A layer for each sequence of several layers, to go on by itself."""
     return [layer.row(index) for layer in layers for index in range(layer.batch_size or 0)]
@@ -715,7 +716,6 @@ class WrapperLayer(CacheLayer, CacheLayerMixin):  # type: ignore[misc]
     is_sliding = forwarded("wrapped")
     is_croppable = forwarded("wrapped")
     is_recording = forwarded("wrapped")
-    can_be_stacked = forwarded("wrapped")
     rotaries = forwarded("wrapped")
     bits = forwarded("wrapped")
     fidelity = forwarded("wrapped")
@@ -723,8 +723,6 @@ class WrapperLayer(CacheLayer, CacheLayerMixin):  # type: ignore[misc]
     attention_paths = forwarded("wrapped")
     packing_paths = forwarded("wrapped")
     sized_for = forwarded("wrapped")
-    planned_bits = forwarded("wrapped")
-    note_left_padding = forwarded("wrapped")
     nearest_restorable = forwarded("wrapped")
     check_truncate = forwarded("wrapped")
     check_select = forwarded("wrapped")
@@ -743,5 +741,4 @@ class WrapperLayer(CacheLayer, CacheLayerMixin):  # type: ignore[misc]
 
     @override
     def __dir__(self) -> list[str]:
-        public = [name for name in dir(self.wrapped) if not name.startswith("_")]
-        return sorted({*super().__dir__(), *public})
+        return sorted({*super().__dir__(), *(name for name in dir(self.wrapped) if not name.startswith("_"))})

@@ -163,7 +163,7 @@ class LayerwiseOperations(LayerList):
             raise RollbackError(
                 f"`length` must be from 0 to the {held} tokens that are held, got {length}: pass a length among them."
             )
-        counting = [layer for layer in self.adapted_layers() if layer.length and not layer.is_upstream]
+        counting = [layer for layer in self.adapted_layers() if layer.length and not layer.traits.is_upstream]
         while True:
             nearest = min([layer.nearest_restorable(length) for layer in counting], default=length)
             if nearest == length:
@@ -203,7 +203,7 @@ class LayerwiseOperations(LayerList):
 
     def _lacks_recurrent_states(self) -> bool:
         """Whether a recurrent layer has seen nothing, while others have: the model may keep its states elsewhere."""
-        recurrent = (layer for layer in self.adapted_layers() if layer.is_recurrent and not layer.attends)
+        recurrent = (layer for layer in self.adapted_layers() if layer.traits.is_recurrent and not layer.traits.attends)
         # Layers of transformers do not count tokens.
         empty = any(layer.length == 0 or layer.batch_size is None for layer in recurrent)
         return empty and self._token_count() > 0
@@ -361,7 +361,7 @@ class LayerwiseOperations(LayerList):
                 )
         part = self.parts()[0]
         layers: Sequence[Any] = part.adapted_layers()
-        if not all(layer.counts_rows for layer in layers if layer.batch_size):
+        if not all(layer.traits.counts_rows for layer in layers if layer.batch_size):
             layers = part._rows_with()
         filled = [layer for layer in layers if layer.batch_size]
         for layer in filled:

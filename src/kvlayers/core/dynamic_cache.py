@@ -99,7 +99,7 @@ class DynamicCache(Cache, transformers.DynamicCache):  # type: ignore[misc]
         self.recall = recall_of(recall)
         if isinstance(ddp_cache_data, transformers.PretrainedConfig | torch.nn.Module):
             raise OptionError(
-                f"The first argument must be states, got a {type(ddp_cache_data).__name__}: pass it as config=...."
+                f"The first argument must be states, got a {type(ddp_cache_data).__name__}: pass it as config=config."
             )
         length_hint = None if length_hint is None else whole_number(tokens(length_hint, "length_hint"), "`length_hint`")
         self.budget = budget_of(max_bytes, ladder, length_hint)
@@ -157,14 +157,14 @@ class DynamicCache(Cache, transformers.DynamicCache):  # type: ignore[misc]
         attending = [
             (layer, slides)
             for layer, slides in zip(cache.adapted_layers(), cache.is_sliding, strict=True)
-            if layer.attends
+            if layer.traits.attends
         ]
         if len(pairs) not in (0, len(attending)):
             raise LegacyFormatError(
                 f"The states must be of the {len(attending)} layers of the model that attend, got {len(pairs)}: pass "
                 "the states of every layer that attends."
             )
-        legacy_api.check_takes_pairs(layer for layer in cache.adapted_layers() if pairs and layer.attends)
+        legacy_api.check_takes_pairs(layer for layer in cache.adapted_layers() if pairs and layer.traits.attends)
         for (layer, slides), pair in zip(attending, pairs, strict=False):
             layer.update(*legacy_api.with_dropped(pair, slides))
         return cache

@@ -6,8 +6,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from kvlayers.core.arguments import whole_number
-from kvlayers.core.cache_layer import CacheLayer
-from kvlayers.core.dense_store import DenseStore, may_share
+from kvlayers.core.cache_layer import CacheLayer, LayerTraits
+from kvlayers.core.dense_store import DenseStore
 from kvlayers.core.layer_registry import register_layer
 from kvlayers.core.token_layer import TokenLayer
 from kvlayers.core.token_store import TokenStore
@@ -26,7 +26,7 @@ class DynamicLayer(TokenLayer):
     """
 
     hints = ("length_hint",)
-    keeps_every_token = True
+    traits = LayerTraits(keeps_every_token=True, can_be_stacked=True)
     capacity: int | None = None
 
     @checks_options
@@ -41,15 +41,6 @@ class DynamicLayer(TokenLayer):
     ) -> tuple[Tensor, Tensor]:
         return self._store.take_in(key_states, value_states)
 
-    @property
-    @override
-    def drops_padding(self) -> bool:  # type: ignore[override]
-        return may_share(self._store)
-
-    @override
-    def drop_padding(self, tokens: int) -> None:
-        self._store.drop_oldest(tokens)
-
     @override
     def side_by_side(self, layers: Sequence[CacheLayer]) -> CacheLayer:
         # Rows in one tensor are saved and compared as a plain layer, so they stand for nothing else.
@@ -58,11 +49,6 @@ class DynamicLayer(TokenLayer):
             return super().side_by_side(layers)
         joined: CacheLayer = late.function("dense rows")(layers)
         return joined
-
-    @property
-    @override
-    def can_be_stacked(self) -> bool:  # type: ignore[override]
-        return self._store.holds_tokens_apart
 
     @property
     @override

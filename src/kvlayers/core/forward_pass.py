@@ -169,7 +169,7 @@ def _seen_by(cache: Any, layer_idx: int) -> int | None:
 def _interrupted_cache(cache: Any, last: int) -> InterruptedPassError:
     # A layer that is made when it is needed may not exist yet.
     seen = [_seen_by(cache, index) for index in range(max(len(cache.layers), last + 1))]
-    return _interrupted(seen, any(layer.is_recurrent for layer in cache.adapted_layers()))
+    return _interrupted(seen, any(layer.traits.is_recurrent for layer in cache.adapted_layers()))
 
 
 def _check_parts(layer: CacheLayer, tokens: int) -> None:

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Protocol
 
 from typing_extensions import override
 
-from kvlayers.core.cache_layer import CacheLayer
+from kvlayers.core.cache_layer import CacheLayer, beside_attention
 from kvlayers.core.description import Argument, DescriptionContext, Fact, Facts, OptionFacts
 from kvlayers.core.dynamic_layer import DynamicLayer
 from kvlayers.core.layer_list import adapted
@@ -196,9 +196,9 @@ def with_attention(dynamic: Any, attention: TokenLayer) -> CacheLayer:
         ConfigError: kvlayers does not hold the recurrent states of the layer.
     """
     layer = adapted(dynamic)
-    if layer.is_recurrent and layer.is_upstream:
+    if layer.traits.is_recurrent and layer.traits.is_upstream:
         raise ConfigError(
             f"Recurrent states must be held by kvlayers, as from transformers 5.15 on, got a "
             f"{type(dynamic).__name__}: use a DynamicCache, or a newer transformers."
         )
-    return layer.with_attention(attention)
+    return beside_attention(layer, attention)

@@ -1,7 +1,7 @@
 """The layers of a cache: what they are, how much they hold, and the recurrent states that models ask them for."""
 
 import operator
-from abc import ABC
+from abc import ABCMeta
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,7 +12,7 @@ from kvlayers.core.arguments import unbounded_as_minus_one
 from kvlayers.core.buffer import StateForm
 from kvlayers.core.cache_layer import CacheLayer
 from kvlayers.core.forward_pass import ForwardPassFollower
-from kvlayers.errors import LayerIndexError, UnsupportedLayerError
+from kvlayers.errors import LayerIndexError, OptionError, UnsupportedLayerError
 from kvlayers.utils import late
 from kvlayers.utils.options import check_accepted, check_whole_number, checked_dtype
 
@@ -33,7 +33,23 @@ def adapted(layer: Any, grows: bool = False) -> CacheLayer:
     return adapter
 
 
-class LayerList(ABC):
+class CacheClass(ABCMeta):
+    """What classes of caches are, so that a class cannot be passed where a cache is meant.
+
+    transformers' `generate()` marks the cache that it is given. A mark on a class would hold for all of its caches, and
+    hide from them, for good, that they are given to a call.
+    """
+
+    def __setattr__(cls, name: str, value: object) -> None:
+        if name == "_is_user_defined":
+            raise OptionError(
+                f"`cache` must be a cache, got the class {cls.__name__}: pass one that it makes, as in "
+                f"{cls.__name__}(config=model.config)."
+            )
+        super().__setattr__(name, value)
+
+
+class LayerList(metaclass=CacheClass):
     """The part of a cache's interface that says what its layers are.
 
     Attributes:
@@ -89,11 +105,11 @@ class LayerList(ABC):
     @property
     def keeps_every_token(self) -> bool:
         """Whether the cache can be put back to any number of tokens, whatever it has seen since."""
-        return all(map(operator.attrgetter("keeps_every_token"), self.adapted_layers()))
+        return all(layer.traits.keeps_every_token for layer in self.adapted_layers())
 
     def recurrent_parts(self) -> list[Any]:
         """The `LinearAttentionLayer` of each layer that has one: the layer itself, or a part of a hybrid layer."""
-        return [part for layer in self.adapted_layers() for part in layer.parts if part.counts_columns]
+        return [part for layer in self.adapted_layers() for part in layer.parts if part.traits.counts_columns]
 
     def _index_of(self, layer_idx: int) -> int:
         """`layer_idx` counted from the first layer. Negative numbers count from the last.
@@ -144,12 +160,12 @@ class LayerList(ABC):
     @property
     def is_linear(self) -> list[bool]:
         """For each layer, whether it has a recurrent state and no attention."""
-        return [layer.is_recurrent and not layer.attends for layer in self.adapted_layers()]
+        return [layer.traits.is_recurrent and not layer.traits.attends for layer in self.adapted_layers()]
 
     @property
     def is_dummy(self) -> list[bool]:
         """For each layer, whether it holds nothing at all."""
-        return [not layer.is_recurrent and not layer.attends for layer in self.adapted_layers()]
+        return [not layer.traits.is_recurrent and not layer.traits.attends for layer in self.adapted_layers()]
 
     def __len__(self) -> int:
         return len(self.layers)
@@ -157,7 +173,7 @@ class LayerList(ABC):
     def _attending(self, layer_idx: int) -> CacheLayer:
         """The layer if it attends, or the first layer that does if it is layer 0."""
         layer = self._layer(layer_idx)
-        found = layer if layer.attends else self._first_attending(layer_idx)
+        found = layer if layer.traits.attends else self._first_attending(layer_idx)
         if found is None:
             raise UnsupportedLayerError(
                 f"`layer_idx` must be that of a layer that attends, got {layer_idx}, a "
@@ -168,14 +184,16 @@ class LayerList(ABC):
 
     def _first_attending(self, layer_idx: int) -> CacheLayer | None:
         """The first layer that attends, if layer 0 is asked for."""
-        return next((layer for layer in self.adapted_layers() if layer.attends), None) if layer_idx == 0 else None
+        return (
+            next((layer for layer in self.adapted_layers() if layer.traits.attends), None) if layer_idx == 0 else None
+        )
 
     def most_tokens(self, layer_idx: int | None = None) -> int:
         """As `get_max_length`, whose answer is different under `legacy_names`."""
         if layer_idx is not None:
             layer = self.layer_at(layer_idx)
             return unbounded_as_minus_one(None if layer is None else layer.capacity)
-        capacities = [layer.capacity for layer in self.adapted_layers() if layer.attends]
+        capacities = [layer.capacity for layer in self.adapted_layers() if layer.traits.attends]
         bounded = [capacity for capacity in capacities if capacity is not None]
         return unbounded_as_minus_one(max(bounded) if bounded and len(bounded) == len(capacities) else None)
 
@@ -229,7 +247,7 @@ class LayerList(ABC):
             raise self._no_recurrent_layer(layer_idx) from None
         if layer_idx >= len(self._adapted) or self._adapted[layer_idx] is not layer:
             layer = self._layer(layer_idx)
-        if layer.is_recurrent:
+        if layer.traits.is_recurrent:
             return layer
         raise UnsupportedLayerError(
             f"`layer_idx` must be that of a layer with a recurrent state, got {layer_idx}, a "
@@ -266,7 +284,7 @@ class LayerList(ABC):
             LayerIndexError: the layer has no state of that index.
         """
         if layer_idx is None:
-            layer: Any = next((layer for layer in reversed(self.adapted_layers()) if layer.is_recurrent), None)
+            layer: Any = next((layer for layer in reversed(self.adapted_layers()) if layer.traits.is_recurrent), None)
             if layer is None:
                 raise UnsupportedLayerError(
                     "The cache must have a layer with a recurrent state, got none: make it from the config of the "
@@ -315,7 +333,7 @@ class LayerList(ABC):
         """
         layer = self._recurrent(layer_idx)
         # A forward pass goes through a layer that attends as well when its keys come.
-        followed = layer.counts_columns and not torch.compiler.is_compiling()
+        followed = layer.traits.counts_columns and not torch.compiler.is_compiling()
         following = self._pass
         if followed and not state_idx and not following.at < layer_idx <= following.in_step:
             following.follow(self, layer_idx, layer, conv_states.shape[-1])
@@ -344,7 +362,7 @@ class LayerList(ABC):
     def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
         """Take in the indexer keys of new tokens, `[batch, new, index_head_dim]`, in a sparse-attention layer."""
         layer: Any = self._layer(layer_idx)
-        if not layer.has_other_states:
+        if not layer.traits.has_other_states:
             raise UnsupportedLayerError(
                 f"`layer_idx` must be that of a layer with an indexer, got {layer_idx}, a "
                 f"{type(layer.original).__name__}: make the cache from the config of the model that uses it."

@@ -34,13 +34,13 @@ def pairs_of(layers: Iterable[Any], states_of: Callable[[Any], StatePair]) -> Le
     empty: int | None = None
     for index, layer in enumerate(layers):
         keys, values = states_of(layer)
-        if layer.is_recurrent or (layer.attends and layer.has_other_states):
-            more = "a recurrent state" if layer.is_recurrent else "other states, such as the keys of an indexer"
+        if layer.traits.is_recurrent or (layer.traits.attends and layer.traits.has_other_states):
+            more = "a recurrent state" if layer.traits.is_recurrent else "other states, such as the keys of an indexer"
             raise LegacyFormatError(
                 f"Layers must have keys and values alone, got layer {index}, which has {more}: use state() and "
                 "load_state(), which keep all states."
             )
-        if not layer.attends:
+        if not layer.traits.attends:
             continue
         if keys is None or values is None:
             empty = index
@@ -80,7 +80,7 @@ def handed_out_states(layer: Any) -> StatePair:
 
 def check_takes_pairs(layers: Iterable[Any]) -> None:
     """Raise `LegacyFormatError` if a layer needs other states of its tokens than keys and values."""
-    if any(layer.has_other_states for layer in layers):
+    if any(layer.traits.has_other_states for layer in layers):
         raise LegacyFormatError(
             "Layers must have keys and values alone, got one that has other states, such as the keys of an "
             "indexer: use state() and load_state(), which keep all states."

@@ -1,14 +1,17 @@
 """What an empty cache is told before the first tokens: the model, and which tokens are padding."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
 
 from kvlayers.core.cache import Cache
+from kvlayers.core.cache_layer import CacheLayer
+from kvlayers.core.dense_store import may_share
+from kvlayers.core.dynamic_layer import DynamicLayer
 from kvlayers.core.layer_list import adapted
-from kvlayers.errors import OptionError, StateMismatchError
+from kvlayers.errors import OptionError, StateMismatchError, UnsupportedLayerError
 from kvlayers.rope.rotary import Rotary
 
 
@@ -30,12 +33,39 @@ def prepare_layers(cache: Cache, layers: list[Any], padding: Tensor | None) -> N
     if _settings_of(layers) == _settings_of(cache.layers):
         # Memory stays reserved, and recording goes on.
         for layer in cache.adapted_layers():
-            layer.note_left_padding(padding)
+            part: Any = layer.parts[0].unwrapped
+            if "left_padding" in part.hints:
+                part.left_padding = padding
         return
     is_recording = any(layer.is_recording for layer in cache.adapted_layers())
     Cache.__init__(cache, layers, None, **cache.offloading_options())
     if is_recording:
         cache.activate_past_recording()
+
+
+def drops_padding(layer: CacheLayer) -> bool:
+    """Whether padding may be passed to a layer first, and dropped without a trace in what it holds of other tokens."""
+    return _may_drop(layer) and may_share(layer.store)
+
+
+def drop_padding(layer: CacheLayer, tokens: int) -> None:
+    """Let a layer of one sequence forget its first `tokens` tokens, as if they had never been passed.
+
+    Raises:
+        UnsupportedLayerError: the layer cannot.
+    """
+    if _may_drop(layer):
+        layer.store.drop_oldest(tokens)
+    elif tokens:
+        raise UnsupportedLayerError(
+            f"`attention_mask` must have no padding for a {type(layer.original).__name__}, got {tokens} columns of it: "
+            "pass each prompt without padding to a cache of its own, and merge() them."
+        )
+
+
+def _may_drop(layer: CacheLayer) -> TypeGuard[DynamicLayer]:
+    # What is beside the store may count the tokens that are dropped.
+    return isinstance(layer, DynamicLayer) and not layer.beside
 
 
 def check_rotary(rotary: object) -> None:

@@ -6,13 +6,13 @@ from torch import Tensor
 from typing_extensions import override
 
 from kvlayers.core.arguments import whole_number
-from kvlayers.core.cache_layer import LayerState, not_of_so_many
+from kvlayers.core.cache_layer import LayerState, LayerTraits, not_of_so_many
 from kvlayers.core.dense_store import DenseStore
 from kvlayers.core.description import Argument
 from kvlayers.core.dynamic_layer import check_rollback
 from kvlayers.core.layer_registry import register_layer
 from kvlayers.core.token_layer import TokenLayer
-from kvlayers.core.token_store import StoreArgument, TokenStore
+from kvlayers.core.token_store import KVPair, StoreArgument, TokenStore
 from kvlayers.errors import ConfigError, RollbackError, StateMismatchError
 from kvlayers.utils.options import checks_options
 
@@ -74,6 +74,24 @@ class WindowLayer(TokenLayer):
             self._store.clear()
         self._seen = length
         self._keep_window()
+
+    def _extend(self, keys: Tensor, values: Tensor, past: int, attended: int) -> KVPair:
+        """Hold validated states behind `past` tokens of the window; return these and the newest `attended` held ones.
+
+        An update that is interrupted has not happened.
+        """
+        store, tokens = self._store, keys.shape[2]
+        held = store.length
+        if self.record_past:
+            store.reserve(held + tokens)
+        elif past + tokens > self.room:
+            return store.extend_and_evict(keys, values, attended, min(self.window - 1, past + tokens))
+        try:
+            return store.extend(keys, values, attended)
+        except BaseException:
+            if store.length > held:
+                store.truncate(held)
+            raise
 
     def _keep_window(self) -> None:
         self._drop_beyond_window()
@@ -140,6 +158,7 @@ class SlidingLayer(WindowLayer):
     made_with: ClassVar[tuple[Argument, ...]] = (
         StoreArgument("store", "_store", room=lambda facts: window_room(facts["sliding_window"])),
     )
+    traits = LayerTraits(can_be_stacked=True)
     is_sliding = True
     sliding_window: int
 
@@ -157,20 +176,8 @@ class SlidingLayer(WindowLayer):
     ) -> tuple[Tensor, Tensor]:
         store, seen = self._store, self._seen
         tokens = store.validate(key_states, value_states)
-        past = self.attended_past(store.length)
-        if self.record_past:
-            store.reserve(store.length + tokens)
-        elif past + tokens > self.room:
-            kept = min(self.sliding_window - 1, past + tokens)
-            attended = store.extend_and_evict(key_states, value_states, past, kept)
-            self._seen = seen + tokens
-            return attended
-        held = store.length
-        try:
-            attended = store.extend(key_states, value_states, past)
-        except BaseException:
-            take_back(store, held)
-            raise
+        past = min(store.length, self.sliding_window - 1)
+        attended = self._extend(key_states, value_states, past, past)
         self._seen = seen + tokens
         if not self.record_past:
             self._drop_beyond_window()
@@ -179,11 +186,6 @@ class SlidingLayer(WindowLayer):
     def resume_at(self, seen: int) -> None:
         """Take the held tokens for the newest of `seen` tokens."""
         self._seen = seen
-
-    @property
-    @override
-    def can_be_stacked(self) -> bool:  # type: ignore[override]
-        return self._store.holds_tokens_apart
 
     @override
     def recount(self, length: int) -> None:
@@ -214,12 +216,6 @@ class SlidingLayer(WindowLayer):
     def load_state(self, state: LayerState) -> None:
         super().load_state(state)
         self._seen = state.length
-
-
-def take_back(store: TokenStore, held: int) -> None:
-    """Let a store hold `held` tokens again, after an update that added to them was interrupted."""
-    if store.length > held:
-        store.truncate(held)
 
 
 def check_window(sliding_window: object) -> None:

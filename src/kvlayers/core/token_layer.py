@@ -31,9 +31,7 @@ class PendingAssignment:
         values: `[batch, kv_heads, tokens, value_head_dim]`, the assigned values or the held ones.
     """
 
-    is_pending = True
     holds_tokens_apart = False
-    holds_pages_apart = False
 
     def __init__(self, store: TokenStore, keys: Tensor, values: Tensor) -> None:
         self.store = store
@@ -94,9 +92,6 @@ class TokenLayer(CacheLayer, CacheLayerMixin):  # type: ignore[misc]
     beside: ClassVar[tuple[str, ...]] = ()
     """Attributes that hold what the layer keeps of each sequence beside its store, each with a method `selected`, which
     returns the same for the sequences at some indices, and a method `held_tensors`."""
-
-    evicts_by_states: ClassVar[bool] = False
-    """Whether tokens are evicted for what their keys and values are. The device of the states computes that."""
 
     # What the store answers
 
@@ -159,16 +154,11 @@ class TokenLayer(CacheLayer, CacheLayerMixin):  # type: ignore[misc]
         return self.length - self._store.length + first
 
     def chosen_page_tokens(self, tokens: int) -> int | None:
-        """Tokens of a page, if the query of an update of `tokens` tokens reads pages that it chooses, else `None`."""
+        """Tokens of a page, if the query of an update of `tokens` tokens reads pages that it chooses, else `None`.
+
+        The pages can then be read where they are held, without the others.
+        """
         return None
-
-    @override
-    def planned_bits(self, shape: LayerShape) -> float:
-        return self._store.planned_bits(*shape.forms())
-
-    def offloaded_tensors(self) -> Iterator[Tensor]:
-        """The tensors that an `OffloadedLayer` over this layer holds elsewhere."""
-        yield from self.held_tensors()
 
     def copies_nbytes(self, shape: LayerShape, tokens: int) -> int:
         """Bytes of tokens that an `OffloadedLayer` over this layer leaves on the device for the next query."""
@@ -201,7 +191,7 @@ class TokenLayer(CacheLayer, CacheLayerMixin):  # type: ignore[misc]
 
     def _handed_out(self, side: Side) -> Tensor | None:
         store = self._store
-        if store.key_form is None and not store.is_pending:
+        if store.key_form is None and store.complete is store:
             return None
         return store.caller_views()[side == "values"]
 
@@ -256,7 +246,6 @@ class TokenLayer(CacheLayer, CacheLayerMixin):  # type: ignore[misc]
     head_dim = _part_of_form("key_form", "head_dim")
     """As `k_head_dim`, by its name in transformers 4."""
     dtype = _part_of_form("key_form", "dtype")
-    values_dtype = _part_of_form("value_form", "dtype")
     device = _part_of_form("key_form", "device")
 
     @override
@@ -362,3 +351,9 @@ class TokenLayer(CacheLayer, CacheLayerMixin):  # type: ignore[misc]
         """Raise `StateMismatchError` if a layer that has seen `seen` tokens cannot go on from the newest `held`."""
         if held != seen:
             raise StateMismatchError(f"`state` must have all of its {seen} tokens, got {held}: take the state again.")
+
+
+def planned_bits(layer: CacheLayer, shape: LayerShape) -> float:
+    """Bits of one number of a key or value, with its share of scales; not of the few tokens in full precision."""
+    part = layer.parts[0].unwrapped
+    return part.store.planned_bits(*shape.forms()) if isinstance(part, TokenLayer) else 8.0 * shape.dtype.itemsize

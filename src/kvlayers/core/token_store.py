@@ -105,16 +105,8 @@ class TokenStore(ABC):
     is_opaque = False
     """Whether compiled code calls the store's layer by an operator instead of tracing through it."""
 
-    is_pending = False
-    """Whether this is a `PendingAssignment`, which waits for values that match its keys, or the reverse."""
-
     holds_tokens_apart = False
     """Whether `state()` is `keys` and `values` alone, in which each token lies by itself, in full precision."""
-
-    @property
-    def holds_pages_apart(self) -> bool:
-        """Whether some pages of tokens can be read, wherever they are held, and not all: tokens apart, or blocks."""
-        return self.holds_tokens_apart
 
     @property
     def sized_for(self) -> int | None:
@@ -156,18 +148,8 @@ class TokenStore(ABC):
         return None
 
     @property
-    def block_tokens(self) -> int:
-        """Tokens that are packed together and cannot be taken apart again; 1 if each token lies by itself."""
-        return 1
-
-    @property
-    def first_block(self) -> int:
-        """Number of the first token that may be packed: blocks follow one another from there on."""
-        return 0
-
-    @property
     def complete(self) -> Self:
-        """The store that held tokens before keys or values alone were assigned; otherwise the store itself."""
+        """The store itself; of a `PendingAssignment`, the one that held tokens before keys or values were assigned."""
         return self
 
     def count(self, tokens: int) -> None:

@@ -503,9 +503,11 @@ def _check_movable(layers: Sequence[CacheLayer], name: str) -> None:
         name: the argument that they are from.
     """
     for layer in layers:
-        has_more = layer.is_recurrent or layer.has_other_states or layer.counts_rows or layer.rotaries
-        keeps_all = layer.attends and (layer.is_sliding or layer.held_tokens == layer.length)
-        if layer.is_upstream or layer.fidelity == "evicting" or has_more or not keeps_all:
+        has_more = (
+            layer.traits.is_recurrent or layer.traits.has_other_states or layer.traits.counts_rows or layer.rotaries
+        )
+        keeps_all = layer.traits.attends and (layer.is_sliding or layer.held_tokens == layer.length)
+        if layer.traits.is_upstream or layer.fidelity == "evicting" or has_more or not keeps_all:
             raise UnsupportedLayerError(
                 f"`{name}` must hold the keys and values of all tokens, or of windows, and nothing else, got "
                 f"{layer.original!r}: use another cache, or extract(row) of a batch of rows."

@@ -17,7 +17,7 @@ from kvlayers.errors import StateMismatchError, UnsupportedLayerError
 from kvlayers.eviction.flat_tokens import FlatTokens, flat_form, pieces_in_a_row
 from kvlayers.eviction.held_tokens import HeldTokens, taken
 from kvlayers.eviction.ragged_store import RaggedStore
-from kvlayers.eviction.selection import KeptTokens
+from kvlayers.eviction.selection import KeptTokens, places_of
 from kvlayers.kernels.attention.segment_kinds import DENSE_PIECE_TOKENS
 from kvlayers.kernels.codes.smoothing import KeySmoothing
 from kvlayers.quantized.checks import checked_quantizers
@@ -65,9 +65,10 @@ def _common_run(mask: Tensor) -> int:
 def _dense(store: DenseStore, tokens: HeldTokens, kept: KeptTokens) -> TokenStore:
     """A store in full precision, which grows as `store` does."""
     keys, values, growth = tokens.keys.detach(), tokens.values.detach(), (store.growth_divisor, store.minimum_growth)
+    mask = kept.mask
     if kept.are_even:
-        return store_of(taken(keys, kept.indices), taken(values, kept.indices), *growth)
-    mask = kept.mask(keys.shape[2])
+        columns = places_of(mask, int(kept.counts.max()))
+        return store_of(taken(keys, columns), taken(values, columns), *growth)
     run = _common_run(mask)
     first = keys.shape[2] - run
     tail = store_of(keys[:, :, first:], values[:, :, first:], *growth)
@@ -96,11 +97,28 @@ class _HeadBlocks:
     counts: Tensor
     runs: Tensor
 
+    def tightened(self) -> "_HeadBlocks":
+        """The same in tables that are as wide as the most blocks of a head, without those of no token between them."""
+        blocks = (self.counts > 0).sum(2, keepdim=True)
+        order = places_of(self.counts > 0, int(blocks.max()))
+        is_block = torch.arange(order.shape[2], device=order.device) < blocks
+        return replace(self, starts=self.starts.gather(2, order), counts=self.counts.gather(2, order) * is_block)
+
     def compacted(self) -> "_HeadBlocks":
         """The same with the rows of its blocks alone, in their order."""
         is_kept = self.counts > 0
         numbers = is_kept.flatten().long().cumsum(0).view_as(is_kept) - 1
-        return replace(self, rows=_chosen(self.rows, self.starts[is_kept]), starts=numbers * is_kept)
+        return replace(self, rows=_chosen(self.rows, self.starts[is_kept]), starts=numbers * is_kept).tightened()
+
+    def followed_by(self, other: "_HeadBlocks") -> "_HeadBlocks":
+        """The same with other blocks of each head behind them."""
+        starts = other.starts + len(self.rows["keys_codes"])
+        return _HeadBlocks(
+            {name: torch.cat([rows, other.rows[name]]) for name, rows in self.rows.items()},
+            torch.cat([self.starts, torch.where(other.counts > 0, starts, 0)], 2),
+            torch.cat([self.counts, other.counts], 2),
+            torch.cat([self.runs, other.runs]),
+        )
 
     def in_run(self, runs: SmoothingRuns, like: PackedBlocks | None) -> "_HeadBlocks":
         """The same with keys that are smoothed as those of the last of the runs: older ones are packed again.
@@ -126,8 +144,10 @@ class _HeadBlocks:
         again.hold(count)
         # Behind the others, as sequences that went on from one beginning share rows and may have other vectors.
         starts = self.starts.masked_scatter(older, len(self.rows["keys_codes"]) + torch.arange(count).to(older.device))
-        values = {name: rows for name, rows in _rows_of(flat).items() if name.startswith("values")}
-        return replace(self, rows=_joined(self.rows, _rows_of(again) | values), starts=starts)
+        packed = _rows_of(again) | {name: rows for name, rows in _rows_of(flat).items() if name.startswith("values")}
+        return replace(
+            self, rows={name: torch.cat([rows, packed[name]]) for name, rows in self.rows.items()}, starts=starts
+        )
 
 
 def _blocks_of(flat: FlatTokens | None, tail: QuantizedStore) -> _HeadBlocks | None:
@@ -136,35 +156,26 @@ def _blocks_of(flat: FlatTokens | None, tail: QuantizedStore) -> _HeadBlocks | N
     Raises:
         UnsupportedLayerError: the oldest tokens of a block were dropped.
     """
-    found, blocks = [], tail.blocks
+    held, blocks = None, tail.blocks
     if flat is not None and isinstance(flat.part, PackedBlocks):
-        found.append(_HeadBlocks(_rows_of(flat.part), flat.starts, flat.counts, torch.zeros_like(flat.starts[0, 0])))
-    if blocks:
-        tensors = blocks.state()
-        if int(tensors["block_ends"][0]):
-            raise UnsupportedLayerError(
-                "Tokens cannot be evicted from a block whose oldest tokens were dropped: drop no oldest tokens of a "
-                "store from which tokens are evicted."
-            )
-        shape, device = tensors["keys_codes"].shape[:3], tensors["keys_codes"].device
-        starts = torch.arange(shape.numel(), device=device).view(shape)
-        if found:
-            starts += len(found[0].rows["keys_codes"])
-        runs = torch.tensor(tail.runs.numbers(len(blocks)), device=device)
-        found.append(_HeadBlocks(_rows_of(blocks), starts, tensors["block_ends"][1:].expand(shape), runs))
-    if len(found) < 2:
-        return found[0] if found else None
-    first, second = found
-    starts, counts = torch.cat([first.starts, second.starts], 2), torch.cat([first.counts, second.counts], 2)
-    return _HeadBlocks(_joined(first.rows, second.rows), starts, counts, torch.cat([first.runs, second.runs]))
+        held = _HeadBlocks(_rows_of(flat.part), flat.starts, flat.counts, torch.zeros_like(flat.starts[0, 0]))
+    if not blocks:
+        return held
+    tensors = blocks.state()
+    if int(tensors["block_ends"][0]):
+        raise UnsupportedLayerError(
+            "Tokens cannot be evicted from a block whose oldest tokens were dropped: drop no oldest tokens of a "
+            "store from which tokens are evicted."
+        )
+    shape, device = tensors["keys_codes"].shape[:3], tensors["keys_codes"].device
+    starts = torch.arange(shape.numel(), device=device).view(shape)
+    runs = torch.tensor(tail.runs.numbers(len(blocks)), device=device)
+    of_tail = _HeadBlocks(_rows_of(blocks), starts, tensors["block_ends"][1:].expand(shape), runs)
+    return of_tail if held is None else held.followed_by(of_tail)
 
 
 def _rows_of(blocks: PackedBlocks) -> Rows:
     return {name: rows.flatten(0, 2) for name, rows in blocks.state().items() if name != "block_ends"}
-
-
-def _joined(first: Rows, second: Rows) -> Rows:
-    return {name: torch.cat([rows, second[name]]) for name, rows in first.items()}
 
 
 def _chosen(rows: Rows, numbers: Tensor) -> Rows:
@@ -185,34 +196,6 @@ def _of_tokens(
     return smoothing.mapped(lambda vectors: vectors[sequence, kv_head, run][None, None])
 
 
-@dataclass(frozen=True, eq=False)
-class _Singles:
-    """The kept tokens in full precision.
-
-    Attributes:
-        states: keys and values of all columns, in one dtype; those of packed tokens are not used.
-        columns: as `KeptTokens.indices`.
-        counts: as `KeptTokens.counts`.
-    """
-
-    states: KVPair
-    columns: Tensor
-    counts: Tensor
-
-    def first(self, skipped: int, count: int) -> Tensor:
-        """Columns of the first tokens of each head behind `skipped` ones, int64 `[batch, kv_heads, count]`."""
-        places = (self.columns.shape[2] - self.counts + skipped)[..., None] + torch.arange(count)
-        return self.columns.gather(2, places.to(self.columns.device))
-
-    def last(self, count: int) -> Tensor:
-        """Columns of the last tokens of each head, likewise."""
-        return self.columns[..., self.columns.shape[2] - count :]
-
-    def states_of(self, columns: Tensor) -> KVPair:
-        """Keys and values `[batch, kv_heads, count, head_dim]` of columns."""
-        return taken(self.states[0], columns), taken(self.states[1], columns)
-
-
 def _packed(store: QuantizedStore, flat: FlatTokens | None, tokens: HeldTokens, kept: KeptTokens) -> TokenStore:
     """A `QuantizedStore` or a `RaggedStore` of kept tokens: of a store, and of a flat part before it."""
     quantization, runs, held = store.quantization, store.runs, _blocks_of(flat, store)
@@ -220,79 +203,45 @@ def _packed(store: QuantizedStore, flat: FlatTokens | None, tokens: HeldTokens, 
     # In one dtype, as a store that packs holds them.
     dtype = torch.promote_types(tokens.keys.dtype, tokens.values.dtype)
     states = tokens.keys.to(dtype), tokens.values.to(dtype)
-    mask = single = older = newer = kept.mask(tokens.keys.shape[2])
+    single = older = newer = kept.mask
     if held is not None and tokens.blocks is not None:
         is_packed = tokens.blocks >= 0
-        packed = (mask & is_packed).long()
-        single = mask & ~is_packed
+        packed = (single & is_packed).long()
+        single = single & ~is_packed
         # Before every block, and behind every kept one.
         older = single & (is_packed.long().cumsum(2) == 0)
         newer = single & (packed.cumsum(2) == packed.sum(2, keepdim=True))
         kept_of = torch.zeros_like(held.counts).scatter_add_(2, tokens.blocks.clamp(min=0), packed)
-        held = replace(held, counts=kept_of).in_run(runs, store.blocks) if bool(kept_of.any()) else None
+        held = replace(held, counts=kept_of).in_run(runs, store.blocks).compacted() if bool(kept_of.any()) else None
     counts, of_older, of_newer = (part.sum(2).cpu() for part in (single, older, newer))
-    singles = _Singles(states, KeptTokens.of(single, counts).indices, counts)
-    if _is_even(counts, of_older, held):
-        return _even(quantization, singles, int(of_older[0, 0]), held, smoothing)
+    columns = places_of(single, int(counts.max()))
+    tables = [counts] if held is None else [counts, of_older, held.counts]
+    if all(bool((table == table[0, 0]).all()) for table in tables):
+        return _even(quantization, states, columns, int(of_older[0, 0]), held, smoothing)
     key_form, value_form = map(form_of, states)
     quantizers = checked_quantizers(quantization, key_form, value_form)
-    size = block_tokens(quantizers)
-    run = 0 if kept.are_even else _common_run(mask)
+    size, run = block_tokens(quantizers), _common_run(kept.mask)
     sinks = min(quantization.sink_tokens, int(of_older.min()))
     newest = _newest_tokens(of_newer, counts - sinks, size, run, quantization.residual_length)
     middle = counts - sinks - newest
     if smoothing is None:
         # The last columns, as many as the head with the fewest tokens has. Without any, nothing is smoothed.
-        some = taken(states[0], singles.last(min(size, int(counts.min()))))
+        some = taken(states[0], _last(columns, counts, min(size, int(counts.min()))))
         smoothing = KeySmoothing.for_keys(some, quantizers["keys"])
     tail = QuantizedStore(quantization)
-    ends = singles.states_of(torch.cat([singles.first(0, sinks), singles.last(newest)], 2))
+    ends = _states_of(states, torch.cat([columns[..., :sinks], _last(columns, counts, newest)], 2))
     tail.validate(*ends)
     tail.reserve_form(key_form, value_form)
     tail.runs, tail.follows_packed = SmoothingRuns.of(smoothing), True
     tail.append(*ends)
-    new = PackedBlocks(quantizers, (flat_form(key_form), flat_form(value_form)), size, int((-(-middle // size)).sum()))
-    _pack(new, singles, sinks, middle, smoothing)
-    part, starts, pieces = _flat_of(new, held, middle)
+    part = PackedBlocks(quantizers, (flat_form(key_form), flat_form(value_form)), size, int((-(-middle // size)).sum()))
+    _pack(part, states, columns, sinks, middle, smoothing)
+    starts, pieces = (table.to(columns.device) for table in pieces_in_a_row(middle, size, size))
+    if held is not None:
+        if len(part):
+            held = held.followed_by(_HeadBlocks(_rows_of(part), starts, pieces, starts[0, 0])).tightened()
+        part, starts, pieces = _flat(part, held.rows), held.starts, held.counts
     return RaggedStore(tail, FlatTokens.of(part, starts, pieces, None, sinks, sinks + newest - min(run, newest)))
-
-
-def _is_even(singles: Tensor, older: Tensor, held: _HeadBlocks | None) -> bool:
-    """Whether all heads keep the same numbers of single tokens, of blocks between them, and of tokens in each block."""
-    tables = [singles] if held is None else [singles, older, _compressed(held.counts, held.counts)]
-    return all(bool((table == table[0, 0]).all()) for table in tables)
-
-
-def _even(
-    quantization: Quantization, singles: _Singles, sinks: int, held: _HeadBlocks | None, smoothing: KeySmoothing | None
-) -> QuantizedStore:
-    """A store of heads that keep the same numbers of tokens, `sinks` of them before blocks."""
-    store = QuantizedStore(quantization)
-    count = singles.columns.shape[2]
-    if held is None:
-        sinks = 0
-    else:
-        keys, values = singles.states_of(singles.first(0, sinks))
-        tensors = {"keys": keys[:, :, :0], "values": values[:, :, :0]}
-        in_order = _chosen(held.rows, _compressed(held.starts, held.counts).flatten())
-        tensors |= {name: torch.unflatten(rows, 0, (*keys.shape[:2], -1)) for name, rows in in_order.items()}
-        tensors["block_ends"] = torch.tensor([0, *_compressed(held.counts, held.counts)[0, 0].tolist()])
-        if sinks:
-            tensors |= {"sink_keys": keys, "sink_values": values}
-        if smoothing is not None:
-            tensors |= SmoothingRuns.of(smoothing).state()
-        store.load_state(tensors)
-    rest = singles.states_of(singles.first(sinks, count - sinks))
-    store.validate(*rest)
-    store.append(*rest)
-    return store
-
-
-def _compressed(numbers: Tensor, blocks: Tensor) -> Tensor:
-    """The numbers of kept blocks, first, int64 `[batch, kv_heads, most]`; further ones are of blocks not kept."""
-    most = int((blocks > 0).sum(2).max())
-    order = (blocks == 0).byte().argsort(dim=2, stable=True)[..., :most]
-    return numbers.gather(2, order)
 
 
 def _newest_tokens(newer: Tensor, counts: Tensor, size: int, run: int, residual_length: int) -> int:
@@ -305,47 +254,69 @@ def _newest_tokens(newer: Tensor, counts: Tensor, size: int, run: int, residual_
         run: newest tokens that all heads keep.
         residual_length: tokens that stay in full precision.
     """
-    most = int(torch.minimum(newer, counts).min())
+    most = int(newer.minimum(counts).min())
     least = min(max(run, residual_length), most)
     lengths = torch.arange(least, min(least + size - 1, most) + 1)
     return int(lengths[((lengths - counts.flatten()[:, None]) % size).sum(0).argmin()])
 
 
-def _pack(blocks: PackedBlocks, singles: _Singles, sinks: int, middle: Tensor, smoothing: KeySmoothing) -> None:
+def _last(columns: Tensor, counts: Tensor, count: int) -> Tensor:
+    """The last `count` of the columns of each head, of which it has `counts`, int64 `[batch, kv_heads]` on the host."""
+    return columns.gather(2, (counts[..., None] - count + torch.arange(count)).to(columns.device))
+
+
+def _states_of(states: KVPair, columns: Tensor) -> KVPair:
+    """Keys and values `[batch, kv_heads, count, head_dim]` of columns."""
+    return taken(states[0], columns), taken(states[1], columns)
+
+
+def _even(
+    quantization: Quantization,
+    states: KVPair,
+    columns: Tensor,
+    sinks: int,
+    held: _HeadBlocks | None,
+    smoothing: KeySmoothing | None,
+) -> QuantizedStore:
+    """A store of heads that keep the same numbers of tokens, `sinks` of them before blocks."""
+    store = QuantizedStore(quantization)
+    if held is not None:
+        keys, values = _states_of(states, columns[..., :sinks])
+        columns = columns[..., sinks:]
+        tensors = {"keys": keys[:, :, :0], "values": values[:, :, :0]}
+        tensors |= {name: torch.unflatten(rows, 0, (*keys.shape[:2], -1)) for name, rows in held.rows.items()}
+        tensors["block_ends"] = torch.tensor([0, *held.counts[0, 0].tolist()])
+        if sinks:
+            tensors |= {"sink_keys": keys, "sink_values": values}
+        if smoothing is not None:
+            tensors |= SmoothingRuns.of(smoothing).state()
+        store.load_state(tensors)
+    rest = _states_of(states, columns)
+    store.validate(*rest)
+    store.append(*rest)
+    return store
+
+
+def _pack(
+    blocks: PackedBlocks, states: KVPair, columns: Tensor, sinks: int, middle: Tensor, smoothing: KeySmoothing
+) -> None:
     """Pack `middle` single tokens of each head after its sinks, int64 `[batch, kv_heads]` on the host.
 
     The last token of a head is repeated to the end of its last block, which widens no group.
     """
-    size, indices = blocks.block_tokens, singles.columns
-    room = (-(-middle // size) * size).flatten()
-    count = int(room.sum()) // size
+    size = blocks.block_tokens
+    room = -(-middle // size) * size
+    sequence, kv_head, token = (torch.arange(int(room.max())) < room[..., None]).nonzero(as_tuple=True)
+    count = len(token) // size
     if not count:
         return
-    head = torch.arange(room.numel()).repeat_interleave(room)
-    within = torch.arange(count * size) - (room.cumsum(0) - room)[head]
-    first = indices.shape[2] - singles.counts.flatten() + sinks
-    places = first[head] + torch.minimum(within, middle.flatten()[head] - 1)
-    kv_heads = middle.shape[1]
-    sequence, kv_head, places = (part.to(indices.device) for part in (head // kv_heads, head % kv_heads, places))
-    columns = indices[sequence, kv_head, places]
+    token = sinks + token.minimum(middle[sequence, kv_head] - 1)
+    sequence, kv_head, token = (part.to(columns.device) for part in (sequence, kv_head, token))
+    where = sequence, kv_head, columns[sequence, kv_head, token]
     blocks.prepare(count)
     at_once = blocks.blocks_at_once
     for done in range(0, count, at_once):
-        some = slice(done * size, (done + at_once) * size)
-        where = sequence[some], kv_head[some], columns[some]
-        keys, values = (side[where][None, None] for side in singles.states)
-        blocks.write(done, _of_tokens(smoothing, *where[:2]).applied(keys), values)
+        some = [part[done * size : (done + at_once) * size] for part in where]
+        keys, values = (side[tuple(some)][None, None] for side in states)
+        blocks.write(done, _of_tokens(smoothing, *some[:2]).applied(keys), values)
     blocks.hold(count)
-
-
-def _flat_of(new: PackedBlocks, held: _HeadBlocks | None, middle: Tensor) -> tuple[PackedBlocks, Tensor, Tensor]:
-    """Kept blocks, and behind them new ones with `middle` tokens of each head; starts and counts of all pieces."""
-    tables = pieces_in_a_row(middle, new.block_tokens, new.block_tokens)
-    starts, counts = (table.to((new if held is None else held.starts).device) for table in tables)
-    if held is None:
-        return new, starts, counts
-    held = held.compacted()
-    rows = _joined(held.rows, _rows_of(new)) if len(new) else held.rows
-    starts = torch.cat([held.starts, (starts + len(held.rows["keys_codes"])) * (counts > 0)], 2)
-    counts = torch.cat([held.counts, counts], 2)
-    return _flat(new, rows), _compressed(starts, counts), _compressed(counts, counts)

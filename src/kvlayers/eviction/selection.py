@@ -1,7 +1,7 @@
 """Which tokens an eviction keeps, given their scores: of each head, and of packed blocks as a whole."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,41 +12,32 @@ HEAD_FLOOR = 0.2
 """The part of an average head's tokens that every head keeps, if heads keep different numbers."""
 
 
-@dataclass(frozen=True, eq=False)
-class KeptTokens:
+class KeptTokens(NamedTuple):
     """The tokens to keep of each sequence and KV head. Heads may keep different numbers of them.
 
     Attributes:
-        indices: int64 `[batch, kv_heads, most]`, numbers of tokens that the layer held, ascending, in the last `counts`
-            places. The places in front of them are 0.
-        counts: int64 `[batch, kv_heads]` on the host, how many tokens are kept.
+        mask: which of the tokens that the layer held are kept, bool `[batch, kv_heads, tokens]`.
+        counts: how many these are, int64 `[batch, kv_heads]` on the host.
     """
 
-    indices: Tensor
+    mask: Tensor
     counts: Tensor
-
-    @classmethod
-    def of(cls, kept: Tensor, counts: Tensor) -> "KeptTokens":
-        """The tokens of a mask, bool `[batch, kv_heads, tokens]`, of which there are `counts`."""
-        most = int(counts.max())
-        # Every kept token goes to its own place, and all others to one more place, which is cut off.
-        free = most - counts.to(kept.device)[..., None]
-        places = torch.where(kept, kept.cumsum(-1) - 1 + free, most)
-        positions = torch.arange(kept.shape[2], device=kept.device).expand_as(places)
-        indices = torch.zeros(*kept.shape[:2], most + 1, dtype=torch.int64, device=kept.device)
-        return cls(indices.scatter_(-1, places, positions)[..., :most], counts)
 
     @property
     def are_even(self) -> bool:
         """Whether all heads of all sequences keep the same number of tokens."""
-        return bool((self.counts == self.indices.shape[2]).all())
+        return bool((self.counts == self.counts.max()).all())
 
-    def mask(self, tokens: int) -> Tensor:
-        """Which of `tokens` tokens are kept, bool `[batch, kv_heads, tokens]`."""
-        most, device = self.indices.shape[2], self.indices.device
-        absent = torch.arange(most) < (most - self.counts)[..., None]
-        kept = torch.zeros(*self.counts.shape, tokens + 1, dtype=torch.bool, device=device)
-        return kept.scatter_(2, torch.where(absent.to(device), tokens, self.indices), True)[..., :-1]
+
+def places_of(mask: Tensor, most: int) -> Tensor:
+    """Where a mask `[batch, kv_heads, places]` is true, ascending, int64 `[batch, kv_heads, most]`.
+
+    A row with fewer such places has zeros behind them.
+    """
+    # Every such place goes to its own, and all others to one more, which is cut off. A sort would take twice the time.
+    ranks = torch.where(mask, mask.cumsum(2) - 1, most)
+    places = torch.arange(mask.shape[2], device=mask.device).expand_as(ranks)
+    return ranks.new_zeros(*mask.shape[:2], most + 1).scatter_(2, ranks, places)[..., :most]
 
 
 def select(
@@ -115,7 +106,7 @@ def select(
     if blocks is not None:
         kept = _whole_blocks(kept, blocks, scores == torch.inf)
         counts = kept.sum(2).cpu()
-    return KeptTokens.of(kept, counts)
+    return KeptTokens(kept, counts)
 
 
 def _numbers(name: str, given: int | Sequence[int], batch: int) -> Tensor:

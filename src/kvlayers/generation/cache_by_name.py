@@ -34,7 +34,7 @@ from kvlayers.kernels.codes.quantizer_contract import quantizer_names
 from kvlayers.upstream import model_types
 from kvlayers.upstream.callers import warn_the_caller
 from kvlayers.upstream.model_layers import layer_devices, model_device
-from kvlayers.utils.options import check_whole_number, checked_device, checked_dtype
+from kvlayers.utils.options import check_whole_number, checked_device, checked_dtype, checks_options
 from kvlayers.utils.units import tokens
 
 logger = logging.getLogger(__name__)
@@ -46,6 +46,7 @@ _BITS = re.compile(r"int(?P<nbits>\d)|k(?P<key_nbits>\d)v(?P<value_nbits>\d)")
 _WRITTEN_BITS = re.compile(r"^(\d)[-_ ]?bits?$")
 
 
+@checks_options
 def make_cache(
     name: str,
     model_or_config: object,
@@ -82,18 +83,20 @@ def make_cache(
         >>> kvlayers.make_cache("dynamic", config)
         DynamicCache(2 x SlidingLayer, 0 tokens, 0 B)
     """
+    # First, since somebody may pass the model before the name.
+    named = requested_cache(name, options)
     if batch_size is not None:
         check_whole_number(batch_size, "`batch_size`", 1, of="sequences")
     request = CacheRequest(
         model_types.config_of(model_or_config),
-        options,
+        named.options,
         batch_size,
         None if length_hint is None else tokens(length_hint, "length_hint"),
         device if isinstance(device, torch.device | None) else checked_device(device),
         None if dtype is None else checked_dtype(dtype),
         layer_devices=layer_devices(model_or_config),
     )
-    return cache_for(name, request)
+    return cache_for(named.name, request)
 
 
 def request_of(model: Any, options: Mapping[str, Any] = MappingProxyType({}), **known: Any) -> CacheRequest:
@@ -218,7 +221,7 @@ def unknown_name(name: object) -> OptionError | RegistryError:
     if not isinstance(name, str):
         return OptionError(
             f"`cache` must be the name of a cache here, such as 'int4', got {_what(name)}: pass its name, and its "
-            "options as `cache_config`; generate() takes a cache that you made as its argument `cache`."
+            "options as `cache_config`; generate() and Chat also take a cache that you made, as `cache`."
         )
     lower = _WRITTEN_BITS.sub(r"int\1", name.lower())
     if is_registered(lower):
@@ -389,13 +392,15 @@ class DefaultCache:
             try:
                 if not model._supports_default_dynamic_cache():
                     raise ConfigError("the model makes its own cache.")
-                request = request_of(model, self.named.options, length_hint=1)
-                check_rope_dtype(model, cache_for(self.named.name, request))
+                check_rope_dtype(
+                    model, cache_for(self.named.name, request_of(model, self.named.options, length_hint=1))
+                )
                 self._suits[model] = True
             except KVLayersError as reason:
                 self._suits[model] = False
-                name = type(model).__name__
-                logger.warning("Calls of %s go on without the cache '%s': %s", name, self.named.name, reason)
+                logger.warning(
+                    "Calls of %s go on without the cache '%s': %s", type(model).__name__, self.named.name, reason
+                )
         return self._suits[model]
 
 

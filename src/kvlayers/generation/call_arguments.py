@@ -85,10 +85,28 @@ def check_call(model: Any, given: Mapping[str, Any]) -> None:
             f"`max_new_tokens` must be a whole number, got {given['max_new_tokens']!r}: pass one, such as 128."
         )
     if model.main_input_name == "input_ids":
-        _check_ids(given, takes_features=model.config.is_encoder_decoder)
+        _check_ids(given, model)
 
 
-def _check_ids(given: Mapping[str, Any], takes_features: bool) -> None:
+def check_vocabulary(model: Any, ids: Tensor, name: str) -> None:
+    """Raise `OptionError` if ids are none of the model's vocabulary, before a GPU is lost to them.
+
+    Args:
+        model: the model. One of several parts may take ids that stand for images, of which it has no embeddings.
+        ids: ids of tokens.
+        name: the argument, for the error.
+    """
+    table = model.get_input_embeddings()
+    if not model.config.sub_configs and isinstance(table, torch.nn.Embedding) and ids.numel():
+        least, most = torch.stack(ids.aminmax()).tolist()
+        if least < 0 or most >= table.num_embeddings:
+            raise OptionError(
+                f"`{name}` must be ids from 0 to {table.num_embeddings - 1}, the vocabulary of the model, got "
+                f"{least if least < 0 else most}: pass those of the model's own tokenizer."
+            )
+
+
+def _check_ids(given: Mapping[str, Any], model: Any) -> None:
     name = "input_ids" if given.get("inputs") is None else "inputs"
     ids, mask = given.get(name), given.get("attention_mask")
     if ids is None:
@@ -100,7 +118,7 @@ def _check_ids(given: Mapping[str, Any], takes_features: bool) -> None:
     is_whole = ids.dtype in (torch.int32, torch.int64)
     # Beside embeddings, ids may be those of no token.
     is_empty = ids.numel() == 0 and given.get("inputs_embeds") is None
-    if not (is_whole or takes_features) or ids.dim() < 2 or is_empty or ids.is_meta:
+    if not (is_whole or model.config.is_encoder_decoder) or ids.dim() < 2 or is_empty or ids.is_meta:
         where = ", on the meta device" if ids.is_meta else ""
         advice = "add the dimension of prompts, as in ids[None]" if ids.dim() == 1 and is_whole else _TOKENIZE
         raise OptionError(
@@ -117,3 +135,6 @@ def _check_ids(given: Mapping[str, Any], takes_features: bool) -> None:
             f"`attention_mask` must have an entry for each of the {ids.shape[1]} tokens of `{name}`, got "
             f"{mask.shape[1]}: pass the mask that the tokenizer returns with the ids."
         )
+    # A model that drafts is called for each draft, with ids that were looked at.
+    if is_whole and not (given.get("generation_config") or model.generation_config).is_assistant:
+        check_vocabulary(model, ids, name)

@@ -178,7 +178,7 @@ def check_rows(cache: Cache, attention_mask: Tensor | None) -> None:
     Raises:
         StateMismatchError: a row has seen other tokens.
     """
-    counts_rows = any(layer.counts_rows for layer in cache.self_attention.adapted_layers())
+    counts_rows = any(layer.traits.counts_rows for layer in cache.self_attention.adapted_layers())
     if not counts_rows or (attention_mask is not None and attention_mask.dim() != 2):
         return
     lengths = cache.row_lengths
@@ -499,10 +499,10 @@ def will_be_compiled(
         generation_config.compile_config._compile_all_devices = True
     was_compiled, mode.compiled = mode.compiled, True
     try:
-        arguments = {cache_argument.name_in_generate(model): cache}
-        return bool(model._valid_auto_compile_criteria(arguments, generation_config)) and (
-            # Some models ask for their forward pass uncompiled.
-            model.get_compiled_call(generation_config.compile_config) != model.__call__
+        # Some models ask for their forward pass uncompiled.
+        return bool(
+            model._valid_auto_compile_criteria({cache_argument.name_in_generate(model): cache}, generation_config)
+            and model.get_compiled_call(generation_config.compile_config) != model.__call__
         )
     finally:
         mode.compiled = was_compiled
@@ -634,6 +634,6 @@ def _can_replace(idle: Cache, new: Cache, request: CacheRequest) -> bool:
     return all(
         old.covers(other, request.batch_size)
         and (not is_exact or old.max_cache_len == other.max_cache_len)
-        and (old.dtype, old.values_dtype, old.device) == (request.dtype, request.dtype, request.device)
+        and (*(form.dtype for form in old.forms), old.device) == (request.dtype, request.dtype, request.device)
         for old, other in layers
     )

@@ -162,8 +162,10 @@ class DocumentPrompt:
             begin = shared
         cached_tokens = len(stored.difference(recomputed))
         cache = call.repeated(cache)
-        note = f"{cached_tokens} of {end} tokens were not computed"
-        cache.prefix_notes = (f"documents were concatenated with recompute={self.recompute!r}, {note}",)
+        cache.prefix_notes = (
+            f"documents were concatenated with recompute={self.recompute!r}, "
+            f"{cached_tokens} of {end} tokens were not computed",
+        )
         return cache, cached_tokens
 
 

@@ -61,11 +61,13 @@ from kvlayers.kernels.attention import model_attention
 from kvlayers.prefix import PrefixStore
 from kvlayers.upstream import compat, generate_calls, supported
 from kvlayers.utils import late
+from kvlayers.utils.options import checks_options
 
 _lock = threading.RLock()
 """Held while `install` and `uninstall` make several changes, and while an `installed` block starts."""
 
 
+@checks_options
 def install(
     prefix_store: PrefixStore | None = None,
     namespace: str = "",
@@ -141,6 +143,7 @@ def is_installed() -> bool:
     return bool(_activation)
 
 
+@checks_options
 @contextlib.contextmanager
 def installed(
     prefix_store: PrefixStore | None = None,
@@ -216,7 +219,7 @@ def _given(
     active = active_store.optional_store(prefix_store, namespace)
     for name, value in flags.items():
         if not isinstance(value, bool) and (value is not None or name == "legacy_names"):
-            raise OptionError(f"`{name}` must be True or False, got {value!r}.")
+            raise OptionError(f"`{name}` must be True or False, got {value!r}: pass one, or leave it out.")
     settings: list[tuple[ScopedValue[Any], Any]] = [
         (active_store.CURRENT, active),
         (call_cache.REPLACE, flags["replace_empty_caches"]),
@@ -273,7 +276,7 @@ def _export_support_first(original: Method, exporter: Any, *args: Any, **kwargs:
 
 def _by_rows(original: Method, model: Any, *args: Any, **kwargs: Any) -> Any:
     """For a method of continuous batching: what rows do in its place. Few programs need what makes them."""
-    return late.function(original.__name__)(original)(model, *args, **kwargs)
+    return late.function(original.__name__)(original, model, *args, **kwargs)
 
 
 def _patches() -> list[Patch]:
@@ -300,14 +303,7 @@ def _patches() -> list[Patch]:
     ]
 
 
-_PROBES = (
-    *supported.OF_GENERATE,
-    *(supported.OF_PREFILLS if compat.PREFILLS_APART else ()),
-    *(supported.OF_STATIC_CACHES if compat.STATIC_CACHES_MADE_APART else ()),
-    *(supported.OF_EXPORTERS if compat.HAS_EXPORTERS else ()),
-    *(supported.OF_POSITIONS if compat.PREPARES_POSITIONS else ()),
-)
-supported.check(_PROBES, compat.TRANSFORMERS)
+supported.check(supported.OF_GENERATE, compat.TRANSFORMERS)
 _PATCHES = _patches()
 
 

@@ -117,7 +117,7 @@ def cache_for_forward(config: Any, states: Iterable[Any]) -> Cache:
             return cast("Cache", source)
     checked = _checked(config, states)
     layers = [] if _has_cross_attention(config) else DynamicCache(config=config).layers
-    if layers and all(isinstance(layer, CacheLayer) and not layer.is_recurrent for layer in layers):
+    if layers and all(isinstance(layer, CacheLayer) and not layer.traits.is_recurrent for layer in layers):
         if checked:
             _check_count(checked, len(layers))
         return DynamicCache.from_legacy_cache(checked)

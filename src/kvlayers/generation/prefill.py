@@ -95,7 +95,7 @@ def _can_expand_later(
         and not model.config.is_encoder_decoder
         and not (generation_config.output_attentions or generation_config.output_hidden_states)
     )
-    shares = any(layer.attends and layer.reserved is None for layer in cache.adapted_layers())
+    shares = any(layer.traits.attends and layer.reserved is None for layer in cache.adapted_layers())
     # States in modules would have one row for each prompt, where the next pass has one for each sample.
     return is_usual and shares and not cache.is_static and model_types.kept_states(model) is None
 

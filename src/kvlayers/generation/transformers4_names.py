@@ -104,8 +104,7 @@ class _PatchedModule:
 
     def __init__(self, module: ModuleType, names: tuple[str, ...]) -> None:
         self._module = module
-        existing = set(dir(module)).difference(compat.HOLLOW_CACHE_NAMES)
-        self._names = {name for name in names if name not in existing}
+        self._names = set(names) - (set(dir(module)) - set(compat.HOLLOW_CACHE_NAMES))
         attributes = vars(module)
         self._hidden = {name: attributes.pop(name) for name in self._names if name in attributes}
         self._before: Callable[[str], Any] | None = attributes.get("__getattr__")

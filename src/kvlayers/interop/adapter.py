@@ -8,12 +8,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor
 from typing_extensions import Self, override
 
 from kvlayers.core.arguments import as_batch_indices, no_room_for_tokens, whole_number
 from kvlayers.core.buffer import StateForm
-from kvlayers.core.cache_layer import CacheLayer, LayerState, forwarded
+from kvlayers.core.cache_layer import CacheLayer, LayerState, LayerTraits, forwarded
 from kvlayers.core.description import Fact
 from kvlayers.core.token_store import Fidelity
 from kvlayers.errors import OptionError, RollbackError, StateMismatchError, UnsupportedLayerError
@@ -52,7 +53,6 @@ class TransformersLayer(CacheLayer):
         grows: whether a reservation that is too small is replaced by a larger one, instead of raising `CapacityError`.
     """
 
-    is_upstream = True
     is_initialized = forwarded("layer")
     is_compileable = forwarded("layer")
     # A layer may count in a tensor, and static layers do so in compiled code.
@@ -63,12 +63,16 @@ class TransformersLayer(CacheLayer):
     def __init__(self, layer: Any, grows: bool = False) -> None:
         self.layer = layer
         self.grows = grows
-        self.is_recurrent = isinstance(layer, compat.LINEAR_LAYER)
-        self.attends = isinstance(layer, compat.ATTENTION_LAYER)
-        self.has_other_states = _has(layer, "update_indexer")
-        self.keeps_every_token = isinstance(layer, compat.DUMMY_LAYER)
         # A dummy holds nothing.
-        self.can_be_stacked = self.keeps_every_token
+        is_dummy = isinstance(layer, compat.DUMMY_LAYER)
+        self.traits = LayerTraits(
+            attends=isinstance(layer, compat.ATTENTION_LAYER),
+            is_recurrent=isinstance(layer, compat.LINEAR_LAYER),
+            has_other_states=_has(layer, "update_indexer"),
+            is_upstream=True,
+            keeps_every_token=is_dummy,
+            can_be_stacked=is_dummy,
+        )
 
     @property
     @override
@@ -86,7 +90,7 @@ class TransformersLayer(CacheLayer):
     @override
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """`update` of the layer, which is handed what the model has passed besides the states."""
-        if not self.attends:
+        if not self.traits.attends:
             raise self._does_not_attend()
         layer = self.layer
         if self._is_checked_on_host(key_states):
@@ -149,7 +153,7 @@ class TransformersLayer(CacheLayer):
     @property
     def supports_early_init(self) -> bool:  # type: ignore[override]
         """Whether memory can be reserved before the first states. Before 5.13, any layer that attends could."""
-        return bool(self.layer.supports_early_init) if compat.SAYS_WHAT_RESERVES else self.attends
+        return bool(self.layer.supports_early_init) if compat.SAYS_WHAT_RESERVES else self.traits.attends
 
     @override
     def reserve_form(self, key_form: StateForm, value_form: StateForm) -> None:
@@ -160,17 +164,17 @@ class TransformersLayer(CacheLayer):
     @property
     @override
     def length(self) -> int | None:
-        return int(self.layer.get_seq_length()) if self.attends else None
+        return int(self.layer.get_seq_length()) if self.traits.attends else None
 
     @property
     def counts_on_device(self) -> bool:  # type: ignore[override]
         """Whether the count stands in a tensor, as that of static layers does."""
-        return self.attends and not isinstance(self.layer.get_seq_length(), int)
+        return self.traits.attends and not isinstance(self.layer.get_seq_length(), int)
 
     @property
     @override
     def capacity(self) -> int | None:
-        if not self.attends:
+        if not self.traits.attends:
             return None
         most = int(self.layer.get_max_length() if compat.RENAMED_MAXIMA else self.layer.get_max_cache_shape())
         return None if most < 0 else most
@@ -183,12 +187,12 @@ class TransformersLayer(CacheLayer):
     @property
     def keys(self) -> Tensor | None:
         """Keys held, `[batch, kv_heads, tokens, head_dim]`, `None` for a layer that does not attend."""
-        return self.layer.keys if self.attends else None
+        return self.layer.keys if self.traits.attends else None
 
     @property
     def values(self) -> Tensor | None:
         """Values held, `[batch, kv_heads, tokens, head_dim]`, `None` for a layer that does not attend."""
-        return self.layer.values if self.attends else None
+        return self.layer.values if self.traits.attends else None
 
     @property
     @override
@@ -240,7 +244,7 @@ class TransformersLayer(CacheLayer):
     def batch_size(self) -> int | None:
         if self.keys is not None and self.keys.dim() == 4:
             return int(self.keys.shape[0])
-        if not self.is_recurrent:
+        if not self.traits.is_recurrent:
             return None
         held = map(_by_index, (self.layer.conv_states, self.layer.recurrent_states))
         return next((int(one.shape[0]) for states in held for one in states.values() if one is not None), None)
@@ -265,7 +269,7 @@ class TransformersLayer(CacheLayer):
     def _says_it_is_croppable(self) -> bool:
         # Before 5.17 no recurrent layer could do that.
         known = compat.LAYERS_SAY_WHAT_THEY_CAN_CROP
-        return bool(self.layer.is_croppable) if known else self.attends and not self.is_recurrent
+        return bool(self.layer.is_croppable) if known else self.traits.attends and not self.traits.is_recurrent
 
     def _crops_every_state(self) -> bool:
         """Whether `crop` knows of every state that the layer holds: a class that adds states must define it anew.
@@ -319,7 +323,7 @@ class TransformersLayer(CacheLayer):
             return f"have a crop() to be rolled back, got none: {forking}"
         if not self._crops_every_state():
             return f"have a crop() of all its states, got states beside its keys and values: {forking}"
-        if self.is_recurrent:
+        if self.traits.is_recurrent:
             if not self._says_it_is_croppable():
                 return f"hold nothing recurrent to be rolled back, got a state without a past: {forking}"
             if not layer.record_past:
@@ -336,7 +340,7 @@ class TransformersLayer(CacheLayer):
     def remove_newest(self, tokens: int) -> None:
         self.check_removal(tokens)
         # A past that was recorded for this is forgotten.
-        changes = _has(self.layer, "crop") and (tokens or (self.is_recurrent and self.record_past))
+        changes = _has(self.layer, "crop") and (tokens or (self.traits.is_recurrent and self.record_past))
         if changes and not self.is_empty:
             self.layer.crop(-tokens)
 
@@ -381,7 +385,7 @@ class TransformersLayer(CacheLayer):
             return
         layer = self.layer
         layer.record_past = False
-        for index, states in _by_index(layer.conv_states).items() if self.is_recurrent else ():
+        for index, states in _by_index(layer.conv_states).items() if self.traits.is_recurrent else ():
             if states is not None:
                 # A layer that does not record writes its convolutions in place, and so needs them of their own size.
                 columns = layer.conv_kernel_size[index]
@@ -392,7 +396,7 @@ class TransformersLayer(CacheLayer):
     @override
     def reset(self) -> None:
         self.layer.reset()
-        if self.attends and self.length:
+        if self.traits.attends and self.length:
             # In transformers 5.17, layers that grow fill their tokens with zeros, and keep them.
             for name, value in vars(self.layer).items():
                 if isinstance(value, Tensor) and value.dim():
@@ -485,14 +489,6 @@ def _by_index(held: Any) -> dict[int, Any]:
 
 
 def _copied(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        # A clone that is made in inference mode could never be written to outside of it.
-        with torch.inference_mode(False):
-            return value.clone()
-    if isinstance(value, dict):
-        return {key: _copied(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_copied(item) for item in value)
-    if isinstance(value, int | str | bool | None | torch.dtype | torch.device):
-        return value
-    return copy.deepcopy(value)
+    # A clone that is made in inference mode could never be written to outside of it.
+    with torch.inference_mode(False):
+        return pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else copy.deepcopy(leaf), value)

@@ -208,7 +208,9 @@ class _RecurrentCache(LayerList):
         return _StatesOfLayers(part and part.recurrent_states[0] for part in self._recurrent_parts())
 
     def _recurrent_parts(self) -> Iterator[Any]:
-        return (next((part for part in layer.parts if part.counts_columns), None) for layer in self.adapted_layers())
+        return (
+            next((part for part in layer.parts if part.traits.counts_columns), None) for layer in self.adapted_layers()
+        )
 
 
 @register_cache_class

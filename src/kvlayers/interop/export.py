@@ -106,7 +106,7 @@ def _describe(layer: Any, layers: Sequence[Any]) -> dict[str, Any] | None:
     The count of tokens is not one of them, or a program would serve only one count. The shape of the tensors of full
     attention tells it, and a window that has dropped tokens has seen as many tokens as another layer of the cache.
     """
-    if not layer.attends and not layer.is_recurrent:
+    if not layer.traits.attends and not layer.traits.is_recurrent:
         return None
     if type(layer) not in (DynamicLayer, SlidingLayer):
         raise UnsupportedLayerError(
@@ -118,7 +118,7 @@ def _describe(layer: Any, layers: Sequence[Any]) -> dict[str, Any] | None:
         counting = (
             index
             for index, other in enumerate(layers)
-            if other.attends
+            if other.traits.attends
             and not other.is_sliding
             and facts["holds"] == (other.keys is not None)
             and other.length == layer.length

@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 
 from kvlayers.core.buffer import TokenBuffer
-from kvlayers.core.cache_layer import CacheLayer, rows_of
+from kvlayers.core.cache_layer import CacheLayer, beside_attention, rows_of
 from kvlayers.core.dense_store import may_share
 from kvlayers.core.token_layer import TokenLayer
 from kvlayers.core.token_store import TokenStore
@@ -54,7 +54,7 @@ def place_elsewhere(part: Any) -> bool:
     prefetcher = Offloading().prefetcher()
     # Elsewhere, states would take memory of the device that computes all the same.
     if part.offloading or not any(
-        prefetcher.offloads(layer.device) for layer in part.adapted_layers() if layer.attends
+        prefetcher.offloads(layer.device) for layer in part.adapted_layers() if layer.traits.attends
     ):
         return False
     try:
@@ -94,7 +94,7 @@ def _round(part: Any, nbits: int) -> tuple[bool, list[str]]:
             changed |= settings_of(holder.store) != before
             if not isinstance(holder.store, QuantizedStore) or max(holder.store.bits or (0,)) > nbits:
                 stay[type(holder.unwrapped).__name__] = None
-        if layer.attends and not holders(layer):
+        if layer.traits.attends and not holders(layer):
             stay[type(layer.parts[0].unwrapped.original).__name__] = None
     make_layer = part.layer_class_to_replicate
     if make_layer is not None:
@@ -163,7 +163,7 @@ def _packable(store: TokenStore, nbits: int, window: bool) -> QuantizedStore | N
     if isinstance(store, QuantizedStore):
         return store
     # What autograd follows must not be rounded.
-    if store.is_pending or not may_share(store) or any(states.requires_grad for states in store.held_tensors()):
+    if not may_share(store) or any(states.requires_grad for states in store.held_tensors()):
         return None
     # In a window no token could stay as a sink.
     return QuantizedStore.over(store, Quantization(nbits=nbits, sink_tokens=0 if window else DEFAULT_SINK_TOKENS))
@@ -192,9 +192,9 @@ def set_rows_apart(part: Any) -> None:
     """Let each row be a layer of its own, where rows stand side by side in one tensor."""
     for index, layer in enumerate(part.adapted_layers()):
         attention = layer.parts[0]
-        if attention.attends and attention.counts_rows and attention.separate_rows[0] is attention:
+        if attention.traits.attends and attention.traits.counts_rows and attention.separate_rows[0] is attention:
             rows = late.function("separate rows")(rows_of([attention]))
-            part.layers[index] = layer.with_attention(rows).original
+            part.layers[index] = beside_attention(layer, rows).original
 
 
 # Another place
@@ -252,7 +252,7 @@ def _onloaded(layer: CacheLayer) -> CacheLayer:
     rows: Sequence[Any] = layer.parts[0].separate_rows
     here = [_on_device(row) if isinstance(row, OffloadedLayer) else row for row in rows]
     attention = here[0] if rows[0] is layer.parts[0] else late.function("separate rows")(here)
-    return layer.with_attention(attention)
+    return beside_attention(layer, attention)
 
 
 def _on_device(layer: OffloadedLayer) -> TokenLayer:

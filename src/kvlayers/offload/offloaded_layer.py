@@ -10,7 +10,7 @@ from torch import Tensor
 from typing_extensions import Self, override
 
 from kvlayers.core.buffer import StateForm
-from kvlayers.core.cache_layer import LayerState, WrapperLayer, forwarded
+from kvlayers.core.cache_layer import LayerState, WrapperLayer, beside_attention, forwarded
 from kvlayers.core.description import DescriptionContext, Fact, Facts
 from kvlayers.core.layer_list import adapted
 from kvlayers.core.layer_registry import layer_class, layer_from_description, register_layer
@@ -80,7 +80,6 @@ class OffloadedLayer(WrapperLayer):
     """
 
     is_opaque = True
-    keeps_every_token = forwarded("wrapped")
     swap_buffers = forwarded("wrapped")
     wrapped: TokenLayer
 
@@ -94,6 +93,7 @@ class OffloadedLayer(WrapperLayer):
                 f"`prefetcher` must be a Prefetcher, got {prefetcher!r}: leave it out for one of its own."
             )
         super().__init__(layer)
+        self.traits = layer.traits
         self.prefetcher = Prefetcher() if prefetcher is None else prefetcher
         self.index = next(self.prefetcher.numbers)
         self.version = 0
@@ -114,7 +114,7 @@ class OffloadedLayer(WrapperLayer):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         self.prefetcher.meter.begin_update(self.index)
-        if not self.prefetcher.offloads(key_states.device):
+        if not isinstance(key_states, Tensor) or not self.prefetcher.offloads(key_states.device):
             attended = self.wrapped.update(key_states, value_states)
         elif (page_tokens := _page_tokens_of(self.wrapped, key_states)) is not None:
             # A token is taken in where the pages are held. Then the pages that its query chooses are brought.
@@ -153,7 +153,7 @@ class OffloadedLayer(WrapperLayer):
     def _read_counts(self) -> None:
         """Copy the counts of the wrapped layer. It has no counts between the assignments of keys and of values."""
         layer = self.wrapped
-        if not layer.store.is_pending:
+        if layer.store.complete is layer.store:
             self._seen, self._past = layer.length, layer.attended_past(layer.held_tokens)
 
     @override
@@ -230,7 +230,7 @@ class OffloadedLayer(WrapperLayer):
     @contextlib.contextmanager
     def _where_it_evicts(self) -> Iterator[TokenLayer]:
         """As `_on_host`, for an operation after which the layer may evict tokens that were recorded."""
-        if not (self.wrapped.evicts_by_states and self.wrapped.is_recording):
+        if not (self.wrapped.traits.evicts_by_states and self.wrapped.is_recording):
             with self._on_host() as layer:
                 yield layer
             return
@@ -388,14 +388,14 @@ class OffloadedLayer(WrapperLayer):
 
 
 def _page_tokens_of(layer: TokenLayer, keys: Tensor) -> int | None:
-    """Tokens of a page if the queries of new tokens read pages that can be read where they are held; else `None`.
+    """Tokens of a page if the queries of new tokens read pages where they are held; else `None`.
 
     Args:
         layer: the layer.
         keys: keys of the new tokens, `[batch, kv_heads, tokens, head_dim]`.
     """
-    apart = layer.store.holds_pages_apart and not (torch.is_grad_enabled() and keys.requires_grad)
-    return layer.chosen_page_tokens(keys.shape[2]) if apart else None
+    followed = torch.is_grad_enabled() and keys.requires_grad
+    return None if followed else layer.chosen_page_tokens(keys.shape[2])
 
 
 def placed(layer: Any, prefetcher: Prefetcher, only_non_sliding: bool) -> Any:
@@ -419,8 +419,8 @@ def placed(layer: Any, prefetcher: Prefetcher, only_non_sliding: bool) -> Any:
         if only_non_sliding and attention.is_sliding:
             return layer
         wrapped = [OffloadedLayer(row, prefetcher) for row in rows]
-        return known.with_attention(wrapped[0] if rows[0] is attention else late.function("separate rows")(wrapped))
-    if attention.attends:
+        return beside_attention(known, wrapped[0] if rows[0] is attention else late.function("separate rows")(wrapped))
+    if attention.traits.attends:
         raise UnsupportedLayerError(
             f"Layers must be of a kind that can be offloaded, got a {type(attention.original).__name__}, which holds "
             "tokens in a way of its own: leave out offloading."

@@ -59,10 +59,10 @@ class Offloading:
         """
         for name, given in (("offloading", offloading), ("offload_only_non_sliding", offload_only_non_sliding)):
             if not isinstance(given, bool):
-                raise OptionError(f"`{name}` must be True or False, got {given!r}.")
+                raise OptionError(f"`{name}` must be True or False, got {given!r}: pass one of them.")
         placement = cls(offload_only_non_sliding, offload_device, offload_directory)
         if placement.offload_directory is not None and not offloading:
-            raise OptionError("`offloading` must be True with offload_device='disk', got False.")
+            raise OptionError("`offloading` must be True with offload_device='disk', got False: pass offloading=True.")
         return placement if offloading else None
 
     def options(self) -> dict[str, Any]:

@@ -56,9 +56,6 @@ first day. If it turns out to be irrelevant, the worst result is a refusal that 
 DIMENSIONS = ("head_dim", "hidden_size", "model_type", "num_hidden_layers", "num_key_value_heads", "vocab_size")
 """Fields by which people tell models apart."""
 
-SCHEME = "all:"
-"""Prefix of ids that are made of all bytes."""
-
 BLOCK = 4096
 """Words of 8 bytes in a block. Each block has one sum."""
 
@@ -282,7 +279,7 @@ def weights_id(model: torch.nn.Module) -> str:
         (name, weight.data_ptr(), None if weight.is_inference() else weight._version, weight.shape, weight.dtype)
         for name, weight in weights
     ]
-    return _weights.of(model, (facts, marks, _probe(weights)), lambda: SCHEME + _digest(weights, facts))
+    return _weights.of(model, (facts, marks, _probe(weights)), lambda: f"all:{_digest(weights, facts)}")
 
 
 def _weights_and_facts(model: torch.nn.Module) -> tuple[list[tuple[str, Tensor]], Facts]:

@@ -5,6 +5,7 @@ A saved cache has a description, plain facts in JSON beside the tensors.
 
 import contextlib
 import hashlib
+import json
 import reprlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -46,7 +47,9 @@ _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 Form = TypeVar("Form")
 
 
-def refuse(path: str, expected: str, seen: str, remedy: str = "it is damaged, or not made by save_cache()") -> NoReturn:
+def refuse(
+    path: str, expected: str, seen: str, remedy: str = "it is damaged, or not made by save_cache(); save it again"
+) -> NoReturn:
     """Raise the error for a file that cannot be loaded."""
     raise CacheFileError(f"{path} must have {expected}, got {seen}: {remedy}.")
 
@@ -64,13 +67,21 @@ def canonical(content: object) -> str:
     """`content` as JSON, with sorted keys and no spaces.
 
     Raises:
-        OptionError: a text in it is no Unicode.
+        OptionError: a text in it is no Unicode, or a number in it is not finite.
     """
     try:
-        return msgspec.json.encode(content, order="sorted", enc_hook=_plain).decode()
+        text = msgspec.json.encode(content, order="sorted", enc_hook=_plain)
+        if b"null" in text:
+            # As which msgspec writes numbers that are not finite too. The standard library refuses them.
+            json.dumps(msgspec.to_builtins(content, enc_hook=_plain), allow_nan=False)
+        return text.decode()
     except UnicodeEncodeError as error:
         raise OptionError(
             f"A text must be Unicode without lone surrogates, got {shown(error.object)}: choose another."
+        ) from None
+    except ValueError:
+        raise OptionError(
+            f"A number must be finite, got another in {shown(content)}: choose one, or pass it as a text."
         ) from None
 
 

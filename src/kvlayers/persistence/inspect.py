@@ -10,7 +10,7 @@ from torch import Tensor
 from kvlayers.core.cache_layer import LAYER_CLASSES
 from kvlayers.errors import CacheFileError
 from kvlayers.persistence.format import refuse
-from kvlayers.persistence.node_file import NodeRecord, is_node, read_node
+from kvlayers.persistence.node_file import NODE, NodeRecord, read_node
 from kvlayers.persistence.rebuild import SavedFile, loads_prefixes
 from kvlayers.persistence.safetensors_header import TOKEN_IDS, checked_path
 from kvlayers.persistence.tensor_file import TensorFile, opened_file
@@ -102,7 +102,7 @@ def inspect_cache(path: str | os.PathLike[str]) -> CacheFile:
         CachePathError: there is no such file, it cannot be read, or is no regular file.
     """
     file = opened_file(checked_path(path))
-    return _of_node(file) if is_node(file.header) else _summary(SavedFile(file))
+    return _of_node(file) if NODE in file.header.metadata else _summary(SavedFile(file))
 
 
 def _of_node(file: TensorFile) -> CacheFile:
@@ -118,7 +118,7 @@ def _of_node(file: TensorFile) -> CacheFile:
     return replace(
         _summary(SavedFile(holder.cache())),
         path=path,
-        length=record.start + len(node.head.ids),
+        length=node.head.end,
         nbytes=node.head.header.file_bytes,
         weights_id=record.entry.label,
         versions=record.entry.versions,

@@ -29,9 +29,10 @@ from kvlayers.persistence.rebuild import (
 from kvlayers.persistence.safetensors_header import TOKEN_IDS, checked_path
 from kvlayers.persistence.tensor_file import opened_file
 from kvlayers.upstream.model_types import config_of
-from kvlayers.utils.options import checked_device
+from kvlayers.utils.options import checked_device, checks_options
 
 
+@checks_options
 def load_cache(
     path: str | os.PathLike[str],
     device: torch.device | str | None = None,
@@ -97,8 +98,8 @@ def load_cache(
 
 def _device_of(cache: Cache) -> torch.device:
     """The device that a cache computes on; the host if it holds no states yet."""
-    layers = (layer for part in _parts(cache) for layer in part.adapted_layers())
-    holding = (layer for layer in layers if layer.batch_size is not None and not layer.is_upstream)
+    layers = (layer for part in cache.parts() for layer in part.adapted_layers())
+    holding = (layer for layer in layers if layer.batch_size is not None and not layer.traits.is_upstream)
     return torch.device(next((found for layer in holding if (found := layer.parts[0].device) is not None), "cpu"))
 
 
@@ -181,7 +182,7 @@ class StateReader:
         states = []
         for number, record in enumerate(description.caches()):
             part = number if description.cache.parts else None
-            held = _parts(cache)[number if cache.is_pair else 0]
+            held = cache.parts()[number if cache.is_pair else 0]
             layers = held.layers_for(len(record.layers))
             if len(layers) != len(record.layers):
                 raise StateMismatchError(
@@ -202,7 +203,7 @@ class StateReader:
 
     def _rehearsed(self, layer: CacheLayer, record: LayerRecord, part: int | None, index: int) -> LayerState:
         state = self._state(layer, record, part, index)
-        if layer.is_recurrent or layer.is_upstream:
+        if layer.traits.is_recurrent or layer.traits.is_upstream:
             # These layers check less of a state than layers of tokens do, and are small enough to be loaded twice.
             with file_at_fault(self.saved.path, mismatch_too=False):
                 layer.fork().load_state(state)
@@ -220,7 +221,7 @@ class StateReader:
         _check_states(self.saved.path, tensors)
         if "device" in facts:
             facts["device"] = str(self.device)
-        if layer.is_upstream:
+        if layer.traits.is_upstream:
             _check_upstream(layer, facts)
         return LayerState(record.kind, tensors, facts)
 
@@ -245,15 +246,11 @@ class StateReader:
         """A loaded cache that knows which tokens it has seen, and records its past if the saved one did."""
         if ids is not None and ids.shape[0] == cache.batch_size and not cache.is_pair and not cache.is_recurrent:
             cache.known_ids = ids
-        for part, record in zip(_parts(cache), self.saved.description.caches(), strict=True):
+        for part, record in zip(cache.parts(), self.saved.description.caches(), strict=True):
             for layer, own in zip(part.adapted_layers(), record.layers, strict=True):
                 if own.recording:
                     layer.activate_past_recording()
         return cache
-
-
-def _parts(cache: Cache) -> list[Cache]:
-    return [cache.self_attention_cache, cache.cross_attention_cache] if cache.is_pair else [cache]
 
 
 def _check_states(path: str, tensors: dict[str, Tensor]) -> None:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kvlayers.persistence.format import MOST_FILE_BYTES, Count, canonical, parsed, refuse, shown
+from kvlayers.persistence.format import MOST_FILE_BYTES, Count, parsed, refuse, shown
 from kvlayers.persistence.safetensors_header import (
     DIGESTS,
     TOKEN_IDS,
@@ -29,6 +29,9 @@ from kvlayers.persistence.tensor_file import TensorFile, file_in
 
 NODE = "node"
 """In the metadata: the record of a node, as JSON."""
+
+SUFFIX = ".safetensors"
+"""Suffix of the names of all nodes."""
 
 CACHE = "cache"
 """Tensor of bytes: a saved cache that has no rows."""
@@ -113,7 +116,6 @@ class EntryFacts:
 
     Attributes:
         label: model and namespace.
-        layers: names of the classes of the layers of its cache, sorted.
         cuttable: whether the first tokens can be used without the others.
         settings: equal for caches of the same kinds and settings. Only they share nodes.
         versions: what has written it.
@@ -121,7 +123,6 @@ class EntryFacts:
     """
 
     label: str
-    layers: tuple[str, ...]
     cuttable: bool
     settings: str = ""
     versions: dict[str, str] = field(default_factory=dict)
@@ -185,7 +186,7 @@ class NodeRecord:
         return {TOKEN_IDS: TensorEntry(torch.int64, (1, tokens)), **rows, **cache}
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class NodeHead:
     """The beginning of the file of a node, up to its rows.
 
@@ -199,20 +200,21 @@ class NodeHead:
     record: NodeRecord
     ids: Rows
 
+    @functools.cached_property
+    def name(self) -> str:
+        """The name of its file, which identifies it: a SHA-256 of its record and its tokens."""
+        content = f"{self.header.metadata[NODE]}\n".encode() + self.ids.tobytes()
+        return hashlib.sha256(content).hexdigest() + SUFFIX
+
     @property
     def content(self) -> bytes:
         """Its bytes. Two files that begin with the same ones are of the same node."""
         return self.header.content + self.ids.tobytes()
 
     @property
-    def digest(self) -> str:
-        """What identifies the node: a SHA-256 of its record and its tokens."""
-        return hashlib.sha256(f"{self.header.metadata[NODE]}\n".encode() + self.ids.tobytes()).hexdigest()
-
-
-def is_node(header: Header) -> bool:
-    """Whether a file is a node."""
-    return NODE in header.metadata
+    def end(self) -> int:
+        """The position behind its last token."""
+        return self.record.start + len(self.ids)
 
 
 def read_head(path: str, header: Header, read: ReadRange) -> NodeHead:
@@ -284,18 +286,6 @@ def read_node(file: TensorFile) -> NodeFile:
         CacheFileError: it is damaged, or no node.
     """
     return NodeFile(file, read_head(file.path, file.header, file.read))
-
-
-def new_head(record: NodeRecord, ids: Rows, cache_bytes: int) -> NodeHead:
-    """The beginning of the file of a new node.
-
-    Args:
-        record: its place, and which rows it has.
-        ids: its tokens.
-        cache_bytes: bytes of the saved cache without rows, if it is to have that.
-    """
-    header = file_header(record.tensors(len(ids), cache_bytes), {NODE: canonical(record)})
-    return NodeHead(header, record, ids.copy())
 
 
 def _check_record(path: str, record: NodeRecord) -> None:

@@ -24,7 +24,7 @@ from kvlayers.persistence.format import (
     rotary_name,
     shown,
 )
-from kvlayers.persistence.node_file import is_node
+from kvlayers.persistence.node_file import NODE
 from kvlayers.persistence.safetensors_header import DIGESTS, TOKEN_IDS
 from kvlayers.persistence.tensor_file import TensorFile
 from kvlayers.rope.rotary import Rotary
@@ -62,7 +62,7 @@ class SavedFile:
     def __init__(self, file: TensorFile) -> None:
         self.path, self.header, self.checksum, self._file = file.path, file.header, file.checksum, file
         path, metadata, tensors = file.path, file.header.metadata, file.header.tensors
-        if is_node(file.header):
+        if NODE in file.header.metadata:
             remedy = "open its directory with PrefixStore(directory=...)"
             refuse(path, "the states of its cache", "a node of a prefix store, which has a part of them", remedy)
         self.description = read_description(path, metadata.get(DESCRIPTION, ""))
@@ -178,7 +178,7 @@ def check_remakeable(cache: Cache) -> None:
             f"`cache` must be of a class that a file can name ({', '.join(CACHE_CLASSES.names())}), got a "
             f"{type(cache).__name__}: register it with register_cache_class(), or save it, and load it with into=."
         )
-    layers = [layer for layer in cache.adapted_layers() if not layer.is_upstream]
+    layers = [layer for layer in cache.adapted_layers() if not layer.traits.is_upstream]
     kinds = [part.unwrapped.kind for layer in layers for part in layer.parts]
     # A file names a hybrid layer as well as its parts, and an offloaded layer by what it wraps alone.
     kinds += [layer.kind for layer in layers if len(layer.parts) > 1]
@@ -202,7 +202,7 @@ def loads_prefixes(record: LayerRecord) -> bool:
         return False
     # Other tensors need not have one row for each token.
     has_states_alone = set(record.tensors) == {"keys", "values"}
-    return has_states_alone and layer_class.keeps_every_token is True and store_class.holds_tokens_apart is True
+    return has_states_alone and layer_class.traits.keeps_every_token is True and store_class.holds_tokens_apart is True
 
 
 def _check_settings(path: str, record: CacheRecord) -> None:

@@ -113,9 +113,8 @@ def described(
         StateMismatchError: a layer holds something that a file cannot.
     """
     rotaries = {rotary.fingerprint: rotary for rotary in cache.rotaries}
-    caches = [cache.self_attention_cache, cache.cross_attention_cache] if cache.is_pair else [cache]
     states = state.parts or (state,)
-    records = tuple(_record(part, own) for part, own in zip(caches, states, strict=True))
+    records = tuple(_record(part, own) for part, own in zip(cache.parts(), states, strict=True))
     record = records[0]
     if cache.is_pair:
         batch_size = max(cache.batch_size, 0)
@@ -136,7 +135,7 @@ def described(
     return Description(versions, record, model, layouts, tuple(dtypes)), tensors
 
 
-def _record(cache: Cache, state: CacheState) -> CacheRecord:
+def _record(cache: Any, state: CacheState) -> CacheRecord:
     layers = tuple(
         LayerRecord(layer_state.kind, _facts(layer_state), tuple(sorted(layer_state.tensors)), bool(layer.is_recording))
         for layer, layer_state in zip(cache.adapted_layers(), state.layers, strict=True)

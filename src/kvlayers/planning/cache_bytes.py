@@ -8,9 +8,10 @@ import torch
 
 from kvlayers.core.buffer import LayerShape, StateForm, nbytes_of
 from kvlayers.core.cache import Cache
-from kvlayers.core.cache_layer import CacheLayer, WrapperLayer
+from kvlayers.core.cache_layer import CacheLayer
 from kvlayers.core.dense_store import MINIMUM_GROWTH, SMALL_STEP
 from kvlayers.core.layer_list import adapted
+from kvlayers.core.token_layer import planned_bits
 from kvlayers.core.token_store import Fidelity, TokenStore, filled_nbytes, least_faithful, states_on_meta
 from kvlayers.errors import KVLayersError, UnsupportedLayerError
 from kvlayers.eviction.evicting_layer import EvictingLayer
@@ -105,7 +106,7 @@ class CacheTrial:
         parts = [[*zip(layers, shapes, strict=False)] for layers in _parts(make(1), len(shapes))]
         self.fidelity: Fidelity = least_faithful(layer.fidelity for part in parts for layer, _ in part)
         """What the caches do to the states that the model attends to."""
-        self.bits = min(layer.planned_bits(shape) for layer, shape in parts[0])
+        self.bits = min(planned_bits(layer, shape) for layer, shape in parts[0])
         """Bits of one number of a key or value, scales and zeros included, in the layers with the fewest."""
         self._alike = [_alike(part) for part in parts]
         windows = [window for layer, _ in parts[0] if (window := _reserved_window(layer)) is not None]
@@ -194,8 +195,7 @@ def _alike(layers: Sequence[tuple[CacheLayer, LayerShape]]) -> list[int]:
 
 def _reserved_window(layer: CacheLayer) -> int | None:
     """The window of a layer that reserved room for one token as the length hint said, `None` for any other layer."""
-    while isinstance(layer, WrapperLayer):
-        layer = layer.wrapped
+    layer = layer.parts[0].unwrapped
     if layer.sized_for != 1 or not isinstance(layer, (StaticLayer, StaticSlidingLayer)):
         return None
     return layer.sliding_window if isinstance(layer, StaticSlidingLayer) else 0
@@ -260,7 +260,7 @@ def _states_and_beside(layer: Any, shape: LayerShape, tokens: int) -> tuple[list
     if isinstance(layer, EvictingLayer):
         return _evicting_nbytes(layer, shape, tokens)
     _fill(layer, shape, tokens)
-    states = list(storages_of(layer.offloaded_tensors()).values())
+    states = list(storages_of(layer.store.held_tensors()).values())
     return states, layer.nbytes - sum(states)
 
 

@@ -22,7 +22,7 @@ from kvlayers.generation.cache_by_name import AUTO, NamedCache, cache_for, named
 from kvlayers.planning.cache_bytes import CacheBytes, CacheTrial
 from kvlayers.planning.shapes import layer_shapes
 from kvlayers.upstream import model_types
-from kvlayers.utils.options import checked_dtype
+from kvlayers.utils.options import checked_dtype, checks_options
 from kvlayers.utils.units import bytes_or_share, exact_bytes, html_table, plain_table, readable_bytes, tokens
 
 PLAIN_NAMES = ("dynamic", "static", "offloaded", "offloaded_static", "evicting")
@@ -284,6 +284,7 @@ NO_END = 2**40
 """More tokens than any context has: if so many fit, any number fits."""
 
 
+@checks_options
 def plan(
     config: object,
     context_length: int | str,
@@ -425,7 +426,7 @@ class _Wanted:
         for index, shape in enumerate(layer_shapes(self.config, self.batch_size, self.dtype)):
             if shape.token is not None:
                 cache.update(*states_on_meta(shape.forms(), self.context_length), index)
-        exact = [layer.length - (layer.exact_from or 0) for layer in cache.adapted_layers() if layer.attends]
+        exact = [layer.length - (layer.exact_from or 0) for layer in cache.adapted_layers() if layer.traits.attends]
         return (
             f"a DynamicCache with max_bytes={max_bytes!r}: of {self.context_length} tokens, {min(exact)} stay exact "
             f"({cache.budget.note})."
@@ -604,7 +605,7 @@ def checked_count(number: object, name: str, what: str) -> int:
     """`number` as an `int`, at least 1. Raises `OptionError` that names the argument, and `what` it counts."""
     count = whole_number(number, f"`{name}`")
     if isinstance(number, bool) or count < 1:
-        raise OptionError(f"`{name}` must be a whole number of {what}, at least 1, got {number!r}.")
+        raise OptionError(f"`{name}` must be a whole number of {what}, at least 1, got {number!r}: pass one.")
     return count
 
 
@@ -616,7 +617,8 @@ def _encoder_length(config: PretrainedConfig, encoder_length: int | str | None) 
     if not config.is_encoder_decoder:
         if encoder_length is not None:
             raise OptionError(
-                f"`encoder_length` must be left out for a model without an encoder, got {encoder_length!r}."
+                f"`encoder_length` must be left out for a model without an encoder, got {encoder_length!r}: its "
+                "config has none."
             )
         return None
     if encoder_length is None:

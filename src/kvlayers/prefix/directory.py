@@ -7,9 +7,8 @@ import logging
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -37,9 +36,6 @@ ATTEMPTS = 4
 
 CHECKING_THREADS = 2
 """Threads that compare the content of nodes with their digests, while others arrive."""
-
-NODES_AHEAD = 8
-"""Nodes that are being checked, or wait for it, while the caller uses those before."""
 
 NANOSECONDS = 10**9
 
@@ -109,28 +105,6 @@ def name_in(path: str) -> str:
 
 class NeedsConfigError(Exception):
     """A file is in order, but its cache cannot be made without the model's config. It never leaves kvlayers."""
-
-
-@dataclass(frozen=True)
-class FileCandidate:
-    """An entry in files that may serve a prompt. It does not change, whatever becomes of the entry.
-
-    Attributes:
-        entry: the entry.
-        ids: its tokens.
-        path: path of the file with its last tokens.
-        shared: number of tokens that it shares with the prompt and that are to be found.
-    """
-
-    entry: PrefixEntry
-    ids: Tokens
-    path: str
-    shared: int
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether all of its tokens are needed. Such an entry certainly works."""
-        return len(self.ids) <= self.shared
 
 
 class Directory:
@@ -298,7 +272,7 @@ class Directory:
 
     def load(
         self,
-        stored: FileCandidate,
+        path: str,
         length: int,
         config: object | None,
         device: torch.device | str | None,
@@ -307,7 +281,7 @@ class Directory:
         """The cache of an entry, rolled back to `length` tokens, or as near before that as it can.
 
         Args:
-            stored: the entry.
+            path: path of the file with its last tokens.
             length: how many of its first tokens are needed.
             config: config of the model, for layers that need it.
             device: device of the states, `None` for the host.
@@ -323,23 +297,23 @@ class Directory:
             CachePathError: it no longer exists.
             NeedsConfigError: its layers cannot be made without `config`.
         """
-        chain = self._chain(stored.path)
+        chain = self._chain(path)
         if not chain:
             raise GoneError("the entry has no file any more.")
         end = chain[-1].record
-        needs_config = not all(kind in LAYER_CLASSES for kind in end.entry.layers)
-        if needs_config and config is None:
-            raise NeedsConfigError
-        length = min(length, len(stored.ids))
+        length = min(length, chain[-1].end)
         first, stop = span_needed(end, length)
         if end.entry.cuttable:
             chain = [node for node in chain if node.record.start < stop]
         chain = [node for node in chain if node.record.stop > first or node is chain[-1]]
-        read, length = self._read(stored.path, chain, length, end.entry.cuttable, deadline)
+        read, length = self._read(path, chain, length, end.entry.cuttable, deadline)
         place = torch.device("cpu") if device is None else checked_device(device)
         cut = length if end.entry.cuttable else None
         try:
             saved = NodesFile(read, end.stop if cut is None else cut)
+            needs_config = not all(layer.kind in LAYER_CLASSES for _, layer in saved.description.layers())
+            if needs_config and config is None:
+                raise NeedsConfigError
             cache = StateReader(saved, place, cut, verify=True).new(config if needs_config else None)
         except CachePathError:
             raise
@@ -382,27 +356,20 @@ class Directory:
         """The file of each node, or what is wrong with it, in order. Digests are compared while others arrive."""
         files = [StoredFile(node.name, node.nbytes) for node in chain]
         wait_seconds = None if deadline is None else max(deadline - time.monotonic(), 0.0)
-        coming: deque[Future[NodeFile | KVLayersError]] = deque()
         with ThreadPoolExecutor(CHECKING_THREADS, thread_name_prefix="kvlayers-check") as threads:
-            contents = zip(chain, self.backend.read(files, wait_seconds), strict=True)
-            while True:
-                for node, content in itertools.islice(contents, NODES_AHEAD - len(coming)):
-                    coming.append(threads.submit(self._checked, node, content))
-                if not coming:
-                    return
-                yield coming.popleft().result()
+            yield from threads.map(self._checked, chain, self.backend.read(files, wait_seconds))
 
     def _checked(self, node: Node, content: Content | KVLayersError) -> NodeFile | KVLayersError:
         """The file of a node, all bytes of which were compared with their digest, or what is wrong with it."""
         if isinstance(content, KVLayersError):
             return content
-        path, head = self.backend.path_of(node.name), node.head
+        path = self.backend.path_of(node.name)
         replaced = CacheFileError(f"{path} was replaced: it no longer holds the tokens of its entry.")
         try:
             # Compared now, and not only when the store was opened, since other processes may write to the directory.
             read = ranges_of(content)
-            is_same = read(0, len(head.content)) == head.content
-            return NodeFile(TensorFile(path, head.header, read), head) if is_same else replaced
+            is_same = read(0, len(node.content)) == node.content
+            return NodeFile(TensorFile(path, node.header, read), node) if is_same else replaced
         except KVLayersError as error:
             return error
 

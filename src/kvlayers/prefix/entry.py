@@ -130,7 +130,7 @@ def restorable_length(cache: Cache, length: int) -> int:
     try:
         target = cache.nearest_restorable(length)
         # transformers' layers, and layers that do not count their tokens, have to be tried.
-        if target and not all(layer.length and not layer.is_upstream for layer in cache.adapted_layers()):
+        if target and not all(layer.length and not layer.traits.is_upstream for layer in cache.adapted_layers()):
             cache.fork().truncate(target)
     except RollbackError:
         return 0

@@ -10,14 +10,14 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from kvlayers.core.cache import Cache
 from kvlayers.errors import CacheFileError, CachePathError, CapacityError
 from kvlayers.prefix.backends import UnreachableError
-from kvlayers.prefix.directory import Directory, FileCandidate, NeedsConfigError
+from kvlayers.prefix.directory import Directory, NeedsConfigError
 from kvlayers.prefix.entry import Pin, PrefixEntry, restorable_length, shares_memory
 from kvlayers.prefix.index import MOST_TRIED, EntryIndex
 from kvlayers.prefix.keys import Tokens
@@ -46,6 +46,25 @@ class Hit:
     covered: int = 0
     reason: str = ""
     known: int = 0
+
+
+class FileCandidate(NamedTuple):
+    """An entry in files that may serve a prompt.
+
+    Attributes:
+        entry: the entry.
+        path: path of the file with its last tokens, whatever becomes of the entry.
+        shared: number of tokens that it shares with the prompt and that are to be found.
+    """
+
+    entry: PrefixEntry
+    path: str
+    shared: int
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of its tokens are needed. Such an entry certainly works."""
+        return self.entry.length <= self.shared
 
 
 @dataclass(eq=False)
@@ -116,11 +135,11 @@ class Search:
                 # More would never be read, unless all of these are damaged.
                 break
             in_files = (
-                FileCandidate(entry, entry.ids, entry.path, bound)
+                FileCandidate(entry, entry.path, bound)
                 for entry in group
                 if entry.cache is None and entry.path is not None
             )
-            self.files += sorted(itertools.islice(in_files, MOST_TRIED), key=lambda file: len(file.ids))
+            self.files += sorted(itertools.islice(in_files, MOST_TRIED), key=lambda file: file.entry.length)
 
     def load(
         self, directory: Directory, config: object | None, device: torch.device | str | None, deadline: float
@@ -185,7 +204,7 @@ def _loaded(
             continue
         tried += 1
         try:
-            cache = directory.load(file, file.shared, config, device, deadline)
+            cache = directory.load(file.path, file.shared, config, device, deadline)
         except NeedsConfigError:
             found.notes["a file needs config=model.config to be loaded"] = None
         except UnreachableError as error:
@@ -201,11 +220,11 @@ def _loaded(
             found.notes["a damaged file was skipped"] = None
         else:
             length = 0 if cache is None else cache.get_seq_length()
-            if cache is not None and cache.keeps_every_token and length < min(file.shared, len(file.ids)):
+            if cache is not None and cache.keeps_every_token and length < min(file.shared, file.entry.length):
                 found.notes["part of a file was damaged, missing or late"] = None
             if length > found.covered:
                 found.cache, found.entry, found.covered = cache, file.entry, length
-                found.is_whole = length == len(file.ids)
+                found.is_whole = length == file.entry.length
     return found
 
 

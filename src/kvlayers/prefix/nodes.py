@@ -12,73 +12,54 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvlayers.errors import CacheFileError, KVLayersError
-from kvlayers.persistence.node_file import NodeHead, NodeRecord, is_node, read_head
+from kvlayers.persistence.node_file import NODE, NodeHead, read_head
 from kvlayers.persistence.safetensors_header import ReadRange, parse_header
 from kvlayers.prefix.backends import GoneError, StorageBackend, StoredFile
-from kvlayers.prefix.backends.contract import SUFFIX
 from kvlayers.prefix.entry import PrefixEntry
 from kvlayers.prefix.keys import PrefixMap, Tokens
 
 
 @dataclass(eq=False)
-class Node:
+class Node(NodeHead):
     """A node of a directory.
 
     Attributes:
-        name: name of its file.
-        nbytes: bytes of the file.
-        record: its place, and which rows it has.
-        ids: its tokens, from `record.start` on, int64 `[tokens]`. There may be more than it has rows for.
-        head: the beginning of the file.
         file: the file in the last listing, `None` if it was written since.
     """
 
-    name: str
-    nbytes: int
-    record: NodeRecord
-    ids: Tokens
-    head: NodeHead
     file: StoredFile | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its file."""
+        return self.header.file_bytes
 
     @property
     def used(self) -> int:
         """Time of its last use in nanoseconds since 1970, as the last listing said; 0 if nobody knows."""
         return 0 if self.file is None else self.file.used
 
-    @property
-    def end(self) -> int:
-        """The position behind its last token."""
-        return self.record.start + len(self.ids)
-
-
-def look(path: str, file: StoredFile, read: ReadRange) -> Node | None:
-    """The node in a file, `None` if it is not a file of a prefix store. No states are read.
-
-    Args:
-        path: name of the file in errors.
-        file: the file.
-        read: reads a range of its bytes.
-
-    Raises:
-        CacheFileError: it is a file of a store, but damaged, or that of another node.
-        CachePathError: it no longer exists.
-    """
-    header = parse_header(path, file.nbytes, read)
-    if not is_node(header):
-        # Somebody has saved a cache there.
-        return None
-    head = read_head(path, header, read)
-    if head.digest + SUFFIX != file.name:
-        raise CacheFileError(f"{path} was replaced: it no longer holds the tokens of its entry.")
-    return Node(file.name, file.nbytes, head.record, head.ids, head, file)
-
 
 def read_nodes(
     backend: StorageBackend, files: Sequence[StoredFile]
 ) -> Iterator[tuple[StoredFile, Node | KVLayersError | None]]:
-    """The node in each file, or what is wrong with the file; `None` for other files, and for files that are gone."""
-    for file, found in zip(files, backend.inspect(files, look), strict=True):
+    """The node in each file, or what is wrong with the file; `None` for other files, and for files that are gone.
+
+    No states are read.
+    """
+    for file, found in zip(files, backend.inspect(files, _look), strict=True):
         yield file, None if isinstance(found, GoneError) else found
+
+
+def _look(path: str, file: StoredFile, read: ReadRange) -> Node | None:
+    header = parse_header(path, file.nbytes, read)
+    if NODE not in header.metadata:
+        # Somebody has saved a cache there.
+        return None
+    head = read_head(path, header, read)
+    if head.name != file.name:
+        raise CacheFileError(f"{path} was replaced: it no longer holds the tokens of its entry.")
+    return Node(header, head.record, head.ids, file)
 
 
 def _continues(node: Node, parent: Node) -> bool:

@@ -23,6 +23,7 @@ from kvlayers.kernels.codes.smoothing import NAMES as SMOOTHING_NAMES
 from kvlayers.persistence.format import DTYPES, Description, LayerRecord, ModelRecord, canonical, layer_prefix
 from kvlayers.persistence.node_file import (
     CACHE,
+    NODE,
     EntryFacts,
     NodeFile,
     NodeRecord,
@@ -30,14 +31,12 @@ from kvlayers.persistence.node_file import (
     RowRun,
     Rows,
     TensorForm,
-    new_head,
     rows_name,
 )
 from kvlayers.persistence.rebuild import SavedFile, loads_prefixes
-from kvlayers.persistence.safetensors_header import DIGEST_BYTES, TOKEN_IDS, Content
+from kvlayers.persistence.safetensors_header import DIGEST_BYTES, TOKEN_IDS, Content, file_header
 from kvlayers.persistence.save import described, header_of
 from kvlayers.persistence.tensor_file import content_of
-from kvlayers.prefix.backends.contract import SUFFIX
 from kvlayers.prefix.keys import Tokens
 from kvlayers.prefix.nodes import Node
 from kvlayers.quantized.packed_blocks import PACKED_NAMES
@@ -106,7 +105,6 @@ class EntryStates:
         self._lengths = () if self.cuttable else tuple(lengths)
         self._facts = EntryFacts(
             label,
-            tuple(sorted({record.kind for record in records})),
             self.cuttable,
             _settings(cache, [(state.kind, settings) for state, _, settings in divided], small),
             description.versions,
@@ -162,21 +160,23 @@ class EntryStates:
                 record = replace(record, cache=self._checksum)
             own = record.own()
             ends = [int(end) for group in own for end in group.positions()[1][-1:]]
-            head = new_head(record, self.ids[first : max([stop, *ends])], len(self._saved))
-            parent = head.digest + SUFFIX
-            yield Node(parent, head.header.file_bytes, record, head.ids, head)
+            ids = self.ids[first : max([stop, *ends])]
+            header = file_header(record.tensors(len(ids), len(self._saved)), {NODE: canonical(record)})
+            node = Node(header, record, ids.copy())
+            parent = node.name
+            yield node
 
     def content(self, node: Node) -> Content:
         """The content of the file of one of these nodes."""
         saved = torch.frombuffer(self._saved, dtype=torch.uint8)
-        tensors = {TOKEN_IDS: [torch.from_numpy(node.head.ids)], CACHE: [saved]}
+        tensors = {TOKEN_IDS: [torch.from_numpy(node.ids)], CACHE: [saved]}
         for number, (group, held) in enumerate(zip(self.groups, node.record.own(), strict=True)):
             if held.rows:
                 first = int(np.searchsorted(group.positions()[0], held.runs[0].first))
                 found = [source.read(first, held.rows) for source in self._sources[number]]
                 for form in group.tensors:
                     tensors[rows_name(number, form.name)] = [each[form.name] for each in found]
-        return content_of(node.head.header, tensors)
+        return content_of(node.header, tensors)
 
 
 def _as_numbers(begins: Rows, ends: Rows) -> Rows:
@@ -187,7 +187,7 @@ def _as_numbers(begins: Rows, ends: Rows) -> Rows:
 def _is_cuttable(record: LayerRecord, divided: _Divided) -> bool:
     """Whether the first tokens of a layer can be used without the others: all that depends on tokens is in rows."""
     layer_class, (state, found, _) = LAYER_CLASSES.get(record.kind), divided
-    keeps_all = layer_class is not None and layer_class.keeps_every_token is True
+    keeps_all = layer_class is not None and layer_class.traits.keeps_every_token is True
     is_packed = keeps_all and record.facts.get("store") == "QuantizedStore" and set(record.tensors) <= _OF_PACKED_LAYERS
     others = set(state.tensors) - {form.name for rows in found for form in rows.forms} - _WITHOUT_ROWS
     is_divided = not any(state.tensors[name].numel() for name in others)
@@ -250,7 +250,7 @@ def _described(layer: Any) -> Mapping[str, object] | None:
     States of layers that evict tokens depend on which tokens came together, and of unknown layers nobody knows.
     """
     try:
-        return None if layer.is_upstream or layer.fidelity == "evicting" else layer.describe()
+        return None if layer.traits.is_upstream or layer.fidelity == "evicting" else layer.describe()
     except UnsupportedLayerError:
         return None
 
@@ -258,7 +258,7 @@ def _described(layer: Any) -> Mapping[str, object] | None:
 def _divided(layer: Any) -> _Divided:
     """The state of a layer without rows of tokens, these rows, and what they depend on besides tokens."""
     settings = _described(layer)
-    if isinstance(layer, TokenLayer) and layer.keeps_every_token and may_share(layer.store):
+    if isinstance(layer, TokenLayer) and layer.traits.keeps_every_token and may_share(layer.store):
         return *_of_dense(layer, layer.store), settings
     state = layer.state()
     found = [] if settings is None else list(_rows_of(state))

@@ -115,7 +115,7 @@ class PrefixStore:
             raise OptionError("`storage_options` need a `directory`, got none: pass both.")
         for name, seconds in (("write_wait_seconds", write_wait_seconds), ("read_wait_seconds", read_wait_seconds)):
             if not isinstance(seconds, int | float) or isinstance(seconds, bool) or not 0 <= seconds < math.inf:
-                raise OptionError(f"`{name}` must be a number of seconds, 0 or more, got {seconds!r}.")
+                raise OptionError(f"`{name}` must be a number of seconds, 0 or more, got {seconds!r}: pass one.")
         if device is not None:
             # Checked now, since files would otherwise seem damaged later.
             checked_device(device)
@@ -538,5 +538,5 @@ def _no_entry(ids: Tokens) -> PrefixError:
 def _positive(name: str, value: int, unit: str) -> int:
     """Raise `OptionError` unless `value` is a positive whole number."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise OptionError(f"`{name}` must be a positive number of {unit}, got {value!r}.")
+        raise OptionError(f"`{name}` must be a positive number of {unit}, got {value!r}: pass a whole number.")
     return value

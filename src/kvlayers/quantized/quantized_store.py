@@ -134,21 +134,15 @@ class QuantizedStore(TokenStore):
         return self.quantization.keys.nbits, self.quantization.values.nbits
 
     @property
-    @override
     def block_tokens(self) -> int:
+        """Tokens that are packed together and cannot be taken apart again; 1 if their form is not known yet."""
         # Of the states that were validated last, which need not be taken in yet.
         forms = self._validated or self._forms
         return 1 if forms is None else block_tokens(checked_quantizers(self.quantization, *forms))
 
     @property
-    @override
-    def holds_pages_apart(self) -> bool:
-        # Before there are blocks, tokens are few.
-        return bool(self.blocks)
-
-    @property
-    @override
     def first_block(self) -> int:
+        """Number of the first token that may be packed: blocks follow one another from there on."""
         return self.quantization.sink_tokens
 
     @property

@@ -2,7 +2,7 @@
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -154,7 +154,11 @@ class RecallLayer(DynamicLayer):
         store, bounds, pages = self._store, self._bounds, self.recall.pages
         if pages == "all":
             return store.take_in(key_states, value_states)
-        new = key_states.shape[2] if key_states.dim() == 4 else store.validate(key_states, value_states)
+        new = (
+            key_states.shape[2]
+            if isinstance(key_states, Tensor) and key_states.dim() == 4
+            else store.validate(key_states, value_states)
+        )
         if not store.length:
             store.validate(key_states, value_states)
             self._bounds = bounds = self._without_pages()
@@ -179,7 +183,8 @@ class RecallLayer(DynamicLayer):
     @override
     def chosen_page_tokens(self, tokens: int) -> int | None:
         recall, bounds = self.recall, self._bounds
-        if tokens != 1 or recall.pages == "all":
+        # Before there are blocks, tokens are few.
+        if tokens != 1 or recall.pages == "all" or not (self._store.holds_tokens_apart or self._store.exact_from):
             return None
         last = bounds.pages_within(self._store.length + tokens - recall.recent_tokens)
         return recall.page_tokens if last - bounds.pages_from(recall.sink_tokens) > recall.pages else None
@@ -191,12 +196,12 @@ class RecallLayer(DynamicLayer):
             OptionError: the store packs tokens in blocks of another size.
         """
         store, size = self._store, self.recall.page_tokens
-        if store.block_tokens not in (1, size):
+        if isinstance(store, QuantizedStore) and store.block_tokens not in (1, size):
             raise OptionError(
                 f"`page_tokens` of recall must be the size of a block of packed states, {store.block_tokens}, got "
                 f"{size}: pass page_tokens={store.block_tokens}, or shorter groups if that is more than 64."
             )
-        return PageBounds(size, store.first_block)
+        return PageBounds(size, _first_page(store))
 
     def _bounds_with(self, keys: Tensor) -> list[Tensor]:
         """Bounds of the pages that new keys fill, `[batch, kv_heads, pages, 2 * head_dim]`, in a few tensors."""
@@ -314,15 +319,10 @@ class RecallLayer(DynamicLayer):
         return twin
 
     @override
-    def offloaded_tensors(self) -> Iterator[Tensor]:
-        # The bounds of pages stay on the device, where the pages that travel are chosen.
-        return self.store.held_tensors()
-
-    @override
     def copies_nbytes(self, shape: LayerShape, tokens: int) -> int:
         recall, size, store = self.recall, self.recall.page_tokens, self.store
-        first = -(-max(recall.sink_tokens - store.first_block, 0) // size)
-        last = (tokens - store.first_block - recall.recent_tokens) // size
+        first = -(-max(recall.sink_tokens - _first_page(store), 0) // size)
+        last = (tokens - _first_page(store) - recall.recent_tokens) // size
         if recall.pages == "all" or last - first <= recall.pages:
             return 0
         forms, pages = shape.forms(), first + places_for(recall.pages)
@@ -347,7 +347,7 @@ class RecallLayer(DynamicLayer):
         own, held = state.split((BOUNDS, ENDS))
         super().check_state(held)
         if own:
-            keys, first = held.tensors["keys"], self._store.first_block
+            keys, first = held.tensors["keys"], _first_page(self._store)
             check_bounds_state(own, keys, first, state.length, self.recall.page_tokens)
 
     @override
@@ -360,6 +360,11 @@ class RecallLayer(DynamicLayer):
             self._bounds.load_state(own)
         elif self._store.holds_tokens_apart and held.tensors:
             self._make_pages(held.tensors["keys"])
+
+
+def _first_page(store: TokenStore) -> int:
+    """Number of the token at which the first page begins: packed blocks follow one another behind the sinks."""
+    return store.first_block if isinstance(store, QuantizedStore) else 0
 
 
 register("recall")(named(DynamicCache, "length_hint", {"recall": Recall()}))

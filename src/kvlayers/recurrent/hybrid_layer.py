@@ -7,7 +7,7 @@ from torch import Tensor
 from typing_extensions import Self, override
 
 from kvlayers.core.arguments import whole_number
-from kvlayers.core.cache_layer import CacheLayer, LayerState, WrapperLayer, check_kind_of_state, forwarded
+from kvlayers.core.cache_layer import CacheLayer, LayerState, LayerTraits, WrapperLayer, check_kind_of_state, forwarded
 from kvlayers.core.description import DescriptionContext, Fact, Facts
 from kvlayers.core.from_config import HYBRID, RECURRENT, Checkpoints
 from kvlayers.core.layer_registry import layer_class, layer_from_description, register_layer
@@ -51,11 +51,10 @@ class HybridLayer(WrapperLayer, compat.LINEAR_LAYER):  # type: ignore[misc]
         HybridLayer(DynamicLayer(length=0), LinearAttentionLayer(length=0))
     """
 
-    is_recurrent = True
     wrapped: CacheLayer
 
     def __init__(self, attention: CacheLayer, linear: LinearAttentionLayer) -> None:
-        if not isinstance(attention, CacheLayer) or attention.is_recurrent or attention.is_upstream:
+        if not isinstance(attention, CacheLayer) or attention.traits.is_recurrent or attention.traits.is_upstream:
             raise UnsupportedLayerError(
                 f"`attention` must be a layer that attends, got a {type(attention).__name__}: pass a DynamicLayer, or "
                 "another CacheLayer."
@@ -66,14 +65,15 @@ class HybridLayer(WrapperLayer, compat.LINEAR_LAYER):  # type: ignore[misc]
             )
         super().__init__(attention)
         self.linear = linear
+        self.traits = LayerTraits(is_recurrent=True, counts_rows=attention.traits.counts_rows)
 
     @property
     def attention(self) -> CacheLayer:
         """The attention layer."""
         return self.wrapped
 
-    @override
     def with_attention(self, attention: CacheLayer) -> "HybridLayer":
+        """A layer that attends as `attention` does, with the same recurrent layer."""
         return HybridLayer(attention, self.linear)
 
     # Attention
@@ -94,7 +94,6 @@ class HybridLayer(WrapperLayer, compat.LINEAR_LAYER):  # type: ignore[misc]
     use_prefetcher = forwarded("wrapped")
     trim = forwarded("wrapped")
     compact = forwarded("wrapped")
-    counts_rows = forwarded("wrapped")
     separate_rows = forwarded("wrapped")
     row_lengths = forwarded("wrapped")
 
@@ -145,11 +144,6 @@ class HybridLayer(WrapperLayer, compat.LINEAR_LAYER):  # type: ignore[misc]
     @override
     def parts(self) -> tuple[CacheLayer, ...]:
         return self.wrapped, self.linear
-
-    @property
-    @override
-    def can_be_stacked(self) -> bool:  # type: ignore[override]
-        return self.wrapped.can_be_stacked and self.linear.can_be_stacked
 
     @property
     @override

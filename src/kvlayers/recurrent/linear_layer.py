@@ -9,7 +9,7 @@ from typing_extensions import Self, override
 
 from kvlayers.core.arguments import as_batch_indices, whole_number
 from kvlayers.core.buffer import StateForm
-from kvlayers.core.cache_layer import CacheLayer, LayerState, check_kind_of_state, forwarded, rows_of
+from kvlayers.core.cache_layer import CacheLayer, LayerState, LayerTraits, check_kind_of_state, forwarded, rows_of
 from kvlayers.core.description import Fact, OptionsArgument
 from kvlayers.core.from_config import Checkpoints
 from kvlayers.core.layer_registry import register_layer
@@ -71,10 +71,7 @@ class LinearAttentionLayer(CacheLayer, compat.LINEAR_LAYER):  # type: ignore[mis
     # Every shape is static.
     is_compileable = True
     supports_early_init = False
-    attends = False
-    is_recurrent = True
-    counts_columns = True
-    can_be_stacked = True
+    traits = LayerTraits(attends=False, is_recurrent=True, counts_columns=True, can_be_stacked=True)
     fidelity: Fidelity = "exact"
     capacity: int | None = None
 

@@ -9,7 +9,7 @@ from typing_extensions import Self, override
 
 from kvlayers.core.arguments import as_batch_indices, checked_forms, mismatch
 from kvlayers.core.buffer import StateForm, form_of
-from kvlayers.core.cache_layer import CacheLayer, forwarded
+from kvlayers.core.cache_layer import CacheLayer, LayerTraits, forwarded
 from kvlayers.core.description import Fact
 from kvlayers.core.dynamic_layer import DynamicLayer, check_rollback
 from kvlayers.core.token_store import KVPair
@@ -48,7 +48,7 @@ class DenseRows(RowsLayer):
             the others are written behind them; they do not change, and must not grow any more.
     """
 
-    keeps_every_token = True
+    traits = LayerTraits(counts_rows=True, keeps_every_token=True)
     capacity: int | None = None
     fidelity = "exact"
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from kvlayers.core.arguments import query_count
 from kvlayers.core.cache import Cache
 from kvlayers.core.cache_layer import rows_of
-from kvlayers.core.preparation import left_padding_of
+from kvlayers.core.preparation import drop_padding, left_padding_of
 from kvlayers.errors import OptionError, StateMismatchError
 
 
@@ -83,7 +83,7 @@ class Rows:
         rows = [rows_of([layer]) for layer in part.adapted_layers()]
         for of_layer in rows:
             for row, tokens in zip(of_layer, padding.tolist(), strict=False):
-                row.drop_padding(tokens)
+                drop_padding(row, tokens)
         layers = zip(rows, part.adapted_layers(), strict=True)
         part.replace_layers([of_layer[0].side_by_side(of_layer) if of_layer else layer for of_layer, layer in layers])
 
@@ -102,7 +102,7 @@ class Rows:
             device: where the mask is made. Default: the device of the cache.
         """
         device = self._device if device is None else device
-        attends = any(layer.attends for layer in self.cache.self_attention.adapted_layers())
+        attends = any(layer.traits.attends for layer in self.cache.self_attention.adapted_layers())
         lengths = self.lengths if attends else [0] * len(self.lengths)
         columns = max(lengths, default=0) + query_count(new_tokens, "`new_tokens`")
         first = columns - new_tokens - torch.tensor(lengths, device=device)

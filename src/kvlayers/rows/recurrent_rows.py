@@ -1,21 +1,21 @@
 """Rows of a layer with recurrent states."""
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
-from kvlayers.core.cache_layer import CacheLayer, LayerState
+from kvlayers.core.cache_layer import CacheLayer, LayerTraits
 from kvlayers.errors import InterruptedPassError, UnsupportedLayerError
 from kvlayers.recurrent.linear_layer import LinearAttentionLayer
 from kvlayers.recurrent.states import FAMILIES
-from kvlayers.rows.rows_layer import check_followed, moved_rows, not_saved, of_each_row
+from kvlayers.rows.rows_layer import HeldRows, check_followed, moved_rows, unsaved
 
 
-class RecurrentRows(LinearAttentionLayer):
+class RecurrentRows(HeldRows, LinearAttentionLayer):
     """Rows of a `LinearAttentionLayer`, each with its own count of tokens and its own checkpoints.
 
     The states of all rows are one tensor, as models read and write it, and each row holds its part of it as a view.
@@ -24,8 +24,7 @@ class RecurrentRows(LinearAttentionLayer):
         rows: layers of one sequence. They are handed over.
     """
 
-    counts_rows = True
-    can_be_stacked = False
+    traits = LayerTraits(attends=False, is_recurrent=True, counts_columns=True, counts_rows=True)
 
     def __init__(self, rows: Sequence[CacheLayer]) -> None:
         first = rows[0]
@@ -79,18 +78,13 @@ class RecurrentRows(LinearAttentionLayer):
         lengths = self.row_lengths
         return None if None in lengths else max(length for length in lengths if length is not None)
 
-    @property
-    @override
-    def separate_rows(self) -> Sequence[CacheLayer]:
-        return self.rows
-
     # Taking in states
 
     @override
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None) -> Tensor:
         check_followed(conv_states)
-        self._check_whole()
+        self.check_whole()
         full = []
         for row, columns in zip(self.rows, torch.split(conv_states, 1), strict=True):
             full.append(row.update_conv_state(columns, state_idx, conv_kernel_size))
@@ -106,7 +100,7 @@ class RecurrentRows(LinearAttentionLayer):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0) -> Tensor:
         check_followed(recurrent_states)
-        self._check_whole()
+        self.check_whole()
         for row, states in zip(self.rows, torch.split(recurrent_states, 1), strict=True):
             row.update_recurrent_state(states, state_idx)
             self._is_torn = True
@@ -120,7 +114,8 @@ class RecurrentRows(LinearAttentionLayer):
     def is_interrupted(self) -> bool:  # type: ignore[override]
         return self._is_torn or any(row.is_interrupted for row in self.rows)
 
-    def _check_whole(self) -> None:
+    @override
+    def check_whole(self) -> None:
         """Raise `InterruptedPassError` if an update has reached some rows alone: their states are one token ahead."""
         if self._is_torn:
             raise InterruptedPassError(
@@ -143,11 +138,6 @@ class RecurrentRows(LinearAttentionLayer):
 
     # Rolling back
 
-    def check_truncate_rows(self, lengths: Sequence[int]) -> None:
-        """Raise `RollbackError` if a row cannot be put back to its length, `[batch]`, exactly."""
-        for row, length in zip(self.rows, lengths, strict=True):
-            row.check_truncate(length)
-
     def truncate_rows(self, lengths: Sequence[int]) -> None:
         """Roll each row back to its length, `[batch]`, which was checked."""
         self._is_torn = self._is_torn and any(map(operator.eq, lengths, self.row_lengths))
@@ -161,11 +151,6 @@ class RecurrentRows(LinearAttentionLayer):
         return [max((own or 0) - removed, 0) for own in self.row_lengths]
 
     @override
-    def nearest_restorable(self, length: int) -> int:
-        own = zip(self.rows, self._shortened(length), strict=True)
-        return length + min(int(row.nearest_restorable(wanted)) - wanted for row, wanted in own)
-
-    @override
     def truncate(self, length: int) -> int:
         target = self.nearest_restorable(length)
         lengths = self._shortened(target)
@@ -173,26 +158,14 @@ class RecurrentRows(LinearAttentionLayer):
         self.truncate_rows(lengths)
         return length - target
 
-    activate_past_recording = of_each_row("activate_past_recording")
-    deactivate_past_recording = of_each_row("deactivate_past_recording")
-
     # The batch
 
     @override
-    def row(self, index: int) -> CacheLayer:
-        self._check_whole()
-        row: CacheLayer = self.rows[index].fork()
-        return row
-
-    @override
     def select(self, indices: Tensor) -> None:
-        self._check_whole()
+        self.check_whole()
         chosen = indices.tolist()
         moved = moved_rows(chosen, len(self.rows))
-        self.rows = [
-            self.rows[index].fork() if index in chosen[:place] else self.rows[index]
-            for place, index in enumerate(chosen)
-        ]
+        self._keep(chosen)
         if moved is None or 2 * len(chosen) <= self._places:
             self._join()
             return
@@ -215,15 +188,4 @@ class RecurrentRows(LinearAttentionLayer):
         twin._is_torn = self._is_torn
         return twin
 
-    @override
-    def held_tensors(self) -> Iterator[Tensor]:
-        for row in self.rows:
-            yield from row.held_tensors()
-
-    @override
-    def state(self) -> LayerState:
-        raise not_saved()
-
-    @override
-    def load_state(self, state: LayerState) -> None:
-        raise not_saved()
+    state = load_state = unsaved

@@ -3,6 +3,7 @@
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,17 +13,27 @@ from typing_extensions import Self, override
 
 from kvlayers.core.arguments import as_batch_indices, check_one_batch, checked_forms, whole_number
 from kvlayers.core.buffer import StateForm
-from kvlayers.core.cache_layer import CacheLayer, LayerState, forwarded
-from kvlayers.core.description import DescriptionContext, Facts
+from kvlayers.core.cache_layer import CacheLayer, LayerTraits, forwarded
 from kvlayers.core.token_store import Fidelity, least_faithful
 from kvlayers.errors import InterruptedPassError, RollbackError, StateMismatchError, UnsupportedLayerError
 from kvlayers.kernels.attention.row_states import RowStates
 
 
+def _refuse_to_save(*_: object) -> None:
+    raise UnsupportedLayerError(
+        "`cache` must be a batch whose sequences have one length to be saved, got rows of their own lengths: save "
+        "each cache.extract(row), and merge() them after loading."
+    )
+
+
+unsaved: Any = _refuse_to_save
+"""For the methods by which a layer is saved, of layers whose rows cannot be saved together."""
+
+
 class RowsLayer(CacheLayer, CacheLayerMixin):  # type: ignore[misc]
     """A layer that counts the tokens of each row. To the model its rows are a batch that is padded on the left."""
 
-    counts_rows = True
+    traits = LayerTraits(counts_rows=True)
 
     @property
     @abstractmethod
@@ -81,24 +92,8 @@ class RowsLayer(CacheLayer, CacheLayerMixin):  # type: ignore[misc]
                 "rows, or use keep_rows() first."
             )
 
-    # Saving
-
-    @classmethod
-    @override
-    def from_description(cls, facts: Facts, context: DescriptionContext) -> Self:
-        raise not_saved()
-
-    @override
-    def state(self) -> LayerState:
-        raise not_saved()
-
-    @override
-    def check_state(self, state: LayerState) -> None:
-        raise not_saved()
-
-    @override
-    def load_state(self, state: LayerState) -> None:
-        raise not_saved()
+    from_description: Any = classmethod(unsaved)
+    state = check_state = load_state = unsaved
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(row_lengths={list(self.row_lengths)})"
@@ -122,14 +117,6 @@ def check_followed(*states: Tensor) -> None:
         )
 
 
-def not_saved() -> UnsupportedLayerError:
-    """The error for a layer whose rows cannot be saved together."""
-    return UnsupportedLayerError(
-        "`cache` must be a batch whose sequences have one length to be saved, got rows of their own lengths: save "
-        "each cache.extract(row), and merge() them after loading."
-    )
-
-
 def of_each_row(name: str) -> Any:
     """A method of a layer of rows that calls the method of this name of each row."""
 
@@ -140,7 +127,57 @@ def of_each_row(name: str) -> Any:
     return call
 
 
-class SeparateRows(RowsLayer):
+class HeldRows:
+    """What a layer does in the same way for each of its rows, if it holds a layer for each.
+
+    Attributes:
+        rows: a layer for each sequence.
+    """
+
+    rows: list[Any]
+
+    @abstractmethod
+    def check_whole(self) -> None:
+        """Take back, or raise `InterruptedPassError` for, an update that has reached some of the rows alone."""
+
+    @property
+    def separate_rows(self) -> Sequence[CacheLayer]:
+        """The layer of each row."""
+        return self.rows
+
+    def held_tensors(self) -> Iterator[Tensor]:
+        """The tensors that hold states."""
+        for row in self.rows:
+            yield from row.held_tensors()
+
+    def check_truncate_rows(self, lengths: Sequence[int]) -> None:
+        """Raise `RollbackError` if a row cannot be put back to its length, `[batch]`, exactly."""
+        for row, length in zip(self.rows, lengths, strict=True):
+            row.check_truncate(length)
+
+    def nearest_restorable(self: Any, length: int) -> int:
+        """The most tokens of the longest row, at most `length`, to which every row can be put back."""
+        own = zip(self.rows, self._shortened(length), strict=True)
+        return length + int(min(row.nearest_restorable(wanted) - wanted for row, wanted in own))
+
+    activate_past_recording = of_each_row("activate_past_recording")
+    deactivate_past_recording = of_each_row("deactivate_past_recording")
+
+    def row(self, index: int) -> CacheLayer:
+        """A layer with one of the rows alone."""
+        self.check_whole()
+        alone: CacheLayer = self.rows[index].fork()
+        return alone
+
+    def _keep(self, chosen: Sequence[int]) -> None:
+        """Hold the rows at `chosen` alone. One that is chosen twice is forked."""
+        self.rows = [
+            self.rows[index].fork() if index in chosen[:place] else self.rows[index]
+            for place, index in enumerate(chosen)
+        ]
+
+
+class SeparateRows(HeldRows, RowsLayer):
     """Rows of any kind of layer that attends, each in a layer of its own, as it would be if it were decoded alone.
 
     A row counts its own tokens, evicts its own tokens, and packs its own blocks.
@@ -151,18 +188,19 @@ class SeparateRows(RowsLayer):
 
     def __init__(self, rows: Sequence[CacheLayer]) -> None:
         super().__init__()
-        if any(row.is_upstream for row in rows):
+        if any(row.traits.is_upstream for row in rows):
             raise UnsupportedLayerError(
                 f"`caches` must have layers of kvlayers, got a {type(rows[0].original).__name__}: make the caches by "
                 "kvlayers."
             )
         self.rows = list(rows)
+        self.traits = replace(rows[0].traits, counts_rows=True, can_be_stacked=False)
         self._before: tuple[int, ...] | None = None
 
     # What it holds
 
     @property
-    def first(self) -> CacheLayer:
+    def first(self) -> Any:
         """The first row, which says what all of them have in common."""
         return self.rows[0]
 
@@ -225,11 +263,6 @@ class SeparateRows(RowsLayer):
         return all(row.is_croppable for row in self.rows)
 
     @property
-    def keeps_every_token(self) -> bool:  # type: ignore[override]
-        """Whether every row can be put back to any number of tokens."""
-        return all(row.keeps_every_token for row in self.rows)
-
-    @property
     @override
     def is_recording(self) -> bool:
         return any(row.is_recording for row in self.rows)
@@ -244,11 +277,6 @@ class SeparateRows(RowsLayer):
         """How often an accelerator packed keys, or values, on each path."""
         return sum((Counter(row.packing_paths) for row in self.rows), Counter())
 
-    @override
-    def held_tensors(self) -> Iterator[Tensor]:
-        for row in self.rows:
-            yield from row.held_tensors()
-
     # Taking in states
 
     # Compiled code would be compiled anew for each set of rows.
@@ -258,7 +286,7 @@ class SeparateRows(RowsLayer):
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         self.check_new(key_states, value_states)
-        self._take_back()
+        self.check_whole()
         new = key_states.shape[2]
         # A row that is full refuses the tokens here, before any row has taken them in.
         attended = [_attended(row, new) for row in self.rows]
@@ -274,7 +302,8 @@ class SeparateRows(RowsLayer):
         self._before = None
         return RowStates(keys), RowStates(values)
 
-    def _take_back(self) -> None:
+    @override
+    def check_whole(self) -> None:
         """Take back what some rows have seen of an update that was interrupted before the others.
 
         Raises:
@@ -296,7 +325,7 @@ class SeparateRows(RowsLayer):
 
     @override
     def mask_sizes(self, query_length: int) -> tuple[int, int]:
-        self._take_back()
+        self.check_whole()
         columns = max(_attended(row, query_length) for row in self.rows)
         return columns, self.length + query_length - columns
 
@@ -310,45 +339,18 @@ class SeparateRows(RowsLayer):
     # Rolling back
 
     @override
-    def check_truncate_rows(self, lengths: Sequence[int]) -> None:
-        for row, length in zip(self.rows, lengths, strict=True):
-            row.check_truncate(length)
-
-    @override
     def truncate_rows(self, lengths: Sequence[int]) -> None:
         for row, length in zip(self.rows, lengths, strict=True):
             # Windows forget what they have recorded, also if nothing is taken back.
             row.truncate(length)
         self._before = None
 
-    @override
-    def nearest_restorable(self, length: int) -> int:
-        own = zip(self.rows, self._shortened(length), strict=True)
-        return length + min(row.nearest_restorable(wanted) - wanted for row, wanted in own)
-
-    activate_past_recording = of_each_row("activate_past_recording")
-    deactivate_past_recording = of_each_row("deactivate_past_recording")
-
     # The batch
-
-    @property
-    @override
-    def separate_rows(self) -> Sequence[CacheLayer]:
-        return self.rows
-
-    @override
-    def row(self, index: int) -> CacheLayer:
-        self._take_back()
-        return self.rows[index].fork()
 
     @override
     def select(self, indices: Tensor) -> None:
-        self._take_back()
-        chosen = as_batch_indices(indices, len(self.rows)).tolist()
-        self.rows = [
-            self.rows[index].fork() if index in chosen[:place] else self.rows[index]
-            for place, index in enumerate(chosen)
-        ]
+        self.check_whole()
+        self._keep(as_batch_indices(indices, len(self.rows)).tolist())
 
     @override
     def reset(self) -> None:

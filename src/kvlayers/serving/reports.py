@@ -47,7 +47,9 @@ def prometheus_text(
     own = dict(labels or {})
     wrong = [name for name in (prefix, *own) if not _NAME.fullmatch(str(name)) or name in ("reason", "__name__")]
     if wrong or not all(isinstance(value, str) for value in own.values()):
-        raise OptionError(f"`labels` and `prefix` must be names and texts of Prometheus, got {wrong or own}.")
+        raise OptionError(
+            f"`labels` and `prefix` must be names and texts of Prometheus, got {wrong or own}: rename them."
+        )
     helps = dict(re.findall(r"^ {8}(\w+): (.*)$", PrefixStatistics.__doc__ or "", re.MULTILINE))
     lines = []
     for field in dataclasses.fields(statistics):

@@ -18,11 +18,11 @@ from typing_extensions import Self
 
 from kvlayers.errors import CacheFileError, CachePathError, OptionError, PrefixError
 from kvlayers.persistence.atomic_file import replacing
+from kvlayers.persistence.node_file import SUFFIX
 from kvlayers.persistence.safetensors_header import check_regular
 from kvlayers.prefix import PrefixStore
-from kvlayers.prefix.backends.contract import SUFFIX
 from kvlayers.prefix.backends.local import LocalBackend
-from kvlayers.prefix.directory import Directory, FileCandidate, NeedsConfigError
+from kvlayers.prefix.directory import Directory, NeedsConfigError
 from kvlayers.prefix.entry import Pin, PrefixEntry, union_bytes
 from kvlayers.prefix.keys import PrefixMap, Tokens, common_tokens, namespace_mark
 from kvlayers.prefix.lookup import IN_SESSION, EntryAccess
@@ -53,7 +53,7 @@ def pin_of(ttl: float | None, priority: float | None) -> Pin:
     """
     for name, number in (("ttl", ttl), ("priority", priority)):
         if number is not None and (not isinstance(number, int | float) or not math.isfinite(number)):
-            raise OptionError(f"`{name}` must be a finite number, or None, got {number!r}.")
+            raise OptionError(f"`{name}` must be a finite number, or None, got {number!r}: pass one.")
     if ttl is not None and ttl <= 0:
         raise OptionError(f"`ttl` must be a number of seconds above 0, or None, got {ttl!r}: pass for example 3600.")
     until = math.inf if ttl is None else time.monotonic() + ttl
@@ -213,7 +213,10 @@ class Session:
 def session_of(access: EntryAccess, name: str, namespace: str, ttl: float) -> Session:
     """As `PrefixStore.session`, given the entries of the store."""
     if not isinstance(name, str) or not name or not isinstance(namespace, str):
-        raise OptionError(f"`name` must be a text, and so must `namespace`, got {name!r} and {namespace!r}.")
+        raise OptionError(
+            f"`name` must be a text, and so must `namespace`, got {name!r} and {namespace!r}: pass str(name), for "
+            "example."
+        )
     if ttl != math.inf:
         pin_of(ttl, None)
     with access.lock:
@@ -248,12 +251,7 @@ def import_session(
         if not all(entry.label.endswith(f":{namespace_mark(namespace)}") for entry in entries):
             raise PrefixError(f"{path} has a session of another namespace than {namespace!r}: pass its own.")
         try:
-            caches = [
-                directory.load(
-                    FileCandidate(entry, entry.ids, str(entry.path), entry.length), entry.length, config, device
-                )
-                for entry in entries
-            ]
+            caches = [directory.load(str(entry.path), entry.length, config, device) for entry in entries]
         except NeedsConfigError:
             raise OptionError(
                 f"`config` must be that of the model to load {path}, got none: pass model.config."

@@ -13,7 +13,7 @@ from kvlayers.core.dense_store import DenseStore
 from kvlayers.core.description import RotaryArgument
 from kvlayers.core.layer_registry import register_layer
 from kvlayers.core.preparation import PADDING_NAME, check_rotary, padding_of
-from kvlayers.core.sliding_layer import WindowLayer, take_back, window_room
+from kvlayers.core.sliding_layer import WindowLayer, window_room
 from kvlayers.core.token_store import Fidelity, KVPair, StoreArgument, TokenStore
 from kvlayers.errors import StateMismatchError
 from kvlayers.kernels.attention.gqa import marked_for_sdpa
@@ -96,7 +96,7 @@ class SinkLayer(WindowLayer):
         tokens = store.validate(key_states, value_states)
         self._sinks.check_batch(key_states.shape[0])
         sinks = self._sinks.with_tokens(seen, key_states, value_states)
-        past = self.attended_past(seen)
+        past = min(seen, self.window - 1)
         first = seen - past
         front = self._in_front(sinks, first, past)
         # The sinks stand where the oldest tokens of the window are, which no query attends to any more. A rollback may
@@ -104,18 +104,7 @@ class SinkLayer(WindowLayer):
         behind = past
         if front is not None and (self.record_past or not store.overwrite(past, *front)):
             behind -= self.num_sink_tokens
-        if self.record_past:
-            store.reserve(store.length + tokens)
-        if not self.record_past and past + tokens > self.room:
-            kept = min(self.attended_past(seen + tokens), past + tokens)
-            attended = store.extend_and_evict(key_states, value_states, behind, kept)
-        else:
-            held = store.length
-            try:
-                attended = store.extend(key_states, value_states, behind)
-            except BaseException:
-                take_back(store, held)
-                raise
+        attended = self._extend(key_states, value_states, past, behind)
         if front is not None and behind < past:
             attended = marked_for_sdpa(*_behind(front, attended), tokens)
         self._sinks, self._seen = sinks, seen + tokens
@@ -160,8 +149,8 @@ class SinkLayer(WindowLayer):
         padding = self._sinks.padding
         return None if padding is None else padding.cpu()
 
-    @left_padding.setter
-    def left_padding(self, padding: Sequence[int] | Tensor | None) -> None:
+    @override
+    def note_left_padding(self, padding: Tensor | None) -> None:
         if self._seen:
             raise StateMismatchError(
                 f"`padding` must be given to an empty layer, got one that has seen {self._seen} tokens: give "
@@ -170,14 +159,11 @@ class SinkLayer(WindowLayer):
         self._sinks = self._sinks.emptied().with_padding(padding_of(padding))
 
     @override
-    def note_left_padding(self, padding: Tensor | None) -> None:
-        self.left_padding = padding
-
-    @override
     def _handed_out(self, side: Side) -> Tensor | None:
         # Copies: what the next token attends to is made from the sinks, as they came, and from the window.
-        keys, values = self.peek()
-        return _copied(keys if side == "keys" else values)
+        states = self.peek()[side == "values"]
+        # Handles of packed states cannot be written to.
+        return states if states is None or isinstance(states, PackedStates) else states.clone()
 
     @override
     def peek(self) -> tuple[Tensor | None, Tensor | None]:
@@ -301,8 +287,3 @@ def _behind(front: KVPair, attended: KVPair) -> KVPair:
         held = (DenseSegment(first_keys, first_values), *snapshot.segments.in_order)
         return packed_like(keys, values, replace(snapshot, segments=replace(snapshot.segments, in_order=held)))
     return torch.cat([front[0], keys], dim=2), torch.cat([front[1], values], dim=2)
-
-
-def _copied(states: Tensor | None) -> Tensor | None:
-    # Handles of packed states cannot be written to.
-    return states if states is None or isinstance(states, PackedStates) else states.clone()

@@ -79,7 +79,7 @@ def share_mask_extents(layers: Iterable[Any]) -> None:
     # differ, all masks are of the tokens that are there.
     mode.mixed = (
         any(layer.unwrapped is not layer for layer in attending)
-        or any(layer.attends and store is None and not layer.is_upstream for layer, store in reserved)
+        or any(layer.traits.attends and store is None and not layer.traits.is_upstream for layer, store in reserved)
         or len({layer.capacity for layer, _ in fixed if not layer.is_sliding}) > 1
     )
     extents: dict[object, MaskExtent] = {}

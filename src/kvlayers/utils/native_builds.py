@@ -6,7 +6,7 @@ This file imports nothing of kvlayers and no torch, because the build of the pac
 import dataclasses
 import pathlib
 import platform
-from collections.abc import Iterable
+from collections.abc import Collection
 
 FLAGS = ("-O3", "-std=c++17", "-fno-math-errno", "-ffp-contract=fast", "-fPIC", "-shared", "-Wno-psabi")
 
@@ -71,10 +71,9 @@ def cpu_features() -> str:
         return platform.processor() or platform.machine()
 
 
-def best_build(machine: str, features: Iterable[str]) -> Build | None:
+def best_build(machine: str, features: Collection[str]) -> Build | None:
     """The fastest build that runs on a machine, `None` if no build does."""
-    there = frozenset(features)
-    return next((build for build in BUILDS if build.machine == machine and build.features <= there), None)
+    return next((build for build in BUILDS if build.machine == machine and build.features.issubset(features)), None)
 
 
 def headers(source: pathlib.Path) -> list[pathlib.Path]:

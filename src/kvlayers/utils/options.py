@@ -13,14 +13,19 @@ from kvlayers.errors import OptionError
 from kvlayers.utils import late
 
 P = ParamSpec("P")
-Options = TypeVar("Options")
+Result = TypeVar("Result")
 
 
-def checks_options(init: Callable[P, None]) -> Callable[P, None]:
-    """Decorator for an initialiser: a call that does not fit raises `OptionError`, which names the known options."""
-    accepted = list(inspect.signature(init).parameters)[1:]
+def checks_options(function: Callable[P, Result]) -> Callable[P, Result]:
+    """Decorator for an initialiser or a function: a call that does not fit raises `OptionError`.
+
+    The error names the option that was meant, if one is near, and the known ones. A function may take others as well.
+    """
+    parameters = inspect.signature(function).parameters
+    is_method = function.__name__ == "__init__"
+    accepted = [name for name, each in parameters.items() if each.kind is not each.VAR_KEYWORD][is_method:]
     for option in accepted:
-        _takers[option].append(init.__qualname__.partition(".")[0])
+        _takers[option].append(function.__qualname__.partition(".")[0])
 
     def advice(unknown: str, name: str) -> str:
         late.load_rooms()
@@ -31,18 +36,18 @@ def checks_options(init: Callable[P, None]) -> Callable[P, None]:
         takers = [taker for taker in _takers.get(unknown, ()) if taker[-5:] == name[-5:]]
         return f"it is one of {', '.join(takers)}." if takers else suggestion(unknown, accepted) or "remove it."
 
-    @functools.wraps(init)
-    def checked(*args: P.args, **options: P.kwargs) -> None:
-        name = type(args[0]).__name__
+    @functools.wraps(function)
+    def checked(*args: P.args, **options: P.kwargs) -> Result:
+        name = type(args[0]).__name__ if is_method else f"{function.__name__}()"
         listed = f" {name} takes the options {', '.join(accepted) or '(none)'}."
         for option in options:
-            if option not in accepted:
+            if option not in accepted and len(accepted) + is_method == len(parameters):
                 raise OptionError(f"`{option}` is no option of {name}: {advice(option, name)}{listed}")
         try:
-            init(*args, **options)
+            return function(*args, **options)
         except TypeError as error:
             try:
-                inspect.signature(init).bind(*args, **options)
+                inspect.signature(function).bind(*args, **options)
             except TypeError as mismatch:
                 raise OptionError(f"This call of {name} is wrong: {mismatch}.{listed}") from error
             raise
@@ -54,7 +59,7 @@ def suggestion(unknown: object, known: Iterable[str]) -> str:
     """A question for the name that was meant, "" if none is near."""
     near = [
         # A name that was cut off is meant before one that looks more alike.
-        *(name for name in known if name.startswith(str(unknown))),
+        *(name for name in known if unknown and name.startswith(str(unknown))),
         *difflib.get_close_matches(str(unknown), known, n=1),
     ]
     return f"did you mean {near[0]!r}?" if near else ""
@@ -67,10 +72,10 @@ _classes: dict[str, type] = {}
 """The class of each option that `mapping_option` knows."""
 
 
-def mapping_option(option: str) -> Callable[[type[Options]], type[Options]]:
+def mapping_option(option: str) -> Callable[[type[Result]], type[Result]]:
     """Decorator for the class of an option of caches that is given as an object, or as a mapping of its arguments."""
 
-    def known(cls: type[Options]) -> type[Options]:
+    def known(cls: type[Result]) -> type[Result]:
         cls.__init__ = checks_options(cls.__init__)  # type: ignore[method-assign]
         _classes[option] = cls
         return cls
@@ -78,7 +83,7 @@ def mapping_option(option: str) -> Callable[[type[Options]], type[Options]]:
     return known
 
 
-def as_options(cls: type[Options], given: object, example: str) -> Options:
+def as_options(cls: type[Result], given: object, example: str) -> Result:
     """The object that an option of a cache is given as: the object itself, or a mapping of its arguments.
 
     Args:
@@ -92,11 +97,10 @@ def as_options(cls: type[Options], given: object, example: str) -> Options:
     if isinstance(given, cls):
         return given
     option = next(name for name, known in _classes.items() if known is cls)
-    accepted = list(inspect.signature(cls).parameters)
     if not isinstance(given, Mapping):
         raise OptionError(
-            f"`{option}` must be a {cls.__name__} or a mapping of its arguments ({', '.join(accepted)}), got "
-            f"{given!r}: pass, for example, {option}={example}."
+            f"`{option}` must be a {cls.__name__} or a mapping of its arguments "
+            f"({', '.join(inspect.signature(cls).parameters)}), got {given!r}: pass, for example, {option}={example}."
         )
     # By text, so that a name of another type is refused as others are.
     return cls(**{str(name): value for name, value in given.items()})
@@ -135,7 +139,11 @@ def checked_device(device: object) -> torch.device:
     try:
         found = torch.empty(0, device=device).device  # type: ignore[call-overload]
     except (RuntimeError, AssertionError, TypeError) as error:
-        raise OptionError(f"`device` must be a device of this machine, got {device!r:.60}: {error}") from error
+        # Torch may list all devices that it knows, of which this machine has few.
+        raise OptionError(
+            f"`device` must be a device of this machine, got {device!r:.60} ({error!s:.60}): pass 'cpu', for example, "
+            "or leave it out."
+        ) from error
     if found.type == "meta":
         raise OptionError("`device` must hold data, got 'meta': pass 'cpu', or leave it out.")
     return torch.device(found)

@@ -13,7 +13,8 @@ MOST = 2**62
 """More tokens or bytes than any machine has. Torch counts in 64 bits."""
 
 _TOKENS = {"": 1, "k": 2**10, "m": 2**20}
-_BYTES = {"": 1, "b": 1}
+# A text without a unit may mean megabytes.
+_BYTES = {"b": 1}
 for _power, _letter in enumerate("kmgt", start=1):
     _BYTES |= {_letter: 1024**_power, f"{_letter}ib": 1024**_power, f"{_letter}b": 1000**_power}
 
@@ -54,16 +55,16 @@ def tokens(given: int | str, name: str) -> int:
 
 
 def amount_of_bytes(given: int | str, name: str) -> int:
-    """A number of bytes: 1024, or a text such as "24GiB", "24G" (the same), or "24GB" by powers of 1000.
+    """A number of bytes: 1024, or a text such as "24GiB", "24G" (the same), "24GB" by powers of 1000, or "24B".
 
-    A number is returned as it is, for the caller to check.
+    A number is returned as it is, for the caller to check. A text must have a unit.
 
     Args:
         given: the number or the text.
         name: what a user calls the argument.
 
     Raises:
-        OptionError: the text is not a number of bytes.
+        OptionError: the text is not a number of bytes with its unit.
 
     Example:
         >>> amount_of_bytes("1.5 GiB", "memory"), amount_of_bytes("2kB", "memory")
@@ -71,7 +72,7 @@ def amount_of_bytes(given: int | str, name: str) -> int:
     """
     if not isinstance(given, str):
         return given
-    return _quantity(given, _BYTES, f"`{name}` must be a number of bytes, such as 24GiB, 512MiB or 80GB")
+    return _quantity(given, _BYTES, f"`{name}` must be a number of bytes with its unit, such as 24GiB, 512MiB or 100B")
 
 
 def bytes_or_share(given: int | str, name: str) -> int | Fraction:

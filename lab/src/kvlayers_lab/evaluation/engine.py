@@ -108,7 +108,7 @@ def _check_room(model: Any, cache: Any, requests: Sequence[ScoringRequest]) -> N
     try:
         # The cache is used for nothing else: a layer may take memory.
         for layer in layers_of(cache):
-            if not layer.is_upstream:
+            if not layer.traits.is_upstream:
                 layer.make_room(longest)
             elif isinstance(layer.original, models.STATIC_LAYER) and not layer.is_sliding:
                 calls.check_reservation(layer.original, 0, longest)

@@ -89,8 +89,8 @@ def _refuse(reason: str) -> None:
 def _check(prefix_store: object, namespace: object) -> None:
     if prefix_store is not None and not isinstance(prefix_store, PrefixStore):
         raise OptionError(
-            f"`prefix_store` must be a kvlayers.PrefixStore, got a {type(prefix_store).__name__}: a cache "
-            'goes by its own name, as in cache="int4".'
+            f"`prefix_store` must be a kvlayers.PrefixStore, got a {type(prefix_store).__name__}: make one, as in "
+            "kvlayers.PrefixStore('1GiB', directory=PATH). The name of a cache goes by `cache`."
         )
     if not isinstance(namespace, str):
         raise OptionError(

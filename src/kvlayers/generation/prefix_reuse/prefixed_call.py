@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers.utils import ModelOutput
 
 from kvlayers.core.cache import Cache
-from kvlayers.core.cache_layer import LayerState
+from kvlayers.core.cache_layer import LayerState, is_stackable
 from kvlayers.core.description import Fact
 from kvlayers.errors import KVLayersError, UnsupportedLayerError
 from kvlayers.generation import cache_by_name
@@ -90,7 +90,7 @@ def usable_cache(found: Cache | None, device: torch.device, make_empty: Callable
 
 def depends_on_chunks(cache: Cache) -> bool:
     """Whether what the cache holds depends on which tokens came together, as that of caches that evict does."""
-    return any(not layer.is_upstream and layer.fidelity == "evicting" for layer in cache.adapted_layers())
+    return any(not layer.traits.is_upstream and layer.fidelity == "evicting" for layer in cache.adapted_layers())
 
 
 _CACHE_FROM_STORE: ContextVar[Cache | None] = ContextVar("the cache that the current call starts from", default=None)
@@ -244,7 +244,7 @@ class PrefixedCall:
             stackable = can_be_stacked(example)
             shareable = self._can_share(example, common)
             # Else the states of a token differ with padding before it.
-            attends = any(layer.attends for layer in example.adapted_layers())
+            attends = any(layer.traits.attends for layer in example.adapted_layers())
             if self._prompts.is_padded and attends and not is_told_positions(self._model):
                 raise IneligibleError("its prompts are padded, and the model counts padding in its positions")
             if not shareable and not stackable:
@@ -399,7 +399,7 @@ class PrefixedCall:
         cache = cache_by_name.cache_for(self._name, request)
         if not isinstance(cache, Cache) or not cache.layers:
             raise IneligibleError(f"the cache '{self._name}' is a {type(cache).__name__}, which is not one of kvlayers")
-        if not any(layer.attends or layer.counts_columns for layer in cache.adapted_layers()):
+        if not any(layer.traits.attends or layer.traits.counts_columns for layer in cache.adapted_layers()):
             raise IneligibleError(f"no layer of {cache!r} counts its tokens in this version of transformers")
         return cache
 
@@ -459,7 +459,7 @@ class PrefixedCall:
 
 def can_be_stacked(cache: Cache) -> bool:
     """Whether caches like this one can be put side by side, whatever their lengths."""
-    return bool(cache.layers) and all(layer.can_be_stacked for layer in cache.adapted_layers())
+    return bool(cache.layers) and all(map(is_stackable, cache.adapted_layers()))
 
 
 def stack(caches: Sequence[Cache], into: Cache, length: int) -> None:

@@ -247,25 +247,32 @@ class Backend(ABC):
         if not _is_whole(options.nbits) or options.nbits not in self.widths:
             raise OptionError(
                 f"`nbits` of the {self.name} backend must be one of {', '.join(map(str, self.widths))}, got "
-                f"{options.nbits!r} for {options.side}."
+                f"{options.nbits!r} for {options.side}: pass one of them."
             )
         if options.axis is not None and (not _is_whole(options.axis) or options.axis not in self.axes):
             taken = f"one of {', '.join(map(str, self.axes))}" if self.axes else "left out"
             name = "axis_key" if options.side == "keys" else "axis_value"
-            raise OptionError(f"`{name}` of the {self.name} backend must be {taken}, got {options.axis!r}.")
+            raise OptionError(
+                f"`{name}` of the {self.name} backend must be {taken}, got {options.axis!r}: it has a default."
+            )
         size = options.group_size
         if size is not None and (not _is_whole(size) or size < 1):
-            raise OptionError(f"The group size must be a whole number of at least 1, got {size!r} for {options.side}.")
+            raise OptionError(
+                f"The group size must be a whole number of at least 1, got {size!r} for {options.side}: pass 64, for "
+                "example."
+            )
         if options.scales:
             self.check_takes_scales()
             if size is not None:
-                raise OptionError(f"With `scales`, a group size has no effect, got {size!r} for {options.side}.")
+                raise OptionError(
+                    f"With `scales`, a group size has no effect, got {size!r} for {options.side}: leave one out."
+                )
 
     def check_takes_scales(self) -> None:
         """Raise `OptionError` if the backend does not take scales that never change."""
         if not self.takes_scales:
             raise OptionError(
-                f"`scales` are of float8 numbers, which the {self.name} backend does not hold: use 'fp8'."
+                f"`scales` are of float8 numbers, which the {self.name} backend does not hold: pass backend='fp8'."
             )
 
     @abstractmethod

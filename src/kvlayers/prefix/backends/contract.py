@@ -10,10 +10,8 @@ from typing import Protocol, TypeVar
 from urllib.parse import unquote
 
 from kvlayers.errors import CachePathError, KVLayersError
+from kvlayers.persistence.node_file import SUFFIX
 from kvlayers.persistence.safetensors_header import Content, ReadRange
-
-SUFFIX = ".safetensors"
-"""Suffix of all files of a store. Other files are left alone."""
 
 ABANDONED_SECONDS = 3600
 """A file that no entry needs is deleted if nobody has used it for so long."""

@@ -1,8 +1,7 @@
-"""Files in a Redis or Valkey server, each a hash of its parts: a value there has at most 512 MB."""
+"""Files in a Redis or Valkey server, each a value there."""
 
 import contextlib
 import importlib
-import re
 import secrets
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,28 +10,18 @@ from functools import partial
 from typing import Any
 from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
-from kvlayers.errors import OptionError
-from kvlayers.persistence.safetensors_header import Content
-from kvlayers.prefix.backends.contract import (
-    ABANDONED_SECONDS,
-    Address,
-    StoredFile,
-    UnreachableError,
-    clock,
-    is_of_a_store,
-)
-from kvlayers.prefix.backends.remote import HEAD_BYTES, ByteRange, RemoteBackend
+from kvlayers.errors import CapacityError, OptionError
+from kvlayers.persistence.safetensors_header import DIGEST_BYTES, Content
+from kvlayers.prefix.backends.contract import Address, StoredFile, UnreachableError, clock, is_of_a_store
+from kvlayers.prefix.backends.remote import ByteRange, RemoteBackend
 
 SCHEMES = {"redis": "redis", "rediss": "rediss", "valkey": "redis", "valkeys": "rediss"}
 """The scheme that the client knows for each scheme of a URL."""
 
 DEFAULT_PREFIX = "kvlayers:prefix"
 
-PART_BYTES = HEAD_BYTES
-"""Bytes of a part. One has what is read of a file first."""
-
-PARTS_AT_ONCE = 256
-"""Parts that are written with one command, 16 MiB."""
+MOST_BYTES = 512 * 2**20
+"""Bytes of a file, as a server takes no larger value. A node of 256 tokens has far fewer."""
 
 CONNECT_SECONDS = 5
 ANSWER_SECONDS = 30
@@ -41,16 +30,12 @@ ANSWER_SECONDS = 30
 TOUCH_SECONDS = 1.0
 """How long a reader waits at most until it is recorded that a file was used."""
 
-_NONCE, _NBYTES = re.compile(rb"[0-9a-f]{32}"), re.compile(rb"[0-9]{1,11}")
-"""What a file says of itself besides its parts. Nothing else is believed: names of a million parts take some memory."""
-
 
 class RedisBackend(RemoteBackend):
-    """Files under keys with a common prefix: an index by uses, and for each file a hash with its size and its parts.
+    """Files under keys with a common prefix, and an index of them by uses.
 
-    A file is written under another key, which expires after `ABANDONED_SECONDS`, and renamed once it is complete. Thus
-    each file exists completely or not at all, whoever else writes, whenever a writer is killed, and whatever a server
-    evicts that has no more memory.
+    A file is written by one command, so each exists completely or not at all, whoever else writes, whenever a writer is
+    killed, and whatever a server evicts that has no more memory.
 
     The client gives each thread a connection of its own, so that any number of threads may use this.
 
@@ -108,13 +93,20 @@ class RedisBackend(RemoteBackend):
         return f"{self._prefix}:file:{name}"
 
     def _many(self, commands: Sequence[tuple[Any, ...]], together: bool = False) -> list[Any]:
-        """The answers of the server to several commands that are sent together, or also take effect together."""
+        """The answers of the server to several commands that are sent together, or also take effect together.
+
+        `None` stands for that of a key at which somebody has put something else than a text.
+        """
         pipeline = self._client.pipeline(transaction=together)
         for command in commands:
             pipeline.execute_command(*command)
         with self._reaching():
-            answers: list[Any] = pipeline.execute()
-        return answers
+            answers = pipeline.execute(raise_on_error=together)
+            failures = [answer for answer in answers if isinstance(answer, Exception)]
+            for failure in failures:
+                if not str(failure).startswith("WRONGTYPE"):
+                    raise failure
+        return [None if answer in failures else answer for answer in answers]
 
     def files(self) -> list[StoredFile]:
         """As `StorageBackend.files`."""
@@ -127,53 +119,36 @@ class RedisBackend(RemoteBackend):
         return [file for file in found.values() if file is not None]
 
     def find(self, names: Sequence[str]) -> list[StoredFile | None]:
-        """As `StorageBackend.find`."""
-        asked = [("HMGET", self._key(name), "nonce", "nbytes") for name in names]
-        answers = self._many([*asked, *(("ZSCORE", self._index, name) for name in names)])
-        files: list[StoredFile | None] = []
-        for name, said, score in zip(names, answers, answers[len(names) :], strict=False):
-            nonce, nbytes = said
-            is_whole = _NONCE.fullmatch(nonce or b"") and _NBYTES.fullmatch(nbytes or b"")
-            files.append(StoredFile(name, int(nbytes), nonce.decode(), _used(score)) if is_whole else None)
-        return files
+        """As `StorageBackend.find`. The last digest in a file stands for all of its bytes."""
+        asked: list[tuple[Any, ...]] = []
+        for key, name in ((self._key(name), name) for name in names):
+            asked += [("STRLEN", key), ("GETRANGE", key, -DIGEST_BYTES, -1), ("ZSCORE", self._index, name)]
+        found = iter(self._many(asked))
+        return [
+            StoredFile(name, nbytes, digest.hex(), _used(score)) if nbytes and digest else None
+            for name, nbytes, digest, score in zip(names, found, found, found, strict=True)
+        ]
 
     def read_ranges(self, ranges: Sequence[ByteRange]) -> list[bytes | UnreachableError | None]:
-        """As `RemoteBackend.read_ranges`. A missing part has no bytes, and neither has another version of a file."""
-        parts = [range(start // PART_BYTES, -(-end // PART_BYTES)) for _, start, end in ranges]
-        asked = [("HMGET", self._key(each.file.name), "nonce", *own) for each, own in zip(ranges, parts, strict=True)]
-        contents: list[bytes | UnreachableError | None] = []
-        for (file, start, end), own, answer in zip(ranges, parts, self._many(asked), strict=True):
-            nonce, *pieces = answer
-            is_same = nonce is not None and file.version in ("", nonce.decode("ascii", "replace"))
-            skipped = own.start * PART_BYTES
-            whole = b"".join(piece or b"" for piece in pieces) if is_same else b""
-            contents.append(None if nonce is None else whole[start - skipped : end - skipped])
-        return contents
+        """As `RemoteBackend.read_ranges`."""
+        found = self._many([("GETRANGE", self._key(file.name), start, end - 1) for file, start, end in ranges])
+        # What does not exist has no bytes.
+        return [content or None for content in found]
 
     def write(self, name: str, content: Content) -> None:
-        """As `StorageBackend.write`."""
-        view, nonce = memoryview(content), secrets.token_hex(16)
-        new = f"{self._prefix}:new:{nonce}"
-        first = ("HSET", new, "nonce", nonce, "nbytes", len(view))
-        try:
-            self._many([first, ("EXPIRE", new, ABANDONED_SECONDS)], together=True)
-            parts = range(0, len(view), PART_BYTES)
-            for some in range(0, len(parts), PARTS_AT_ONCE):
-                numbers = range(some, min(some + PARTS_AT_ONCE, len(parts)))
-                pieces = {number: view[parts[number] : parts[number] + PART_BYTES] for number in numbers}
-                with self._reaching():
-                    self._client.hset(new, mapping=pieces)
-        except UnreachableError:
-            # It would expire by itself, but a server that is full needs the memory now.
-            with contextlib.suppress(UnreachableError), self._reaching():
-                self._client.unlink(new)
-            raise
-        self._commit(name, new)
+        """As `StorageBackend.write`.
 
-    def _commit(self, name: str, new: str) -> None:
-        """Give a file that is complete its name, in place of any other one."""
-        key, ((_, used),) = self._key(name), clock.uses([name]).items()
-        self._many([("RENAME", new, key), ("PERSIST", key), ("ZADD", self._index, used // 1000, name)], together=True)
+        Raises:
+            CapacityError: the file is larger than a server takes.
+        """
+        if len(content) > MOST_BYTES:
+            raise CapacityError(
+                f"{self.path_of(name)} must have at most {MOST_BYTES} bytes, got {len(content)}: choose a file system "
+                "as `directory`."
+            )
+        ((_, used),) = clock.uses([name]).items()
+        commands = [("SET", self._key(name), memoryview(content)), ("ZADD", self._index, used // 1000, name)]
+        self._many(commands, together=True)
 
     def delete(self, names: Sequence[str], used_before: int | None = None) -> None:
         """As `StorageBackend.delete`. If somebody uses one of the files meanwhile, it is looked at again."""

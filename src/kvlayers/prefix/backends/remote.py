@@ -21,21 +21,14 @@ from kvlayers.prefix.backends.contract import (
     UnreachableError,
 )
 
-HEAD_BYTES = 2**16 - 64
-"""Bytes that are read of each file first, which usually have the header and the ids. A server that holds files in parts
-of this size, and a few bytes about each, needs no more memory for one than 64 KiB."""
+HEAD_BYTES = 2**16
+"""Bytes that are read of each file first, which usually have the header and the ids."""
 
 FILES_PER_REQUEST = 64
 """Files whose heads are requested together, which take 4 MiB."""
 
 BATCH_BYTES = 32 * 2**20
 """Bytes of whole files that are requested together, unless a single one has more."""
-
-BATCHES_AT_ONCE = 2
-"""Batches of whole files that are in memory, or on their way to it, at the same time."""
-
-ATTEMPTS = 3
-"""Attempts to read a file that other processes replace meanwhile."""
 
 
 class ByteRange(NamedTuple):
@@ -66,7 +59,7 @@ class RemoteBackend(StorageBackend):
     def read_ranges(self, ranges: Sequence[ByteRange]) -> list[bytes | UnreachableError | None]:
         """The bytes of each range, fewer if the file is shorter, or the error that reading them raised.
 
-        `None` stands for a file that does not exist. If the file of a range has a version, no other one is read.
+        `None` stands for a file that does not exist.
         """
 
     def path_of(self, name: str) -> str:
@@ -86,19 +79,16 @@ class RemoteBackend(StorageBackend):
                     yield error
 
     def _inspected(self, file: StoredFile, known: _Known, look: Look[Found]) -> Found:
-        for _ in range(ATTEMPTS):
-            try:
-                return look(self.path_of(file.name), file, partial(self._read, file, known))
-            except (CacheFileError, UnreachableError):
-                (now,) = self.find([file.name])
-                if now is None:
-                    raise self._gone(file.name) from None
-                if now == file:
-                    raise
-                file, known = now, {}
-        raise UnreachableError(
-            f"{self.path_of(file.name)} was replaced {ATTEMPTS} times while it was read: try again later."
-        )
+        try:
+            return look(self.path_of(file.name), file, partial(self._read, file, known))
+        except (CacheFileError, UnreachableError):
+            (now,) = self.find([file.name])
+            if now is None:
+                raise self._gone(file.name) from None
+            if now == file:
+                raise
+        # Another process has replaced it meanwhile.
+        return self._inspected(now, {}, look)
 
     def _read(self, file: StoredFile, known: _Known, start: int, end: int) -> bytes:
         asked = ByteRange(file, start, min(end, file.nbytes))
@@ -113,14 +103,10 @@ class RemoteBackend(StorageBackend):
     def read(self, files: Sequence[StoredFile], wait_seconds: float | None = None) -> Iterator[Content | KVLayersError]:
         """As `StorageBackend.read`. A thread requests the next files while the caller looks at the ones before."""
         deadline = None if wait_seconds is None else time.monotonic() + wait_seconds
-        coming: deque[tuple[list[StoredFile], Future[list[Content | KVLayersError]]]] = deque()
-        batches = iter(_batches(files))
         thread = ThreadPoolExecutor(1, thread_name_prefix="kvlayers-read")
         try:
-            for batch in batches:
-                coming.append((batch, thread.submit(self._read_batch, batch)))
-                if len(coming) == BATCHES_AT_ONCE:
-                    yield from self._arrived(*coming.popleft(), deadline)
+            coming = deque((batch, thread.submit(self._read_batch, batch)) for batch in _batches(files))
+            # Not held any longer than until it is used.
             while coming:
                 yield from self._arrived(*coming.popleft(), deadline)
         finally:
@@ -138,8 +124,8 @@ class RemoteBackend(StorageBackend):
             return [error] * len(batch)
 
     def _read_batch(self, batch: list[StoredFile]) -> list[Content | KVLayersError]:
-        # One byte more than a file should have, of whatever version.
-        ranges = [ByteRange(StoredFile(file.name, file.nbytes), 0, file.nbytes + 1) for file in batch]
+        # One byte more than a file should have.
+        ranges = [ByteRange(file, 0, file.nbytes + 1) for file in batch]
         found: list[Content | KVLayersError] = []
         for file, each, content in zip(batch, ranges, self.read_ranges(ranges), strict=True):
             if isinstance(content, bytes) and len(content) != file.nbytes:

@@ -1,0 +1,98 @@
+"""What claims measure beside steps of a llama: traffic of offloaded caches, texts with sinks, models with latents."""
+
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+import kvlayers
+from lib.internals import recorded_transfers
+from lib.workload import Shape
+
+TRAFFIC_SHAPE = Shape(layers=4, heads=4, kv_heads=2, head_dim=32, intermediate=64, vocab=512)
+OFFLOADED: dict[str, Callable[[Any, bool], kvlayers.Cache]] = {
+    "dynamic": lambda config, offloading: kvlayers.DynamicCache(config=config, offloading=offloading),
+    "int4": lambda config, offloading: kvlayers.QuantizedCache(config=config, nbits=4, offloading=offloading),
+}
+NUM_SINK_TOKENS = 4
+
+
+def traffic_of(model: Any, name: str, prompt: Tensor, new: int) -> dict[str, Any]:
+    """Bytes that a step moves with an offloaded cache, and the peak on the device, between two pools of host memory.
+
+    Raises:
+        RuntimeError: the tokens are others than those of the same cache that is not offloaded.
+    """
+
+    def decoded(cache: kvlayers.Cache) -> list[int]:
+        ids, found = prompt, []
+        with torch.no_grad():
+            for _ in range(new):
+                ids = model(input_ids=ids, past_key_values=cache, logits_to_keep=1).logits[:, -1:].argmax(-1)
+                found.append(int(ids))
+        return found
+
+    with recorded_transfers() as peak:
+        cache = OFFLOADED[name](model.config, True)
+    if decoded(cache) != decoded(OFFLOADED[name](model.config, False)):
+        raise RuntimeError(f"{name} gives other tokens than without offloading")
+    steps = [cache.traffic.of_step(step) for step in range(-new + 1, 0)]
+    return {
+        "to_device": statistics.median(step.to_device for step in steps),
+        "to_host": statistics.median(step.to_host for step in steps),
+        "peak_on_device": peak(),
+        "held": cache.nbytes,
+    }
+
+
+def perplexity(model: Any, ids: Tensor, cache: kvlayers.Cache) -> float:
+    """That of the second half of a text `[1, tokens]`, which is read token by token."""
+    tokens = ids.shape[1] - 1
+    with torch.inference_mode():
+        logits = [model(input_ids=ids[:, at : at + 1], past_key_values=cache).logits[0] for at in range(tokens)]
+        half = tokens // 2
+        return float(torch.nn.functional.cross_entropy(torch.cat(logits[half:]).double(), ids[0, half + 1 :]).exp())
+
+
+class LatentModel:
+    """A model like DeepSeek-V3 with random weights, and caches with the same random latents: see `lib.workload`."""
+
+    name = "random DeepSeek-V3"
+    latent, rotated = 512, 64
+
+    def __init__(self, dtype: torch.dtype, layers: int) -> None:
+        torch.manual_seed(0)
+        config = transformers.DeepseekV3Config(
+            vocab_size=1024,
+            hidden_size=1024,
+            intermediate_size=2048,
+            num_hidden_layers=layers,
+            num_attention_heads=16,
+            num_key_value_heads=16,
+            q_lora_rank=None,
+            kv_lora_rank=self.latent,
+            qk_rope_head_dim=self.rotated,
+            qk_nope_head_dim=128,
+            v_head_dim=128,
+            # Without experts: rounding that chooses another expert would hide how near logits are.
+            first_k_dense_replace=layers,
+            max_position_embeddings=32768,
+        )
+        self.model = transformers.AutoModelForCausalLM.from_config(config).eval().bfloat16().to(dtype)
+        self._length = 0
+
+    def prepare(self, length: int, batch: int) -> Tensor:
+        self._length = length
+        return torch.ones(batch, 1, dtype=torch.int64)
+
+    def fill(self, cache: Any) -> None:
+        generator = torch.Generator().manual_seed(self._length)
+        for index in range(self.model.config.num_hidden_layers):
+            states = (
+                torch.randn(1, 1, self._length, channels, generator=generator).bfloat16().to(self.model.dtype)
+                for channels in (self.latent, self.rotated)
+            )
+            cache.update(*states, index)

@@ -69,14 +69,6 @@ def test_static_memory_never_moves() -> None:
         assert layer.nbytes == before
 
 
-def test_static_batches_are_reordered_in_place() -> None:
-    layer = StaticLayer(32)
-    first, _ = layer.update(*token(5, batch=3))
-    layer.reorder_cache(torch.tensor([2, 0, 0]))
-    second, _ = layer.update(*token(1, batch=3))
-    assert first.data_ptr() == second.data_ptr()
-
-
 @pytest.mark.parametrize("window", [16, 512])
 def test_a_window_holds_little_more_than_itself_after_a_long_prefill(window: int) -> None:
     layer = SlidingLayer(window)
@@ -230,3 +222,28 @@ def test_a_cache_that_requires_grad_can_be_copied() -> None:
     twin = copy.deepcopy(cache)
     twin.update(*token(), 0)
     assert (cache.get_seq_length(), twin.get_seq_length()) == (3, 4)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("select", ["batch_select_indices", "expand"])
+def test_sequences_that_autograd_follows_are_selected_with_their_gradients(select: str, shared: bool) -> None:
+    layer, (first, _), (keys, _) = DynamicLayer(), token(200), token(3)
+    layer.update(first, first)
+    if shared:
+        # What comes behind is in a tail of its own.
+        twin = layer.fork()
+        layer.update(*token())
+        layer = twin
+    keys.requires_grad_()
+    layer.update(keys * 2, keys)
+    getattr(layer, select)([0, 0] if select == "batch_select_indices" else 2)
+    new = token(1, batch=2)
+    attended, _ = layer.update(*new)
+    expected = torch.cat([torch.cat([first, keys * 2], 2).expand(2, -1, -1, -1), new[0]], 2)
+    assert torch.equal(attended, expected)
+    attended.sum().backward()
+    assert torch.equal(keys.grad, torch.full_like(keys, 4))
+    with torch.inference_mode():
+        layer.reorder_cache([1, 0])
+    with torch.no_grad():
+        assert layer.update(*new)[0].shape == (2, 2, 205, 8)

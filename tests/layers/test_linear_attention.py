@@ -435,6 +435,11 @@ MISUSES: dict[str, tuple[type[Exception], Callable[[LinearAttentionLayer], objec
         lambda layer: _update(layer, 2, CHANNELS, 1, dtype=torch.float64),
     ),
     "another device": (kvlayers.errors.StateMismatchError, lambda layer: _update(layer, 2, CHANNELS, 1, device="meta")),
+    "a text for columns": (
+        kvlayers.errors.StateMismatchError,
+        lambda layer: layer.update_conv_state("columns", conv_kernel_size=KERNEL),
+    ),
+    "no recurrent state": (kvlayers.errors.StateMismatchError, lambda layer: layer.update_recurrent_state(None)),
     "another kernel": (kvlayers.errors.StateMismatchError, lambda layer: _update(layer, 2, CHANNELS, 1, kernel=3)),
     "a state index too high": (kvlayers.errors.LayerIndexError, lambda layer: _update(layer, 2, CHANNELS, 1, idx=1)),
     "a negative state index": (kvlayers.errors.LayerIndexError, lambda layer: _update(layer, 2, CHANNELS, 1, idx=-1)),

@@ -126,21 +126,6 @@ def test_what_follows_the_start_of_recording_can_be_taken_back_exactly(family: s
     assert cache.get_seq_length() == 12
 
 
-def test_convolutions_alone_need_no_replay_while_they_are_recorded() -> None:
-    decoder, ids = Decoder("lfm2"), prompt(2, 30)
-    cache = kvlayers.DynamicCache(config=decoder.config)
-    cache.activate_past_recording()
-    decoder.pass_on(cache, ids[:, :2])
-    cache.crop(0)
-    whole = decoder.model(ids).logits
-    seen = 2
-    for rejected in (0, 3, 5, 1, 4):
-        decoder.pass_on(cache, torch.cat([ids[:, seen : seen + 5 - rejected], prompt(2, rejected, seed=5)], dim=1))
-        assert cache.truncate(seen + 5 - rejected) == 0
-        seen += 5 - rejected
-    torch.testing.assert_close(decoder.pass_on(cache, ids[:, seen:]), whole[:, seen:], rtol=0, atol=1e-5)
-
-
 @pytest.mark.parametrize("family", RECURRENT_FAMILIES)
 def test_a_crop_is_exact_or_an_error_that_says_what_to_do(family: str) -> None:
     decoder, ids = Decoder(family), prompt(2, 20)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import kvlayers
+from agreement import step
 from kvlayers.errors import KVLayersError
 from layer_kinds import KINDS
 from matrix import once
@@ -72,6 +73,20 @@ def test_what_are_no_indices_is_named(kind: str, indices: str, member: str) -> N
     with pytest.raises(kvlayers.errors.BatchIndexError, match=r"must .* got "):
         getattr(layer, member)(NOT_INDICES[indices])
     check_unchanged(layer, before)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_are_no_states_is_named(kind: str) -> None:
+    """Also by the short ways of a token like the one before."""
+    generator = torch.Generator().manual_seed(0)
+    layer, oracle = KINDS[kind]()
+    for tokens in (6, 1, 1):
+        step(layer, oracle, tokens, generator)
+    good = torch.zeros(2, 2, 1, 4)
+    for wrong in ((None, good), (good, None), ("keys", "values"), ([1.0], good)):
+        with pytest.raises(kvlayers.errors.StateMismatchError, match="must be tensors, got a"):
+            layer.update(*wrong)
+    step(layer, oracle, 1, generator)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.startswith(("recall", "sliding", "sink", "evicting"))])

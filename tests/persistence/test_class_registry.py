@@ -4,9 +4,9 @@ import importlib.metadata
 import inspect
 import pathlib
 import sys
-import threading
 import types
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -37,27 +37,20 @@ def frequent_switches() -> Iterator[None]:
 
 
 def test_threads_that_register_and_unregister_lose_no_name(frequent_switches: None) -> None:
-    things, errors = _things(), []
+    things = _things()
     for number in range(200):
         things.register(type(f"Other{number}", (Thing,), {}))
 
     def change(thread: int) -> None:
-        try:
-            for turn in range(100):
-                kept, dropped = (type(f"{word}_{thread}_{turn}", (Thing,), {}) for word in ("Kept", "Dropped"))
-                things.register(kept)
-                things.register(dropped)
-                things.remove(dropped.__name__)
-                assert things.name_of(kept) == kept.__name__
-        except Exception as error:
-            errors.append(error)
+        for turn in range(100):
+            kept, dropped = (type(f"{word}_{thread}_{turn}", (Thing,), {}) for word in ("Kept", "Dropped"))
+            things.register(kept)
+            things.register(dropped)
+            things.remove(dropped.__name__)
+            assert things.name_of(kept) == kept.__name__
 
-    threads = [threading.Thread(target=change, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(change, range(4)))
     assert all(things.name_of(things.get(name)) == name for name in things.names())
 
 

@@ -4,6 +4,7 @@ import copy
 import functools
 import threading
 import types
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -145,16 +146,11 @@ def test_steps_of_training_and_their_undoing_are_noticed() -> None:
 
 
 def test_threads_make_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, made, found = fresh_model("llama"), [], []
+    model, made = fresh_model("llama"), []
     digest = fingerprint._digest
     monkeypatch.setattr(fingerprint, "_digest", lambda *read: made.append(0) or digest(*read))
-    threads = [threading.Thread(target=lambda: found.append(kvlayers.weights_id(model))) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(made) == 1
-    assert len(set(found)) == 1
+    with ThreadPoolExecutor(8) as threads:
+        assert len(set(threads.map(kvlayers.weights_id, [model] * 8))) == len(made) == 1
 
 
 def test_weights_that_are_not_in_memory_are_refused() -> None:

@@ -6,6 +6,7 @@ import pathlib
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -155,7 +156,6 @@ def test_files_are_deleted_together_and_those_that_are_gone_are_no_error(backend
 
 def test_threads_share_a_backend(backend: StorageBackend, request: pytest.FixtureRequest) -> None:
     """Each thread writes its own files and those that all write, and reads them while others write and delete."""
-    errors: list[BaseException] = []
     shared = [named(content_of(number)) for number in range(100, 104)]
     if request.node.callspec.params["backend"] == "s3":
         # moto, unlike S3, fails if two clients write the same file at once.
@@ -163,29 +163,22 @@ def test_threads_share_a_backend(backend: StorageBackend, request: pytest.Fixtur
             backend.write(file.name, content_of(number))
 
     def work(thread: int) -> None:
-        try:
-            mine = [(named(content_of(number)), content_of(number)) for number in range(thread * 3, thread * 3 + 3)]
-            common = list(zip(shared, map(content_of, range(100, 104)), strict=True))
-            for file, content in [*common, *mine]:
-                if backend.find([file.name]) == [None]:
-                    backend.write(file.name, content)
-            for each, (_, content) in zip(backend.read([file for file, _ in common]), common, strict=True):
-                # A file that another thread writes anew may be gone for readers, but is never another one.
-                assert isinstance(each, Exception) or bytes(each) == content
-            found = [bytes(each) for each in contents(backend, [file for file, _ in mine])]
-            assert found == [content for _, content in mine]
-            assert len(backend.files()) >= len(mine)
-            backend.last_uses()
-            backend.delete([file.name for file, _ in mine[:2]])
-        except BaseException as error:
-            errors.append(error)
+        mine = [(named(content_of(number)), content_of(number)) for number in range(thread * 3, thread * 3 + 3)]
+        common = list(zip(shared, map(content_of, range(100, 104)), strict=True))
+        for file, content in [*common, *mine]:
+            if backend.find([file.name]) == [None]:
+                backend.write(file.name, content)
+        for each, (_, content) in zip(backend.read([file for file, _ in common]), common, strict=True):
+            # A file that another thread writes anew may be gone for readers, but is never another one.
+            assert isinstance(each, Exception) or bytes(each) == content
+        found = [bytes(each) for each in contents(backend, [file for file, _ in mine])]
+        assert found == [content for _, content in mine]
+        assert len(backend.files()) >= len(mine)
+        backend.last_uses()
+        backend.delete([file.name for file, _ in mine[:2]])
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(THREADS)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert errors == []
+    with ThreadPoolExecutor(THREADS) as threads:
+        list(threads.map(work, range(THREADS)))
     assert len(backend.files()) == len(shared) + THREADS
     assert [bytes(each) for each in contents(backend, shared)] == list(map(content_of, range(100, 104)))
 

@@ -5,7 +5,6 @@ import os
 import pathlib
 import struct
 import tempfile
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -146,25 +145,20 @@ def test_a_model_goes_on_from_what_was_spilled_before_a_restart(files: Files) ->
 
 
 def test_what_leaves_memory_is_found_again_whole_and_in_part(files: Files) -> None:
-    store = PrefixStore(filled([1, 2, 3]).nbytes, files.url)
+    most = filled([1, 2, 3]).nbytes
+    store = PrefixStore(most, files.url)
     for first in (1, 2, 3):
-        store.insert(torch.tensor([first, 5, 6]), filled([first, 5, 6]), model="m")
+        store.insert(torch.tensor([first, 5, 6]), filled([first, 5, 6]), model="m", namespace="a")
     store.flush()
-    for each in (store, PrefixStore(ROOM, files.url)):
+    for each in (store, PrefixStore(most, files.url)):
         for first in (1, 2, 3, 1):
-            assert covered(each, [first, 5, 6]) == 3
-            assert covered(each, [first, 5, 9]) == 2
+            assert [covered(each, [first, 5, 6], name) for name in ("a", "b", "")] == [3, 0, 0]
+            assert covered(each, [first, 5, 9], "a") == 2
+            assert each.statistics.bytes <= most
     assert len(files.names()) == 3
 
 
-def test_nothing_of_one_namespace_is_found_by_another(files: Files) -> None:
-    store = PrefixStore(ROOM, files.url)
-    put(store, [1, 2, 3], namespace="a")
-    for each in (store, PrefixStore(ROOM, files.url)):
-        assert [covered(each, [1, 2, 3], name) for name in ("a", "b", "")] == [3, 0, 0]
-
-
-@pytest.mark.parametrize("damage", ["cut", "header", "ids", "empty", "not ours", "gone"])
+@pytest.mark.parametrize("damage", ["cut", "header", "ids", "states", "empty", "not ours", "gone"])
 def test_damaged_files_are_skipped_reported_once_and_written_anew(
     damage: str, files: Files, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -176,7 +170,8 @@ def test_damaged_files_are_skipped_reported_once_and_written_anew(
     content = bytearray(files.read(other))
     # A server has no difference between an empty value and none.
     is_damage = damage != "gone" and not (damage == "empty" and isinstance(files, ServerFiles))
-    positions = {"header": 20, "ids": content.find(struct.pack("<3q", 2, 5, 6))}
+    state = filled([2, 5, 6]).layers[0].values[0, 0, 2, 0].numpy().tobytes()
+    positions = {"header": 20, "ids": content.find(struct.pack("<3q", 2, 5, 6)), "states": content.find(state)}
     if damage == "gone":
         files.delete(other)
     elif damage in positions:
@@ -207,33 +202,6 @@ def test_a_file_of_other_tokens_is_not_believed(files: Files) -> None:
     files.write(other, files.read(one))
     assert sorted(covered(store, [first, 5, 6]) for first in (1, 2)) == [0, 3]
     assert store.statistics.damaged == 1
-
-
-def test_several_stores_and_threads_may_write_the_same_entries(files: Files) -> None:
-    stores = [PrefixStore(ROOM, files.url) for _ in range(2)]
-    sequences = [[first, 5, 6, 7] for first in range(1, 6)]
-    errors: list[BaseException] = []
-
-    def write(store: PrefixStore) -> None:
-        try:
-            for ids in sequences:
-                store.insert(torch.tensor(ids), filled(ids), model="m")
-                store.flush()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=write, args=(store,)) for store in [*stores, *stores]]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert errors == []
-    assert len(files.names()) == len(sequences)
-    for store in (*stores, PrefixStore(ROOM, files.url)):
-        assert store.statistics.failed_writes == 0
-        store.evict()
-        assert [covered(store, ids) for ids in sequences] == [4] * 5
-        assert store.statistics.damaged == 0
 
 
 def test_files_used_longest_ago_go_first(files: Files) -> None:

@@ -8,7 +8,6 @@ import contextlib
 import errno
 import os
 import pathlib
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -201,58 +200,6 @@ def test_the_tokens_that_arrive_before_a_server_stops_to_answer_are_used(
 
 
 # Servers that restart
-
-
-@pytest.mark.skipif(bool(redis_server.why_not()), reason=redis_server.why_not() or "-")
-def test_a_server_that_is_killed_and_restarted_keeps_what_was_flushed(tmp_path: pathlib.Path) -> None:
-    """The server writes a journal, as one does that is to keep files; it is killed while threads read and write."""
-    acknowledged: list[list[int]] = []
-    errors: list[BaseException] = []
-    is_over = threading.Event()
-    port = redis_server.free_port()
-    url = f"redis://127.0.0.1:{port}/0"
-
-    def work(thread: int) -> None:
-        try:
-            for number in range(2000):
-                ids = [1, 2, thread, number % 40]
-                store.insert(torch.tensor(ids), filled(ids), model="m")
-                if store.flush():
-                    acknowledged.append(ids)
-                store.evict()
-                assert covered(store, ids) <= 4
-                if is_over.is_set():
-                    return
-        except BaseException as error:
-            errors.append(error)
-
-    server = redis_server.start(tmp_path, port, keeps=True)
-    try:
-        store = PrefixStore(ROOM, url)
-        threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
-        for thread in threads:
-            thread.start()
-        for kills in range(4):
-            # A busy machine may take long for what is done in a tenth of a second.
-            until = time.monotonic() + 30
-            while len(acknowledged) < 4 * (kills + 1) and time.monotonic() < until:
-                time.sleep(0.01)
-            if kills < 3:
-                server.kill()
-                server.wait()
-                time.sleep(0.05)
-                server = redis_server.start(tmp_path, port, keeps=True)
-        is_over.set()
-        for thread in threads:
-            thread.join()
-        assert errors == []
-        assert len(acknowledged) > 10
-        store = PrefixStore(ROOM, url)
-        assert [covered(store, ids) for ids in acknowledged] == [4] * len(acknowledged)
-        assert store.statistics.damaged == 0
-    finally:
-        server.kill()
-        server.wait()
 
 
 # Full disks

@@ -5,6 +5,7 @@ import pathlib
 import threading
 import types
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -686,19 +687,9 @@ def test_threads_share_a_store() -> None:
     model, store = tiny_model("mistral"), PrefixStore(ROOM, snapshot_tokens=SNAPSHOT)
     rows = questions(3, 4, 5, 6)
     expected = [plain(model, row) for row in rows]
-    wrong: list[int] = []
-
-    def ask(index: int) -> None:
-        for _ in range(4):
-            if not torch.equal(by_store(model, store, rows[index]), expected[index]):
-                wrong.append(index)
-
-    threads = [threading.Thread(target=ask, args=(index,)) for index in range(len(rows))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
+    with ThreadPoolExecutor(len(rows)) as threads:
+        seen = threads.map(lambda row: [by_store(model, store, row) for _ in range(4)], rows)
+        assert all(torch.equal(own, each) for own, answers in zip(expected, seen, strict=True) for each in answers)
     assert store.statistics.hits >= 3 * len(rows)
 
 

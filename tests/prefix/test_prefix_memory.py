@@ -156,16 +156,6 @@ def union_of(store: PrefixStore) -> int:
     return sum(found.values())
 
 
-def test_ten_questions_fit_where_one_document_does() -> None:
-    document = torch.arange(3000)
-    budget = int(1.2 * 3000 * 1.125 * TOKEN_BYTES)
-    store = PrefixStore(budget)
-    alone = ask(store, document, questions=10, tokens=40)
-    now = store.statistics
-    assert now.bytes <= 1.2 * alone
-    assert (now.entries, now.evictions) == (10, 0)
-
-
 def test_a_branch_moves_nothing_of_its_document(monkeypatch: pytest.MonkeyPatch) -> None:
     document = torch.arange(8192)
     store = PrefixStore(2**30)

@@ -5,9 +5,9 @@ import hashlib
 import json
 import os
 import pathlib
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -566,29 +566,21 @@ def test_a_writer_gives_up_where_nodes_keep_disappearing(tmp_path: pathlib.Path)
 
 def test_two_directories_may_write_and_delete_at_once(tmp_path: pathlib.Path) -> None:
     """What has been written, and not deleted, is complete."""
-    errors: list[BaseException] = []
     kept: dict[str, Ids] = {}
 
     def work(number: int) -> None:
-        try:
-            directory = opened(tmp_path)
-            base = write(directory, DOCUMENT[:300])
-            for turn in range(8):
-                ids = [*DOCUMENT[: 100 * (turn % 4)], number, turn, *range(50)]
-                entry = write(directory, ids, [(base.path, 100 * (turn % 4))])
-                if turn % 2:
-                    directory.delete_all([entry.path])
-                else:
-                    kept[entry.path] = ids
-        except BaseException as error:
-            errors.append(error)
+        directory = opened(tmp_path)
+        base = write(directory, DOCUMENT[:300])
+        for turn in range(8):
+            ids = [*DOCUMENT[: 100 * (turn % 4)], number, turn, *range(50)]
+            entry = write(directory, ids, [(base.path, 100 * (turn % 4))])
+            if turn % 2:
+                directory.delete_all([entry.path])
+            else:
+                kept[entry.path] = ids
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert errors == []
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(work, range(4)))
     directory = opened(tmp_path)
     for path, ids in kept.items():
         check(KINDS["full"], load(directory, path, ids), ids)

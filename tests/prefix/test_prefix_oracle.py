@@ -278,28 +278,6 @@ def test_no_model_stops_learning(family: str) -> None:
     assert store.statistics.refused == 0
 
 
-@pytest.mark.parametrize("way", ["documents", pytest.param("images", marks=versions.images_in_prefixes)])
-def test_no_call_stops_learning(way: str) -> None:
-    images = way == "images"
-    model = seeing_model("llava") if images else tiny_model("llama")
-    asked = {"max_new_tokens": 2, "do_sample": False, "pad_token_id": 0, "return_dict_in_generate": True}
-
-    def given(number: int) -> dict[str, Any]:
-        text = [1, *range(3 + number, 43 + number)]
-        if images:
-            return inputs("llava", [text, (number, (4, 4)), [5, 6]])
-        return {"documents": [torch.tensor([text])], "question": torch.tensor([[5, 6]]), "recompute": 0}
-
-    store = PrefixStore("1GiB")
-    kvlayers.generate(model, **given(0), prefix_store=store, **asked)
-    store = PrefixStore(int(1.5 * store.statistics.bytes))
-    for number in range(1, 7):
-        first, second = (kvlayers.generate(model, **given(number), prefix_store=store, **asked) for _ in range(2))
-        assert torch.equal(first.sequences, second.sequences)
-        assert second.cached_tokens[0] >= 41
-    assert (store.statistics.refused, store.statistics.bypassed) == (0, 0)
-
-
 class Contexts:
     """Random prompts of documents or images: popular ones, in front of questions, in any order."""
 

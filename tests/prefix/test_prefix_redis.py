@@ -14,7 +14,7 @@ import torch
 from backend_cases import PART, ServerFiles, covered, filled, large, put
 from kvlayers import OptionError, PrefixStore
 from kvlayers.errors import CacheFileError, CachePathError
-from kvlayers.prefix.backends import GoneError, StoredFile, redis
+from kvlayers.prefix.backends import redis
 from kvlayers.prefix.backends.contract import Address
 from kvlayers.prefix.backends.redis import RedisBackend
 from redis_server import running, start, why_not
@@ -49,13 +49,16 @@ def keys(files: ServerFiles) -> set[str]:
 
 
 def test_the_keys_are_those_of_the_documentation(files: ServerFiles) -> None:
-    put(PrefixStore(ROOM, files.url), IDS, large(IDS))
+    store = PrefixStore(ROOM, files.url)
+    put(store, IDS, large(IDS))
     (name,) = files.names()
     assert len(name) == 64 + len(".safetensors")
     file = f"kvlayers:prefix:file:{name}"
     assert keys(files) == {"kvlayers:prefix:index", file}
     assert all(files.client.ttl(key) == -1 for key in keys(files))
     assert len(files.client.get(file)) > PART
+    store.clear()
+    assert keys(files) == set()
 
 
 def test_damage_and_a_file_that_is_missing_are_told_apart(files: ServerFiles, caplog: pytest.LogCaptureFixture) -> None:
@@ -80,17 +83,6 @@ def test_damage_and_a_file_that_is_missing_are_told_apart(files: ServerFiles, ca
     assert (covered(store, IDS), store.statistics.damaged, len(store)) == (0, 1, 0)
     store = PrefixStore(ROOM, files.url)
     assert (len(store), store.statistics.damaged, files.names()) == (0, 0, [])
-
-
-def test_what_is_replaced_and_what_is_deleted_leaves_nothing(files: ServerFiles) -> None:
-    first, second = PrefixStore(ROOM, files.url), PrefixStore(ROOM, files.url)
-    put(first, IDS, large(IDS))
-    before = keys(files)
-    put(second, IDS, large(IDS))
-    assert keys(files) == before
-    assert (covered(first, IDS), covered(second, IDS)) == (8, 8)
-    first.clear()
-    assert keys(files) == set()
 
 
 def test_a_file_that_is_larger_than_a_value_is_not_written(
@@ -305,14 +297,3 @@ def test_names_that_a_terminal_would_obey_are_not_looked_at(files: ServerFiles) 
     files.write("\x1b[2J.safetensors", b"damaged")
     store = PrefixStore(ROOM, files.url)
     assert (len(store), store.statistics.damaged) == (0, 0)
-
-
-def test_a_file_that_is_missing_is_no_damage(files: ServerFiles) -> None:
-    backend = RedisBackend(Address(files.url, {}))
-    (found,) = backend.read([StoredFile("none.safetensors", 5)])
-    assert isinstance(found, GoneError)
-    assert "it was deleted" in str(found)
-    files.write("it.safetensors", b"123456")
-    (found,) = backend.read([StoredFile("it.safetensors", 5)])
-    assert isinstance(found, CacheFileError)
-    assert "must have 5 bytes" in str(found)

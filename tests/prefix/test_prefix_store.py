@@ -1,11 +1,8 @@
 """The prefix store: what it finds is what would have been computed, whatever the cache, and nobody else's."""
 
-import logging
 import os
 import pathlib
 import random
-import signal
-import time
 from typing import Any
 
 import numpy as np
@@ -21,7 +18,6 @@ from kvlayers.errors import CachePathError, PrefixError, StateMismatchError
 from kvlayers.prefix.keys import PrefixMap, common_tokens
 from matrix import once
 from models import COMMON, WINDOW, prompt, tiny_model
-from rounds import NIGHTLY
 
 ROOM = 2**30
 
@@ -260,17 +256,6 @@ def room_for(count: int, tokens: int = 3) -> int:
     return cache.nbytes * count
 
 
-def test_the_least_recently_used_goes_first() -> None:
-    store = PrefixStore(room_for(3))
-    for first in (1, 2, 3):
-        store.insert(ids_of(first, 0, 0), filled([first, 0, 0]), model="m")
-    store.lookup(ids_of(1, 0, 0), model="m")
-    store.insert(ids_of(4, 0, 0), filled([4, 0, 0]), model="m")
-    # The last token of the first was used longest ago: a look-up leaves one to compute.
-    found = [store.lookup(ids_of(first, 0, 0, 9), model="m").covered for first in (1, 2, 3, 4)]
-    assert (found, store.statistics.evictions) == ([2, 1, 3, 3], 2)
-
-
 def test_a_store_without_a_size_has_one_gibibyte_and_is_a_store_though_it_is_empty() -> None:
     store = PrefixStore()
     assert (len(store), bool(store), repr(store)) == (
@@ -356,23 +341,6 @@ def test_evict_frees_as_many_bytes_as_it_is_asked_for() -> None:
 # Files
 
 
-def test_what_leaves_memory_is_found_in_its_file_and_after_a_restart(tmp_path: pathlib.Path) -> None:
-    store = PrefixStore(room_for(1), tmp_path / "made" / "here")
-    for first in (1, 2, 3):
-        store.insert(ids_of(first, 5, 6), filled([first, 5, 6]), model="m", namespace="a")
-    assert (store.statistics.spilled, len(store)) == (2, 3)
-    store.flush()
-    for each in (store, PrefixStore(room_for(1), tmp_path / "made" / "here")):
-        for first in (1, 2, 3, 1):
-            hit = each.lookup(ids_of(first, 5, 6, 7), model="m", namespace="a")
-            assert held(hit.cache) == held(filled([first, 5, 6]))
-            assert each.statistics.bytes <= room_for(1)
-        assert each.lookup(ids_of(1, 5, 9), model="m", namespace="a").covered == 2
-        assert each.lookup(ids_of(1, 5, 9), model="m", namespace="b").covered == 0
-    store.clear()
-    assert list((tmp_path / "made" / "here").iterdir()) == []
-
-
 def test_a_spilled_chat_is_one_entry(tmp_path: pathlib.Path) -> None:
     store = PrefixStore(ROOM, tmp_path)
     for length in range(2, 9):
@@ -388,60 +356,6 @@ def test_a_spilled_chat_is_one_entry(tmp_path: pathlib.Path) -> None:
     assert PrefixStore(ROOM, tmp_path).lookup(torch.arange(12), model="m").covered == 8
     assert again.statistics.file_bytes == sum(path.stat().st_size for path in tmp_path.iterdir())
     assert len(list(tmp_path.iterdir())) == 3
-
-
-def test_files_used_longest_ago_go_first(tmp_path: pathlib.Path) -> None:
-    store = PrefixStore(ROOM, tmp_path)
-    for first in range(3):
-        store.insert(ids_of(first, 0, 0), filled([first, 0, 0]), model="m")
-    store.evict()
-    size = store.statistics.file_bytes // 3
-    for age, path in enumerate(sorted(tmp_path.glob("*.safetensors"))):
-        os.utime(path, (1000 + age, 1000 + age))
-    store.lookup(ids_of(0, 0, 0), model="m")
-    kept = PrefixStore(ROOM, tmp_path, directory_max_bytes=2 * size + 100)
-    assert len(kept) == len(list(tmp_path.glob("*.safetensors"))) == 2
-    assert kept.lookup(ids_of(0, 0, 0), model="m").covered == 2
-
-
-@pytest.mark.parametrize("damage", ["cut", "states", "header", "empty", "not ours", "gone"])
-def test_damaged_files_are_skipped_and_reported(
-    damage: str, tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    store = PrefixStore(ROOM, tmp_path)
-    for first in (1, 2):
-        store.insert(ids_of(first, 5, 6), filled([first, 5, 6]), model="m")
-        store.evict()
-    path = max(tmp_path.glob("*.safetensors"), key=lambda path: path.stat().st_mtime_ns)
-    content = bytearray(path.read_bytes())
-    position = content.find(np.float32(-filled([2, 5, 6]).layers[0].keys[0, 0, 2, 0]).tobytes())
-    if damage == "gone":
-        path.unlink()
-    else:
-        if damage == "states":
-            content[position] ^= 1
-        elif damage == "header":
-            content[20] ^= 1
-        path.write_bytes({"cut": content[:-5], "empty": b"", "not ours": b"x" * 400}.get(damage, content))
-    with caplog.at_level(logging.WARNING, logger="kvlayers"):
-        for each in (store, PrefixStore(ROOM, tmp_path)):
-            for _ in range(2):
-                assert each.lookup(ids_of(2, 5, 6, 7), model="m").covered == 0
-            assert each.lookup(ids_of(1, 5, 6, 7), model="m").covered == 3
-            assert each.statistics.damaged == (damage != "gone")
-    assert len(caplog.records) == (0 if damage == "gone" else 2)
-    assert store.insert(ids_of(2, 5, 6), filled([2, 5, 6]), model="m")
-    store.evict()
-    assert PrefixStore(ROOM, tmp_path).lookup(ids_of(2, 5, 6, 7), model="m").covered == 3
-
-
-def test_files_of_others_are_left_alone(tmp_path: pathlib.Path) -> None:
-    kvlayers.save_cache(filled([1, 2]), tmp_path / "mine.safetensors", token_ids=ids_of(1, 2)[None])
-    (tmp_path / "notes.txt").write_text("mine too")
-    store = PrefixStore(ROOM, tmp_path)
-    assert (len(store), store.statistics.damaged) == (0, 0)
-    store.clear()
-    assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_a_recurrent_cache_in_a_file_needs_the_config_only_if_its_layers_are_those_of_transformers(
@@ -492,66 +406,6 @@ def test_what_a_killed_writer_left_behind_is_cleared_when_it_is_old(tmp_path: pa
     os.utime(old, (1, 1))
     PrefixStore(ROOM, tmp_path)
     assert (old.exists(), new.exists()) == (False, True)
-
-
-KILLS, KILLS_A_STORE = 50 if NIGHTLY else 10, 10
-
-
-def numbered(number: int) -> tuple[torch.Tensor, kvlayers.DynamicCache]:
-    """Ids of 64 tokens and a cache of them, which say which number they have."""
-    cache = kvlayers.DynamicCache()
-    states = torch.full((1, 4, 64, 64), float(number))
-    for layer in range(2):
-        cache.update(states, -states, layer_idx=layer)
-    return torch.arange(64) + number * 100, cache
-
-
-def is_found(store: PrefixStore, number: int) -> bool:
-    hit = store.lookup(torch.arange(65) + number * 100, model="m")
-    return hit.covered == 64 and bool((hit.cache.layers[1].values == -float(number)).all())  # type: ignore[union-attr]
-
-
-def write_for_ever(directory: pathlib.Path, first: int, written: int) -> None:
-    """In a process of its own: insert entries, and say the number of each that is in its file."""
-    try:
-        store = PrefixStore(ROOM, directory)
-        for number in range(first, first + 999):
-            ids, cache = numbered(number)
-            store.insert(ids, cache, model="m")
-            store.flush()
-            os.write(written, f"{number} ".encode())
-    finally:
-        os._exit(1)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(os.name != "posix", reason="kills as POSIX does")
-def test_a_store_survives_being_killed_at_any_moment(tmp_path: pathlib.Path) -> None:
-    generator, written = random.Random(0), dict[int, list[int]]()
-    for kill in range(KILLS):
-        directory = tmp_path / str(kill // KILLS_A_STORE)
-        has_written, writes = os.pipe()
-        # A fork, since starting an interpreter takes far longer than writing a file.
-        child = os.fork()
-        if not child:
-            write_for_ever(directory, kill * 1000, writes)
-        os.close(writes)
-        numbers = os.read(has_written, 5)
-        time.sleep(generator.uniform(0, 0.02))
-        os.kill(child, signal.SIGKILL)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
-        numbers += os.read(has_written, 9999)
-        os.close(has_written)
-        written[kill] = list(map(int, numbers.split()))
-        assert written[kill]
-        store = PrefixStore(ROOM, directory)
-        assert store.statistics.damaged == 0
-        assert all(is_found(store, number) for number in written[kill])
-    # All that was ever written, whatever happened to the writers that came after.
-    for first in range(0, KILLS, KILLS_A_STORE):
-        store = PrefixStore(ROOM, tmp_path / str(first // KILLS_A_STORE))
-        assert store.statistics.damaged == 0
-        assert all(is_found(store, number) for kill in range(first, first + KILLS_A_STORE) for number in written[kill])
 
 
 # Bad input

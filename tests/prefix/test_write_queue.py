@@ -10,6 +10,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -124,16 +125,12 @@ def test_lookups_read_at_the_same_time_and_memory_serves_meanwhile(backend: Cont
             meeting.wait()
 
     backend.before = meet
-    found: list[int] = []
-    threads = [threading.Thread(target=lambda ids=ids: found.append(covered(store, ids))) for ids in entries(2)]
-    for thread in threads:
-        thread.start()
-    assert covered(store, [7, 8, 9]) == 3
-    # Both are reading now, and neither can go on without the other.
-    meeting.wait()
-    for thread in threads:
-        thread.join()
-    assert found == [3, 3]
+    with ThreadPoolExecutor(2) as threads:
+        found = threads.map(lambda ids: covered(store, ids), entries(2))
+        assert covered(store, [7, 8, 9]) == 3
+        # Both are reading now, and neither can go on without the other.
+        meeting.wait()
+        assert list(found) == [3, 3]
 
 
 def test_an_entry_is_read_once_for_several_that_ask(backend: ControlledBackend) -> None:
@@ -146,15 +143,11 @@ def test_an_entry_is_read_once_for_several_that_ask(backend: ControlledBackend) 
     needed = sum(name in READS for name in backend.calls)
     backend.calls.clear()
     gate = Gate(backend, READS)
-    found: list[int] = []
-    threads = [threading.Thread(target=lambda: found.append(covered(store, [1, 2, 3]))) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    assert gate.arrived.wait(60)
-    gate.open()
-    for thread in threads:
-        thread.join()
-    assert found == [3, 3, 3]
+    with ThreadPoolExecutor(3) as threads:
+        found = threads.map(lambda ids: covered(store, ids), [[1, 2, 3]] * 3)
+        assert gate.arrived.wait(60)
+        gate.open()
+        assert list(found) == [3, 3, 3]
     assert sum(name in READS for name in backend.calls) == needed
 
 
@@ -502,36 +495,23 @@ def test_threads_with_a_slow_directory_that_fails_now_and_then(backend: Controll
     backend.before = hesitate
     most = 4 * entry_bytes() * 3
     store = PrefixStore(most, "elsewhere", write_wait_seconds=60.0)
-    errors: list[BaseException] = []
     acknowledged: list[list[int]] = []
 
     def work(seed: int) -> None:
         generator = random.Random(seed)
-        try:
-            for number in range(25):
-                own = [
-                    generator.choice((1, 2)),
-                    generator.choice((1, 2)),
-                    *[3 + seed] * generator.randint(1, 5),
-                    number,
-                ]
-                insert(store, own)
-                assert store.statistics.bytes <= most
-                for ids in (own, own[:-1], [1, 2, 4]):
-                    covered(store, ids)
-                if number % 8 == 0 and store.flush():
-                    acknowledged.append(own)
-                if number % 10 == 9:
-                    store.evict(generator.randint(1, most))
-        except BaseException as error:
-            errors.append(error)
+        for number in range(25):
+            own = [*generator.choices((1, 2), k=2), *[3 + seed] * generator.randint(1, 5), number]
+            insert(store, own)
+            assert store.statistics.bytes <= most
+            for ids in (own, own[:-1], [1, 2, 4]):
+                covered(store, ids)
+            if number % 8 == 0 and store.flush():
+                acknowledged.append(own)
+            if number % 10 == 9:
+                store.evict(generator.randint(1, most))
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert errors == []
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(work, range(4)))
     backend.before, backend.fails = lambda name: None, False
     assert len(acknowledged) >= 4
     other = PrefixStore(ROOM, "elsewhere")

@@ -171,6 +171,29 @@ def test_answers_come_as_they_end_and_prompts_are_asked_for_as_rows_become_free(
     assert sorted(answer.index for answer in (first, *answers)) == list(range(len(PROMPTS)))
 
 
+def test_max_bytes_are_those_of_all_rows_and_prompts_wait_rather_than_being_rounded() -> None:
+    model, rows = tiny_model("llama"), []
+
+    def count(_: Any, args: Any, arguments: Any) -> None:
+        rows.append(arguments.get("cache", arguments.get("past_key_values")).batch_size or 0)
+
+    max_bytes = 3 * kvlayers.plan(model.config, 512, names=["dynamic"]).caches[0].device_bytes
+    with model.register_forward_pre_hook(count, with_kwargs=True):
+        answers = many(model, in_order=True, max_rows=9, cache_config={"max_bytes": max_bytes, "ladder": ("int8",)})
+    assert [answer.ids.tolist() for answer in answers] == [alone(model, ids) for ids in PROMPTS]
+    assert 2 <= max(rows) <= 6
+
+
+def test_an_answer_that_outgrows_max_bytes_fails_alone() -> None:
+    model = tiny_model("llama")
+    of_a_token = kvlayers.plan(model.config, 512, names=["dynamic"]).caches[0].device_bytes // 512
+    long, *short = [prompt(1, 40, 1)[0], *PROMPTS[:3]]
+    answers = many(model, [*short[:1], long, *short[1:]], in_order=True, cache_config={"max_bytes": 42 * of_a_token})
+    assert isinstance(answers[1].error, kvlayers.errors.CapacityError)
+    others = [answer.ids.tolist() for answer in answers if answer.index != 1]
+    assert others == [alone(model, ids) for ids in short]
+
+
 @pytest.mark.parametrize("cache", ["dynamic", "int4", "static"])
 def test_rows_take_no_more_than_the_memory(cache: str) -> None:
     model, taken = tiny_model("llama"), []
@@ -370,23 +393,31 @@ def test_unknown_names_are_refused_at_once() -> None:
         kvlayers.generate_many(tiny_model("llama"), PROMPTS, cache="int5")
 
 
-@pytest.mark.parametrize("prompts", ["one text", {"input_ids": [1]}, None, 5])
-def test_what_is_no_list_of_prompts_is_refused(prompts: Any) -> None:
-    with pytest.raises(OptionError, match="`prompts` must be a list"):
-        kvlayers.generate_many(tiny_model("llama"), prompts)
-
-
-def test_drafts_of_recurrent_models_are_refused_at_once() -> None:
-    with pytest.raises(OptionError, match="prompt_lookup_num_tokens"):
-        kvlayers.generate_many(tiny_model("jamba"), PROMPTS, prompt_lookup_num_tokens=3)
-    with pytest.raises(OptionError, match="`assistant_model` must be a model without recurrent states"):
-        kvlayers.generate_many(tiny_model("llama"), PROMPTS, assistant_model=tiny_model("jamba"))
-
-
-def test_a_smaller_model_with_another_vocabulary_is_refused_at_once() -> None:
-    smaller = fresh_model("llama", vocab_size=50)
-    with pytest.raises(OptionError, match="`assistant_model` must have the vocabulary"):
-        kvlayers.generate_many(tiny_model("llama"), PROMPTS, assistant_model=smaller)
+@pytest.mark.parametrize(
+    ("family", "prompts", "how", "named"),
+    [
+        *(("llama", prompts, {}, "`prompts` must be a list") for prompts in ("one text", {"input_ids": [1]}, None, 5)),
+        ("t5", PROMPTS, {}, "decoder-only"),
+        ("jamba", PROMPTS, {"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens"),
+        (
+            "llama",
+            PROMPTS,
+            {"assistant_model": tiny_model("jamba")},
+            "`assistant_model` must be a model without recurrent states",
+        ),
+        (
+            "llama",
+            PROMPTS,
+            {"assistant_model": fresh_model("llama", vocab_size=50)},
+            "`assistant_model` must have the vocabulary",
+        ),
+    ],
+)
+def test_models_and_prompts_that_rows_do_not_take_are_refused_at_once(
+    family: str, prompts: Any, how: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(OptionError, match=named):
+        kvlayers.generate_many(tiny_model(family), prompts, **how)
 
 
 def test_a_criterion_that_raises_ends_its_answer_alone() -> None:
@@ -406,11 +437,6 @@ def test_the_generation_config_says_how_long_an_answer_is() -> None:
     assert [len(answer.ids) for answer in answers] == [3, 3]
 
 
-def test_encoders_are_refused() -> None:
-    with pytest.raises(OptionError, match="decoder-only"):
-        kvlayers.generate_many(tiny_model("t5"), PROMPTS)
-
-
 @pytest.mark.skipif(not compat.PREFILLS_APART, reason="before transformers 5.0 no prefill can be replaced")
 @pytest.mark.parametrize(("repeats", "others"), [(4, 1), (2, 2), (3, 1)])
 def test_equal_prompts_side_by_side_are_computed_once(repeats: int, others: int) -> None:
@@ -428,17 +454,6 @@ def test_equal_prompts_side_by_side_are_computed_once(repeats: int, others: int)
     assert seen[1] == (others * repeats, 1)
 
 
-def test_prompts_that_differ_by_their_padding_are_not_equal() -> None:
-    model, seen = fresh_model("llama"), []
-    model.register_forward_pre_hook(lambda *given: seen.append(given[2]["input_ids"].shape), with_kwargs=True)
-    ids = prompt(1, 40).repeat(2, 1)
-    mask = torch.ones_like(ids)
-    mask[1, :3] = 0
-    with kvlayers.installed():
-        model.generate(ids, attention_mask=mask, max_new_tokens=2, do_sample=False)
-    assert seen[0] == (2, 40)
-
-
 @pytest.mark.parametrize(
     ("beside", "expected"),
     [
@@ -453,14 +468,21 @@ def test_rows_are_equal_if_all_that_belongs_to_them_is(beside: dict[str, Any], e
     assert prefill._repeats_in(prompt(1, 6).repeat(4, 1), beside) == expected
 
 
-def rows_of_a_prefill(model: Any) -> int:
+def rows_of_a_prefill(model: Any, mask: torch.Tensor | None = None) -> int:
     """How many of three equal rows a model computes."""
     seen: list[int] = []
     model.register_forward_pre_hook(lambda *given: seen.append(given[2]["input_ids"].shape[0]), with_kwargs=True)
     ids = prompt(1, 40).repeat(3, 1)
     with kvlayers.installed():
-        model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=2, do_sample=False)
+        mask = torch.ones_like(ids) if mask is None else mask
+        model.generate(ids, attention_mask=mask, max_new_tokens=2, do_sample=False)
     return seen[0]
+
+
+def test_prompts_that_differ_by_their_padding_are_not_equal() -> None:
+    mask = torch.ones(3, 40, dtype=torch.int64)
+    mask[1, :3] = 0
+    assert rows_of_a_prefill(fresh_model("llama"), mask) == 3
 
 
 @pytest.mark.skipif(not compat.PREFILLS_APART, reason="before transformers 5.0 no prefill can be replaced")
@@ -491,12 +513,9 @@ def test_rows_that_training_tells_apart_are_computed_each(where: str) -> None:
 
 
 def test_rows_that_a_hook_may_tell_apart_are_computed_each() -> None:
-    model, seen = fresh_model("llama"), []
-    model.model.layers[0].register_forward_pre_hook(lambda _, given: seen.append(given[0].shape[0]))
-    ids = prompt(1, 40).repeat(3, 1)
-    with kvlayers.installed():
-        model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=2, do_sample=False)
-    assert seen[0] == 3
+    model = fresh_model("llama")
+    model.model.layers[0].register_forward_pre_hook(lambda *_: None)
+    assert rows_of_a_prefill(model) == 3
 
 
 class _Terminal(io.StringIO):

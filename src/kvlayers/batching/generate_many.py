@@ -246,7 +246,7 @@ def _drafter(model: Any, config: Any, looked_up: int | None, assistant: Any) -> 
     return drafter_of(config, None, assistant)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class _Numbered(Request):
     """A request with the number of its prompt."""
 
@@ -272,7 +272,7 @@ def _requests(
             ids, error = _ids_of(prompt, given["tokenizer"]).to(model.device), None
         except Exception as reason:
             ids, error = torch.empty(1, 0, dtype=torch.int64), reason
-        yield _Numbered(ids, config, show, given, error=error, index=index)
+        yield _Numbered(ids, config=config, on_token=show, given=given, error=error, index=index)
 
 
 def _ids_of(prompt: Any, tokenizer: Any) -> Tensor:

@@ -201,7 +201,7 @@ class DenseStore(TokenStore):
 
     @override
     def take_in(self, keys: Tensor, values: Tensor) -> KVPair:
-        if torch.compiler.is_compiling() or not self.append_one(keys, values):
+        if not self._appends_one or torch.compiler.is_compiling() or not self.append_one(keys, values):
             self.validate(keys, values)
             return self.extend(keys, values)
         start, tokens = self._start, self._end - self._start
@@ -220,12 +220,14 @@ class DenseStore(TokenStore):
             Whether the token was appended; if not, nothing has changed.
         """
         last = self._last_valid
-        if not self._appends_one or last is None:
+        # As in `validate`, which would be a call more.
+        if last is None or last.key_form is not self._key_form or last.value_form is not self._value_form:
             return False
-        # As `_is_as_before`, without a call.
-        if last.key_form is not self._key_form or last.value_form is not self._value_form:
+        try:
+            facts = (keys.shape, values.shape, keys.dtype, values.dtype, keys.device, values.device)
+        except AttributeError:
+            # They are no tensors, as `validate` says.
             return False
-        facts = (keys.shape, values.shape, keys.dtype, values.dtype, keys.device, values.device)
         if facts != last.facts or keys.shape[2] != 1:
             return False
         if keys.requires_grad or values.requires_grad:
@@ -247,20 +249,22 @@ class DenseStore(TokenStore):
         self._validated = None
         if torch.compiler.is_compiling():
             return self._validate(keys, values)
-        if not self._is_as_before(keys, values):
-            self._validate(keys, values)
+        last = self._last_valid
+        try:
             facts = (keys.shape, values.shape, keys.dtype, values.dtype, keys.device, values.device)
+        except AttributeError:
+            # They are no tensors, as this says.
+            return self._validate(keys, values)
+        if (
+            last is None
+            or facts != last.facts
+            or last.key_form is not self._key_form
+            or last.value_form is not self._value_form
+        ):
+            self._validate(keys, values)
             valid = ValidStates(facts, self._key_form, self._value_form, first_grouped_length(keys))
             self._last_valid = None if self._validated else valid
         return keys.shape[2]
-
-    def _is_as_before(self, keys: Tensor, values: Tensor) -> bool:
-        """Whether states have the shapes, dtypes and devices of the last valid states, and may follow them."""
-        last = self._last_valid
-        if last is None or last.key_form is not self._key_form or last.value_form is not self._value_form:
-            return False
-        facts = (keys.shape, values.shape, keys.dtype, values.dtype, keys.device, values.device)
-        return facts == last.facts
 
     def _validate(self, keys: Tensor, values: Tensor) -> int:
         key_form, value_form = checked_forms(keys, values)
@@ -300,19 +304,15 @@ class DenseStore(TokenStore):
             return
         if self._tracks_gradients:
             keys, values = self._plain(self.length)
-            keys, values = keys.to(key_form.dtype), values.to(value_form.dtype)
-            self._release()
-            self._key_form, self._value_form = key_form, value_form
-            self._adopt(keys, values)
-            return
-        forms, length = (key_form, value_form), self.length
-        self._hold((), *self._gathered(length, forms), length, forms=forms)
+            self._adopt(keys.to(key_form.dtype), values.to(value_form.dtype), (), (key_form, value_form))
+        else:
+            forms, length = (key_form, value_form), self.length
+            self._hold((), *self._gathered(length, forms), length, forms)
         self._returned.invalidate()
 
     @override
     def reserve_form(self, key_form: StateForm, value_form: StateForm) -> None:
-        self._release()
-        self._key_form, self._value_form = key_form, value_form
+        self._release((key_form, value_form))
 
     def check_room(self, tokens: int) -> None:
         """Raise `CapacityError` if `tokens` more do not fit. A store that grows never raises it."""
@@ -339,8 +339,9 @@ class DenseStore(TokenStore):
         elif self._copy_on_write is not None and not self._may_write(self._end, self._end + tokens):
             self._leave_buffers(tokens, self._capacity_of_copy(tokens))
         key_buffer, value_buffer = self._buffers()
-        key_buffer.write(self._end, keys)
-        value_buffer.write(self._end, values)
+        end = self._end
+        key_buffer.write(end, keys)
+        value_buffer.write(end, values)
         self.hold(tokens)
 
     @override
@@ -385,16 +386,21 @@ class DenseStore(TokenStore):
 
     def _concatenate(self, keys: Tensor, values: Tensor) -> None:
         if self._start == self._end:
-            self._adopt(keys.clone(), values.clone())
+            keys, values = keys.clone(), values.clone()
         else:
             held = self.newest(self._tail_length)
-            self._adopt(torch.cat([held[0], keys], dim=2), torch.cat([held[1], values], dim=2))
+            keys, values = torch.cat([held[0], keys], dim=2), torch.cat([held[1], values], dim=2)
+        self._adopt(keys, values, self._segments)
 
-    def _adopt(self, keys: Tensor, values: Tensor) -> None:
-        """Hold these tensors themselves as full buffers."""
-        self._set_buffers(TokenBuffer(keys), TokenBuffer(values))
-        self._start, self._capacity = 0, keys.shape[2]
-        self._set_end(self._capacity)
+    def _adopt(
+        self,
+        keys: Tensor,
+        values: Tensor,
+        segments: Sequence[SharedSegment] = (),
+        forms: tuple[StateForm, StateForm] | None = None,
+    ) -> None:
+        """Hold segments, and behind them these tensors themselves as full buffers."""
+        self._hold(segments, TokenBuffer(keys), TokenBuffer(values), keys.shape[2], forms)
         # Tensors of a traced program must not be written to, just like tensors that autograd follows.
         self._tracks_gradients = keys.requires_grad or values.requires_grad or compat.is_exporting()
 
@@ -405,7 +411,7 @@ class DenseStore(TokenStore):
         tracked = torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad)
         if tracked or compat.is_exporting():
             self._adopt(keys.clone(), values.clone())
-            self._forget_segments()
+            self._returned.invalidate()
             return
         held = self.length
         try:
@@ -511,37 +517,33 @@ class DenseStore(TokenStore):
         self._set_end(self._start + in_tail)
         if self._tracks_gradients:
             # No spare room, so that the next tokens are concatenated or moved rather than written over these.
-            self._adopt(*self.newest(in_tail))
+            self._adopt(*self.newest(in_tail), self._segments)
 
     @override
     def clear(self) -> None:
         self._returned.invalidate()
-        if self._segments:
+        if self._segments or self._tracks_gradients:
             self._hold(())
         self._is_forked = self._is_invalid = False
         self._start = 0
         self._set_end(0)
-        if self._tracks_gradients:
-            self._release()
 
     @override
     def select(self, indices: Tensor) -> None:
         if self._key_form is None or self._value_form is None:
             return
         batch_size, length = indices.shape[0], self._tail_length
-        if self._tracks_gradients:
-            # First in another store: if there is no memory for it, this one has not changed.
-            held = self._plain(self.length)
-            other = self.rewritten(*(states.index_select(0, indices.to(states.device)) for states in held))
-            self._release()
-            self.__dict__.update(other.__dict__)
-            return
-        segments, keys, values = selected(self._segments, indices), self._keys, self._values
-        if keys is not None and values is not None:
-            capacity = min(max(self._capacity, length), self._grown_capacity(length))
-            keys = keys.selected(indices, self._start, length, capacity)
-            values = values.selected(indices, self._start, length, capacity)
-        self._hold(segments, keys, values, length, batch_size)
+        forms = self._key_form.of_batch(batch_size), self._value_form.of_batch(batch_size)
+        if self._tracks_gradients and (torch.is_grad_enabled() or compat.is_exporting()):
+            chosen = [states.index_select(0, indices.to(states.device)) for states in self._plain(self.length)]
+            self._adopt(chosen[0], chosen[1], forms=forms)
+        else:
+            segments, keys, values = selected(self._segments, indices), self._keys, self._values
+            if keys is not None and values is not None:
+                capacity = min(max(self._capacity, length), self._grown_capacity(length))
+                keys = keys.selected(indices, self._start, length, capacity)
+                values = values.selected(indices, self._start, length, capacity)
+            self._hold(segments, keys, values, length, forms)
         self._returned.invalidate()
 
     def selected(self, indices: Tensor) -> Self:
@@ -642,7 +644,7 @@ class DenseStore(TokenStore):
             return
         own = self.length - tokens
         keys, values = self._gathered(own) if own else (None, None)
-        self._hold(shared, keys, values, tail=own)
+        self._hold(shared, keys, values, own)
         self._returned.invalidate()
 
     def _can_share(self) -> bool:
@@ -808,7 +810,7 @@ class DenseStore(TokenStore):
     def _allocate(self, capacity: int) -> None:
         """Move the held tokens to new buffers for `capacity` tokens."""
         key_form, value_form = self._forms()
-        length = self._tail_length
+        length, was_forked = self._tail_length, self._is_forked
         if self._keys is not None and self._values is not None:
             # Both are made before either is assigned: if there is no memory for the second, nothing has changed.
             keys = self._keys.reallocated(self._start, length, capacity)
@@ -816,13 +818,9 @@ class DenseStore(TokenStore):
         else:
             keys = TokenBuffer.allocate(key_form, capacity)
             values = TokenBuffer.allocate(value_form, capacity)
-        # No call in between, so that an interrupt finds all of it done, or nothing.
-        sharing, self._copy_on_write, self._keys, self._values = self._copy_on_write, None, keys, values
-        self._views = None
-        self._start, self._end, self._capacity = 0, length, capacity
-        self._tracks_gradients = False
-        if sharing is not None:
-            sharing.leave(self)
+        self._hold(self._segments, keys, values, length)
+        # Compiled code that calls the layer by an operator goes on doing so.
+        self._is_forked = was_forked
 
     def _hold(
         self,
@@ -830,19 +828,26 @@ class DenseStore(TokenStore):
         keys: TokenBuffer | None = None,
         values: TokenBuffer | None = None,
         tail: int = 0,
-        batch_size: int | None = None,
-        forms: tuple[StateForm, StateForm] | None = None,
+        forms: tuple[StateForm | None, StateForm | None] | None = None,
+        start: int = 0,
     ) -> None:
-        """Hold segments, and a tail of `tail` tokens in buffers of its own."""
+        """Hold segments, and a tail of `tail` tokens from slot `start` of buffers of its own.
+
+        Args:
+            segments: the segments.
+            keys: the buffer of the keys of the tail, `None` for no tail.
+            values: the buffer of the values.
+            tail: tokens of the tail.
+            forms: forms of all states, `None` for those of the states that are held.
+            start: slot of the first token of the tail.
+        """
         segments = tuple(at_most(self.maximum_segments, segments))
-        shared, capacity = sum(segment.tokens for segment in segments), 0 if keys is None else keys.capacity
-        key_form, value_form = forms or self._forms()
-        if batch_size is not None:
-            key_form, value_form = key_form.of_batch(batch_size), value_form.of_batch(batch_size)
+        shared, capacity = sum([segment.tokens for segment in segments]), 0 if keys is None else keys.capacity
+        key_form, value_form = forms or (self._key_form, self._value_form)
         # No call in between, so that an interrupt finds all of it done, or nothing.
         sharing, self._copy_on_write, self._keys, self._values = self._copy_on_write, None, keys, values
         self._views = None
-        self._start, self._end, self._capacity = 0, tail, capacity
+        self._start, self._end, self._capacity = start, start + tail, capacity
         self._key_form, self._value_form = key_form, value_form
         self._tracks_gradients = False
         self._segments, self._shared_tokens, self._length = segments, shared, shared + tail
@@ -861,13 +866,6 @@ class DenseStore(TokenStore):
             slot += piece.tokens
         return keys, values
 
-    def _set_buffers(self, keys: TokenBuffer | None, values: TokenBuffer | None) -> None:
-        """Hold buffers that no other store holds."""
-        if self._copy_on_write is not None:
-            self._copy_on_write.leave(self)
-            self._copy_on_write = None
-        self._keys, self._values, self._views = keys, values, None
-
     def _shift_to_front(self) -> None:
         self._returned.invalidate()
         key_buffer, value_buffer = self._buffers()
@@ -882,23 +880,16 @@ class DenseStore(TokenStore):
 
     def _invalidate(self) -> None:
         """Hold nothing and refuse to go on, because keys and values no longer belong to the same tokens."""
-        self._release()
-        self._key_form = self._value_form = None
+        self._release((None, None))
         self._is_invalid = True
 
     def _set_end(self, end: int) -> None:
         self._end, self._length = end, self._shared_tokens + end - self._start
 
-    def _release(self) -> None:
-        self._forget_segments()
-        self._set_buffers(None, None)
-        self._start = self._capacity = 0
-        self._set_end(0)
-        self._tracks_gradients = False
-
-    def _forget_segments(self) -> None:
+    def _release(self, forms: tuple[StateForm | None, StateForm | None] | None = None) -> None:
+        """Hold no tokens, and no memory for any."""
         self._returned.invalidate()
-        self._segments, self._shared_tokens, self._is_forked = (), 0, False
+        self._hold((), forms=forms)
 
     @override
     def swap_buffers(self, swap: BufferSwap) -> None:
@@ -909,7 +900,7 @@ class DenseStore(TokenStore):
             start, end = self._start, self._end
             keys, values = swap(self._keys, start, end), swap(self._values, start, end)
             if keys is not self._keys or values is not self._values:
-                self._set_buffers(keys, values)
+                self._hold((), keys, values, end - start, start=start)
 
     @override
     def held_tensors(self) -> Iterator[Tensor]:

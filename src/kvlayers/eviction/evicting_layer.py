@@ -138,7 +138,11 @@ class EvictingLayer(TokenLayer):
     def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> KVPair:
         self._check_settled()
         store, progress, options = self._store, self._progress, self.options
-        tokens = key_states.shape[2] if key_states.dim() == 4 else store.validate(key_states, value_states)
+        tokens = (
+            key_states.shape[2]
+            if isinstance(key_states, Tensor) and key_states.dim() == 4
+            else store.validate(key_states, value_states)
+        )
         progress.check_batch(key_states.shape[0])
         seen = self._seen + tokens
         is_due = progress.is_due(seen, slack=0) if tokens > 1 else progress.is_due_in_steps(seen)
@@ -276,8 +280,8 @@ class EvictingLayer(TokenLayer):
         """Tokens of padding before each sequence, int64 `[batch]` on the host; `None` without padding."""
         return self._progress.padding
 
-    @left_padding.setter
-    def left_padding(self, padding: Sequence[int] | Tensor | None) -> None:
+    @override
+    def note_left_padding(self, padding: Tensor | None) -> None:
         if self._seen:
             raise StateMismatchError(
                 f"`left_padding` must be given before the first token, got it after {self._seen} tokens: reset the "
@@ -325,7 +329,7 @@ class EvictingLayer(TokenLayer):
         if not length:
             padding = self.left_padding
             self.reset()
-            self.left_padding = padding
+            self.note_left_padding(padding)
             return
         if length == self._seen and self._unstored is not None:
             return

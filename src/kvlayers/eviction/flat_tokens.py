@@ -2,12 +2,12 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from kvlayers.core.arguments import check_dense_state
 from kvlayers.core.buffer import COUNT_DTYPE, StateForm, form_of
 from kvlayers.core.dense_store import DenseStore, without_spare_room
 from kvlayers.core.token_store import BufferSwap, KVPair, TokenStore
@@ -15,9 +15,7 @@ from kvlayers.errors import StateMismatchError
 from kvlayers.kernels.attention.segment_kinds import DENSE_PIECE_TOKENS, DenseSegment, PackedSegment
 from kvlayers.kernels.attention.segments import GatheredSegment
 from kvlayers.kernels.codes.smoothing import KeySmoothing
-from kvlayers.quantized.checks import checked_quantizers
-from kvlayers.quantized.packed_blocks import PACKED_NAMES, PackedBlocks, check_packed_state
-from kvlayers.quantized.quantization import block_tokens
+from kvlayers.quantized.packed_blocks import PackedBlocks
 from kvlayers.quantized.quantized_store import QuantizedStore
 
 TABLE_NAMES = ("piece_starts", "piece_counts")
@@ -153,7 +151,7 @@ class FlatTokens:
 
     def state(self, device: torch.device) -> dict[str, Tensor]:
         """Copies of the states and tables by name. The numbers are on the device, so that a state moves as a whole."""
-        tensors = {FLAT + name: states for name, states in self.part.state().items() if name != "block_ends"}
+        tensors = {FLAT + name: states for name, states in self.part.state().items()}
         for name, table in zip(TABLE_NAMES, (self.starts, self.counts), strict=True):
             tensors[name] = table.to(device, copy=True)
         columns = (self.width, self.sinks, self.own)
@@ -161,17 +159,12 @@ class FlatTokens:
 
     @classmethod
     def of_state(cls, tensors: dict[str, Tensor], tail: TokenStore) -> Self:
-        """The flat part of a state, which has been checked; the tail is one of the kind in the state."""
-        flat, forms = _flat_state(tensors), (form_of(tensors["keys"]), form_of(tensors["values"]))
+        """The flat part of a state, which has been checked; the tail is an empty one of the kind in the state."""
+        store = tail.fork()
+        store.load_state(_part_state(tensors))
+        store.shrink(store.length)
+        part: Any = store.blocks if isinstance(store, QuantizedStore) else store
         starts, counts = (tensors[name].clone() for name in TABLE_NAMES)
-        part: DenseStore | PackedBlocks
-        if isinstance(tail, QuantizedStore):
-            quantizers = checked_quantizers(tail.quantization, *forms)
-            size, room = block_tokens(quantizers), flat["keys_codes"].shape[2]
-            part = PackedBlocks(quantizers, (flat_form(forms[0]), flat_form(forms[1])), size, room)
-            part.load_state({**flat, "block_ends": torch.tensor([0] + [size] * room)})
-        else:
-            part = without_spare_room(flat["keys"], flat["values"])
         return cls.of(part, starts, counts, *tensors[COLUMNS_NAME].tolist())
 
 
@@ -212,8 +205,10 @@ def tail_state(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: states for name, states in tensors.items() if not name.startswith(FLAT) and name not in of_flat}
 
 
-def _flat_state(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name.removeprefix(FLAT): states for name, states in tensors.items() if name.startswith(FLAT)}
+def _part_state(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The state of the flat part, as that of a store of the kind of the tail. If it is packed, nothing else is held."""
+    nothing = {name: tensors[name][:1, :1, :0] for name in ("keys", "values")}
+    return nothing | {name.removeprefix(FLAT): held for name, held in tensors.items() if name.startswith(FLAT)}
 
 
 def check_ragged_state(tensors: dict[str, Tensor], tail: TokenStore, tail_tokens: int) -> int:
@@ -227,11 +222,9 @@ def check_ragged_state(tensors: dict[str, Tensor], tail: TokenStore, tail_tokens
     Raises:
         StateMismatchError: it is not the state of a ragged store with such a tail.
     """
-    flat = _flat_state(tensors)
-    names = {"keys", "values"}
-    if isinstance(tail, QuantizedStore):
-        names = {name for name in PACKED_NAMES if name != "block_ends"}
-    if set(flat) != names or {"keys", "values", *TABLE_NAMES, COLUMNS_NAME} - set(tensors):
+    is_packed = isinstance(tail, QuantizedStore)
+    needed = {"keys", "values", *TABLE_NAMES, COLUMNS_NAME, FLAT + ("block_ends" if is_packed else "keys")}
+    if needed - set(tensors):
         raise StateMismatchError(
             f"The tensors {sorted(tensors)} are not the state of a RaggedStore with a {type(tail).__name__} as its "
             "tail: take the state again."
@@ -253,18 +246,14 @@ def check_ragged_state(tensors: dict[str, Tensor], tail: TokenStore, tail_tokens
         raise StateMismatchError(
             f"Keys and values of a ragged state must have the same kv_heads, got {forms}: take the state again."
         )
-    flat_forms = flat_form(forms[0]), flat_form(forms[1])
-    if isinstance(tail, QuantizedStore):
-        quantizers = checked_quantizers(tail.quantization, *forms)
-        most, room = block_tokens(quantizers), int(flat["keys_codes"].dim() == 4 and flat["keys_codes"].shape[2])
-        ends = torch.tensor([0] + [most] * room)
-        check_packed_state({**flat, "block_ends": ends}, quantizers, flat_forms, most)
-        _check_tables(tensors, forms[0], width, most, room, places=(tensors[TABLE_NAMES[1]] > 0).long())
-    else:
-        room = check_dense_state(flat)
-        if (form_of(flat["keys"]), form_of(flat["values"])) != flat_forms:
-            raise StateMismatchError("The flat part of a state must have the form of its other tokens: take it again.")
-        _check_tables(tensors, forms[0], width, DENSE_PIECE_TOKENS, room, places=tensors[TABLE_NAMES[1]])
+    part, places = _part_state(tensors), tensors[TABLE_NAMES[1]]
+    room, most = tail.check_state(part), DENSE_PIECE_TOKENS
+    if tuple(form_of(part[name]) for name in ("keys", "values")) != tuple(map(flat_form, forms)):
+        raise StateMismatchError("The flat part of a state must have the form of its other tokens: take it again.")
+    if is_packed:
+        ends = part["block_ends"][1:]
+        room, most, places = len(ends), int(ends.max()), (places > 0).long()
+    _check_tables(tensors, forms[0], width, most, room, places)
     return width + tail_tokens
 
 

@@ -13,7 +13,7 @@ from kvlayers.kernels.attention.packed_ops import packed_like, snapshot_of
 from kvlayers.kernels.attention.packed_tensor import PackedStates, as_dense
 from kvlayers.kernels.attention.segment_kinds import DenseSegment
 from kvlayers.kernels.attention.segments import GatheredSegment, KVSegments, Segment
-from kvlayers.quantized.packed_blocks import PackedBlocks
+from kvlayers.quantized.packed_blocks import SIDES, PackedBlocks
 from kvlayers.quantized.quantized_store import QuantizedStore
 
 
@@ -80,28 +80,26 @@ def _blocks_of(store: TokenStore, keys: Tensor) -> Tensor | None:
     """The blocks of a store that is not ragged."""
     if not isinstance(store, QuantizedStore) or not store.blocks:
         return None
-    # Filled on the host, where each block is not a launch.
-    numbers = torch.full((store.length,), -1)
-    start = store.sinks.length
-    for number, tokens in enumerate(store.blocks.held_counts()):
-        numbers[start : start + tokens] = number
-        start += tokens
+    held = torch.tensor(store.blocks.held_counts())
+    numbers = torch.arange(len(held)).repeat_interleave(held)
+    numbers = torch.nn.functional.pad(numbers, (store.sinks.length, store.residual.length), value=-1)
     return numbers.to(keys.device).expand(*keys.shape[:2], -1)
 
 
 def _of_ragged(store: RaggedStore, flat: FlatTokens) -> HeldTokens:
     tail = _of_store(store.tail)
-    segments = KVSegments((flat.gathered(store.smoothing),))
-    in_full, is_held = segments.in_full_precision(torch.promote_types(tail.keys.dtype, tail.values.dtype))
+    segment = flat.gathered(store.smoothing)
+    dtype, absent = torch.promote_types(tail.keys.dtype, tail.values.dtype), ~segment.held
+    in_full = KVSegments((segment,)).in_full_precision(dtype)[0]
     keys, values = (
-        torch.cat([in_full.dense(side, own.dtype).masked_fill(~is_held[..., None], 0), own], 2)
-        for side, own in (("keys", tail.keys), ("values", tail.values))
+        torch.cat([in_full.dense(side, own.dtype).masked_fill(absent[..., None], 0), own], 2)
+        for side, own in zip(SIDES, (tail.keys, tail.values), strict=True)
     )
     blocks = None
     if isinstance(flat.part, PackedBlocks):
         ends, columns = flat.counts.cumsum(2), torch.arange(flat.width, device=flat.counts.device)
         numbers = torch.searchsorted(ends, columns - (flat.width - ends[..., -1:]), right=True)
-        numbers = numbers.masked_fill(~is_held, -1)
+        numbers = numbers.masked_fill(absent, -1)
         of_tail = numbers.new_full(tail.keys.shape[:3], -1) if tail.blocks is None else tail.blocks
         # Blocks of the tail have numbers behind those of the flat part.
         blocks = torch.cat([numbers, torch.where(of_tail < 0, of_tail, of_tail + flat.counts.shape[2])], 2)

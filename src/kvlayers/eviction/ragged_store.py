@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import NoReturn
+from typing import NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from kvlayers.core.dense_store import DenseStore, dense_in_small_steps
 from kvlayers.core.description import DescriptionContext, Fact, Facts
 from kvlayers.core.returned_states import ReturnedStates
 from kvlayers.core.token_store import BufferSwap, KVPair, TokenStore, register_store, store_from_description
-from kvlayers.errors import RollbackError, StateMismatchError, UnsupportedLayerError
+from kvlayers.errors import RollbackError, UnsupportedLayerError
 from kvlayers.eviction.flat_tokens import FlatTokens, check_ragged_state, is_ragged, tail_state
 from kvlayers.kernels.attention.packed_ops import packed_like
 from kvlayers.kernels.attention.packed_tensor import PackedStates
@@ -128,20 +128,20 @@ class RaggedStore(TokenStore):
     @override
     def take_in(self, keys: Tensor, values: Tensor) -> KVPair:
         self._check_flat(keys, values)
-        attended = self.tail.take_in(keys, values)
-        return attended if self.flat is None else self._with_flat(self.flat, attended)
+        return self._with_flat(self.tail.take_in(keys, values))
 
     @override
     def extend(self, keys: Tensor, values: Tensor, past: int | None = None) -> KVPair:
-        past = self.length if past is None else past
-        flat = self.flat if past == self.length else None
-        if flat is None:
-            self._check_common(past)
-        attended = self.tail.extend(keys, values, min(past, self.tail.length))
-        return attended if flat is None else self._with_flat(flat, attended)
+        if past is None or past == self.length:
+            return self._with_flat(self.tail.extend(keys, values))
+        self._check_common(past)
+        return self.tail.extend(keys, values, past)
 
-    def _with_flat(self, flat: FlatTokens, tail: KVPair) -> KVPair:
+    def _with_flat(self, tail: KVPair) -> KVPair:
         """Keys and values of the flat part, and of the tail, which the tail has returned."""
+        flat = self.flat
+        if flat is None:
+            return tail
         keys, values = tail
         gathered = flat.gathered(self.smoothing)
         if not isinstance(keys, PackedStates):
@@ -154,10 +154,8 @@ class RaggedStore(TokenStore):
         return packed_like(keys, values, whole)
 
     def _forms(self) -> tuple[StateForm, StateForm]:
-        key_form, value_form = self.tail.key_form, self.tail.value_form
-        if key_form is None or value_form is None:
-            raise StateMismatchError("The store is empty, so it has no states to read: update the layer first.")
-        return key_form, value_form
+        """Forms of keys and values, which are known as soon as there is a flat part."""
+        return cast("tuple[StateForm, StateForm]", (self.tail.key_form, self.tail.value_form))
 
     @override
     def extend_and_evict(self, keys: Tensor, values: Tensor, past: int, kept: int) -> KVPair:
@@ -177,8 +175,7 @@ class RaggedStore(TokenStore):
 
     def attended_states(self) -> KVPair:
         """Keys and values of all tokens, for attention alone: heads that hold different tokens cannot be read."""
-        tail = self.tail.newest(self.tail.length)
-        return tail if self.flat is None else self._with_flat(self.flat, tail)
+        return self._with_flat(self.tail.newest(self.tail.length))
 
     def _check_common(self, count: int) -> None:
         """Raise `UnsupportedLayerError` if heads hold different tokens among the newest `count`."""
@@ -249,11 +246,6 @@ class RaggedStore(TokenStore):
     def snapshot(self) -> Self:
         flat = self.flat
         return self.__class__(self.tail.snapshot(), None if flat is None else replace(flat, part=flat.part.snapshot()))
-
-    @override
-    def share_prefix(self, other: TokenStore, tokens: int) -> None:
-        if isinstance(other, RaggedStore) and self.flat is None and other.flat is None:
-            self.tail.share_prefix(other.tail, tokens)
 
     @override
     def trim(self) -> None:

@@ -276,7 +276,7 @@ def _export_support_first(original: Method, exporter: Any, *args: Any, **kwargs:
 
 def _by_rows(original: Method, model: Any, *args: Any, **kwargs: Any) -> Any:
     """For a method of continuous batching: what rows do in its place. Few programs need what makes them."""
-    return late.function(original.__name__)(original)(model, *args, **kwargs)
+    return late.function(original.__name__)(original, model, *args, **kwargs)
 
 
 def _patches() -> list[Patch]:
@@ -303,14 +303,7 @@ def _patches() -> list[Patch]:
     ]
 
 
-_PROBES = (
-    *supported.OF_GENERATE,
-    *(supported.OF_PREFILLS if compat.PREFILLS_APART else ()),
-    *(supported.OF_STATIC_CACHES if compat.STATIC_CACHES_MADE_APART else ()),
-    *(supported.OF_EXPORTERS if compat.HAS_EXPORTERS else ()),
-    *(supported.OF_POSITIONS if compat.PREPARES_POSITIONS else ()),
-)
-supported.check(_PROBES, compat.TRANSFORMERS)
+supported.check(supported.OF_GENERATE, compat.TRANSFORMERS)
 _PATCHES = _patches()
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor
 from typing_extensions import Self, override
 
@@ -488,14 +489,6 @@ def _by_index(held: Any) -> dict[int, Any]:
 
 
 def _copied(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        # A clone that is made in inference mode could never be written to outside of it.
-        with torch.inference_mode(False):
-            return value.clone()
-    if isinstance(value, dict):
-        return {key: _copied(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_copied(item) for item in value)
-    if isinstance(value, int | str | bool | None | torch.dtype | torch.device):
-        return value
-    return copy.deepcopy(value)
+    # A clone that is made in inference mode could never be written to outside of it.
+    with torch.inference_mode(False):
+        return pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else copy.deepcopy(leaf), value)

@@ -114,7 +114,7 @@ class OffloadedLayer(WrapperLayer):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         self.prefetcher.meter.begin_update(self.index)
-        if not self.prefetcher.offloads(key_states.device):
+        if not isinstance(key_states, Tensor) or not self.prefetcher.offloads(key_states.device):
             attended = self.wrapped.update(key_states, value_states)
         elif (page_tokens := _page_tokens_of(self.wrapped, key_states)) is not None:
             # A token is taken in where the pages are held. Then the pages that its query chooses are brought.

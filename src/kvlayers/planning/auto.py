@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import sys
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any
@@ -12,7 +13,7 @@ import transformers
 from kvlayers.core.named_caches import CacheRequest, register
 from kvlayers.errors import CapacityError, ConfigError, KVLayersError, OptionError, UnsupportedLayerError
 from kvlayers.generation.cache_by_name import AUTO, cache_for
-from kvlayers.memory.budget import free_memory
+from kvlayers.memory.budget import Budget, free_memory
 from kvlayers.planning.planner import bytes_by_length, checked_count, plan_for
 from kvlayers.rows.dense_rows import capacity_for
 from kvlayers.utils.units import amount_of_bytes, readable_bytes
@@ -107,6 +108,8 @@ class RoomForRows:
     Args:
         name: name of the rows' caches.
         request: what the cache of one row is for.
+            With the option `max_bytes`, rows join while all of them stay exact within these bytes: a row that is
+            alone gives way.
         memory: bytes of the device that all rows may take, or a share of what is free; `None` for half of it, but at
             least one row, and for no limit if it is not known what is free, or what such a cache takes.
 
@@ -117,12 +120,16 @@ class RoomForRows:
 
     def __init__(self, name: str, request: CacheRequest, memory: int | str | Fraction | None) -> None:
         self._memory, self._is_given = 0, memory is not None
+        exact = {name: value for name, value in request.options.items() if name not in ("max_bytes", "ladder")}
+        most = Budget.of(request.options.get("max_bytes", sys.maxsize), None, length_hint=1).max_bytes
+        # A share is one of each row's own length.
+        self._max_bytes = most if isinstance(most, int) else sys.maxsize
         self._bytes_of: Callable[[int], int] = lambda tokens: 0
         try:
             given = Fraction(1, 2) if memory is None else memory
             device = request.device or torch.device("cpu")
             self._memory = int(given * free_memory(device)) if isinstance(given, Fraction) else _bytes_of(given)
-            self._bytes_of = bytes_by_length(name, request)
+            self._bytes_of = bytes_by_length(name, dataclasses.replace(request, options=exact))
         except KVLayersError:
             if memory is not None:
                 raise
@@ -135,13 +142,13 @@ class RoomForRows:
         """
         if not self._is_given and not others:
             return True
-        own, longest = self._bytes(tokens), self._bytes(max(tokens, *others, 0))
+        own, longest = min(self._bytes(tokens), self._max_bytes), self._bytes(max(tokens, *others, 0))
         if self._is_given and own > self._memory:
             raise CapacityError(
                 f"`memory` must be at least {readable_bytes(own)} for a prompt and answer of {tokens} tokens, got "
                 f"{readable_bytes(self._memory)}: give more, or name a smaller cache."
             )
-        return longest * (len(others) + 1) <= self._memory
+        return not others or longest * (len(others) + 1) <= min(self._memory, self._max_bytes)
 
     def _bytes(self, tokens: int) -> int:
         try:

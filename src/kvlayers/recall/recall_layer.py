@@ -22,10 +22,9 @@ from kvlayers.core.token_store import Fidelity, TokenStore, filled_nbytes
 from kvlayers.errors import OptionError
 from kvlayers.kernels.attention.dispatch import PathCounter
 from kvlayers.kernels.attention.packed_ops import choosing
-from kvlayers.kernels.attention.packed_tensor import PackedStates, as_dense
+from kvlayers.kernels.attention.packed_tensor import PackedStates, Version, as_dense
 from kvlayers.kernels.attention.segment_kinds import DENSE_PIECE_TOKENS
 from kvlayers.kernels.attention.segments import KVSegments
-from kvlayers.kernels.attention.snapshot import Version
 from kvlayers.kernels.codes.quantizer_contract import Side
 from kvlayers.offload.paged_reads import places_for
 from kvlayers.quantized.quantized_store import QuantizedStore
@@ -155,7 +154,11 @@ class RecallLayer(DynamicLayer):
         store, bounds, pages = self._store, self._bounds, self.recall.pages
         if pages == "all":
             return store.take_in(key_states, value_states)
-        new = key_states.shape[2] if key_states.dim() == 4 else store.validate(key_states, value_states)
+        new = (
+            key_states.shape[2]
+            if isinstance(key_states, Tensor) and key_states.dim() == 4
+            else store.validate(key_states, value_states)
+        )
         if not store.length:
             store.validate(key_states, value_states)
             self._bounds = bounds = self._without_pages()

@@ -114,17 +114,12 @@ def rotaries(config: object, instead: str | None = None) -> list[Rotary | None]:
     _check(decoder, specs, instead)
     sign = -1.0 if decoder.model_type in BACKWARDS else 1.0
     layout: Layout = "halves" if decoder.model_type in HALVES else "pairs"
-    found: dict[tuple[float, ...], Rotary] = {}
-    result: list[Rotary | None] = []
-    for frequencies in _layer_frequencies(decoder, specs):
-        if frequencies is None:
-            result.append(None)
-            continue
-        alike = tuple(frequencies.tolist())
-        if alike not in found:
-            found[alike] = Rotary(sign * frequencies, layout)
-        result.append(found[alike])
-    return result
+
+    @functools.cache
+    def made(frequencies: tuple[float, ...]) -> Rotary:
+        return Rotary(sign * torch.tensor(frequencies, dtype=torch.float64, device="cpu"), layout)
+
+    return [None if own is None else made(tuple(own.tolist())) for own in _layer_frequencies(decoder, specs)]
 
 
 def rotates_keys(config: object) -> bool:
@@ -159,17 +154,26 @@ def _check(decoder: PretrainedConfig, specs: list[LayerSpec], instead: str | Non
             f"Positions of '{model_type}' have several axes (mrope_section) instead of one per token: "
             f"{instead or f'if it gets only text, {PASS}'}."
         )
+    scaled_by_position = {
+        "llama_4_scaling_beta": any(own.get("llama_4_scaling_beta") is not None for own in rope_parameters(decoder)),
+        "its code": model_type in SCALED_BY_POSITION,
+        "attn_temperature_tuning": model_type == "llama4_text"
+        and decoder.attn_temperature_tuning
+        and not all(listed_per_layer(decoder, "no_rope_layers")),
+    }
+    for by, is_scaled in scaled_by_position.items():
+        if is_scaled:
+            raise ConfigError(
+                f"'{model_type}' scales queries by their absolute position ({by}), so tokens cannot be moved: switch "
+                f"that off, or {leave}."
+            )
     for own in rope_parameters(decoder):
         rope_type = own.get("rope_type", "default")
-        if own.get("llama_4_scaling_beta") is not None:
-            raise _scaled_by_position(model_type, leave, "llama_4_scaling_beta")
         if rope_type not in LENGTH_INDEPENDENT:
             raise ConfigError(
                 f"The RoPE type must be the same for every length ({', '.join(LENGTH_INDEPENDENT)}), got "
                 f"'{rope_type}': {leave}."
             )
-    if model_type in SCALED_BY_POSITION:
-        raise _scaled_by_position(model_type, leave, "its code")
     if model_type in SCALED_AFTER:
         raise ConfigError(
             f"'{model_type}' scales each dimension of a key after its rotation, so cached keys cannot be moved: "
@@ -182,12 +186,6 @@ def _check(decoder: PretrainedConfig, specs: list[LayerSpec], instead: str | Non
         )
     if model_type not in HALVES | PAIRS:
         raise _unknown(decoder, instead)
-    if (
-        model_type == "llama4_text"
-        and decoder.attn_temperature_tuning
-        and not all(listed_per_layer(decoder, "no_rope_layers"))
-    ):
-        raise _scaled_by_position(model_type, leave, "attn_temperature_tuning")
     unknown = sorted({spec.layer_type for spec in specs} - {*WITH_KEYS, *WITHOUT_KEYS})
     if unknown:
         raise ConfigError(
@@ -205,13 +203,6 @@ def _unknown(decoder: PretrainedConfig, instead: str | None) -> ConfigError:
     return ConfigError(
         f"kvlayers does not know the rotary layout of '{decoder.model_type}' ({type(decoder).__name__}): "
         f"{instead or PASS}."
-    )
-
-
-def _scaled_by_position(model_type: str, leave: str, by: str) -> ConfigError:
-    return ConfigError(
-        f"'{model_type}' scales queries by their absolute position ({by}), so tokens cannot be moved: switch that off, "
-        f"or {leave}."
     )
 
 

@@ -149,8 +149,8 @@ class SinkLayer(WindowLayer):
         padding = self._sinks.padding
         return None if padding is None else padding.cpu()
 
-    @left_padding.setter
-    def left_padding(self, padding: Sequence[int] | Tensor | None) -> None:
+    @override
+    def note_left_padding(self, padding: Tensor | None) -> None:
         if self._seen:
             raise StateMismatchError(
                 f"`padding` must be given to an empty layer, got one that has seen {self._seen} tokens: give "
@@ -161,8 +161,9 @@ class SinkLayer(WindowLayer):
     @override
     def _handed_out(self, side: Side) -> Tensor | None:
         # Copies: what the next token attends to is made from the sinks, as they came, and from the window.
-        keys, values = self.peek()
-        return _copied(keys if side == "keys" else values)
+        states = self.peek()[side == "values"]
+        # Handles of packed states cannot be written to.
+        return states if states is None or isinstance(states, PackedStates) else states.clone()
 
     @override
     def peek(self) -> tuple[Tensor | None, Tensor | None]:
@@ -286,8 +287,3 @@ def _behind(front: KVPair, attended: KVPair) -> KVPair:
         held = (DenseSegment(first_keys, first_values), *snapshot.segments.in_order)
         return packed_like(keys, values, replace(snapshot, segments=replace(snapshot.segments, in_order=held)))
     return torch.cat([front[0], keys], dim=2), torch.cat([front[1], values], dim=2)
-
-
-def _copied(states: Tensor | None) -> Tensor | None:
-    # Handles of packed states cannot be written to.
-    return states if states is None or isinstance(states, PackedStates) else states.clone()

@@ -134,12 +134,11 @@ class Sinks:
         Raises:
             StateMismatchError: the tensors are not a state of as many sinks.
         """
-        keys, values = (tensors.get(name) for name in NAMES)
-        padding = tensors.get(PADDING_NAME)
-        if keys is None and values is None and padding is None:
+        if not tensors:
             return self.emptied()
+        keys, values, padding = (tensors.get(name) for name in (*NAMES, PADDING_NAME))
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        batches = {tensor.shape[:1] for tensor in (keys, values, padding) if tensor is not None}
+        batches = {shape[:1] for shape in shapes.values()}
         held = (keys, values) != (None, None)
         if (
             len(batches) != 1
@@ -159,13 +158,10 @@ class Sinks:
                 f"`state` must have the first {self.num_tokens} tokens of each sequence and the padding before "
                 f"them, got {shapes}: take the state again."
             )
-        padding = None if padding is None else padding.clone()
-        sinks = self.emptied().with_padding(padding)
-        if keys is None or values is None:
-            return sinks
-        partner = None if self.rotary is None else self.rotary.partner(keys)
-        padding = None if padding is None else padding.to(keys.device)
-        return replace(sinks, padding=padding, keys=keys.clone(), values=values.clone(), partner=partner)
+        sinks = self.emptied()
+        if keys is not None and values is not None:
+            sinks = sinks.with_tokens(0, keys, values)
+        return sinks.with_padding(None if padding is None else padding.clone())
 
 
 def _taken(states: Tensor, place: Tensor, held: Tensor | None) -> Tensor:

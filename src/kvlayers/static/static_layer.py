@@ -75,6 +75,16 @@ class ReservedLayer(TokenLayer):
     def _followers_in_step(self) -> tuple[int, ...]:
         return in_step(self, self.followers)
 
+    def covers(self, other: Any, batch_size: int | None) -> bool:
+        """Whether this layer can replace another one, for `batch_size` sequences, with the memory that it has."""
+        return (
+            type(self) is type(other)
+            and self.sliding_window == other.sliding_window
+            and self.sized_for >= other.sized_for
+            and (self.token_limit is None) == (other.token_limit is None)
+            and self._store.covers(other._store, batch_size)
+        )
+
     @override
     def check_held(self, held: int, seen: int) -> None:
         super().check_held(held, seen)
@@ -174,14 +184,6 @@ class StaticLayer(ReservedLayer, DynamicLayer):
         else:
             self._store.check_room(tokens)
 
-    def covers(self, other: Any, batch_size: int | None) -> bool:
-        """Whether this layer can replace another one, for `batch_size` sequences, with the memory that it has."""
-        return (
-            type(self) is type(other)
-            and self.max_cache_len >= other.max_cache_len
-            and self._store.covers(other._store, batch_size)
-        )
-
     @classmethod
     @override
     def reserved_by(cls, facts: Mapping[str, Any]) -> tuple[int, int]:
@@ -254,7 +256,7 @@ class StaticSlidingLayer(ReservedLayer, SlidingLayer):
     ) -> tuple[Tensor, Tensor]:
         if self._store.mask_extent.mode.uses_buckets:
             return self._update_compiled(key_states, value_states)
-        if self.token_limit is not None and key_states.dim() == 4:
+        if self.token_limit is not None and isinstance(key_states, Tensor) and key_states.dim() == 4:
             self._check_token_limit(key_states.shape[2])
         if not self.record_past:
             # Compiled code leaves it to eager code to drop tokens that have left the window.
@@ -346,16 +348,6 @@ class StaticSlidingLayer(ReservedLayer, SlidingLayer):
                 f"compiled code relies on them, got {states.shape[2]}: use a DynamicCache to evict tokens of a window."
             )
         return super()._assignable(states)
-
-    def covers(self, other: Any, batch_size: int | None) -> bool:
-        """Whether this layer can replace another one, for `batch_size` sequences, with the memory that it has."""
-        return (
-            type(self) is type(other)
-            and self.sliding_window == other.sliding_window
-            and self._expected >= other._expected
-            and (self.token_limit is None) == (other.token_limit is None)
-            and self._store.covers(other._store, batch_size)
-        )
 
     @classmethod
     @override

@@ -1,7 +1,7 @@
 """Tokens in full precision, in buffers that are reserved once and keep their address."""
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from kvlayers.core.buffer import COUNT_DTYPE, StateForm, TokenBuffer, form_of
 from kvlayers.core.dense_store import DenseStore
 from kvlayers.core.description import Argument, OptionsArgument
 from kvlayers.core.forward_pass import in_module
+from kvlayers.core.sharing import SharedSegment
 from kvlayers.core.token_store import BufferSwap, KVPair, TokenStore, register_store
 from kvlayers.errors import OptionError
 from kvlayers.kernels.attention.custom_masks import ReservedColumns, columns_of, marked_for_custom_masks
@@ -320,14 +321,13 @@ class StaticStore(DenseStore):
             self.check_room(tokens)
             self.check_reservation(key_form, value_form)
             # No memory is reserved yet: states that autograd follows are not held in a reservation.
-            self._release()
-            self._key_form, self._value_form, self._validated = key_form, value_form, None
+            self._release((key_form, value_form))
+            self._validated = None
 
     @override
     def reserve_form(self, key_form: StateForm, value_form: StateForm) -> None:
         self.check_reservation(key_form, value_form)
-        self._release()
-        self._key_form, self._value_form = key_form, value_form
+        self._release((key_form, value_form))
         self._allocate(self.capacity)
 
     def check_reservation(self, key_form: StateForm, value_form: StateForm) -> None:
@@ -503,11 +503,17 @@ class StaticStore(DenseStore):
             self._start, self._end = start, end
 
     @override
-    def _adopt(self, keys: Tensor, values: Tensor) -> None:
+    def _adopt(
+        self,
+        keys: Tensor,
+        values: Tensor,
+        segments: Sequence[SharedSegment] = (),
+        forms: tuple[StateForm, StateForm] | None = None,
+    ) -> None:
         first = self.offset + self._start
         if keys.shape[2] > self.capacity:
             self._set_capacity(keys.shape[2])
-        super()._adopt(keys, values)
+        super()._adopt(keys, values, segments, forms)
         self.set_total(first + self._end)
 
     # Operations in place
@@ -595,8 +601,7 @@ class StaticStore(DenseStore):
             keys, values = self.newest(length)
             held = keys.index_select(0, indices.to(keys.device)), values.index_select(0, indices.to(values.device))
         if self._tracks_gradients and held is not None:
-            self._key_form, self._value_form = key_form, value_form
-            self._adopt(*held)
+            self._adopt(*held, forms=(key_form, value_form))
         else:
             reserved = self._reservation(key_form, value_form, self.capacity)
             for buffer in reserved:

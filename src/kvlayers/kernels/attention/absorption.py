@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.nn.functional import linear, scaled_dot_product_attention
 
 from kvlayers.kernels.attention import dispatch
+from kvlayers.kernels.attention.packed_tensor import Snapshot
 from kvlayers.kernels.attention.segment_kinds import DenseSegment
 from kvlayers.kernels.attention.segments import KVSegments
-from kvlayers.kernels.attention.snapshot import Snapshot
 from kvlayers.utils.transforms import without_autocast
 
 CPU_MINIMUM_ROWS = 32

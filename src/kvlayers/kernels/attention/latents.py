@@ -20,15 +20,16 @@ from typing_extensions import override
 from kvlayers.kernels.attention import absorption
 from kvlayers.kernels.attention.absorption import HeadWeights, Projection
 from kvlayers.kernels.attention.packed_ops import packed_like, snapshot_of
-from kvlayers.kernels.attention.packed_tensor import (
+from kvlayers.kernels.attention.packed_tensor import PackedStates, Snapshot
+from kvlayers.kernels.attention.state_tensor import (
+    HeldStates,
     Implementations,
-    PackedStates,
     StateTensor,
+    StateView,
     implements,
     sizes_of,
     unchanged,
 )
-from kvlayers.kernels.attention.snapshot import Snapshot
 from kvlayers.utils.sending import sent_by_value
 from kvlayers.utils.transforms import is_changed_by_torch
 
@@ -147,7 +148,7 @@ def heads_of(states: DeferredStates) -> HeadWeights | None:
     return HeadWeights(projection, heads, first, first + channels)
 
 
-_of_deferred = implements(DeferredStates)
+_of_deferred = implements(DeferredStates.implementations)
 
 
 def _viewing(func: Callable[..., Any]) -> Callable[..., Any]:
@@ -278,6 +279,10 @@ class LatentStates(PackedStates):
         """Latents of a snapshot."""
         states: LatentStates = PackedStates.__new__(cls, snapshot, "keys", shape)  # type: ignore[assignment]
         return states
+
+    @override
+    def viewed(self, shape: Sequence[int], view: StateView) -> HeldStates:
+        return PackedStates(self.snapshot, "keys", shape, view)
 
     @classmethod
     @override

@@ -105,7 +105,7 @@ class LayerList(metaclass=CacheClass):
     @property
     def keeps_every_token(self) -> bool:
         """Whether the cache can be put back to any number of tokens, whatever it has seen since."""
-        return all(layer.traits.keeps_every_token for layer in self.adapted_layers())
+        return all(map(operator.attrgetter("traits.keeps_every_token"), self.adapted_layers()))
 
     def recurrent_parts(self) -> list[Any]:
         """The `LinearAttentionLayer` of each layer that has one: the layer itself, or a part of a hybrid layer."""

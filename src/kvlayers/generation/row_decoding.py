@@ -235,7 +235,7 @@ class RowDecoder(Generic[Row]):
             logits = self._pass(tokens, cache)
         except CapacityError as error:
             # It comes before any row has taken in a token. Without the longest one, the others may go on.
-            self.errors[max(self.rows, key=lambda row: row.tokens)] = error
+            max(self.rows, key=lambda row: row.tokens).error = error
             return
         greatest = logits.argmax(-1).tolist()
         for index, (row, draft) in enumerate(zip(self.rows, drafts, strict=True)):

@@ -9,7 +9,6 @@ import functools
 import importlib
 import pathlib
 import re
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -18,6 +17,7 @@ import pytest
 import torch
 import transformers
 
+import fresh_process
 import kvlayers
 
 PACKAGE = pathlib.Path(kvlayers.__file__).parent
@@ -155,5 +155,4 @@ def test_no_contract_is_wider_than_it_was(contract: type) -> None:
 
 def test_no_more_modules_are_reached_than_before() -> None:
     code = "import sys, kvlayers.core.dynamic_cache; print(sum(name.startswith('kvlayers') for name in sys.modules))"
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert int(ran.stdout) <= MOST_MODULES
+    assert int(fresh_process.run(code).stdout) <= MOST_MODULES

@@ -280,7 +280,7 @@ class QuantizedStore(TokenStore):
             self._pack(blocks, keys, values, count)
             self._forget_segments()
             for path in blocks.packing_paths():
-                self.packing.record(path)
+                self.packing.counts[path] += 1
         else:
             residual.length_hint = self._residual_hint(self._room, self.old_tokens, residual.length)
             # If it must move, it goes to other memory: states that were returned, or are about to be, read this one.

@@ -27,7 +27,7 @@ from transformers import TextStreamer
 from transformers.generation.streamers import BaseStreamer
 
 from kvlayers import DynamicCache, PrefixStore, generate, models, plan
-from kvlayers.commands.common import CHECK_FAILED, NO_OPTIONS, Dtype
+from kvlayers.commands.common import CHECK_FAILED, FLAG, NO_OPTIONS, Dtype
 from kvlayers.commands.console import print_json
 from kvlayers.errors import CapacityError, ConfigError, KVLayersError, OptionError
 from kvlayers.options import readable_bytes
@@ -371,8 +371,9 @@ def _compare(console: Console, loaded: LoadedModel, ids: Tensor, tokens: int, tr
         f"Prompt: the forward pass over {ids.shape[1]} tokens. Step: the forward pass over one more token, median of "
         f"{tokens - 1}{f', of {trials} trials' if trials > 1 else ''}, and half of the range of the middle ones; the "
         "caches take turns. transformers' static cache is given exactly the length that it needs. Held: bytes that the "
-        "cache keeps alive. KL: mean KL divergence of the predictions from DynamicCache's, in nats; that of exact "
-        "caches is what another order of sums does in this dtype.",
+        "cache keeps alive. int8 and int4: 8 and 4 bits for each number in the cache; the weights of the model stay in "
+        f"{str(loaded.model.dtype).removeprefix('torch.')}. KL: mean KL divergence of the predictions from "
+        "DynamicCache's, in nats; that of exact caches is what another order of sums does in this dtype.",
         highlight=False,
     )
     if is_noisy(results):
@@ -507,7 +508,9 @@ def demo(
         ),
     ] = Dtype.auto,
     device: Annotated[str | None, typer.Option(help="Default: cuda if available, else cpu.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout, everything else on stderr.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", metavar=FLAG, help="Print JSON on stdout, everything else on stderr.")
+    ] = False,
 ) -> None:
     """Continue a text with a language model through every cache, sample continuations, and answer a second turn.
 

@@ -17,7 +17,8 @@ INTRODUCTIONS = {
     "transformers": """\
 # The test matrix
 
-The whole test suite was run on each of these versions of transformers, in a separate environment for each version.
+kvlayers works on all versions of transformers from 4.57 on. The whole test suite was run on each of these, in an
+environment of its own.
 `nox -s matrix` runs it, and `nox -s matrix_record` writes this table: see `CONTRIBUTING.md`.""",
     "torch": """\
 ## The newest torch

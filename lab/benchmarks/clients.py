@@ -3,13 +3,12 @@
     python lab/benchmarks/clients.py --threads 1
 
 `chat`: a chat of some turns with `transformers serve` by the package openai, streamed and not: seconds to the first
-token and `cached_tokens` of each turn. `crowd`: eight clients at once, one of which hangs up; then its prompt again.
-`agent`: a CodeAgent of smolagents, with its own system prompt, whose answers need not be sensible. Texts must be equal.
+token and `cached_tokens` of each turn. `agent`: a CodeAgent of smolagents, with its own system prompt, whose answers
+need not be sensible. Texts must be equal.
 
 It needs "transformers[serving]" and smolagents. The plain process runs first, so that neither finds the machine busy.
 """
 
-import concurrent.futures
 import contextlib
 import json
 import os
@@ -54,7 +53,7 @@ open(options["output"], "w").write(json.dumps(found))
 
 def options() -> report.Options:
     made = report.Options("clients", __doc__, threads=1)
-    made.some_of("--only", ("chat", "crowd", "agent"), "sections")
+    made.some_of("--only", ("chat", "agent"), "sections")
     made.real_model(is_needed=True)
     made.dtype("float32")
     made.add("--turns", type=int, default=10, help="turns of the chat, and steps of the agent (10)")
@@ -70,7 +69,7 @@ def server(run: report.Session, before: Sequence[str]) -> Iterator[Any]:
         yield running.client
 
 
-def ask(run: report.Session, client: Any, messages: list[dict[str, str]], streamed: bool, chunks: int = -1) -> Any:
+def ask(run: report.Session, client: Any, messages: list[dict[str, str]], streamed: bool) -> Any:
     """One request: its text, its seconds to the first token and to the end, and the server's count of tokens.
 
     Args:
@@ -78,7 +77,6 @@ def ask(run: report.Session, client: Any, messages: list[dict[str, str]], stream
         client: the client.
         messages: the chat.
         streamed: whether tokens come one by one.
-        chunks: after how many the client hangs up; -1 for a client that waits for the end.
     """
     began, first, text, usage = time.perf_counter(), None, "", None
     given = run.given
@@ -90,10 +88,6 @@ def ask(run: report.Session, client: Any, messages: list[dict[str, str]], stream
         if chunk.choices and chunk.choices[0].delta.content:
             first = first or time.perf_counter() - began
             text += chunk.choices[0].delta.content
-            chunks -= 1
-        if not chunks:
-            answer.close()
-            return {"text": text}
     if not streamed:
         text, usage = answer.choices[0].message.content, answer.usage
     seconds = time.perf_counter() - began
@@ -126,28 +120,6 @@ def chat(run: report.Session) -> dict[str, Any]:
     return found
 
 
-def crowd(run: report.Session) -> dict[str, Any]:
-    """Eight clients at once, the last of which hangs up."""
-    found: dict[str, Any] = {}
-    system = {"role": "system", "content": NOTES * run.given.system}
-    chats = [[system, {"role": "user", "content": f"Number {each}: name a tree."}] for each in range(8)]
-    for way, before in WAYS.items():
-        with server(run, before) as client, concurrent.futures.ThreadPoolExecutor(8) as clients:
-            began = time.perf_counter()
-            asked = [clients.submit(ask, run, client, each, True, 3 if each is chats[-1] else -1) for each in chats]
-            answers = [each.result() for each in asked]
-            seconds = time.perf_counter() - began
-            again = ask(run, client, chats[-1], True)
-        found[way] = {"seconds": seconds, "answers": answers, "again": again}
-    entries = {way: {**each["again"], "all": each["seconds"]} for way, each in found.items()}
-    cells = {"s of all": report.shown("all"), "s to the first token, again": report.shown("first")}
-    cells |= {"tokens": report.shown("asked", "d"), "cached": report.shown("cached", "d")}
-    run.table("Eight clients, and the prompt of the one that hung up", "", {"": entries}, cells)
-    plain, reused = ([each["text"] for each in [*found[way]["answers"], found[way]["again"]]] for way in WAYS)
-    run.expect(plain == reused, "other texts in the crowd")
-    return found
-
-
 def agent(run: report.Session) -> dict[str, Any]:
     """A CodeAgent of smolagents in a process of its own."""
     found: dict[str, Any] = {}
@@ -171,7 +143,7 @@ def agent(run: report.Session) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    return report.run(options().parse(arguments), {"chat": chat, "crowd": crowd, "agent": agent})
+    return report.run(options().parse(arguments), {"chat": chat, "agent": agent})
 
 
 if __name__ == "__main__":

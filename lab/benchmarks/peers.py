@@ -172,19 +172,10 @@ def measure(run: report.Session) -> dict[str, Any]:
             if given.record:
                 content = {**run.environment, "arguments": {"threads": given.threads}}
                 pages.keep("peers", found, content, lambda kept: sorted(kept, key=int))
-    columns = {
-        "prompt, s": report.shown("seconds"),
-        "of transformers'": report.shown("ratio"),
-        "step, ms": report.ms("step", ".1f"),
-        "MB": report.mb("nbytes"),
-        "same top token": report.shown("same_top", ".0%"),
-    }
-    groups = {f"{int(tokens):,}": part["figures"] for tokens, part in found.items()}
-    run.table("Beside llama.cpp", "tokens, cache", groups, columns)
-    for tokens, entries in groups.items():
-        for name in entries:
+    for tokens, part in found.items():
+        for name, entry in part["figures"].items():
             # Weights of 4 bits round products, and two tokens may be as likely.
-            run.expect(entries[name]["same_top"] >= 0.5, f"{name} at {tokens}: other tokens than transformers'")
+            run.expect(entry["same_top"] >= 0.5, f"{name} at {int(tokens):,}: other tokens than transformers'")
     return found
 
 

@@ -561,43 +561,6 @@ def measure(run: Run) -> dict[str, Any]:
     return found
 
 
-def show(run: Run, parts: Mapping[str, Any]) -> None:
-    groups: dict[str, dict[str, Any]] = {}
-    for cell in tables.cells_of(parts):
-        entry = groups.setdefault(cell["model"], {}).setdefault(
-            f"{cell['dtype']}, {cell['case']} of {cell['tokens']:,}", {}
-        )
-        entry[cell["cache"]] = cell["ratio"] if "ratio" in cell else cell["seconds"]
-        entry["turns"] = cell["turns"]
-        entry["apart"] = max(entry.get("apart", 0.0), cell.get("apart", 0.0))
-    columns = {
-        "transformers, s": report.shown(TRANSFORMERS, ".3f"),
-        **{cache: report.shown(cache, ".3f") for cache in tables.CACHES},
-        "turns": report.shown("turns", ""),
-        "apart": report.shown("apart", ".0e"),
-    }
-    if groups:
-        run.table("Prompts: seconds of transformers, and multiples of them", "prompt", groups, columns)
-    shares = {
-        f"{name}, {dtype}:": ways
-        for part in parts.values()
-        for dtype, of_shapes in part.get("shares", {}).items()
-        for name, ways in of_shapes.items()
-    }
-    columns = {
-        "ms": report.ms("seconds"),
-        "TFLOP/s": report.shown("rate", ".3f", 1e-12),
-        "share": report.shown("share"),
-        "apart": report.shown("apart", ".1e"),
-    }
-    if shares:
-        run.table("Attention of one layer", "shape, way", shares, columns)
-    peaks = {part["model"]: part["peaks"] for part in parts.values() if "peaks" in part}
-    columns = {"MB": report.mb("peak", ",.0f"), "of transformers'": report.shown("ratio", ".3f")}
-    if peaks:
-        run.table("Peak memory", "model, cache", peaks, {**columns, "s": report.shown("seconds", ".1f")})
-
-
 def parse(arguments: Sequence[str] | None) -> Any:
     made = options()
     given = made.parse(arguments)
@@ -621,7 +584,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if given.model is None and default_model() is None and not given.quick:
             run.say(report.NO_MODEL)
         found = measure(run)
-        show(run, found)
+        run.say(tables.page_section(found))
         for held in tables.held_of(found):
             bound = {"at_most": held.bound} if held.at_most else {"at_least": held.bound}
             run.target(held.what, held.value, **bound)

@@ -60,7 +60,10 @@ def make_app() -> "typer.Typer":
     @app.callback(epilog=f"More commands, {', '.join(missing)}: {commands.GET_THE_LAB}" if missing else None)
     def kvlayers(
         version: Annotated[
-            bool, typer.Option("--version", callback=show_version, is_eager=True, help="Show the version.")
+            bool,
+            typer.Option(
+                "--version", metavar=commands.FLAG, callback=show_version, is_eager=True, help="Show the version."
+            ),
         ] = False,
     ) -> None:
         """A drop-in key-value cache library for Hugging Face transformers."""

@@ -16,10 +16,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from kvlayers.kernels.attention import dispatch, slabs
 from kvlayers.kernels.attention.cpu import kernel
 from kvlayers.kernels.attention.dispatch import PathCounter
-from kvlayers.kernels.attention.packed_ops import packed_pair
+from kvlayers.kernels.attention.packed_tensor import Snapshot, Version, packed_pair
 from kvlayers.kernels.attention.segment_kinds import DenseSegment, PackedSegment, SegmentRows, of_repeats
 from kvlayers.kernels.attention.segments import KVSegments, Segment
-from kvlayers.kernels.attention.snapshot import Snapshot, Version
 from kvlayers.kernels.codes.quantizer_contract import Side
 from random_states import check, code_format, packed_states
 

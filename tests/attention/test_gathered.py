@@ -25,10 +25,9 @@ from kvlayers.errors import StateMismatchError, UnsupportedLayerError
 from kvlayers.kernels.attention import dispatch, slabs
 from kvlayers.kernels.attention.cpu import kernel
 from kvlayers.kernels.attention.dispatch import PathCounter
-from kvlayers.kernels.attention.packed_ops import packed_pair
+from kvlayers.kernels.attention.packed_tensor import Snapshot, Version, packed_pair
 from kvlayers.kernels.attention.segment_kinds import DenseSegment, PackedSegment, SegmentRows
 from kvlayers.kernels.attention.segments import GatheredSegment, KVSegments
-from kvlayers.kernels.attention.snapshot import Snapshot, Version
 from matrix import once
 from random_states import SUMS, check
 

@@ -177,8 +177,8 @@ def table() -> str:
     rows = [
         "# What each kind of layer can do",
         "",
-        "A test tries every operation with every kind of layer and writes this table. If a kind does not support an",
-        "operation, it raises a named error and changes nothing.",
+        "Look up here whether a cache can do what you plan. A test tries every operation with every kind of layer",
+        "and writes this table. If a kind does not support an operation, it raises a named error and changes nothing.",
         "",
         f"| | {' | '.join(f'`{kind}`' for kind in KINDS)} |",
         f"|---|{'---|' * len(KINDS)}",

@@ -62,6 +62,14 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     "a cache for no model": (lambda: kvlayers.make_cache("int4"), "missing a required argument: 'model_or_config'"),
     "a model before the name": (lambda: kvlayers.make_cache(tiny_model("llama"), "int4"), "must be the name of a"),
     "a misspelt argument of rows": (lambda: many([[5, 6]], max_row=3), "did you mean 'max_rows'"),
+    "a misspelt option of a chat": (
+        lambda: kvlayers.Chat(tiny_model("llama"), None, mesages=[]),
+        "no option of Chat: did you mean 'messages'",
+    ),
+    "a model for the id of its weights": (
+        lambda: store().lookup(prompt(1, 4), model=tiny_model("llama")),
+        r"`model` must be a string that is not empty, got a LlamaForCausalLM: pass kvlayers.weights_id\(model\)",
+    ),
     "bytes without their unit": (lambda: kvlayers.DynamicCache(max_bytes="100"), "with its unit.* got '100'"),
     "a store of bytes without their unit": (lambda: kvlayers.PrefixStore("100"), "with its unit.* got '100'"),
     "a device that is misspelt": (lambda: kvlayers.make_cache("int4", config(), device="cdua"), "pass 'cpu'"),
@@ -93,9 +101,6 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     "a prefix shared with a number": (lambda: held().share_prefix(3, 3), "`other` must be a cache of kvlayers"),
     "a shared prefix as a text": (lambda: held().share_prefix(held(), "3"), "`tokens` must be a whole number"),
     "a layer made ready for nothing": (lambda: layers.DynamicLayer().lazy_initialization(None), "must be tensors"),
-    "no states": (lambda: layers.DynamicLayer().update(None, None), "must be tensors, got a NoneType"),
-    "no values": (lambda: layers.DynamicLayer().update(STATES, None), "must be tensors, got a Tensor and a NoneType"),
-    "lists of states": (lambda: layers.DynamicLayer().update([1], [2]), "must be tensors, got a list"),
     "packed, no states": (lambda: layers.QuantizedLayer().update(None, None), "must be tensors"),
     "a cache, no keys": (lambda: held().update(None, STATES, 0), "must be tensors"),
     "an index as a text": (
@@ -147,7 +152,6 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     "a misspelt option of checkpoints": (lambda: layers.Checkpoints(evry=4), "did you mean 'every'"),
     "a bucket of a truth": (lambda: stores.Buckets(8).sizes(True), "`capacity` must be a whole number"),
     "sequences as a text": (lambda: stores.StaticStore(8, max_batch_size="a"), "`max_batch_size` must be"),
-    "buckets by a number": (lambda: stores.StaticStore(8, buckets=3), "`buckets` must be a Buckets, got 3"),
     "grow by a number": (lambda: stores.StaticStore(8, grow=3), "`grow` must be True or False, got 3"),
     "a whole bucket from a text": (lambda: stores.StaticStore(8, whole_from="x"), "`whole_from` must be"),
     "a prompt without data": (

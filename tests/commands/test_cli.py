@@ -173,6 +173,8 @@ def test_help_on_a_narrow_terminal_cuts_no_name(name: str) -> None:
     assert "…" not in shown.output
     for option in command.params:
         assert all(written in shown.output for written in option.opts if written.startswith("--"))
+        # Those of typer itself say `<bool>`.
+        assert not getattr(option, "is_flag", False) or option.metavar == "" or "completion" in str(option.name)
 
 
 def test_help_imports_nothing_that_takes_long(tmp_path: Path) -> None:

@@ -283,44 +283,31 @@ def test_a_shorter_call_compiles_nothing_else_although_the_cache_was_returned(
     assert kept.get_seq_length() == PROMPT + NEW_TOKENS - 1, "what was returned is not used again"
 
 
-def test_fewer_sequences_use_a_part_and_more_ones_take_new_memory(installed: None) -> None:
-    model, caches = new_model("hybrid"), None
-    expected = {batch: generate(model, prompt(batch, PROMPT)) for batch in (1, 2, 3)}
-    caches = Caches(model)
-    for batch in (2, 1, 2, 3, 1, 2):
-        assert torch.equal(generate(model, prompt(batch, PROMPT), **compiling()), expected[batch]), batch
+OTHERS: dict[str, dict[str, Any]] = {
+    "of another class": {"cache_implementation": "hybrid"},
+    "of more sequences": {"cache_config": {"max_batch_size": 3}},
+    "that grows": {"cache_config": {"grow": True}},
+    "of other buckets": {"cache_config": {"buckets": Buckets(minimum=16)}},
+}
+SCHEDULES: dict[str, tuple[list[tuple[int, int, dict[str, Any]]], int]] = {
     # Two, one and two sequences in one cache; and three, one and two in the next, which replaces it.
-    assert len(caches.used) == 2
-    assert caches.used[0]() is None
-    assert caches.alive() == 1
+    "batches": ([(batch, NEW_TOKENS, {}) for batch in (2, 1, 2, 3, 1, 2)], 2),
+    "lengths": ([(1, tokens, {}) for tokens in (10, 50, 10, 50)], 2),
+    **{name: ([(1, NEW_TOKENS, how) for how in ({}, other, other, {})], 3) for name, other in OTHERS.items()},
+}
+"""Calls by their sequences, new tokens and options, and how many caches they have between them."""
 
 
-def test_a_longer_call_takes_new_memory_and_a_shorter_one_uses_it(installed: None) -> None:
-    model, ids = new_model("hybrid"), prompt(1, PROMPT)
-    expected = {tokens: generate(model, ids, max_new_tokens=tokens) for tokens in (10, 50)}
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_cache_serves_the_calls_that_it_is_large_enough_for(installed: None, schedule: str) -> None:
+    model, (calls, used) = new_model("hybrid"), SCHEDULES[schedule]
+    asked = [{"ids": prompt(batch, PROMPT), "max_new_tokens": tokens} for batch, tokens, _ in calls]
+    expected = [generate(model, **call) for call in asked]
     caches = Caches(model)
-    for tokens in (10, 50, 10, 50):
-        assert torch.equal(generate(model, ids, max_new_tokens=tokens, **compiling()), expected[tokens])
-    assert len(caches.used) == 2
+    for call, wanted, (*_, how) in zip(asked, expected, calls, strict=True):
+        assert torch.equal(generate(model, **call, **{**compiling(), **how}), wanted)
+    assert len(caches.used) == used
     assert caches.alive() == 1
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        {"cache_implementation": "hybrid"},
-        {"cache_config": {"max_batch_size": 3}},
-        {"cache_config": {"grow": True}},
-        {"cache_config": {"buckets": Buckets(minimum=16)}},
-    ],
-    ids=str,
-)
-def test_a_cache_of_another_kind_is_made_anew(installed: None, other: dict[str, Any]) -> None:
-    model, ids = new_model("hybrid"), prompt(1, PROMPT)
-    expected, caches = generate(model, ids), Caches(model)
-    for how in (compiling(), {**compiling(), **other}, {**compiling(), **other}, compiling()):
-        assert torch.equal(generate(model, ids, **how), expected)
-    assert len(caches.used) == 3
 
 
 def test_memory_follows_the_model_to_another_dtype(installed: None) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kvlayers import CacheLayer, OffloadedLayer
 from kvlayers.eviction.eviction_progress import EvictionProgress
-from kvlayers.kernels.attention.snapshot import Version
+from kvlayers.kernels.attention.packed_tensor import Version
 from kvlayers.rope.rotary import Rotary
 from oracle import Oracle, states
 

@@ -450,6 +450,17 @@ def test_a_file_may_hold_ids_that_the_cache_has_not_seen(path: pathlib.Path) -> 
         assert torch.equal(cast(torch.Tensor, loaded.known_ids), ids[:, : loaded.get_seq_length()])
 
 
+def test_a_text_is_no_saved_cache(path: pathlib.Path) -> None:
+    path.write_text("# A page\n\nof text.")
+    for read in (inspect_cache, load_cache):
+        with pytest.raises(CacheFileError, match="is no saved cache: it does not begin as"):
+            read(path)
+    path.write_bytes(b"")
+    for read in (inspect_cache, load_cache):
+        with pytest.raises(CacheFileError, match="got an empty file: .* save it again"):
+            read(path)
+
+
 @pytest.mark.parametrize(
     ("metadata", "message"),
     [
@@ -483,6 +494,13 @@ def test_damaged_ids_leave_the_cache_that_is_loaded_into(path: pathlib.Path) -> 
     with pytest.raises(CacheFileError, match="damaged"):
         load_cache(path, into=into)
     assert into.get_seq_length() == 5
+
+
+def test_changed_metadata_are_damage(path: pathlib.Path) -> None:
+    save_cache(_small(), path, metadata={"name": "one"})
+    path.write_bytes(path.read_bytes().replace(b"one", b"two", 1))
+    with pytest.raises(CacheFileError, match="checksum"):
+        inspect_cache(path)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import io
 import sys
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -288,6 +289,14 @@ def test_an_error_ends_one_answer_alone() -> None:
     assert [answer.ids.tolist() for answer in good] == [alone(model, ids) for ids in PROMPTS]
 
 
+@pytest.mark.parametrize("message", [{"who": "user", "text": "hi"}, {"role": "user"}, {"content": "hi"}])
+def test_a_message_without_a_role_or_content_is_the_error_of_its_prompt(message: dict[str, str]) -> None:
+    # The template of a chat would end in an error of jinja, or leave the message out.
+    (answer,) = many(tiny_model("llama"), [[message]], tokenizer=Mock())
+    assert isinstance(answer.error, OptionError)
+    assert "`message` must be a text, or have a role and a content" in str(answer.error)
+
+
 def test_a_wrong_call_is_no_error_of_one_prompt() -> None:
     model = tiny_model("llama")
 
@@ -384,23 +393,31 @@ def test_unknown_names_are_refused_at_once() -> None:
         kvlayers.generate_many(tiny_model("llama"), PROMPTS, cache="int5")
 
 
-@pytest.mark.parametrize("prompts", ["one text", {"input_ids": [1]}, None, 5])
-def test_what_is_no_list_of_prompts_is_refused(prompts: Any) -> None:
-    with pytest.raises(OptionError, match="`prompts` must be a list"):
-        kvlayers.generate_many(tiny_model("llama"), prompts)
-
-
-def test_drafts_of_recurrent_models_are_refused_at_once() -> None:
-    with pytest.raises(OptionError, match="prompt_lookup_num_tokens"):
-        kvlayers.generate_many(tiny_model("jamba"), PROMPTS, prompt_lookup_num_tokens=3)
-    with pytest.raises(OptionError, match="`assistant_model` must be a model without recurrent states"):
-        kvlayers.generate_many(tiny_model("llama"), PROMPTS, assistant_model=tiny_model("jamba"))
-
-
-def test_a_smaller_model_with_another_vocabulary_is_refused_at_once() -> None:
-    smaller = fresh_model("llama", vocab_size=50)
-    with pytest.raises(OptionError, match="`assistant_model` must have the vocabulary"):
-        kvlayers.generate_many(tiny_model("llama"), PROMPTS, assistant_model=smaller)
+@pytest.mark.parametrize(
+    ("family", "prompts", "how", "named"),
+    [
+        *(("llama", prompts, {}, "`prompts` must be a list") for prompts in ("one text", {"input_ids": [1]}, None, 5)),
+        ("t5", PROMPTS, {}, "decoder-only"),
+        ("jamba", PROMPTS, {"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens"),
+        (
+            "llama",
+            PROMPTS,
+            {"assistant_model": tiny_model("jamba")},
+            "`assistant_model` must be a model without recurrent states",
+        ),
+        (
+            "llama",
+            PROMPTS,
+            {"assistant_model": fresh_model("llama", vocab_size=50)},
+            "`assistant_model` must have the vocabulary",
+        ),
+    ],
+)
+def test_models_and_prompts_that_rows_do_not_take_are_refused_at_once(
+    family: str, prompts: Any, how: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(OptionError, match=named):
+        kvlayers.generate_many(tiny_model(family), prompts, **how)
 
 
 def test_a_criterion_that_raises_ends_its_answer_alone() -> None:
@@ -420,11 +437,6 @@ def test_the_generation_config_says_how_long_an_answer_is() -> None:
     assert [len(answer.ids) for answer in answers] == [3, 3]
 
 
-def test_encoders_are_refused() -> None:
-    with pytest.raises(OptionError, match="decoder-only"):
-        kvlayers.generate_many(tiny_model("t5"), PROMPTS)
-
-
 @pytest.mark.skipif(not compat.PREFILLS_APART, reason="before transformers 5.0 no prefill can be replaced")
 @pytest.mark.parametrize(("repeats", "others"), [(4, 1), (2, 2), (3, 1)])
 def test_equal_prompts_side_by_side_are_computed_once(repeats: int, others: int) -> None:
@@ -442,17 +454,6 @@ def test_equal_prompts_side_by_side_are_computed_once(repeats: int, others: int)
     assert seen[1] == (others * repeats, 1)
 
 
-def test_prompts_that_differ_by_their_padding_are_not_equal() -> None:
-    model, seen = fresh_model("llama"), []
-    model.register_forward_pre_hook(lambda *given: seen.append(given[2]["input_ids"].shape), with_kwargs=True)
-    ids = prompt(1, 40).repeat(2, 1)
-    mask = torch.ones_like(ids)
-    mask[1, :3] = 0
-    with kvlayers.installed():
-        model.generate(ids, attention_mask=mask, max_new_tokens=2, do_sample=False)
-    assert seen[0] == (2, 40)
-
-
 @pytest.mark.parametrize(
     ("beside", "expected"),
     [
@@ -467,14 +468,21 @@ def test_rows_are_equal_if_all_that_belongs_to_them_is(beside: dict[str, Any], e
     assert prefill._repeats_in(prompt(1, 6).repeat(4, 1), beside) == expected
 
 
-def rows_of_a_prefill(model: Any) -> int:
+def rows_of_a_prefill(model: Any, mask: torch.Tensor | None = None) -> int:
     """How many of three equal rows a model computes."""
     seen: list[int] = []
     model.register_forward_pre_hook(lambda *given: seen.append(given[2]["input_ids"].shape[0]), with_kwargs=True)
     ids = prompt(1, 40).repeat(3, 1)
     with kvlayers.installed():
-        model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=2, do_sample=False)
+        mask = torch.ones_like(ids) if mask is None else mask
+        model.generate(ids, attention_mask=mask, max_new_tokens=2, do_sample=False)
     return seen[0]
+
+
+def test_prompts_that_differ_by_their_padding_are_not_equal() -> None:
+    mask = torch.ones(3, 40, dtype=torch.int64)
+    mask[1, :3] = 0
+    assert rows_of_a_prefill(fresh_model("llama"), mask) == 3
 
 
 @pytest.mark.skipif(not compat.PREFILLS_APART, reason="before transformers 5.0 no prefill can be replaced")
@@ -505,12 +513,9 @@ def test_rows_that_training_tells_apart_are_computed_each(where: str) -> None:
 
 
 def test_rows_that_a_hook_may_tell_apart_are_computed_each() -> None:
-    model, seen = fresh_model("llama"), []
-    model.model.layers[0].register_forward_pre_hook(lambda _, given: seen.append(given[0].shape[0]))
-    ids = prompt(1, 40).repeat(3, 1)
-    with kvlayers.installed():
-        model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=2, do_sample=False)
-    assert seen[0] == 3
+    model = fresh_model("llama")
+    model.model.layers[0].register_forward_pre_hook(lambda *_: None)
+    assert rows_of_a_prefill(model) == 3
 
 
 class _Terminal(io.StringIO):

@@ -118,31 +118,28 @@ def test_samples_with_drafts_are_distributed_as_without(drafts: str) -> None:
     assert statistic < freedom + 6 * (2 * freedom) ** 0.5
 
 
+ALONE = "must come with a mask alone"
+
+
 @pytest.mark.parametrize(
-    ("how", "named"), [({"output_scores": True}, "output_scores"), ({"output_hidden_states": True}, "output_hidden")]
+    ("given", "named"),
+    [
+        ({"output_scores": True}, "`output_scores"),
+        ({"output_hidden_states": True}, "`output_hidden"),
+        ({"prefix_allowed_tokens_fn": lambda row, ids: [row + 5]}, ALONE),
+        ({"inputs_embeds": torch.zeros(4, 18, 32)}, ALONE),
+        ({"position_ids": torch.arange(18).expand(4, 18)}, ALONE),
+    ],
+    ids=lambda given: next(iter(given)) if isinstance(given, dict) else "",
 )
-def test_what_is_not_returned_for_batches_is_refused(how: dict[str, Any], named: str) -> None:
-    with pytest.raises(OptionError, match=f"`{named}"):
-        generated(tiny_model("llama"), prompt_lookup_num_tokens=3, **how)
+def test_what_rows_with_drafts_do_not_take_is_refused(given: dict[str, Any], named: str) -> None:
+    with pytest.raises(OptionError, match=named):
+        generated(tiny_model("llama"), prompt_lookup_num_tokens=3, **given)
 
 
 def test_recurrent_states_are_refused_for_batches() -> None:
     with pytest.raises((RollbackError, ValueError)):
         generated(tiny_model("jamba"), prompt_lookup_num_tokens=3)
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
-        {"prefix_allowed_tokens_fn": lambda row, ids: [row + 5]},
-        {"inputs_embeds": torch.zeros(4, 18, 32)},
-        {"position_ids": torch.arange(18).expand(4, 18)},
-    ],
-    ids=lambda given: next(iter(given)),
-)
-def test_what_depends_on_the_batch_is_refused(given: dict[str, Any]) -> None:
-    with pytest.raises(OptionError, match="must come with a mask alone"):
-        generated(tiny_model("llama"), prompt_lookup_num_tokens=3, **given)
 
 
 def test_a_turn_behind_padded_rows_is_refused_rather_than_answered_wrongly() -> None:

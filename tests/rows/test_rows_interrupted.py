@@ -60,15 +60,20 @@ def interrupted(*args: object, **kwargs: object) -> None:
     raise KeyboardInterrupt
 
 
+def interrupt(model: Any, rows: Any, layer: Any, row: int, method: str = "update") -> None:
+    """Take a step that stops in the layer of one row."""
+    setattr(layer.rows[row], method, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        step(model, rows, prompt(2, 1, 9))
+    delattr(layer.rows[row], method)
+
+
 @pytest.mark.parametrize("cache", ["static", "int4", "offloaded"])
 @pytest.mark.parametrize("row", [0, 1])
 def test_an_update_that_stops_in_the_first_layer_has_not_happened(cache: str, row: int) -> None:
     model = tiny_model("llama")
     rows = merged(model, cache)
-    rows.layers[0].rows[row].update = interrupted
-    with pytest.raises(KeyboardInterrupt):
-        step(model, rows, prompt(2, 1, 9))
-    del rows.layers[0].rows[row].update
+    interrupt(model, rows, rows.layers[0], row)
     assert interruption(rows) is None
     assert all(layer.row_lengths == (5, 10) for layer in rows.layers)
     fork, kept, alone = rows.fork(), rows.fork(), rows.extract(0)
@@ -83,10 +88,7 @@ def test_the_longest_row_may_be_the_one_ahead(cache: str) -> None:
     model = tiny_model("llama")
     rows = merged(model, cache)
     rows.keep_rows([1, 0])
-    rows.layers[0].rows[1].update = interrupted
-    with pytest.raises(KeyboardInterrupt):
-        step(model, rows, prompt(2, 1, 9))
-    del rows.layers[0].rows[1].update
+    interrupt(model, rows, rows.layers[0], 1)
     # The model asks for the size of its mask before it updates the layer.
     assert rows.get_mask_sizes(1, 0) == (11, 0)
     rows.keep_rows([1, 0])
@@ -118,11 +120,7 @@ def test_a_loop_over_update_repeats_what_was_interrupted(cache: str, in_pair: bo
 def test_one_that_stops_in_the_last_layer_is_noticed(cache: str) -> None:
     model = tiny_model("llama")
     rows = merged(model, cache)
-    last = rows.layers[-1].rows[1]
-    last.update = interrupted
-    with pytest.raises(KeyboardInterrupt):
-        step(model, rows, prompt(2, 1, 9))
-    del last.update
+    interrupt(model, rows, rows.layers[-1], 1)
     assert interruption(rows) is not None
     with pytest.raises(InterruptedPassError):
         rows.get_seq_length()
@@ -138,10 +136,7 @@ def test_a_row_that_cannot_be_put_back_is_refused_by_name() -> None:
         for number, cache in enumerate(caches):
             model(prompt(1, window + 4, number), **given(cache))
     rows = kvlayers.merge(caches)
-    rows.layers[0].rows[1].update = interrupted
-    with pytest.raises(KeyboardInterrupt):
-        step(model, rows, prompt(2, 1, 9))
-    del rows.layers[0].rows[1].update
+    interrupt(model, rows, rows.layers[0], 1)
     for use in (lambda: step(model, rows, prompt(2, 1, 9)), lambda: rows.extract(0), lambda: rows.keep_rows([1])):
         with pytest.raises(InterruptedPassError, match="between two rows"):
             use()
@@ -153,11 +148,8 @@ def test_a_row_that_cannot_be_put_back_is_refused_by_name() -> None:
 def test_recurrent_rows_that_were_interrupted_are_refused_by_name(family: str) -> None:
     model = tiny_model(family)
     rows = merged(model, "dynamic")
-    layer = next(layer for layer in rows.layers if layer.traits.is_recurrent)
-    layer.rows[1].update_conv_state = interrupted
-    with pytest.raises(KeyboardInterrupt):
-        step(model, rows, prompt(2, 1, 9))
-    del layer.rows[1].update_conv_state
+    recurrent = next(layer for layer in rows.layers if layer.traits.is_recurrent)
+    interrupt(model, rows, recurrent, 1, "update_conv_state")
     for own in (rows, rows.fork(), pickle.loads(pickle.dumps(rows))):
         with pytest.raises(InterruptedPassError, match="between two rows"):
             step(model, own, prompt(2, 1, 9))

@@ -10,7 +10,6 @@ from transformers import cache_utils as upstream
 import fresh_process
 import kvlayers
 import versions
-from kvlayers.generation import install
 from kvlayers.upstream import compat, model_layers, supported
 from kvlayers.upstream.supported import NEWEST_TESTED, check_supported
 from models import ATTENDING, CONFIGS, tiny_model
@@ -56,7 +55,7 @@ def test_an_unknown_version_that_lacks_nothing_is_used_with_one_line_in_the_log(
 
 
 def test_this_version_lacks_nothing() -> None:
-    assert [name for probe in (*supported.OF_CACHES, *install._PROBES) for name in probe.missing()] == []
+    supported.check((*supported.OF_CACHES, *supported.OF_GENERATE), compat.TRANSFORMERS)
 
 
 @pytest.mark.parametrize("version", ["4.57.0", "4.57.6", "5.0.0rc1", "5.24.0", "6.0.0.dev0"])

@@ -47,10 +47,6 @@ NOT_OF_TRANSFORMERS = ("_hf_hook", "_replace")
 PROBED = (
     *supported.OF_CACHES,
     *supported.OF_GENERATE,
-    *supported.OF_PREFILLS,
-    *supported.OF_STATIC_CACHES,
-    *supported.OF_EXPORTERS,
-    *supported.OF_POSITIONS,
 )
 
 PRIVATE = re.compile(r"_[A-Za-z]\w*")

@@ -55,37 +55,34 @@ _KEPT = "_kvlayers_rows_manager"
 """The attribute of a model in which a manager waits for its next session."""
 
 
-def init_continuous_batching(original: Callable[..., Any]) -> Callable[..., Any]:
+def init_continuous_batching(
+    original: Callable[..., Any],
+    model: Any,
+    generation_config: Any = None,
+    continuous_batching_config: Any = None,
+    *args: Any,
+    **more: Any,
+) -> Any:
     """For `init_continuous_batching`: a manager of rows, or transformers' own for models that rows refuse."""
-
-    def init(
-        self: Any, generation_config: Any = None, continuous_batching_config: Any = None, *args: Any, **more: Any
-    ) -> Any:
-        is_served = self.device.type == "cpu" if SERVED.get() is None else SERVED.get()
-        try:
-            if is_served:
-                return vars(self).get(_KEPT) or RowsManager(
-                    self, generation_config or self.generation_config, continuous_batching_config
-                )
-        except KVLayersError as reason:
-            logger.warning(
-                "Continuous batching of %s is that of transformers, without kvlayers: %s", type(self).__name__, reason
+    is_served = model.device.type == "cpu" if SERVED.get() is None else SERVED.get()
+    try:
+        if is_served:
+            return vars(model).get(_KEPT) or RowsManager(
+                model, generation_config or model.generation_config, continuous_batching_config
             )
-        return original(self, generation_config, continuous_batching_config, *args, **more)
+    except KVLayersError as reason:
+        logger.warning(
+            "Continuous batching of %s is that of transformers, without kvlayers: %s", type(model).__name__, reason
+        )
+    return original(model, generation_config, continuous_batching_config, *args, **more)
 
-    return init
 
-
-def destroy_kept_manager(original: Callable[..., Any]) -> Callable[..., Any]:
+def destroy_kept_manager(original: Callable[..., Any], model: Any) -> None:
     """For `destroy_cached_continuous_batching_manager`: a manager of rows that waits for its next session, too."""
-
-    def destroy(self: Any) -> None:
-        kept = vars(self).pop(_KEPT, None)
-        if kept is not None:
-            kept.destroy()
-        original(self)
-
-    return destroy
+    kept = vars(model).pop(_KEPT, None)
+    if kept is not None:
+        kept.destroy()
+    original(model)
 
 
 class Outputs:
@@ -138,7 +135,7 @@ class Outputs:
                 self._changed.wait(min(left, IDLE_SECONDS))
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class _Asked(Request):
     """A request with what its caller is told of it.
 
@@ -148,7 +145,7 @@ class _Asked(Request):
         is_streamed: whether each token is told.
         timestamps: when each token came, `None` if nobody asks.
         prompt: the ids of the prompt, on the host.
-        tokens: those of the answer so far.
+        answer: the tokens of the answer so far, on the host.
         created: when it came.
         began: when it left the queue, -1 before.
     """
@@ -158,20 +155,21 @@ class _Asked(Request):
     is_streamed: bool = False
     timestamps: list[float] | None = None
     prompt: list[int] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list, init=False)
+    answer: list[int] = field(default_factory=list, init=False)
     created: float = field(default_factory=time.perf_counter)
     began: float = -1.0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.on_token = self.tell
 
     def tell(self, token: int) -> bool:
         """Take note of a token, and tell it if the caller asks for each. It does not end the answer."""
-        self.tokens.append(token)
+        self.answer.append(token)
         if self.timestamps is not None:
             self.timestamps.append(time.perf_counter())
         # The last one comes with the end.
-        if self.is_streamed and not (self.row and self.row.has_ended):
+        if self.is_streamed and not self.has_ended:
             self.outputs.put(self.output("DECODING"))
         return False
 
@@ -187,8 +185,8 @@ class _Asked(Request):
         return GenerationOutput(
             request_id=self.request_id,
             prompt_ids=self.prompt,
-            generated_tokens=list(self.tokens),
-            logprobs=list((self.row and self.row.logprobs) or ()),
+            generated_tokens=list(self.answer),
+            logprobs=list(self.logprobs or ()),
             error=None if error is None else str(error),
             status=RequestStatus.FAILED if error is not None else RequestStatus[status],
             created_time=self.created,
@@ -440,9 +438,9 @@ class RowsManager:
         first, *copies = (
             _Asked(
                 ids,
-                config,
+                config=config,
                 given=given,
-                keeps_logprobs=self._keeps_logprobs,
+                logprobs=[] if self._keeps_logprobs else None,
                 error=error,
                 outputs=self._outputs,
                 request_id=name,
@@ -511,7 +509,7 @@ class RowsManager:
     @property
     def metrics(self) -> dict[str, int]:
         """How many requests wait, are read and are decoded."""
-        rows = sum(request.row is not None and request.row.last >= 0 for request in self._engine.held)
+        rows = sum(request.last >= 0 for request in self._engine.held)
         held = len(self._engine.held)
         return {"waiting": len(self._asked) - held, "reading": held - rows, "decoding": rows}
 

@@ -13,6 +13,7 @@ from kvlayers.batching.row_engine import Request, RowEngine
 from kvlayers.errors import OptionError
 from kvlayers.generation.cache_by_name import either, requested_cache
 from kvlayers.generation.call_arguments import check_generation_config, check_model
+from kvlayers.generation.chat import checked_message
 from kvlayers.generation.prefix_reuse.active_store import required_store
 from kvlayers.generation.row_decoding import Drafter, drafter_of
 from kvlayers.prefix import PrefixStore
@@ -245,7 +246,7 @@ def _drafter(model: Any, config: Any, looked_up: int | None, assistant: Any) -> 
     return drafter_of(config, None, assistant)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class _Numbered(Request):
     """A request with the number of its prompt."""
 
@@ -271,7 +272,7 @@ def _requests(
             ids, error = _ids_of(prompt, given["tokenizer"]).to(model.device), None
         except Exception as reason:
             ids, error = torch.empty(1, 0, dtype=torch.int64), reason
-        yield _Numbered(ids, config, show, given, error=error, index=index)
+        yield _Numbered(ids, config=config, on_token=show, given=given, error=error, index=index)
 
 
 def _ids_of(prompt: Any, tokenizer: Any) -> Tensor:
@@ -281,7 +282,9 @@ def _ids_of(prompt: Any, tokenizer: Any) -> Tensor:
         prompt = (
             tokenizer(prompt).input_ids
             if isinstance(prompt, str)
-            else tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"]
+            else tokenizer.apply_chat_template(
+                [checked_message(each) for each in prompt], add_generation_prompt=True, return_dict=True
+            )["input_ids"]
         )
     if isinstance(prompt, Mapping):
         prompt = prompt.get("input_ids")

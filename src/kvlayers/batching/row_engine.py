@@ -34,20 +34,15 @@ at behind it. Then it is the next one, so that no request waits for ever."""
 Kind = TypeVar("Kind", bound="Request")
 
 
-@dataclass(eq=False)
-class Request:
+@dataclass(eq=False, kw_only=True)
+class Request(DecodedRow):
     """A prompt on its way to an answer.
 
     Attributes:
-        ids: the prompt, int64 `[1, tokens]`, on the device of the model.
         config: a `GenerationConfig` with `max_new_tokens`.
-        on_token: called with each new token; says whether the answer ends there. What it raises ends all answers.
         given: objects that processors and criteria need: a `tokenizer`, or those that a caller passes to `generate()`.
-        keeps_logprobs: whether the row keeps the log-probability of each token.
         copies: further requests with the same prompt, which is read once for all of them.
-        error: what ended it, apart from its own end.
         cached_tokens: how many tokens of the prompt came from a store.
-        row: the row, once it has joined.
         overtaken: how many requests behind it have joined.
         most_tokens: tokens of the prompt, the answer and drafts.
         frequencies: by which frequencies its keys are rotated, `None` if these change with its length.
@@ -56,31 +51,16 @@ class Request:
         logits: after the prompt, `[1, vocab]`, if another request has read it.
     """
 
-    ids: Tensor
     config: Any
-    on_token: Callable[[int], bool] | None = None
     given: Mapping[str, Any] = field(default_factory=dict)
-    keeps_logprobs: bool = False
     copies: "Sequence[Request]" = ()
-    error: Exception | None = None
     cached_tokens: int = field(default=0, init=False)
-    row: DecodedRow | None = field(default=None, init=False)
     overtaken: int = field(default=0, init=False)
     most_tokens: int = field(default=0, init=False)
     frequencies: str | None = field(default=None, init=False)
     cache: Cache | None = field(default=None, init=False)
     part: StorePart | None = field(default=None, init=False)
     logits: Tensor | None = field(default=None, init=False)
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Tokens of the prompt."""
-        return self.ids.shape[1]
-
-    @property
-    def new_ids(self) -> Tensor:
-        """The tokens of the answer so far, int64 `[tokens]`."""
-        return self.ids[0, :0] if self.row is None else self.row.new_ids
 
 
 class RowEngine(Generic[Kind]):
@@ -140,10 +120,9 @@ class RowEngine(Generic[Kind]):
         self._max_rows, self._chunk_tokens = max_rows, chunk_tokens
         self._room = late.function("room for rows")(named.name, request_of(model, named.options, batch_size=1), memory)
         self._part_of_store()
-        self._decoder = RowDecoder(model, self._show, drafter)
+        self._decoder = RowDecoder[Kind](model, drafter)
         self._waiting: list[Kind] = []
         self._reading: deque[Kind] = deque()
-        self._of: dict[DecodedRow, Kind] = {}
         self._held_before = 1
 
     def _empty_cache(self, length_hint: int) -> Cache:
@@ -160,7 +139,7 @@ class RowEngine(Generic[Kind]):
     @property
     def held(self) -> list[Kind]:
         """The requests whose states are held."""
-        return [*self._of.values(), *self._reading]
+        return [*self._decoder.rows, *self._reading]
 
     def admit(self, more: Callable[[], Kind | None]) -> Iterator[Kind]:
         """Let requests join that fit, and yield those that have failed.
@@ -201,21 +180,15 @@ class RowEngine(Generic[Kind]):
         """Read a part of the prompts, take a step with all rows, and yield the requests that have ended."""
         yield from self._read()
         self._decoder.step()
-        for row, reason in self._decoder.drop_ended():
-            yield self._ended(self._of.pop(row), reason)
+        yield from self._decoder.drop_ended()
 
     def cancel(self, request: Kind) -> None:
         """Take a request out. One that is being decoded ends with the next step."""
-        if request.row is not None and request.row in self._of:
-            request.row.is_stopped = True
+        request.is_stopped = True
         for requests in (self._waiting, self._reading):
             if request in requests:
                 requests.remove(request)
                 request.cache = None
-
-    def _show(self, row: DecodedRow, token: int) -> bool:
-        on_token = self._of[row].on_token
-        return row.is_stopped or (on_token is not None and on_token(token))
 
     def _part_of_store(self) -> StorePart | None:
         return StorePart.if_usable(self._model, self._active, self._named.name, self._named.options)
@@ -232,12 +205,11 @@ class RowEngine(Generic[Kind]):
             return False
         own = copy.copy(request.config)
         own.max_length = request.prompt_tokens + own.max_new_tokens
-        processors = generate_calls.logits_processors(self._model, own, request.ids, request.given)
-        criteria = generate_calls.stopping_criteria(self._model, own, request.given)
+        request.processors = generate_calls.logits_processors(self._model, own, request.ids, request.given)
+        request.criteria = generate_calls.stopping_criteria(self._model, own, request.given)
+        request.samples = bool(own.do_sample)
         # A draft would be rotated by the frequencies of a longer sequence.
-        most = 0 if request.frequencies is None else own.max_length
-        request.row = DecodedRow(request.ids, processors, criteria, bool(own.do_sample), most)
-        request.row.logprobs = [] if request.keeps_logprobs else None
+        request.most = 0 if request.frequencies is None else own.max_length
         self._reading.append(request)
         return True
 
@@ -270,23 +242,22 @@ class RowEngine(Generic[Kind]):
                 logits = self._logits_of(request, stop)
             except Exception as error:
                 self._reading.popleft()
-                yield self._ended(request, error)
+                request.error, request.cache = error, None
+                yield request
                 continue
-            if stop == request.prompt_tokens and request.row is not None:
+            if stop == request.prompt_tokens:
                 self._reading.popleft()
                 self._wait_with(request, logits)
-                self._of[request.row] = request
-                self._decoder.begin(request.row, logits)
+                self._decoder.begin(request, logits)
                 ready.append(request)
         # Some may have ended with their first token.
-        rows = {request.row: request for request in ready if request.row is not None}
-        going_on = {row: request for row, request in rows.items() if not self._decoder.has_ended(row)}
-        self._decoder.join(list(going_on), [self._cache_of(request) for request in going_on.values()])
-        for row, request in rows.items():
+        going_on = [request for request in ready if not self._decoder.has_ended(request)]
+        self._decoder.join(going_on, [self._cache_of(request) for request in going_on])
+        for request in ready:
             # Its states are those of its row now.
             request.cache = None
-            if row not in going_on:
-                yield self._ended(self._of.pop(row), self._decoder.errors.pop(row, None))
+            if request not in going_on:
+                yield request
 
     def _wait_with(self, request: Kind, logits: Tensor) -> None:
         """Let the copies of a request wait first, with what it has read."""
@@ -320,7 +291,3 @@ class RowEngine(Generic[Kind]):
                 now.insert(ids, cache)
         logits: Tensor = output.logits[:, -1]
         return logits
-
-    def _ended(self, request: Kind, error: Exception | None) -> Kind:
-        request.error, request.cache = error, None
-        return request

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from kvlayers.commands.common import CHECK_FAILED, INPUT_ERROR, Dtype, one_line_errors
+from kvlayers.commands.common import CHECK_FAILED, FLAG, INPUT_ERROR, Dtype, one_line_errors
 from kvlayers.errors import OptionError
 
 PLAN_OPTIONS = {
@@ -59,7 +59,7 @@ def plan(
             "--memory, it chooses no cache."
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", metavar=FLAG, help="Print JSON.")] = False,
 ) -> None:
     """Show what each kind of cache would cost for a model, from its config alone, and which one to use.
 
@@ -107,7 +107,7 @@ def inspect(
     path: Annotated[
         str, typer.Argument(help="A file that save_cache() wrote, or the directory of a prefix store: a path or a URL.")
     ],
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", metavar=FLAG, help="Print JSON.")] = False,
 ) -> None:
     """Describe a saved cache, or draw what the directory of a prefix store holds, without loading states.
 
@@ -171,6 +171,7 @@ def run(
         bool,
         typer.Option(
             "--namespace-by-key",
+            metavar=FLAG,
             help="Only requests to transformers serve use the store, each API key in a namespace of its own.",
         ),
     ] = False,

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from kvlayers.errors import KVLayersError
 
-__all__ = ["CHECK_FAILED", "INPUT_ERROR", "NO_OPTIONS", "Dtype", "one_line_errors"]
+__all__ = ["CHECK_FAILED", "FLAG", "INPUT_ERROR", "NO_OPTIONS", "Dtype", "one_line_errors"]
 
 
 class Dtype(str, Enum):
@@ -49,14 +49,18 @@ CHECK_FAILED = 1
 INPUT_ERROR = 2
 """Exit code if the input cannot be used. Typer's own errors exit with it as well."""
 
-Errors = type[KVLayersError] | tuple[type[KVLayersError], ...]
+FLAG = ""
+"""The `metavar` of an option that takes no value: typer shows `<bool>` from 0.29 on if none is given."""
 
 NO_OPTIONS: Mapping[str, str] = MappingProxyType({})
 
 
 @contextmanager
 def one_line_errors(
-    command: str, options: Mapping[str, str] = NO_OPTIONS, errors: Errors = KVLayersError, code: int = INPUT_ERROR
+    command: str,
+    options: Mapping[str, str] = NO_OPTIONS,
+    errors: type[KVLayersError] | tuple[type[KVLayersError], ...] = KVLayersError,
+    code: int = INPUT_ERROR,
 ) -> Iterator[None]:
     """Print an error of kvlayers as one line on stderr, and exit with `code`.
 

@@ -201,7 +201,7 @@ class DenseStore(TokenStore):
 
     @override
     def take_in(self, keys: Tensor, values: Tensor) -> KVPair:
-        if torch.compiler.is_compiling() or not self.append_one(keys, values):
+        if not self._appends_one or torch.compiler.is_compiling() or not self.append_one(keys, values):
             self.validate(keys, values)
             return self.extend(keys, values)
         start, tokens = self._start, self._end - self._start
@@ -220,10 +220,8 @@ class DenseStore(TokenStore):
             Whether the token was appended; if not, nothing has changed.
         """
         last = self._last_valid
-        if not self._appends_one or last is None:
-            return False
-        # As `_is_as_before`, without a call.
-        if last.key_form is not self._key_form or last.value_form is not self._value_form:
+        # As in `validate`, which would be a call more.
+        if last is None or last.key_form is not self._key_form or last.value_form is not self._value_form:
             return False
         try:
             facts = (keys.shape, values.shape, keys.dtype, values.dtype, keys.device, values.device)
@@ -251,24 +249,22 @@ class DenseStore(TokenStore):
         self._validated = None
         if torch.compiler.is_compiling():
             return self._validate(keys, values)
-        if not self._is_as_before(keys, values):
-            self._validate(keys, values)
-            facts = (keys.shape, values.shape, keys.dtype, values.dtype, keys.device, values.device)
-            valid = ValidStates(facts, self._key_form, self._value_form, first_grouped_length(keys))
-            self._last_valid = None if self._validated else valid
-        return keys.shape[2]
-
-    def _is_as_before(self, keys: Tensor, values: Tensor) -> bool:
-        """Whether states have the shapes, dtypes and devices of the last valid states, and may follow them."""
         last = self._last_valid
-        if last is None or last.key_form is not self._key_form or last.value_form is not self._value_form:
-            return False
         try:
             facts = (keys.shape, values.shape, keys.dtype, values.dtype, keys.device, values.device)
         except AttributeError:
-            # They are no tensors, as is said next.
-            return False
-        return facts == last.facts
+            # They are no tensors, as this says.
+            return self._validate(keys, values)
+        if (
+            last is None
+            or facts != last.facts
+            or last.key_form is not self._key_form
+            or last.value_form is not self._value_form
+        ):
+            self._validate(keys, values)
+            valid = ValidStates(facts, self._key_form, self._value_form, first_grouped_length(keys))
+            self._last_valid = None if self._validated else valid
+        return keys.shape[2]
 
     def _validate(self, keys: Tensor, values: Tensor) -> int:
         key_form, value_form = checked_forms(keys, values)
@@ -343,8 +339,9 @@ class DenseStore(TokenStore):
         elif self._copy_on_write is not None and not self._may_write(self._end, self._end + tokens):
             self._leave_buffers(tokens, self._capacity_of_copy(tokens))
         key_buffer, value_buffer = self._buffers()
-        key_buffer.write(self._end, keys)
-        value_buffer.write(self._end, values)
+        end = self._end
+        key_buffer.write(end, keys)
+        value_buffer.write(end, values)
         self.hold(tokens)
 
     @override

@@ -24,8 +24,8 @@ from typing_extensions import override
 from kvlayers.core.token_store import KVPair
 from kvlayers.errors import StaleStatesError
 from kvlayers.kernels.attention.gqa import kv_head_copies
-from kvlayers.kernels.attention.packed_tensor import METADATA_FUNCTIONS, PackedStates, as_dense
-from kvlayers.kernels.attention.snapshot import GIVEN_TO_COMPILED_CODE
+from kvlayers.kernels.attention.packed_tensor import GIVEN_TO_COMPILED_CODE, PackedStates, as_dense
+from kvlayers.kernels.attention.state_tensor import METADATA_FUNCTIONS
 from kvlayers.upstream import compat
 
 _numbers = itertools.count()

@@ -8,10 +8,8 @@ import torch
 from kvlayers.core.buffer import StateForm
 from kvlayers.core.token_store import KVPair
 from kvlayers.kernels.attention.dispatch import PathCounter
-from kvlayers.kernels.attention.packed_ops import packed_pair
-from kvlayers.kernels.attention.packed_tensor import PackedStates
+from kvlayers.kernels.attention.packed_tensor import PackedStates, Snapshot, Version, packed_pair
 from kvlayers.kernels.attention.segments import KVSegments
-from kvlayers.kernels.attention.snapshot import Snapshot, Version
 
 
 class ReturnedStates:

@@ -7,10 +7,9 @@ A rejected draft is rolled back to a checkpoint, and the tokens between the chec
 together with the next draft if they are few, else in a pass of their own, which leaves a checkpoint.
 """
 
-import contextlib
 import copy
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import transformers
@@ -70,8 +69,15 @@ def _class_of_views() -> type[ModelView]:
 
     @functools.wraps(getattr(GenerationMixin, name))
     def loop(view: Any, input_ids: Tensor, **kwargs: Any) -> Any:
-        with _restoring_layers(view, kwargs["generation_config"]):
+        if kwargs["generation_config"].assistant_early_exit is None:
             return view.decoding(input_ids, kwargs)
+        # transformers sets the number of layers for each draft, and puts it back only behind one that succeeds.
+        config = getattr(view, view.base_model_prefix).config
+        layers = config.num_hidden_layers
+        try:
+            return view.decoding(input_ids, kwargs)
+        finally:
+            config.num_hidden_layers = layers
 
     return type("AssistedModel", (ModelView,), {name: loop})
 
@@ -150,23 +156,6 @@ def check_rollback(model: Any, cache: Any) -> None:
             f"`model` must be one that can verify several tokens at once, got a {name}, whose scan starts from zero: "
             "leave out the assistance. (It can be used as the draft model of another one.)"
         )
-
-
-@contextlib.contextmanager
-def _restoring_layers(model: Any, generation_config: Any) -> Iterator[None]:
-    """Leave the config of a model as it is if a draft by its first layers fails.
-
-    transformers sets the number of layers for each draft, and puts it back only behind one that succeeds.
-    """
-    if generation_config.assistant_early_exit is None:
-        yield
-        return
-    config = getattr(model, model.base_model_prefix).config
-    layers = config.num_hidden_layers
-    try:
-        yield
-    finally:
-        config.num_hidden_layers = layers
 
 
 def decode(

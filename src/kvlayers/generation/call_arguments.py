@@ -89,7 +89,7 @@ def check_call(model: Any, given: Mapping[str, Any]) -> None:
 
 
 def check_vocabulary(model: Any, ids: Tensor, name: str) -> None:
-    """Raise `OptionError` if ids are none of the model's vocabulary, before a GPU is lost to them.
+    """Raise `OptionError` if ids are outside of the model's vocabulary, before a GPU is lost to them.
 
     Args:
         model: the model. One of several parts may take ids that stand for images, of which it has no embeddings.

@@ -21,6 +21,7 @@ from kvlayers.upstream.cache_argument import SPELLINGS, name_in_generate
 from kvlayers.upstream.generate_calls import full_generation_config, sequences_per_prompt
 from kvlayers.upstream.model_layers import layer_devices
 from kvlayers.upstream.model_types import config_of, kept_states
+from kvlayers.utils.options import checks_options
 
 Message = dict[str, Any]
 
@@ -78,6 +79,7 @@ class Chat:
         >>> chat.ask("And another one?", max_new_tokens=20)  # doctest: +SKIP
     """
 
+    @checks_options
     def __init__(
         self,
         model: Any,
@@ -105,7 +107,7 @@ class Chat:
             raise OptionError(
                 f"`chat_template_kwargs` must be a mapping, got a {type(chat_template_kwargs).__name__}: pass a dict."
             )
-        self.messages: list[Message] = [_checked(message) for message in messages]
+        self.messages: list[Message] = [checked_message(message) for message in messages]
         self.cached_tokens = self.prompt_tokens = 0
         self._model = model
         self._tokenizer = tokenizer
@@ -167,7 +169,7 @@ class Chat:
         Raises:
             OptionError: the message or an option is invalid, or the options ask for several answers.
         """
-        asked = _checked({"role": "user", "content": message} if isinstance(message, str) else message)
+        asked = checked_message({"role": "user", "content": message} if isinstance(message, str) else message)
         taken = _SET_IN_TURNS if self._cache is None and self._name is None else _SET_IN_TURNS | _SET_WITH_CACHES
         for name in taken & set(options):
             raise OptionError(f"`{name}` cannot be an option of a turn: a chat sets it.")
@@ -354,7 +356,12 @@ def _check_tokenizer(tokenizer: object) -> None:
         )
 
 
-def _checked(message: object) -> Message:
+def checked_message(message: object) -> Message:
+    """A message of a chat as a mapping of its own.
+
+    Raises:
+        OptionError: it has no role, or nothing that it says.
+    """
     fields: dict[str, Any] = dict(message) if isinstance(message, Mapping) else {}
     has_content = isinstance(fields.get("content"), str | list) or fields.get("tool_calls")
     if not isinstance(fields.get("role"), str) or not has_content:
@@ -371,9 +378,7 @@ def _read(path: str | os.PathLike[str], text: str | None) -> tuple[list[Message]
         raise CacheFileError(f"{os.fspath(path)} must be a saved chat, but holds a cache alone: use load_cache().")
     try:
         chat = json.loads(text)
-        template_kwargs = chat["chat_template_kwargs"]
-        return [_checked(message) for message in chat["messages"]], None if template_kwargs is None else dict(
-            template_kwargs
-        )
+        written = chat["chat_template_kwargs"]
+        return list(map(checked_message, chat["messages"])), None if written is None else dict(written)
     except (ValueError, LookupError, TypeError, OptionError) as error:
         raise CacheFileError(f"{os.fspath(path)} holds no chat that Chat.save() has written: {error}") from error

@@ -7,7 +7,8 @@ decoding, whatever the draft: each is the greatest score, or a sample, given the
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -52,35 +53,41 @@ class LookedUp(Drafter):
         return [self._find(row.ids) for row in rows]
 
 
+@dataclass(eq=False)
 class DecodedRow:
     """One sequence that is being decoded.
 
-    Args:
-        ids: the prompt, int64 `[1, tokens]`.
+    Attributes:
+        ids: all tokens so far, int64 `[1, tokens]`: at first the prompt.
         processors: change the scores of the next token, given the ids; transformers' `LogitsProcessorList`.
         criteria: say whether the row has ended, given the ids; transformers' `StoppingCriteriaList`.
         samples: whether the next token is a sample of the scores, rather than the one with the greatest.
         most: most ids, padding included, beyond which no draft goes; 0 for no drafts.
         padding: how many of the first ids are padding, which the cache has not seen.
-
-    Attributes:
-        ids: all tokens so far, `[1, tokens]`.
-        last: the newest token that was chosen, so that nobody waits for a device to tell it.
-        is_stopped: whether the caller has ended the row.
+        on_token: called with each new token; says whether the row ends there. What it raises is raised by
+            `RowDecoder.step`: it is no fault of one row.
         logprobs: log-probabilities of the new tokens, given their scores; `None` if nobody asks for them.
-        prompt_tokens: how many of them are the prompt, padding included.
-        padding: as passed.
+        error: what ended it, apart from its own end.
+        last: the newest token that was chosen, so that nobody waits for a device to tell it; -1 before the first.
+        is_stopped: whether the caller has ended the row.
+        prompt_tokens: how many of the ids are the prompt, padding included.
     """
 
-    def __init__(self, ids: Tensor, processors: Any, criteria: Any, samples: bool, most: int, padding: int = 0) -> None:
-        self.ids = ids
-        self.most = most
-        self.last = -1
-        self.is_stopped = False
-        self.logprobs: list[float] | None = None
-        self.prompt_tokens = ids.shape[1]
-        self.padding = padding
-        self._processors, self._criteria, self._samples = processors, criteria, samples
+    ids: Tensor
+    processors: Any = None
+    criteria: Any = None
+    samples: bool = False
+    most: int = 0
+    padding: int = 0
+    on_token: Callable[[int], bool] | None = None
+    logprobs: list[float] | None = None
+    error: Exception | None = None
+    last: int = field(default=-1, init=False)
+    is_stopped: bool = field(default=False, init=False)
+    prompt_tokens: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.prompt_tokens = self.ids.shape[1]
 
     @property
     def tokens(self) -> int:
@@ -90,14 +97,14 @@ class DecodedRow:
     @property
     def chooses_the_greatest(self) -> bool:
         """Whether the next token is the one with the greatest score, which needs no look at the other ids."""
-        return not self._processors and not self._samples and self.logprobs is None
+        return not self.processors and not self.samples and self.logprobs is None
 
     def choose(self, logits: Tensor) -> int:
         """Append the next token, given its logits `[1, vocab]`; return it."""
         scores = logits.to(torch.float32, copy=True)
-        if self._processors:
-            scores = self._processors(self.ids, scores)
-        chosen = torch.multinomial(scores.softmax(-1), 1)[:, 0] if self._samples else scores.argmax(-1)
+        if self.processors:
+            scores = self.processors(self.ids, scores)
+        chosen = torch.multinomial(scores.softmax(-1), 1)[:, 0] if self.samples else scores.argmax(-1)
         if self.logprobs is not None:
             self.logprobs.append(float(scores.log_softmax(-1)[0, chosen]))
         self.append(int(chosen))
@@ -111,7 +118,7 @@ class DecodedRow:
     @property
     def has_ended(self) -> bool:
         """Whether the answer is complete."""
-        return self.is_stopped or bool(self._criteria(self.ids, None).all())
+        return self.is_stopped or bool(self.criteria(self.ids, None).all())
 
     @property
     def new_ids(self) -> Tensor:
@@ -141,31 +148,28 @@ def pass_rows(model: Any, tokens: Tensor, cache: Cache) -> Tensor:
     return logits
 
 
-class RowDecoder:
+Row = TypeVar("Row", bound=DecodedRow)
+
+
+class RowDecoder(Generic[Row]):
     """Rows of one cache, decoded together.
 
     Args:
         model: the model.
-        on_token: called with a row and each of its new tokens; says whether the row ends there. What it raises is
-            raised by `step`: it is no fault of one row.
         drafter: makes drafts, `None` to decode token by token.
 
     Attributes:
         cache: the cache of all rows, `None` without rows.
         rows: the rows, in the order of the rows of the cache.
-        errors: by row, what ended it, apart from its own end.
     """
 
-    def __init__(
-        self, model: Any, on_token: Callable[[DecodedRow, int], bool] | None = None, drafter: Drafter | None = None
-    ) -> None:
-        self._model, self._drafter, self._on_token = model, drafter, on_token
+    def __init__(self, model: Any, drafter: Drafter | None = None) -> None:
+        self._model, self._drafter = model, drafter
         self._border = model_types.reads_again_behind(model)
         self.cache: Cache | None = None
-        self.rows: list[DecodedRow] = []
-        self.errors: dict[DecodedRow, Exception] = {}
+        self.rows: list[Row] = []
 
-    def join(self, rows: Sequence[DecodedRow], caches: Sequence[Cache]) -> None:
+    def join(self, rows: Sequence[Row], caches: Sequence[Cache]) -> None:
         """Add rows, of one or several caches that have seen all of their tokens but the last.
 
         The caches have the tokens that they had, unless there is one, and no row yet: it is taken over. All give way
@@ -190,13 +194,13 @@ class RowDecoder:
     def has_ended(self, row: DecodedRow) -> bool:
         """Whether a row gets no more tokens. What a stopping criterion raises ends it as well."""
         try:
-            return row in self.errors or row.has_ended
+            return row.error is not None or row.has_ended
         except Exception as error:
-            self.errors[row] = error
+            row.error = error
             return True
 
-    def drop_ended(self) -> list[tuple[DecodedRow, Exception | None]]:
-        """Take out the rows that have ended, and return them with what ended them, apart from their own end."""
+    def drop_ended(self) -> list[Row]:
+        """Take out the rows that have ended, and return them."""
         going_on = [index for index, row in enumerate(self.rows) if not self.has_ended(row)]
         if len(going_on) == len(self.rows):
             return []
@@ -211,7 +215,7 @@ class RowDecoder:
             self.cache.keep_rows(kept)
         elif not kept:
             self.cache = None
-        return [(row, self.errors.pop(row, None)) for row in ended]
+        return ended
 
     @torch.no_grad()
     def step(self) -> None:
@@ -231,7 +235,7 @@ class RowDecoder:
             logits = self._pass(tokens, cache)
         except CapacityError as error:
             # It comes before any row has taken in a token. Without the longest one, the others may go on.
-            self.errors[max(self.rows, key=lambda row: row.tokens)] = error
+            max(self.rows, key=lambda row: row.tokens).error = error
             return
         greatest = logits.argmax(-1).tolist()
         for index, (row, draft) in enumerate(zip(self.rows, drafts, strict=True)):
@@ -290,10 +294,10 @@ class RowDecoder:
                 try:
                     token = row.choose(logits[place : place + 1])
                 except Exception as error:
-                    self.errors[row] = error
+                    row.error = error
                     return
-            if self._on_token is not None:
-                row.is_stopped = self._on_token(row, token)
+            if row.on_token is not None:
+                row.is_stopped = row.is_stopped or row.on_token(token)
             if place == len(draft) or token != draft[place] or self.has_ended(row):
                 return
 
@@ -392,7 +396,7 @@ def decode_batch(model: Any, cache: Cache, input_ids: Tensor, kwargs: dict[str, 
     _check_batch(model, cache, input_ids, padding, kwargs, given)
     first = _prefill(model, cache, input_ids, padding, kwargs)
     # Where the frequencies change, every token has those of its own pass.
-    decoder = RowDecoder(model, drafter=drafter if frequencies_of(model, input_ids, kwargs, padding) else None)
+    decoder = RowDecoder[DecodedRow](model, drafter if frequencies_of(model, input_ids, kwargs, padding) else None)
     rows = [
         DecodedRow(
             ids,
@@ -411,9 +415,9 @@ def decode_batch(model: Any, cache: Cache, input_ids: Tensor, kwargs: dict[str, 
     alone: dict[DecodedRow, Cache] = {}
     while decoder.cache is not None:
         for index, row in enumerate(decoder.rows):
-            if decoder.errors:
-                raise next(iter(decoder.errors.values()))
             if decoder.has_ended(row):
+                if row.error is not None:
+                    raise row.error
                 alone[row] = decoder.cache.extract(index)
         decoder.drop_ended()
         decoder.step()

@@ -47,7 +47,9 @@ _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 Form = TypeVar("Form")
 
 
-def refuse(path: str, expected: str, seen: str, remedy: str = "it is damaged, or not made by save_cache()") -> NoReturn:
+def refuse(
+    path: str, expected: str, seen: str, remedy: str = "it is damaged, or not made by save_cache(); save it again"
+) -> NoReturn:
     """Raise the error for a file that cannot be loaded."""
     raise CacheFileError(f"{path} must have {expected}, got {seen}: {remedy}.")
 

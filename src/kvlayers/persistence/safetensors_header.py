@@ -184,10 +184,14 @@ def parse_header(path: str, file_bytes: int, read: ReadRange) -> Header:
     start = bytes(read(0, LENGTH_BYTES))
     length, most = int.from_bytes(start, "little"), min(file_bytes - LENGTH_BYTES, MAX_HEADER_BYTES)
     if length > MOST_FILE_BYTES:
-        raise CacheFileError(f"{path} is no saved cache: it does not begin as the files of save_cache() do.")
+        raise CacheFileError(
+            f"{path} is no saved cache: it does not begin as the files of save_cache() do. Name another file."
+        )
     if length > most:
         refuse(
-            path, f"a header of at most {MAX_HEADER_BYTES} bytes within its {file_bytes}", f"one that claims {length}"
+            path,
+            f"a header of at most {MAX_HEADER_BYTES} bytes within its {file_bytes}",
+            f"one that claims {length}" if file_bytes else "an empty file",
         )
     text = bytes(read(LENGTH_BYTES, LENGTH_BYTES + length))
     claims = decoded(path, "a header", dict[str, msgspec.Raw], text)

@@ -164,7 +164,8 @@ def label_of(config: object | None, model: str | None, namespace: str) -> str:
         )
     if model is not None and (not isinstance(model, str) or not model):
         raise OptionError(
-            f"`model` must be a string that is not empty, got {model!r}: pass kvlayers.weights_id(model), or a name."
+            f"`model` must be a string that is not empty, got a {type(model).__name__}: pass "
+            "kvlayers.weights_id(model), or a name."
         )
     if config is None and model is None:
         raise OptionError(

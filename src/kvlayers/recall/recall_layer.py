@@ -22,10 +22,9 @@ from kvlayers.core.token_store import Fidelity, TokenStore, filled_nbytes
 from kvlayers.errors import OptionError
 from kvlayers.kernels.attention.dispatch import PathCounter
 from kvlayers.kernels.attention.packed_ops import choosing
-from kvlayers.kernels.attention.packed_tensor import PackedStates, as_dense
+from kvlayers.kernels.attention.packed_tensor import PackedStates, Version, as_dense
 from kvlayers.kernels.attention.segment_kinds import DENSE_PIECE_TOKENS
 from kvlayers.kernels.attention.segments import KVSegments
-from kvlayers.kernels.attention.snapshot import Version
 from kvlayers.kernels.codes.quantizer_contract import Side
 from kvlayers.offload.paged_reads import places_for
 from kvlayers.quantized.quantized_store import QuantizedStore

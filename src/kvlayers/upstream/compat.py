@@ -15,7 +15,7 @@ from kvlayers.upstream.supported import OF_CACHES, check, check_supported, note_
 TRANSFORMERS = check_supported("transformers", transformers.__version__)
 TORCH = check_supported("torch", torch.__version__)
 
-check(OF_CACHES, transformers.__version__)
+check(OF_CACHES, TRANSFORMERS)
 note_untested(TRANSFORMERS)
 
 # Only now, since an unsupported version may lack what is imported from here.

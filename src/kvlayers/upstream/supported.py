@@ -77,11 +77,13 @@ class Probe:
         module: the module that has it, without "transformers." before it.
         name: the name, with dots between a class and its attribute.
         parameters: parameters that kvlayers passes by these names, or takes by these names in a method's place.
+        since: the version that has it first. Before, kvlayers does without it.
     """
 
     module: str
     name: str
     parameters: tuple[str, ...] = ()
+    since: str = "4.57"
 
     def __str__(self) -> str:
         return f"transformers.{self.module}.{self.name}"
@@ -148,22 +150,22 @@ OF_GENERATE = (
     Probe("modeling_utils", "PreTrainedModel.__call__"),
     Probe("modeling_utils", "PreTrainedModel._is_stateful"),
     Probe("masking_utils", "AttentionMaskInterface"),
-)
-"""What `install()` and `kvlayers.generate()` rely on, looked at when they are first used."""
-
-OF_PREFILLS = (
-    Probe("generation.utils", "GenerationMixin._prefill", ("input_ids", "generation_config", "model_kwargs")),
-)
-OF_STATIC_CACHES = (Probe("generation.utils", "GenerationMixin._prepare_static_cache"),)
-OF_EXPORTERS = (Probe("exporters.base", "HfExporter.__init__"),)
-OF_POSITIONS = (
+    Probe(
+        "generation.utils",
+        "GenerationMixin._prefill",
+        ("input_ids", "generation_config", "model_kwargs"),
+        since="5.0",
+    ),
+    Probe("generation.utils", "GenerationMixin._prepare_static_cache", since="5.1"),
     Probe(
         "generation.utils",
         "GenerationMixin._prepare_position_ids_for_generation",
         ("inputs_tensor", "model_kwargs"),
+        since="5.3",
     ),
+    Probe("exporters.base", "HfExporter.__init__", since="5.14"),
 )
-"""The same, in versions that have prefills apart, static caches made apart, exporters, and positions made at first."""
+"""What `install()` and `kvlayers.generate()` rely on, looked at when they are first used."""
 
 SERVER_MODULES = ("utils", "chat_completion", "completion", "response")
 OF_SERVERS = (
@@ -178,7 +180,7 @@ OF_SERVERS = (
 """What `kvlayers run` relies on in `transformers serve`, looked at when a server starts."""
 
 
-def check(probes: Iterable[Probe], version: object) -> None:
+def check(probes: Iterable[Probe], version: Version) -> None:
     """Look at names of transformers.
 
     Args:
@@ -188,7 +190,7 @@ def check(probes: Iterable[Probe], version: object) -> None:
     Raises:
         ImportError: some of them are missing.
     """
-    missing = [name for probe in probes for name in probe.missing()]
+    missing = [name for probe in probes if Version(probe.since) <= version for name in probe.missing()]
     if missing:
         raise ImportError(
             f"transformers {version} lacks what kvlayers relies on ({', '.join(missing)}): install a version that "

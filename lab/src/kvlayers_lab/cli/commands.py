@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from kvlayers.commands.common import CHECK_FAILED, INPUT_ERROR, Dtype, one_line_errors
+from kvlayers.commands.common import CHECK_FAILED, FLAG, INPUT_ERROR, Dtype, one_line_errors
 from kvlayers_lab.cli.fidelity import fidelity
 from kvlayers_lab.names import BENCH_REPORT, HUB_NAME, TRANSFORMERS_CACHES
 
@@ -52,7 +52,9 @@ def bench(
         int | None, typer.Option(metavar="N", min=1, max=1024, help="CPU threads. Default: torch's choice.")
     ] = None,
     report: Annotated[Path | None, typer.Option(help=f"HTML file to write. Default: {BENCH_REPORT}.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout, everything else on stderr.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", metavar=FLAG, help="Print JSON on stdout, everything else on stderr.")
+    ] = False,
 ) -> None:
     """Measure the speed and memory of kvlayers' and transformers' caches on this machine, with an HTML report.
 
@@ -120,7 +122,9 @@ def calibrate(
     threads: Annotated[
         int | None, typer.Option(metavar="N", min=1, max=1024, help="CPU threads. Default: torch's choice.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout, everything else on stderr.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", metavar=FLAG, help="Print JSON on stdout, everything else on stderr.")
+    ] = False,
 ) -> None:
     """Choose bits for the keys and values of each layer, within a budget of bytes or of KL divergence.
 

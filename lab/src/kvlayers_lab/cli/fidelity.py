@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from kvlayers.commands.common import CHECK_FAILED, Dtype, one_line_errors
+from kvlayers.commands.common import CHECK_FAILED, FLAG, Dtype, one_line_errors
 from kvlayers.errors import OptionError
 from kvlayers_lab.names import (
     DOCUMENT_SCORED,
@@ -202,7 +202,9 @@ def fidelity(
         typer.Option(help="File (JSON Lines) that results are added to as they come; a stopped run goes on from it."),
     ] = None,
     report: Annotated[Path | None, typer.Option(help="HTML file to write. Default: none.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout, everything else on stderr.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", metavar=FLAG, help="Print JSON on stdout, everything else on stderr.")
+    ] = False,
 ) -> None:
     """Measure how caches, or documents that are computed apart, change a model's predictions and answers.
 

@@ -14,7 +14,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from kvlayers.errors import ConfigError
 from kvlayers.kernels.attention import custom_masks, dense_kernels
 from kvlayers.kernels.attention.cpu import kernel as cpu_kernel
-from kvlayers.kernels.attention.packed_tensor import StateTensor
+from kvlayers.kernels.attention.state_tensor import StateTensor
 from kvlayers.upstream import compat
 
 NAME = "kvlayers"

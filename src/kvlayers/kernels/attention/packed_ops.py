@@ -3,7 +3,7 @@
 They are attention, and the two products that eager attention is written as.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,16 +14,11 @@ from torch.nn.functional import scaled_dot_product_attention
 from kvlayers.kernels.attention import dispatch
 from kvlayers.kernels.attention.dispatch import PathCounter
 from kvlayers.kernels.attention.gqa import attend_dense
-from kvlayers.kernels.attention.packed_tensor import VIEWS, PackedStates, are_repeated, implements
+from kvlayers.kernels.attention.packed_tensor import PackedStates, Snapshot, Version, attend_packed, packed_pair
 from kvlayers.kernels.attention.segment_kinds import DenseSegment
 from kvlayers.kernels.attention.segments import KVSegments
-from kvlayers.kernels.attention.snapshot import Snapshot, Version, attend_packed
+from kvlayers.kernels.attention.state_tensor import VIEWS, are_repeated, implements
 from kvlayers.utils.transforms import autocast_converts, transforms_run
-
-
-def packed_pair(snapshot: Snapshot, key_shape: Sequence[int], value_shape: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Keys and values that an update returns, of shapes `[batch, kv_heads, tokens, head_dim]`."""
-    return PackedStates(snapshot, "keys", key_shape), PackedStates(snapshot, "values", value_shape)
 
 
 def packed_like(keys: Tensor, values: Tensor, snapshot: Snapshot) -> tuple[Tensor, Tensor]:
@@ -90,7 +85,7 @@ def choosing(
     return packed_like(keys, values, snapshot)
 
 
-_of_packed = implements(PackedStates)
+_of_packed = implements(PackedStates.implementations)
 PackedStates.implementations.update(VIEWS)
 
 NEEDS_GRADIENTS = "autograd follows what is computed"
@@ -113,7 +108,7 @@ def _attention(
     snapshot: Snapshot = key.snapshot  # type: ignore[attr-defined]
     if snapshot.observe is not None:
         snapshot.observe(query)
-    segments = snapshot.read_for(query, attn_mask)
+    segments = snapshot.read(query, attn_mask)
     only = segments.only_dense
     if only is not None:
         return attend_dense(query, only.keys, only.values, attn_mask, is_causal, scale)
@@ -193,7 +188,7 @@ def _product(left: Tensor, right: Tensor) -> Tensor | str:
     is_of_queries = right.side == "keys" and right.view_taken.swapped
     if is_of_queries:
         _show(left, right)
-    segments = right.snapshot.read_for(left) if is_of_queries else right.snapshot.read()
+    segments = right.snapshot.read(left if is_of_queries else None)
     if _needs_gradients(segments, left):
         return NEEDS_GRADIENTS
     if is_of_queries:

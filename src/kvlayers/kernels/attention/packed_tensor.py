@@ -1,256 +1,206 @@
-"""Tensors that stand for keys or values, and are brought to full precision only if a function needs it.
+"""Packed states: the tokens that the keys and values of one update stand for, and how compiled code reads them.
 
-A model gets them from a cache and passes them to its attention. `packed_ops` implements attention, and the products
-that eager attention is written as, on the packed states. Every other function is given the states in full precision,
-which is always right, and as slow as a packed cache would be without this module.
+A `PackedStates` has no memory, and is no input of a compiled graph. So the graph is given the number of the store, and
+the operators read the newest states that the store has returned. They run the code of eager mode.
+
+(A compiled model that updates its cache within the graph calls the operators of `core/graph_operators.py`.)
 """
 
-import copy
+import itertools
+import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, TypeVar
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
 from typing_extensions import override
 
-from kvlayers.errors import ReadOnlyStatesError, UnsupportedLayerError
-from kvlayers.kernels.attention.gqa import kv_head_copies
-from kvlayers.kernels.attention.snapshot import Snapshot, full_precision
+from kvlayers.errors import StaleStatesError
+from kvlayers.kernels.attention import dispatch
+from kvlayers.kernels.attention.dispatch import PathCounter
+from kvlayers.kernels.attention.segments import KVSegments
+from kvlayers.kernels.attention.state_tensor import UNCHANGED, HeldStates, Implementations, StateView
 from kvlayers.kernels.codes.quantizer_contract import Side
+from kvlayers.upstream import compat
 from kvlayers.utils.sending import sent_by_value
+from kvlayers.utils.transforms import without_autocast
 
-METADATA_FUNCTIONS = frozenset(
-    {
-        *(
-            getattr(Tensor, name).__get__
-            for name in (
-                "shape",
-                "dtype",
-                "device",
-                "ndim",
-                "layout",
-                "requires_grad",
-                "grad_fn",
-                "grad",
-                "is_leaf",
-                "is_cpu",
-                "is_cuda",
-                "is_meta",
-                "is_sparse",
-                "is_quantized",
-                "is_nested",
-                "itemsize",
-            )
-        ),
-        Tensor.size,
-        Tensor.dim,
-        Tensor.ndimension,
-        Tensor.numel,
-        Tensor.nelement,
-        Tensor.element_size,
-        Tensor.is_floating_point,
-        Tensor.is_complex,
-        Tensor.get_device,
-        Tensor.__len__,
-        torch.numel,
-        torch.is_floating_point,
-    }
-)
-"""Functions that read no state: their result is known from shape, dtype and device."""
+_numbers = itertools.count()
+_versions: "weakref.WeakValueDictionary[int, Version]" = weakref.WeakValueDictionary()
 
 
-Implementations = dict[Any, Callable[..., Any]]
-
-Implementation = TypeVar("Implementation", bound=Callable[..., Any])
-
-NOT_IMPLEMENTED = "it has no implementation on packed states"
-
-
-class StateTensor(Tensor):
-    """A tensor without memory of its own, which is brought to full precision only if a function needs that.
+class Version:
+    """Counts the changes of a store that make the states it has returned stale. A copy has returned no states yet.
 
     Attributes:
-        implementations: by function of torch, what is called in its place, with the same arguments. If it needs the
-            states in full precision after all, it returns the reason as a text.
-        in_graphs: the same for code that TorchDynamo traces. It returns `None` if it needs full precision.
+        number: the count.
+        handle: int64 scalar on the host, by which compiled code knows the store. Since it is a tensor, it is an input
+            of compiled code, and never a constant.
+        newest: returns the newest `Snapshot` of the store, `None` if nobody holds its states any more.
     """
 
-    implementations: ClassVar[Implementations]
-    is_read_only: ClassVar[bool] = False
-    in_graphs: ClassVar[dict[Any, Callable[..., Tensor | None]]] = {}
+    __slots__ = ("__weakref__", "handle", "newest", "number")
 
-    def dense(self) -> Tensor:
-        """The states in full precision, of the same shape and dtype."""
-        raise NotImplementedError
+    def __init__(self) -> None:
+        self.number, known_by = 0, next(_numbers)
+        # A tensor born in inference mode could not be an argument of compiled code outside of it.
+        with torch.inference_mode(False):
+            self.handle = torch.tensor(known_by, device="cpu")
+        self.newest: Callable[[], Any] = lambda: None
+        _versions[known_by] = self
 
-    @override
-    def data_ptr(self) -> int:
-        return self.dense().data_ptr()
+    def __reduce__(self) -> tuple[type["Version"], tuple[()]]:
+        return Version, ()
 
-    @classmethod
-    @override
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        with torch._C.DisableTorchFunctionSubclass():
-            if func in METADATA_FUNCTIONS:
-                return func(*args, **kwargs)
-            if torch.compiler.is_dynamo_compiling():
-                traced = cls.in_graphs[func](*args, **kwargs) if func in cls.in_graphs else None
-                if traced is not None:
-                    return traced
-                return func(*map(_in_graph, args), **{name: _in_graph(argument) for name, argument in kwargs.items()})
-            implementation = cls.implementations.get(func)
-            computed = NOT_IMPLEMENTED if implementation is None else implementation(*args, **kwargs)
-        return _call_on_dense(func, args, kwargs, computed) if isinstance(computed, str) else computed
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        return _call_on_dense(func, args, kwargs or {}, NOT_IMPLEMENTED)
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype})"
+    def advance(self) -> None:
+        """Make all states that were returned so far stale."""
+        self.number += 1
 
 
-def implements(*classes: type[StateTensor]) -> Callable[..., Callable[[Implementation], Implementation]]:
-    """A decorator of functions of torch, which enters what it decorates in the tables of classes."""
-
-    def of_functions(*functions: Any) -> Callable[[Implementation], Implementation]:
-        def register(implementation: Implementation) -> Implementation:
-            for cls in classes:
-                cls.implementations.update(dict.fromkeys(functions, implementation))
-            return implementation
-
-        return register
-
-    return of_functions
-
-
-def _call_on_dense(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], reason: str) -> Any:
-    name = getattr(func, "__name__", "").removesuffix(".default")
-    in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or kwargs.get("inplace")
-    written = (args[:1] if in_place else (), kwargs.get("out"))
-    if any(isinstance(leaf, StateTensor) and leaf.is_read_only for leaf in tree_leaves(written)):
-        raise ReadOnlyStatesError(
-            f"The states that this cache returns are read-only, and what {name} writes would be lost: clone() the "
-            "states first."
-        )
-    packed = [states for states in tree_leaves((args, kwargs)) if isinstance(states, PackedStates)]
-    if packed:
-        packed[0].snapshot.paths.note_dense_read(f"{name} in full precision, as {reason}")
-    args, kwargs = tree_map_only(StateTensor, lambda states: states.dense(), (args, kwargs))
-    return func(*args, **kwargs)
-
-
-@dataclass(frozen=True)
-class StateView:
-    """The view of states that modelling code has taken so far.
+# Not frozen: each layer makes one at each step, and the initialiser of a frozen one takes five times as long.
+@dataclass(eq=False)
+class Snapshot:
+    """The tokens that the packed keys and values of one update stand for.
 
     Attributes:
-        copies: copies of each kv head, side by side.
-        grouped: whether the copies have an axis of their own, after that of the kv heads.
-        swapped: whether the axes of tokens and head_dim are swapped.
+        segments: the tokens.
+        dtype: dtype of the states.
+        device: device of the states.
+        version: version of the store.
+        version_number: number of that version when the segments were returned.
+        length: tokens that the store held at that time.
+        paths: counts the paths that attention on the segments takes.
+        store: the store. It lives as long as the states, so that no other store writes to the memory that they read.
+        observe: called with the queries that attend, `[batch, heads, queries, head_dim]`, before attention is computed.
+        choose: given queries, the segments and the mask, the segments that these queries attend to.
+        bring: given segments whose states are in other memory, the same segments on the device.
     """
 
-    copies: int = 1
-    grouped: bool = False
-    swapped: bool = False
+    segments: KVSegments
+    dtype: torch.dtype
+    device: torch.device
+    version: Version
+    version_number: int
+    length: int
+    paths: PathCounter
+    store: object = None
+    observe: Callable[[Tensor], None] | None = None
+    choose: Callable[[Tensor, KVSegments, Tensor | None], KVSegments] | None = None
+    bring: Callable[[KVSegments], KVSegments] | None = None
 
-    def of(self, states: Tensor) -> Tensor:
-        """The view of states in memory, `[batch, kv_heads, tokens, head_dim]`."""
-        if self.grouped:
-            return states[:, :, None].expand(-1, -1, self.copies, -1, -1)
-        if self.copies > 1:
-            states = states.repeat_interleave(self.copies, dim=1)
-        return states.transpose(2, 3) if self.swapped else states
+    def __post_init__(self) -> None:
+        self.version.newest = weakref.ref(self)
 
+    def read(self, query: Tensor | None = None, mask: Tensor | None = None) -> KVSegments:
+        """The segments, or those that queries attend to.
 
-UNCHANGED = StateView()
-
-
-def are_repeated(keys: StateView, values: StateView) -> bool:
-    """Whether views are those that attention takes: states as they are, or with the same copies of each kv head."""
-    return (keys is values or keys == values) and not keys.swapped and not keys.grouped
-
-
-NO_ADDRESS = (
-    "The states of a quantized cache, of rows, or of a prefix that sequences share, have no address: pass a clone() of "
-    "them to a kernel that reads memory."
-)
-
-
-class HeldStates(StateTensor):
-    """Keys or values `[batch, kv_heads, tokens, head_dim]` as a cache holds them, or a view. They are read-only.
-
-    Attributes:
-        known_shape: the shape.
-        view_taken: which view it is.
-    """
-
-    is_read_only = True
-
-    known_shape: torch.Size
-    view_taken: StateView
-
-    @classmethod
-    def without_memory(cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device, view: StateView) -> Any:
-        """A tensor of this class, for the caller to say what it stands for."""
-        states = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
-        states.known_shape, states.view_taken = torch.Size(shape), view
-        return states
-
-    @property
-    def shape(self) -> torch.Size:  # type: ignore[override]
-        """The shape, without the detour by `__torch_function__`: models read it several times in each layer."""
-        return self.known_shape
-
-    def viewed(self, shape: Sequence[int], view: StateView) -> "HeldStates":
-        """The same states in another view, of this shape."""
-        raise NotImplementedError
-
-    def whole(self) -> Tensor:
-        """A copy of the states in full precision, `[batch, kv_heads, tokens, head_dim]` whatever the view.
+        Args:
+            query: `[batch, heads, queries, head_dim]`; `None` for all segments.
+            mask: mask of all tokens, broadcast to `[batch, heads, queries, tokens]`; `None` if it is not known yet.
 
         Raises:
-            StaleStatesError: the cache has changed since it returned the states.
+            StaleStatesError: the cache has changed since.
         """
-        raise NotImplementedError
+        if self.version.number != self.version_number:
+            raise StaleStatesError(
+                "These states are stale: the cache has been updated, cropped or reordered since it returned them. Read "
+                "states before the cache changes, clone() what is needed longer, or fork() the cache."
+            )
+        chosen = self.segments if query is None or self.choose is None else self.choose(query, self.segments, mask)
+        return chosen if self.bring is None else self.bring(chosen)
 
-    @override
-    def dense(self) -> Tensor:
-        return self.view_taken.of(self.whole())
-
-    # The address of a copy would be that of freed memory by the time that a kernel reads it.
-
-    @override
-    def data_ptr(self) -> int:
-        raise UnsupportedLayerError(NO_ADDRESS)
+    def dense(self, side: Side) -> Tensor:
+        """All keys, or values, in full precision, `[batch, kv_heads, tokens, head_dim]`; raises as `read`."""
+        with without_autocast(self.device):
+            segments = self.read()
+            states = segments.dense(side, self.dtype)
+            # The states of one dense segment are a view, to which a caller could write.
+            return states.clone() if len(segments.in_order) == 1 and segments.are_dense else states
 
     @property
-    def __cuda_array_interface__(self) -> dict[str, Any]:
-        # As tensors of a CPU do, so that `hasattr` can ask for it.
-        raise AttributeError(NO_ADDRESS)
+    def follows_gradients(self) -> bool:
+        """Whether autograd follows what is computed from the states."""
+        return torch.is_grad_enabled() and self.segments.requires_grad
 
-    @override
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        return copy.deepcopy(self.dense(), memo)
 
-    @override
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.dense().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+def _newest(number: Tensor, version: int, tokens: int) -> Any:
+    """The newest snapshot of a store, which must be of this version and have so many tokens."""
+    known = _versions.get(int(number))
+    snapshot = None if known is None else known.newest()
+    if snapshot is None or (snapshot.version_number, snapshot.segments.tokens) != (version, tokens):
+        raise StaleStatesError(
+            f"Compiled code must read the newest states of a cache, got those of {tokens} tokens, after which the "
+            "cache returned others or was deleted: call it with the states of the newest update."
+        )
+    return snapshot
+
+
+@torch.library.custom_op("kvlayers::attend_packed", mutates_args=(), **compat.OUTSIDE_CUDA_GRAPHS)
+def attend_packed(
+    number: Tensor,
+    version: int,
+    query: Tensor,
+    tokens: int,
+    value_head_dim: int,
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+) -> Tensor:
+    """Attention of `query`, `[batch, heads, queries, head_dim]`, to the newest states of a store, read as codes."""
+    with torch.no_grad():
+        snapshot = _newest(number, version, tokens)
+        if is_causal:
+            mask = torch.ones(query.shape[2], tokens, dtype=torch.bool, device=query.device).tril()
+        return dispatch.attend(query, snapshot.read(query, mask), mask, scale, snapshot.paths).contiguous()
+
+
+@attend_packed.register_fake
+def _(
+    number: Tensor,
+    version: int,
+    query: Tensor,
+    tokens: int,
+    value_head_dim: int,
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+) -> Tensor:
+    return query.new_empty((*query.shape[:3], value_head_dim))
+
+
+GIVEN_TO_COMPILED_CODE = "compiled code in full precision, as it calls another function than attention"
+
+
+@torch.library.custom_op("kvlayers::full_precision", mutates_args=(), **compat.OUTSIDE_CUDA_GRAPHS)
+def full_precision(
+    number: Tensor,
+    version: int,
+    is_values: bool,
+    copies: int,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
+    """The newest keys, or values, of a store in full precision: `[batch, kv_heads * copies, tokens, head_dim]`."""
+    with torch.no_grad():
+        snapshot = _newest(number, version, shape[2])
+        snapshot.paths.note_dense_read(GIVEN_TO_COMPILED_CODE)
+        states: Tensor = snapshot.dense("values" if is_values else "keys")
+        return states.repeat_interleave(copies, dim=1) if copies > 1 else states.clone()
+
+
+@full_precision.register_fake
+def _(
+    number: Tensor,
+    version: int,
+    is_values: bool,
+    copies: int,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=device)
 
 
 @sent_by_value
@@ -278,115 +228,32 @@ class PackedStates(HeldStates):
         states.side = side
         return states
 
-    @override
-    def viewed(self, shape: Sequence[int], view: StateView) -> HeldStates:
-        return PackedStates(self.snapshot, self.side, shape, view)
+    @property
+    def paths(self) -> PathCounter:  # type: ignore[override]
+        """Counts how the states are read."""
+        return self.snapshot.paths
 
     @override
     def whole(self) -> Tensor:
         return self.snapshot.dense(self.side)
 
-
-# The views that modelling code takes of keys and values before it attends to them. Most are the three steps in which it
-# repeats KV heads for the query heads that share them.
-
-UNKNOWN_VIEW = "attention takes no such view of keys or values"
-CONVERTED = "they are converted"
-
-_WHOLE = slice(None)
-_WITH_AN_AXIS_FOR_COPIES = ((_WHOLE, _WHOLE, None, _WHOLE, _WHOLE), (_WHOLE, _WHOLE, None))
-
-View = TypeVar("View", bound=Callable[..., Tensor | str])
-
-VIEWS: Implementations = {}
-"""By function of torch: the view of `HeldStates`, or why it is not one that attention takes."""
-
-
-def _of(*functions: Any) -> Callable[[View], View]:
-    """Enters a view for functions of torch."""
-
-    def register(view: View) -> View:
-        VIEWS.update(dict.fromkeys(functions, view))
-        return view
-
-    return register
-
-
-@_of(Tensor.transpose, torch.transpose, Tensor.swapaxes)
-def _transposed(states: Any, dim0: int, dim1: int) -> Tensor | str:
-    if not isinstance(states, HeldStates) or states.dim() != 4 or {dim0 % 4, dim1 % 4} != {2, 3}:
-        return UNKNOWN_VIEW
-    batch, heads, rows, columns = states.shape
-    return states.viewed(
-        (batch, heads, columns, rows), replace(states.view_taken, swapped=not states.view_taken.swapped)
-    )
-
-
-VIEWS[Tensor.mT.__get__] = lambda states: _transposed(states, 2, 3)  # type: ignore[attr-defined]
-
-
-@_of(Tensor.__getitem__)
-def _item(states: Any, index: Any) -> Tensor | str:
-    # Anything else, such as a tensor, could not be compared.
-    are_slices = isinstance(index, tuple) and {type(None), slice}.issuperset(map(type, index))
-    adds_an_axis = are_slices and index in _WITH_AN_AXIS_FOR_COPIES
-    if not adds_an_axis or not isinstance(states, HeldStates) or states.view_taken != UNCHANGED:
-        return UNKNOWN_VIEW
-    batch, kv_heads, *rest = states.shape
-    return states.viewed((batch, kv_heads, 1, *rest), StateView(grouped=True))
-
-
-@_of(Tensor.expand, Tensor.reshape, Tensor.view)
-def _resized(states: Any, *sizes: Any, **named: Any) -> Tensor | str:
-    if named or not isinstance(states, HeldStates):
-        return UNKNOWN_VIEW
-    shape, own, view = sizes_of(sizes), states.shape, states.view_taken
-    if shape == tuple(own):
+    @override
+    def traced(self) -> Tensor:
+        snapshot, view = self.snapshot, self.view_taken
+        if view.grouped or view.swapped or snapshot.follows_gradients:
+            return self.dense()
+        number, version, is_values = snapshot.version.handle, snapshot.version_number, self.side == "values"
+        states: Tensor = full_precision(
+            number, version, is_values, view.copies, tuple(self.shape), snapshot.dtype, snapshot.device
+        )
         return states
-    if view == UNCHANGED and len(shape) == 4 and own[1] == 1 and shape[1] > 0:
-        # As for the rotated key of multi-head latent attention, which all heads share.
-        whole = (own[0], shape[1], *own[2:])
-        fits = all(size in (-1, known) for size, known in zip(shape, whole, strict=True))
-        return states.viewed(whole, StateView(shape[1])) if fits else UNKNOWN_VIEW
-    copies = kv_head_copies(own, shape)
-    return states.viewed(shape, StateView(copies, grouped=len(shape) == 5)) if view.grouped and copies else UNKNOWN_VIEW
 
 
-@_of(Tensor.repeat_interleave, torch.repeat_interleave)
-def _repeated(states: Any, repeats: Any, dim: int | None = None, **options: Any) -> Tensor | str:
-    repeats_heads = dim == 1 and isinstance(repeats, int) and repeats >= 1
-    if not repeats_heads or not isinstance(states, HeldStates) or states.view_taken != UNCHANGED:
-        return UNKNOWN_VIEW
-    batch, kv_heads, tokens, head_dim = states.shape
-    return states.viewed((batch, kv_heads * repeats, tokens, head_dim), StateView(repeats))
-
-
-@_of(Tensor.contiguous, Tensor.detach, Tensor.to)
-def unchanged(states: Any, *args: Any, **kwargs: Any) -> Tensor | str:
-    """The states, if they are asked for in the dtype and on the device that they have."""
-    is_same = isinstance(states, StateTensor) and {*args, *kwargs.values()} <= {states.dtype, states.device}
-    return states if is_same else CONVERTED
-
-
-def sizes_of(sizes: tuple[Any, ...]) -> tuple[int, ...]:
-    """The sizes of a view, which were passed one by one or together."""
-    return tuple(sizes[0]) if len(sizes) == 1 and isinstance(sizes[0], tuple | list) else sizes
+def packed_pair(snapshot: Snapshot, key_shape: Sequence[int], value_shape: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Keys and values that an update returns, of shapes `[batch, kv_heads, tokens, head_dim]`."""
+    return PackedStates(snapshot, "keys", key_shape), PackedStates(snapshot, "values", value_shape)
 
 
 def as_dense(states: Tensor) -> Tensor:
     """A tensor in full precision: a copy of packed states, or the tensor itself. States of rows stay as they are."""
     return states.dense() if isinstance(states, PackedStates) else states
-
-
-def _in_graph(argument: Any) -> Any:
-    """An argument in which packed states are in full precision, as TorchDynamo traces it."""
-    if isinstance(argument, PackedStates):
-        snapshot, view = argument.snapshot, argument.view_taken
-        if view.grouped or view.swapped or snapshot.follows_gradients:
-            return argument.dense()
-        shape, of_values = tuple(argument.shape), argument.side == "values"
-        number, version = snapshot.version.handle, snapshot.version_number
-        return full_precision(number, version, of_values, view.copies, shape, snapshot.dtype, snapshot.device)
-    if isinstance(argument, list | tuple):
-        return type(argument)([_in_graph(part) for part in argument])
-    return argument

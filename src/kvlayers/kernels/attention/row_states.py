@@ -15,13 +15,12 @@ from torch.nn.functional import scaled_dot_product_attention
 from typing_extensions import override
 
 from kvlayers.kernels.attention.gqa import attend_dense
-from kvlayers.kernels.attention.packed_tensor import (
+from kvlayers.kernels.attention.state_tensor import (
     UNCHANGED,
     VIEWS,
     HeldStates,
     Implementations,
     StateTensor,
-    StateView,
     are_repeated,
     implements,
 )
@@ -39,23 +38,13 @@ class RowStates(HeldStates):
     rows: tuple[Tensor, ...]
 
     @staticmethod
-    def __new__(
-        cls: type["RowStates"],
-        rows: Sequence[Tensor],
-        shape: Sequence[int] | None = None,
-        view: StateView = UNCHANGED,
-    ) -> "RowStates":
-        """States of rows, which have the same shape but for their tokens, or a view of this shape."""
+    def __new__(cls: type["RowStates"], rows: Sequence[Tensor]) -> "RowStates":
+        """States of rows, which have the same shape but for their tokens."""
         first = rows[0]
-        if shape is None:
-            shape = (len(rows), first.shape[1], max(row.shape[2] for row in rows), first.shape[3])
-        states: RowStates = cls.without_memory(shape, first.dtype, first.device, view)
+        shape = (len(rows), first.shape[1], max(row.shape[2] for row in rows), first.shape[3])
+        states: RowStates = cls.without_memory(shape, first.dtype, first.device, UNCHANGED)
         states.rows = tuple(rows)
         return states
-
-    @override
-    def viewed(self, shape: Sequence[int], view: StateView) -> HeldStates:
-        return RowStates(self.rows, shape, view)
 
     @override
     def whole(self) -> Tensor:
@@ -70,7 +59,7 @@ class RowStates(HeldStates):
         return states
 
 
-_of_rows = implements(RowStates)
+_of_rows = implements(RowStates.implementations)
 
 
 def _called(func: Callable[..., Any], row: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -160,13 +149,10 @@ class RowColumns:
         return min(self.lengths) == self.tokens
 
     @functools.cached_property
-    def _padding(self) -> Tensor:
-        return torch.tensor([self.tokens - length for length in self.lengths], device=self.device)[:, None]
-
-    @functools.cached_property
     def _columns(self) -> tuple[Tensor, Tensor]:
         """For each column of a row the column of a mask, and whether it is a token, both `[batch, 1, 1, tokens]`."""
-        columns = torch.arange(self.tokens, device=self.device) + self._padding
+        padding = torch.tensor([self.tokens - length for length in self.lengths], device=self.device)
+        columns = torch.arange(self.tokens, device=self.device) + padding[:, None]
         is_token = columns < self.tokens
         return columns.clamp(max=self.tokens - 1)[:, None, None], is_token[:, None, None]
 
@@ -213,16 +199,9 @@ class AdjacentRowStates(RowStates):
     columns: RowColumns
 
     @staticmethod
-    def __new__(
-        cls: type["AdjacentRowStates"],
-        together: Tensor,
-        columns: RowColumns,
-        shape: Sequence[int] | None = None,
-        view: StateView = UNCHANGED,
-    ) -> "AdjacentRowStates":
-        """States of rows in one tensor, or a view of them of another shape."""
-        shape = together.shape if shape is None else shape
-        states: AdjacentRowStates = cls.without_memory(shape, together.dtype, together.device, view)
+    def __new__(cls: type["AdjacentRowStates"], together: Tensor, columns: RowColumns) -> "AdjacentRowStates":
+        """States of rows in one tensor."""
+        states: AdjacentRowStates = cls.without_memory(together.shape, together.dtype, together.device, UNCHANGED)
         states.together, states.columns = together, columns
         return states
 
@@ -232,12 +211,8 @@ class AdjacentRowStates(RowStates):
         own = zip(torch.split(self.together, 1), self.columns.lengths, strict=True)
         return tuple(row.narrow(2, 0, length) for row, length in own)
 
-    @override
-    def viewed(self, shape: Sequence[int], view: StateView) -> HeldStates:
-        return AdjacentRowStates(self.together, self.columns, shape, view)
 
-
-@implements(AdjacentRowStates)(scaled_dot_product_attention)
+@implements(AdjacentRowStates.implementations)(scaled_dot_product_attention)
 def _attention_at_once(
     query: Tensor,
     key: Tensor,

@@ -112,7 +112,8 @@ def test_small_groups_in_float32_stay_in_torch_s_order(heads: int, rows: int, mo
         return scaled_dot_product_attention(query, *args, **kwargs)
 
     expected = scaled_dot_product_attention(query, keys, values, enable_gqa=True)
-    monkeypatch.setattr(gqa, "scaled_dot_product_attention", attend)
+    for module in (gqa, dense_kernels):
+        monkeypatch.setattr(module, "scaled_dot_product_attention", attend)
     attended = scaled_dot_product_attention(query, grouped_for_one_query(keys), values, enable_gqa=True)
     assert seen == [rows]
     torch.testing.assert_close(attended, expected)

@@ -14,7 +14,7 @@ import interpreted_kernels
 import versions
 from kvlayers.kernels.attention.cuda import kernel
 from kvlayers.kernels.attention.cuda.specs import unpacking_instructions
-from kvlayers.kernels.attention.fused import merge
+from kvlayers.kernels.attention.fused import merged
 from kvlayers.kernels.attention.segment_kinds import DenseSegment, PackedSegment
 from kvlayers.kernels.attention.segments import KVSegments
 from kvlayers.kernels.codes.groups import BlockLayout
@@ -304,4 +304,6 @@ def test_merging_parts_is_attention_over_all() -> None:
         )
         for start, end in cuts
     ]
-    torch.testing.assert_close(merge(parts), torch.softmax(scores, -1) @ values)
+    seen, logsumexp = merged(parts, torch.float64, wants_logsumexp=True)
+    torch.testing.assert_close(seen, torch.softmax(scores, -1) @ values)
+    torch.testing.assert_close(logsumexp, torch.logsumexp(scores, -1))

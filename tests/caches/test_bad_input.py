@@ -229,6 +229,18 @@ WRONG_ARGUMENTS: dict[str, tuple[type[Exception], str, Callable[[], object]]] = 
         f"size {size!r}": (OPTION, "max_cache_len", lambda size=size: kvlayers.StaticCache(LLAMA, max_cache_len=size))
         for size in (0, -3, 2.5, "eight", "0", None, True)
     },
+    **{
+        f"sequences {size!r}": (
+            OPTION,
+            "max_batch_size",
+            lambda size=size: kvlayers.StaticCache(LLAMA, 8, max_batch_size=size),
+        )
+        for size in (0, -1, 1.5)
+    },
+    **{
+        f"buckets {given!r}": (OPTION, "buckets", lambda given=given: kvlayers.StaticCache(LLAMA, 8, buckets=given))
+        for given in (16, (16, 32), "small", {"minimum": 16})
+    },
     "a config in the place of states": (OPTION, "config=", lambda: kvlayers.DynamicCache(LLAMA)),
     "no parts": (OPTION, "a cross-attention cache", lambda: kvlayers.EncoderDecoderCache()),
     "a part that is a number": (

@@ -108,9 +108,6 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     "a prefix shared with a number": (lambda: held().share_prefix(3, 3), "`other` must be a cache of kvlayers"),
     "a shared prefix as a text": (lambda: held().share_prefix(held(), "3"), "`tokens` must be a whole number"),
     "a layer made ready for nothing": (lambda: layers.DynamicLayer().lazy_initialization(None), "must be tensors"),
-    "no states": (lambda: layers.DynamicLayer().update(None, None), "must be tensors, got a NoneType"),
-    "no values": (lambda: layers.DynamicLayer().update(STATES, None), "must be tensors, got a Tensor and a NoneType"),
-    "lists of states": (lambda: layers.DynamicLayer().update([1], [2]), "must be tensors, got a list"),
     "packed, no states": (lambda: layers.QuantizedLayer().update(None, None), "must be tensors"),
     "a cache, no keys": (lambda: held().update(None, STATES, 0), "must be tensors"),
     "an index as a text": (
@@ -162,7 +159,6 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     "a misspelt option of checkpoints": (lambda: layers.Checkpoints(evry=4), "did you mean 'every'"),
     "a bucket of a truth": (lambda: stores.Buckets(8).sizes(True), "`capacity` must be a whole number"),
     "sequences as a text": (lambda: stores.StaticStore(8, max_batch_size="a"), "`max_batch_size` must be"),
-    "buckets by a number": (lambda: stores.StaticStore(8, buckets=3), "`buckets` must be a Buckets, got 3"),
     "grow by a number": (lambda: stores.StaticStore(8, grow=3), "`grow` must be True or False, got 3"),
     "a whole bucket from a text": (lambda: stores.StaticStore(8, whole_from="x"), "`whole_from` must be"),
     "a prompt without data": (

@@ -14,7 +14,7 @@ from torch import Tensor
 import kvlayers
 import versions
 from counted_graphs import COUNTS, CUDA_GRAPHS, MODELS, backend, graphs, recording_backend
-from kvlayers import CapacityError, KVLayersError, OptionError, StaticCache
+from kvlayers import CapacityError, KVLayersError, StaticCache
 from kvlayers.errors import StateMismatchError
 from kvlayers.stores import Buckets
 from kvlayers.upstream import cache_argument
@@ -641,34 +641,6 @@ def test_sequences_beyond_the_reservation_are_refused_by_every_operation() -> No
     with pytest.raises(CapacityError, match=r"at most 2 sequences.* got 3"):
         cache.load_state(larger.state())
     check_unchanged(cache, before)
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"max_batch_sise": 2}, "max_batch_sise"),
-        ({"bucket": Buckets()}, "bucket"),
-        ({"max_batch_size": 0}, "max_batch_size"),
-        ({"max_batch_size": -1}, "max_batch_size"),
-        ({"max_batch_size": 1.5}, "max_batch_size"),
-        ({"max_cache_len": 0}, "max_cache_len"),
-        ({"max_cache_len": -3}, "max_cache_len"),
-        ({"max_cache_len": 2.5}, "max_cache_len"),
-        ({"max_cache_len": True}, "max_cache_len"),
-        ({"max_cache_len": "many"}, "max_cache_len"),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("family", ["qwen2", "hybrid"])
-def test_options_that_say_nothing_are_refused(family: str, options: dict[str, Any], says: str) -> None:
-    with pytest.raises(OptionError, match=says):
-        static_cache(family, **options)
-
-
-@pytest.mark.parametrize("buckets", [16, (16, 32), "small", {"minimum": 16}], ids=str)
-def test_buckets_of_another_type_are_refused(buckets: object) -> None:
-    with pytest.raises(OptionError, match="buckets"):
-        static_cache("qwen2", buckets=buckets)
 
 
 @pytest.mark.parametrize(("device", "tokens"), [("cpu", 6), ("meta", 16)])

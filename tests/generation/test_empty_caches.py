@@ -275,7 +275,7 @@ def test_a_cache_in_the_place_of_the_named_one_is_a_warning_once(monkeypatch: py
             assert torch.equal(tokens(), expected)
 
 
-def test_continuous_batching_goes_without_kvlayers_and_the_log_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_cache_of_pages_is_passed_on_as_it_is() -> None:
     class PagedAttentionCache:
         """The name of the class of transformers."""
 
@@ -287,26 +287,8 @@ def test_continuous_batching_goes_without_kvlayers_and_the_log_says_so_once(capl
 
     model, pages = Model(tiny_model("llama").config), PagedAttentionCache()
     with kvlayers.installed():
-        for _ in range(2):
-            model(input_ids=prompt(1, 3), cache=pages)
-    assert passed == [(None, {"cache": pages})] * 2
-
-
-@versions.batches_continuously_on_a_cpu
-def test_continuous_batching_gives_the_same_tokens_under_install() -> None:
-    def tokens() -> list[list[int]]:
-        model = fresh_model("llama")
-        model.set_attn_implementation("paged|sdpa")
-        config = transformers.GenerationConfig(
-            max_new_tokens=3, do_sample=False, pad_token_id=0, num_blocks=8, max_batch_tokens=16
-        )
-        outputs = model.generate_batch([[5, 6, 7, 8], [9, 10, 11]], generation_config=config, progress_bar=False)
-        return [output.generated_tokens for output in outputs.values()]
-
-    expected = tokens()
-    assert [len(each) for each in expected] == [3, 3]
-    with kvlayers.installed():
-        assert tokens() == expected
+        model(input_ids=prompt(1, 3), cache=pages)
+    assert passed == [(None, {"cache": pages})]
 
 
 def test_a_cache_of_transformers_by_the_name_of_a_factory_is_the_one_that_was_named() -> None:

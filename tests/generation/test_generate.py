@@ -53,27 +53,28 @@ def test_tokens_are_those_of_transformers_in_every_way_of_decoding(family: str, 
             assert torch.equal(generate(family, ids, cache_implementation=name, **WAYS[way]), expected), name
 
 
-@pytest.mark.parametrize("family", ATTENDING)
-def test_left_padding_gives_the_tokens_of_transformers(family: str) -> None:
-    ids = torch.where(PADDED == 1, prompt(2), 0)
-    for extra in ({}, {"num_beams": 2}):
-        # Twice the window, so that padding leaves it on the way.
-        expected = generate(family, ids, attention_mask=PADDED, **extra)
-        with kvlayers.installed():
-            for name in NAMES:
-                seen = generate(family, ids, attention_mask=PADDED, cache_implementation=name, **extra)
-                assert torch.equal(seen, expected), name
+PADDINGS: dict[str, tuple[torch.Tensor, Arguments]] = {
+    # Twice the window, so that padding leaves it on the way.
+    "of a few tokens": (PADDED, {}),
+    "beams": (PADDED, {"num_beams": 2}),
+    **{
+        f"{padding} tokens": (torch.tensor([[0] * padding + [1] * (12 - padding), [1] * 12]), {}) for padding in (6, 10)
+    },
+}
 
 
-@pytest.mark.parametrize(("family", "padding"), once(ATTENDING, [6, 10]))
-def test_padding_inside_a_full_window_stays_masked(family: str, padding: int) -> None:
-    mask = torch.ones(2, 12, dtype=torch.long)
-    mask[0, :padding] = 0
+@pytest.mark.parametrize(
+    ("family", "padding"),
+    [*once(ATTENDING, list(PADDINGS)[:2], times=2), *once(ATTENDING, list(PADDINGS)[2:])],
+)
+def test_left_padding_stays_masked_in_full_windows_too(family: str, padding: str) -> None:
+    mask, extra = PADDINGS[padding]
     ids = torch.where(mask == 1, prompt(2), 0)
-    expected = generate(family, ids, attention_mask=mask)
+    expected = generate(family, ids, attention_mask=mask, **extra)
     with kvlayers.installed():
         for name in NAMES:
-            assert torch.equal(generate(family, ids, attention_mask=mask, cache_implementation=name), expected), name
+            seen = generate(family, ids, attention_mask=mask, cache_implementation=name, **extra)
+            assert torch.equal(seen, expected), name
 
 
 def caches_for(family: str) -> dict[str, Callable[[], kvlayers.Cache]]:

@@ -301,6 +301,20 @@ def test_an_unknown_name_is_refused_with_those_that_exist(installed: None) -> No
             used_cache(cache_implementation=wrong)
 
 
+@pytest.mark.parametrize(
+    ("options", "twice"),
+    [
+        ("residual_length=1,residual_length=2", "residual_length"),
+        ("recall.pages=1,recall.pages=2", "recall.pages"),
+        ("recall=1,recall.pages=2", "recall.pages"),
+        ("recall.pages=1,recall=2", "recall"),
+    ],
+)
+def test_an_option_behind_a_name_is_given_once(options: str, twice: str) -> None:
+    with pytest.raises(kvlayers.OptionError, match=f"must have each option once, got '{twice}' twice in 'recall:"):
+        kvlayers.make_cache(f"recall:{options}", tiny_model("llama"))
+
+
 @pytest.mark.parametrize("name", ["kivi", "TurboQuant", "nf4", "native"])
 def test_the_name_of_a_backend_is_refused_with_the_way_to_get_it(name: str) -> None:
     config = {"backend": name.lower()}

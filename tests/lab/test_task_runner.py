@@ -1,11 +1,10 @@
 """Samples of tasks through several caches: how they are read, what comes of failures, and the file of results."""
 
 import dataclasses
+import itertools
 import json
 import math
-import os
-import signal
-import subprocess
+import multiprocessing
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -595,30 +594,24 @@ def test_a_file_that_was_cut_anywhere_goes_on_from_its_last_whole_line(tmp_path:
         assert path.read_bytes() == content
 
 
-WRITES_FOR_EVER = """
-import itertools, json, sys
-from pathlib import Path
-from kvlayers_lab.tasks.summary import TaskOutcome
-from kvlayers_lab.measuring.run_file import ResultsFile
-
-done = ResultsFile(Path(sys.argv[1]), json.loads(sys.argv[2]))
-for index in itertools.count():
-    done.add(TaskOutcome("exact", "needle", 100, 0.1, index, 1.0, -0.25, "w" * index, None))
-"""
+def write_for_ever(path: Path) -> None:
+    done = ResultsFile(path, IDENTITY)
+    for index in itertools.count():
+        done.add(TaskOutcome("exact", "needle", 100, 0.1, index, 1.0, -0.25, "w" * index, None))
 
 
-@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="a process is forked, which Windows cannot")
 def test_nothing_that_was_written_is_lost_if_the_process_is_killed(tmp_path: Path) -> None:
     path = tmp_path / "results"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    writer = subprocess.Popen([sys.executable, "-c", WRITES_FOR_EVER, path, json.dumps(IDENTITY)], env=environment)
+    writer = multiprocessing.get_context("fork").Process(target=write_for_ever, args=(path,))
+    writer.start()
     try:
         while not path.exists() or path.read_bytes().count(b"\n") < 100:
-            assert writer.poll() is None
+            assert writer.is_alive()
             time.sleep(0.01)
     finally:
-        writer.send_signal(signal.SIGKILL)
-        writer.wait()
+        writer.kill()
+        writer.join()
     done = ResultsFile(path, IDENTITY)
     for index in range(99):
         found = done.outcome("exact", sample(index, 100, depth=0.1))

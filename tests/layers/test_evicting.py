@@ -413,13 +413,15 @@ class Wrong(EvictionRule):
         lambda keys: keys.argmax(-1),
         lambda keys: None,
         lambda keys: keys[:, :1, :, 0],
+        lambda keys: keys[..., 0].to("meta"),
+        lambda keys: keys[..., 0].tolist(),
     ],
 )
 def test_scores_of_a_wrong_shape_change_nothing(wrong: Callable[[Tensor], Any], queries: int) -> None:
     layer = EvictingLayer(Wrong(wrong, queries), budget=40, sink_tokens=SINKS, recent_tokens=RECENT, per_head=False)
     query, states = torch.randn(1, HEADS, 100, HEAD_DIM), torch.randn(1, KV_HEADS, 100, HEAD_DIM)
     for first in (0, 20):
-        with pytest.raises(StateMismatchError, match="must return floating-point scores"):
+        with pytest.raises(StateMismatchError, match=r"`Wrong.scores` must return floating-point scores \[1, 2, "):
             attend_by_sdpa(query, *layer.update(states, states), None)
         assert (layer.length, layer.held_tokens, layer.mask_sizes(1)) == (first, first, (first + 1, 0))
         if not first:

@@ -48,3 +48,19 @@ def test_a_layer_agrees_with_the_oracle_at_every_length(kind: str, grow: int) ->
     generator = torch.Generator().manual_seed(2)
     while oracle.fits(grow) and oracle.length < 300:
         step(layer, oracle, grow, generator)
+
+
+@pytest.mark.parametrize("past", ["after prefill", "past the window"])
+@pytest.mark.parametrize("kind", ["sliding", "sliding over a long window", "sink", "sink over a long window"])
+def test_a_window_that_could_not_return_its_states_has_not_taken_them_in(kind: str, past: str) -> None:
+    generator = torch.Generator().manual_seed(1)
+    layer, oracle = _in_state(kind, past, generator)
+
+    def interrupted(count: int) -> None:
+        raise KeyboardInterrupt
+
+    vars(layer.store)["newest"] = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        layer.update(*states(2, 1, generator))
+    del vars(layer.store)["newest"]
+    continue_decoding(layer, oracle, generator)

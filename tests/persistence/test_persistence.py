@@ -496,6 +496,13 @@ def test_damaged_ids_leave_the_cache_that_is_loaded_into(path: pathlib.Path) -> 
     assert into.get_seq_length() == 5
 
 
+def test_changed_metadata_are_damage(path: pathlib.Path) -> None:
+    save_cache(_small(), path, metadata={"name": "one"})
+    path.write_bytes(path.read_bytes().replace(b"one", b"two", 1))
+    with pytest.raises(CacheFileError, match="checksum"):
+        inspect_cache(path)
+
+
 @pytest.mark.parametrize(
     "ids", [torch.zeros(2, 104), torch.zeros(2, 102, dtype=torch.int64), [[1]], torch.zeros(104, dtype=torch.int64)]
 )

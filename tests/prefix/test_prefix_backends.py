@@ -357,6 +357,10 @@ def test_a_file_that_is_replaced_while_it_is_read_is_read_again(failing: Filesys
 
     monkeypatch.setattr(Failing, "cat_file", replaced_once)
     assert (covered(store, ids), store.statistics.damaged) == (8, 0)
+    # The same while a store looks what there is.
+    count[0] = 0
+    store = PrefixStore(ROOM, failing.url)
+    assert (covered(store, ids), store.statistics.damaged) == (8, 0)
 
 
 # Files that were made to do harm

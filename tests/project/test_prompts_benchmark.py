@@ -1,7 +1,11 @@
 """`lab/benchmarks/prompts.py` compares logits, keeps its record part by part, and holds it against the bounds."""
 
+import contextlib
+import functools
+import io
 import json
 import pathlib
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -104,23 +108,32 @@ def test_attention_is_compared_with_float32(prompts: Any, tables: Any, tmp_path:
         assert ways[tables.KVLAYERS]["apart"] < 1e-5
 
 
-@pytest.mark.slow
+class InThisProcess:
+    """Stands in for processes of the benchmark, which take seconds to import torch."""
+
+    def __init__(self, prompts: Any, command: list[str], env: dict[str, str] | None = None, **_: Any) -> None:
+        written = io.StringIO()
+        with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(written):
+            patch.setattr(prompts.os, "environ", env or prompts.os.environ)
+            self.returncode = prompts.main(command[2:])
+        self.stdout: Any = written.getvalue()
+
+    def __enter__(self) -> "InThisProcess":
+        self.stdout = self.stdout.splitlines(keepends=True)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
 def test_other_processes_measure_memory_and_read_without_a_kernel(
-    prompts: Any, tables: Any, tmp_path: pathlib.Path
+    prompts: Any, tables: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
 ) -> None:
+    in_this_process = functools.partial(InThisProcess, prompts)
+    monkeypatch.setattr(prompts, "subprocess", SimpleNamespace(run=in_this_process, Popen=in_this_process, PIPE=None))
     output = tmp_path / "found.json"
-    arguments = [
-        "--quick",
-        "--threads",
-        "1",
-        "--models",
-        "llama-64",
-        "--only",
-        "memory,uncompiled",
-        "--caches",
-        "dynamic",
-    ]
-    assert prompts.main([*arguments, "--output", str(output)]) == 0
+    arguments = ["--quick", "--threads", "1", "--models", "llama-64", "--only", "memory,uncompiled"]
+    assert prompts.main([*arguments, "--caches", "dynamic", "--output", str(output)]) == 0
     parts = json.loads(output.read_text())["results"]["prompts"]
     peaks = parts["llama-64: memory"]["peaks"]
     assert set(peaks) == {tables.TRANSFORMERS, tables.DYNAMIC}

@@ -3,10 +3,11 @@
 import pytest
 import torch
 
+from kvlayers import Quantization
 from kvlayers.core.dense_store import dense_in_small_steps
 from kvlayers.errors import RollbackError, StaleStatesError, StateMismatchError, UnsupportedLayerError
 from kvlayers.eviction.ragged_store import RaggedStore
-from kvlayers.stores import DenseStore
+from kvlayers.stores import DenseStore, QuantizedStore
 from ragged_reference import (
     KEY_DIM,
     KV_HEADS,
@@ -189,35 +190,46 @@ def test_a_cleared_store_starts_anew() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "change", "message"),
+    ("name", "change", "message", "kind"),
     [
-        ("piece_counts", lambda table: table - 1000, "0 to 64"),
-        ("piece_counts", lambda table: table.int(), "int64"),
-        ("piece_counts", lambda table: table.float(), "int64"),
-        ("piece_counts", lambda table: table[:1], "int64"),
-        ("piece_counts", lambda table: table.clamp(max=3) + 62, "0 to 64"),
-        ("piece_starts", lambda table: table - 1, "within"),
-        ("piece_starts", lambda table: table + 2**62, "within"),
-        ("piece_starts", lambda table: table + 30, "within"),
-        ("piece_starts", lambda table: table[:, :, :1], "int64"),
-        ("ragged_columns", lambda numbers: numbers * 0, "column"),
-        ("ragged_columns", lambda numbers: numbers * 1000, "column"),
-        ("ragged_columns", lambda numbers: numbers + 100, "tail"),
-        ("ragged_columns", lambda numbers: -numbers - 1, "tail"),
-        ("ragged_columns", lambda numbers: numbers[:2], "three numbers"),
-        ("ragged_columns", lambda numbers: numbers.double(), "three numbers"),
-        ("flat_keys", lambda keys: keys[:, :, :5], "same tokens"),
-        ("flat_keys", lambda keys: keys.half(), "form"),
-        ("flat_values", lambda values: values[..., :4], "form"),
-        ("keys", lambda keys: keys[:1], "same tokens"),
+        ("piece_counts", lambda table: table - 1000, "0 to 64", "dense"),
+        ("piece_counts", lambda table: table.int(), "int64", "dense"),
+        ("piece_counts", lambda table: table.float(), "int64", "dense"),
+        ("piece_counts", lambda table: table[:1], "int64", "dense"),
+        ("piece_counts", lambda table: table.clamp(max=3) + 62, "0 to 64", "dense"),
+        ("piece_starts", lambda table: table - 1, "within", "dense"),
+        ("piece_starts", lambda table: table + 2**62, "within", "dense"),
+        ("piece_starts", lambda table: table + 30, "within", "dense"),
+        ("piece_starts", lambda table: table[:, :, :1], "int64", "dense"),
+        ("ragged_columns", lambda numbers: numbers * 0, "column", "dense"),
+        ("ragged_columns", lambda numbers: numbers * 1000, "column", "dense"),
+        ("ragged_columns", lambda numbers: numbers + 100, "tail", "dense"),
+        ("ragged_columns", lambda numbers: -numbers - 1, "tail", "dense"),
+        ("ragged_columns", lambda numbers: numbers[:2], "three numbers", "dense"),
+        ("ragged_columns", lambda numbers: numbers.double(), "three numbers", "dense"),
+        ("flat_keys", lambda keys: keys[:, :, :5], "same tokens", "dense"),
+        ("flat_keys", lambda keys: keys.half(), "form", "dense"),
+        ("flat_values", lambda values: values[..., :4], "form", "dense"),
+        ("keys", lambda keys: keys[:1], "same tokens", "dense"),
+        ("piece_counts", lambda table: table + 1, "0 to 64", "packed"),
+        ("piece_starts", lambda table: table + 30, "within", "packed"),
+        ("flat_keys_codes", lambda codes: codes[:, :, :1], "must be", "packed"),
+        ("flat_keys_codes", lambda codes: codes.float(), "must be", "packed"),
+        ("flat_values_parameters", lambda parameters: parameters[0], "must be", "packed"),
+        ("flat_block_ends", lambda ends: ends + 64, "1 to 64", "packed"),
+        ("ragged_columns", lambda numbers: numbers + 2**40, "tail", "packed"),
     ],
 )
-def test_states_of_damaged_files_are_refused(name: str, change: object, message: str) -> None:
-    store, _ = ragged()
-    state = store.state()
+def test_states_of_damaged_files_are_refused(name: str, change: object, message: str, kind: str) -> None:
+    tails = {"dense": DenseStore, "packed": lambda: QuantizedStore(Quantization(nbits=8, residual_length=32))}
+    lists = RaggedLists(2)
+    state = evict(tails[kind](), lists, [[150, 70], [9, 130]], states(2, 200), RECENT).state()
+    assert RaggedStore(tails[kind]()).check_state(state) == int(lists.counts.max())
+    with pytest.raises(StateMismatchError):
+        RaggedStore(tails["packed" if kind == "dense" else "dense"]()).check_state(state)
     state[name] = change(state[name])  # type: ignore[operator]
     with pytest.raises(StateMismatchError, match=message):
-        RaggedStore().check_state(state)
+        RaggedStore(tails[kind]()).check_state(state)
 
 
 @pytest.mark.parametrize("missing", ["piece_counts", "ragged_columns", "flat_keys", "keys"])

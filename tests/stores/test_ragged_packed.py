@@ -5,12 +5,12 @@ import torch
 
 from kvlayers import Quantization
 from kvlayers.core.token_store import TokenStore
-from kvlayers.errors import RollbackError, StateMismatchError, UnsupportedLayerError
+from kvlayers.errors import RollbackError, UnsupportedLayerError
 from kvlayers.eviction.evicted import evicted
 from kvlayers.eviction.held_tokens import held_tokens
 from kvlayers.eviction.ragged_store import RaggedStore
 from kvlayers.quantized.packed_blocks import SIDES, block_nbytes
-from kvlayers.stores import DenseStore, QuantizedStore
+from kvlayers.stores import QuantizedStore
 from ragged_operations import OPERATIONS, operated
 from ragged_reference import (
     KEY_DIM,
@@ -199,27 +199,6 @@ def test_tokens_are_rolled_back_only_within_the_tokens_that_every_head_holds() -
     store.truncate(store.first_common)
     lists.crop(lists.common)
     step(store, lists)
-
-
-@pytest.mark.parametrize(
-    ("name", "change", "message"),
-    [
-        ("piece_counts", lambda table: table + 1, "0 to 64"),
-        ("piece_starts", lambda table: table + 30, "within"),
-        ("flat_keys_codes", lambda codes: codes[:, :, :1], "must be"),
-        ("flat_keys_codes", lambda codes: codes.float(), "must be"),
-        ("flat_values_parameters", lambda parameters: parameters[0], "must be"),
-        ("ragged_columns", lambda numbers: numbers + 2**40, "tail"),
-    ],
-)
-def test_states_of_damaged_files_are_refused(name: str, change: object, message: str) -> None:
-    store, _ = ragged()
-    state = store.state()
-    state[name] = change(state[name])  # type: ignore[operator]
-    with pytest.raises(StateMismatchError, match=message):
-        RaggedStore(QuantizedStore(quantization())).check_state(state)
-    with pytest.raises(StateMismatchError):
-        RaggedStore(DenseStore()).check_state(store.state())
 
 
 @pytest.mark.parametrize("backend", ["native", "quanto", "hqq", "fp8"])

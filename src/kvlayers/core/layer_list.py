@@ -105,7 +105,7 @@ class LayerList(metaclass=CacheClass):
     @property
     def keeps_every_token(self) -> bool:
         """Whether the cache can be put back to any number of tokens, whatever it has seen since."""
-        return all(layer.traits.keeps_every_token for layer in self.adapted_layers())
+        return all(map(operator.attrgetter("traits.keeps_every_token"), self.adapted_layers()))
 
     def recurrent_parts(self) -> list[Any]:
         """The `LinearAttentionLayer` of each layer that has one: the layer itself, or a part of a hybrid layer."""
@@ -244,7 +244,12 @@ class LayerList(metaclass=CacheClass):
         try:
             layer = self.layers[layer_idx]
         except (IndexError, TypeError, RuntimeError):
-            raise self._no_recurrent_layer(layer_idx) from None
+            if not self.layers:
+                raise UnsupportedLayerError(
+                    "The cache of a model with recurrent layers must be made from its config, got a "
+                    f"{type(self).__name__} without one: pass config=model.config."
+                ) from None
+            raise self._no_layer(layer_idx) from None
         if layer_idx >= len(self._adapted) or self._adapted[layer_idx] is not layer:
             layer = self._layer(layer_idx)
         if layer.traits.is_recurrent:
@@ -255,25 +260,14 @@ class LayerList(metaclass=CacheClass):
             "the model that uses it."
         )
 
-    def _no_recurrent_layer(self, layer_idx: object) -> Exception:
-        if not self.layers:
-            return UnsupportedLayerError(
-                "The cache of a model with recurrent layers must be made from its config, got a "
-                f"{type(self).__name__} without one: pass config=model.config."
-            )
-        return LayerIndexError(
-            f"A layer index must be from 0 to {len(self.layers) - 1}, got {layer_idx!r}: make the cache from the "
-            "config of the model that uses it."
-        )
-
     @staticmethod
     def _state(states: dict[int, Any], state_idx: int) -> Any:
         try:
             return states[state_idx]
         except (KeyError, TypeError, RuntimeError):
             raise LayerIndexError(
-                f"A state index must be from 0 to {len(states) - 1}, got {state_idx!r}: make the cache from the "
-                "config of the model that uses it."
+                f"`state_idx` must be a whole number from 0 to {len(states) - 1}, got {state_idx!r}: make the cache "
+                "from the config of the model that uses it."
             ) from None
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:

@@ -1,10 +1,13 @@
 """What an empty cache is told before the first tokens: the model, and which tokens are padding."""
 
-from collections.abc import Iterable, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from kvlayers.core.cache import Cache
 from kvlayers.core.cache_layer import CacheLayer
@@ -13,34 +16,87 @@ from kvlayers.core.dynamic_layer import DynamicLayer
 from kvlayers.core.layer_list import adapted
 from kvlayers.errors import OptionError, StateMismatchError, UnsupportedLayerError
 from kvlayers.rope.rotary import Rotary
+from kvlayers.upstream.model_types import config_of
 
 
-def prepare_layers(cache: Cache, layers: list[Any], padding: Tensor | None) -> None:
-    """Have an empty cache use these layers, unless its own differ from them in nothing but the padding.
+class PreparedCache(Cache):
+    """A cache whose layers are made for a model and for the padding of a batch, both of which it may be told later.
 
-    Args:
-        cache: the cache.
-        layers: layers that were made for the model and the padding.
-        padding: tokens of padding before each sequence, int64 `[batch]`; `None` without padding.
-
-    Raises:
-        StateMismatchError: the cache has seen tokens.
+    Attributes:
+        _options: how layers are made: a dataclass with the `left_padding` of each sequence.
+        _rotary: how all layers rotate their keys; as the config says if it is `None`.
     """
-    if cache.get_seq_length():
-        raise StateMismatchError(
-            f"The cache must be empty, got one that has seen {cache.get_seq_length()} tokens: reset it first."
-        )
-    if _settings_of(layers) == _settings_of(cache.layers):
-        # Memory stays reserved, and recording goes on.
-        for layer in cache.adapted_layers():
-            part: Any = layer.parts[0].unwrapped
-            if "left_padding" in part.hints:
-                part.left_padding = padding
-        return
-    is_recording = any(layer.is_recording for layer in cache.adapted_layers())
-    Cache.__init__(cache, layers, None, **cache.offloading_options())
-    if is_recording:
-        cache.activate_past_recording()
+
+    learns_padding = True
+    _options: Any
+    _rotary: Rotary | None
+
+    def _begin(self, options: Any, config: object, rotary: Rotary | None, *placement: Any) -> None:
+        """Do what remains to initialisers: `placement` has the last arguments of `Cache`.
+
+        Raises:
+            OptionError: `rotary` is no rotation.
+            ConfigError: as `_layers_for`.
+        """
+        config = None if config is None else config_of(config)
+        check_rotary(rotary)
+        self._options, self._rotary = options, rotary
+        layers = None if config is None else self._layers_for(config, options)
+        Cache.__init__(self, layers, self._layer_without_config if layers is None else None, *placement)
+
+    @abstractmethod
+    def _layer_without_config(self) -> Any:
+        """A layer of a model whose config is not known. Raises `ConfigError` if it must be."""
+
+    @abstractmethod
+    def _layers_for(self, config: Any, options: Any) -> list[Any]:
+        """The layers of a model. Raises `ConfigError` if the model cannot have such a cache."""
+
+    @override
+    def prepare(self, config: object, attention_mask: Tensor | None = None) -> None:
+        """Tell an empty cache which model it is for, and which tokens are padding.
+
+        Args:
+            config: config of the model, or the model.
+            attention_mask: `[batch, tokens]`, 0 for padding on the left.
+
+        Raises:
+            StateMismatchError: tokens are held, or there is padding that is not on the left.
+            ConfigError: as for the cache itself.
+        """
+        padding = self._options.left_padding if attention_mask is None else left_padding_of(attention_mask)
+        options = replace(self._options, left_padding=padding)
+        layers = self._layers_for(config_of(config), options)
+        if self.get_seq_length():
+            raise StateMismatchError(
+                f"The cache must be empty, got one that has seen {self.get_seq_length()} tokens: reset it first."
+            )
+        if _settings_of(layers) == _settings_of(self.layers):
+            # Memory stays reserved, and recording goes on.
+            for layer in self.adapted_layers():
+                part: Any = layer.parts[0].unwrapped
+                if "left_padding" in part.hints:
+                    part.left_padding = padding
+        else:
+            is_recording = any(layer.is_recording for layer in self.adapted_layers())
+            Cache.__init__(self, layers, None, **self.offloading_options())
+            if is_recording:
+                self.activate_past_recording()
+        self._options = options
+
+    @override
+    def _layer_maker(self) -> Callable[[], Any]:
+        return self._layer_without_config
+
+    @override
+    def _layers_of_model(self, config: Any) -> list[Any]:
+        return self._layers_for(config, self._options)
+
+    @override
+    def reset(self) -> None:
+        """Forget all tokens, and the padding before them; the memory is kept for the next ones."""
+        super().reset()
+        self._options = replace(self._options, left_padding=None)
 
 
 def drops_padding(layer: CacheLayer) -> bool:

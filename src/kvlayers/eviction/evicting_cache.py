@@ -1,18 +1,16 @@
 """The cache that keeps the tokens which a rule scores highest."""
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 from typing_extensions import override
 
-from kvlayers.core.cache import Cache
 from kvlayers.core.description import NestedArgument, RotaryArgument
 from kvlayers.core.from_config import FULL, HYBRID, dynamic_layers, with_attention
 from kvlayers.core.named_caches import named, register, register_cache_class
-from kvlayers.core.preparation import check_rotary, left_padding_of, padding_of, prepare_layers
+from kvlayers.core.preparation import PreparedCache, padding_of
 from kvlayers.errors import ConfigError, UnsupportedLayerError
 from kvlayers.eviction.evicting_layer import EvictingLayer
 from kvlayers.eviction.options import EvictionOptions, LayerBudgets, layer_keeps, layer_tokens
@@ -23,7 +21,7 @@ from kvlayers.rope.from_config import rotaries, rotates_keys
 from kvlayers.rope.rotary import Rotary
 from kvlayers.upstream import compat, model_types
 from kvlayers.upstream.model_layers import layer_specs
-from kvlayers.upstream.model_types import attention_scale, config_of
+from kvlayers.upstream.model_types import attention_scale
 from kvlayers.utils.options import checks_options
 from kvlayers.utils.units import tokens
 
@@ -32,7 +30,7 @@ DEFAULT_RULE = "keydiff"
 
 
 @register_cache_class
-class EvictingCache(Cache):
+class EvictingCache(PreparedCache):
     """Holds a part of the tokens: the sinks, the newest tokens, and the tokens with the highest scores.
 
     What is evicted leaves memory. `EvictingLayer` says when tokens are evicted. Positions stay those of the text.
@@ -81,7 +79,7 @@ class EvictingCache(Cache):
         NestedArgument("evicting", "_options", made_from=EvictionOptions.from_facts),
         RotaryArgument("rotary", "_rotary"),
     )
-    learns_padding = True
+    _options: EvictionOptions
     is_compileable = False
     """Which tokens are kept depends on their states."""
 
@@ -104,10 +102,7 @@ class EvictingCache(Cache):
         offload_device: str = "cpu",
         offload_directory: str | os.PathLike[str] | None = None,
     ) -> None:
-        if config is not None:
-            config = config_of(config)
-        check_rotary(rotary)
-        self._options = EvictionOptions.of(
+        options = EvictionOptions.of(
             rule,
             keep,
             None if budget is None else tokens(budget, "budget"),
@@ -119,18 +114,14 @@ class EvictingCache(Cache):
             quantization=Quantization.of(quantization),
             left_padding=padding_of(left_padding),
         )
-        self._rotary = rotary
-        placement = offloading, offload_only_non_sliding, offload_device, offload_directory
-        if config is None:
-            super().__init__(None, self._layer_without_config, *placement)
-        else:
-            super().__init__(self._layers_of_model(config), None, *placement)
+        self._begin(options, config, rotary, offloading, offload_only_non_sliding, offload_device, offload_directory)
 
     @property
     def rule(self) -> str | EvictionRule:
         """Which tokens are evicted first: the name of a rule, or a rule without a name."""
         return self._options.rule_name or self._options.rule
 
+    @override
     def _layer_without_config(self) -> EvictingLayer:
         options = self._options
         unknown = None
@@ -146,21 +137,8 @@ class EvictingCache(Cache):
         return _layers(options, [self._rotary], None)[0]
 
     @override
-    def prepare(self, config: object, attention_mask: Tensor | None = None) -> None:
-        """Tell an empty cache which model it is for, and which tokens are padding.
-
-        Args:
-            config: config of the model, or the model.
-            attention_mask: `[batch, tokens]`, 0 for padding on the left.
-
-        Raises:
-            StateMismatchError: tokens are held, or there is padding that is not on the left.
-            ConfigError: as for the cache itself.
-        """
-        padding = self._options.left_padding if attention_mask is None else left_padding_of(attention_mask)
-        options = replace(self._options, left_padding=padding)
-        prepare_layers(self, evicting_layers(config_of(config), options, self._rotary), padding)
-        self._options = options
+    def _layers_for(self, config: Any, options: EvictionOptions) -> list[Any]:
+        return evicting_layers(config, options, self._rotary)
 
     @override
     def get_mask_sizes(self, query_length: int | Tensor, layer_idx: int) -> tuple[int, int]:
@@ -177,20 +155,6 @@ class EvictingCache(Cache):
         for layer in evicting:
             layer.announce(columns)
         return super().get_mask_sizes(query_length, layer_idx)
-
-    @override
-    def _layer_maker(self) -> Callable[[], Any]:
-        return self._layer_without_config
-
-    @override
-    def _layers_of_model(self, config: Any) -> list[Any]:
-        return evicting_layers(config, self._options, self._rotary)
-
-    @override
-    def reset(self) -> None:
-        """Forget all tokens, and the padding before them; the memory is kept for the next ones."""
-        super().reset()
-        self._options = replace(self._options, left_padding=None)
 
 
 def rules_for(rule: EvictionRule, config: object, rotary: Rotary | None = None) -> list[EvictionRule]:

@@ -280,8 +280,8 @@ class EvictingLayer(TokenLayer):
         """Tokens of padding before each sequence, int64 `[batch]` on the host; `None` without padding."""
         return self._progress.padding
 
-    @override
-    def note_left_padding(self, padding: Tensor | None) -> None:
+    @left_padding.setter
+    def left_padding(self, padding: Sequence[int] | Tensor | None) -> None:
         if self._seen:
             raise StateMismatchError(
                 f"`left_padding` must be given before the first token, got it after {self._seen} tokens: reset the "
@@ -329,7 +329,7 @@ class EvictingLayer(TokenLayer):
         if not length:
             padding = self.left_padding
             self.reset()
-            self.note_left_padding(padding)
+            self.left_padding = padding
             return
         if length == self._seen and self._unstored is not None:
             return

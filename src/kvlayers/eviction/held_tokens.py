@@ -21,7 +21,7 @@ from kvlayers.quantized.quantized_store import QuantizedStore
 class HeldTokens:
     """The tokens of each sequence and KV head, right-aligned in the order of the text.
 
-    `KeptTokens.indices` counts the same columns.
+    `KeptTokens.mask` has the same columns.
 
     Attributes:
         keys: `[batch, kv_heads, columns, key_head_dim]` in full precision, zeros where a head holds no token. Packed

@@ -339,26 +339,17 @@ def options_after(name: str, written: str, text: str) -> dict[str, Any]:
                 f"`name` must have options behind the colon, as in {name}:OPTION=VALUE,OPTION=VALUE, got {text!r}."
             )
         option, _, value = each.partition("=")
-        _set(options, option.split("."), _value(value), text)
+        *groups, last = option.split(".")
+        inner: Any = options
+        for group in groups:
+            inner = inner.setdefault(group, {}) if isinstance(inner, dict) else None
+        if not isinstance(inner, dict) or last in inner:
+            raise OptionError(f"`name` must have each option once, got {option!r} twice in {text!r}: leave one out.")
+        try:
+            inner[last] = json.loads(value)
+        except ValueError:
+            inner[last] = value
     return options
-
-
-def _set(options: dict[str, Any], path: list[str], value: Any, text: str) -> None:
-    first, *rest = path
-    inner = options.setdefault(first, {}) if rest else None
-    if rest and isinstance(inner, dict):
-        _set(inner, rest, value, text)
-    elif rest or first in options:
-        raise OptionError(f"`name` must have each option once, got {first!r} twice in {text!r}: leave one out.")
-    else:
-        options[first] = value
-
-
-def _value(written: str) -> Any:
-    try:
-        return json.loads(written)
-    except ValueError:
-        return written
 
 
 # Which cache a call gets

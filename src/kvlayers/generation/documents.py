@@ -21,7 +21,7 @@ from kvlayers.documents.joining import EVERYTHING, check_into, check_joinable, j
 from kvlayers.errors import OptionError
 from kvlayers.generation import cache_by_name
 from kvlayers.generation.prefix_reuse import active_store
-from kvlayers.generation.prefix_reuse.eligibility import IneligibleError, StorePart
+from kvlayers.generation.prefix_reuse.eligibility import IneligibleError, StorePart, check_generate
 from kvlayers.generation.prefix_reuse.prefixed_call import (
     PrefixedCall,
     call_with,
@@ -227,6 +227,7 @@ class StoredDocuments:
     ) -> None:
         has_windows = any(spec.layer_type in WINDOWED for spec in layer_specs(model.config))
         self._model, self._name = model, "dynamic_full" if has_windows else "dynamic"
+        check_generate(model, {})
         self._part = StorePart(model, active, self._name, {})
         self.layers = self._empty().adapted_layers()
         check_joinable(model, self.layers, tokens, amount, are_moved)

@@ -104,7 +104,7 @@ def _without_store(original: Method, model: Any, requested: str | None, cache_na
         cache_argument.replace_in_output(output, legacy_tuples.to_tuples(cache))
     if acquired:
         call_cache.remember_lengths(model, acquired)
-    if isinstance(output, Tensor):
+    if acquired and isinstance(output, Tensor):
         # Nobody but the pool refers to the caches now.
         del cache
         call_cache.release(model, acquired)
@@ -352,7 +352,7 @@ def forward_pass(original: Callable[..., Any]) -> Callable[..., Any]:
         if (
             not args
             and isinstance(past, Cache)
-            and (is_compiling or not _is_prompt(kwargs.get("input_ids")) or CURRENT.get().record is not None)
+            and (is_compiling or CURRENT.get().record is not None or not _is_prompt(kwargs.get("input_ids")))
         ):
             if is_compiling:
                 return original(self, *args, **kwargs)

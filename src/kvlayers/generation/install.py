@@ -31,7 +31,7 @@ These are added to:
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -107,13 +107,16 @@ def install(
             option, or another option is not a bool. Nothing is changed.
         RegistryError: no cache has this name. Nothing is changed.
     """
-    flags = {
-        "legacy_names": legacy_names,
-        "replace_empty_caches": replace_empty_caches,
-        "strict_prompts": strict_prompts,
-        "continuous_batching": continuous_batching,
-    }
-    given = _given(prefix_store, namespace, flags, cache, cache_implementation)
+    given = _given(
+        prefix_store,
+        namespace,
+        cache,
+        cache_implementation,
+        legacy_names=legacy_names,
+        replace_empty_caches=replace_empty_caches,
+        strict_prompts=strict_prompts,
+        continuous_batching=continuous_batching,
+    )
     with _lock:
         if legacy_names:
             transformers4_names.ACTIVATION.activate()
@@ -189,13 +192,16 @@ def installed(
         >>> type(cache).__name__, kvlayers.is_installed()
         ('QuantizedCache', False)
     """
-    flags = {
-        "legacy_names": legacy_names,
-        "replace_empty_caches": replace_empty_caches,
-        "strict_prompts": strict_prompts,
-        "continuous_batching": continuous_batching,
-    }
-    given = _given(prefix_store, namespace, flags, cache, cache_implementation)
+    given = _given(
+        prefix_store,
+        namespace,
+        cache,
+        cache_implementation,
+        legacy_names=legacy_names,
+        replace_empty_caches=replace_empty_caches,
+        strict_prompts=strict_prompts,
+        continuous_batching=continuous_batching,
+    )
     with contextlib.ExitStack() as stack:
         with _lock:
             stack.enter_context(_activation.block())
@@ -210,9 +216,9 @@ def installed(
 def _given(
     prefix_store: PrefixStore | None,
     namespace: str,
-    flags: Mapping[str, object],
     cache: str | None,
     cache_implementation: str | None,
+    **flags: object,
 ) -> list[tuple[ScopedValue[Any], Any]]:
     """The settings that are given, with their values."""
     asked = cache_by_name.either(cache, cache_implementation)
@@ -430,13 +436,14 @@ def generate(
             return prompt.generate(model, active, kwargs)
     if prompt is not None:
         kwargs.update(prompt.arguments)
-    if active is None:
-        with call_with_kvlayers():
-            return model.generate(*args, **kwargs)
-    if isinstance(model, GenerationMixin) and type(model).generate is not GenerationMixin.generate:
+    if (
+        active is not None
+        and isinstance(model, GenerationMixin)
+        and type(model).generate is not GenerationMixin.generate
+    ):
         raise OptionError(
             f"`model` must have the generate() of transformers for a `prefix_store`, got a {type(model).__name__}, "
             "whose own may never use the store: leave prefix_store out."
         )
-    with active_store.CURRENT.override(active), call_with_kvlayers():
+    with contextlib.nullcontext() if active is None else active_store.CURRENT.override(active), call_with_kvlayers():
         return model.generate(*args, **kwargs)

@@ -19,10 +19,9 @@ from kvlayers.core.description import Fact, Facts
 from kvlayers.core.token_store import TokenStore
 from kvlayers.errors import CapacityError, OptionError, StateMismatchError
 from kvlayers.memory.steps import BITS, LADDER, exchange_store, holders, narrowed, place_elsewhere, set_rows_apart
-from kvlayers.quantized.checks import checked_quantizers
+from kvlayers.quantized.checks import block_of
 from kvlayers.quantized.packed_blocks import GROWTH_DIVISOR as BLOCKS_GROWTH_DIVISOR
-from kvlayers.quantized.packed_blocks import SIDES, block_nbytes
-from kvlayers.quantized.quantization import Quantization, block_tokens, blocks_beyond
+from kvlayers.quantized.quantization import Quantization, blocks_beyond
 from kvlayers.quantized.quantized_store import QuantizedStore
 from kvlayers.utils.units import amount_of_bytes, exact_bytes, readable_bytes, share_of
 
@@ -263,7 +262,7 @@ class _Held:
         size: tokens of a block, 0 if its states cannot be coded.
     """
 
-    def __init__(self, layer: Any, forms: Sequence[StateForm], new: int) -> None:
+    def __init__(self, layer: Any, forms: tuple[StateForm, StateForm], new: int) -> None:
         self.layer, self.forms = layer, forms
         self.window = layer.unwrapped.room if layer.is_sliding else sys.maxsize
         self.tokens, self.token_bytes = layer.held_tokens + new, _token_bytes(forms)
@@ -275,7 +274,7 @@ class _Held:
         self.bits = max(store.bits) if is_packed else None
         self._blocks = len(store.blocks or ()) if is_packed else 0
         try:
-            self.size = block_tokens(checked_quantizers(self._rounding(max(BITS.values())), *forms))
+            self.size, _ = block_of(self._rounding(max(BITS.values())), *forms)
         except (OptionError, StateMismatchError):
             self.size = 0
 
@@ -301,7 +300,7 @@ class _Held:
         grown = min(tokens + max(tokens // GROWTH_DIVISOR, MINIMUM_GROWTH), sinks + room)
         exact = sinks + max(room, tokens - sinks - blocks * self.size) if blocks else grown
         spare = blocks + blocks // BLOCKS_GROWTH_DIVISOR
-        return self._in_common + self.exact(exact) + spare * _block_bytes(quantization, tuple(self.forms), self.size)
+        return self._in_common + self.exact(exact) + spare * block_of(quantization, *self.forms)[1]
 
     def stay_exact(self, more: int, length_hint: int | None) -> None:
         """Grow no further than for `more` tokens, in full precision."""
@@ -329,12 +328,6 @@ def _most_exact(held: Sequence[_Held], nbytes: int) -> int:
     return (
         bisect.bisect_right(range(most + 1), nbytes, key=lambda more: sum(e.exact(e.tokens + more) for e in held)) - 1
     )
-
-
-@functools.lru_cache(maxsize=256)
-def _block_bytes(quantization: Quantization, forms: tuple[StateForm, StateForm], size: int) -> int:
-    quantizers = checked_quantizers(quantization, *forms)
-    return sum(block_nbytes(quantizers[side].format, side, form, size) for side, form in zip(SIDES, forms, strict=True))
 
 
 def _within(store: TokenStore, nbits: int, kept: int, hint: int | None, window: bool) -> TokenStore:

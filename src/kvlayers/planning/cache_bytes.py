@@ -19,9 +19,7 @@ from kvlayers.eviction.flat_tokens import tables_nbytes
 from kvlayers.interop.adapter import TransformersLayer
 from kvlayers.kernels.attention.segment_kinds import DENSE_PIECE_TOKENS
 from kvlayers.offload.offloaded_layer import OffloadedLayer
-from kvlayers.quantized.checks import checked_quantizers
-from kvlayers.quantized.packed_blocks import SIDES, block_nbytes
-from kvlayers.quantized.quantization import block_tokens
+from kvlayers.quantized.checks import block_of
 from kvlayers.quantized.quantized_store import QuantizedStore
 from kvlayers.recurrent.hybrid_layer import HybridLayer
 from kvlayers.recurrent.linear_layer import LinearAttentionLayer
@@ -335,8 +333,7 @@ def _ragged_nbytes(tail: TokenStore, forms: tuple[StateForm, StateForm], tokens:
     if not isinstance(tail, QuantizedStore):
         return tables + sum(nbytes_of(form, tokens + SMALL_STEP) for form in forms)
     quantization = tail.quantization
-    quantizers = checked_quantizers(quantization, *forms)
-    size = block_tokens(quantizers)
+    size, block = block_of(quantization, *forms)
     # The tail holds up to a block more than the residual, whatever fills the blocks best.
     in_tail = quantization.sink_tokens + quantization.residual_length + size // 2
     in_tail = min(in_tail, round(SHORTEST_HEAD * tokens))
@@ -344,8 +341,4 @@ def _ragged_nbytes(tail: TokenStore, forms: tuple[StateForm, StateForm], tokens:
     room = min(in_tail + MINIMUM_GROWTH, quantization.sink_tokens + quantization.residual_length + size)
     heads = forms[0].batch_size * forms[0].kv_heads
     blocks = heads * (tokens - in_tail) / size + UNUSED_BLOCKS * (heads - 1)
-    block = sum(
-        block_nbytes(quantizers[side].format, side, form._replace(batch_size=1, kv_heads=1), size)
-        for side, form in zip(SIDES, forms, strict=True)
-    )
-    return tables + sum(nbytes_of(form, room) for form in forms) + round(blocks) * block
+    return tables + sum(nbytes_of(form, room) for form in forms) + round(blocks) * block // heads

@@ -115,7 +115,6 @@ class Search:
         """Find the longest prefix in memory, and the files that may have a longer one."""
         most_tokens = self.most_tokens
         self.found, self.files, self.shared = Found(), [], 0
-        self._is_any_stored = index.entries.has(self.label) or index.in_memory.has(self.label)
         if not most_tokens:
             return
         ids = self.ids[:most_tokens]
@@ -140,6 +139,7 @@ class Search:
                 if entry.cache is None and entry.path is not None
             )
             self.files += sorted(itertools.islice(in_files, MOST_TRIED), key=lambda file: file.entry.length)
+        self._is_any_stored = self.shared > 0 or index.entries.has(self.label) or index.in_memory.has(self.label)
 
     def load(
         self, directory: Directory, config: object | None, device: torch.device | str | None, deadline: float

@@ -1,5 +1,6 @@
 """States that are to be quantized, and saved states of a quantized store: checks, and what a plan asks for."""
 
+import functools
 from itertools import pairwise
 from typing import Any
 
@@ -7,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvlayers.core.arguments import check_dense_state, check_one_batch
-from kvlayers.core.buffer import StateForm, form_of, nbytes_of
+from kvlayers.core.buffer import StateForm, form_of
 from kvlayers.errors import StateMismatchError
 from kvlayers.kernels.codes.quantizer_contract import Quantizer, Side, fits_heads
 from kvlayers.kernels.codes.smoothing import MOST_RUNS, STARTS_NAME, VECTOR_NAMES, KeySmoothing
@@ -120,11 +121,14 @@ def check_smoothing(tensors: dict[str, Tensor], form: StateForm) -> None:
             )
 
 
-def planned_bits(quantization: Quantization, forms: tuple[StateForm, StateForm]) -> float:
-    """See `TokenStore.planned_bits`."""
-    quantizers = checked_quantizers(quantization, *forms)
+@functools.lru_cache(maxsize=256)
+def block_of(quantization: Quantization, key_form: StateForm, value_form: StateForm) -> tuple[int, int]:
+    """Tokens of a block of keys and values, and bytes of it.
+
+    Raises:
+        StateMismatchError: as `checked_quantizers`.
+    """
+    quantizers = checked_quantizers(quantization, key_form, value_form)
     size = block_tokens(quantizers)
-    packed = sum(
-        block_nbytes(quantizers[side].format, side, form, size) for side, form in zip(SIDES, forms, strict=True)
-    )
-    return 8 * packed * forms[0].dtype.itemsize / sum(nbytes_of(form, size) for form in forms)
+    of_sides = zip(SIDES, (key_form, value_form), strict=True)
+    return size, sum(block_nbytes(quantizers[side].format, side, form, size) for side, form in of_sides)

@@ -71,7 +71,8 @@ class PackedBlocks:
         """For each block the number of its tokens that are held, from its beginning: all unless it was cropped."""
         self._first = 0
         """Tokens of the first block that have been dropped."""
-        self._tokens = 0
+        self.tokens = 0
+        """Tokens held. Plain, as each token asks for it."""
         self._sides_differ = False
         """Whether keys and values may consist of different segments: there may have been memory for one side alone, and
         two threads that wrote at the same time may have got the slots of one side each."""
@@ -89,11 +90,6 @@ class PackedBlocks:
         for side, form in zip(SIDES, (key_form, value_form), strict=True):
             self._packed[side].promote(*packed_forms(self._quantizers[side].format, side, form, self.block_tokens))
         self.dtype = key_form.dtype
-
-    @property
-    def tokens(self) -> int:
-        """Tokens held."""
-        return self._tokens
 
     @property
     def blocks_at_once(self) -> int:
@@ -155,7 +151,7 @@ class PackedBlocks:
         for store in self.stores:
             store.hold(blocks)
         self._ends += [self.block_tokens] * blocks
-        self._tokens += self.block_tokens * blocks
+        self.tokens += self.block_tokens * blocks
         lengths, of_values = ([piece.tokens for piece in store.pieces(len(self))] for store in self.stores)
         self._sides_differ = lengths != of_values
 
@@ -227,7 +223,7 @@ class PackedBlocks:
     def drop_oldest(self, tokens: int) -> None:
         """Forget the oldest tokens. A block is dropped with the last of its tokens."""
         self._first += tokens
-        self._tokens -= tokens
+        self.tokens -= tokens
         gone = 0
         while gone < len(self._ends) and self._first >= self._ends[gone]:
             self._first -= self._ends[gone]
@@ -249,7 +245,7 @@ class PackedBlocks:
             store.truncate(kept)
         if not kept:
             self._first = 0
-        self._tokens = sum(self._ends) - self._first
+        self.tokens = sum(self._ends) - self._first
 
     def selected(self, indices: Tensor) -> Self:
         """Blocks of the selected sequences: row `i` is row `indices[i]` of these."""
@@ -272,7 +268,7 @@ class PackedBlocks:
         """
         twin = self._twin({side: without_spare_room(*packed[side], GROWTH_DIVISOR) for side in SIDES})
         blocks = packed["keys"][0].shape[2]
-        twin._ends, twin._first, twin._tokens = [self.block_tokens] * blocks, 0, self.block_tokens * blocks
+        twin._ends, twin._first, twin.tokens = [self.block_tokens] * blocks, 0, self.block_tokens * blocks
         twin._sides_differ = False
         return twin
 
@@ -286,7 +282,7 @@ class PackedBlocks:
             keys, values = (self._side(side, piece, some).states(self.dtype) for side, piece in pieces)
             twin.write(start, keys, values)
         twin.hold(len(self))
-        twin._ends, twin._first, twin._tokens = list(self._ends), self._first, self._tokens
+        twin._ends, twin._first, twin.tokens = list(self._ends), self._first, self.tokens
         return twin
 
     def taken(self, blocks: Tensor) -> Self:
@@ -314,7 +310,7 @@ class PackedBlocks:
         """Forget all tokens; keep the memory."""
         for store in self.stores:
             store.clear()
-        self._ends, self._first, self._tokens = [], 0, 0
+        self._ends, self._first, self.tokens = [], 0, 0
 
     def share_prefix(self, other: Self, tokens: int, most: int) -> None:
         """Hold the whole blocks of the first `tokens` tokens as `other` holds them, as far as both have the same.
@@ -367,7 +363,7 @@ class PackedBlocks:
             held = {"keys": tensors[f"{side}_codes"], "values": tensors[f"{side}_parameters"]}
             self._packed[side].load_state(held)
         self._first, *self._ends = tensors["block_ends"].tolist()
-        self._tokens = sum(self._ends) - self._first
+        self.tokens = sum(self._ends) - self._first
 
 
 PACKED_NAMES = ("keys_codes", "keys_parameters", "values_codes", "values_parameters", "block_ends")

@@ -9,7 +9,7 @@ from torch import Tensor
 from typing_extensions import Self, override
 
 from kvlayers.core.arguments import checked_forms, mismatch, promoted_forms
-from kvlayers.core.buffer import StateForm, form_of
+from kvlayers.core.buffer import StateForm, form_of, nbytes_of
 from kvlayers.core.dense_store import DenseStore
 from kvlayers.core.description import OptionsArgument
 from kvlayers.core.returned_states import ReturnedStates
@@ -24,7 +24,7 @@ from kvlayers.kernels.attention.segments import KVSegments, Segment
 from kvlayers.kernels.codes.quantizer_contract import backend
 from kvlayers.kernels.codes.smoothing import BLOCKS_ASKED, MOST_RUNS
 from kvlayers.kernels.codes.smoothing import NAMES as SMOOTHING_NAMES
-from kvlayers.quantized.checks import check_quantized_state, checked_quantizers, in_one_dtype, planned_bits
+from kvlayers.quantized.checks import block_of, check_quantized_state, checked_quantizers, in_one_dtype
 from kvlayers.quantized.packed_blocks import PackedBlocks
 from kvlayers.quantized.quantization import Quantization, block_tokens, blocks_beyond
 from kvlayers.quantized.smoothing_runs import SmoothingRuns
@@ -138,7 +138,7 @@ class QuantizedStore(TokenStore):
         """Tokens that are packed together and cannot be taken apart again; 1 if their form is not known yet."""
         # Of the states that were validated last, which need not be taken in yet.
         forms = self._validated or self._forms
-        return 1 if forms is None else block_tokens(checked_quantizers(self.quantization, *forms))
+        return 1 if forms is None else block_of(self.quantization, *forms)[0]
 
     @property
     def first_block(self) -> int:
@@ -186,10 +186,12 @@ class QuantizedStore(TokenStore):
     @override
     def take_in(self, keys: Tensor, values: Tensor) -> KVPair:
         # Asked once, as of all that follows: each question is a call at every token.
-        blocks, residual = self.blocks or None, self.residual
+        blocks, residual, forms = self.blocks, self.residual, self._forms
+        if blocks is not None and not blocks.tokens:
+            blocks = None
         room = self._room if blocks is None else self.kept + blocks.block_tokens
         fits = self._appends_one and residual.length < room
-        if not fits or torch.compiler.is_compiling() or not residual.append_one(keys, values):
+        if not fits or forms is None or torch.compiler.is_compiling() or not residual.append_one(keys, values):
             return super().take_in(keys, values)
         length = self._length = self._length + 1
         self._validated = None
@@ -198,8 +200,7 @@ class QuantizedStore(TokenStore):
                 return marked_for_sdpa(*residual.newest(length), 1)
             return self._attended(self._segments(length))
         old = self._all_old_segments() if self._old_segments is None else self._old_segments
-        segments = KVSegments((*old, residual.tail_segment()))
-        return self._returned.attended(self, segments, self._known_forms(), length, length)
+        return self._returned.attended(self, KVSegments((*old, residual.tail_segment())), forms, length, length)
 
     @override
     def validate(self, keys: Tensor, values: Tensor) -> int:
@@ -266,7 +267,8 @@ class QuantizedStore(TokenStore):
 
     @override
     def planned_bits(self, key_form: StateForm, value_form: StateForm) -> float:
-        return planned_bits(self.quantization, (key_form, value_form))
+        size, packed = block_of(self.quantization, key_form, value_form)
+        return 8 * packed * key_form.dtype.itemsize / sum(nbytes_of(form, size) for form in (key_form, value_form))
 
     @override
     def append(self, keys: Tensor, values: Tensor) -> None:
@@ -280,7 +282,7 @@ class QuantizedStore(TokenStore):
             self._pack(blocks, keys, values, count)
             self._forget_segments()
             for path in blocks.packing_paths():
-                self.packing.record(path)
+                self.packing.counts[path] += 1
         else:
             residual.length_hint = self._residual_hint(self._room, self.old_tokens, residual.length)
             # If it must move, it goes to other memory: states that were returned, or are about to be, read this one.

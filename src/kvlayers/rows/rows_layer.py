@@ -163,11 +163,10 @@ class HeldRows:
     activate_past_recording = of_each_row("activate_past_recording")
     deactivate_past_recording = of_each_row("deactivate_past_recording")
 
-    def row(self, index: int) -> CacheLayer:
+    def row(self, index: int) -> Any:
         """A layer with one of the rows alone."""
         self.check_whole()
-        alone: CacheLayer = self.rows[index].fork()
-        return alone
+        return self.rows[index].fork()
 
     def _keep(self, chosen: Sequence[int]) -> None:
         """Hold the rows at `chosen` alone. One that is chosen twice is forked."""

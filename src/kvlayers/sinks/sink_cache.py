@@ -2,18 +2,17 @@
 
 import dataclasses
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 from typing_extensions import override
 
-from kvlayers.core.cache import Cache
 from kvlayers.core.cache_layer import forwarded
 from kvlayers.core.description import OptionsArgument, RotaryArgument
 from kvlayers.core.from_config import HYBRID, dynamic_layers, with_attention
 from kvlayers.core.named_caches import named, register, register_cache_class
-from kvlayers.core.preparation import check_rotary, left_padding_of, padding_of, prepare_layers
+from kvlayers.core.preparation import PreparedCache, padding_of
 from kvlayers.errors import ConfigError
 from kvlayers.quantized.quantization import Quantization
 from kvlayers.rope.from_config import rotaries
@@ -21,13 +20,12 @@ from kvlayers.rope.rotary import Rotary
 from kvlayers.sinks.sink_layer import SinkConfig, SinkLayer
 from kvlayers.sinks.sink_tokens import check_sinks
 from kvlayers.upstream import model_layers
-from kvlayers.upstream.model_types import config_of
 from kvlayers.utils.options import checks_options
 from kvlayers.utils.units import tokens
 
 
 @register_cache_class
-class SinkCache(Cache):
+class SinkCache(PreparedCache):
     """Attention sinks: holds the first few tokens and the newest tokens, so that a chat may go on without an end.
 
     StreamingLLM, Xiao et al. 2023 (arXiv:2309.17453). `SinkLayer` says what is attended to. Layers of the model that
@@ -64,16 +62,16 @@ class SinkCache(Cache):
         ConfigError: a model without RoPE, with a RoPE that depends on the length, or with an unknown RoPE.
     """
 
-    made_with = (OptionsArgument("sinks", "_sinks", options=SinkConfig), RotaryArgument("rotary", "_rotary"))
+    made_with = (OptionsArgument("sinks", "_options", options=SinkConfig), RotaryArgument("rotary", "_rotary"))
     rotates_keys = True
-    learns_padding = True
+    _options: SinkConfig
     is_compileable = False
     """At every token the sinks are rotated by another distance."""
-    window_length = forwarded("_sinks")
+    window_length = forwarded("_options")
     """Tokens that a query attends to, the sinks and itself included."""
-    num_sink_tokens = forwarded("_sinks")
+    num_sink_tokens = forwarded("_options")
     """How many of them are sinks."""
-    quantization = forwarded("_sinks")
+    quantization = forwarded("_options")
     """How the window is held in packed codes, `None` for full precision."""
 
     @checks_options
@@ -91,63 +89,29 @@ class SinkCache(Cache):
     ) -> None:
         window_length = tokens(window_length, "window_length")
         check_sinks(window_length, num_sink_tokens)
-        if config is not None:
-            config = config_of(config)
-        check_rotary(rotary)
         packed = Quantization.of(quantization)
         # A window drops its oldest tokens, so no token of it could stay as a sink of the store.
         packed = None if packed is None else dataclasses.replace(packed, sink_tokens=0)
-        self._sinks = SinkConfig(window_length, num_sink_tokens, packed, padding_of(left_padding))
-        self._rotary = rotary
-        placement = offloading, False, offload_device, offload_directory
-        if config is None:
-            super().__init__(None, self._layer_without_config, *placement)
-        else:
-            super().__init__(self._layers_of_model(config), None, *placement)
+        options = SinkConfig(window_length, num_sink_tokens, packed, padding_of(left_padding))
+        self._begin(options, config, rotary, offloading, False, offload_device, offload_directory)
 
+    @override
     def _layer_without_config(self) -> SinkLayer:
         if self._rotary is None:
             raise ConfigError(
                 "`config` must say how the model rotates its keys, got none: make the cache with "
                 "config=model.config, call prepare(model.config), or generate() under kvlayers.install()."
             )
-        return self._sinks.layer(self._rotary)
+        return self._options.layer(self._rotary)
 
     @override
-    def prepare(self, config: object, attention_mask: Tensor | None = None) -> None:
-        """Tell an empty cache which model it is for, and which tokens are padding.
-
-        Args:
-            config: config of the model, or the model.
-            attention_mask: `[batch, tokens]`, 0 for padding on the left.
-
-        Raises:
-            StateMismatchError: tokens are held, or there is padding that is not on the left.
-            ConfigError: as for the cache itself.
-        """
-        padding = self._sinks.left_padding if attention_mask is None else left_padding_of(attention_mask)
-        sinks = dataclasses.replace(self._sinks, left_padding=padding)
-        prepare_layers(self, sink_layers(config_of(config), sinks, self._rotary), padding)
-        self._sinks = sinks
-
-    @override
-    def _layer_maker(self) -> Callable[[], Any]:
-        return self._layer_without_config
-
-    @override
-    def _layers_of_model(self, config: Any) -> list[Any]:
-        return sink_layers(config, self._sinks, self._rotary)
-
-    @override
-    def reset(self) -> None:
-        """Forget all tokens, and the padding before them; the memory is kept for the next ones."""
-        super().reset()
-        self._sinks = dataclasses.replace(self._sinks, left_padding=None)
+    def _layers_for(self, config: Any, options: SinkConfig) -> list[Any]:
+        return sink_layers(config, options, self._rotary)
 
     @override
     def most_tokens(self, layer_idx: int | None = None) -> int:
         """Tokens that a query attends to; for a layer with a window of the model itself, the length of that window."""
-        return self._sinks.window_length if layer_idx is None else super().most_tokens(layer_idx)
+        return self._options.window_length if layer_idx is None else super().most_tokens(layer_idx)
 
 
 def sink_layers(config: object, sink_config: SinkConfig, rotary: Rotary | None = None) -> list[Any]:

@@ -149,8 +149,8 @@ class SinkLayer(WindowLayer):
         padding = self._sinks.padding
         return None if padding is None else padding.cpu()
 
-    @override
-    def note_left_padding(self, padding: Tensor | None) -> None:
+    @left_padding.setter
+    def left_padding(self, padding: Sequence[int] | Tensor | None) -> None:
         if self._seen:
             raise StateMismatchError(
                 f"`padding` must be given to an empty layer, got one that has seen {self._seen} tokens: give "

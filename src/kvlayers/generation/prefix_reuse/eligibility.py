@@ -132,7 +132,6 @@ _reasons: Remembered[str | None] = Remembered()
 
 def _check_model(model: Any) -> None:
     """Raise `IneligibleError` if the states of a model depend on more than tokens, or are not in its cache."""
-    check_generate(model, {})
     reason = _reasons.of(model, vars(model.config), lambda: _reason_in_config(model))
     if reason is not None:
         raise IneligibleError(reason)
@@ -165,13 +164,6 @@ def _reason_in_config(model: Any) -> str | None:
         # Of equal scores, topk() takes others if there are others to choose from.
         return f"what the indexers of {name} choose depends on which tokens came at once"
     return found
-
-
-def _refuse(reasons: Mapping[str, object]) -> None:
-    """Raise `IneligibleError` for the first of the reasons that applies."""
-    for reason, applies in reasons.items():
-        if applies:
-            raise IneligibleError(reason)
 
 
 def _check_modules(model: Any) -> None:
@@ -213,18 +205,19 @@ def check_options(
     is_assisted = arguments.get("assistant_model") is not None or config.is_assistant
     mode = config.get_generation_mode()
     returns_states = config.output_attentions or config.output_hidden_states
-    _refuse(
-        {
-            f"states may depend on {', '.join(others)}": others,
-            "it decodes with an assistant model, or is one": is_assisted,
-            "it uses continuous batching": config.cache_implementation == "paged",
-            f"its decoding mode is {mode.value}": mode not in MODES,
-            "use_cache is False": config.use_cache is False,
-            "token_healing changes the prompt": config.token_healing,
-            "the attentions or hidden states of the prompt must be returned": config.return_dict_in_generate
-            and returns_states,
-        }
-    )
+    reasons = {
+        f"states may depend on {', '.join(others)}": others,
+        "it decodes with an assistant model, or is one": is_assisted,
+        "it uses continuous batching": config.cache_implementation == "paged",
+        f"its decoding mode is {mode.value}": mode not in MODES,
+        "use_cache is False": config.use_cache is False,
+        "token_healing changes the prompt": config.token_healing,
+        "the attentions or hidden states of the prompt must be returned": config.return_dict_in_generate
+        and returns_states,
+    }
+    for reason, applies in reasons.items():
+        if applies:
+            raise IneligibleError(reason)
 
 
 def ids_name(arguments: Mapping[str, Any]) -> str:
@@ -321,7 +314,7 @@ def _adapters(model: torch.nn.Module) -> Iterator[list[Any]]:
 class StorePart:
     """The part of a prefix store that belongs to one model and one cache.
 
-    Whatever uses a store makes one first, which decides whether it can.
+    Whatever uses a store makes one first, which decides whether it can, after `check_generate` for its call.
 
     Args:
         model: the model.
@@ -362,6 +355,7 @@ class StorePart:
         if active is None:
             return None
         try:
+            check_generate(model, {})
             return cls(model, active, cache_name, options)
         except IneligibleError as reason:
             active.on_bypass(str(reason))

@@ -65,8 +65,8 @@ class Images:
 
     def boundary(self, row: int, length: int) -> int:
         """The greatest length, at most `length`, at which no image of a prompt is cut."""
-        inside = (each.start for each in self._images if each.row == row and each.start < length < each.stop)
-        return next(inside, length)
+        inside = [each.start for each in self._images if each.row == row and each.start < length < each.stop]
+        return inside[0] if inside else length
 
     def lookup(self, part: StorePart, keys: Tensor) -> Hit:
         """The longest stored prefix of `keys`, without the last one."""

@@ -296,7 +296,7 @@ class PrefixedCall:
     def _for_one_prompt(self) -> Cache:
         hit = self._lookup(0)
         self.cached_tokens = (hit.covered,)
-        cache = self._cache_of(hit)
+        cache = usable_cache(hit.cache, self._part.device, self.empty)
         end = self._images.end(0)
         if cache.keeps_every_token:
             self._compute(0, cache, end)
@@ -320,7 +320,7 @@ class PrefixedCall:
         usable = [hit for hit in hits if hit.covered <= common]
         hit = max(usable, key=lambda hit: hit.covered) if usable else self._lookup(0, common + 1)
         self.cached_tokens = tuple(max(hit.covered, own) for own in self.cached_tokens)
-        cache = self._cache_of(hit)
+        cache = usable_cache(hit.cache, self._part.device, self.empty)
         self._compute(0, cache, common)
         return cache
 
@@ -329,7 +329,11 @@ class PrefixedCall:
         shorter_hits = sum(hit.covered < common for hit in hits)
         shared = self._common_prefix(common, hits) if shorter_hits > 1 and common >= MIN_TOKENS else None
         for row, hit in enumerate(hits):
-            cache = self._cache_of(hit) if shared is None or hit.covered > common else shared.fork()
+            cache = (
+                usable_cache(hit.cache, self._part.device, self.empty)
+                if shared is None or hit.covered > common
+                else shared.fork()
+            )
             self._compute(row, cache, self._prompts.row(row).shape[1] - 1)
             # Reservations cannot be expanded, so each prompt is stacked as often as it is continued.
             caches.extend([cache] * self._repeats)
@@ -403,10 +407,6 @@ class PrefixedCall:
         if not any(layer.traits.attends or layer.traits.counts_columns for layer in cache.adapted_layers()):
             raise IneligibleError(f"no layer of {cache!r} counts its tokens in this version of transformers")
         return cache
-
-    def _cache_of(self, hit: Hit) -> Cache:
-        """The cache that was found, on the device of the model, or an empty cache."""
-        return usable_cache(hit.cache, self._part.device, self.empty)
 
     def _compute(self, row: int, cache: Cache, length: int) -> None:
         """Pass those of the first `length` tokens of a prompt that `cache` has not seen, and store snapshots.

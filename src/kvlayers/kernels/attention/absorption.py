@@ -6,6 +6,7 @@ latents, as the query heads of one KV head (DeepSeek-AI 2024, arXiv:2405.04434, 
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,78 +41,46 @@ class Projection:
     outline: Tensor
     product: Tensor | None = None
 
-    @property
-    def device(self) -> torch.device:
-        """Device of the product."""
-        return self.weight.device
-
     def read(self) -> Tensor:
         """What transformers computes, which is the same tensor at every call."""
         if self.product is None:
-            self.snapshot.paths.record(EXPANDED)
+            self.snapshot.paths.counts[EXPANDED] += 1
             latents = self.snapshot.read().dense("keys", self.snapshot.dtype)
             self.product = linear(latents, self.weight)
         return self.product
 
 
-@dataclass(frozen=True, eq=False)
-class HeadWeights:
+class HeadWeights(NamedTuple):
     """A part of the projection: the channels of each head that are a key, or a value.
 
     Attributes:
         projection: the whole.
-        heads: how many heads there are.
-        first: first channel of the part, among those of a head.
-        stop: the channel behind it.
+        weight: a view of its weight, `[heads, channels, latent_dim]`.
     """
 
     projection: Projection
-    heads: int
-    first: int
-    stop: int
-
-    @property
-    def weight(self) -> Tensor:
-        """A view of the weight, `[heads, channels, latent_dim]`."""
-        whole = self.projection.weight
-        return whole.view(self.heads, -1, whole.shape[1])[:, self.first : self.stop]
-
-    def to_latents(self, states: Tensor) -> Tensor:
-        """Multiply `[batch, heads, queries, channels]` by the weight: `[batch, heads, queries, latent_dim]`."""
-        return _product(states, self.weight)
-
-    def from_latents(self, latents: Tensor) -> Tensor:
-        """Multiply `[batch, heads, queries, latent_dim]` by the weight: `[batch, heads, queries, channels]`."""
-        return _product(latents, self.weight.transpose(1, 2))
+    weight: Tensor
 
 
 def _product(states: Tensor, weight: Tensor) -> Tensor:
-    """Few rows of each head by its weight. On a CPU in float32: torch multiplies few rows in half precision slowly."""
+    """Few rows of each head, `[batch, heads, queries, any]`, by its weight.
+
+    On a CPU in float32: torch multiplies few rows in half precision slowly.
+    """
     if states.device.type != "cpu":
         return torch.matmul(states, weight)
     return torch.matmul(states.float(), weight.float()).to(states.dtype)
 
 
-def pays(queries: int, keys: HeadWeights, values: HeadWeights, rotated_channels: int) -> bool:
-    """Whether attention by absorption takes fewer multiplications than expanding the latents first.
+def pays(queries: int, *parts: HeadWeights) -> bool:
+    """Whether a product of attention with each of some parts takes fewer multiplications than expanding latents first.
 
     Args:
         queries: queries of each head.
-        keys: the channels that are keys.
-        values: the channels that are values.
-        rotated_channels: channels of the rotated key.
+        *parts: the channels that are keys, or values.
     """
-    latent_dim = keys.projection.weight.shape[1]
-    channels = keys.stop - keys.first + values.stop - values.first
-    return queries * (2 * latent_dim + rotated_channels) < latent_dim * channels + queries * (
-        channels + rotated_channels
-    )
-
-
-def pays_in_product(queries: int, part: HeadWeights) -> bool:
-    """As `pays`, for one product of eager attention with keys alone, or with values."""
-    latent_dim, channels = part.projection.weight.shape[1], part.stop - part.first
-    return queries * latent_dim < (latent_dim + queries) * channels
+    latent_dim, channels = parts[0].weight.shape[2], sum(part.weight.shape[1] for part in parts)
+    return queries * latent_dim * len(parts) < (latent_dim + queries) * channels
 
 
 def attend(
@@ -137,24 +106,25 @@ def attend(
     with without_autocast(query.device):
         segments = snapshot.read()
         if not segments.are_dense:
-            snapshot.paths.record(COPY)
+            snapshot.paths.counts[COPY] += 1
             # Each segment of its own: the kernel for CPUs reads them where they are.
             segments = segments.in_full_precision(query.dtype)[0] if on_cpu else _in_one(segments, query.dtype)
-        own, rotated = _parts(query, keys)
+        own, rotated = torch.tensor_split(query, [keys.weight.shape[1]], dim=3)
         # The scores of the rotated keys are added as a mask is.
         added = _rotated_scores(rotated, segments) * scale
         if is_causal:
             mask = torch.ones(queries, segments.tokens, dtype=torch.bool, device=query.device).tril()
         if mask is not None:
             added = added.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else added + mask
-        absorbed, only = keys.to_latents(own), segments.only_dense
+        absorbed, only = _product(own, keys.weight), segments.only_dense
         if only is None or (heads * queries < CPU_MINIMUM_ROWS and on_cpu):
-            return values.from_latents(dispatch.attend(absorbed, _latents(segments), added, scale, snapshot.paths))
-        rows = absorbed.reshape(batch, 1, heads * queries, -1)
-        by = scaled_dot_product_attention if on_cpu else by_products
-        of_rows = added.reshape(batch, 1, heads * queries, -1).to(query.dtype)
-        attended = by(rows, only.keys, only.keys, of_rows, scale=scale)
-        return values.from_latents(attended.reshape(absorbed.shape))
+            attended = dispatch.attend(absorbed, _latents(segments), added, scale, snapshot.paths)
+        else:
+            rows = absorbed.reshape(batch, 1, heads * queries, -1)
+            of_rows = added.reshape(batch, 1, heads * queries, -1).to(query.dtype)
+            by = scaled_dot_product_attention if on_cpu else by_products
+            attended = by(rows, only.keys, only.keys, of_rows, scale=scale).reshape(absorbed.shape)
+        return _product(attended, values.weight.mT)
 
 
 def _in_one(segments: KVSegments, dtype: torch.dtype) -> KVSegments:
@@ -179,22 +149,16 @@ def _latents(segments: KVSegments) -> KVSegments:
     return KVSegments(tuple(DenseSegment(segment.keys, segment.keys, segment.rows) for segment in dense))
 
 
-def _parts(query: Tensor, keys: HeadWeights) -> tuple[Tensor, Tensor]:
-    """The channels of a query for the keys, and for the rotated keys."""
-    channels = keys.stop - keys.first
-    return query[..., :channels], query[..., channels:]
-
-
 def scores(query: Tensor, keys: HeadWeights) -> Tensor:
     """The product of queries and all keys, `[batch, heads, queries, tokens]` in the dtype of the query."""
     batch, heads, queries, _ = query.shape
     snapshot = keys.projection.snapshot
     with without_autocast(query.device):
-        own, rotated = _parts(query, keys)
+        own, rotated = torch.tensor_split(query, [keys.weight.shape[1]], dim=3)
         segments = snapshot.read()
-        snapshot.paths.record(COPY)
+        snapshot.paths.counts[COPY] += 1
         latents = segments.dense("keys", snapshot.dtype)[:, 0].float()
-        rows = keys.to_latents(own).float().reshape(batch, heads * queries, -1)
+        rows = _product(own, keys.weight).float().reshape(batch, heads * queries, -1)
         products = torch.matmul(rows, latents.transpose(1, 2)).view(batch, heads, queries, -1)
         return (products + _rotated_scores(rotated, segments)).to(query.dtype)
 
@@ -204,10 +168,10 @@ def combine(weights: Tensor, values: HeadWeights) -> Tensor:
     batch, heads, queries, tokens = weights.shape
     snapshot = values.projection.snapshot
     with without_autocast(weights.device):
-        snapshot.paths.record(COPY)
+        snapshot.paths.counts[COPY] += 1
         latents = snapshot.read().dense("keys", snapshot.dtype)[:, 0].float()
         sums = torch.matmul(weights.float().reshape(batch, heads * queries, tokens), latents)
-        return values.from_latents(sums.view(batch, heads, queries, -1).to(weights.dtype))
+        return _product(sums.view(batch, heads, queries, -1).to(weights.dtype), values.weight.mT)
 
 
 def _rotated_scores(query: Tensor, segments: KVSegments) -> Tensor:

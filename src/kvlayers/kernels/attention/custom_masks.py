@@ -72,12 +72,10 @@ class ReservedColumns:
     """The marks of keys that cut the masks of a reservation.
 
     Attributes:
-        reserved: columns of these masks. Those of other masks are not touched.
-        keys: the mark of keys.
+        keys: the mark of keys. Masks of other numbers of columns than `keys.reserved` are not touched.
         shared: the mark of keys whose repetition is delayed.
     """
 
-    reserved: int
     keys: type[CustomMaskKeys]
     shared: type[SharedStates]
 
@@ -101,7 +99,7 @@ def columns_of(reserved: int) -> ReservedColumns:
     keys.implementations = {**of_views, **of_products, **of_attention}
     shared.implementations = {**keys.implementations, **delayed}
     repeated.implementations = {**RepeatedStates.implementations, **keys.implementations}
-    return ReservedColumns(reserved, keys, shared)
+    return ReservedColumns(keys, shared)
 
 
 def _marking(func: Callable[..., Any], kind: type[Tensor]) -> Callable[..., Any]:
@@ -153,7 +151,7 @@ def _cut(argument: Argument, reserved: int | None, tokens: int) -> Argument:
 def marked_for_custom_masks(keys: Tensor, values: Tensor, columns: ReservedColumns) -> tuple[Tensor, Tensor]:
     """Keys and values `[batch, kv_heads, tokens, head_dim]` that cut masks of a reservation."""
     kind = type(keys)
-    if keys.shape[2] == columns.reserved:
+    if keys.shape[2] == columns.keys.reserved:
         return keys, values
     if torch.compiler.is_compiling() and not compat.COMPILES_TENSOR_SUBCLASSES:
         return keys, values

@@ -96,11 +96,16 @@ def attend(
     # One query without a mask is flash attention's. Who allows no fused attention wants torch's arithmetic.
     if (mask is None and query.size(2) == 1) or not _settings.mem_efficient_sdp_enabled():
         return None
-    if not _belong_together(query, keys, values, mask):
+    rows = query.size(1) // keys.size(1) * query.size(2)
+    if not _belong_together(query, keys, values, mask) or rows > GPU_MAXIMUM_ROWS:
         return None
-    if query.size(1) // keys.size(1) * query.size(2) > GPU_MAXIMUM_ROWS:
-        return None
-    return _attend_by_triton(query, keys, values, mask, scale)
+    if mask is not None:
+        mask = mask.expand(*query.size()[:3], keys.size(2))
+    segments = KVSegments((DenseSegment(keys, values),))
+    scale = query.size(3) ** -0.5 if scale is None else float(scale)
+    by_torch = functools.partial(slabs.attend, query, segments, mask, scale)
+    found = cuda_kernel.attend(query, segments, mask, scale, by_torch)
+    return found if isinstance(found, Tensor) else None
 
 
 def _belong_together(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> bool:
@@ -118,11 +123,11 @@ def _belong_together(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor |
         # The kernels read memory, which the tensors of a tracer do not have, and a trace would not record their result.
         and torch._C._get_tracing_state() is None
         and not is_changed_by_torch(query)
-        and (mask is None or _is_mask_of(mask, query, keys))
+        and (mask is None or is_mask_of(mask, query, keys))
     )
 
 
-def _is_mask_of(mask: Tensor, query: Tensor, keys: Tensor) -> bool:
+def is_mask_of(mask: Tensor, query: Tensor, keys: Tensor) -> bool:
     """Whether the kernels read a mask of these queries and keys."""
     if type(mask) is not Tensor or mask.device != query.device or (mask.requires_grad and torch.is_grad_enabled()):
         return False
@@ -170,13 +175,12 @@ def attend_in_blocks(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, 
     It is `None` if they see so many that torch's attention at once takes no more time. If the mask is causal, torch's
     attention is told so, which skips what is hidden only then.
     """
-    batch, heads, queries, head_dim = query.shape
-    kv_heads, tokens = keys.size(1), keys.size(2)
+    queries, tokens = query.size(2), keys.size(2)
     mask = mask[(None,) * (4 - mask.dim())].expand(-1, -1, queries, tokens)
     blocks = torch.split(mask, CPU_BLOCK_QUERIES, dim=2)
     if queries == tokens and mask.dtype == torch.bool and _are_causal(blocks):
         return scaled_dot_product_attention(
-            query, keys, values, is_causal=True, scale=scale, enable_gqa=heads != kv_heads
+            query, keys, values, is_causal=True, scale=scale, enable_gqa=query.size(1) != keys.size(1)
         )
     if len(blocks) == 1:
         return None
@@ -185,13 +189,29 @@ def attend_in_blocks(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, 
         return None
     attended = []
     for rows, block, (begin, end) in zip(torch.split(query, CPU_BLOCK_QUERIES, dim=2), blocks, seen, strict=True):
-        # The query heads that share a KV head are rows of one product, so that keys are read once for all of them.
-        part = torch.unflatten(block[..., begin:end], 1, (kv_heads if block.size(1) > 1 else 1, -1))
-        part = part.expand(-1, -1, heads // kv_heads, -1, -1).flatten(2, 3)
-        grouped = rows.reshape(batch, kv_heads, -1, head_dim)
-        out = scaled_dot_product_attention(grouped, keys[:, :, begin:end], values[:, :, begin:end], part, scale=scale)
-        attended.append(out.reshape(batch, heads, rows.size(2), values.size(3)).transpose(1, 2))
+        out = attend_grouped(rows, keys[:, :, begin:end], values[:, :, begin:end], block[..., begin:end], scale)
+        attended.append(out.transpose(1, 2))
     return torch.cat(attended, dim=1).transpose(1, 2)
+
+
+def attend_grouped(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+    """Torch's attention, in which the query heads that share a KV head are rows of one product, and read keys once.
+
+    Args:
+        query: `[batch, heads, queries, head_dim]`, heads a multiple of `kv_heads`.
+        keys: `[batch, kv_heads, tokens, head_dim]`.
+        values: `[batch, kv_heads, tokens, value_head_dim]`.
+        mask: `[1 or batch, 1 or heads, queries, tokens]`, or `None`.
+        scale: factor of the scores, `1 / sqrt(head_dim)` if `None`.
+    """
+    batch, heads, queries, head_dim = query.size()
+    kv_heads = keys.size(1)
+    if mask is not None and (queries > 1 or mask.size(1) > 1):
+        of_groups = torch.unflatten(mask, 1, (kv_heads if mask.size(1) > 1 else 1, -1))
+        mask = of_groups.expand(-1, -1, heads // kv_heads, -1, -1).flatten(2, 3)
+    rows = query.reshape(batch, kv_heads, -1, head_dim)
+    attended = scaled_dot_product_attention(rows, keys, values, attn_mask=mask, scale=scale)
+    return attended.reshape(batch, heads, queries, values.size(3))
 
 
 def _are_causal(blocks: Sequence[Tensor]) -> bool:
@@ -221,18 +241,6 @@ def _seen_columns(mask: Tensor) -> tuple[int, int]:
 def serves_few_queries(states: Tensor) -> bool:
     """Whether the Triton kernel may attend to states `[batch, kv_heads, tokens, head_dim]` of this dtype and device."""
     return not states.is_cpu and states.dtype in _GPU_DTYPES and runs_triton(states.device)
-
-
-def _attend_by_triton(
-    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float | None
-) -> Tensor | None:
-    if mask is not None:
-        mask = mask.expand(*query.size()[:3], keys.size(2))
-    segments = KVSegments((DenseSegment(keys, values),))
-    scale = query.size(3) ** -0.5 if scale is None else float(scale)
-    by_torch = functools.partial(slabs.attend, query, segments, mask, scale)
-    found = cuda_kernel.attend(query, segments, mask, scale, by_torch)
-    return found if isinstance(found, Tensor) else None
 
 
 def replaces_cudnn(states: Tensor) -> bool:

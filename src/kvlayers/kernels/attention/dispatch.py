@@ -47,10 +47,6 @@ class PathCounter:
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
 
-    def record(self, path: str) -> None:
-        """Count one more call on this path."""
-        self.counts[path] += 1
-
     def note_dense_read(self, path: str) -> None:
         """Count that states are read in full precision.
 
@@ -69,7 +65,7 @@ class PathCounter:
                     "the memory of one layer's copy. Use model.set_attn_implementation('sdpa'), or 'kvlayers' after "
                     "kvlayers.install(): both read the states as the cache holds them."
                 )
-        self.record(path)
+        self.counts[path] += 1
 
 
 def attend(query: Tensor, segments: KVSegments, mask: Tensor | None, scale: float | None, paths: PathCounter) -> Tensor:
@@ -96,10 +92,10 @@ def attend(query: Tensor, segments: KVSegments, mask: Tensor | None, scale: floa
     with without_autocast(query.device):
         found = cuda_kernel.attend(query, segments, mask, scale, by_torch)
         if isinstance(found, Tensor):
-            paths.record(CUDA)
+            paths.counts[CUDA] += 1
             return found
         by = FUSED if fused.takes(query, segments.head_dims, has_mask=True) else PLAIN
-        paths.record(f"{by}, {SHARED if segments.shares_rows else SLABS}, as {found}")
+        paths.counts[f"{by}, {SHARED if segments.shares_rows else SLABS}, as {found}"] += 1
         return by_torch()
 
 
@@ -108,17 +104,17 @@ def _attend_on_cpu(
 ) -> Tensor:
     obstacle = cpu_kernel.obstacle(query, segments)
     if obstacle is None:
-        paths.record(CPU)
+        paths.counts[CPU] += 1
         return cpu_kernel.attend(query, segments, mask, scale)
     with without_autocast(query.device):
         if cpu_kernel.takes_many(query, segments):
-            paths.record(f"{MANY}, as {obstacle}")
+            paths.counts[f"{MANY}, as {obstacle}"] += 1
             return cpu_kernel.attend_many(query, segments, mask, scale)
         if _copying_pays(query, segments):
-            paths.record(f"{COPY}, as {obstacle}")
+            paths.counts[f"{COPY}, as {obstacle}"] += 1
             keys, values = segments.dense("keys", query.dtype), segments.dense("values", query.dtype)
             return attend_dense(query, keys, values, mask, False, scale)
-        paths.record(f"{SHARED if segments.shares_rows else BLOCKS}, as {obstacle}")
+        paths.counts[f"{SHARED if segments.shares_rows else BLOCKS}, as {obstacle}"] += 1
         return slabs.attend(query, segments, mask, scale)
 
 
@@ -152,8 +148,8 @@ def _are_compiled(queries: Tensor, segments: KVSegments, paths: PathCounter) -> 
     """Whether the compiled kernel takes a product of eager attention with queries, or weights. The path is counted."""
     shares = segments.shares_rows
     if slabs.are_of_accelerators(queries):
-        paths.record(f"{PLAIN}, {SHARED}" if shares else f"{PLAIN}, {SLABS}, as {PRODUCT}")
+        paths.counts[f"{PLAIN}, {SHARED}" if shares else f"{PLAIN}, {SLABS}, as {PRODUCT}"] += 1
         return False
     obstacle = cpu_kernel.obstacle(queries, segments)
-    paths.record(CPU if obstacle is None else f"{SHARED if shares else BLOCKS}, as {obstacle}")
+    paths.counts[CPU if obstacle is None else f"{SHARED if shares else BLOCKS}, as {obstacle}"] += 1
     return obstacle is None

@@ -18,40 +18,36 @@ MERGED_ROWS = 4
 MERGE_PARTS = TritonKernel("kvlayers.kernels.attention.cuda.triton_kernels", "merge_parts")
 
 
-def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """Merge attention of the same queries to several sets of tokens, in float32. All numbers must be finite.
-
-    Args:
-        parts: for each set of tokens, the attended values `[..., queries, value_head_dim]` and the log-sum-exp of the
-            scores `[..., queries]`.
-    """
-    outs, logsumexps = zip(*parts, strict=True)
-    shares = torch.softmax(torch.stack(logsumexps), 0)
-    return (torch.stack(outs) * shares[..., None]).sum(0)
-
-
 def merged(
     parts: Sequence[tuple[Tensor, Tensor]], dtype: torch.dtype, *, wants_logsumexp: bool
 ) -> tuple[Tensor, Tensor]:
-    """As `merge`, for parts `[batch, kv_heads, group, queries, value_head_dim]`, with the log-sum-exp of all.
+    """Merges attention of the same queries to several sets of tokens. All numbers must be finite.
 
-    Results are in a dtype if that costs nothing. If the log-sum-exp is not wanted, it may be that of any part.
+    Results are in a dtype if that costs nothing, else in float32.
+
+    Args:
+        parts: for each set of tokens, the attended values `[batch, kv_heads, group, queries, value_head_dim]` and the
+            log-sum-exp of the scores, `[batch, kv_heads, group, queries]`.
+        dtype: see above.
+        wants_logsumexp: whether the log-sum-exp must be that of all sets; if not, it may be that of any.
     """
     (first, its_logsumexp), *others = parts
     if not others:
         return first, its_logsumexp
-    if _merges_by_triton(first, dtype):
+    if runs_triton(first.device) and _has_merge_parts(first.device, dtype, first.shape[-1]):
         return _launch_merge(parts, dtype, wants_logsumexp)
-    total = torch.logsumexp(torch.stack([one for _, one in parts]), 0) if wants_logsumexp else its_logsumexp
+    outs, logsumexps = zip(*parts, strict=True)
+    total = torch.logsumexp(torch.stack(logsumexps), 0) if wants_logsumexp else its_logsumexp
     if len(others) == 1 and first.dtype == others[0][0].dtype == dtype:
         share = others[0][1] - its_logsumexp
         share = torch.sigmoid(share, out=torch.empty_like(share, dtype=dtype))
         return torch.lerp(first, others[0][0], share[..., None]), total
-    return merge(parts), total
+    shares = torch.softmax(torch.stack(logsumexps), 0)
+    return (torch.stack(outs) * shares[..., None]).sum(0), total
 
 
 def _launch_merge(parts: Sequence[tuple[Tensor, Tensor]], dtype: torch.dtype, logsumexp: bool) -> tuple[Tensor, Tensor]:
-    """As `_merged`, by the Triton kernel, in the memory layout of torch's attention."""
+    """As `merged`, by the Triton kernel, in the memory layout of torch's attention."""
     batch, kv_heads, group, queries, width = parts[0][0].shape
     outs = tuple(out if out.stride(4) == 1 else out.contiguous() for out, _ in parts)
     logsumexps = tuple(logsumexp for _, logsumexp in parts)
@@ -80,14 +76,9 @@ def _merge_constants(width: int, parts: int, logsumexp: bool) -> Mapping[str, An
     return {**sizes, "PARTS": parts, "LOGSUMEXP": logsumexp, **options}
 
 
-def _merges_by_triton(out: Tensor, dtype: torch.dtype) -> bool:
-    """Whether the device of a part can run `merge_parts` with results of a dtype."""
-    return runs_triton(out.device) and _has_merge_parts(out.device, dtype, out.shape[-1])
-
-
 @functools.lru_cache(maxsize=64)
 def _has_merge_parts(device: torch.device, dtype: torch.dtype, width: int) -> bool:
-    # The kernel is compiled, not launched.
+    """Whether a device can run `merge_parts` with results of a dtype. The kernel is compiled, not launched."""
     out, logsumexp = (torch.empty(1, dtype=kind, device=device) for kind in (dtype, torch.float32))
     arguments = (out, out), (logsumexp, logsumexp), (16,) * 16, out, logsumexp, 16, 16, 16, 16
     return MERGE_PARTS.obstacle(device, (1,), arguments, _merge_constants(width, 2, False)) is None

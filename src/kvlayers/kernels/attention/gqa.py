@@ -184,13 +184,13 @@ def marked_for_sdpa(keys: Tensor, values: Tensor, queries: int) -> tuple[Tensor,
         values: the values of the same tokens.
         queries: new tokens of each sequence.
     """
-    # First, because a tracer would specialize a program on the sizes that are compared.
-    if torch.compiler.is_compiling() or type(keys) is not Tensor:
+    # Asked first, because a tracer would specialize a program on the sizes that are compared.
+    if torch.compiler.is_compiling() or type(keys) is not Tensor or not marking_pays(keys, queries):
         return keys, values
-    if queries == 1:
-        return marked_for_one_query(keys, values) if keys.shape[2] >= first_grouped_length(keys) else (keys, values)
-    if not marking_pays(keys, queries):
-        return keys, values
+    return marked_for_one_query(keys, values) if queries == 1 else _shared(keys, values)
+
+
+def _shared(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     return keys.as_subclass(SharedStates), values.as_subclass(SharedStates)
 
 
@@ -207,7 +207,7 @@ def marked_for_one_query(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     """As `marked_for_sdpa`, of at least `first_grouped_length` tokens, for one new token of each sequence."""
     if keys.is_cpu:
         return keys.as_subclass(GroupedKeys), values
-    return keys.as_subclass(SharedStates), values.as_subclass(SharedStates)
+    return _shared(keys, values)
 
 
 def first_grouped_length(keys: Tensor) -> int:
@@ -272,7 +272,7 @@ def attend(
                 rows = query.expand(-1, -1, 2, -1)
                 return scaled_dot_product_attention(rows, keys, values, scale=scale)[:, :, :1]
             if group > 1 and (attn_mask is None or (attn_mask.dim() == 4 and attn_mask.size(1) in (1, query.size(1)))):
-                return _attend_grouped(query, keys, values, group, attn_mask, scale)
+                return dense_kernels.attend_grouped(query, keys, values, attn_mask, scale)
     key, value = _written_out(key), _written_out(value)
     return scaled_dot_product_attention(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
@@ -285,27 +285,6 @@ def _group_of_one_query(query: torch.Size, key: torch.Size, value: torch.Size) -
         return 0
     group, rest = divmod(query[1], key[1])
     return 0 if rest else group
-
-
-def _attend_grouped(
-    query: Tensor, key: Tensor, value: Tensor, group: int, mask: Tensor | None, scale: float | None
-) -> Tensor:
-    """Attention of one query token per sequence, with the query heads of a group as rows of one product.
-
-    Args:
-        query: `[batch, kv_heads * group, 1, head_dim]`.
-        key: `[batch, kv_heads, tokens, head_dim]`.
-        value: `[batch, kv_heads, tokens, value_head_dim]`.
-        group: query heads that share a KV head.
-        mask: `[1 or batch, 1 or heads, 1, tokens]`, or `None`.
-        scale: factor of the scores, `1 / sqrt(head_dim)` if `None`.
-    """
-    batch, kv_heads, _, head_dim = key.size()
-    if mask is not None and mask.size(1) > 1:
-        mask = mask.reshape(mask.size(0), kv_heads, group, mask.size(3))
-    rows = query.reshape(batch, kv_heads, group, head_dim)
-    attended = scaled_dot_product_attention(rows, key, value, attn_mask=mask, scale=scale)
-    return attended.reshape(batch, kv_heads * group, 1, value.size(3))
 
 
 GroupedKeys.implementations = {scaled_dot_product_attention: attend}

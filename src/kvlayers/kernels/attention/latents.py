@@ -17,7 +17,7 @@ from torch.nn import Parameter
 from torch.nn.functional import linear, scaled_dot_product_attention
 from typing_extensions import override
 
-from kvlayers.kernels.attention import absorption
+from kvlayers.kernels.attention import absorption, dense_kernels
 from kvlayers.kernels.attention.absorption import HeadWeights, Projection
 from kvlayers.kernels.attention.packed_ops import packed_like, snapshot_of
 from kvlayers.kernels.attention.packed_tensor import PackedStates, Snapshot
@@ -54,11 +54,9 @@ class DeferredStates(StateTensor):
     outline: Tensor
 
     @classmethod
-    def of(cls, memory: "Projection | NewKeys", view: Tensor) -> "DeferredStates":
-        """The view of a tensor."""
-        states: DeferredStates = torch.Tensor._make_wrapper_subclass(
-            cls, view.shape, dtype=view.dtype, device=memory.device
-        )
+    def of(cls, memory: "Projection | NewKeys", view: Tensor, device: torch.device) -> "DeferredStates":
+        """The view of a tensor on a device."""
+        states: DeferredStates = torch.Tensor._make_wrapper_subclass(cls, view.shape, dtype=view.dtype, device=device)
         states.memory, states.outline = memory, view
         return states
 
@@ -145,7 +143,8 @@ def heads_of(states: DeferredStates) -> HeadWeights | None:
         or not _is_at(view, first, (batch, heads, tokens, channels), strides)
     ):
         return None
-    return HeadWeights(projection, heads, first, first + channels)
+    whole = projection.weight
+    return HeadWeights(projection, whole.view(heads, -1, whole.shape[1])[:, first : first + channels])
 
 
 _of_deferred = implements(DeferredStates.implementations)
@@ -162,8 +161,8 @@ def _viewing(func: Callable[..., Any]) -> Callable[..., Any]:
         except (RuntimeError, TypeError, IndexError):
             return COMPUTED
         if isinstance(views, Tensor):
-            return DeferredStates.of(states.memory, views)
-        return tuple(DeferredStates.of(states.memory, view) for view in views)
+            return DeferredStates.of(states.memory, views, states.device)
+        return tuple(DeferredStates.of(states.memory, view, states.device) for view in views)
 
     return viewed
 
@@ -187,7 +186,7 @@ def _new_empty(states: Any, *sizes: Any, **options: Any) -> Any:
     if options or len(shape) != 4 or shape[:3] != tuple(states.shape[:3]):
         return COMPUTED
     whole = torch.empty(shape, dtype=states.outline.dtype, device="meta")
-    return DeferredStates.of(NewKeys(whole, states.memory.device), whole)
+    return DeferredStates.of(NewKeys(whole, states.device), whole, states.device)
 
 
 @_of_deferred(Tensor.copy_)
@@ -195,13 +194,11 @@ def _write(keys: Any, states: Any, **options: Any) -> Any:
     memory = keys.memory if isinstance(keys, DeferredStates) else None
     if options or not isinstance(memory, NewKeys) or memory.computed is not None:
         return COMPUTED
-    if states.shape != keys.shape or states.dtype != keys.dtype:
-        return COMPUTED
     # Neither changes until attention reads it: the expansion is not computed yet, and packed states are read-only.
     expansion = states.memory if isinstance(states, DeferredStates) else None
     is_expansion = isinstance(expansion, Projection) and expansion.product is None
     is_rotated = isinstance(states, PackedStates) and states.side == "values" and not states.view_taken.swapped
-    if not is_expansion and not is_rotated:
+    if not (is_expansion or is_rotated) or states.shape != keys.shape or states.dtype != keys.dtype:
         return COMPUTED
     memory.parts.append((keys.outline, states))
     return keys
@@ -222,18 +219,15 @@ def _attention(
         return COMPUTED
     keys = key.memory.weights(key.outline) if isinstance(key.memory, NewKeys) else None
     values = heads_of(value)
-    if keys is None or values is None or values.projection is not keys.projection:
-        return COMPUTED
-    if not _fits(query, key) or query.shape[3] != key.shape[3]:
-        return COMPUTED
-    if attn_mask is not None and (
-        is_causal
-        or attn_mask.dtype not in (torch.bool, torch.float32, query.dtype)
-        or attn_mask.device != query.device
-        or _needs_gradients(attn_mask)
+    if (
+        keys is None
+        or values is None
+        or values.projection is not keys.projection
+        or not _fits(query, key)
+        or query.shape[3] != key.shape[3]
+        or (attn_mask is not None and (is_causal or not dense_kernels.is_mask_of(attn_mask, query, key)))
+        or not absorption.pays(query.shape[2], keys, values)
     ):
-        return COMPUTED
-    if not absorption.pays(query.shape[2], keys, values, key.shape[3] - keys.stop + keys.first):
         return COMPUTED
     return absorption.attend(query, keys, values, attn_mask, is_causal, scale)
 
@@ -245,7 +239,7 @@ def _product(left: Any, right: Any) -> Any:
         return COMPUTED
     memory = right.memory
     weights = memory.weights(right.outline.transpose(2, 3)) if isinstance(memory, NewKeys) else heads_of(right)
-    if weights is None or not absorption.pays_in_product(left.shape[2], weights):
+    if weights is None or not absorption.pays(left.shape[2], weights):
         return COMPUTED
     return (absorption.scores if isinstance(memory, NewKeys) else absorption.combine)(left, weights)
 
@@ -258,13 +252,9 @@ def _fits(query: Any, states: Any) -> bool:
         and query.shape[:2] == states.shape[:2]
         and query.dtype == states.dtype
         and query.device == states.device
-        and not _needs_gradients(query)
+        and not (torch.is_grad_enabled() and query.requires_grad)
         and not is_changed_by_torch(query)
     )
-
-
-def _needs_gradients(states: Tensor) -> bool:
-    return torch.is_grad_enabled() and states.requires_grad
 
 
 @sent_by_value
@@ -273,6 +263,8 @@ class LatentStates(PackedStates):
 
     To every other function they are the states of a cache.
     """
+
+    implementations: ClassVar[Implementations] = dict(PackedStates.implementations)
 
     @staticmethod
     def __new__(cls: type["LatentStates"], snapshot: Snapshot, shape: Sequence[int]) -> "LatentStates":
@@ -284,32 +276,18 @@ class LatentStates(PackedStates):
     def viewed(self, shape: Sequence[int], view: StateView) -> HeldStates:
         return PackedStates(self.snapshot, "keys", shape, view)
 
-    @classmethod
-    @override
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        if func is not linear or torch.compiler.is_dynamo_compiling():
-            return super().__torch_function__(func, types, args, kwargs)
-        # Other kinds of tensors, such as quantized weights, have their own linear layers.
-        return _linear(*args, **(kwargs or {}))
 
-
-def _linear(states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    if not isinstance(states, LatentStates):
-        dense = [tensor.dense() if isinstance(tensor, LatentStates) else tensor for tensor in (weight, bias)]
-        return linear(states, *dense)  # type: ignore[arg-type]
-    snapshot = states.snapshot
-    is_plain = type(weight) in (Tensor, Parameter) and weight.dtype == states.dtype and weight.is_contiguous()
-    follows = snapshot.follows_gradients or (torch.is_grad_enabled() and weight.requires_grad)
-    if bias is None and is_plain and not follows and not is_changed_by_torch(states) and weight.device == states.device:
-        view = torch.empty((*states.shape[:3], weight.shape[0]), dtype=weight.dtype, device="meta")
-        return DeferredStates.of(Projection(snapshot, weight, view), view)
-    return linear(snapshot.read().dense("keys", snapshot.dtype), weight, bias)
+@implements(LatentStates.implementations)(linear)
+def _linear(states: Any, weight: Any, bias: Tensor | None = None) -> Tensor | str:
+    # Other kinds of tensors, such as quantized weights, have their own linear layers.
+    if not isinstance(states, LatentStates) or bias is not None or type(weight) not in (Tensor, Parameter):
+        return COMPUTED
+    follows = states.snapshot.follows_gradients or (torch.is_grad_enabled() and weight.requires_grad)
+    is_alike = weight.dtype == states.dtype and weight.device == states.device and weight.is_contiguous()
+    if follows or not is_alike or is_changed_by_torch(states):
+        return COMPUTED
+    view = torch.empty((*states.shape[:3], weight.shape[0]), dtype=weight.dtype, device="meta")
+    return DeferredStates.of(Projection(states.snapshot, weight, view), view, weight.device)
 
 
 def as_latents(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:

@@ -108,7 +108,7 @@ def _attention(
     snapshot: Snapshot = key.snapshot  # type: ignore[attr-defined]
     if snapshot.observe is not None:
         snapshot.observe(query)
-    segments = snapshot.read_for(query, attn_mask)
+    segments = snapshot.read(query, attn_mask)
     only = segments.only_dense
     if only is not None:
         return attend_dense(query, only.keys, only.values, attn_mask, is_causal, scale)
@@ -188,7 +188,7 @@ def _product(left: Tensor, right: Tensor) -> Tensor | str:
     is_of_queries = right.side == "keys" and right.view_taken.swapped
     if is_of_queries:
         _show(left, right)
-    segments = right.snapshot.read_for(left) if is_of_queries else right.snapshot.read()
+    segments = right.snapshot.read(left if is_of_queries else None)
     if _needs_gradients(segments, left):
         return NEEDS_GRADIENTS
     if is_of_queries:

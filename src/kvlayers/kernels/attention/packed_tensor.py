@@ -92,34 +92,23 @@ class Snapshot:
     def __post_init__(self) -> None:
         self.version.newest = weakref.ref(self)
 
-    def read(self) -> KVSegments:
-        """The segments.
+    def read(self, query: Tensor | None = None, mask: Tensor | None = None) -> KVSegments:
+        """The segments, or those that queries attend to.
+
+        Args:
+            query: `[batch, heads, queries, head_dim]`; `None` for all segments.
+            mask: mask of all tokens, broadcast to `[batch, heads, queries, tokens]`; `None` if it is not known yet.
 
         Raises:
             StaleStatesError: the cache has changed since.
         """
-        segments = self._unchanged()
-        return segments if self.bring is None else self.bring(segments)
-
-    def read_for(self, query: Tensor, mask: Tensor | None = None) -> KVSegments:
-        """The segments that queries attend to; raises as `read`.
-
-        Args:
-            query: `[batch, heads, queries, head_dim]`.
-            mask: mask of all tokens, broadcast to `[batch, heads, queries, tokens]`; `None` if it is not known yet.
-        """
-        segments = self._unchanged()
-        if self.choose is not None:
-            segments = self.choose(query, segments, mask)
-        return segments if self.bring is None else self.bring(segments)
-
-    def _unchanged(self) -> KVSegments:
         if self.version.number != self.version_number:
             raise StaleStatesError(
                 "These states are stale: the cache has been updated, cropped or reordered since it returned them. Read "
                 "states before the cache changes, clone() what is needed longer, or fork() the cache."
             )
-        return self.segments
+        chosen = self.segments if query is None or self.choose is None else self.choose(query, self.segments, mask)
+        return chosen if self.bring is None else self.bring(chosen)
 
     def dense(self, side: Side) -> Tensor:
         """All keys, or values, in full precision, `[batch, kv_heads, tokens, head_dim]`; raises as `read`."""
@@ -163,7 +152,7 @@ def attend_packed(
         snapshot = _newest(number, version, tokens)
         if is_causal:
             mask = torch.ones(query.shape[2], tokens, dtype=torch.bool, device=query.device).tril()
-        return dispatch.attend(query, snapshot.read_for(query, mask), mask, scale, snapshot.paths).contiguous()
+        return dispatch.attend(query, snapshot.read(query, mask), mask, scale, snapshot.paths).contiguous()
 
 
 @attend_packed.register_fake

@@ -149,13 +149,10 @@ class RowColumns:
         return min(self.lengths) == self.tokens
 
     @functools.cached_property
-    def _padding(self) -> Tensor:
-        return torch.tensor([self.tokens - length for length in self.lengths], device=self.device)[:, None]
-
-    @functools.cached_property
     def _columns(self) -> tuple[Tensor, Tensor]:
         """For each column of a row the column of a mask, and whether it is a token, both `[batch, 1, 1, tokens]`."""
-        columns = torch.arange(self.tokens, device=self.device) + self._padding
+        padding = torch.tensor([self.tokens - length for length in self.lengths], device=self.device)
+        columns = torch.arange(self.tokens, device=self.device) + padding[:, None]
         is_token = columns < self.tokens
         return columns.clamp(max=self.tokens - 1)[:, None, None], is_token[:, None, None]
 

@@ -2,7 +2,7 @@
 
 import functools
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -24,20 +24,20 @@ class SegmentRows:
     Args:
         sequences: how many sequences the segment has.
         rows: int64 `[batch]` on an accelerator, where nobody reads it, or a tuple if the host knows them.
+
+    Attributes:
+        sequences: how many sequences the segment has.
+        known: the rows, `None` if only an accelerator knows them.
     """
 
     def __init__(self, sequences: int, rows: tuple[int, ...] | Tensor) -> None:
         self.sequences = sequences
         self._rows = rows
+        self.known = None if isinstance(rows, Tensor) else rows
         self._on_devices: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def __len__(self) -> int:
         return len(self._rows)
-
-    @functools.cached_property
-    def known(self) -> tuple[int, ...] | None:
-        """The rows, `None` if only an accelerator knows them."""
-        return None if isinstance(self._rows, Tensor) else self._rows
 
     @functools.cached_property
     def are_even(self) -> bool:
@@ -104,6 +104,12 @@ class KernelCache(dict[str, Any]):
     A copy of the segment has other addresses, so the cache of a copy is empty.
     """
 
+    def kept(self, name: str, make: Callable[[], Any]) -> Any:
+        """What is kept for a kernel. It is made if there is nothing."""
+        if name not in self:
+            self[name] = make()
+        return self[name]
+
     def __deepcopy__(self, memo: dict[int, Any]) -> "KernelCache":
         return KernelCache()
 
@@ -132,6 +138,7 @@ class DenseSegment:
         value_slots: the slots that hold the values.
         rows: which sequence of the segment each sequence of the batch reads; `None` if each reads its own.
         start: first slot of the segment.
+        tokens: how many slots it has.
         smoothing: keys in full precision were not smoothed.
         kernel_cache: what kernels have prepared for the segment.
     """
@@ -148,7 +155,7 @@ class DenseSegment:
         self.key_slots = key_slots
         self.value_slots = value_slots
         self.rows = rows
-        self.start = 0 if slots is None else slots[0]
+        self.start, self.tokens = (0, key_slots.shape[2]) if slots is None else slots
         self.kernel_cache = KernelCache()
         self._slots = slots
         self._states = (key_slots, value_slots) if slots is None else None
@@ -157,11 +164,6 @@ class DenseSegment:
     def source(self) -> "DenseSegment":
         """The segment that holds the states."""
         return self
-
-    @property
-    def tokens(self) -> int:
-        """Tokens in the segment."""
-        return int(self.key_slots.shape[2]) if self._slots is None else self._slots[1]
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor]:
@@ -181,11 +183,6 @@ class DenseSegment:
     def values(self) -> Tensor:
         """The values, `[batch, kv_heads, tokens, value_head_dim]`."""
         return self.tensors[1]
-
-    @property
-    def requires_grad(self) -> bool:
-        """Whether autograd follows the keys or the values."""
-        return self.key_slots.requires_grad or self.value_slots.requires_grad
 
     @property
     def batch(self) -> int:

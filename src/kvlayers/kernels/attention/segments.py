@@ -6,6 +6,7 @@ Of a gathered segment each KV head attends to its own tokens.
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -76,8 +77,11 @@ class GatheredSegment:
         columns: column of the first token of each piece, int64 `[batch, kv_heads, pieces]`. A mask has `width` columns
             for the segment, and a column that no piece covers stands for no token.
         width: columns of the segment.
+        rows: `None`, as each sequence of the batch has its own pieces.
         kernel_cache: as `DenseSegment.kernel_cache`.
     """
+
+    rows: ClassVar[SegmentRows | None] = None
 
     source: DenseSegment | PackedSegment
     starts: Tensor
@@ -90,11 +94,6 @@ class GatheredSegment:
     def tokens(self) -> int:
         """Columns of the segment, which is what a mask and a score count."""
         return self.width
-
-    @property
-    def rows(self) -> SegmentRows | None:
-        """`None`: each sequence of the batch has its own pieces."""
-        return None
 
     @property
     def batch(self) -> int:
@@ -277,7 +276,12 @@ class KVSegments:
     def requires_grad(self) -> bool:
         """Whether autograd follows states in full precision. Codes it never follows."""
         sources = (segment.source for segment in self.in_order)
-        return any(source.requires_grad for source in sources if isinstance(source, DenseSegment))
+        return any(
+            states.requires_grad
+            for source in sources
+            if isinstance(source, DenseSegment)
+            for states in (source.key_slots, source.value_slots)
+        )
 
     def in_full_precision(self, dtype: torch.dtype) -> tuple["KVSegments", Tensor | None]:
         """The tokens as dense segments, and which of them each KV head has, bool `[batch, kv_heads, tokens]`.

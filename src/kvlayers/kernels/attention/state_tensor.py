@@ -263,7 +263,6 @@ class HeldStates(StateTensor):
 # repeats KV heads for the query heads that share them.
 
 UNKNOWN_VIEW = "attention takes no such view of keys or values"
-CONVERTED = "they are converted"
 
 _WHOLE = slice(None)
 _WITH_AN_AXIS_FOR_COPIES = ((_WHOLE, _WHOLE, None, _WHOLE, _WHOLE), (_WHOLE, _WHOLE, None))
@@ -328,7 +327,7 @@ def _repeated(states: Any, repeats: Any, dim: int | None = None, **options: Any)
 def unchanged(states: Any, *args: Any, **kwargs: Any) -> Tensor | str:
     """The states, if they are asked for in the dtype and on the device that they have."""
     is_same = isinstance(states, StateTensor) and {*args, *kwargs.values()} <= {states.dtype, states.device}
-    return states if is_same else CONVERTED
+    return states if is_same else "they are converted"
 
 
 def sizes_of(sizes: tuple[Any, ...]) -> tuple[int, ...]:

@@ -259,8 +259,7 @@ def attend(query: Tensor, segments: KVSegments, mask: Tensor | None, scale: floa
     """Softmax attention; arguments and result are those of `slabs.attend`. States have the dtype of the query."""
     if mask is not None and mask.dtype != torch.bool:
         mask = mask.float()
-    count = len(segments.in_order)
-    query, out, numbers = _called(query, segments.kv_heads, segments.head_dims, count, scale, mask)
+    query, out, numbers = _called(query, segments.kv_heads, segments.head_dims, len(segments.in_order), scale, mask)
     _loaded().kvlayers_attend(numbers, *of_segments(segments, query.device))
     return out
 
@@ -268,8 +267,7 @@ def attend(query: Tensor, segments: KVSegments, mask: Tensor | None, scale: floa
 def attend_many(query: Tensor, segments: KVSegments, mask: Tensor | None, scale: float) -> Tensor:
     """As `attend`, of many queries by `MANY`, which reads states in full precision: what is packed is unpacked once."""
     dense, held = segments.in_full_precision(query.dtype)
-    count = len(dense.in_order)
-    query, out, numbers = _called(query, dense.kv_heads, dense.head_dims, count, scale, mask)
+    query, out, numbers = _called(query, dense.kv_heads, dense.head_dims, len(dense.in_order), scale, mask)
     address = None if held is None else ctypes.c_void_p(held.data_ptr())
     described = of_segments(dense, query.device)
     _loaded(MANY).kvlayers_attend_many(numbers, *described, ctypes.c_int64(False), address)

@@ -83,7 +83,7 @@ class Read(NamedTuple):
         rows: which sequence of the segments each sequence reads, `None` if `readers` says it.
         tables: which pieces each kv head reads, `None` if it reads all blocks.
         dense: arguments of at most two dense segments.
-        smoothing: how the keys of its blocks were smoothed, `None` if they were not.
+        smoothing: how the keys of its blocks were smoothed.
     """
 
     plan: SegmentPlan
@@ -93,7 +93,7 @@ class Read(NamedTuple):
     rows: SegmentRows | None
     tables: TableArguments | None
     dense: list[DenseArguments]
-    smoothing: KeySmoothing | None = None
+    smoothing: KeySmoothing = KeySmoothing()
 
 
 def reads_of(segments: KVSegments) -> list[Read] | str:
@@ -101,9 +101,7 @@ def reads_of(segments: KVSegments) -> list[Read] | str:
 
     Launches that read packed segments are in front, and one of these is first.
     """
-    reads: list[Read] | str | None = segments.kernel_cache.get("triton")
-    if reads is None:
-        reads = segments.kernel_cache["triton"] = _reads_of(segments)
+    reads: list[Read] | str = segments.kernel_cache.kept("triton", lambda: _reads_of(segments))
     return reads
 
 
@@ -120,12 +118,14 @@ def _reads_of(segments: KVSegments) -> list[Read] | str:
         plan = plan_of(source)
         if isinstance(plan, str):
             return plan
+        smoothing = source.smoothing or KeySmoothing()
         if isinstance(segment, GatheredSegment):
             # Each sequence reads its own pieces, so several are not rows of one product even if they share a source.
             pieces = segment.starts.shape[2] if source.tokens else 0
-            read = Read(plan, pieces, column, 1, source.rows, _tables_of(segment), [], source.smoothing)
+            tables = segment.kernel_cache.kept("triton", functools.partial(TableArguments, segment))
+            read = Read(plan, pieces, column, 1, source.rows, tables, [], smoothing)
         else:
-            read = Read(plan, plan.blocks, column, *_readers(segment.rows), None, [], source.smoothing)
+            read = Read(plan, plan.blocks, column, *_readers(segment.rows), None, [], smoothing)
         (packed if isinstance(source, PackedSegment) else gathered).append(read)
     reads = packed + gathered
     if not reads:
@@ -166,13 +166,6 @@ def _readers(rows: SegmentRows | None) -> tuple[int, SegmentRows | None]:
     return 1, rows
 
 
-def _tables_of(segment: GatheredSegment) -> TableArguments:
-    tables: TableArguments | None = segment.kernel_cache.get("triton")
-    if tables is None:
-        tables = segment.kernel_cache["triton"] = TableArguments(segment)
-    return tables
-
-
 def kind_of(mask: Tensor | None) -> int:
     """The kind of a mask."""
     return NO_MASK if mask is None else BOOL_MASK if mask.dtype == torch.bool else ADDED_MASK
@@ -180,7 +173,7 @@ def kind_of(mask: Tensor | None) -> int:
 
 def variant_of(read: Read, heads: int, q_tokens: int, mask: int) -> Variant:
     """The kernel of a launch, for numbers of query heads and queries, and a kind of mask."""
-    kind, smoothing = read.plan.kind, read.smoothing or KeySmoothing()
+    kind, smoothing = read.plan.kind, read.smoothing
     groups = heads // kind.kv_heads
     return variant_for(
         kind,
@@ -262,7 +255,8 @@ def split_call(
             entries,
             partials,
             query if read.rows is None else read.rows.on(kind.device)[0],
-            *_vectors_of(read, query),
+            # Any pointer stands for what is never read.
+            *(query if vectors is None else vectors for vectors in (read.smoothing.factor, read.smoothing.mean)),
             query.stride(),
             of_read.strides,
             strides_a,
@@ -287,7 +281,7 @@ def split_call(
             scale * _LOG2_E,
         )
         dense_place += grid[0] - in_blocks
-        if variant.constants is None:
+        if not variant.is_fitted:
             variant.fit(kind.device, grid, arguments)
         launches.append((variant, grid, arguments))
 
@@ -296,8 +290,8 @@ def split_call(
         out = query.new_empty((batch, q_tokens, heads, kind.values.head_dim), dtype=dtype)
         if out.numel():
             for variant, grid, arguments in launches:
-                ATTEND_SPLIT.launch(kind.device, grid, arguments, variant.constants or {})
-            constants = merge_constants(kind, heads, any(read.tables is not None for read in reads))
+                ATTEND_SPLIT.launch(kind.device, grid, arguments, variant.constants)
+            constants = merge_constants(kind.device, kind.values, heads, any(read.tables is not None for read in reads))
             merged = partials, out, packed_splits, splits, q_tokens
             MERGE_SPLITS.launch(kind.device, (results,), merged, constants)
         return out.transpose(1, 2)
@@ -316,15 +310,6 @@ def _table_pointers(read: Read, mask: int) -> tuple[Tensor, Tensor, Tensor]:
     return counts, counts if mask == NO_MASK else read.tables.columns, read.tables.pieces
 
 
-def _vectors_of(read: Read, query: Tensor) -> tuple[Tensor, Tensor]:
-    """The factors and the means of packed keys. Any pointer stands for what is never read."""
-    smoothing = read.smoothing
-    if smoothing is None:
-        return query, query
-    factor, mean = smoothing.factor, smoothing.mean
-    return query if factor is None else factor, query if mean is None else mean
-
-
 def _divided(
     read: Read, batch: int, heads: int, q_tokens: int, rows: int
 ) -> tuple[tuple[int, int, int], int, int, int, int]:
@@ -341,7 +326,10 @@ def _divided(
     tiles = -(-heads // kind.kv_heads * q_tokens * read.readers // rows)
     for _, _, _, tokens, _ in read.dense:
         blocks = max(blocks, -(-tokens // kind.block_tokens))
-    per_split = kind.blocks_per_split(blocks, max(1, kv_heads * tiles))
+    # So many that all multiprocessors are busy.
+    wanted = -(-kind.facts.multiprocessors * kind.launch.programs // max(1, kv_heads * tiles))
+    splits = min(wanted, -(-blocks // kind.launch.minimum_blocks))
+    per_split = max(1, -(-blocks // max(1, splits)))
     tokens_per_split = max(DENSE_TOKENS, per_split * kind.block_tokens)
     in_blocks = splits = -(-read.blocks // per_split)
     of_a = 0

@@ -10,7 +10,6 @@ from torch import Tensor
 from kvlayers.kernels.attention.cuda.specs import (
     BOOL_MASK,
     dense_side_spec,
-    merge_spec,
     side_spec,
     warps_of_program,
 )
@@ -54,6 +53,7 @@ _FLOAT16_BOOSTS = {2: 1.0, 4: 4.0, 8: 64.0}
 A scale is at most the range of float16 divided by the largest code, so it stays finite.
 """
 
+_SPLITS_MERGED_AT_ONCE = 16
 _DENSE_BYTES = 8192
 """Bytes of the keys in full precision that a program reads at once: more would not fit into registers."""
 
@@ -70,33 +70,33 @@ class Variant:
     Attributes:
         rows: rows of queries that a program takes.
         wide_mask: whether it needs bool masks in numbers of two bytes.
-        constants: its compile-time constants; `None` until `fit`.
+        constants: its compile-time constants.
+        is_fitted: whether `fit` has found out how many stages it has.
         obstacle: why it cannot be launched, `None` if it can.
         compared: whether a result of it has been compared with that of torch.
     """
 
-    __slots__ = ("_options", "_spec", "compared", "constants", "obstacle", "rows", "wide_mask")
+    __slots__ = ("compared", "constants", "is_fitted", "obstacle", "rows", "wide_mask")
 
     def __init__(self, spec: Constants, launch: Launch, dtype: torch.dtype) -> None:
-        self._spec, self.rows = spec, spec.rows
+        self.rows: int = spec.rows
         # Triton lays out the operands of products by the narrowest number that goes into them, halved by a join: with a
         # byte, a thread would hold more tokens than a part has, and count each of them twice.
         self.wide_mask = spec.joined and spec.mask == BOOL_MASK
-        warps = warps_of_program(spec, dtype)
         # Fused multiply-add is not the default of every version of triton.
-        self._options = {"num_warps": warps, "num_stages": launch.stages, "enable_fp_fusion": True}
-        self.constants: KeptConstants | None = None
+        self.constants = KeptConstants(
+            SPEC=spec, num_warps=warps_of_program(spec, dtype), num_stages=launch.stages, enable_fp_fusion=True
+        )
         self.obstacle: str | None = None
-        self.compared = False
+        self.is_fitted = self.compared = False
 
     def fit(self, device: torch.device, grid: tuple[int, ...], arguments: tuple[Any, ...]) -> None:
         """Find out with how many stages the device has enough shared memory. This compiles the kernel."""
-        constants = KeptConstants(SPEC=self._spec, **self._options)
-        self.obstacle = ATTEND_SPLIT.obstacle(device, grid, arguments, constants)
-        while self.obstacle is not None and constants["num_stages"] > 1:
-            constants["num_stages"] -= 1
-            self.obstacle = ATTEND_SPLIT.obstacle(device, grid, arguments, constants)
-        self.constants = constants
+        self.obstacle = ATTEND_SPLIT.obstacle(device, grid, arguments, self.constants)
+        while self.obstacle is not None and self.constants["num_stages"] > 1:
+            self.constants["num_stages"] -= 1
+            self.obstacle = ATTEND_SPLIT.obstacle(device, grid, arguments, self.constants)
+        self.is_fitted = True
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,12 +128,6 @@ class SegmentKind:
     first: bool
     ends: bool
     launch: Launch
-
-    def blocks_per_split(self, blocks: int, programs_of_a_split: int) -> int:
-        """Blocks of a split among so many, so that all multiprocessors are busy."""
-        wanted = -(-self.facts.multiprocessors * self.launch.programs // programs_of_a_split)
-        splits = min(wanted, -(-blocks // self.launch.minimum_blocks))
-        return max(1, -(-blocks // max(1, splits)))
 
 
 segment_kind = functools.lru_cache(maxsize=256)(SegmentKind)
@@ -218,9 +212,27 @@ def variant_for(
 
 
 @functools.lru_cache(maxsize=1024)
-def merge_constants(kind: SegmentKind, heads: int, gaps: bool) -> KeptConstants:
-    """The constants of the merge kernel for a number of query heads; see `merge_spec`."""
-    return KeptConstants(SPEC=merge_spec(heads, kind.values, gaps), num_warps=4, enable_fp_fusion=True)
+def merge_constants(device: torch.device, values: Constants, heads: int, gaps: bool) -> KeptConstants:
+    """The constants of the merge kernel on a device.
+
+    It is compiled for:
+
+    - heads: query heads.
+    - head_dim: channels of a value.
+    - channels: the same, padded to a power of two.
+    - rotation: binary logarithm of the channels that a Hadamard matrix has mixed in packed values, or 0.
+    - at_once: splits that are read at once.
+    - gaps: whether there may be splits without tokens, which have stored no sums.
+    """
+    spec = Constants(
+        heads=heads,
+        head_dim=values.head_dim,
+        channels=power_of_two(values.head_dim),
+        rotation=values.rotation,
+        at_once=_SPLITS_MERGED_AT_ONCE,
+        gaps=gaps,
+    )
+    return KeptConstants(SPEC=spec, num_warps=4, enable_fp_fusion=True)
 
 
 @dataclass(eq=False)
@@ -259,10 +271,9 @@ class SegmentPlan:
 def plan_of(segment: PackedSegment | DenseSegment) -> SegmentPlan | str:
     """The plan of a segment, made once for as long as it does not change, or why the kernel cannot take it."""
     # Not with the segment itself: it holds the plan, and the two would outlive each other on the GPU.
-    plan: SegmentPlan | str | None = segment.kernel_cache.get("triton")
-    if plan is None:
-        plan = _of_packed(segment) if isinstance(segment, PackedSegment) else _of_dense(segment)
-        segment.kernel_cache["triton"] = plan
+    plan: SegmentPlan | str = segment.kernel_cache.kept(
+        "triton", lambda: _of_packed(segment) if isinstance(segment, PackedSegment) else _of_dense(segment)
+    )
     return plan
 
 

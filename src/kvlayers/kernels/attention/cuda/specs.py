@@ -117,7 +117,6 @@ NO_MASK, BOOL_MASK, ADDED_MASK = 0, 1, 2
 
 _TENSOR_CORE_ROWS = 16
 _MAXIMUM_SUMS = 8
-_SPLITS_MERGED_AT_ONCE = 16
 
 
 @functools.cache
@@ -197,28 +196,6 @@ def _fold_of_values(head_dim: int, group: int, size: int, bits: int) -> tuple[bo
     if size % group == 0 and group % 2 == 0 and chunks * 16 // bits <= _MAXIMUM_SUMS:
         return True, chunks
     return False, 1
-
-
-@functools.cache
-def merge_spec(heads: int, values: Constants, gaps: bool) -> Constants:
-    """What `merge_splits` is compiled for, with values that are coded so.
-
-    Returns:
-        heads: query heads.
-        head_dim: channels of a value.
-        channels: the same, padded to a power of two.
-        rotation: binary logarithm of the channels that a Hadamard matrix has mixed in packed values, or 0.
-        at_once: splits that are read at once.
-        gaps: whether there may be splits without tokens, which have stored no sums.
-    """
-    return Constants(
-        heads=heads,
-        head_dim=values.head_dim,
-        channels=power_of_two(values.head_dim),
-        rotation=values.rotation,
-        at_once=_SPLITS_MERGED_AT_ONCE,
-        gaps=gaps,
-    )
 
 
 def rows_of_program(rows: int) -> int:

@@ -70,6 +70,13 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: store().lookup(prompt(1, 4), model=tiny_model("llama")),
         r"`model` must be a string that is not empty, got a LlamaForCausalLM: pass kvlayers.weights_id\(model\)",
     ),
+    "a misspelt option of a saved file": (lambda: kvlayers.save_cache(held(), "x", tokens=3), "mean 'token_ids'"),
+    "a misspelt option of rows": (lambda: kvlayers.Rows(cach=held()), "did you mean 'cache'"),
+    "a misspelt option of documents": (lambda: kvlayers.concatenate([held()], None, recomputed=3), "mean 'recompute'"),
+    "a misspelt option of a look-up": (
+        lambda: store().lookup(prompt(1, 4), confg=config()),
+        r"no option of PrefixStore.lookup\(\): did you mean 'config'",
+    ),
     "bytes without their unit": (lambda: kvlayers.DynamicCache(max_bytes="100"), "with its unit.* got '100'"),
     "a store of bytes without their unit": (lambda: kvlayers.PrefixStore("100"), "with its unit.* got '100'"),
     "a device that is misspelt": (lambda: kvlayers.make_cache("int4", config(), device="cdua"), "pass 'cpu'"),
@@ -164,7 +171,7 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "weights of a config": (lambda: kvlayers.weights_id(config()), "`model` must be a model"),
     "weights of a class": (lambda: kvlayers.weights_id(torch.nn.Linear), "`model` must be a model"),
-    "weights of nothing": (lambda: kvlayers.weights_id(None), "`model` must be a model, got None"),
+    "weights of nothing": (lambda: kvlayers.weights_id(None), "`model` must be a model, got a NoneType"),
     "an exported config": (
         lambda: kvlayers.ExportableDecoder(config(), 8),
         "`model` must be a model, got a LlamaConfig",

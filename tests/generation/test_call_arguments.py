@@ -80,6 +80,8 @@ def test_a_prompt_that_is_none_is_refused(way: str, given: Any, words: str) -> N
         ({"generation_config": IDS}, "`generation_config` must be a GenerationConfig, got a Tensor"),
         ({"max_new_tokens": "2"}, "`max_new_tokens` must be a whole number, got '2'"),
         ({"past_key_values": kvlayers.QuantizedCache}, "or the name of one, got the class QuantizedCache"),
+        ({"max_new_token": 2}, "`max_new_token` is no option of generate.*did you mean 'max_new_tokens'"),
+        ({"temprature": 0.5}, "did you mean 'temperature'"),
         ({"past_key_values": {}}, "or the name of one, got a dict"),
         ({"cache_implementation": kvlayers.DynamicCache}, "got the class DynamicCache"),
         ({"cache_implementation": "int4", "cache_config": "nbits=4"}, "`cache_config` must be a mapping"),

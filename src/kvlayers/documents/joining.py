@@ -22,6 +22,7 @@ from kvlayers.rope.from_config import rotaries
 from kvlayers.rope.rotary import Rotary
 from kvlayers.upstream import cache_argument, model_types
 from kvlayers.upstream.model_layers import layer_specs
+from kvlayers.utils.options import checks_options
 from kvlayers.utils.units import share_of
 
 EVERYTHING = "100%"
@@ -89,6 +90,7 @@ def moved(cache: Cache, to: int, model: Any) -> Cache:
     return found
 
 
+@checks_options
 def concatenate(
     caches: Sequence[Cache],
     model: Any,
@@ -240,8 +242,11 @@ def replace_tokens(
     beginning.crop(first - length)
     if new.shape[1]:
         cache_argument.read_tokens(model, new.to(model.device), beginning)
-    both = (Piece(beginning, 0, middle, 0), Piece(cache, after, length, middle))
-    pieces = [piece for piece in both if piece.begin < piece.stop]
+    pieces = [
+        piece
+        for piece in (Piece(beginning, 0, middle, 0), Piece(cache, after, length, middle))
+        if piece.begin < piece.stop
+    ]
     changed = _joined(pieces, model, middle, amount, tokens).cache if pieces else beginning
     cache.replace_layers(changed.adapted_layers())
     cache.known_ids, cache.origins = changed.known_ids, changed.origins

@@ -107,9 +107,13 @@ def request_of(model: Any, options: Mapping[str, Any] = MappingProxyType({}), **
         options: options of the cache.
         known: what else is known, by the names of `CacheRequest`.
     """
-    devices = layer_devices(model)
     return CacheRequest(
-        model.config, options, device=model_device(model), dtype=model.dtype, layer_devices=devices, **known
+        model.config,
+        options,
+        device=model_device(model),
+        dtype=model.dtype,
+        layer_devices=layer_devices(model),
+        **known,
     )
 
 

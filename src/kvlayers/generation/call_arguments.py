@@ -1,5 +1,6 @@
 """Checks of what a call of `generate()` is given, before transformers looks at it."""
 
+import difflib
 import inspect
 from collections.abc import Mapping
 from typing import Any
@@ -15,6 +16,16 @@ PROMPTS = ("inputs", "input_ids")
 """Names by which `generate()` takes its prompts."""
 
 _SIGNATURE = inspect.signature(GenerationMixin.generate)
+
+_OPTIONS = {
+    "input_ids",
+    "attention_mask",
+    "cache",
+    "past_key_values",
+    *_SIGNATURE.parameters,
+    *vars(GenerationConfig()),
+}
+"""What most calls pass, and what `generate()` takes besides."""
 
 _TOKENIZE = "pass ids as tokenizer(texts, return_tensors='pt') returns them"
 
@@ -80,6 +91,13 @@ def check_call(model: Any, given: Mapping[str, Any]) -> None:
         given: arguments of `generate()` by their names.
     """
     check_generation_config(given.get("generation_config"))
+    for name in given.keys() - _OPTIONS:
+        if (
+            (near := difflib.get_close_matches(name, _OPTIONS, 1, 0.85))
+            and name not in inspect.signature(model.forward).parameters
+            and "custom_generate" not in given
+        ):
+            raise OptionError(f"`{name}` is no option of generate(): did you mean {near[0]!r}?")
     if isinstance(given.get("max_new_tokens"), str):
         raise OptionError(
             f"`max_new_tokens` must be a whole number, got {given['max_new_tokens']!r}: pass one, such as 128."

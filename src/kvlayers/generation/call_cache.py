@@ -599,9 +599,8 @@ def release(model: Any, acquired: list[Acquired]) -> None:
         if sys.getrefcount(cache) > SOLE_REFERENCES:
             # Compiling leaves reference cycles that contain the cache.
             gc.collect()
-        is_unshared = sys.getrefcount(cache) <= SOLE_REFERENCES
         # Some models decode more sequences than requested, for example with guidance, which cannot be foreseen.
-        if is_unshared and cache.batch_size == request.batch_size:
+        if sys.getrefcount(cache) <= SOLE_REFERENCES and cache.batch_size == request.batch_size:
             cache.deactivate_past_recording()
             cache.reset()
             with _lock:

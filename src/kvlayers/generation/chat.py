@@ -328,8 +328,7 @@ def _rolled_back(cache: Cache, length: int) -> int:
 def _common_length(held: list[int], ids: list[int]) -> int:
     """With how many of the held tokens a prompt begins. At least one token is left, for the model to compute."""
     most = min(len(held), len(ids) - 1)
-    pairs = enumerate(zip(held[:most], ids, strict=False))
-    return next((place for place, (seen, new) in pairs if seen != new), most)
+    return next((place for place in range(most) if held[place] != ids[place]), most)
 
 
 def _check_model(model: object) -> None:

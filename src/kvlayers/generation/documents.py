@@ -150,8 +150,10 @@ class DocumentPrompt:
             documents = StoredDocuments(model, active, amount, tokens, are_moved)
             into = call.empty()
             check_into(into, model, documents.layers, 1, tokens - self.question.shape[1], "cache_implementation")
-            texts = (torch.cat([self.beginning, own], dim=1) for own in self.documents)
-            found = [documents.find(ids, call.config.prefill_chunk_size) for ids in texts]
+            found = [
+                documents.find(torch.cat([self.beginning, own], dim=1), call.config.prefill_chunk_size)
+                for own in self.documents
+            ]
         # They know their ids.
         cache, recomputed = joined([own for own, _ in found], model, self.recompute, None, shared, into)
         stored: set[int] = set()

@@ -494,8 +494,8 @@ def drafter_of(config: Any, looked_up: int | None, assistant: Any) -> tuple[Draf
     if assistant is None:
         tokens = int(looked_up or 0)
         return LookedUp(generate_calls.prompt_lookup(config, tokens)), tokens
-    of_configs = (assistant.generation_config.num_assistant_tokens, config.num_assistant_tokens)
-    tokens = next((int(each) for each in of_configs if each), NUM_ASSISTANT_TOKENS)
+    own = assistant.generation_config.num_assistant_tokens
+    tokens = int(own or config.num_assistant_tokens or NUM_ASSISTANT_TOKENS)
     return DraftModel(assistant, tokens), tokens
 
 

@@ -272,7 +272,7 @@ def weights_id(model: torch.nn.Module) -> str:
     """
     if not isinstance(model, torch.nn.Module):
         raise OptionError(
-            f"`model` must be a model, got {model!r:.80}: pass the model itself, not its config or class."
+            f"`model` must be a model, got a {type(model).__name__}: pass the model itself, not its config or class."
         )
     weights, facts = _weights_and_facts(model)
     marks: list[Mark] = [

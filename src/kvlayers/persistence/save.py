@@ -30,11 +30,13 @@ from kvlayers.persistence.format import (
 )
 from kvlayers.persistence.safetensors_header import TOKEN_IDS, Header, TensorEntry, checked_path, file_header
 from kvlayers.persistence.tensor_file import write_file
+from kvlayers.utils.options import checks_options
 from kvlayers.version import __version__
 
 _STORABLE = frozenset(DTYPES.values())
 
 
+@checks_options
 def save_cache(
     cache: Cache,
     path: str | os.PathLike[str],

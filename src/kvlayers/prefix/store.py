@@ -141,6 +141,7 @@ class PrefixStore:
         if directory is not None:
             self.refresh()
 
+    @checks_options
     def insert(
         self,
         input_ids: Tensor,
@@ -189,6 +190,7 @@ class PrefixStore:
                 session.add(self._access, label, ids)
         return is_new
 
+    @checks_options
     def lookup(
         self,
         input_ids: Tensor,
@@ -228,6 +230,7 @@ class PrefixStore:
                 self._recent.append((label, ids, dataclasses.replace(hit, cache=None)))
         return hit
 
+    @checks_options
     def pin(
         self,
         input_ids: Tensor,
@@ -262,6 +265,7 @@ class PrefixStore:
         if not self._access.pin(label, ids, late.function("pin")(ttl, priority)):
             raise _no_entry(ids)
 
+    @checks_options
     def unpin(
         self, input_ids: Tensor, config: object | None = None, namespace: str = "", model: str | None = None
     ) -> None:
@@ -283,6 +287,7 @@ class PrefixStore:
                 )
             self._index.unpin(entry)
 
+    @checks_options
     def session(self, name: str, namespace: str = "", ttl: float = 3600.0) -> Any:
         """The `Session` of a name, by which one conversation is kept, and taken to another host.
 
@@ -301,6 +306,7 @@ class PrefixStore:
         """
         return late.function("session")(self._access, name, namespace, ttl)
 
+    @checks_options
     def import_session(
         self,
         path: str | os.PathLike[str],
@@ -328,6 +334,7 @@ class PrefixStore:
         access, wait_seconds = self._access, self.write_wait_seconds
         return late.function("import of a session")(access, path, name, config, namespace, self.device, wait_seconds)
 
+    @checks_options
     def evict(self, nbytes: int | str | None = None) -> int:
         """Evict entries until at least `nbytes` bytes of memory are free, or all that are not pinned.
 

@@ -11,6 +11,7 @@ from kvlayers.core.cache import Cache
 from kvlayers.core.cache_layer import rows_of
 from kvlayers.core.preparation import drop_padding, left_padding_of
 from kvlayers.errors import OptionError, StateMismatchError
+from kvlayers.utils.options import checks_options
 
 
 def merge(caches: Sequence[Cache]) -> Cache:
@@ -62,6 +63,7 @@ class Rows:
         ((3, 1), [[3], [1]], [[1, 1, 1, 1], [0, 0, 1, 1]])
     """
 
+    @checks_options
     def __init__(self, cache: Cache, attention_mask: Tensor | None = None) -> None:
         if not isinstance(cache, Cache):
             raise OptionError(f"`cache` must be a cache of kvlayers, got a {type(cache).__name__}: pass a cache.")

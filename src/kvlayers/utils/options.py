@@ -17,12 +17,12 @@ Result = TypeVar("Result")
 
 
 def checks_options(function: Callable[P, Result]) -> Callable[P, Result]:
-    """Decorator for an initialiser or a function: a call that does not fit raises `OptionError`.
+    """Decorator for an initialiser, a method or a function: a call that does not fit raises `OptionError`.
 
     The error names the option that was meant, if one is near, and the known ones. A function may take others as well.
     """
     parameters = inspect.signature(function).parameters
-    is_method = function.__name__ == "__init__"
+    is_method = "." in function.__qualname__
     accepted = [name for name, each in parameters.items() if each.kind is not each.VAR_KEYWORD][is_method:]
     for option in accepted:
         _takers[option].append(function.__qualname__.partition(".")[0])
@@ -38,7 +38,7 @@ def checks_options(function: Callable[P, Result]) -> Callable[P, Result]:
 
     @functools.wraps(function)
     def checked(*args: P.args, **options: P.kwargs) -> Result:
-        name = type(args[0]).__name__ if is_method else f"{function.__name__}()"
+        name = type(args[0]).__name__ if function.__name__ == "__init__" else f"{function.__qualname__}()"
         listed = f" {name} takes the options {', '.join(accepted) or '(none)'}."
         for option in options:
             if option not in accepted and len(accepted) + is_method == len(parameters):

@@ -399,8 +399,9 @@ class PrefixedCall:
         return cache
 
     def _from_registry(self, options: Mapping[str, Any], rows: int, length_hint: int) -> Cache:
-        request = cache_by_name.request_of(self._model, options, batch_size=rows, length_hint=length_hint)
-        cache = cache_by_name.cache_for(self._name, request)
+        cache = cache_by_name.cache_for(
+            self._name, cache_by_name.request_of(self._model, options, batch_size=rows, length_hint=length_hint)
+        )
         if not isinstance(cache, Cache) or not cache.layers:
             raise IneligibleError(f"the cache '{self._name}' is a {type(cache).__name__}, which is not one of kvlayers")
         if not any(layer.traits.attends or layer.traits.counts_columns for layer in cache.adapted_layers()):

@@ -17,6 +17,7 @@ from kvlayers.errors import CapacityError, OptionError, StateMismatchError, Unsu
 from kvlayers.offload.buffers import HostBuffer, StagedBuffer
 from kvlayers.offload.offloaded_layer import OffloadedLayer
 from kvlayers.offload.offloading import Offloading
+from kvlayers.quantized.checks import block_of
 from kvlayers.quantized.quantization import DEFAULT_SINK_TOKENS, Quantization
 from kvlayers.quantized.quantized_store import QuantizedStore
 from kvlayers.utils import late
@@ -170,13 +171,12 @@ def _packable(store: TokenStore, nbits: int, window: bool) -> QuantizedStore | N
 
 
 def _repack(store: QuantizedStore, quantization: Quantization) -> None:
-    blocks = QuantizedStore(quantization)
     if store.key_form is not None and store.value_form is not None:
-        blocks.reserve_form(store.key_form, store.value_form)
-        if blocks.block_tokens != store.block_tokens:
+        size, _ = block_of(quantization, store.key_form, store.value_form)
+        if size != store.block_tokens:
             raise OptionError(
                 f"`quantization` must have blocks of {store.block_tokens} tokens, as those that are packed, got "
-                f"{blocks.block_tokens}: use groups of the same size."
+                f"{size}: use groups of the same size."
             )
     store.repack(quantization)
 

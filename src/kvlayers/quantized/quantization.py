@@ -208,10 +208,6 @@ class LayerwiseQuantization:
         """Quantization of the layer with this index."""
         return self.layers[index]
 
-    def quantizers(self, key_head_dim: int, value_head_dim: int) -> dict[Side, Quantizer]:
-        """As `Quantization.quantizers`, for the first layer: the checks that use it hold for all layers alike."""
-        return self.layers[0].quantizers(key_head_dim, value_head_dim)
-
     def facts(self) -> dict[str, Any]:
         """All resolved options as plain facts. Bits of keys and of values are lists, and so are scales."""
         by_layer = [layer.facts() for layer in self.layers]

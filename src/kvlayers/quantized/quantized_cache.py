@@ -404,7 +404,8 @@ class QuantizedCache(Cache, transformers.QuantizedCache):  # type: ignore[misc]
             return
         head_dims = model_types.head_dims(config)
         if head_dims is not None:
-            self.quantization.quantizers(*head_dims)
+            # What it checks holds for all layers alike.
+            self.quantization.of_layer(0).quantizers(*head_dims)
         layers = quantized_layers(config, self.quantization, quantize_sliding, hint, checkpoints, self.recall)
         super().__init__(layers, None, *placement)
 

@@ -90,8 +90,7 @@ class QuantizedStore(TokenStore):
         self.kept = quantization.residual_length
         # One is compiled at a time. Attention gains more by its kernel than packing.
         packs = backend(quantization.backend)
-        sides = (quantization.keys, quantization.values)
-        multiply = [kernel.products_for(side.nbits, packs.has_zero) for side in sides]
+        multiply = [kernel.products_for(nbits, packs.has_zero) for nbits in self.bits or ()]
         for library in (kernel.LIBRARY, *multiply, packs.kernel):
             if library is not None:
                 library.begin()

@@ -15,7 +15,6 @@ largest state. As in the paper, groups have 32 states, and the newest 128 tokens
 (`residual_length`).
 """
 
-import functools
 from typing import NamedTuple
 
 import torch
@@ -91,41 +90,34 @@ class NativeQuantizer(Quantizer):
         """
         batch, kv_heads, tokens, head_dim = states.shape
         group_tokens, group_channels = self.format.group_tokens, self.format.group_channels
-        rows = states.detach().reshape(-1, group_tokens, head_dim)
-        codes = rows.new_empty(rows.shape, dtype=torch.uint8)
-        scale, zero = (rows.new_empty(rows.shape[0], head_dim // group_channels) for _ in _Grid._fields)
         at_once = CPU_STATES_AT_ONCE if states.device.type == "cpu" else ACCELERATOR_STATES_AT_ONCE
-        step = max(1, at_once // (group_tokens * head_dim))
-        for of_piece in zip(*(torch.split(part, step) for part in (rows, codes, scale, zero)), strict=True):
-            self._quantize_piece(*of_piece)
+        rows = states.detach().reshape(-1, group_tokens, head_dim)
+        pieces = map(self._quantized, torch.split(rows, max(1, at_once // (group_tokens * head_dim))))
+        codes, scale, zero = map(torch.cat, zip(*pieces, strict=True))
         grid = (batch, kv_heads, tokens // group_tokens, head_dim // group_channels)
         return QuantizedGroups(codes.view(states.shape), scale.view(grid), zero.view(grid))
 
-    def _quantize_piece(self, rows: Tensor, codes: Tensor, scale: Tensor, zero: Tensor) -> None:
-        """Quantize rows `[rows, group_tokens, head_dim]`, and write what is found."""
+    def _quantized(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Codes, scales and zeros of `[rows, group_tokens, head_dim]`; the numbers of a row are those of its groups."""
         # Getting new memory for each operation would take longer than the operation.
-        reuses = is_memory(rows) and not is_followed()
-        make = scratch if reuses else functools.partial(rows.new_empty, dtype=torch.float32)
-        work = make(_GridSearch.COPIES + 1, rows.numel())
-        limit = min(torch.finfo(rows.dtype).max, LARGEST_STATE)
-        if self.format.rotated:
-            limit /= rotation_size(rows.shape[-1]) ** 0.5
+        sizes, reuses = (_GridSearch.COPIES + 1, rows.numel()), is_memory(rows) and not is_followed()
+        work = scratch(*sizes) if reuses else rows.new_empty(sizes, dtype=torch.float32)
+        mixed = rotation_size(rows.shape[-1]) if self.format.rotated else 1
+        limit = min(torch.finfo(rows.dtype).max, LARGEST_STATE) / mixed**0.5
         exact = work[0].view(rows.shape).copy_(rows).clamp_(-limit, limit)
         groups = rotate(exact) if self.format.rotated else exact
         clip_step, size = self.kernel_search.clip_step, self.format.group_channels
-        if size > 1:
-            groups = groups.view(-1, size, 1)
+        groups = groups.view(-1, size, 1) if size > 1 else groups
         is_turned = size > 1 and clip_step > 0
         if is_turned:
             # Groups side by side, as those along tokens are, since most operations of a search take a number of each.
             # Torch transposes matrices of one dtype faster than other tensors.
             groups = work[-1].view(size, -1).copy_(groups.squeeze(-1).t()).unsqueeze(0)
         grid, exact_codes = _GridSearch(groups, self.format.bits, rows.dtype, clip_step, work).best()
-        found = exact_codes.to(torch.uint8)
-        found = found.squeeze(0).t() if is_turned else found
-        codes.view(found.shape).copy_(found)
-        scale.copy_(grid.scale.view(scale.shape))
-        zero.copy_(grid.zero.view(zero.shape))
+        codes = exact_codes.to(torch.uint8)
+        codes = codes.squeeze(0).t() if is_turned else codes
+        scale, zero = (numbers.view(rows.shape[0], -1).to(rows.dtype) for numbers in grid)
+        return codes.reshape(rows.shape), scale, zero
 
 
 class _GridSearch:
@@ -150,9 +142,8 @@ class _GridSearch:
         self.lowest = states.amin(-2, keepdim=True)
         # The range itself may exceed the largest float32.
         self.step = states.amax(-2, keepdim=True) / self.top - self.lowest / self.top
-        ways = RANGES.shape[1]
-        self._numbers, self._codes = (work[start : start + ways].view(-1, *states.shape) for start in (0, ways))
-        self._shifted = work[2 * ways].view(states.shape)
+        self._numbers, self._codes = work[: self.COPIES - 1].view(2, -1, *states.shape)
+        self._shifted = work[self.COPIES - 1].view(states.shape)
 
     def best(self) -> tuple[_Grid, Tensor]:
         """The grid of each group, `[pieces, 1, groups]`, and codes, float32 as the states."""
@@ -160,22 +151,14 @@ class _GridSearch:
         if not self.clip_step:
             return grid, self._coded(grid)
         unit = grid.scale
-        best = grid = self._clipped(unit)
-        moments = of_best = self._moments(grid)
-        least = self._error(grid, moments[-1], unit)
+        best = fit = self._fit(self._clipped(unit), unit)
         for _ in range(REFITS):
-            grid = self._refit(grid, moments)
-            moments = self._moments(grid)
-            error = self._error(grid, moments[-1], unit)
-            is_better = error < least
-            least = torch.minimum(error, least)
-            best = _Grid(*(torch.where(is_better, new, old) for new, old in zip(grid, best, strict=True)))
-            of_best = torch.where(is_better, moments, of_best)
-        return self._stretched(best, of_best), self._coded(best)
+            fit = self._fit(self._refitted(fit), unit)
+            best = torch.where(fit[0] < best[0], fit, best)
+        return self._stretched(best), self._coded(_Grid(*best[1:3]))
 
     def _coded(self, grid: _Grid) -> Tensor:
-        exact = torch.sub(self.states, grid.zero, out=self._shifted)
-        return exact.div_(grid.scale).clamp_(0, self.top).round_()
+        return torch.sub(self.states, grid.zero, out=self._shifted).div_(grid.scale).clamp_(0, self.top).round_()
 
     def _clipped(self, unit: Tensor) -> _Grid:
         """The grid of the range, or of the clipped one, with the smallest error.
@@ -184,33 +167,29 @@ class _GridSearch:
         exactly those of a division.
         """
         shifted = torch.sub(self.states, self.lowest, out=self._shifted)
-        best, least, even = _Grid(unit, unit), torch.full_like(unit, torch.inf), torch.zeros_like(unit)
+        # Of the best one: its error, scale and zero, and what is cut off below.
+        best = torch.stack([torch.full_like(unit, torch.inf), unit, unit, torch.zeros_like(unit)]).unsqueeze(1)
         for steps in RANGES.to(unit.device) * self.clip_step:
-            below, above = (even + steps).clamp(min=0).unbind(1)
+            below, above = (best[-1] + steps).clamp(min=0).unbind(1)
             grids = self._grid(self.step * (1 - below - above), self.lowest + self.step * (self.top * below))
             inverse = grids.scale.reciprocal()
             exact = torch.addcmul((self.lowest - grids.zero) * inverse, shifted, inverse, out=self._numbers)
             exact -= torch.clamp(exact, 0, self.top, out=self._codes).round_()
             errors = self._error(grids, exact.square_().sum(-2, keepdim=True), unit)
-            error, which = errors.min(0, keepdim=True)
-            is_better = error < least
-            found = (numbers.gather(0, which) for numbers in (*grids, below.expand_as(errors)))
-            least = torch.minimum(error, least)
-            scale, zero, even = (
-                torch.where(is_better, new, old)[0] for new, old in zip(found, (*best, even), strict=True)
-            )
-            best, least = _Grid(scale, zero), least[0]
-        return best
+            tried = torch.cat([best, torch.stack([errors, *grids, below.expand_as(errors)])], 1)
+            # The first one of equal errors, as the kernels take it.
+            best = tried.gather(1, tried[0].min(0, keepdim=True).indices.expand_as(best))
+        return _Grid(*best[1:3, 0])
 
     def _error(self, grid: _Grid, squares: Tensor, unit: Tensor) -> Tensor:
         """Squared error of each group, in units of `unit`, because squares of the largest states would overflow."""
         return squares * (grid.scale / unit).square_()
 
-    def _moments(self, grid: _Grid) -> Tensor:
-        """Means over each group, `[5, pieces, 1, groups]`, in units of the scale.
+    def _fit(self, grid: _Grid, unit: Tensor) -> Tensor:
+        """How a grid fits, `[8, pieces, 1, groups]`: its error, scale and zero, and means over each group.
 
-        They are of the codes, of the residues, of the squares of the codes, of the products, and of the squares of the
-        residues.
+        Means are of the codes, of the residues, of the squares of the codes, of the products, and of the squares of the
+        residues, in units of the scale.
         """
         numbers = self._numbers
         codes, residues = numbers[0], numbers[1]
@@ -219,33 +198,34 @@ class _GridSearch:
         residues -= codes
         torch.mul(codes, numbers[:2], out=numbers[2:4])
         torch.mul(residues, residues, out=numbers[4])
-        return numbers.sum(-2, keepdim=True).div_(self.count)
+        means = numbers.sum(-2, keepdim=True).div_(self.count)
+        return torch.stack([self._error(grid, means[-1], unit), *grid, *means])
 
-    def _refit(self, grid: _Grid, moments: Tensor) -> _Grid:
+    def _refitted(self, fit: Tensor) -> _Grid:
         """The least-squares grid for the codes: first the zero, then the scale that suits the stored zero."""
-        code, residue, code_squares, products, _ = moments
+        _, scale, zero, code, residue, code_squares, products, _ = fit
         variance = code_squares - code.square()
         slope = (products - code * residue) / variance.clamp(min=0.5 / self.count)
-        zero = rounded(grid.zero + grid.scale * (residue - slope * code), self.dtype)
-        moved = (grid.zero - zero) / grid.scale
+        stored = rounded(zero + scale * (residue - slope * code), self.dtype)
+        moved = (zero - stored) / scale
         growth = (products + moved * code) / code_squares.clamp(min=1 / self.count)
-        return self._grid(grid.scale * (1 + growth), zero)
+        return self._grid(scale * (1 + growth), stored)
 
-    def _stretched(self, grid: _Grid, moments: Tensor) -> _Grid:
+    def _stretched(self, fit: Tensor) -> _Grid:
         """The grid on which the codes have the same variance as the states, and the same mean.
 
         Least squares shrinks the variance by the fraction that is lost in rounding, and so flattens the attention.
         """
-        code, residue, code_squares, products, residue_squares = moments
+        _, scale, zero, code, residue, code_squares, products, residue_squares = fit
         covariance = products - code * residue
         residue_variance = residue_squares - residue.square()
         variance = code_squares - code.square()
         stretch = (covariance + residue_variance) / (variance + covariance).clamp(min=1 / self.count)
-        scale = grid.scale * (1 + stretch.clamp(0, LARGEST_STRETCH))
-        mean = grid.scale * (code + residue)
-        stored = self._grid(scale, grid.zero + (mean - scale * code))
+        mean = scale * (code + residue)
+        scale = scale * (1 + stretch.clamp(0, LARGEST_STRETCH))
+        stored = self._grid(scale, zero + (mean - scale * code))
         # If the bias is large, rounding moves the zero by a part of a step: the scale makes up for it to keep the mean.
-        exact = (mean + (grid.zero - stored.zero)) / code.clamp(min=1 / self.count)
+        exact = (mean + (zero - stored.zero)) / code.clamp(min=1 / self.count)
         return self._grid(torch.clamp(exact, scale * 0.95, scale * 1.05), stored.zero)
 
     def _grid(self, scale: Tensor, zero: Tensor) -> _Grid:

@@ -47,6 +47,12 @@ def with_kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     return bool(request.param)
 
 
+@pytest.fixture(params=[True, False], ids=["kernel or not", "accelerator"])
+def anywhere(request: pytest.FixtureRequest, with_kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention in float32 by each way that there is."""
+    monkeypatch.setattr(slabs, "INTERPRETED", not request.param)
+
+
 def source_of(
     name: str, batch: int, dtype: torch.dtype, rotated: bool = True
 ) -> tuple[DenseSegment | PackedSegment, Tensor, Tensor]:
@@ -106,7 +112,7 @@ def test_each_head_attends_to_its_own_pieces(with_kernel: bool, dtype: torch.dty
 
 @pytest.mark.parametrize("kind", MASKS)
 @pytest.mark.parametrize("name", ["dense", "cut packed"])
-def test_masks_reach_the_columns_that_they_are_for(with_kernel: bool, name: str, kind: str) -> None:
+def test_masks_reach_the_columns_that_they_are_for(anywhere: None, name: str, kind: str) -> None:
     for seed, queries in ((1, 1), (2, 4)):
         pieces = [held_pieces(name, 2, torch.float32, seed + step) for step in (0, 10)]
         held = mixed([*pieces, ordinary(dense_source(2, 5, torch.float32))], torch.float32)
@@ -116,7 +122,7 @@ def test_masks_reach_the_columns_that_they_are_for(with_kernel: bool, name: str,
 
 
 @pytest.mark.parametrize("name", ["dense", "flat packed"])
-def test_a_head_without_tokens_gets_zeros(with_kernel: bool, name: str) -> None:
+def test_a_head_without_tokens_gets_zeros(anywhere: None, name: str) -> None:
     source = source_of(name, 2, torch.float32)
     held = mixed([gathered(source, [[[(1, 9)], []], [[], [(2, 5), (0, 3)]]])], torch.float32)
     query = held.query(2, 2)
@@ -127,16 +133,18 @@ def test_a_head_without_tokens_gets_zeros(with_kernel: bool, name: str) -> None:
         assert not seen[1, :2].any()
 
 
-def test_segments_of_which_no_head_reads_a_token(with_kernel: bool) -> None:
-    newest = ordinary(dense_source(2, 5, torch.float32))
+def test_segments_of_which_no_head_reads_a_token(anywhere: None) -> None:
+    empty, newest = (ordinary(dense_source(2, tokens, torch.float32)) for tokens in (0, 5))
     for nothing in (
         gathered(dense_source(2, 70, torch.float32), [[[], []], [[], []]]),
         gathered(dense_source(2, 70, torch.float32), [[[(0, 0)], []], [[], []]], gap=3),
         gathered(dense_source(2, 0, torch.float32), [[[(0, 0)], []], [[], []]], gap=3),
     ):
-        held = mixed([nothing, newest], torch.float32)
+        held = mixed([empty, nothing, empty, newest, empty], torch.float32)
         query = held.query(2, 2)
         held.check(query, None, dispatch.attend(query, held.segments, None, 0.2, PathCounter()))
+        products = dispatch.scores(query, held.segments, PathCounter())
+        held.check(query, None, dispatch.combine(products.mul(0.2).softmax(-1), held.segments, PathCounter()))
 
 
 @pytest.mark.parametrize(("dtype", "name"), once([torch.float32, torch.bfloat16], SOURCES))
@@ -221,7 +229,7 @@ def test_threads_change_nothing_but_the_order_of_sums(with_kernel: bool, queries
         held.check(query, mask, result)
 
 
-def test_sequences_may_share_a_source(with_kernel: bool) -> None:
+def test_sequences_may_share_a_source(anywhere: None) -> None:
     """As beams do, and sequences with the same prefix."""
     rows = SegmentRows(2, (1, 0, 1))
     for name in ("dense", "packed 4"):
@@ -251,7 +259,7 @@ def test_sequences_may_share_a_source(with_kernel: bool) -> None:
 
 
 @pytest.mark.parametrize("name", ["dense", "flat packed"])
-def test_what_stands_beside_the_pieces_is_not_read(with_kernel: bool, name: str) -> None:
+def test_what_stands_beside_the_pieces_is_not_read(anywhere: None, name: str) -> None:
     """It may be nan, as memory that nobody has written."""
     segment, keys, values = source_of(name, 1, torch.float32)
     pieces = [[[(3, 7), (6, 10)], [(4, 16)]]]
@@ -310,17 +318,6 @@ def full_mask(mask: Tensor | None, query: Tensor, held: Mixed) -> Tensor | None:
     return None if mask is None else mask.expand(*query.shape[:3], held.segments.tokens)
 
 
-def test_a_head_without_tokens_gets_zeros_on_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slabs, "INTERPRETED", True)
-    held = mixed(
-        [gathered(dense_source(2, 70, torch.float32), [[[(1, 9)], []], [[], [(2, 5), (0, 3)]]])], torch.float32
-    )
-    query = held.query(2, 2)
-    for kind in MASKS:
-        mask = random_mask(kind, query, held)
-        held.check(query, mask, dispatch.attend(query, held.segments, mask, 0.2, PathCounter()))
-
-
 def test_models_read_pieces_by_both_implementations(with_kernel: bool) -> None:
     held = around(held_pieces("dense", 2, torch.float32, 3), 2, torch.float32)
     version, tokens = Version(), held.segments.tokens
@@ -359,7 +356,7 @@ def test_sizes_are_those_of_the_pieces() -> None:
     assert segments.device == torch.device("cpu")
 
 
-def test_a_copy_has_tables_of_its_own(with_kernel: bool) -> None:
+def test_a_copy_has_tables_of_its_own(anywhere: None) -> None:
     held = around(held_pieces("dense", 1, torch.float32, 3), 1, torch.float32)
     query = held.query(2, 1)
     dispatch.attend(query, held.segments, None, 0.2, PathCounter())
@@ -368,13 +365,3 @@ def test_a_copy_has_tables_of_its_own(with_kernel: bool) -> None:
     assert isinstance(segment, GatheredSegment)
     segment.counts.zero_()
     held.check(query, None, dispatch.attend(query, copied, None, 0.2, PathCounter()))
-
-
-def test_empty_segments_beside_pieces_on_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
-    read = gathered(dense_source(1, 70, torch.float32), [[[(1, 9)], [(0, 4)]]])
-    empty = ordinary(dense_source(1, 0, torch.float32))
-    held = mixed([empty, read, empty, ordinary(dense_source(1, 3, torch.float32)), empty], torch.float32)
-    query = held.query(1, 1)
-    expected = slabs.scores(query, held.segments)
-    monkeypatch.setattr(slabs, "INTERPRETED", True)
-    torch.testing.assert_close(slabs.scores(query, held.segments), expected)

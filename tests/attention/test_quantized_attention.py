@@ -111,6 +111,15 @@ class Case:
         return self.keys.repeat_interleave(copies, 1), self.values.repeat_interleave(copies, 1)
 
 
+def check_products(case: Case, query: Tensor, weights: Tensor) -> None:
+    """Compare the products of eager attention by the compiled kernel with exact ones."""
+    keys, values = case.of_query_heads(query)
+    sizes = query.double().norm(dim=-1, keepdim=True) * keys.norm(dim=-1).unsqueeze(2)
+    check(kernel.scores(query, case.segments), query.double() @ keys.transpose(2, 3), sizes)
+    sizes = weights.double() @ values.norm(dim=-1, keepdim=True)
+    check(kernel.combine(weights, case.segments), weights.double() @ values, sizes)
+
+
 def full(mask: Tensor | None, query: Tensor, tokens: int) -> Tensor | None:
     return None if mask is None else mask.expand(*query.shape[:3], tokens)
 
@@ -170,12 +179,7 @@ def test_the_products_of_eager_attention_are_those_of_the_states(
     for rotated, groups, queries in (((True, True), 3, 2), ((False, True), 1, 1)):
         case = Case(width, layout, dtype, rotated)
         query = case.query(groups, queries)
-        keys, values = case.of_query_heads(query)
-        sizes = query.double().norm(dim=-1, keepdim=True) * keys.norm(dim=-1).unsqueeze(2)
-        check(kernel.scores(query, case.segments), query.double() @ keys.transpose(2, 3), sizes)
-        weights = torch.rand(*query.shape[:3], case.tokens).to(dtype)
-        sizes = weights.double() @ values.norm(dim=-1, keepdim=True)
-        check(kernel.combine(weights, case.segments), weights.double() @ values, sizes)
+        check_products(case, query, torch.rand(*query.shape[:3], case.tokens).to(dtype))
 
 
 @pytest.mark.parametrize("queries", range(1, 10))
@@ -268,19 +272,7 @@ def test_threads_that_share_one_head_split_its_tokens(two_threads: None, width: 
     for given in (None, mask):
         exact = case.attended(query, given, 0.2)
         check(kernel.attend(query, case.segments, full(given, query, case.tokens), 0.2), *exact)
-    keys, values = case.of_query_heads(query)
-    sizes = query.double().norm(dim=-1, keepdim=True) * keys.norm(dim=-1).unsqueeze(2)
-    check(kernel.scores(query, case.segments), query.double() @ keys.transpose(2, 3), sizes)
-    weights = torch.rand(*query.shape[:3], case.tokens)
-    sizes = weights.double() @ values.norm(dim=-1, keepdim=True)
-    check(kernel.combine(weights, case.segments), weights.double() @ values, sizes)
-
-
-@needs_compiler
-def test_threads_take_a_head_each(two_threads: None) -> None:
-    case = Case(kv_heads=3)
-    query = case.query(2, 2)
-    check(kernel.attend(query, case.segments, None, 0.2), *case.attended(query, None, 0.2))
+    check_products(case, query, torch.rand(*query.shape[:3], case.tokens))
 
 
 @pytest.mark.parametrize("attend", KERNELS)
@@ -297,23 +289,17 @@ def test_queries_that_are_not_contiguous(attend: Callable[..., Tensor]) -> None:
 
 
 @needs_compiler
-def test_weights_that_are_not_contiguous() -> None:
+def test_factors_of_products_that_are_not_contiguous() -> None:
     case = Case()
-    weights = torch.rand(2, 4, case.tokens, 2).transpose(2, 3)
-    values = case.values.repeat_interleave(2, 1)
-    sizes = weights.double() @ values.norm(dim=-1, keepdim=True)
-    check(kernel.combine(weights, case.segments), weights.double() @ values, sizes)
+    query, weights = torch.randn(2, 4, case.key_dim, 2), torch.rand(2, 4, case.tokens, 2)
+    check_products(case, query.transpose(2, 3), weights.transpose(2, 3))
 
 
 @pytest.mark.parametrize("attend", KERNELS)
-def test_histories_of_one_kind_of_run_alone(attend: Callable[..., Tensor]) -> None:
+def test_packed_blocks_alone(attend: Callable[..., Tensor]) -> None:
     case = Case(dense=(), cut=False)
     query = case.query()
     check(attend(query, case.segments, None, 0.2), *case.attended(query, None, 0.2))
-    without_codes = KVSegments((case._dense_run(70), case._dense_run(5)))
-    keys, values = without_codes.dense("keys", torch.float64), without_codes.dense("values", torch.float64)
-    case.keys, case.values = keys.double(), values.double()
-    check(attend(query, without_codes, None, 0.2), *case.attended(query, None, 0.2))
 
 
 @pytest.mark.parametrize("attend", KERNELS)
@@ -914,12 +900,14 @@ def test_attention_allocates_no_tensor_as_large_as_the_held_states(
         # The largest are scores: as many as slabs.py says at once, for each kv head, or those of one block.
         at_once = 4 * max(KV_HEADS * max(slabs.CPU_SCORES_AT_ONCE, 2 * tokens * 64), slabs.CPU_CODES_AT_ONCE)
         codes_that_moved = LONG * STATE_BYTES // 3
+        # Quantizing works on nine copies of the tokens that it packs: the new ones, and those before them in a block.
+        packing = 9 * 4 * KV_HEADS * KEY_DIM * (tokens + 64)
         if with_kernel and tokens > kernel.CPU_MAXIMUM_QUERIES:
             # Many queries are given a copy of the layer's states, with the residual and the new tokens, for one call:
             # each block is unpacked once. No scores are written to memory.
             assert max(sizes) <= 1.1 * dense_keys
             continue
-        assert max(sizes) <= max(at_once, codes_that_moved) < dense_keys
+        assert max(sizes) <= max(at_once, codes_that_moved, packing) < dense_keys
 
 
 def test_the_measure_of_memory_sees_a_dense_copy(long_layer: kvlayers.QuantizedLayer) -> None:
@@ -930,11 +918,13 @@ def test_the_measure_of_memory_sees_a_dense_copy(long_layer: kvlayers.QuantizedL
 
 
 @pytest.mark.parametrize("scale", [None, 0.5])
-def test_the_scale_is_that_of_torch_where_it_is_not_given(scale: float | None) -> None:
-    case = Case()
-    query = case.query(2, 2)
+@pytest.mark.parametrize("queries", [2, kernel.CPU_MAXIMUM_ROWS // 2 + 1], ids=["few", "more than the kernel is for"])
+def test_the_scale_is_that_of_torch_where_it_is_not_given(queries: int, scale: float | None) -> None:
+    case = Case(kv_heads=1)
+    query = case.query(2, queries)
+    mask = torch.rand(1, 1, queries, case.tokens) > 0.5
     used = case.key_dim**-0.5 if scale is None else scale
-    check(dispatch.attend(query, case.segments, None, scale, PathCounter()), *case.attended(query, None, used))
+    check(dispatch.attend(query, case.segments, mask, scale, PathCounter()), *case.attended(query, mask, used))
 
 
 @pytest.mark.parametrize("queries", [1, 40])
@@ -948,10 +938,3 @@ def test_slabs_are_one_softmax(queries: int, monkeypatch: pytest.MonkeyPatch) ->
     for given in (None, mask):
         seen = slabs.attend(query, case.segments, full(given, query, case.tokens), 0.2)
         check(seen, *case.attended(query, given, 0.2))
-
-
-def test_more_queries_than_the_kernel_is_for_go_block_by_block() -> None:
-    case = Case(kv_heads=1)
-    query = case.query(2, kernel.CPU_MAXIMUM_ROWS // 2 + 1)
-    mask = torch.rand(1, 1, query.shape[2], case.tokens) > 0.5
-    check(dispatch.attend(query, case.segments, mask, 0.2, PathCounter()), *case.attended(query, mask, 0.2))

@@ -31,11 +31,19 @@ CACHES: dict[str, Callable[[], kvlayers.Cache]] = {
     "packed": lambda: kvlayers.QuantizedCache(config=CONFIG, nbits=4, residual_length=16),
     "sinks": lambda: kvlayers.SinkCache(config=CONFIG, window_length=32, num_sink_tokens=4),
     "static": lambda: kvlayers.StaticCache(config=CONFIG, max_cache_len=256),
+    # Heads of different lengths.
+    "evicting": lambda: kvlayers.EvictingCache(CONFIG, budget=32, recent_tokens=16),
 }
-MOST_CALLS = {"dense": (12, 5), "packed": (17, 10), "sinks": (40, 9), "static": (41, 8)}
+MOST_CALLS = {"dense": (12, 5), "packed": (17, 10), "sinks": (40, 9), "static": (41, 8), "evicting": (42, 14)}
 """Most calls, and most files that they are in, when a token begins a forward pass at the first layer."""
 
-MOST_CALLS_OF_A_LATER_LAYER = {"dense": (8, 4), "packed": (13, 9), "sinks": (37, 8), "static": (36, 8)}
+MOST_CALLS_OF_A_LATER_LAYER = {
+    "dense": (8, 4),
+    "packed": (13, 9),
+    "sinks": (37, 8),
+    "static": (36, 8),
+    "evicting": (39, 13),
+}
 """The same for any later layer, where nothing is asked about the forward pass."""
 
 MOST_MEMBERS = {kvlayers.DynamicLayer: 97, kvlayers.DynamicCache: 98, kvlayers.stores.DenseStore: 66}

@@ -24,7 +24,7 @@ class HeldTokens:
     `KeptTokens.mask` has the same columns.
 
     Attributes:
-        keys: `[batch, kv_heads, columns, key_head_dim]` in full precision, zeros where a head holds no token. Packed
+        keys: `[batch, kv_heads, columns, key_head_dim]` in full precision, any where a head holds no token. Packed
             keys are brought to full precision for scores alone: their codes stay as they are.
         values: `[batch, kv_heads, columns, value_head_dim]`, likewise.
         counts: tokens of each head, int64 `[batch, kv_heads]` on the host. They are in its last columns.
@@ -92,7 +92,7 @@ def _of_ragged(store: RaggedStore, flat: FlatTokens) -> HeldTokens:
     dtype, absent = torch.promote_types(tail.keys.dtype, tail.values.dtype), ~segment.held
     in_full = KVSegments((segment,)).in_full_precision(dtype)[0]
     keys, values = (
-        torch.cat([in_full.dense(side, own.dtype).masked_fill(absent[..., None], 0), own], 2)
+        torch.cat([in_full.dense(side, own.dtype), own], 2)
         for side, own in zip(SIDES, (tail.keys, tail.values), strict=True)
     )
     blocks = None

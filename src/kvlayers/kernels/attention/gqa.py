@@ -184,13 +184,13 @@ def marked_for_sdpa(keys: Tensor, values: Tensor, queries: int) -> tuple[Tensor,
         values: the values of the same tokens.
         queries: new tokens of each sequence.
     """
-    # Asked first, because a tracer would specialize a program on the sizes that are compared.
-    if torch.compiler.is_compiling() or type(keys) is not Tensor or not marking_pays(keys, queries):
+    # First, because a tracer would specialize a program on the sizes that are compared.
+    if torch.compiler.is_compiling() or type(keys) is not Tensor:
         return keys, values
-    return marked_for_one_query(keys, values) if queries == 1 else _shared(keys, values)
-
-
-def _shared(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    if queries == 1:
+        return marked_for_one_query(keys, values) if keys.shape[2] >= first_grouped_length(keys) else (keys, values)
+    if not marking_pays(keys, queries):
+        return keys, values
     return keys.as_subclass(SharedStates), values.as_subclass(SharedStates)
 
 
@@ -207,7 +207,7 @@ def marked_for_one_query(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     """As `marked_for_sdpa`, of at least `first_grouped_length` tokens, for one new token of each sequence."""
     if keys.is_cpu:
         return keys.as_subclass(GroupedKeys), values
-    return _shared(keys, values)
+    return keys.as_subclass(SharedStates), values.as_subclass(SharedStates)
 
 
 def first_grouped_length(keys: Tensor) -> int:

@@ -101,8 +101,7 @@ def reads_of(segments: KVSegments) -> list[Read] | str:
 
     Launches that read packed segments are in front, and one of these is first.
     """
-    reads: list[Read] | str = segments.kernel_cache.kept("triton", lambda: _reads_of(segments))
-    return reads
+    return segments.kernel_cache.kept("triton", lambda: _reads_of(segments))  # type: ignore[no-any-return]
 
 
 def _reads_of(segments: KVSegments) -> list[Read] | str:

@@ -271,10 +271,9 @@ class SegmentPlan:
 def plan_of(segment: PackedSegment | DenseSegment) -> SegmentPlan | str:
     """The plan of a segment, made once for as long as it does not change, or why the kernel cannot take it."""
     # Not with the segment itself: it holds the plan, and the two would outlive each other on the GPU.
-    plan: SegmentPlan | str = segment.kernel_cache.kept(
+    return segment.kernel_cache.kept(  # type: ignore[no-any-return]
         "triton", lambda: _of_packed(segment) if isinstance(segment, PackedSegment) else _of_dense(segment)
     )
-    return plan
 
 
 def _of_packed(segment: PackedSegment) -> SegmentPlan | str:

@@ -141,7 +141,7 @@ class PrefixStore:
         if directory is not None:
             self.refresh()
 
-    @checks_options
+    # Without `checks_options`, whose reference to the cache would keep the store from taking over its memory.
     def insert(
         self,
         input_ids: Tensor,

@@ -86,8 +86,12 @@ class Rows:
         for of_layer in rows:
             for row, tokens in zip(of_layer, padding.tolist(), strict=False):
                 drop_padding(row, tokens)
-        layers = zip(rows, part.adapted_layers(), strict=True)
-        part.replace_layers([of_layer[0].side_by_side(of_layer) if of_layer else layer for of_layer, layer in layers])
+        part.replace_layers(
+            [
+                of_layer[0].side_by_side(of_layer) if of_layer else layer
+                for of_layer, layer in zip(rows, part.adapted_layers(), strict=True)
+            ]
+        )
 
     @property
     def lengths(self) -> tuple[int, ...]:

@@ -322,8 +322,7 @@ def _weights_and_facts(model: torch.nn.Module) -> tuple[list[tuple[str, Tensor]]
 @functools.cache
 def _is_passing(module_class: Any, name: str) -> bool:
     """Whether no state depends on what this attribute of a module is when no pass runs."""
-    is_known = name in HOUSEKEEPING or OF_LOADING.fullmatch(name) is not None
-    return is_known or name in assigned_in_a_pass(module_class)
+    return name in HOUSEKEEPING or OF_LOADING.fullmatch(name) is not None or name in assigned_in_a_pass(module_class)
 
 
 def _frequencies_change(rope_type: object) -> bool:

@@ -300,11 +300,11 @@ def test_a_fork_that_writes_behind_a_document_copies_nothing_of_it() -> None:
         assert copies.nbytes <= token * (2 * 110 + 16)
     held = storages_of(held for one in (store, *forks) for held in one.held_tensors())
     # The document and its spare room, and 4 tails: one fork goes on in place.
-    assert sum(held.values()) <= token * (9000 + 4 * (110 + 16))
+    assert sum(held.values()) <= token * (8128 + 4 * (110 + 16))
     for fork in forks:
         fork.trim()
     held = storages_of(held for one in (store, *forks) for held in one.held_tensors())
-    assert sum(held.values()) == token * (9000 + 4 * 110)
+    assert sum(held.values()) == token * (8128 + 4 * 110)
 
 
 def test_a_short_tail_is_copied_so_that_segments_stay_few() -> None:

@@ -699,8 +699,7 @@ class DenseStore(TokenStore):
         """Whether the tail becomes a segment rather than being copied: others hold it, and it is long."""
         if self._copy_on_write is None or self._copy_on_write.has_one_holder:
             return False
-        short = max(self.length // GROWTH_DIVISOR, self.minimum_growth - 1)
-        return self._tail_length > short and self._can_share()
+        return self._tail_length > max(self.length // GROWTH_DIVISOR, self.minimum_growth - 1) and self._can_share()
 
     def _leave_buffers(self, tokens: int, capacity: int) -> None:
         """Go on in buffers of its own: behind the old tail, which becomes a segment, or in a copy of `capacity` tokens.
@@ -787,16 +786,22 @@ class DenseStore(TokenStore):
         shared, hint = self._shared_tokens, self.length_hint
         if not shared:
             return self.capacity_for(needed, hint)
-        return self._grown(needed, None if hint is None else hint - shared, TAIL_MINIMUM_GROWTH)
+        return self._grown(
+            needed,
+            None if hint is None else hint - shared,
+            max(needed // self.growth_divisor, min(self.minimum_growth, TAIL_MINIMUM_GROWTH)),
+        )
 
     def capacity_for(self, needed: int, length_hint: int | None) -> int:
         """Tokens to allocate when `needed` tokens must fit, in a store with this length hint."""
-        # The first buffer at most doubles what comes: many caches are kept with a few tokens.
-        return self._grown(needed, length_hint, self.minimum_growth if self._capacity else needed)
+        if self._capacity:
+            return self._grown(needed, length_hint, max(needed // self.growth_divisor, self.minimum_growth))
+        # The first buffer at most doubles what comes: many caches are kept with a few tokens. A prompt gets no room
+        # by its length, which most answers would not fill.
+        return self._grown(needed, length_hint, min(self.minimum_growth, needed))
 
-    def _grown(self, needed: int, hint: int | None, most_growth: int) -> int:
-        capacity = needed + max(needed // self.growth_divisor, min(self.minimum_growth, most_growth))
-        return capacity if hint is None or needed > hint else min(capacity, hint)
+    def _grown(self, needed: int, hint: int | None, growth: int) -> int:
+        return needed + growth if hint is None or needed > hint else min(needed + growth, hint)
 
     def _capacity_of_copy(self, tokens: int) -> int:
         """Tokens to allocate for a copy with room for `tokens` more tokens, for which these buffers have room."""

@@ -23,9 +23,6 @@ logger = logging.getLogger(__name__)
 KINDS = ("dynamic", "int8", "int4", "offloaded")
 """The caches to choose from: exact and on the device, then in fewer bits, then on the host."""
 
-ELSEWHERE = ("offloaded",)
-"""The caches that move states to the host, which is no other place for a model on the CPU."""
-
 SHARE_FOR_CACHE = 0.9
 """The share of the free memory that the cache may take. The forward pass needs the rest."""
 
@@ -49,8 +46,8 @@ def chosen_cache(request: CacheRequest) -> transformers.Cache:
         return cache_for(WITHOUT_PLAN, request)
     memory = _budget(request)
     devices = _devices(request)
-    on_cpu = all(device.type == "cpu" for device in devices)
-    names = [name for name in KINDS if not on_cpu or name not in ELSEWHERE]
+    # The host is no other place for a model on the CPU.
+    names = KINDS if any(device.type != "cpu" for device in devices) else KINDS[:-1]
     plain = dataclasses.replace(request, options={})
     try:
         plan = plan_for(plain, memory, names)
@@ -84,11 +81,10 @@ def _budget(request: CacheRequest) -> int | dict[torch.device, int]:
         raise OptionError(
             f"`cache_config` of '{AUTO}' must have the option `memory` alone, got {others}: name one that has them."
         )
-    memory = request.options.get("memory")
-    if memory is None:
-        free = {device: int(SHARE_FOR_CACHE * free_memory(device)) for device in _devices(request)}
-        return free if request.layer_devices else sum(free.values())
-    return _bytes_of(memory)
+    if (memory := request.options.get("memory")) is not None:
+        return _bytes_of(memory)
+    free = {device: int(SHARE_FOR_CACHE * free_memory(device)) for device in _devices(request)}
+    return free if request.layer_devices else sum(free.values())
 
 
 def _bytes_of(memory: Any) -> int:
@@ -120,15 +116,20 @@ class RoomForRows:
 
     def __init__(self, name: str, request: CacheRequest, memory: int | str | Fraction | None) -> None:
         self._memory, self._is_given = 0, memory is not None
-        exact = {name: value for name, value in request.options.items() if name not in ("max_bytes", "ladder")}
         most = Budget.of(request.options.get("max_bytes", sys.maxsize), None, length_hint=1).max_bytes
         # A share is one of each row's own length.
         self._max_bytes = most if isinstance(most, int) else sys.maxsize
         self._bytes_of: Callable[[int], int] = lambda tokens: 0
         try:
             given = Fraction(1, 2) if memory is None else memory
-            device = request.device or torch.device("cpu")
-            self._memory = int(given * free_memory(device)) if isinstance(given, Fraction) else _bytes_of(given)
+            self._memory = (
+                int(given * free_memory(request.device or torch.device("cpu")))
+                if isinstance(given, Fraction)
+                else _bytes_of(given)
+            )
+            exact = {
+                option: value for option, value in request.options.items() if option not in ("max_bytes", "ladder")
+            }
             self._bytes_of = bytes_by_length(name, dataclasses.replace(request, options=exact))
         except KVLayersError:
             if memory is not None:

@@ -22,6 +22,8 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 def in_one_dtype(key_form: StateForm, value_form: StateForm) -> tuple[StateForm, StateForm]:
     """The forms in which states are held: if autocast gave keys and values two dtypes, in the wider one."""
+    if key_form.dtype == value_form.dtype:
+        return key_form, value_form
     dtype = torch.promote_types(key_form.dtype, value_form.dtype)
     return key_form._replace(dtype=dtype), value_form._replace(dtype=dtype)
 

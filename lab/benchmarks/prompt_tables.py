@@ -3,7 +3,6 @@
 It imports only the standard library, so that a test can compare the pages with the record.
 """
 
-import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -213,12 +212,10 @@ def sentence(parts: Parts, docs: str) -> str:
         for model in (SMOLLM2, GEMMA)
         for cell in find(cells, model=model, **at_8k)
     ]
-    short = [cell["ratio"] for cell in find(cells, dtype="bfloat16", case=ONE, tokens=512, cache=DYNAMIC)]
     figures = f" A prompt of 8,192 tokens is read {' and '.join(said)}." if said else ""
-    least = f" One of 512 is read {1 / statistics.median(short):.1f} times as fast." if said and short else ""
     return (
         f"**On a CPU, the first token comes sooner too**: [prompts have a kernel]({docs}attention.md), which computes "
-        f"nothing that a mask hides.{figures}{least} [What was measured]({docs}benchmarks.md#prompts). On a GPU, the "
+        f"nothing that a mask hides.{figures} [What was measured]({docs}benchmarks.md#prompts). On a GPU, the "
         "first token after a new prompt takes as long as with transformers."
     )
 

@@ -1,8 +1,7 @@
 """Records results in the repository: the parts that plots and tables need.
 
     cd lab/benchmarks
-    python record.py results/decode-....json recorded/decode-2026-11-21.json
-    python record.py FILE recorded/fidelity-....json    # what kvlayers fidelity --json printed
+    python record.py results/rows-....json recorded/serving-2026-11-29.json
     python record.py results/first.json recorded/gpu-first-....json    # a stage of gpu.py
 
 Medians, ranges, versions and hardware are kept; the times of single steps are dropped, and of a stage of `gpu.py` the

@@ -171,11 +171,17 @@ def test_budgets_are_bytes_as_people_write_them() -> None:
         ("length_hint` must be a number of tokens", lambda: kvlayers.QuantizedCache(length_hint="1GiB")),
         ("length_hint` must be a number of tokens", lambda: kvlayers.make_cache("dynamic", MISTRAL, length_hint="")),
         ("window_length` must be a number of tokens", lambda: kvlayers.SinkCache("wide")),
-        ("max_bytes` must be a number of bytes", lambda: kvlayers.PrefixStore("lots")),
-        ("directory_max_bytes` must be a number of bytes", lambda: kvlayers.PrefixStore(1, directory_max_bytes="-1k")),
-        ("nbytes` must be a number of bytes", lambda: kvlayers.PrefixStore(1).evict("all")),
-        ("bytes_per_token` must be a number of bytes", lambda: kvlayers_lab.BytesBudget("4 kay")),
-        ("memory` must be a number of bytes", lambda: kvlayers.make_cache("auto", MISTRAL, length_hint=8, memory="x")),
+        ("max_bytes` must be a number of bytes with its unit", lambda: kvlayers.PrefixStore("lots")),
+        (
+            "directory_max_bytes` must be a number of bytes with its unit",
+            lambda: kvlayers.PrefixStore(1, directory_max_bytes="-1k"),
+        ),
+        ("nbytes` must be a number of bytes with its unit", lambda: kvlayers.PrefixStore(1).evict("all")),
+        ("bytes_per_token` must be a number of bytes with its unit", lambda: kvlayers_lab.BytesBudget("4 kay")),
+        (
+            "memory` must be a number of bytes with its unit",
+            lambda: kvlayers.make_cache("auto", MISTRAL, length_hint=8, memory="x"),
+        ),
     ],
 )
 def test_what_is_no_number_is_an_error_that_names_the_argument(name: str, call: Any) -> None:

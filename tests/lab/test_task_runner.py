@@ -851,7 +851,7 @@ def test_a_callable_or_a_rule_may_be_in_a_file_and_have_options(
         ("sink:", "options behind the colon, as in sink:OPTION=VALUE"),
         ("sink:16", "options behind the colon, as in sink:OPTION=VALUE"),
         ("sink:a=1,a=2", "each option once, got 'a' twice"),
-        ("sink:a=1,a.b=2", "each option once, got 'a' twice"),
+        ("sink:a=1,a.b=2", r"each option once, got 'a\.b' twice"),
         ("int5", r"got 'int5'\. Did you mean .*int4"),
         ("transformers:hqq:3", r"got 'transformers:hqq:3'\. Did you mean .*transformers:hqq:2"),
         (

@@ -194,6 +194,19 @@ def test_an_answer_that_outgrows_max_bytes_fails_alone() -> None:
     assert others == [alone(model, ids) for ids in short]
 
 
+def test_a_lack_of_room_in_the_middle_of_a_pass_is_that_of_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    update, asked = kvlayers.DynamicCache.update, []
+
+    def full(self: Any, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *rest: Any, **more: Any) -> Any:
+        if layer_idx == 1 and keys.shape[0] > 1 and len(asked.append(1) or asked) == 4:
+            raise kvlayers.errors.CapacityError("the disk is full")
+        return update(self, keys, values, layer_idx, *rest, **more)
+
+    monkeypatch.setattr(kvlayers.DynamicCache, "update", full)
+    with pytest.raises(kvlayers.errors.CapacityError, match="the disk is full"):
+        many(tiny_model("llama"), PROMPTS[:3])
+
+
 @pytest.mark.parametrize("cache", ["dynamic", "int4", "static"])
 def test_rows_take_no_more_than_the_memory(cache: str) -> None:
     model, taken = tiny_model("llama"), []

@@ -87,7 +87,7 @@ def check_kind_of_state(state: object, kind: str) -> None:
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class LayerTraits:
     """What a kind of layer is like, whatever it holds. A kind states it once.
 

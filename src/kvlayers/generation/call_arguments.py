@@ -1,5 +1,6 @@
 """Checks of what a call of `generate()` is given, before transformers looks at it."""
 
+import contextlib
 import difflib
 import inspect
 from collections.abc import Mapping
@@ -11,6 +12,7 @@ from transformers import GenerationConfig
 from transformers.generation.utils import GenerationMixin
 
 from kvlayers.errors import OptionError
+from kvlayers.upstream import cache_argument
 
 PROMPTS = ("inputs", "input_ids")
 """Names by which `generate()` takes its prompts."""
@@ -20,8 +22,7 @@ _SIGNATURE = inspect.signature(GenerationMixin.generate)
 _OPTIONS = {
     "input_ids",
     "attention_mask",
-    "cache",
-    "past_key_values",
+    *cache_argument.SPELLINGS,
     *_SIGNATURE.parameters,
     *vars(GenerationConfig()),
 }
@@ -114,14 +115,16 @@ def check_vocabulary(model: Any, ids: Tensor, name: str) -> None:
         ids: ids of tokens.
         name: the argument, for the error.
     """
-    table = model.get_input_embeddings()
-    if not model.config.sub_configs and isinstance(table, torch.nn.Embedding) and ids.numel():
-        least, most = torch.stack(ids.aminmax()).tolist()
-        if least < 0 or most >= table.num_embeddings:
-            raise OptionError(
-                f"`{name}` must be ids from 0 to {table.num_embeddings - 1}, the vocabulary of the model, got "
-                f"{least if least < 0 else most}: pass those of the model's own tokenizer."
-            )
+    # transformers finds no table that has an uncommon name.
+    with contextlib.suppress(NotImplementedError):
+        table = model.get_input_embeddings()
+        if not model.config.sub_configs and isinstance(table, torch.nn.Embedding) and ids.numel():
+            least, most = torch.stack(ids.aminmax()).tolist()
+            if least < 0 or most >= table.num_embeddings:
+                raise OptionError(
+                    f"`{name}` must be ids from 0 to {table.num_embeddings - 1}, the vocabulary of the model, got "
+                    f"{least if least < 0 else most}: pass those of the model's own tokenizer."
+                )
 
 
 def _check_ids(given: Mapping[str, Any], model: Any) -> None:

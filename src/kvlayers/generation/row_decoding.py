@@ -231,10 +231,13 @@ class RowDecoder(Generic[Row]):
         # A shorter draft is filled up by its last token, which nobody looks at.
         passed = [[row.last, *draft] for row, draft in zip(self.rows, drafts, strict=True)]
         tokens = torch.tensor([own + own[-1:] * (new - len(own)) for own in passed], device=self._model.device)
+        began = cache.newest_pass()
         try:
             logits = self._pass(tokens, cache)
         except CapacityError as error:
-            # It comes before any row has taken in a token. Without the longest one, the others may go on.
+            if cache.newest_pass() is not began:
+                raise
+            # It came before any row has taken in a token. Without the longest one, the others may go on.
             max(self.rows, key=lambda row: row.tokens).error = error
             return
         greatest = logits.argmax(-1).tolist()

@@ -80,7 +80,7 @@ def save_cache(
     if not isinstance(cache, Cache):
         raise OptionError(
             f"`cache` must be a cache of kvlayers, got a {type(cache).__module__}.{type(cache).__name__}: make one, "
-            "for example with kvlayers.DynamicCache.from_legacy_cache()."
+            "such as kvlayers.DynamicCache(cache)."
         )
     own = None if metadata is None else metadata_text(metadata)
     with replacing(path) as temporary, torch.no_grad():

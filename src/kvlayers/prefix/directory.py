@@ -7,8 +7,9 @@ import logging
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -36,6 +37,9 @@ ATTEMPTS = 4
 
 CHECKING_THREADS = 2
 """Threads that compare the content of nodes with their digests, while others arrive."""
+
+NODES_AHEAD = 8
+"""Nodes that are being checked, or wait for it, while the caller uses those before."""
 
 NANOSECONDS = 10**9
 
@@ -356,8 +360,14 @@ class Directory:
         """The file of each node, or what is wrong with it, in order. Digests are compared while others arrive."""
         files = [StoredFile(node.name, node.nbytes) for node in chain]
         wait_seconds = None if deadline is None else max(deadline - time.monotonic(), 0.0)
+        coming: deque[Future[NodeFile | KVLayersError]] = deque()
         with ThreadPoolExecutor(CHECKING_THREADS, thread_name_prefix="kvlayers-check") as threads:
-            yield from threads.map(self._checked, chain, self.backend.read(files, wait_seconds))
+            for node, content in zip(chain, self.backend.read(files, wait_seconds), strict=True):
+                coming.append(threads.submit(self._checked, node, content))
+                if len(coming) == NODES_AHEAD:
+                    yield coming.popleft().result()
+            while coming:
+                yield coming.popleft().result()
 
     def _checked(self, node: Node, content: Content | KVLayersError) -> NodeFile | KVLayersError:
         """The file of a node, all bytes of which were compared with their digest, or what is wrong with it."""

@@ -285,7 +285,7 @@ class QuantizedCache(Cache, transformers.QuantizedCache):  # type: ignore[misc]
         QuantizedCache(2 x QuantizedLayer of 2 bits, 0 tokens, 0 B)
         >>> kvlayers.QuantizedCache(config=config, nbits=7)
         Traceback (most recent call last):
-        kvlayers.errors.OptionError: `nbits` of the native backend must be one of 1, 2, 3, 4, 5, 6, 8, got 7 for keys.
+        kvlayers.errors.OptionError: `nbits` of the native backend must be one of 1, 2, 3, 4, 5, 6, 8, got 7 ...
 
     Args:
         backend: name of the quantizer. `"native"` needs no other package; `"quanto"` and `"hqq"` are transformers'

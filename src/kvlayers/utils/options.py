@@ -25,7 +25,7 @@ def checks_options(function: Callable[P, Result]) -> Callable[P, Result]:
     is_method = "." in function.__qualname__
     accepted = [name for name, each in parameters.items() if each.kind is not each.VAR_KEYWORD][is_method:]
     for option in accepted:
-        _takers[option].append(function.__qualname__.partition(".")[0])
+        _takers[option].append(function.__qualname__)
 
     def advice(unknown: str, name: str) -> str:
         late.load_rooms()
@@ -33,8 +33,12 @@ def checks_options(function: Callable[P, Result]) -> Callable[P, Result]:
             if option in _classes and unknown in inspect.signature(_classes[option]).parameters:
                 return f"it is part of the option `{option}`, as in {option}={{'{unknown}': ...}}."
         # Caches for a cache, and layers for a layer.
-        takers = [taker for taker in _takers.get(unknown, ()) if taker[-5:] == name[-5:]]
-        return f"it is one of {', '.join(takers)}." if takers else suggestion(unknown, accepted) or "remove it."
+        takers = ", ".join(
+            dict.fromkeys(
+                taker.partition(".")[0] for taker in _takers.get(unknown, ()) if taker.endswith(f"{name[-5:]}.__init__")
+            )
+        )
+        return suggestion(unknown, accepted) or (f"it is one of {takers}." if takers else "remove it.")
 
     @functools.wraps(function)
     def checked(*args: P.args, **options: P.kwargs) -> Result:
@@ -66,7 +70,7 @@ def suggestion(unknown: object, known: Iterable[str]) -> str:
 
 
 _takers: defaultdict[str, list[str]] = defaultdict(list)
-"""The classes that take an option, by its name."""
+"""The functions that take an option, by its name."""
 
 _classes: dict[str, type] = {}
 """The class of each option that `mapping_option` knows."""
@@ -141,8 +145,8 @@ def checked_device(device: object) -> torch.device:
     except (RuntimeError, AssertionError, TypeError) as error:
         # Torch may list all devices that it knows, of which this machine has few.
         raise OptionError(
-            f"`device` must be a device of this machine, got {device!r:.60} ({error!s:.60}): pass 'cpu', for example, "
-            "or leave it out."
+            f"`device` must be a device of this machine, got {' '.join(repr(device).split()):.30} "
+            f"({error!s:.90}): pass 'cpu', for example, or leave it out."
         ) from error
     if found.type == "meta":
         raise OptionError("`device` must hold data, got 'meta': pass 'cpu', or leave it out.")

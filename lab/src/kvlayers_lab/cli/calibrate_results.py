@@ -123,7 +123,10 @@ def _budget(bytes_per_token: str | None, max_kl: float | None) -> Budget:
             f"{'neither' if max_kl is None else 'both'}."
         )
     if bytes_per_token is not None:
-        return BytesBudget(amount_of_bytes(bytes_per_token, "--bytes-per-token"))
+        # Few enough for numbers without a unit.
+        return BytesBudget(
+            amount_of_bytes(f"{bytes_per_token}{'B' * bytes_per_token[-1:].isdigit()}", "--bytes-per-token")
+        )
     return DivergenceBudget(max_kl or 0.0)
 
 

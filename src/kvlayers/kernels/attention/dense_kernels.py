@@ -209,7 +209,7 @@ def attend_grouped(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | N
     if mask is not None and (queries > 1 or mask.size(1) > 1):
         of_groups = torch.unflatten(mask, 1, (kv_heads if mask.size(1) > 1 else 1, -1))
         mask = of_groups.expand(-1, -1, heads // kv_heads, -1, -1).flatten(2, 3)
-    rows = query.reshape(batch, kv_heads, -1, head_dim)
+    rows = query.reshape(batch, kv_heads, heads // kv_heads * queries, head_dim)
     attended = scaled_dot_product_attention(rows, keys, values, attn_mask=mask, scale=scale)
     return attended.reshape(batch, heads, queries, values.size(3))
 

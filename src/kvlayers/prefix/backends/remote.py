@@ -27,6 +27,9 @@ HEAD_BYTES = 2**16
 FILES_PER_REQUEST = 64
 """Files whose heads are requested together, which take 4 MiB."""
 
+BATCHES_AT_ONCE = 2
+"""Batches of whole files that are in memory, or on their way to it, at the same time."""
+
 BATCH_BYTES = 32 * 2**20
 """Bytes of whole files that are requested together, unless a single one has more."""
 
@@ -103,10 +106,13 @@ class RemoteBackend(StorageBackend):
     def read(self, files: Sequence[StoredFile], wait_seconds: float | None = None) -> Iterator[Content | KVLayersError]:
         """As `StorageBackend.read`. A thread requests the next files while the caller looks at the ones before."""
         deadline = None if wait_seconds is None else time.monotonic() + wait_seconds
+        coming: deque[tuple[list[StoredFile], Future[list[Content | KVLayersError]]]] = deque()
         thread = ThreadPoolExecutor(1, thread_name_prefix="kvlayers-read")
         try:
-            coming = deque((batch, thread.submit(self._read_batch, batch)) for batch in _batches(files))
-            # Not held any longer than until it is used.
+            for batch in _batches(files):
+                coming.append((batch, thread.submit(self._read_batch, batch)))
+                if len(coming) == BATCHES_AT_ONCE:
+                    yield from self._arrived(*coming.popleft(), deadline)
             while coming:
                 yield from self._arrived(*coming.popleft(), deadline)
         finally:

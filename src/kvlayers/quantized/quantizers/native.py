@@ -169,7 +169,9 @@ class _GridSearch:
         shifted = torch.sub(self.states, self.lowest, out=self._shifted)
         # Of the best one: its error, scale and zero, and what is cut off below.
         best = torch.stack([torch.full_like(unit, torch.inf), unit, unit, torch.zeros_like(unit)]).unsqueeze(1)
-        for steps in RANGES.to(unit.device) * self.clip_step:
+        # Numbers that are filled in cross to no device, as a tensor of them would.
+        filled = RANGES if unit.is_cpu else torch.stack([unit.new_full((), each) for each in RANGES.flatten().tolist()])
+        for steps in filled.view_as(RANGES) * self.clip_step:
             below, above = (best[-1] + steps).clamp(min=0).unbind(1)
             grids = self._grid(self.step * (1 - below - above), self.lowest + self.step * (self.top * below))
             inverse = grids.scale.reciprocal()

@@ -235,9 +235,13 @@ class RowEngine(Generic[Kind]):
         while self._reading:
             request = self._reading[0]
             try:
-                seen, stop = self._next_chunk(request)
-                if tokens and tokens + stop - seen > self._between_steps and self._decoder.rows:
+                # A store is asked in the step in which a prompt is read, as the model may change before.
+                seen = 0 if request.cache is None else request.cache.get_seq_length()
+                more = self._end_of_chunk(request, seen) - seen
+                if tokens and tokens + more > self._between_steps and self._decoder.rows:
                     break
+                seen = self._cache_of(request).get_seq_length()
+                stop = self._end_of_chunk(request, seen)
                 tokens += stop - seen
                 logits = self._logits_of(request, stop)
             except Exception as error:
@@ -264,16 +268,18 @@ class RowEngine(Generic[Kind]):
         for each in request.copies:
             each.cache, each.logits = self._cache_of(request).fork(), logits
             each.cached_tokens = request.prompt_tokens
+        if request.copies:
+            # They join as if a row had left.
+            self._held_before = sys.maxsize
         # Those of this engine were made as the request was.
         self._waiting[:0] = cast("Sequence[Kind]", request.copies)
         request.copies = ()
 
-    def _next_chunk(self, request: Kind) -> tuple[int, int]:
-        """How many tokens of a prompt its cache has seen, and how many it will have seen after the next chunk."""
-        seen, end = self._cache_of(request).get_seq_length(), request.prompt_tokens
+    def _end_of_chunk(self, request: Kind, seen: int) -> int:
+        """How many tokens of a prompt its cache will have seen after the chunk behind `seen` tokens."""
         # Parts of the prompt would be rotated by the frequencies of shorter prompts.
-        is_read_whole = frequencies_within(self._model.config, 1, end) is None
-        return seen, end if is_read_whole else min(seen + self._chunk_tokens, end)
+        is_read_whole = frequencies_within(self._model.config, 1, request.prompt_tokens) is None
+        return request.prompt_tokens if is_read_whole else min(seen + self._chunk_tokens, request.prompt_tokens)
 
     @torch.no_grad()
     def _logits_of(self, request: Kind, stop: int) -> Tensor:

@@ -201,7 +201,7 @@ class DenseStore(TokenStore):
 
     @override
     def take_in(self, keys: Tensor, values: Tensor) -> KVPair:
-        if not self._appends_one or torch.compiler.is_compiling() or not self.append_one(keys, values):
+        if torch.compiler.is_compiling() or not self.append_one(keys, values):
             self.validate(keys, values)
             return self.extend(keys, values)
         start, tokens = self._start, self._end - self._start
@@ -228,7 +228,7 @@ class DenseStore(TokenStore):
         except AttributeError:
             # They are no tensors, as `validate` says.
             return False
-        if facts != last.facts or keys.shape[2] != 1:
+        if facts != last.facts or keys.shape[2] != 1 or not self._appends_one:
             return False
         if keys.requires_grad or values.requires_grad:
             return False

@@ -96,6 +96,7 @@ def check_call(model: Any, given: Mapping[str, Any]) -> None:
         if (
             (near := difflib.get_close_matches(name, _OPTIONS, 1, 0.85))
             and name not in inspect.signature(model.forward).parameters
+            and name not in inspect.signature(model.prepare_inputs_for_generation).parameters
             and "custom_generate" not in given
         ):
             raise OptionError(f"`{name}` is no option of generate(): did you mean {near[0]!r}?")
@@ -111,14 +112,16 @@ def check_vocabulary(model: Any, ids: Tensor, name: str) -> None:
     """Raise `OptionError` if ids are outside of the model's vocabulary, before a GPU is lost to them.
 
     Args:
-        model: the model. One of several parts may take ids that stand for images, of which it has no embeddings.
+        model: the model. One of several parts, or with code or embeddings of its own, may take ids that stand for
+            something else.
         ids: ids of tokens.
         name: the argument, for the error.
     """
     # transformers finds no table that has an uncommon name.
     with contextlib.suppress(NotImplementedError):
         table = model.get_input_embeddings()
-        if not model.config.sub_configs and isinstance(table, torch.nn.Embedding) and ids.numel():
+        is_looked_up = type(table) is torch.nn.Embedding and type(model).__module__.startswith("transformers.")
+        if is_looked_up and not model.config.sub_configs and ids.numel():
             least, most = torch.stack(ids.aminmax()).tolist()
             if least < 0 or most >= table.num_embeddings:
                 raise OptionError(
@@ -157,5 +160,6 @@ def _check_ids(given: Mapping[str, Any], model: Any) -> None:
             f"{mask.shape[1]}: pass the mask that the tokenizer returns with the ids."
         )
     # A model that drafts is called for each draft, with ids that were looked at.
-    if is_whole and not (given.get("generation_config") or model.generation_config).is_assistant:
+    is_draft = (given.get("generation_config") or model.generation_config).is_assistant
+    if is_whole and not is_draft and given.get("inputs_embeds") is None:
         check_vocabulary(model, ids, name)

@@ -529,7 +529,7 @@ def _prefill(model: Any, cache: Cache, input_ids: Tensor, padding: Sequence[int]
     for row, (own, padded) in enumerate(zip(alone, padding, strict=True)):
         if own.learns_padding:
             # It was told of the padding of the whole batch.
-            own.prepare(model.config)
+            own.reset()
         of_row = {key: _of_row(key, value, row, padded, len(padding)) for key, value in model_kwargs.items()}
         last.append(pass_tokens(model, input_ids[row : row + 1, padded:], {**of_row, name: own}, own, 0).logits[:, -1])
     cache.replace_layers(merge(alone).adapted_layers())

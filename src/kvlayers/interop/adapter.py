@@ -491,4 +491,8 @@ def _by_index(held: Any) -> dict[int, Any]:
 def _copied(value: Any) -> Any:
     # A clone that is made in inference mode could never be written to outside of it.
     with torch.inference_mode(False):
-        return pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else copy.deepcopy(leaf), value)
+        return pytree.tree_map(
+            lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else copy.deepcopy(leaf),
+            value,
+            is_leaf=lambda part: isinstance(part, torch.Size),
+        )

@@ -19,7 +19,7 @@ from kvlayers.errors import InterruptedPassError, RollbackError, StateMismatchEr
 from kvlayers.kernels.attention.row_states import RowStates
 
 
-def _refuse_to_save(*_: object) -> None:
+def _refuse_to_save(*_: object, **__: object) -> None:
     raise UnsupportedLayerError(
         "`cache` must be a batch whose sequences have one length to be saved, got rows of their own lengths: save "
         "each cache.extract(row), and merge() them after loading."

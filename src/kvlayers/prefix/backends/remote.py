@@ -27,6 +27,9 @@ HEAD_BYTES = 2**16
 FILES_PER_REQUEST = 64
 """Files whose heads are requested together, which take 4 MiB."""
 
+ATTEMPTS = 3
+"""Attempts to read a file that other processes replace meanwhile."""
+
 BATCHES_AT_ONCE = 2
 """Batches of whole files that are in memory, or on their way to it, at the same time."""
 
@@ -81,17 +84,17 @@ class RemoteBackend(StorageBackend):
                 except KVLayersError as error:
                     yield error
 
-    def _inspected(self, file: StoredFile, known: _Known, look: Look[Found]) -> Found:
+    def _inspected(self, file: StoredFile, known: _Known, look: Look[Found], attempts: int = ATTEMPTS) -> Found:
         try:
             return look(self.path_of(file.name), file, partial(self._read, file, known))
         except (CacheFileError, UnreachableError):
             (now,) = self.find([file.name])
             if now is None:
                 raise self._gone(file.name) from None
-            if now == file:
+            if now == file or attempts == 1:
                 raise
         # Another process has replaced it meanwhile.
-        return self._inspected(now, {}, look)
+        return self._inspected(now, {}, look, attempts - 1)
 
     def _read(self, file: StoredFile, known: _Known, start: int, end: int) -> bytes:
         asked = ByteRange(file, start, min(end, file.nbytes))

@@ -142,7 +142,7 @@ class _GridSearch:
         self.lowest = states.amin(-2, keepdim=True)
         # The range itself may exceed the largest float32.
         self.step = states.amax(-2, keepdim=True) / self.top - self.lowest / self.top
-        self._numbers, self._codes = work[: self.COPIES - 1].view(2, -1, *states.shape)
+        self._numbers, self._codes = work[: self.COPIES - 1].view(2, self.COPIES // 2, *states.shape)
         self._shifted = work[self.COPIES - 1].view(states.shape)
 
     def best(self) -> tuple[_Grid, Tensor]:

@@ -92,11 +92,11 @@ class Variant:
 
     def fit(self, device: torch.device, grid: tuple[int, ...], arguments: tuple[Any, ...]) -> None:
         """Find out with how many stages the device has enough shared memory. This compiles the kernel."""
-        self.obstacle = ATTEND_SPLIT.obstacle(device, grid, arguments, self.constants)
-        while self.obstacle is not None and self.constants["num_stages"] > 1:
-            self.constants["num_stages"] -= 1
-            self.obstacle = ATTEND_SPLIT.obstacle(device, grid, arguments, self.constants)
-        self.is_fitted = True
+        # Other threads may launch, or find out the same.
+        constants = KeptConstants(**self.constants)
+        while (obstacle := ATTEND_SPLIT.obstacle(device, grid, arguments, constants)) and constants["num_stages"] > 1:
+            constants["num_stages"] -= 1
+        self.constants, self.obstacle, self.is_fitted = constants, obstacle, True
 
 
 @dataclass(frozen=True, eq=False)

@@ -79,7 +79,8 @@ class Budget:
             )
         text = max_bytes.rstrip() if isinstance(max_bytes, str) else ""
         is_of_free, share = text.endswith(OF_FREE), share_of(text.removesuffix(OF_FREE))
-        amount: Any = amount_of_bytes(max_bytes, "max_bytes") if share is None else share  # type: ignore[arg-type]
+        # What looks like a share is none of more than 100 %.
+        amount: Any = share if "%" in text else amount_of_bytes(max_bytes, "max_bytes")  # type: ignore[arg-type]
         if share is not None and not is_of_free and length_hint is None:
             raise OptionError(
                 f"`length_hint` must be given with `max_bytes={max_bytes!r}`, which is a share of the bytes of so many "
@@ -87,8 +88,8 @@ class Budget:
             )
         if isinstance(amount, bool) or not isinstance(amount, int | Fraction) or amount <= 0:
             raise OptionError(
-                f"`max_bytes` must be a number of bytes, such as '2GiB', or a share, such as '50%', got {max_bytes!r}: "
-                "pass one, or leave it out for as much as it takes."
+                "`max_bytes` must be a number of bytes ('2GiB'), a share of full precision up to '100%' (with "
+                f"`length_hint`), or one of free memory ('50% of free'), got {max_bytes!r}: pass one, or leave it out."
             )
         return cls(amount, tuple(steps), is_of_free, length_hint)
 

@@ -1,4 +1,4 @@
-"""What conversations find in a prefix store: chats, agents, and a trace of requests.
+"""What conversations find in a prefix store: chats, agents, a trace of requests, and a server.
 
     python lab/benchmarks/sessions.py                          # all sections
     python lab/benchmarks/sessions.py --only chats --quick     # few families, to see that it runs
@@ -13,18 +13,26 @@ least recently used leaf goes first. The trace has a line of JSON for each reque
 publishes it; without `--trace`, conversations are made up.
 entries: milliseconds of a look-up and of an insertion into a full store, by the number of its entries, and memory after
 many requests.
+snapshots: seconds of a prompt that a store reads with snapshots between messages, and with the last state alone.
+serve: rounds of several chats through `transformers serve`, with a store and without, by the package openai. It needs
+`--model`. What "transformers[serving]" lacks here is installed into a directory of its own, by pip.
 
 Models are random, in float32. The exit code is 1 if a text differs.
 """
 
 import collections
+import importlib.metadata
+import importlib.util
 import itertools
 import json
 import os
 import pathlib
 import random
+import re
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -115,11 +123,13 @@ def options() -> report.Options:
         "sessions", __doc__, threads=2, quick="few families, turns and requests", writes=written_pages
     )
     made.some_of("--only", list(SECTIONS), "sections")
+    made.real_model()
     made.sized("--families", list(FAMILIES), ["llama", "gemma3"], "families of `chats`", lambda text: text.split(","))
     made.add("--hybrid", choices=("lfm2", "qwen3_next"), default="lfm2", help="the model of `agent` (lfm2)")
     made.add("--trace", type=pathlib.Path, help="JSON lines with `hash_ids` (conversations that are made up)")
     made.sized("--requests", 2000, 100, "requests of `trace`")
     made.sized("--entries", [100, 1000, 10_000], [50], "entries of `entries`", report.numbers)
+    made.sized("--trials", 15, 1, "trials of `snapshots`")
     made.sized("--lasting", 10_000, 100, "requests after which memory is measured")
     return made
 
@@ -236,6 +246,40 @@ def agent(run: report.Session) -> dict[str, Any]:
     columns |= {f"{name}, s": shown(name, ".3f") for name in ("with a store", "reading all")}
     run.table(f"An agent on {run.given.hybrid}", "turn", {"": rows}, columns)
     return {"turns": rows, "computed_of_new": share, "first_token_of_all": soon}
+
+
+def snapshots(run: report.Session) -> dict[str, Any]:
+    """What a prompt of an agent takes that nobody has read before. The ways take turns."""
+    model, made = model_of(run.given.hybrid, **({} if run.quick else LARGE)), Chats()
+    prompt = made.message(AGENT_SYSTEM // (8 if run.quick else 1))
+    for _ in range(6):
+        prompt += made.message(TOOL_RESULT)
+    prompt += GENERATION_PROMPT
+    ways: dict[str, dict[str, Any] | None] = {
+        "no store": None,
+        "the last state alone": {"snapshot_tokens": None},
+        "snapshots": {"snapshot_tokens": 512},
+    }
+    seconds, texts = {name: list[float]() for name in ways}, set[tuple[int, ...]]()
+    entries, tick = dict[str, int](), run.ticking("snapshots", (run.given.trials + 1) * len(ways))
+    for _, (name, options) in itertools.product(range(run.given.trials + 1), ways.items()):
+        store = None if options is None else kvlayers.PrefixStore("4GiB", **options)
+        # Without ends of messages, no border is known.
+        model.generation_config.eos_token_id = END if name == "snapshots" else None
+        with quiet_clock():
+            begin = time.perf_counter()
+            texts.add(tuple(generated(model, prompt, 1, store)))
+            seconds[name].append(time.perf_counter() - begin)
+        entries[name] = 0 if store is None else len(store)
+        tick()
+    run.expect(len(texts) == 1, "a first token depends on snapshots")
+    # The first trial of each warms up.
+    rows = {name: {"seconds": statistics.median(own[1:]), "entries": entries[name]} for name, own in seconds.items()}
+    share = rows["snapshots"]["seconds"] / rows["the last state alone"]["seconds"]
+    run.target("seconds of a prompt with snapshots, of those without", share, at_most=1.02)
+    columns = {"s": shown("seconds", ".3f"), "entries": shown("entries", "")}
+    run.table(f"A prompt of {len(prompt)} tokens on {run.given.hybrid}", "", {"": rows}, columns)
+    return {"ways": rows, "of_without": share}
 
 
 Blocks = tuple[int, ...]
@@ -398,7 +442,56 @@ def entries(run: report.Session) -> dict[str, Any]:
     return {"full": found, "growth_mib": growth}
 
 
-SECTIONS = {"chats": chats, "agent": agent, "trace": trace, "entries": entries}
+def need_serving(run: report.Session) -> None:
+    """Install what `transformers serve` needs and is not there, for this process and those that it starts."""
+    needed = [text for text in importlib.metadata.requires("transformers") or () if 'extra == "serving"' in text]
+    packages = sorted({re.split(r"[^\w.-]", text)[0] for text in needed} - {"torch", "transformers", "accelerate"})
+    missing = [name for name in packages if importlib.util.find_spec(name.replace("-", "_")) is None]
+    if missing:
+        place = tempfile.mkdtemp(prefix="serving-")
+        run.console.print(f"Installing {', '.join(missing)} into {place}")
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--target", place]
+        subprocess.run([*pip, *missing], check=True)
+        sys.path.append(place)
+        importlib.invalidate_caches()
+        before = os.environ.get("PYTHONPATH")
+        os.environ["PYTHONPATH"] = place if not before else os.pathsep.join([before, place])
+
+
+SESSIONS, ROUNDS = 4, 4
+
+
+def serve(run: report.Session) -> dict[str, Any]:
+    """Rounds of several chats through a server: seconds of all, and equal texts."""
+    import clients
+
+    need_serving(run)
+    found, texts = dict[str, Any](), dict[str, list[str]]()
+    run.given.tokens, run.given.turns, run.given.dtype = 24, ROUNDS, "float32"
+    system = {"role": "system", "content": clients.NOTES * (4 if run.quick else 40)}
+    for way, before in clients.WAYS.items():
+        with clients.server(run, before) as client:
+            chats = [
+                [system, {"role": "user", "content": f"I am user {user}. Which tree?"}] for user in range(SESSIONS)
+            ]
+            said, first, begin = list[str](), list[float](), time.perf_counter()
+            for turn, chat in itertools.product(range(ROUNDS), chats):
+                answer = clients.ask(run, client, chat, streamed=True)
+                said.append(answer["text"])
+                first.append(answer["first"])
+                chat += [
+                    {"role": "assistant", "content": answer["text"]},
+                    {"role": "user", "content": f"And number {turn}?"},
+                ]
+        texts[way] = said
+        found[way] = {"seconds": time.perf_counter() - begin, "first": statistics.median(first)}
+    run.expect(len({tuple(said) for said in texts.values()}) == 1, "a text through the server differs")
+    columns = {"s": shown("seconds", ".1f"), "median to the first token, s": shown("first", ".2f")}
+    run.table(f"{SESSIONS} chats of {ROUNDS} rounds through a server", "", {"": found}, columns)
+    return found
+
+
+SECTIONS = {"chats": chats, "agent": agent, "snapshots": snapshots, "trace": trace, "entries": entries, "serve": serve}
 
 
 def page_tables(record: Mapping[str, Any]) -> str:
@@ -420,6 +513,7 @@ def page_tables(record: Mapping[str, Any]) -> str:
     hits = {budget: f"{entry['of_ideal']:.1%}" for budget, entry in results["trace"].items()}
     budgets = " and ".join(", ".join(hits).rsplit(", ", 1))
     every = set(hits.values()) == {"100.0%"}
+    plain, stored = results["serve"].values()
     found_of_ideal = "every block" if every else f"{', '.join(hits.values())} of the blocks"
     return "\n\n".join(
         [
@@ -429,6 +523,10 @@ def page_tables(record: Mapping[str, Any]) -> str:
             f"comes after {of_agent['first_token_of_all']:.2f} of the time of reading all.",
             f"In made-up conversations, the store found {found_of_ideal} that an ideal tree would find, with budgets "
             f"of {budgets} of all bytes.",
+            f"With snapshots, a new prompt takes {results['snapshots']['of_without']:.2f} of the time without. "
+            f"Through `transformers serve`, {SESSIONS} chats of {ROUNDS} rounds take {stored['seconds']:.0f} s under "
+            f"`kvlayers run`, and {plain['seconds']:.0f} s without, with the same texts; the median first token comes "
+            f"after {stored['first']:.2f} and {plain['first']:.2f} s.",
             "A full store of prompts of 64 tokens evicts one for each that comes:",
             pages.markdown(["entries", *heads], times),
             f"{pages.measured_at(record)}.",

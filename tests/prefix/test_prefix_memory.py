@@ -245,7 +245,7 @@ def test_memory_that_only_a_gone_entry_has_read_is_given_back() -> None:
 
 
 def test_memory_that_moves_while_a_branch_enters_is_counted_where_it_is() -> None:
-    store, ids = PrefixStore(5400 * TOKEN_BYTES), torch.arange(4000)
+    store, ids = PrefixStore(4950 * TOKEN_BYTES), torch.arange(4000)
     long = kvlayers.DynamicCache()
     read(long, 4000)
     store.insert(ids, long, model="m")
@@ -259,8 +259,8 @@ def test_memory_that_moves_while_a_branch_enters_is_counted_where_it_is() -> Non
     # The long one has lost its end for the second branch, so the first thousand tokens have moved.
     now = store.statistics
     assert (now.entries, now.evictions) == (3, 1)
-    assert 4800 <= now.tokens <= 5000
-    assert now.bytes == union_of(store) <= 5400 * TOKEN_BYTES
+    assert 4700 <= now.tokens < 5000
+    assert now.bytes == union_of(store) <= 4950 * TOKEN_BYTES
     assert store.evict() == now.bytes
     assert store.statistics.bytes == 0
 

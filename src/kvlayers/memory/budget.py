@@ -79,7 +79,7 @@ class Budget:
             )
         text = max_bytes.rstrip() if isinstance(max_bytes, str) else ""
         is_of_free, share = text.endswith(OF_FREE), share_of(text.removesuffix(OF_FREE))
-        # What looks like a share is none of more than 100 %.
+        # A text with a percent sign is no number of bytes.
         amount: Any = share if "%" in text else amount_of_bytes(max_bytes, "max_bytes")  # type: ignore[arg-type]
         if share is not None and not is_of_free and length_hint is None:
             raise OptionError(

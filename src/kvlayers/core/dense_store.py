@@ -271,8 +271,8 @@ class DenseStore(TokenStore):
         if key_form != self._key_form or value_form != self._value_form:
             if self._is_invalid:
                 raise InterruptedPassError(
-                    "The held tokens are lost, because moving them was interrupted: reset() the cache, and pass all "
-                    "tokens again."
+                    "The held tokens are lost, because an error or Ctrl-C came while they were moved: reset() the "
+                    "cache, and pass all tokens again."
                 )
             if self.length:
                 return self._validate_other_form(keys, (key_form, value_form))

@@ -11,7 +11,9 @@ from torch import Tensor
 
 from kvlayers.core.buffer import StateForm, form_of
 from kvlayers.errors import BatchIndexError, CapacityError, OptionError, RollbackError, StateMismatchError
+from kvlayers.utils.options import check_whole_number
 from kvlayers.utils.transforms import autocast_dtype
+from kvlayers.utils.units import tokens
 
 BatchIndices = Tensor | Sequence[int]
 
@@ -88,6 +90,19 @@ def whole_number(number: object, what: str) -> int:
         with contextlib.suppress(TypeError, RuntimeError):
             return operator.index(number)  # type: ignore[arg-type]
     raise OptionError(f"{what} must be a whole number, got {number!r}: pass an integer.")
+
+
+def checked_hint(length_hint: object) -> int | None:
+    """The tokens that the option `length_hint` says: a number such as 4096, a text such as "4k", or `None`.
+
+    Raises:
+        OptionError: it is something else, or less than 0.
+    """
+    if length_hint is None:
+        return None
+    hint = whole_number(tokens(length_hint, "length_hint"), "`length_hint`")  # type: ignore[arg-type]
+    check_whole_number(hint, "`length_hint`", 0, of="tokens", advice=": leave it out if the number is not known")
+    return hint
 
 
 def query_count(queries: object, what: str = "`query_length`") -> int:

@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
-from kvlayers.core.arguments import check_dense_state, check_one_batch, checked_forms, mismatch, promoted_forms
+from kvlayers.core.arguments import (
+    check_dense_state,
+    check_one_batch,
+    checked_forms,
+    checked_hint,
+    mismatch,
+    promoted_forms,
+)
 from kvlayers.core.buffer import StateForm, TokenBuffer
 from kvlayers.core.returned_states import ReturnedStates
 from kvlayers.core.sharing import CopyOnWrite, SharedSegment, at_most, selected, tokens_of, write_segment
@@ -111,7 +118,7 @@ class DenseStore(TokenStore):
         minimum_growth: int = MINIMUM_GROWTH,
         maximum_segments: int = MAXIMUM_SEGMENTS,
     ) -> None:
-        self.length_hint = length_hint
+        self.length_hint = checked_hint(length_hint)
         self.growth_divisor = growth_divisor
         self.minimum_growth = minimum_growth
         self.maximum_segments = maximum_segments
@@ -751,7 +758,7 @@ class DenseStore(TokenStore):
 
     @override
     def shrink(self, tokens: int) -> None:
-        capacity = self._grown_capacity(max(tokens - self._shared_tokens, self._tail_length))
+        capacity = max(tokens - self._shared_tokens, self._tail_length)
         if self._capacity > capacity and not self._tracks_gradients:
             self._allocate(capacity)
 

@@ -9,7 +9,7 @@ from transformers import LlamaConfig
 
 import kvlayers
 from agreement import step
-from kvlayers.errors import KVLayersError, OptionError
+from kvlayers.errors import KVLayersError, OptionError, RegistryError
 from kvlayers.stores import DenseStore
 from layer_kinds import KINDS
 from matrix import once
@@ -123,3 +123,11 @@ def test_a_hint_of_no_number_of_tokens_is_refused_where_it_is_taken(taker: str, 
     with pytest.raises(OptionError, match="`length_hint` must be .* got "):
         TAKE_HINTS[taker](hint)
     assert TAKE_HINTS[taker]("1k") is not None
+
+
+@pytest.mark.parametrize("base", [kvlayers.DynamicLayer, kvlayers.SlidingLayer, kvlayers.CacheLayer])
+def test_what_a_kind_is_like_is_said_by_its_traits_alone(base: type) -> None:
+    with pytest.raises(RegistryError, match=r"`traits` of .*Own must .* `keeps_every_token`.*LayerTraits\("):
+        type("Own", (base,), {"keeps_every_token": False, "__qualname__": "Own"})
+    own: Any = type("Own", (base,), {"traits": kvlayers.layers.LayerTraits(keeps_every_token=True)})
+    assert own.traits.keeps_every_token

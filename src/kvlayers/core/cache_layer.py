@@ -31,7 +31,7 @@ from kvlayers.core.description import (
     described_facts,
 )
 from kvlayers.core.token_store import Fidelity, lacks_member
-from kvlayers.errors import StateMismatchError, UnsupportedLayerError
+from kvlayers.errors import RegistryError, StateMismatchError, UnsupportedLayerError
 from kvlayers.rope.rotary import Rotary
 from kvlayers.utils import late
 from kvlayers.utils.registry import ClassRegistry
@@ -175,6 +175,11 @@ class CacheLayer(ABC):
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         sent_by_value(cls)
+        if beside := sorted(LayerTraits.__dataclass_fields__.keys() & vars(cls).keys()):
+            raise RegistryError(
+                f"`traits` of {cls.__qualname__} must say what its kind is like, got an attribute `{beside[0]}` of the "
+                f"class, which nobody asks for: write traits = LayerTraits({beside[0]}=...)."
+            )
 
     def __init__(self) -> None:
         # Not the initialiser of transformers: it would assign attributes that are properties here.

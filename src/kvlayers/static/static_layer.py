@@ -80,7 +80,7 @@ class ReservedLayer(TokenLayer):
         return (
             type(self) is type(other)
             and self.sliding_window == other.sliding_window
-            and self.sized_for >= other.sized_for
+            and (self.sized_for or 0) >= other.sized_for
             and (self.token_limit is None) == (other.token_limit is None)
             and self._store.covers(other._store, batch_size)
         )

@@ -66,7 +66,7 @@ class PendingAssignment:
         )
 
 
-def _part_of_form(side: str, part: str) -> Any:
+def part_of_form(side: str, part: str) -> Any:
     """A property of a layer: a part of the form of its store's keys or values, `None` before the first states."""
 
     def read(layer: "TokenLayer") -> Any:
@@ -230,14 +230,9 @@ class TokenLayer(forwarding("_store", ANSWERED_BY_STORE), CacheLayer, CacheLayer
 
     # Parts of the forms of keys and values, `None` before the first states
 
-    batch_size = _part_of_form("key_form", "batch_size")
-    num_heads = _part_of_form("key_form", "kv_heads")
-    k_head_dim = _part_of_form("key_form", "head_dim")
-    v_head_dim = _part_of_form("value_form", "head_dim")
-    head_dim = _part_of_form("key_form", "head_dim")
-    """As `k_head_dim`, by its name in transformers 4."""
-    dtype = _part_of_form("key_form", "dtype")
-    device = _part_of_form("key_form", "device")
+    batch_size = part_of_form("key_form", "batch_size")
+    dtype = part_of_form("key_form", "dtype")
+    device = part_of_form("key_form", "device")
 
     @override
     def check_select(self, batch_size: int) -> None:

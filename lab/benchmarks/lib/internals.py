@@ -26,7 +26,6 @@ from kvlayers_lab.measuring.nbytes import cache_nbytes
 from kvlayers_lab.measuring.scoring import (
     CacheMaker,
     NoRecord,
-    PassageScores,
     Scores,
     divergences,
     is_tie,

@@ -53,7 +53,7 @@ class EvictionRule(ABC):
         """
 
     def for_attention(self, rotary: Rotary | None, scale: float | None) -> Self:
-        """The rule for layers that compute attention like this; `rules_for` calls it for a model.
+        """The rule for layers that compute attention like this. A layer calls it when it is made.
 
         Args:
             rotary: how keys and queries are rotated by their positions, `None` if they are not, or if the rule does

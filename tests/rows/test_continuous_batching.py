@@ -220,6 +220,25 @@ def test_a_request_that_is_given_up_changes_no_other(running: Any, llama: Any) -
     assert running.metrics == {"waiting": 0, "reading": 0, "decoding": 0}
 
 
+def test_a_prompt_that_has_been_read_does_not_wait_until_it_joins(
+    running: Any, llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever asks while another prompt is read before the same step."""
+    forward, seen = llama.forward, list[dict[str, int]]()
+
+    def looked_at(*given: Any, **named: Any) -> Any:
+        seen.append(running.metrics)
+        return forward(*given, **named)
+
+    monkeypatch.setattr(llama, "forward", looked_at)
+    with running.pause():
+        # Without rows that would wait, both are read before the first step.
+        names = [running.add_request(ids[:4], max_new_tokens=2) for ids in PROMPTS[:2]]
+    for name in names:
+        running.get_result(name, timeout=20)
+    assert seen[1] == {"waiting": 0, "reading": 1, "decoding": 1}
+
+
 def test_whoever_gives_up_a_request_gives_up_its_copies(llama: Any) -> None:
     with kvlayers.installed():
         manager = llama.init_continuous_batching(config_of(num_return_sequences=3, do_sample=True))

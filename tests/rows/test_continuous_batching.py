@@ -309,6 +309,31 @@ def test_pauses_of_several_threads_overlap(running: Any) -> None:
     assert len(running.get_result(name, timeout=20).generated_tokens) == 100
 
 
+def test_who_is_interrupted_before_the_pause_holds_nothing_up(
+    running: Any, llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    status = running.background_thread_status
+    with monkeypatch.context() as patched:
+        patched.setattr(running, "is_running", lambda: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt), running.pause():
+            pass
+    assert not status.is_held_here
+    name = running.add_request(PROMPTS[0])
+    assert running.get_result(name, timeout=20).generated_tokens == alone(llama, PROMPTS[0])
+
+
+def test_a_pause_of_a_thread_that_has_failed_says_why(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with kvlayers.installed():
+        manager = llama.init_continuous_batching(config_of())
+    error = RuntimeError("broken")
+    monkeypatch.setattr(continuous_batching.RowEngine, "admit", lambda *_: (_ for _ in ()).throw(error))
+    manager.start()
+    wait_for(lambda: not manager.is_running())
+    with pytest.raises(RuntimeError, match="call start") as raised, manager.pause():
+        pass
+    assert raised.value.__cause__ is error
+
+
 def test_a_stop_waits_for_all_and_a_hard_stop_for_none(llama: Any) -> None:
     for is_hard in (False, True):
         with kvlayers.installed():

@@ -210,6 +210,11 @@ class RecurrentRows(HeldRows, LinearAttentionLayer):
             self._hold(key, memory)
 
     @override
+    def trim(self) -> None:
+        if self._places > len(self.rows):
+            self._join()
+
+    @override
     def reset(self) -> None:
         for row in self.rows:
             row.reset()

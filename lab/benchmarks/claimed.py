@@ -116,6 +116,7 @@ TIME_OF_DYNAMIC = "time relative to `dynamic`"
 SHARE_OF_PRODUCT = "rate relative to a matrix product"
 PEAK_OF_TRANSFORMERS = "peak memory relative to transformers' `DynamicCache`"
 PROMPT_OF_8K, PROMPT_OF_4K = "8,192 tokens, `dynamic`", "4,096 tokens, `int4`"
+PROMPT_OF_2K = "a prompt of 2,048 tokens, `dynamic`"
 SLOWEST = "the slowest short prompt"
 SLOWEST_UNCOMPILED = f"{SLOWEST}, without a kernel"
 PEAK = "16,384 tokens, `dynamic`"
@@ -124,6 +125,9 @@ PEAK = "16,384 tokens, `dynamic`"
 def batch_row(batch: int, tokens: int) -> str:
     return f"{batch} sequences of {tokens:,} tokens"
 
+
+LARGE_LENGTHS = (4096, 16384)
+"""Tokens held in steps of the model with more than a billion weights."""
 
 LENGTHS = (1024, 4096, 8192, 16384)
 """Tokens held in the picture of README.md and in the table of docs/benchmarks.md."""
@@ -180,6 +184,17 @@ GROUPS = (
             at_least(INT4, OVER_EXACT_STATIC, 1.4),
         ),
         "a-decode-step",
+    ),
+    Group(
+        "large",
+        "A model with more than a billion weights",
+        "Random weights in bfloat16, in the shape of Llama-3.2-1B: 16 layers, 32 heads and 8 KV heads of 64, 128,256 "
+        "words. A step reads 2.5 GB of weights, whatever the cache.",
+        (
+            *(at_least(length_row(DYNAMIC, tokens), TIMES_AS_FAST, 1) for tokens in LARGE_LENGTHS),
+            *(at_least(length_row(INT4, tokens), TIMES_AS_FAST, 1) for tokens in LARGE_LENGTHS),
+            at_most(PROMPT_OF_2K, TIME_OF_TRANSFORMERS, 0.95),
+        ),
     ),
     Group(
         "batches",

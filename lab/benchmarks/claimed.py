@@ -481,7 +481,7 @@ def headline(record: Mapping[str, Any], prompts: Mapping[str, Any]) -> str:
     """
     cells = record["step"]["cells"]
     steps = [(f"after {tokens:,}", cells[length_row(DYNAMIC, tokens)][TIMES_AS_FAST]) for tokens in LENGTHS]
-    prompt = {"model": of_prompts.SMOLLM2, "case": of_prompts.ONE, "cache": of_prompts.DYNAMIC}
+    prompt = {"model": of_prompts.SMOLLM2, "dtype": "bfloat16", "case": of_prompts.ONE, "cache": of_prompts.DYNAMIC}
     read = [
         (f"for {cell['tokens']:,}", 1 / cell["ratio"])
         for cell in of_prompts.find(of_prompts.cells_of(prompts), **prompt)

@@ -411,11 +411,11 @@ def read_one(run: Run, source: str | None, tokens: int, *caches: str) -> Mapping
     """The cells of one prompt, by cache; of a random model in a quick run."""
     of_prompts = reading(run, caches)
     if run.quick or source is None:
-        subject, tokens = prompts.llama(run.quick or source is None), 160
+        subject, tokens = prompts.subjects(of_prompts.given)[prompt_tables.NARROW], 160
     else:
         name = pathlib.Path(source).name
         subject = prompts.Subject(name, functools.partial(RealModel, source, default_text()))
-    cells = of_prompts.prompts(subject, [tokens])
+    cells = of_prompts.prompts(subject, "bfloat16", [tokens])
     check_logits(of_prompts)
     return {cell["cache"]: cell for cell in prompt_tables.find(cells, case=prompt_tables.ONE)}
 
@@ -432,9 +432,12 @@ def measure_prompts(run: Run) -> Mapping[str, Cells]:
         raise FileNotFoundError(report.NO_MODEL)
     long = read_one(run, source, 8192, prompt_tables.DYNAMIC)
     packed = read_one(run, source, 4096, prompt_tables.DYNAMIC, prompt_tables.INT4)
-    size = "160" if run.quick else "512"
-    short, llama = reading(run, prompt_tables.CACHES, "--lengths", size, "--batch", size), prompts.llama(run.quick)
-    compiled_cells = short.prompts(llama, short.given.lengths) + short.batch(llama)
+    short = reading(
+        run, prompt_tables.CACHES, *([] if run.quick else ["--lengths-uncompiled", "512", "--batch", "512"])
+    )
+    llama = prompts.subjects(short.given)[prompt_tables.NARROW]
+    compiled_cells = short.prompts(llama, "bfloat16", [160 if run.quick else 512])
+    compiled_cells += short.batches(llama, "bfloat16", short.given.batch)
     without = prompts.uncompiled(short, llama)["cells"]
     check_logits(short)
     slowest = {
@@ -458,7 +461,7 @@ def measure_gemma(run: Run) -> Mapping[str, Cells]:
 
 def measure_attention_of_prompts(run: Run) -> Mapping[str, Cells]:
     of_prompts = reading(run, (prompt_tables.DYNAMIC,))
-    shares = prompts.measure_attention(of_prompts)
+    shares = prompts.measure_attention(of_prompts, of_prompts.given.attention, ("bfloat16",))["bfloat16"]
     check_logits(of_prompts)
     of_shapes = {
         name: {claimed.SHARE_OF_PRODUCT: ways[prompt_tables.KVLAYERS]["share"]} for name, ways in shares.items()
@@ -468,7 +471,8 @@ def measure_attention_of_prompts(run: Run) -> Mapping[str, Cells]:
 
 def measure_memory(run: Run) -> Mapping[str, Cells]:
     of_prompts = reading(run, (prompt_tables.DYNAMIC,))
-    peak = prompts.memory(of_prompts, prompts.llama(run.quick))["peaks"][prompt_tables.DYNAMIC]["ratio"]
+    llama = prompts.subjects(of_prompts.given)[prompt_tables.NARROW]
+    peak = prompts.memory(of_prompts, llama)["peaks"][prompt_tables.DYNAMIC]["ratio"]
     return {"peak": {claimed.PEAK: {claimed.PEAK_OF_TRANSFORMERS: peak}}}
 
 

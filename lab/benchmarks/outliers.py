@@ -1,10 +1,10 @@
 """Measures what quantizers lose on models whose keys have outliers, relative to the same model in full precision.
 
-    python lab/benchmarks/outliers.py                  # the demo model, every row: some minutes on two cores
+    python lab/benchmarks/outliers.py                  # the demo model, every row: some 30 minutes on two cores
     python lab/benchmarks/outliers.py --only x30 +100  # the rows whose names contain one of these texts
     python lab/benchmarks/outliers.py --resume RECORD  # what a record lacks, or the rows of --only again
     python lab/benchmarks/outliers.py --quick          # a small random model, to see that it runs
-    python lab/benchmarks/outliers.py --write          # the records, into docs/quantized.md
+    python lab/benchmarks/outliers.py --write          # the records, into docs/benchmarks.md and docs/quantized.md
 
 Rows are made of a model without outliers, by hooks in its attention (`lib/outliers.py`): a constant that is added to
 some channels of all keys, or a factor of them by which the queries are divided, so that the model stays the same in
@@ -17,6 +17,7 @@ name with "plain" is the same quantizer of keys that are not smoothed (`kvlayers
 differ by more than caches do: with several of them (`--passages`), a figure has the standard error of their mean.
 """
 
+import itertools
 import json
 import pathlib
 import statistics
@@ -62,23 +63,39 @@ NAMES = {
     "nf4 plain": (Contender("kvlayers", "nf4 plain", 4), plain("nf4", q_group_size=32)),
     "fp8": (Contender("kvlayers", "fp8", 8), own("fp8")),
 }
+SIZES = (3.0, 10.0, 30.0, 100.0)
+PAIRS = (1, 2, 8)
 PLAIN = "as it is"
-ROWS: tuple[KeyOutliers | ValueOutliers, ...] = (
-    KeyOutliers("constant", 30.0, pairs=2),
-    KeyOutliers("constant", 100.0),
-    KeyOutliers("varying", 3.0, pairs=2),
-    KeyOutliers("varying", 30.0, pairs=2),
-    KeyOutliers("varying", 30.0, "fast", pairs=2),
-    KeyOutliers("varying", 30.0, pairs=2, heads="one"),
-    ValueOutliers("tokens", 3.0),
-    ValueOutliers("varying", 30.0),
+
+SHOWN = (
+    PLAIN,
+    *("+30 in 2 slow, all", "+100 in 1 slow, all"),
+    *("x3 in 2 slow, all", "x30 in 2 slow, all", "x30 in 2 fast, all", "x30 in 2 slow, one"),
+    *("values x3 in 1 token of 16", "values x30 in 2 channels"),
 )
+"""The rows in docs/quantized.md."""
+
 LEFT_OUT = ("turboquant plain", "nf4 plain")
-"""The caches that are not on the page: tests compare them with the smoothed ones."""
+"""The caches that are not in docs/quantized.md."""
+
+ROWS: list[KeyOutliers | ValueOutliers] = [
+    *(KeyOutliers(*row) for row in itertools.product(("constant", "varying"), SIZES, ("slow", "fast"), PAIRS)),
+    *(KeyOutliers(kind, size, "slow", 2, "one") for kind, size in itertools.product(("constant", "varying"), SIZES)),
+    *(ValueOutliers("tokens", size) for size in (3.0, 10.0)),
+    *(ValueOutliers("varying", size) for size in (30.0, 100.0)),
+]
+
+
+QUICK = (
+    PLAIN,
+    *("+30 in 1 slow, all", "+30 in 1 fast, all", "x30 in 1 slow, all", "x30 in 1 fast, all"),
+    "values x30 in 2 channels",
+)
+"""The rows of a quick run."""
 
 
 def options() -> report.Options:
-    made = report.Options("outliers", __doc__, quick="a small random model", writes=written_pages)
+    made = report.Options("outliers", __doc__, quick="a small random model and few rows", writes=written_pages)
     made.real_model(RANDOM, is_needed=True)
     made.sized("--passages", 1, 1, "from places spread over the text")
     made.sized("--context", 512, 512, "tokens of each read before scoring begins")
@@ -101,6 +118,8 @@ def chosen(given: Any, known: Mapping[str, Any]) -> dict[str, KeyOutliers | Valu
     rows: dict[str, KeyOutliers | ValueOutliers | None] = {PLAIN: None, **{row.name: row for row in ROWS}}
     if given.only:
         return {name: row for name, row in rows.items() if any(text in name for text in given.only)}
+    if given.quick:
+        rows = {name: rows[name] for name in QUICK}
     return {name: row for name, row in rows.items() if not {*given.caches} <= known.get(name, {}).keys()}
 
 
@@ -175,9 +194,10 @@ def _ratio(cells: Mapping[str, Any], name: str) -> str:
     return f"{sum(smoothed) / sum(plain):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
 
 
-def page_table(record: dict[str, Any]) -> str:
+def page_table(record: dict[str, Any], rows: Sequence[str] | None = None, left_out: Sequence[str] = ()) -> str:
     found, arguments = record["results"]["outliers"], record["arguments"]
-    caches = [name for name in arguments["caches"] if name not in LEFT_OUT]
+    caches = [name for name in arguments["caches"] if name not in left_out]
+    shown = [row for row in rows or found["rows"] if row in found["rows"]]
     dates = {figures.get("date", record["date"])[:10] for cells in found["rows"].values() for figures in cells.values()}
     newest = max(dates)
 
@@ -185,7 +205,7 @@ def page_table(record: dict[str, Any]) -> str:
         is_marked = len(dates) > 1 and figures.get("date", record["date"])[:10] == newest
         return _cell(figures) + " *" * is_marked
 
-    cells = [[row, *(dated(found["rows"][row][name]) for name in caches)] for row in found["rows"]]
+    cells = [[row, *(dated(found["rows"][row][name]) for name in caches)] for row in shown]
     older = ", ".join(sorted(dates - {newest}))
     marks = f" Cells with * were measured on {newest}, the others on {older}." if older else ""
     held = ", ".join(f"`{name}` {found['bytes'][name]['bytes']:,.0f}" for name in caches)
@@ -202,8 +222,11 @@ def page_table(record: dict[str, Any]) -> str:
 
 
 def written_pages() -> pages.Pages:
-    tables = "\n\n".join(map(page_table, pages.records_by_model("outliers")))
-    return pages.written("outliers", {(pages.DOCS / "quantized.md", "outliers"): tables})
+    records = pages.records_by_model("outliers")
+    all_rows = "\n\n".join(map(page_table, records))
+    some = "\n\n".join(page_table(record, SHOWN, LEFT_OUT) for record in records)
+    tables = {"benchmarks.md": all_rows, "quantized.md": some}
+    return pages.written("outliers", {(pages.DOCS / page, "outliers"): found for page, found in tables.items()})
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

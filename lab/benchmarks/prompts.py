@@ -1,24 +1,24 @@
 """Prompts beside transformers: seconds, equal logits, the share of a matrix product's rate, and peak memory.
 
-    python lab/benchmarks/prompts.py                            # SmolLM2, some 10 minutes
-    python lab/benchmarks/prompts.py --model DIR --model DIR    # these models
+    python lab/benchmarks/prompts.py                            # SmolLM2 and two random llamas, some 15 minutes
+    python lab/benchmarks/prompts.py --model DIR --model DIR    # these models and two random llamas
     python lab/benchmarks/prompts.py --models attention         # attention of one layer alone
     python lab/benchmarks/prompts.py --record                   # keep the figures in recorded/prompts-<date>.json
     python lab/benchmarks/prompts.py --record --resume          # the same, without what was recorded today
     python lab/benchmarks/prompts.py --write                    # the record into the pages, and measure nothing
     python lab/benchmarks/prompts.py --quick                    # small random models, few tokens, to see that it runs
 
-`one` reads one prompt of each length into each cache, then a second turn behind the longest prompt. `batch` reads four
-prompts of different lengths, padded on the left. `memory` reads 16,384 tokens in a process of its own for each cache,
-and asks the system how much memory it held at most. `uncompiled` reads short prompts in a process without kernels
-(`KVLAYERS_COMPILE=never`). `attention` is that of one layer, beside a product of two matrices. Models are in bfloat16.
+`bfloat16` and `float32` read one prompt of each length into each cache, then a second turn behind the longest prompt.
+`batch` reads four prompts of different lengths, padded on the left. `memory` reads 16,384 tokens in a process of its
+own for each cache, and asks the system how much memory it held at most. `uncompiled` reads short prompts in a process
+without kernels (`KVLAYERS_COMPILE=never`). `attention` is that of one layer, beside a product of two matrices.
 
 Caches take turns in one process, in an order that rotates, and figures are medians. There are as many turns as fit
 `--seconds`, at least one. Before the turns of a short prompt, each cache reads it once more: that warms up, and its
 last logits are compared with those of transformers in float32.
 
-The exit code is 1 if logits are further from float32's than they may be. Times decide nothing: `claims.py` holds some
-of them against bounds. Run it on an idle machine.
+The exit code is 1 if logits are further from float32's than they may be. Times decide nothing, and the targets say
+which bounds they keep. Run it on an idle machine.
 """
 
 import contextlib
@@ -60,7 +60,11 @@ MAKERS: dict[str, Maker] = {
 EXACT = (DYNAMIC, STATIC)
 """The caches that hold states as they came, so that a second turn has transformers' logits."""
 
-SECTIONS = ("one", "batch", "memory", "uncompiled")
+SHAPES = {
+    tables.NARROW: Shape(layers=4),
+    tables.WIDE: Shape(layers=2, heads=32, kv_heads=8, head_dim=128, intermediate=8192),
+}
+SECTIONS = ("bfloat16", "float32", "batch", "memory", "uncompiled")
 SHARES = (1, 2, 3, 4)
 """The lengths of a batch's prompts, as parts of the longest."""
 
@@ -116,7 +120,9 @@ def options() -> report.Options:
     made.add("--models", help="some of the models by name, and 'attention', separated by commas (all)")
     made.some_of("--only", SECTIONS, "sections of each model")
     made.some_of("--caches", tables.CACHES, "caches beside transformers'")
-    made.sized("--lengths", [512, 2048, 8192], [96, 160], "tokens of one prompt", report.numbers)
+    made.sized("--lengths", [512, 2048, 4096, 8192], [96, 160], "tokens of one prompt", report.numbers)
+    made.sized("--lengths-float32", [512, 2048], [160], "tokens of one prompt in float32", report.numbers)
+    made.sized("--lengths-uncompiled", [512, 2048], [96], "tokens of prompts without kernels", report.numbers)
     made.sized("--batch", 2048, 128, "tokens of the longest prompt of the batch")
     made.sized("--turn", 256, 24, "tokens of the second turn")
     made.sized("--long", 16_384, 192, "tokens of the prompt whose memory is measured")
@@ -142,9 +148,8 @@ class Subject:
     def in_float32(self) -> Any:
         return copy.deepcopy(self.workload.model).float()
 
-    @property
-    def model(self) -> Any:
-        return self.workload.model
+    def model(self, dtype: str) -> Any:
+        return self.in_float32 if dtype == "float32" else self.workload.model
 
     def ids(self, tokens: int) -> Tensor:
         """Int64 `[1, tokens]`. A text that is too short is read again and again."""
@@ -186,21 +191,22 @@ def apart(logits: Tensor, expected: Tensor) -> float:
 
 
 class Case(NamedTuple):
-    """One prompt of one model."""
+    """One prompt of one model in one dtype."""
 
     subject: Subject
+    dtype: str
     name: str
     tokens: int
 
     @property
     def title(self) -> str:
-        return f"{self.subject.name}, {self.name} of {self.tokens:,}"
+        return f"{self.subject.name}, {self.dtype}, {self.name} of {self.tokens:,}"
 
     def entry(self, cache: str, turns: Turns, further: Mapping[str, float]) -> dict[str, Any]:
         ratios = {"ratio": turns.ratio(cache, TRANSFORMERS)} if cache != TRANSFORMERS else {}
         if cache != DYNAMIC and DYNAMIC in turns.seconds and ratios:
             ratios["of_dynamic"] = turns.ratio(cache, DYNAMIC)
-        where = {"model": self.subject.name, "case": self.name, "tokens": self.tokens}
+        where = {"model": self.subject.name, "dtype": self.dtype, "case": self.name, "tokens": self.tokens}
         figures = {"cache": cache, "seconds": turns.median(cache), "turns": len(turns.seconds[cache]), **ratios}
         return {**where, **figures, **({"apart": further[cache]} if cache in further else {})}
 
@@ -225,12 +231,16 @@ class Run(report.Session):
         checked = [name for name in logits if name != TRANSFORMERS]
         if case.name.endswith(TURN):
             checked = [name for name in checked if name in EXACT]
-        if exact is not None:
+        reference = logits[TRANSFORMERS]
+        if case.dtype == "float32":
+            found = {name: apart(logits[name], reference) for name in checked}
+            most = tables.MOST_APART_IN_FLOAT32
+        elif exact is not None:
             found = {name: apart(logits[name], exact) for name in (TRANSFORMERS, *checked)}
             self.rounding[case.subject.name] = max(found[TRANSFORMERS], self.rounding.get(case.subject.name, 0.0))
             most = tables.MOST_FURTHER * found[TRANSFORMERS]
         else:
-            found = {name: apart(logits[name], logits[TRANSFORMERS]) for name in checked}
+            found = {name: apart(logits[name], reference) for name in checked}
             most = tables.MOST_APART * self.rounding.get(case.subject.name, float("inf"))
         for name in checked:
             self.expect(
@@ -254,7 +264,7 @@ class Run(report.Session):
         Returns:
             An entry for each cache, and the caches of the last turn.
         """
-        begin, model, turns = time.perf_counter(), case.subject.model, Turns(self.makers)
+        begin, model, turns = time.perf_counter(), case.subject.model(case.dtype), Turns(self.makers)
         made: Mapping[str, Any] = {}
         reads_twice = not following and case.tokens <= READ_TWICE
         kept = min(COMPARED, case.tokens)
@@ -265,7 +275,7 @@ class Run(report.Session):
                 made = caches()
                 logits = turns.take(prompt.reader(model, made, kept), is_counted=False)
                 exact = None
-                if case.tokens <= EXACT_UP_TO:
+                if case.dtype != "float32" and case.tokens <= EXACT_UP_TO:
                     wide = case.subject.in_float32
                     exact = prompt.read(wide, MAKERS[TRANSFORMERS](wide.config, case.tokens), kept)
                 further = self.compare(case, logits, exact)
@@ -293,10 +303,10 @@ class Run(report.Session):
         )
         return entries, made
 
-    def prompts(self, subject: Subject, lengths: Sequence[int]) -> list[dict[str, Any]]:
+    def prompts(self, subject: Subject, dtype: str, lengths: Sequence[int]) -> list[dict[str, Any]]:
         """One prompt of each length, and a second turn behind the last."""
         given, found = self.given, list[dict[str, Any]]()
-        config = subject.model.config
+        config = subject.model(dtype).config
         turns = 3
         for tokens in lengths:
             # Room for what follows.
@@ -305,26 +315,36 @@ class Run(report.Session):
             def caches(room: int = room) -> dict[str, Any]:
                 return {name: make(config, room) for name, make in self.makers.items()}
 
-            case = Case(subject, self.prefix + ONE, tokens)
+            case = Case(subject, dtype, self.prefix + ONE, tokens)
             entries, made = self.measure(case, Prompt(subject.ids(tokens)), caches)
             found += entries
             if tokens == lengths[-1]:
                 more = subject.ids(room)[:, tokens:].split(given.turn, 1)
-                case = Case(subject, self.prefix + TURN, tokens)
+                case = Case(subject, dtype, self.prefix + TURN, tokens)
                 found += self.measure(case, Prompt(more[0]), lambda made=made: made, [Prompt(ids) for ids in more])[0]
             del made
         return found
 
-    def batch(self, subject: Subject) -> list[dict[str, Any]]:
-        longest, config = self.given.batch, subject.model.config
-        prompt, case = subject.batch(longest), Case(subject, self.prefix + BATCH, longest)
-        entries, _ = self.measure(
-            case, prompt, lambda: {name: make(config, longest) for name, make in self.makers.items()}
-        )
-        return entries
+    def batches(self, subject: Subject, dtype: str, longest: int) -> list[dict[str, Any]]:
+        config, prompt = subject.model(dtype).config, subject.batch(longest)
+        case = Case(subject, dtype, self.prefix + BATCH, longest)
+        return self.measure(case, prompt, lambda: {name: make(config, longest) for name, make in self.makers.items()})[
+            0
+        ]
 
 
 # What each section of a model measures
+
+
+def in_dtype(run: Run, subject: Subject, dtype: str) -> dict[str, Any]:
+    lengths = run.given.lengths if dtype == "bfloat16" else run.given.lengths_float32
+    return {"cells": run.prompts(subject, dtype, lengths)}
+
+
+def batches(run: Run, subject: Subject) -> dict[str, Any]:
+    longest = run.given.batch
+    found = run.batches(subject, "bfloat16", longest)
+    return {"cells": found + run.batches(subject, "float32", longest // 4)}
 
 
 def own_arguments(run: Run, subject: Subject) -> list[str]:
@@ -351,12 +371,14 @@ def memory(run: Run, subject: Subject) -> dict[str, Any]:
 
 def uncompiled(run: Run, subject: Subject) -> dict[str, Any]:
     """Short prompts, a second turn and a batch in a process without kernels."""
-    given, shortest = run.given, str(run.given.lengths[0])
-    sizes = ["--lengths", shortest, "--batch", shortest]
-    run.say(f"{subject.name}: a process without kernels reads {shortest} tokens and a batch")
+    given = run.given
+    lengths = ",".join(map(str, given.lengths_uncompiled))
+    batch = str(given.batch // 2)
+    sizes = ["--lengths", lengths, "--lengths-float32", str(given.lengths_uncompiled[0]), "--batch", batch]
+    run.say(f"{subject.name}: a process without kernels reads {lengths} tokens and a batch")
     with tempfile.TemporaryDirectory() as folder:
         output = pathlib.Path(folder, "found.json")
-        chosen = ["--only", "one,batch", "--caches", ",".join(given.caches), "--turn", str(given.turn)]
+        chosen = ["--only", "bfloat16,float32,batch", "--caches", ",".join(given.caches), "--turn", str(given.turn)]
         command = [sys.executable, __file__, *own_arguments(run, subject), *sizes, *chosen, "--output", str(output)]
         command += ["--seconds", str(given.seconds)]
         with subprocess.Popen(command, env={**os.environ, **NEVER}, stdout=subprocess.PIPE, text=True) as process:
@@ -373,8 +395,9 @@ def uncompiled(run: Run, subject: Subject) -> dict[str, Any]:
 
 
 MEASURES: dict[str, Callable[[Run, Subject], dict[str, Any]]] = {
-    "one": lambda run, subject: {"cells": run.prompts(subject, run.given.lengths)},
-    "batch": lambda run, subject: {"cells": run.batch(subject)},
+    "bfloat16": functools.partial(in_dtype, dtype="bfloat16"),
+    "float32": functools.partial(in_dtype, dtype="float32"),
+    "batch": batches,
     "memory": memory,
     "uncompiled": uncompiled,
 }
@@ -383,20 +406,26 @@ MEASURES: dict[str, Callable[[Run, Subject], dict[str, Any]]] = {
 # Attention of one layer
 
 
-def measure_attention(run: Run) -> dict[str, Any]:
+def measure_attention(run: Run, tokens: int, dtypes: Sequence[str] = ("bfloat16", "float32")) -> dict[str, Any]:
     """Attention of each shape beside a product of two matrices, all in turns."""
-    return {name: one_attention(run, name, shape, run.given.attention) for name, shape in ATTENTION_SHAPES.items()}
+    found: dict[str, Any] = {}
+    for dtype in dtypes:
+        found[dtype] = {
+            name: one_attention(run, name, shape, tokens, getattr(torch, dtype))
+            for name, shape in ATTENTION_SHAPES.items()
+        }
+    return found
 
 
-def one_attention(run: Run, name: str, shape: AttentionShape, tokens: int) -> dict[str, Any]:
+def one_attention(run: Run, name: str, shape: AttentionShape, tokens: int, dtype: torch.dtype) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(0)
 
     def normal(heads: int) -> Tensor:
-        return torch.randn(1, heads, tokens, shape.head_dim, generator=generator).bfloat16()
+        return torch.randn(1, heads, tokens, shape.head_dim, generator=generator).to(dtype)
 
     query, keys, values = normal(shape.heads), normal(shape.kv_heads), normal(shape.kv_heads)
     mask, side = shape.mask(tokens), min(2048, 2 * tokens)
-    matrix = torch.randn(side, side, generator=generator).bfloat16()
+    matrix = torch.randn(side, side, generator=generator).to(dtype)
     config = Shape(1, shape.heads, shape.kv_heads, shape.head_dim).config()
 
     def attended(states: tuple[Tensor, Tensor]) -> Tensor:
@@ -412,7 +441,7 @@ def one_attention(run: Run, name: str, shape: AttentionShape, tokens: int) -> di
         tables.KVLAYERS: attended_in_cache,
     }
     products = {tables.GEMM: 2 * side**3}
-    turns, tick = Turns(ways), run.ticking(f"attention, {name}", 1)
+    turns, tick = Turns(ways), run.ticking(f"attention, {name}, {str(dtype)[6:]}", 1)
     with quiet_clock():
         started = time.perf_counter()
         outputs = turns.take(lambda way: ways[way](), is_counted=False)
@@ -423,8 +452,8 @@ def one_attention(run: Run, name: str, shape: AttentionShape, tokens: int) -> di
             turns.take(lambda way: ways[way]())
     tick()
     further = {way: apart(outputs[way].float(), exact) for way in (tables.TORCH, tables.KVLAYERS)}
-    most = tables.MOST_FURTHER * further[tables.TORCH]
-    run.expect(further[tables.KVLAYERS] <= most, f"attention, {name}: {further[tables.KVLAYERS]:.2g} apart")
+    most = tables.MOST_APART_IN_FLOAT32 if dtype == torch.float32 else tables.MOST_FURTHER * further[tables.TORCH]
+    run.expect(further[tables.KVLAYERS] <= most, f"attention, {name}, {dtype}: {further[tables.KVLAYERS]:.2g} apart")
     useful = 4 * shape.heads * shape.head_dim * shape.pairs(tokens)
     gemm = turns.seconds[tables.GEMM]
     entries: dict[str, Any] = {}
@@ -438,7 +467,7 @@ def one_attention(run: Run, name: str, shape: AttentionShape, tokens: int) -> di
             **({"apart": further[way]} if way in further else {}),
         }
     both = ", ".join(f"{way} {entries[way]['share']:.2f}" for way in further)
-    run.say(f"attention, {name}: of {entries[tables.GEMM]['rate'] / 1e12:.2f} TFLOP/s, {both}")
+    run.say(f"attention, {name}, {str(dtype)[6:]}: of {entries[tables.GEMM]['rate'] / 1e12:.2f} TFLOP/s, {both}")
     return entries
 
 
@@ -480,18 +509,19 @@ def print_peak(given: Any, subject: Subject) -> int:
 # All of it
 
 
-def llama(quick: bool) -> Subject:
-    """A random llama of 4 layers with 16/8 heads of 64; a smaller one in a quick run."""
-    small = Shape(layers=2, heads=4, kv_heads=2, intermediate=128, vocab=256)
-    return Subject(tables.LLAMA, functools.partial(RandomModel, small if quick else Shape(layers=4)))
-
-
 def subjects(given: Any) -> dict[str, Subject]:
-    """The models by name. None is loaded before it is needed. Without a model, and in a quick run, it is the llama."""
+    """The models by name. None is loaded before it is needed."""
+    found = {}
     sources = given.model if given.model is not None else list(filter(None, [default_model()]))
-    real = {pathlib.Path(source).name: source for source in ([] if given.quick else sources)}
-    found = {name: Subject(name, functools.partial(RealModel, source, default_text())) for name, source in real.items()}
-    return {**found, tables.LLAMA: llama(given.quick)}
+    for source in [] if given.quick else sources:
+        name = pathlib.Path(source).name
+        found[name] = Subject(name, functools.partial(RealModel, source, default_text()))
+    for name, shape in SHAPES.items():
+        if given.quick:
+            heads = shape.heads // shape.kv_heads * 2
+            shape = Shape(layers=2, heads=heads, kv_heads=2, head_dim=shape.head_dim, intermediate=128, vocab=256)
+        found[name] = Subject(name, functools.partial(RandomModel, shape))
+    return found
 
 
 def parts_of(run: Run) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
@@ -499,7 +529,7 @@ def parts_of(run: Run) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
     known = subjects(run.given)
     for name in chosen_models(run.given, known):
         if name == tables.ATTENTION:
-            yield name, lambda: {"shares": measure_attention(run)}
+            yield name, lambda: {"shares": measure_attention(run, run.given.attention)}
             continue
         for section in run.given.only:
             yield tables.part_name(name, section), functools.partial(MEASURES[section], run, known[name])
@@ -509,9 +539,8 @@ def parts_of(run: Run) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
 
 
 def chosen_models(given: Any, known: Mapping[str, Subject]) -> list[str]:
-    """Those of `--models`; the real models and attention if it is not given."""
-    real = [name for name in known if name != tables.LLAMA]
-    return [*(real or known), tables.ATTENTION] if given.models is None else given.models.split(",")
+    names = [*known, tables.ATTENTION]
+    return names if given.models is None else given.models.split(",")
 
 
 def measure(run: Run) -> dict[str, Any]:
@@ -556,6 +585,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             run.say(report.NO_MODEL)
         found = measure(run)
         run.say(tables.page_section(found))
+        for held in tables.held_of(found):
+            bound = {"at_most": held.bound} if held.at_most else {"at_least": held.bound}
+            run.target(held.what, held.value, **bound)
     code = run.finish({"prompts": found})
     if given.record:
         pages.write_pages(tables.written_pages())

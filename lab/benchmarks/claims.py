@@ -1,4 +1,4 @@
-"""Measures every claim in README.md and docs/choosing.md again, and says whether it holds.
+"""Measures every claim in README.md and docs/benchmarks.md again, and says whether it holds.
 
     python lab/benchmarks/claims.py                     # all of them, about ten minutes on two idle cores
     python lab/benchmarks/claims.py --only step,update  # some of the measurements
@@ -67,6 +67,10 @@ residual would take as many bytes, and leave quanto with more divergence."""
 
 MOST_APART = 1e-4
 """How far logits of a model with latents may be from transformers', in float32."""
+
+
+LARGE = Shape(layers=16, heads=32, kv_heads=8, intermediate=8192, vocab=128256)
+"""The shape of Llama-3.2-1B."""
 
 
 class OtherTokensError(Exception):
@@ -170,6 +174,28 @@ def measure_baseline(run: Run) -> Mapping[str, Cells]:
     }
     of_rival = {claimed.TIMES_AS_FAST: rival["speed"], claimed.OF_DENSE: rival["held"] / measured[REFERENCE]["held"]}
     return {"baseline": {claimed.EXACT_STATIC: of_rival, **cells}}
+
+
+def measure_large(run: Run) -> Mapping[str, Cells]:
+    """Steps and a prompt of a random model whose weights are large beside its cache."""
+    steps, trials = (3, 1) if run.quick else (8, 2)
+    workload = run.random(LARGE, chunk=1 << 16)
+    rows = {claimed.DYNAMIC: KVLAYERS, claimed.INT4: KVLAYERS_4_BITS}
+    makers = {name: QUANTIZED[name] for name in (REFERENCE, *rows.values())}
+    cells = {}
+    for length in claimed.LARGE_LENGTHS:
+        asked = Trials(steps, trials, run.ticking)
+        measured = summarise(measure_decode(workload, makers, length // 64 if run.quick else length, asked))
+        check_tokens(asked.disagreements, (KVLAYERS,))
+        for row, name in rows.items():
+            cells[claimed.length_row(row, length)] = {claimed.TIMES_AS_FAST: measured[name]["speed"]}
+    of_prompts = reading(run, (prompt_tables.DYNAMIC,))
+    subject = prompts.Subject("random llama of 1.2 billion weights", lambda: workload)
+    read_whole = of_prompts.prompts(subject, "bfloat16", [160 if run.quick else 2048])
+    check_logits(of_prompts)
+    [cell] = prompt_tables.find(read_whole, case=prompt_tables.ONE, cache=prompt_tables.DYNAMIC)
+    cells[claimed.PROMPT_OF_2K] = {claimed.TIME_OF_TRANSFORMERS: cell["ratio"]}
+    return {"large": cells}
 
 
 def measure_batches(run: Run) -> Mapping[str, Cells]:
@@ -467,6 +493,7 @@ MEASUREMENTS: dict[str, Callable[[Run], Mapping[str, Cells]]] = {
     "graphs": measure_graphs,
     "step": measure_steps,
     "baseline": measure_baseline,
+    "large": measure_large,
     "batches": measure_batches,
     "static": measure_reservations,
     "prefix": measure_prefix,

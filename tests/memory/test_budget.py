@@ -298,11 +298,11 @@ def test_a_plan_says_what_a_budget_would_hold(caplog: pytest.LogCaptureFixture) 
     cache = DynamicCache(config=config, max_bytes="60%", length_hint=TOKENS)
     with caplog.at_level(logging.ERROR):
         read(cache, [TOKENS])
-    stay = f"a DynamicCache with max_bytes='60%': of {TOKENS} tokens, {min(exact_tokens(cache))} stay exact"
-    assert planned.within == f"{stay} ({cache.budget.note})."
+    exact = f"of {TOKENS} tokens, the newest {min(exact_tokens(cache))} are exact after one pass"
+    assert planned.within == f"a DynamicCache with max_bytes='60%': {exact} ({cache.budget.note})."
     # Without `memory`, the bytes are all that was asked for, and 'dynamic' takes more.
     assert planned.notes == (f"Use {planned.within}",)
-    assert repr(planned).count(stay) == 1
+    assert repr(planned).count(exact) == 1
     beside = kvlayers.plan(config, TOKENS, dtype=torch.float32, names=["dynamic"], max_bytes="60%", memory="1GiB")
     assert [note.partition(":")[0] for note in beside.notes] == [
         "Use 'dynamic'",
@@ -336,4 +336,4 @@ def test_no_budget_costs_nothing(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         read(cache, [500, *[1] * 100])
     assert len([record for record in caplog.records if "within max_bytes" in record.message]) == 1
-    assert "memory: all but the newest" in repr(cache.explain())
+    assert "memory: at least the newest" in repr(cache.explain())

@@ -89,7 +89,7 @@ def whole_number(number: object, what: str) -> int:
         # torch raises a RuntimeError for a tensor without data.
         with contextlib.suppress(TypeError, RuntimeError):
             return operator.index(number)  # type: ignore[arg-type]
-    raise OptionError(f"{what} must be a whole number, got {number!r}: pass an integer.")
+    raise OptionError(f"{what} must be a whole number, got {number!r:.60}: pass an integer.")
 
 
 def checked_hint(length_hint: object) -> int | None:

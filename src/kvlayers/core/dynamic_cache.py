@@ -98,7 +98,7 @@ class DynamicCache(Cache, transformers.DynamicCache):  # type: ignore[misc]
         self.recall = recall_of(recall)
         if isinstance(ddp_cache_data, transformers.PretrainedConfig | torch.nn.Module):
             raise OptionError(
-                f"The first argument must be states, got a {type(ddp_cache_data).__name__}: pass it as config=config."
+                f"The first argument must be states, got a {type(ddp_cache_data).__name__}: pass it as `config`."
             )
         length_hint = checked_hint(length_hint)
         self.budget = budget_of(max_bytes, ladder, length_hint)

@@ -94,12 +94,15 @@ def check_call(model: Any, given: Mapping[str, Any]) -> None:
     check_generation_config(given.get("generation_config"))
     for name in given.keys() - _OPTIONS:
         if (
-            (near := difflib.get_close_matches(name, _OPTIONS, 1, 0.85))
+            (near := difflib.get_close_matches(name, (*_OPTIONS, "prefix_store", "namespace", "documents"), 1, 0.85))
             and name not in inspect.signature(model.forward).parameters
             and name not in inspect.signature(model.prepare_inputs_for_generation).parameters
             and "custom_generate" not in given
         ):
-            raise OptionError(f"`{name}` is no option of generate(): did you mean {near[0]!r}?")
+            raise OptionError(
+                f"`{name}` is no option of generate(): did you mean {near[0]!r}"
+                f"{'' if near[0] in _OPTIONS else ' of kvlayers.generate()'}?"
+            )
     if isinstance(given.get("max_new_tokens"), str):
         raise OptionError(
             f"`max_new_tokens` must be a whole number, got {given['max_new_tokens']!r}: pass one, such as 128."

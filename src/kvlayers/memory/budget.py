@@ -214,8 +214,8 @@ class Budget:
         return 0, []
 
     def _say(self, kept: int, bits: Sequence[int]) -> None:
-        rounded = [f"{bits.count(own)} of {len(bits)} layers in {own} bits" for own in sorted(set(bits), reverse=True)]
-        self.note = f"all but the newest {kept} tokens of {', '.join(rounded)}"
+        rounded = [f"{own} bits in {bits.count(own)} of {len(bits)} layers" for own in sorted(set(bits), reverse=True)]
+        self.note = f"at least the newest {kept} tokens stay exact, and older ones have {', '.join(rounded)}"
         if min(bits) not in self.said:
             self.said = (*self.said, min(bits))
             logger.warning("within max_bytes=%s: %s.", readable_bytes(int(self.max_bytes)), self.note)

@@ -76,7 +76,7 @@ def pack(cache: Any, nbits: int = 4) -> None:
     if stay and not any(changed for changed, _ in found):
         raise UnsupportedLayerError(
             f"`cache` must have layers whose tokens can be rounded, got {', '.join(stay)}: make the cache with "
-            "cache_implementation='int4', or use a DynamicCache."
+            "cache_implementation='int4', or fill a DynamicCache under torch.no_grad()."
         )
 
 

@@ -545,5 +545,5 @@ def _no_entry(ids: Tokens) -> PrefixError:
 def _positive(name: str, value: int, unit: str) -> int:
     """Raise `OptionError` unless `value` is a positive whole number."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise OptionError(f"`{name}` must be a positive number of {unit}, got {value!r}: pass a whole number.")
+        raise OptionError(f"`{name}` must be a positive number of {unit}, got {value!r:.60}: pass a whole number.")
     return value

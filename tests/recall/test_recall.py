@@ -90,7 +90,7 @@ def test_the_reference_leaves_tokens_out() -> None:
 
 @pytest.mark.parametrize("recall", [RECALL, Recall(1, 2, 0, 1), Recall(2, 16, 40, 3), Recall(5, 64, 0, 100)], ids=str)
 def test_pages_sinks_and_recent_tokens(recall: Recall) -> None:
-    Run(RecallLayer(recall), recall).check(300, 1, 70, *[1] * 20, 64, 1)
+    Run(RecallLayer(recall), recall).check(300, 1, 70, *[1] * 6, 64, 1)
 
 
 def through_state(layer: Any) -> Any:

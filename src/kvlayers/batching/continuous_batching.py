@@ -6,6 +6,7 @@ transformers. They call the manager by the methods below, and get transformers' 
 
 import asyncio
 import copy
+import functools
 import itertools
 import logging
 import queue
@@ -71,9 +72,7 @@ def init_continuous_batching(
                 model, generation_config or model.generation_config, continuous_batching_config
             )
     except KVLayersError as reason:
-        logger.warning(
-            "Continuous batching of %s is that of transformers, without kvlayers: %s", type(model).__name__, reason
-        )
+        _say_once(f"Continuous batching of {type(model).__name__} is that of transformers, without kvlayers: {reason}")
     return original(model, generation_config, continuous_batching_config, *args, **more)
 
 
@@ -83,6 +82,12 @@ def destroy_kept_manager(original: Callable[..., Any], model: Any) -> None:
     if kept is not None:
         kept.destroy()
     original(model)
+
+
+@functools.lru_cache(maxsize=64)
+def _say_once(message: str) -> None:
+    """Log a warning, which would be the same for each manager of a trainer that makes one in each step."""
+    logger.warning(message)
 
 
 class Outputs:
@@ -272,7 +277,7 @@ class RowsManager:
         usual = {} if batching_config is None else vars(type(batching_config)())
         others = [name for name, value in given.items() if name not in HONOURED and value != usual.get(name)]
         if others:
-            logger.warning("Rows have no use for %s of a ContinuousBatchingConfig.", ", ".join(sorted(others)))
+            _say_once(f"Rows have no use for {', '.join(sorted(others))} of a ContinuousBatchingConfig.")
         self._keeps_logprobs, self._seed = bool(given.get("return_logprobs")), given.get("seed")
         self._config = self._config_with({})
         self.num_return_sequences: int = self._config.num_return_sequences or 1

@@ -19,7 +19,7 @@ import transformers
 import families
 import kvlayers
 from kvlayers.batching import continuous_batching
-from kvlayers.upstream import generate_calls
+from kvlayers.upstream import generate_calls, model_types
 from models import fresh_model, prompt, tiny_model
 
 pytestmark = pytest.mark.skipif(
@@ -260,6 +260,31 @@ def test_one_request_fails_alone(llama: Any, running: Any) -> None:
     assert "256" in outputs[too_long].error
     assert outputs[empty].status.name == "FAILED"
     assert [outputs[name].generated_tokens for name in names] == [alone(llama, ids) for ids in PROMPTS]
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_an_answer_without_an_end_ends_where_the_model_has_no_positions_left(family: str) -> None:
+    """Positions of GPT-2 are learned, and there are none behind the last one."""
+    model = model_of(family)
+    positions = model_types.most_positions(model.config)
+    with (
+        kvlayers.installed(),
+        model.continuous_batching_context_manager(config_of(max_new_tokens=None)) as manager,
+    ):
+        endless, longer = manager.add_request(PROMPTS[0]), manager.add_request(PROMPTS[1], max_new_tokens=positions)
+        other = manager.add_request(PROMPTS[3], max_new_tokens=NEW)
+        outputs = {output.request_id: output for output in (manager.get_result(timeout=60) for _ in range(3))}
+        again = manager.add_request(PROMPTS[3], max_new_tokens=NEW)
+        expected = alone(model, PROMPTS[3])
+        assert [outputs[other].generated_tokens, manager.get_result(again, timeout=20).generated_tokens] == 2 * [
+            expected
+        ]
+    assert len(outputs[endless].generated_tokens) == positions - len(PROMPTS[0])
+    assert outputs[endless].error is None
+    if family == "gpt2":
+        assert "out of range" in outputs[longer].error
+    else:
+        assert len(outputs[longer].generated_tokens) == positions
 
 
 def test_a_pass_that_fails_fails_all_and_is_told(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The claims in README.md and docs/choosing.md: the text of each claim, its bound, and the recorded measurement.
+"""The claims in README.md and docs/benchmarks.md: the text of each claim, its bound, and the recorded measurement.
 
 `claims.py` measures them. This module imports only the standard library, so that a test can compare the pages with the
 record.
@@ -390,7 +390,7 @@ def value_of(record: Mapping[str, Any], group: Group, claim: Claim) -> float | N
 
 
 def tables(record: Mapping[str, Any]) -> str:
-    """The section in docs/choosing.md: a table for each group, with the bound and the recorded figure in each cell.
+    """The section in docs/benchmarks.md: a table for each group, with the bound and the recorded figure in each cell.
 
     What was never measured is not claimed.
     """
@@ -404,7 +404,7 @@ def _table(record: Mapping[str, Any], group: Group) -> str:
         value = value_of(record, group, claim)
         seen = "not recorded" if value is None else written(value, claim.form)
         cells.setdefault(claim.row, {})[claim.column] = f"{claim.asked} ({seen})"
-    more = f" [More figures](benchmarks.md#{group.figures})." if group.figures else ""
+    more = f" [More figures](#{group.figures})." if group.figures else ""
     where = f"{group.conditions} {_where(record.get(group.name))}{more}"
     rows = [[row, *(own.get(column, "") for column in columns)] for row, own in cells.items()]
     return "\n\n".join([f"### {group.title}", where, markdown(["", *columns], rows)])
@@ -466,7 +466,7 @@ def readme_table(record: Mapping[str, Any], docs: str) -> str:
             markdown(["cache", "memory, as a share", "decode step, times as fast", "predictions"], rows),
             f"At 16,384 tokens, relative to transformers' `DynamicCache`. {LLAMA}. {_where(record.get('step'))} \"Same "
             'top token": how often the most likely next token stays the same, for SmolLM2-135M-Instruct in float32 on '
-            f"1,024 tokens of real text after 2,048. [More figures]({docs}choosing.md#what-was-measured)",
+            f"1,024 tokens of real text after 2,048. [More figures]({docs}benchmarks.md#claims)",
             *([BESIDE_STATIC.format(docs=docs)] if baseline else []),
         ]
     )
@@ -531,9 +531,11 @@ def steps_table(record: Mapping[str, Any]) -> str:
 def written_pages() -> pages.Pages:
     """The pages with the tables of the newest record."""
     record = pages.parts("claims")
-    of_pages = {(README, "table"): readme_table(record, "docs/"), (HOME, "table"): readme_table(record, "")}
+    short = {README: readme_table(record, "docs/"), **dict.fromkeys((HOME, CHOOSING), readme_table(record, ""))}
+    of_pages = {(page, "table"): text for page, text in short.items()}
+    of_pages[BENCHMARKS, "claims"] = tables(record)
     if has_steps(record):
-        of_pages[BENCHMARKS, "table"] = steps_table(record)
+        of_pages[BENCHMARKS, "steps"] = steps_table(record)
         for page in (README, HOME):
             of_pages[page, "headline"] = headline(record, pages.parts("prompts"))
-    return pages.written("claims", {**of_pages, (CHOOSING, "claims"): tables(record)})
+    return pages.written("claims", of_pages)

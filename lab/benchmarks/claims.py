@@ -1,4 +1,4 @@
-"""Measures every claim in README.md and docs/choosing.md again, and says whether it holds.
+"""Measures every claim in README.md and docs/benchmarks.md again, and says whether it holds.
 
     python lab/benchmarks/claims.py                     # all of them, about ten minutes on two idle cores
     python lab/benchmarks/claims.py --only step,update  # some of the measurements

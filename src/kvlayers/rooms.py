@@ -1,6 +1,7 @@
 """The rooms of kvlayers, and where each has what modules below it ask for by name.
 
-To remove a room, remove its folder, its line in `ROOMS`, and its lines in `PROVIDED`.
+To remove a kind that no other room imports, such as `recall`, remove its folder, its line in `ROOMS`, its lines in
+`PROVIDED`, and its names in the public lists. What another room imports goes together with what that room does with it.
 """
 
 from kvlayers.utils import late

@@ -125,6 +125,7 @@ def test_an_interrupted_pass_is_noticed_and_taken_back(kind: str, which: str) ->
             with pytest.raises(InterruptedPassError, match=words) as raised:
                 passed(model, cache, ids[:, seen : seen + last])
             assert "crop(0)" not in str(raised.value)
+            assert str(raised.value).index("an error") < str(raised.value).index("another thread")
         take_back(cache)
         assert cache.get_seq_length() == seen
         passed(model, cache, ids[:, seen : seen + last])

@@ -27,7 +27,6 @@ from kvlayers.eviction import (
     rules,
     unregister_eviction_rule,
 )
-from kvlayers.eviction.evicting_cache import rules_for
 from kvlayers.eviction.rule import check_scores
 from kvlayers.rope.rotary import Layout, Rotary
 from kvlayers.upstream.model_types import attention_scale
@@ -343,11 +342,17 @@ def test_a_rule_of_another_package_has_a_name() -> None:
 LLAMA = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 16}
 
 
+def rules_for(rule: EvictionRule, config: tf.PretrainedConfig, rotary: Rotary | None = None) -> list[Any]:
+    return [layer.options.rule for layer in kvlayers.EvictingCache(config, rule, rotary=rotary).layers]
+
+
 def test_a_model_tells_its_rules_how_it_rotates_and_scales() -> None:
     llama = rules_for(ExpectedAttention(), tf.LlamaConfig(**LLAMA))
     assert [rule.rotary is None for rule in llama] == [False, False]
     assert [rule.scale for rule in llama] == [None, None]
-    gemma = tf.Gemma2Config(**LLAMA, head_dim=8, query_pre_attn_scalar=64)
+    gemma = tf.Gemma2Config(
+        **LLAMA, head_dim=8, query_pre_attn_scalar=64, layer_types=["full_attention", "full_attention"]
+    )
     assert [rule.scale for rule in rules_for(SnapKV(), gemma)] == [1 / 8, 1 / 8]
     assert [rule.scale for rule in rules_for(Tova(scale=0.3), gemma)] == [0.3, 0.3]
     own = Rotary(FREQUENCIES, "pairs")

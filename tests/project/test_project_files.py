@@ -46,6 +46,15 @@ def test_a_form_for_issues_asks_for_something(form: pathlib.Path) -> None:
     assert all(field["attributes"]["label"] for field in asked["body"])
 
 
+def test_every_room_has_a_chapter_and_is_in_the_map_and_in_the_table() -> None:
+    rooms = {path.parent for path in (ROOT / "src" / "kvlayers").glob("*/__init__.py")}
+    assert {room.name for room in rooms if not (room / "README.md").is_file()} == set()
+    page = (ROOT / "docs" / "design.md").read_text()
+    drawn = page.split("```")[1]
+    assert {room.name for room in rooms if not re.search(rf"^ .*\b{room.name}\b", drawn, re.MULTILINE)} == set()
+    assert {room.name for room in rooms if f"| `{room.name}` |" not in page} == set()
+
+
 @pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/design.md", *CHAPTERS])
 def test_every_file_that_a_page_names_is_there(page: str) -> None:
     files = [path for path in ROOT.rglob("*") if path.suffix in {".py", ".cpp", ".h", ".md", ".txt", ".yml"}]

@@ -1,4 +1,4 @@
-"""A room can be removed: without its folder and its lines in the tables, everything else works."""
+"""A kind that no other room imports can be removed: without its folder and its lines, everything else works."""
 
 import ast
 import os
@@ -12,6 +12,7 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
 ROOMS = ("recall", "sinks")
+"""Which kinds these are, `test_rooms.py` holds."""
 OTHERS = ["layers", "caches", "stores", "persistence", "generation/test_registry.py", "planning", "offload"]
 """The tests that see most of a missing room."""
 

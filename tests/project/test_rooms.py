@@ -123,6 +123,18 @@ def test_rooms_that_register_kinds_are_those_that_are_drawn() -> None:
     assert {name.removeprefix("kvlayers.") for name in rooms.ROOMS} == {*kinds, "core", "planning"}
 
 
+def test_kinds_that_no_other_room_imports_are_those_that_can_be_removed() -> None:
+    imported = {
+        room_of(found) for module, imports in arrows().items() for found in imports if not is_inside(module, found)
+    }
+    assert {name.removeprefix("kvlayers.") for name in rooms.ROOMS} - imported == {"recall", "sinks"}
+
+
+def is_inside(module: str, imported: str) -> bool:
+    """Whether both are of one room, or the import only lists a public name."""
+    return room_of(module) in {room_of(imported), *FACADES}
+
+
 def test_what_the_core_asks_for_is_where_the_table_says() -> None:
     for name in rooms.PROVIDED:
         assert callable(late.function(name)), name

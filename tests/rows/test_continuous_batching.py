@@ -220,6 +220,25 @@ def test_a_request_that_is_given_up_changes_no_other(running: Any, llama: Any) -
     assert running.metrics == {"waiting": 0, "reading": 0, "decoding": 0}
 
 
+def test_a_prompt_that_has_been_read_does_not_wait_until_it_joins(
+    running: Any, llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever asks while another prompt is read before the same step."""
+    forward, seen = llama.forward, list[dict[str, int]]()
+
+    def looked_at(*given: Any, **named: Any) -> Any:
+        seen.append(running.metrics)
+        return forward(*given, **named)
+
+    monkeypatch.setattr(llama, "forward", looked_at)
+    with running.pause():
+        # Without rows that would wait, both are read before the first step.
+        names = [running.add_request(ids[:4], max_new_tokens=2) for ids in PROMPTS[:2]]
+    for name in names:
+        running.get_result(name, timeout=20)
+    assert seen[1] == {"waiting": 0, "reading": 1, "decoding": 1}
+
+
 def test_whoever_gives_up_a_request_gives_up_its_copies(llama: Any) -> None:
     with kvlayers.installed():
         manager = llama.init_continuous_batching(config_of(num_return_sequences=3, do_sample=True))
@@ -288,6 +307,31 @@ def test_pauses_of_several_threads_overlap(running: Any) -> None:
     leave.set()
     thread.join(20)
     assert len(running.get_result(name, timeout=20).generated_tokens) == 100
+
+
+def test_who_is_interrupted_before_the_pause_holds_nothing_up(
+    running: Any, llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    status = running.background_thread_status
+    with monkeypatch.context() as patched:
+        patched.setattr(running, "is_running", lambda: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt), running.pause():
+            pass
+    assert not status.is_held_here
+    name = running.add_request(PROMPTS[0])
+    assert running.get_result(name, timeout=20).generated_tokens == alone(llama, PROMPTS[0])
+
+
+def test_a_pause_of_a_thread_that_has_failed_says_why(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with kvlayers.installed():
+        manager = llama.init_continuous_batching(config_of())
+    error = RuntimeError("broken")
+    monkeypatch.setattr(continuous_batching.RowEngine, "admit", lambda *_: (_ for _ in ()).throw(error))
+    manager.start()
+    wait_for(lambda: not manager.is_running())
+    with pytest.raises(RuntimeError, match="call start") as raised, manager.pause():
+        pass
+    assert raised.value.__cause__ is error
 
 
 def test_a_stop_waits_for_all_and_a_hard_stop_for_none(llama: Any) -> None:

@@ -220,15 +220,18 @@ class ThreadStatus:
     def pause(self, is_running: Callable[[], bool]) -> Iterator[None]:
         """A block in which the thread waits between two steps. Blocks of several callers overlap."""
         holder = threading.get_ident()
-        with self._changed:
-            self._holders.append(holder)
-            while not self._is_paused and is_running():
-                self._changed.wait(IDLE_SECONDS)
         try:
+            with self._changed:
+                self._holders.append(holder)
+                while not self._is_paused and is_running():
+                    self._changed.wait(IDLE_SECONDS)
             if not is_running():
-                raise RuntimeError("The manager must be running to be paused: call start() first.")
+                raise RuntimeError(
+                    "The manager must be running to be paused: call start() first."
+                ) from self.fatal_error
             yield
         finally:
+            # Also if the wait was interrupted.
             with self._changed:
                 self._holders.remove(holder)
                 self._changed.notify_all()

@@ -157,32 +157,6 @@ class EvictingCache(PreparedCache):
         return super().get_mask_sizes(query_length, layer_idx)
 
 
-def rules_for(rule: EvictionRule, config: object, rotary: Rotary | None = None) -> list[EvictionRule]:
-    """The rule for each layer that has a cache, in order.
-
-    Args:
-        rule: the rule, as its name gives it.
-        config: the model's config, or that of its text model.
-        rotary: how all layers rotate their keys. Default: as the config says.
-
-    Raises:
-        ConfigError: `config` is not a model config, or the rule needs to know how the model rotates its keys, and
-            kvlayers does not know that.
-    """
-    scale = attention_scale(config)
-    return [rule.for_attention(own, scale) for own in _rotaries_for(rule, config, rotary)]
-
-
-def _rotaries_for(rule: EvictionRule, config: object, rotary: Rotary | None = None) -> list[Rotary | None]:
-    """How each layer that has a cache rotates its keys, in order; `None` if the rule does not need to know.
-
-    The arguments and errors are those of `rules_for`.
-    """
-    if rule.needs_rotary and rotary is None and rotates_keys(config):
-        return rotaries(config)
-    return [rotary] * len(layer_specs(config))
-
-
 def evicting_layers(config: object, options: EvictionOptions, rotary: Rotary | None = None) -> list[Any]:
     """As `dynamic_layers`, with full attention that evicts tokens. Layers with a window stay as they are.
 
@@ -215,7 +189,9 @@ def evicting_layers(config: object, options: EvictionOptions, rotary: Rotary | N
             f"'{model_types.decoder_config(config).model_type}' has multi-head latent attention, which caches latents "
             "and shows no queries that fit them: use a rule without queries, such as 'keydiff'."
         )
-    rotations = _rotaries_for(rule, config, rotary)
+    rotations: list[Rotary | None] = [rotary] * len(specs)
+    if rule.needs_rotary and rotary is None and rotates_keys(config):
+        rotations = rotaries(config)
     made = _layers(options, [rotations[index] for index in full], attention_scale(config))
     for index, layer in zip(full, made, strict=True):
         layers[index] = with_attention(layers[index], layer)

@@ -41,7 +41,8 @@ class EvictionRule(ABC):
         """How much later tokens will need each of these tokens. Nothing is written to the arguments.
 
         Args:
-            keys: keys as the cache holds them, rotated, `[batch, kv_heads, tokens, head_dim]`.
+            keys: keys as the cache holds them, rotated, `[batch, kv_heads, tokens, head_dim]`, in the order of the
+                text. After an eviction they are those of the tokens that are left, whose positions nobody tells.
             values: values, `[batch, kv_heads, tokens, value_head_dim]`.
             queries: queries of the newest tokens, rotated and not scaled, `[batch, heads, observed, head_dim]`;
                 `heads` is a multiple of `kv_heads`, and `observed` at most `tokens`. The last query is that of the last
@@ -52,7 +53,7 @@ class EvictionRule(ABC):
         """
 
     def for_attention(self, rotary: Rotary | None, scale: float | None) -> Self:
-        """The rule for layers that compute attention like this; `rules_for` calls it for a model.
+        """The rule for layers that compute attention like this. A layer calls it when it is made.
 
         Args:
             rotary: how keys and queries are rotated by their positions, `None` if they are not, or if the rule does

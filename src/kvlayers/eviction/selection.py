@@ -6,8 +6,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvlayers.errors import OptionError
-
 HEAD_FLOOR = 0.2
 """The part of an average head's tokens that every head keeps, if heads keep different numbers."""
 
@@ -46,7 +44,7 @@ def select(
     *,
     sinks: int = 0,
     recent: int = 0,
-    padding: Sequence[int] | Tensor | None = None,
+    padding: Tensor | None = None,
     floor: float = 1.0,
     blocks: Tensor | None = None,
 ) -> KeptTokens:
@@ -65,33 +63,18 @@ def select(
             sequence. If there are more sinks and newest tokens than this, they are kept all the same.
         sinks: the first tokens of each sequence, after its padding, that are always kept.
         recent: the newest tokens of each sequence that are always kept.
-        padding: how many places in front have no token that may be kept: a number for each sequence, or int64
-            `[batch, kv_heads]` on the host.
+        padding: how many places in front have no token that may be kept, int64 `[batch, kv_heads]` or `[batch, 1]` on
+            the host.
         floor: the part of an average head's tokens that every head keeps, from 0 to 1. At 1, all heads keep as many.
         blocks: number of the packed block of each token, int64 `[batch, kv_heads, tokens]`; -1 for tokens in no block.
             A block has the mean score of its tokens. One that would be kept in part is kept if it has a token that is
             always kept, and evicted otherwise.
-
-    Raises:
-        OptionError: a number is negative, there is not one for each sequence, padding is longer than the sequence, or
-            `floor` is not from 0 to 1.
     """
-    batch, _, tokens = scores.shape
-    front = padding
-    if not isinstance(front, Tensor):
-        front = _numbers("padding", 0 if front is None else front, batch)[:, None].expand(-1, scores.shape[1])
-    wanted = _numbers("keep", keep, batch)
-    for name, number in (("sinks", sinks), ("recent", recent)):
-        if number < 0:
-            raise OptionError(f"`{name}` must be at least 0, got {number}: pass a larger one.")
-    if isinstance(floor, bool) or not isinstance(floor, int | float) or not 0 <= floor <= 1:
-        raise OptionError(f"`floor` must be a number from 0 to 1, got {floor!r}: pass a share, such as 0.2.")
+    batch, kv_heads, tokens = scores.shape
+    wanted = torch.as_tensor(keep).expand(batch)
+    front = torch.zeros(1, 1, dtype=torch.int64) if padding is None else padding
+    front = front.expand(batch, kv_heads)
     held = tokens - front
-    if bool((held < 0).any()):
-        raise OptionError(
-            f"`padding` must be at most the {tokens} tokens there are, got {front.tolist()}: pass the padding of these "
-            "tokens."
-        )
     positions, first = torch.arange(tokens, device=scores.device), front.to(scores.device)[..., None]
     is_recent, is_sink = positions >= tokens - recent, (positions >= first) & (positions < first + sinks)
     if blocks is not None:
@@ -107,17 +90,6 @@ def select(
         kept = _whole_blocks(kept, blocks, scores == torch.inf)
         counts = kept.sum(2).cpu()
     return KeptTokens(kept, counts)
-
-
-def _numbers(name: str, given: int | Sequence[int], batch: int) -> Tensor:
-    """One number for each sequence, int64 `[batch]` on the host."""
-    numbers = [given] * batch if isinstance(given, int) else list(given)
-    if len(numbers) != batch or any(number < 0 for number in numbers):
-        raise OptionError(
-            f"`{name}` must be 0 or more, with a number for each of {batch} sequences, got {given!r}: pass one for "
-            "each."
-        )
-    return torch.tensor(numbers, dtype=torch.int64)
 
 
 def _counts(ranked: Tensor, average: Tensor, floor: float) -> Tensor:

@@ -42,12 +42,10 @@ import kvlayers
 import pages
 from lib import report
 from lib.internals import cache_nbytes, quiet_clock
-from lib.serving import WAYS, Server, ask, serving
+from lib.serving import NOTES, WAYS, Server, ask, serving
 from lib.timing import Turns
 
 ROWS = 8
-NOTES = "The oak grows slowly, the birch fast; the larch loses its needles, and the yew keeps them. "
-"""What requests of `serve` begin with, several times."""
 
 
 def options() -> report.Options:

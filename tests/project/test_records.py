@@ -16,7 +16,7 @@ def gpu_tables(script: Any) -> Any:
     return script("gpu_tables")
 
 
-BY_BENCHMARKS = ("outliers", "rows", "documents", "peers", "full_stores", "memory", "tasks")
+BY_BENCHMARKS = ("outliers", "rows", "documents", "peers", "sessions", "memory", "tasks")
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,9 @@ WAYS = {
 }
 """What stands before the command of the server."""
 
+NOTES = "The oak grows slowly, the birch fast; the larch loses its needles, and the yew keeps them. "
+"""What requests speak of: as often as they are to be long."""
+
 
 class Server(NamedTuple):
     """A server that runs.

@@ -250,7 +250,7 @@ def no_room_for_batch(limit: int, batch_size: int) -> CapacityError:
     """The error for more sequences than the reservation has room for."""
     limit, batch_size = index(limit), index(batch_size)
     return CapacityError(
-        f"The reservation holds at most {limit} sequences, got {batch_size}: make the cache with "
+        f"The reservation holds at most {limit} sequence{'s' * (limit > 1)}, got {batch_size}: make the cache with "
         f"max_batch_size={batch_size} or more, or with grow=True."
     )
 

@@ -157,10 +157,14 @@ def _check_ids(given: Mapping[str, Any], model: Any) -> None:
             f"`attention_mask` must be a tensor [prompts, tokens], got a {type(mask).__name__}: pass what the "
             "tokenizer returns."
         )
-    if mask is not None and mask.dim() == 2 == ids.dim() and mask.shape[1] < ids.shape[1]:
+    if (
+        mask is not None
+        and mask.dim() == 2 == ids.dim()
+        and (mask.shape[1] < ids.shape[1] or mask.shape[0] not in (1, ids.shape[0]))
+    ):
         raise OptionError(
-            f"`attention_mask` must have an entry for each of the {ids.shape[1]} tokens of `{name}`, got "
-            f"{mask.shape[1]}: pass the mask that the tokenizer returns with the ids."
+            f"`attention_mask` must have an entry for each of the {ids.shape[1]} tokens of `{name}`, in {ids.shape[0]} "
+            f"rows, got {list(mask.shape)}: pass the mask that the tokenizer returns with the ids."
         )
     # A model that drafts is called for each draft, with ids that were looked at.
     is_draft = (given.get("generation_config") or model.generation_config).is_assistant

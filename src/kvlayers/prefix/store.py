@@ -505,7 +505,7 @@ class PrefixStore:
             >>> store.record_bypass("it is given a cache")
             >>> print(store.explain())
             0 of 0 tokens that were asked for were stored
-            1 calls went on without it: it is given a cache
+            1 call went on without it: it is given a cache
         """
         return str(late.function("explain")(self.statistics, self._recent, self._index, self._lock))
 

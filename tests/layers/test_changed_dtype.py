@@ -238,3 +238,13 @@ def test_states_that_attention_cannot_read_are_refused_before_anything_changes(n
     for index in range(3):
         new = states(1, torch.float32, 3 + index)
         assert torch.equal(model(cache, *new), model(expected, *new))
+
+
+def test_states_that_were_loaded_are_looked_at_again() -> None:
+    model, cache = Attending(), kvlayers.DynamicCache()
+    model(cache, *states(3, torch.bfloat16))
+    cache.load_state(filled(kvlayers.DynamicCache(), 2).state())
+    with pytest.raises(StateMismatchError, match="dtype torch.float32, like the 3 held tokens"):
+        model(cache, *states(1, torch.bfloat16))
+    model(cache, *states(1, torch.float32))
+    assert cache.get_seq_length() == 4

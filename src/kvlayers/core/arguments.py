@@ -98,8 +98,9 @@ def checked_hint(length_hint: object) -> int | None:
     Raises:
         OptionError: it is something else, or less than 0.
     """
-    if length_hint is None:
-        return None
+    # In ordinary calls without a call in Python, as each layer asks.
+    if length_hint is None or (type(length_hint) is int and length_hint >= 0):
+        return length_hint
     hint = whole_number(tokens(length_hint, "length_hint"), "`length_hint`")  # type: ignore[arg-type]
     check_whole_number(hint, "`length_hint`", 0, of="tokens", advice=": leave it out if the number is not known")
     return hint
@@ -208,7 +209,7 @@ def check_can_follow(keys: StateForm, values: StateForm, held: Sequence[StateFor
     Raises:
         StateMismatchError: it cannot.
     """
-    if not held or not length:
+    if not held:
         return True
     key_form, value_form = held
     seen = (

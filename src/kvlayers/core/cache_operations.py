@@ -311,6 +311,7 @@ class LayerwiseOperations(LayerList):
                 f"`layers` must be layers of kvlayers, got {layers!r}: pass what adapted_layers() returns."
             )
         self.layers, self.known_ids = [layer.original for layer in layers], None
+        self._pass.goes_on_with = None
         self.forget_pass()
 
     def extract(self, row: int) -> Self:
@@ -565,7 +566,7 @@ class LayerwiseOperations(LayerList):
             raise StateMismatchError(
                 f"`state` must have one batch size, got {sorted(batch_sizes)}: take it from one cache."
             )
-        self.layers, self.known_ids = layers, None
+        self.layers, self.known_ids, self._pass.goes_on_with = layers, None, None
         self._adapted = adapters
         for layer, layer_state in pairs:
             layer.load_state(layer_state)

@@ -811,7 +811,8 @@ class DenseStore(TokenStore):
             keys = self._keys.reallocated(self._start, length, capacity)
             values = self._values.reallocated(self._start, length, capacity)
         else:
-            keys, values = (TokenBuffer.allocate(form, capacity) for form in forms)
+            keys = TokenBuffer.allocate(forms[0], capacity)
+            values = TokenBuffer.allocate(forms[1], capacity)
         self._hold(self._segments, keys, values, length)
         # Compiled code that calls the layer by an operator goes on doing so.
         self._is_forked = was_forked

@@ -126,7 +126,8 @@ class DynamicCache(Cache, transformers.DynamicCache):  # type: ignore[misc]
                 raise LegacyFormatError(
                     f"Layer {index} must have keys and values, or neither, got only one: pass both, or None twice."
                 )
-        _fill([pair for pair in zip(self.adapted_layers(), given, strict=False) if pair[1][0] is not None])
+        if given:
+            _fill([pair for pair in zip(self.adapted_layers(), given, strict=False) if pair[1][0] is not None])
         # Evicted states may have a different length in each layer. They were given so: no pass was interrupted.
         self._pass.in_step = len(given) - 1
 

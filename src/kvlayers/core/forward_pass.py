@@ -110,8 +110,10 @@ class ForwardPassFollower:
         # A layer names what are no keys and values, and a count on a device is not waited for.
         if layer.counts_on_device or not isinstance(values, Tensor) or not keys.dim() == values.dim() == 4:
             return
-        held = layer.forms or tuple(form_of(states) for states in layer.peek() if states is not None)
-        is_known = check_can_follow(form_of(keys), form_of(values), held, layer.held_tokens or 0)
+        is_known = True
+        if length := layer.held_tokens:
+            held = layer.forms or tuple(form_of(states) for states in layer.peek() if states is not None)
+            is_known = check_can_follow(form_of(keys), form_of(values), held, length)
         self.goes_on_with = (keys.dtype, keys.device) if is_known else None
 
     def follow(self, cache: Any, layer_idx: int, layer: CacheLayer | None, tokens: int) -> None:
@@ -169,7 +171,7 @@ class ForwardPassFollower:
         """Take the next update for the beginning of a forward pass, and look at each layer if one was interrupted."""
         if self.at < self.in_step:
             self.in_step = -1
-        self.at, self.goes_on_with = NO_PASS, None
+        self.at = NO_PASS
 
 
 def interruption(cache: Any) -> InterruptedPassError | None:

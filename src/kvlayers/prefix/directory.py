@@ -353,7 +353,7 @@ class Directory:
         return cache if target else None
 
     def _check_kinds(self, node: Node) -> None:
-        """Raise `NeedsConfigError` if layers need the model's config, given the node of an entry that says what it is."""
+        """Raise `NeedsConfigError` if layers need the model's config, given the node that says what they are."""
         settings = node.record.entry.settings
         if settings not in self._kinds:
             (found,) = self.backend.inspect([StoredFile(node.name, node.nbytes)], _kinds_in)

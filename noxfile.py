@@ -69,7 +69,9 @@ def matrix(session: nox.Session, transformers: str) -> None:
     # Before the long installation. Only make exports the model, once for all versions.
     if "KVLAYERS_DEMO_MODEL" not in os.environ and not MODEL.exists():
         session.run("make", str(MODEL.relative_to(ROOT) / "config.json"), external=True)
-    install(session, transformers, extras="test,triton", lab="demo,eval,report")
+    # The datasets of lm-eval need a newer huggingface_hub than transformers 4 takes.
+    lab = "demo,report" if transformers.startswith("4.") else "demo,eval,report"
+    install(session, transformers, extras="test,triton", lab=lab)
     run_tests(session, "-p", "matrix_result", "--result", str(result), *session.posargs)
 
 

@@ -1,4 +1,4 @@
-"""The claims in README.md and docs/choosing.md: the text of each claim, its bound, and the recorded measurement.
+"""The claims in README.md and docs/benchmarks.md: the text of each claim, its bound, and the recorded measurement.
 
 `claims.py` measures them. This module imports only the standard library, so that a test can compare the pages with the
 record.
@@ -6,6 +6,7 @@ record.
 
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -116,6 +117,7 @@ TIME_OF_DYNAMIC = "time relative to `dynamic`"
 SHARE_OF_PRODUCT = "rate relative to a matrix product"
 PEAK_OF_TRANSFORMERS = "peak memory relative to transformers' `DynamicCache`"
 PROMPT_OF_8K, PROMPT_OF_4K = "8,192 tokens, `dynamic`", "4,096 tokens, `int4`"
+PROMPT_OF_2K = "a prompt of 2,048 tokens, `dynamic`"
 SLOWEST = "the slowest short prompt"
 SLOWEST_UNCOMPILED = f"{SLOWEST}, without a kernel"
 PEAK = "16,384 tokens, `dynamic`"
@@ -124,6 +126,9 @@ PEAK = "16,384 tokens, `dynamic`"
 def batch_row(batch: int, tokens: int) -> str:
     return f"{batch} sequences of {tokens:,} tokens"
 
+
+LARGE_LENGTHS = (4096, 16384)
+"""Tokens held in steps of the model with more than a billion weights."""
 
 LENGTHS = (1024, 4096, 8192, 16384)
 """Tokens held in the picture of README.md and in the table of docs/benchmarks.md."""
@@ -180,6 +185,17 @@ GROUPS = (
             at_least(INT4, OVER_EXACT_STATIC, 1.4),
         ),
         "a-decode-step",
+    ),
+    Group(
+        "large",
+        "A model with more than a billion weights",
+        "Random weights in bfloat16, in the shape of Llama-3.2-1B: 16 layers, 32 heads and 8 KV heads of 64, 128,256 "
+        "words. A step reads 2.5 GB of weights, whatever the cache.",
+        (
+            *(at_least(length_row(DYNAMIC, tokens), TIMES_AS_FAST, 1) for tokens in LARGE_LENGTHS),
+            *(at_least(length_row(INT4, tokens), TIMES_AS_FAST, 1) for tokens in LARGE_LENGTHS),
+            at_most(PROMPT_OF_2K, TIME_OF_TRANSFORMERS, 0.95),
+        ),
     ),
     Group(
         "batches",
@@ -375,24 +391,28 @@ def value_of(record: Mapping[str, Any], group: Group, claim: Claim) -> float | N
 
 
 def tables(record: Mapping[str, Any]) -> str:
-    """The section in docs/choosing.md: a table for each group, with the bound and the recorded figure in each cell.
+    """The section in docs/benchmarks.md: a table for each group, with the bound and the recorded figure in each cell.
 
     What was never measured is not claimed.
     """
-    return "\n\n".join(_table(record, group) for group in GROUPS if group.name in record)
+    groups = [group for group in GROUPS if group.name in record]
+    usual, _ = Counter(_where(record[group.name]) for group in groups).most_common(1)[0]
+    said = f"Measured, where nothing else is said: {usual}"
+    return "\n\n".join([said, *(_table(record, group, usual) for group in groups)])
 
 
-def _table(record: Mapping[str, Any], group: Group) -> str:
+def _table(record: Mapping[str, Any], group: Group, usual: str) -> str:
     columns = list(dict.fromkeys(claim.column for claim in group.claims))
     cells: dict[str, dict[str, str]] = {}
     for claim in group.claims:
         value = value_of(record, group, claim)
         seen = "not recorded" if value is None else written(value, claim.form)
         cells.setdefault(claim.row, {})[claim.column] = f"{claim.asked} ({seen})"
-    more = f" [More figures](benchmarks.md#{group.figures})." if group.figures else ""
-    where = f"{group.conditions} {_where(record.get(group.name))}{more}"
+    more = f" [More figures](#{group.figures})." if group.figures else ""
+    where = _where(record[group.name])
+    conditions = f"{group.conditions}{'' if where == usual else f' {where}'}{more}"
     rows = [[row, *(own.get(column, "") for column in columns)] for row, own in cells.items()]
-    return "\n\n".join([f"### {group.title}", where, markdown(["", *columns], rows)])
+    return "\n\n".join([f"### {group.title}", conditions, markdown(["", *columns], rows)])
 
 
 def written(value: float, form: str) -> str:
@@ -451,7 +471,7 @@ def readme_table(record: Mapping[str, Any], docs: str) -> str:
             markdown(["cache", "memory, as a share", "decode step, times as fast", "predictions"], rows),
             f"At 16,384 tokens, relative to transformers' `DynamicCache`. {LLAMA}. {_where(record.get('step'))} \"Same "
             'top token": how often the most likely next token stays the same, for SmolLM2-135M-Instruct in float32 on '
-            f"1,024 tokens of real text after 2,048. [More figures]({docs}choosing.md#what-was-measured)",
+            f"1,024 tokens of real text after 2,048. [More figures]({docs}benchmarks.md#claims)",
             *([BESIDE_STATIC.format(docs=docs)] if baseline else []),
         ]
     )
@@ -516,9 +536,11 @@ def steps_table(record: Mapping[str, Any]) -> str:
 def written_pages() -> pages.Pages:
     """The pages with the tables of the newest record."""
     record = pages.parts("claims")
-    of_pages = {(README, "table"): readme_table(record, "docs/"), (HOME, "table"): readme_table(record, "")}
+    short = {README: readme_table(record, "docs/"), **dict.fromkeys((HOME, CHOOSING), readme_table(record, ""))}
+    of_pages = {(page, "table"): text for page, text in short.items()}
+    of_pages[BENCHMARKS, "claims"] = tables(record)
     if has_steps(record):
-        of_pages[BENCHMARKS, "table"] = steps_table(record)
+        of_pages[BENCHMARKS, "steps"] = steps_table(record)
         for page in (README, HOME):
             of_pages[page, "headline"] = headline(record, pages.parts("prompts"))
-    return pages.written("claims", {**of_pages, (CHOOSING, "claims"): tables(record)})
+    return pages.written("claims", of_pages)

@@ -1,4 +1,4 @@
-"""Measures every claim in README.md and docs/choosing.md again, and says whether it holds.
+"""Measures every claim in README.md and docs/benchmarks.md again, and says whether it holds.
 
     python lab/benchmarks/claims.py                     # all of them, about ten minutes on two idle cores
     python lab/benchmarks/claims.py --only step,update  # some of the measurements
@@ -37,7 +37,7 @@ import prompt_tables
 import prompts
 from claimed import GROUPS, Cells
 from lib import cases, report
-from lib.compiled import INDUCTOR, count_graphs, measure_static, nothing_in_memory, reservations, with_reservation
+from lib.compiled import INDUCTOR, count_graphs, measure_static, nothing_in_memory, with_reservation
 from lib.contenders import (
     CONTENDERS,
     FLOOR,
@@ -65,8 +65,15 @@ FINE = 16
 residual would take as many bytes, and leave quanto with more divergence."""
 
 
+SPARE = 64
+"""Tokens that the smallest reservation has beyond those in the cache, unless more steps are timed."""
+
 MOST_APART = 1e-4
 """How far logits of a model with latents may be from transformers', in float32."""
+
+
+LARGE = Shape(layers=16, heads=32, kv_heads=8, intermediate=8192, vocab=128256)
+"""The shape of Llama-3.2-1B."""
 
 
 class OtherTokensError(Exception):
@@ -172,6 +179,28 @@ def measure_baseline(run: Run) -> Mapping[str, Cells]:
     return {"baseline": {claimed.EXACT_STATIC: of_rival, **cells}}
 
 
+def measure_large(run: Run) -> Mapping[str, Cells]:
+    """Steps and a prompt of a random model whose weights are large beside its cache."""
+    steps, trials = (3, 1) if run.quick else (8, 2)
+    workload = run.random(LARGE, chunk=1 << 16)
+    rows = {claimed.DYNAMIC: KVLAYERS, claimed.INT4: KVLAYERS_4_BITS}
+    makers = {name: QUANTIZED[name] for name in (REFERENCE, *rows.values())}
+    cells = {}
+    for length in claimed.LARGE_LENGTHS:
+        asked = Trials(steps, trials, run.ticking)
+        measured = summarise(measure_decode(workload, makers, length // 64 if run.quick else length, asked))
+        check_tokens(asked.disagreements, (KVLAYERS,))
+        for row, name in rows.items():
+            cells[claimed.length_row(row, length)] = {claimed.TIMES_AS_FAST: measured[name]["speed"]}
+    of_prompts = reading(run, (prompt_tables.DYNAMIC,))
+    subject = prompts.Subject("random llama of 1.2 billion weights", lambda: workload)
+    read_whole = of_prompts.prompts(subject, "bfloat16", [160 if run.quick else 2048])
+    check_logits(of_prompts)
+    [cell] = prompt_tables.find(read_whole, case=prompt_tables.ONE, cache=prompt_tables.DYNAMIC)
+    cells[claimed.PROMPT_OF_2K] = {claimed.TIME_OF_TRANSFORMERS: cell["ratio"]}
+    return {"large": cells}
+
+
 def measure_batches(run: Run) -> Mapping[str, Cells]:
     workload, cells = run.needed(torch.bfloat16), {}
     makers = {name: CONTENDERS[name] for name in (REFERENCE, TRANSFORMERS_STATIC, KVLAYERS, KVLAYERS_STATIC)}
@@ -190,14 +219,13 @@ def measure_batches(run: Run) -> Mapping[str, Cells]:
 def measure_reservations(run: Run) -> Mapping[str, Cells]:
     length, most, backend = (64, 512, "eager") if run.quick else (1024, 32768, INDUCTOR)
     trials = Trials(3 if run.quick else 12, 1 if run.quick else 2, run.ticking)
-    makers = {name: CONTENDERS[name] for name in (REFERENCE, KVLAYERS, KVLAYERS_STATIC, TRANSFORMERS_STATIC)}
-    times = most // length
-    reserved = reservations(length, [1, times], most, trials.steps)
+    makers = {name: CONTENDERS[name] for name in (REFERENCE, KVLAYERS_STATIC, TRANSFORMERS_STATIC)}
+    least = length + max(SPARE, trials.steps)
     with nothing_in_memory(backend):
-        eager, in_graphs = measure_static(run.llama, makers, length, reserved, trials, backend)
+        eager, in_graphs = measure_static(run.llama, makers, length, (least, most), trials, backend)
     check_tokens(trials.disagreements, (*eager, *in_graphs))
-    small = with_reservation(KVLAYERS_STATIC, 1)
-    large, baseline = (with_reservation(name, times) for name in (KVLAYERS_STATIC, TRANSFORMERS_STATIC))
+    small = with_reservation(KVLAYERS_STATIC, least)
+    large, baseline = (with_reservation(name, most) for name in (KVLAYERS_STATIC, TRANSFORMERS_STATIC))
     cells = {}
     for row, measured, named in (
         (claimed.EAGER_STATIC, eager, str),
@@ -467,6 +495,7 @@ MEASUREMENTS: dict[str, Callable[[Run], Mapping[str, Cells]]] = {
     "graphs": measure_graphs,
     "step": measure_steps,
     "baseline": measure_baseline,
+    "large": measure_large,
     "batches": measure_batches,
     "static": measure_reservations,
     "prefix": measure_prefix,

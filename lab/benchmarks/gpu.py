@@ -2,7 +2,6 @@
 
     python lab/benchmarks/gpu.py first --budget 420 --output results   # what is worth most, where time is short
     python lab/benchmarks/gpu.py check --budget 540 --output results   # is it right?
-    python lab/benchmarks/gpu.py speed --budget 540 --output results   # kernels and steps beside transformers' caches
     python lab/benchmarks/gpu.py check --device cpu --quick --output results   # tiny shapes, to see that it runs
 
 Steps run in order of value. A step whose first figures no longer fit the budget is skipped and named; one of several
@@ -31,13 +30,13 @@ import torch  # noqa: E402
 # The references that the tests compare with.
 sys.path.append(str(Path(__file__).parents[2] / "tests" / "helpers"))
 from lib.gpu_check import NUMERICS, TESTS  # noqa: E402
-from lib.gpu_speed import FIRST, SPEED  # noqa: E402
+from lib.gpu_speed import FIRST  # noqa: E402
 from lib.gpu_stage import NO_DEVICE, Setup, Stage, facts, run_part, write_whole  # noqa: E402
 
 # The name by which steps in processes of their own find this file, also if it is run as a script.
 sys.modules.setdefault("gpu", sys.modules[__name__])
 
-STAGES = {"first": (NUMERICS, *FIRST, TESTS), "check": (NUMERICS, TESTS), "speed": SPEED}
+STAGES = {"first": (NUMERICS, *FIRST, TESTS), "check": (NUMERICS, TESTS)}
 MOST_FAILURES = 100
 """Largest exit code: some larger ones mean that a process was stopped."""
 

@@ -20,9 +20,6 @@ LONGEST, LARGEST = "32,768 x 1", "32,768 x 8"
 REFERENCE, WITHOUT_CUDNN = "transformers dynamic", "transformers dynamic, no cuDNN"
 DYNAMIC, INT4 = "kvlayers dynamic", "kvlayers int4"
 STEPS, IN_GRAPH, PEAK = "ms a step", "ms a step in a graph", "GB peak beyond the model"
-SPEED_LENGTHS = (8192, 32768, 131072)
-GATHERED_LENGTHS = (8192, 16384, 32768)
-HOW = ("in a graph", "eager")
 WIDE = 1.2
 """How many times the lower quartile the upper one is, where a table gives both."""
 
@@ -30,8 +27,8 @@ Record = Mapping[str, Any]
 Figures = Mapping[str, Any]
 
 
-def read(stage: str) -> Record:
-    return pages.newest(f"gpu-{stage}")
+def read() -> Record:
+    return pages.newest("gpu-first")
 
 
 def where(record: Record) -> str:
@@ -39,9 +36,9 @@ def where(record: Record) -> str:
     return f"{record['date'][:10]}, {record['hardware']['gpu']}, {names}"
 
 
-def figures(stage: str, step: str, unit: str) -> Figures:
+def figures(step: str, unit: str) -> Figures:
     """The figures of a step in a unit, by what was measured and, where there are columns, by column."""
-    found: Figures = read(stage)["results"]["gpu"][step]["figures"][unit]
+    found: Figures = read()["results"]["gpu"][step]["figures"][unit]
     return found
 
 
@@ -58,26 +55,26 @@ def short(value: float | None) -> str:
 
 def by_shape(step: str, unit: str) -> str:
     """A table with a row for each cache and a column for each shape; slow halves of noisy times in brackets."""
-    found = figures("first", step, unit)
+    found = figures(step, unit)
 
     def cell(name: str, shape: str) -> str:
         if unit != STEPS:
             return short(found[name][shape])
-        low, high = (figures("first", step, f"ms, {end} quartile")[name][shape] for end in ("lower", "upper"))
+        low, high = (figures(step, f"ms, {end} quartile")[name][shape] for end in ("lower", "upper"))
         return short(found[name][shape]) + (f" ({short(low)} to {short(high)})" if high > WIDE * low else "")
 
     return table(["", *SHAPES], [[name, *(cell(name, shape) for shape in SHAPES)] for name in found])
 
 
 def first_token() -> str:
-    found = figures("first", "first token of 8k", "ms")
+    found = figures("first token of 8k", "ms")
     rows = [[what.partition(":")[0], short(value)] for what, value in found.items()]
     return table(["cache", "ms to the first token of 8,192"], rows)
 
 
 def offloading() -> str:
     """Offloaded steps beside what the bus allows."""
-    found = figures("first", "offloading", "ms")
+    found = figures("offloading", "ms")
     rows = []
     for what, step in found.items():
         name, _, measured = what.partition(": ")
@@ -87,72 +84,21 @@ def offloading() -> str:
     return table(["cache", "ms a step", "ms to copy its states", "share of the rate of the bus"], rows)
 
 
-def kernels() -> str:
-    rows = []
-    for batch, step in ((1, "attention, int4, one sequence"), (8, "attention, int4, eight sequences")):
-        found = figures("speed", step, "us")
-        for tokens in SPEED_LENGTHS:
-            timed = [(flash, how) for how, flash in zip(HOW, ("flash SDPA", "SDPA"), strict=True)]
-            names = [name for flash, how in timed for name in ((flash, how), ("int4", how))]
-            cells = (short(found[f"{name}, batch {batch}, {tokens:,} tokens, {how}"]) for name, how in names)
-            rows.append([f"{tokens:,} x {batch}", *cells])
-    return table(["us", "flash, in a graph", "int4, in a graph", "torch's choice, eager", "int4, eager"], rows)
-
-
-OTHERS = (
-    ("eight samples of a prompt of 32,768: a step, ms", "eight samples of 32k", "ms", "a step"),
-    ("and the peak of memory, GB", "eight samples of 32k", "GB", "peak beyond the model"),
-    ("a step behind 131,072 tokens, ms", "decoding behind 128k", "ms", "a step"),
-    ("and the peak of memory, GB", "decoding behind 128k", "GB", "peak beyond the model"),
-    ("a step behind 8,192 tokens, ms", "packing", "ms", "a step"),
-    ("and the slowest of 64, in which `int4` packs a block", "packing", "ms", "the slowest step of 64"),
-    ("a turn of 512 tokens behind 32,768, ms", "second turn behind 32k", "ms", "512 tokens behind 32,768"),
-)
-"""Rows of what was measured before the mends, and not since: title, step, unit, and what it is called there."""
-
-
-def others() -> str:
-    caches = (REFERENCE, DYNAMIC, INT4)
-    rows = [
-        [title, *(short(figures("speed", step, unit).get(f"{name}: {what}")) for name in caches)]
-        for title, step, unit, what in OTHERS
-    ]
-    return table(["", *caches], rows)
-
-
-def gathered() -> str:
-    """Attention of layers that evict tokens or recall pages."""
-    steps = ("attention to evicted tokens", "attention to recalled pages")
-    found: dict[str, float] = {}
-    for step in steps:
-        found |= figures("speed", step, "us")
-    rows = []
-    for tokens in GATHERED_LENGTHS:
-        kept = f"{tokens // 4:,}"
-        whats = (f"SDPA, all tokens, {tokens:,}", f"even budgets, {kept}", f"budgets of heads, {kept}")
-        whats = (*whats, f"recall of 64 pages, {tokens:,}")
-        rows += [[f"{tokens:,}, {how}", *(short(found.get(f"{what}, {how}")) for what in whats)] for how in HOW]
-    return table(
-        ["us", "all tokens, torch", "a quarter kept", "a quarter kept, budgets of heads", "64 pages recalled"], rows
-    )
-
-
 def measured() -> str:
     """Where the tables of the page were measured."""
-    return f"`first`: {where(read('first'))}.\n`speed`: {where(read('speed'))}, an hour earlier."
+    return f"{where(read())}."
 
 
 def in_readme() -> str:
     steps, in_graph, peaks = (
-        figures("first", step, unit)
-        for step, unit in (("decoding", STEPS), ("steps in graphs", IN_GRAPH), ("decoding", PEAK))
+        figures(step, unit) for step, unit in (("decoding", STEPS), ("steps in graphs", IN_GRAPH), ("decoding", PEAK))
     )
 
     def at(found: Figures, name: str, shape: str = LONGEST) -> str:
         return short(found[name][shape])
 
     return (
-        f"A step of `generate()` with the shape of an 8B model and 32,768 tokens ({where(read('first'))}):\n\n"
+        f"A step of `generate()` with the shape of an 8B model and 32,768 tokens ({where(read())}):\n\n"
         f"- transformers' `DynamicCache` takes {at(steps, REFERENCE)} ms in {at(peaks, REFERENCE)} GB: torch prefers "
         "cuDNN's attention there, which makes a plan for each length anew. With cuDNN's attention turned off, this "
         f"cache takes {at(steps, WITHOUT_CUDNN)} ms.\n"
@@ -170,9 +116,6 @@ ON_PAGE: Mapping[str, Callable[[], str]] = {
     "memory": lambda: by_shape("decoding", PEAK),
     "first token": first_token,
     "offloading": offloading,
-    "kernels": kernels,
-    "samples and turns": others,
-    "eviction and recall": gathered,
 }
 BEGIN_README = BEGIN.format("figures")
 

@@ -43,7 +43,7 @@ from torch import Tensor
 
 import kvlayers
 import pages
-from lib import report
+from lib import report, serving
 from lib.internals import quiet_clock
 from lib.report import shown
 
@@ -459,24 +459,23 @@ def need_serving(run: report.Session) -> None:
 
 
 SESSIONS, ROUNDS = 4, 4
+ANSWER = 24
+"""Tokens of an answer of the server."""
 
 
 def serve(run: report.Session) -> dict[str, Any]:
     """Rounds of several chats through a server: seconds of all, and equal texts."""
-    import clients
-
     need_serving(run)
     found, texts = dict[str, Any](), dict[str, list[str]]()
-    run.given.tokens, run.given.turns, run.given.dtype = 24, ROUNDS, "float32"
-    system = {"role": "system", "content": clients.NOTES * (4 if run.quick else 40)}
-    for way, before in clients.WAYS.items():
-        with clients.server(run, before) as client:
+    system = {"role": "system", "content": serving.NOTES * (4 if run.quick else 40)}
+    for way, before in serving.WAYS.items():
+        with serving.serving(run.given.model, "float32", run.given.threads, before) as server:
             chats = [
                 [system, {"role": "user", "content": f"I am user {user}. Which tree?"}] for user in range(SESSIONS)
             ]
             said, first, begin = list[str](), list[float](), time.perf_counter()
             for turn, chat in itertools.product(range(ROUNDS), chats):
-                answer = clients.ask(run, client, chat, streamed=True)
+                answer = serving.ask(server, chat, ANSWER)
                 said.append(answer["text"])
                 first.append(answer["first"])
                 chat += [

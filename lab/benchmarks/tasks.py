@@ -7,13 +7,13 @@
 
 | caches | what they are | page |
 |---|---|---|
-| rounding | packed caches, a sink cache, and transformers' packed caches | docs/choosing.md |
+| rounding | packed caches, a sink cache, and transformers' packed caches | docs/benchmarks.md |
 | eviction | each rule at each part of the tokens, with even heads or not; some with 4 bits | docs/scores/eviction.md |
 | recall | parts of the pages. The question is read token by token, as answers are | docs/scores/recall.md |
 
 Each model runs `kvlayers fidelity --tasks`, whose samples are seeded: the same versions give the same answers. Results
 are written as they come, so a second start goes on where the first one stopped, and may ask for more caches. The two
-models of docs/choosing.md took 20 minutes side by side, on a core each.
+models of docs/benchmarks.md took 20 minutes side by side, on a core each.
 """
 
 import argparse
@@ -36,10 +36,9 @@ from lib.internals import is_registered, named_cache
 from pages import DOCS, RECORDED, ROOT, markdown, measured_at
 
 RESULTS = ROOT / "lab" / "benchmarks" / "results"
-CHOOSING = DOCS / "choosing.md"
 
 CACHES = ("--bits", "8,fp8,4,2", "--cache", "sink", "--against", "transformers")
-"""The caches beside the exact one, of docs/choosing.md."""
+"""The caches beside the exact one, of docs/benchmarks.md."""
 
 KEPT_PARTS = (0.75, 0.5, 0.25)
 PACKED_RULES = ("snapkv", "expected_attention", "keydiff")
@@ -124,7 +123,7 @@ def recall_runs(lengths: Sequence[int], only: str) -> list[Run]:
 
 
 CACHES_OF = {
-    "rounding": TaskCaches("tasks", CHOOSING, "1k,2k", rounding_runs),
+    "rounding": TaskCaches("tasks", DOCS / "benchmarks.md", "1k,2k", rounding_runs),
     "eviction": TaskCaches("eviction-tasks", DOCS / "scores" / "eviction.md", "1k,2k,4k", eviction_runs),
     "recall": TaskCaches("recall-tasks", DOCS / "scores" / "recall.md", "1k,2k,4k", recall_runs),
 }

@@ -43,7 +43,7 @@ class ConfigError(KVLayersError, ValueError):
 
 
 class RegistryError(KVLayersError, ValueError):
-    """A name is unknown, empty, or registered already."""
+    """A name is unknown, empty, or registered already, or a class does not say what it must."""
 
 
 class LegacyFormatError(KVLayersError, ValueError):

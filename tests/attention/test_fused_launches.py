@@ -1,8 +1,5 @@
 """How many kernels an accelerator is given by attention over slabs and shared prefixes, counted on meta tensors."""
 
-import importlib
-import pathlib
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,6 +9,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import device_counts as counting
 from kvlayers import DynamicLayer
 from kvlayers.kernels.attention import dispatch, slabs
 from kvlayers.kernels.attention.dispatch import PathCounter
@@ -20,11 +18,6 @@ from kvlayers.kernels.attention.segments import KVSegments
 from kvlayers.kernels.codes.groups import BlockLayout
 from kvlayers.kernels.codes.packed_side import PackedSide
 from kvlayers.kernels.codes.quantizer_contract import CodeFormat, Side
-
-BENCHMARKS = str(pathlib.Path(__file__).parents[2] / "lab" / "benchmarks")
-sys.path.insert(0, BENCHMARKS)
-counting: Any = importlib.import_module("lib.counting")
-sys.path.remove(BENCHMARKS)
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK = 32, 8, 128, 64
 """Of a layer of an 8B model."""

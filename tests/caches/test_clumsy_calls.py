@@ -79,6 +79,25 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "bytes without their unit": (lambda: kvlayers.DynamicCache(max_bytes="100"), "with its unit.* got '100'"),
     "a store of bytes without their unit": (lambda: kvlayers.PrefixStore("100"), "with its unit.* got '100'"),
+    "a model where a file has its device": (
+        lambda: kvlayers.load_cache("x", tiny_model("llama")),
+        "`device` must be .*a model goes by name, as in config=model.config",
+    ),
+    "a directory where a store has its bytes": (
+        lambda: kvlayers.PrefixStore("/tmp/x"),
+        "a path .* goes by `directory`",
+    ),
+    "a model as the bytes of a store": (lambda: kvlayers.PrefixStore(tiny_model("llama")), r"got [\s\S]{60}: pass a"),
+    "a model as a hint": (lambda: kvlayers.DynamicCache(length_hint=tiny_model("llama")), r"got [\s\S]{60}: pass an"),
+    "one cache to merge": (lambda: kvlayers.merge(held()), r"pass \[cache, other\]"),
+    "caches that autograd follows": (
+        lambda: kvlayers.DynamicCache([(STATES.clone().requires_grad_(), STATES)]).pack(8),
+        r"fill a DynamicCache under torch.no_grad\(\)",
+    ),
+    "a store that is misspelt": (
+        lambda: kvlayers.generate(tiny_model("llama"), prompt(1, 4), prefixstore=store()),
+        r"did you mean 'prefix_store' of kvlayers.generate\(\)",
+    ),
     "a device that is misspelt": (lambda: kvlayers.make_cache("int4", config(), device="cdua"), "pass 'cpu'"),
     "an option of another library": (lambda: many([[5, 6]], max_tokens=3), "did you mean 'max_new_tokens'"),
     "one text as prompts": (lambda: many("a text"), r"pass \[text\] for one"),

@@ -146,7 +146,7 @@ QUESTIONS: dict[str, Any] = {
     "states": lambda asked: [(layer.keys, layer.values) for layer in asked.layers],
     "properties": lambda asked: (
         asked.nbytes, asked.batch_size, asked.is_initialized, asked.is_sliding, asked.is_compileable, repr(asked),
-        [(layer.dtype, layer.device, layer.capacity, layer.nbytes, layer.num_heads) for layer in asked.layers],
+        [(layer.dtype, layer.device, layer.capacity, layer.nbytes) for layer in asked.layers],
     ),
 }  # fmt: skip
 

@@ -79,7 +79,7 @@ def test_the_table_has_each_cost_once_the_fewest_bytes_first_and_says_what_posit
 
 @pytest.mark.parametrize("where", ["", "config.json"])
 def test_the_json_of_a_plan_is_what_plan_returns(run: Any, model: Path, where: str) -> None:
-    result = run("plan", model / where, "--context", 1000, "--dtype", "float32", "--json")
+    result = run("plan", model / where, "--context", 1000, "--dtype", "fp32", "--json")
     assert result.exit_code == 0, result.output
     said, plan = json.loads(result.stdout), kvlayers.plan(CONFIG, 1000, dtype=torch.float32)
     assert [(cache["name"], cache["nbytes"]) for cache in said["caches"]] == [
@@ -217,7 +217,7 @@ def test_a_transformers_that_is_not_supported_is_one_line_and_exit_code_2(tmp_pa
         (["plan", "{other}", "--context", "1k"], "config.json, or its name"),
         (["inspect", "{other}"], "other.json"),
         (["inspect", "missing.kv"], "missing.kv"),
-        (["inspect", "{model}"], "model"),
+        (["inspect", "{model}"], "kvlayers plan MODEL"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(

@@ -77,6 +77,7 @@ def test_a_prompt_that_is_none_is_refused(way: str, given: Any, words: str) -> N
     [
         ({"attention_mask": [[1] * 5]}, "`attention_mask` must be a tensor"),
         ({"attention_mask": torch.ones(1, 3)}, "`attention_mask` must have an entry for each of the 5 tokens"),
+        ({"attention_mask": torch.ones(2, 5)}, r"the 5 tokens of `inputs`, in 1 rows, got \[2, 5\]"),
         ({"generation_config": IDS}, "`generation_config` must be a GenerationConfig, got a Tensor"),
         ({"max_new_tokens": "2"}, "`max_new_tokens` must be a whole number, got '2'"),
         ({"past_key_values": kvlayers.QuantizedCache}, "or the name of one, got the class QuantizedCache"),

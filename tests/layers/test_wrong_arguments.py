@@ -1,13 +1,16 @@
 """Members of a layer that are called by hand name what they were given, and change nothing."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
 import kvlayers
 from agreement import step
-from kvlayers.errors import KVLayersError
+from kvlayers.errors import KVLayersError, OptionError, RegistryError
+from kvlayers.stores import DenseStore
 from layer_kinds import KINDS
 from matrix import once
 
@@ -99,3 +102,32 @@ def test_padding_is_not_dropped_of_tokens_that_are_counted_beside_the_store(kind
         kvlayers.Rows(
             kvlayers.Cache(layers=[layer]), torch.tensor([[1] * layer.length, [0] + [1] * (layer.length - 1)])
         )
+
+
+TAKE_HINTS: dict[str, Callable[[Any], Any]] = {
+    "DynamicLayer": lambda hint: kvlayers.DynamicLayer(length_hint=hint),
+    "QuantizedLayer": lambda hint: kvlayers.QuantizedLayer(length_hint=hint),
+    "RecallLayer": lambda hint: kvlayers.RecallLayer(length_hint=hint),
+    "DenseStore": lambda hint: DenseStore(length_hint=hint),
+    "DynamicCache": lambda hint: kvlayers.DynamicCache(length_hint=hint),
+    "QuantizedCache": lambda hint: kvlayers.QuantizedCache(length_hint=hint),
+    "dynamic": lambda hint: kvlayers.make_cache("dynamic", LlamaConfig(), length_hint=hint),
+    "dynamic_full": lambda hint: kvlayers.make_cache("dynamic_full", LlamaConfig(), length_hint=hint),
+    "static": lambda hint: kvlayers.make_cache("static", LlamaConfig(), length_hint=hint),
+}
+
+
+@pytest.mark.parametrize("hint", [-3, 1.5, True, "a few"])
+@pytest.mark.parametrize("taker", TAKE_HINTS)
+def test_a_hint_of_no_number_of_tokens_is_refused_where_it_is_taken(taker: str, hint: Any) -> None:
+    with pytest.raises(OptionError, match="`length_hint` must be .* got "):
+        TAKE_HINTS[taker](hint)
+    assert TAKE_HINTS[taker]("1k") is not None
+
+
+@pytest.mark.parametrize("base", [kvlayers.DynamicLayer, kvlayers.SlidingLayer, kvlayers.CacheLayer])
+def test_what_a_kind_is_like_is_said_by_its_traits_alone(base: type) -> None:
+    with pytest.raises(RegistryError, match=r"`traits` of .*Own must .* `keeps_every_token`.*LayerTraits\("):
+        type("Own", (base,), {"keeps_every_token": False, "__qualname__": "Own"})
+    own: Any = type("Own", (base,), {"traits": kvlayers.layers.LayerTraits(keeps_every_token=True)})
+    assert own.traits.keeps_every_token

@@ -5,14 +5,15 @@ import pathlib
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import kvlayers
 from kvlayers import CapacityError, PrefixStore
 from kvlayers.core.buffer import StateForm, TokenBuffer
-from kvlayers.prefix import PrefixEntry
-from kvlayers.prefix.entry import MemoryAccount
+from kvlayers.prefix import LeastRecentlyUsed, PrefixEntry
+from kvlayers.prefix.entry import MOST_RANKED, MemoryAccount
 from models import tiny_model
 
 HEADS, HEAD_DIM, WINDOW, STEP = 2, 4, 8, 16
@@ -267,12 +268,56 @@ def test_memory_that_moves_while_a_branch_enters_is_counted_where_it_is() -> Non
 
 def test_an_address_that_was_given_to_other_memory_counts_with_its_new_size() -> None:
     account = MemoryAccount()
-    account.add("one", {1: 100})
-    account.add("other", {1: 30})
-    account.remove("one", {1: 100})
-    assert (account.nbytes, account.shared_bytes) == (30, 0)
-    account.remove("other", {1: 30})
-    assert (account.nbytes, account.shared_bytes) == (0, 0)
+    one, other = (PrefixEntry("m", np.array([token])) for token in (1, 2))
+    account.count(one, {1: 100})
+    account.count(other, {1: 30})
+    account.count(one, {})
+    assert (account.nbytes, account.staying_bytes, account.shared_bytes) == (30, 30, 0)
+    account.count(other, {})
+    assert (account.nbytes, account.staying_bytes, account.shared_bytes, account.pieces) == (0, 0, 0, {})
+
+
+class Counting(LeastRecentlyUsed):
+    """Counts how often it is asked."""
+
+    asked = 0
+
+    def rank(self, entry: PrefixEntry) -> float:
+        self.asked += 1
+        return super().rank(entry)
+
+
+def test_an_eviction_costs_what_leaves_and_not_what_the_store_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    storages, looked_at = kvlayers.DynamicCache.storages, 0
+
+    def counted(cache: kvlayers.DynamicCache) -> dict[int, int]:
+        nonlocal looked_at
+        looked_at += 1
+        return storages(cache)
+
+    def ids_of(number: int) -> torch.Tensor:
+        # All begin with one token, which the first entry has brought.
+        return torch.cat([torch.zeros(1, dtype=torch.int64), number * STEP + torch.arange(1, STEP)])
+
+    monkeypatch.setattr(kvlayers.DynamicCache, "storages", counted)
+    most: dict[int, list[int]] = {}
+    for entries in (50, 350):
+        policy, spent = Counting(), []
+        store = PrefixStore(entries * STEP * 64, policy=policy)
+        for number in range(entries * 5 // 4):
+            cache, states = kvlayers.DynamicCache(), torch.zeros(1, 1, STEP, 8)
+            cache.update(states, states, 0)
+            looked_at = policy.asked = 0
+            store.insert(ids_of(number), cache, model="m")
+            spent.append((looked_at, policy.asked))
+            for earlier in range(number if number == entries - 10 else 0):
+                assert store.lookup(ids_of(earlier), model="m", leave=0).covered == STEP
+        assert store.statistics.bytes == union_of(store)
+        assert store.statistics.evictions > entries // 8
+        most[entries] = [max(own) for own in zip(*spent, strict=True)]
+    # As many for seven times the entries.
+    assert most[350][0] <= most[50][0] + 4 < 100
+    assert most[350][1] < MOST_RANKED + 40 < 340
 
 
 def test_states_that_a_fork_copies_are_copied_once_to_be_inserted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -376,7 +421,7 @@ def test_what_is_counted_is_what_is_held(moves: bool) -> None:
     assert (store.statistics.bytes, store.statistics.shared_bytes) == (0, 0)
 
 
-@pytest.mark.parametrize("change", ["add", "remove"])
+@pytest.mark.parametrize("change", ["count", "stay", "leave"])
 def test_an_interrupt_while_memory_is_counted_leaves_a_store_that_goes_on(
     change: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -384,12 +429,12 @@ def test_an_interrupt_while_memory_is_counted_leaves_a_store_that_goes_on(
     store = PrefixStore(2 * taken[-1][1].nbytes)
     counted, left = getattr(MemoryAccount, change), 0
 
-    def interrupted(account: MemoryAccount, holder: object, storages: dict[int, int]) -> None:
+    def interrupted(account: MemoryAccount, *arguments: Any) -> None:
         nonlocal left
         left -= 1
         if left == 0:
             raise KeyboardInterrupt
-        counted(account, holder, storages)
+        counted(account, *arguments)
 
     monkeypatch.setattr(MemoryAccount, change, interrupted)
     interrupts = 0
@@ -404,6 +449,6 @@ def test_an_interrupt_while_memory_is_counted_leaves_a_store_that_goes_on(
             assert store.statistics.bytes == union_of(store) <= 2 * taken[-1][1].nbytes
             assert store.insert(ids + 100 * calls, cache.fork(), model="m") in (True, False)
             assert store.statistics.bytes == union_of(store)
-    assert interrupts > 8
+    assert interrupts > 4
     store.evict()
     assert (store.statistics.bytes, len(store)) == (0, 0)

@@ -1,17 +1,13 @@
 """What benchmarks share measures what it says."""
 
-import json
-import pathlib
 from typing import Any
 
 import pytest
 import torch
-import transformers as tf
 from torch import Tensor
 
 import kvlayers
 import versions
-from models import fresh_model
 
 pytestmark = [pytest.mark.slow, versions.benchmarks_of_transformers]
 
@@ -73,43 +69,3 @@ def test_compiled_contenders_have_nothing_to_do_with_one_another(script: Any) ->
     first(numbers=torch.ones(4))
     assert (first.graphs, second.graphs) == (2, 1)
     assert [len(each) for each in inputs] == [1, 1, 2]
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_an_exact_cache_decodes_to_the_end_and_another_text_ends_it(script: Any, temperature: float) -> None:
-    long_decode, model = script("long_decode"), fresh_model("llama")
-    prompt = torch.randint(model.config.vocab_size, (1, 20))
-
-    def decoded(text: torch.Tensor | None = None) -> torch.Tensor:
-        cache = tf.DynamicCache(config=model.config)
-        found: torch.Tensor = long_decode.decode(model, prompt, cache, 12, temperature, text=text)
-        return found
-
-    text = decoded()
-    assert torch.equal(decoded(text), text)
-    text[0, 5] += 1
-    assert decoded(text).shape[1] == 6
-
-
-def test_samples_have_the_distribution_of_the_model(script: Any) -> None:
-    # Of two tokens, one twice as likely as the other.
-    class Model(torch.nn.Module):
-        def forward(self, input_ids: torch.Tensor, **_: Any) -> Any:
-            return tf.modeling_outputs.CausalLMOutput(logits=torch.tensor([[[2.0, 1.0]]]).log())
-
-    found = script("long_decode").decode(Model(), torch.zeros(1, 1, dtype=torch.int64), None, 600, 1.0)
-    assert 0.25 < float((found == 1).double().mean()) < 0.42
-
-
-def test_a_long_decode_has_each_quarter(script: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
-    long_decode = script("long_decode")
-    monkeypatch.setattr(long_decode, "FREE_TOKENS", 8)
-    output = tmp_path / "quick.json"
-    assert long_decode.main(["--quick", "--output", str(output)]) == 0
-    written = json.loads(output.read_text())
-    assert {"date", "hardware", "versions", "arguments", "results", "targets", "disagreements", "wrong"} == set(written)
-    found = written["results"]["long_decode"]
-    assert set(found) == {key.name for key in long_decode.MAKERS}
-    for figures in found.values():
-        assert len(figures["quarters"]) == 4
-        assert len(figures["free"]) == 5

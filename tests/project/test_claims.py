@@ -83,7 +83,7 @@ def test_only_what_was_measured_is_claimed(claimed: Any, record: Any) -> None:
 def test_the_section_for_choosing_claims_only_what_is_recorded(claimed: Any) -> None:
     page = claimed.CHOOSING.read_text()
     measured = page[page.index("## What was measured") : page.index("## What each can do")]
-    assert FIGURE.findall(without(measured, *claimed.pages.markers("claims", "claims"))) == []
+    assert FIGURE.findall(without(measured, *claimed.pages.markers("table", "claims"))) == []
 
 
 def test_tables_link_to_sections_that_there_are(claimed: Any) -> None:
@@ -140,11 +140,11 @@ def test_what_is_recorded_is_replaced_measurement_by_measurement(
     def failing(run: Any) -> Any:
         raise RuntimeError("no more")
 
-    for name, marked in {"CHOOSING": "claims", "README": "table", "HOME": "table"}.items():
+    for name, marked in {"BENCHMARKS": "claims", "README": "table", "HOME": "table", "CHOOSING": "table"}.items():
         path = tmp_path / f"{name}.md"
         path.write_text("\n".join(["before", *claimed.pages.markers(marked, "claims"), "after"]))
         monkeypatch.setattr(claimed, name, path)
-    page = claimed.CHOOSING
+    page = claimed.BENCHMARKS
     window = {"window": {claimed.DYNAMIC: {claimed.BYTES_OF_TRANSFORMERS: 0.125}}}
     monkeypatch.setattr(claimed.pages, "RECORDED", tmp_path)
     monkeypatch.setattr(claims, "MEASUREMENTS", {"window": lambda run: window, "offload": failing})

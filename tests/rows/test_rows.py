@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import families
 import kvlayers
 from kvlayers.errors import BatchIndexError, OptionError, RollbackError, StateMismatchError, UnsupportedLayerError
 from kvlayers.kernels.attention.row_states import RowStates
@@ -297,15 +298,30 @@ class Copied(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("family", ["llama", "mamba", "jamba"])
-def test_a_row_that_leaves_copies_one_of_the_others_at_most(family: str) -> None:
-    model, alone = tiny_model(family), []
-    for seed in range(9):
+def read_prompts(family: str, count: int) -> tuple[Any, list[Any]]:
+    """A model, and a cache for each of several prompts."""
+    model = families.model_and_inputs(family)[0] if family in families.FAMILIES else tiny_model(family)
+    alone = []
+    for seed in range(count):
         alone.append(kvlayers.DynamicCache(config=model.config))
         with torch.no_grad():
             model(prompt(1, 20, seed), **given(alone[-1]))
-    cache = kvlayers.merge(alone)
-    of_row = sum(states.nbytes for layer in cache.adapted_layers() for states in layer.held_tensors()) / len(alone)
+    return model, alone
+
+
+def bytes_of_row(cache: Any) -> float:
+    """Bytes of one of the rows that are held, without memory for more."""
+    held = (states.nbytes for layer in cache.adapted_layers() for states in layer.held_tensors())
+    return sum(held) / cache.batch_size
+
+
+HYBRID = ["mamba2", "jamba", "lfm2", "qwen3_next"]
+
+
+@pytest.mark.parametrize("family", ["llama", "mamba", *HYBRID])
+def test_a_row_that_leaves_copies_one_of_the_others_at_most(family: str) -> None:
+    cache = kvlayers.merge(read_prompts(family, 9)[1])
+    of_row = bytes_of_row(cache)
     with Copied() as copied:
         cache.keep_rows([0, 1, 8, 3, 4, 5, 6, 7])
         assert 0 < copied.nbytes < 1.5 * of_row
@@ -314,21 +330,81 @@ def test_a_row_that_leaves_copies_one_of_the_others_at_most(family: str) -> None
         assert copied.nbytes < 0.1 * of_row
 
 
-def test_a_row_that_joins_takes_the_memory_of_one_that_has_left() -> None:
-    model, alone = tiny_model("llama"), []
-    for seed in range(9):
-        alone.append(kvlayers.DynamicCache(config=model.config))
-        with torch.no_grad():
-            model(prompt(1, 20, seed), **given(alone[-1]))
+@pytest.mark.parametrize("family", ["llama", "mamba", *HYBRID])
+def test_a_row_that_joins_takes_the_memory_of_one_that_has_left(family: str) -> None:
+    alone = read_prompts(family, 9)[1]
     cache = kvlayers.merge(alone[:8])
-    of_row = cache.nbytes / 8
+    of_row, nbytes = bytes_of_row(cache), cache.nbytes
     for count in range(5):
         cache.keep_rows(range(7))
         with Copied() as copied:
             cache.extend(alone[8])
         # The states and the zeros behind them, of which there is room for a few tokens more.
         assert copied.nbytes < 3 * of_row, count
-    assert cache.nbytes == 8 * of_row
+    assert cache.nbytes == nbytes
+
+
+def test_rows_that_join_one_after_another_copy_recurrent_states_a_few_times() -> None:
+    alone = read_prompts("mamba2", 32)[1]
+    cache = alone[0].fork()
+    with Copied() as copied:
+        for other in alone[1:]:
+            cache.extend(other)
+    # Each join would copy the states of all rows, 16 on average.
+    assert copied.nbytes < 6 * 32 * bytes_of_row(cache)
+    assert cache.nbytes < 1.5 * 32 * bytes_of_row(cache)
+
+
+@pytest.mark.parametrize("family", HYBRID)
+def test_rows_go_on_as_alone_whoever_joins_and_leaves(family: str) -> None:
+    model, alone = read_prompts(family, 10)
+    cache, there = kvlayers.merge(alone[:5]), [*range(5)]
+    joining, leaving = iter(range(5, 10)), iter((1, 0, 2, 0))
+    token = prompt(10, 1, 5)
+    with torch.no_grad():
+        for step in range(9):
+            rows = kvlayers.Rows(cache)
+            logits = model(
+                token[there], attention_mask=rows.attention_mask(), position_ids=rows.position_ids(), **given(cache)
+            ).logits[:, -1]
+            for own, row in zip(logits, there, strict=True):
+                expected = model(token[row : row + 1], **given(alone[row])).logits[0, -1]
+                torch.testing.assert_close(own, expected, atol=1e-5, rtol=1e-4)
+            if step % 2:
+                place = next(leaving, None)
+                if place is not None:
+                    kept = list(range(len(there)))
+                    kept[place] = kept[-1]
+                    kept.pop()
+                    cache.keep_rows(kept)
+                    there = [there[own] for own in kept]
+            elif (new := next(joining, None)) is not None:
+                cache.extend(alone[new])
+                there.append(new)
+                if new % 2:
+                    # It goes on by itself too.
+                    fork = cache.fork()
+                    fork.keep_rows([0])
+
+
+def test_a_join_that_one_of_the_layers_refuses_changes_nothing() -> None:
+    model, alone = read_prompts("jamba", 4)
+    cache = kvlayers.merge(alone[:3])
+    attending = next(layer for layer in alone[3].adapted_layers() if layer.traits.attends)
+    with pytest.MonkeyPatch.context() as patched:
+        # After the first recurrent layers, as those of a device without memory.
+        patched.setattr(attending, "row", lambda index: 1 / 0)
+        patched.setattr(attending, "peek", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            cache.extend(alone[3])
+    rows, token = kvlayers.Rows(cache), prompt(3, 1, 5)
+    with torch.no_grad():
+        logits = model(
+            token, attention_mask=rows.attention_mask(), position_ids=rows.position_ids(), **given(cache)
+        ).logits
+        for row, own in enumerate(alone[:3]):
+            expected = model(token[row : row + 1], **given(own)).logits[0]
+            torch.testing.assert_close(logits[row], expected, atol=1e-5, rtol=1e-4)
 
 
 def test_what_a_row_has_left_does_not_reach_the_next_one() -> None:

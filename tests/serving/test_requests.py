@@ -76,7 +76,7 @@ def test_whatever_a_client_writes_is_answered(body: dict[str, Any], caplog: pyte
     with caplog.at_level(logging.WARNING):
         answered(store, body)
     (entry,) = store._index
-    assert entry.pins == []
+    assert entry.pins == ()
     is_told = isinstance(body.get("metadata"), dict)
     assert ("does not keep its session" in caplog.text) is is_told
 

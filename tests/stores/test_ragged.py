@@ -86,6 +86,15 @@ def test_memory_is_that_of_the_kept_tokens_their_tables_and_the_tail() -> None:
     assert store.nbytes == (flat + tail) * (KEY_DIM + VALUE_DIM) * 4 + 3 * 4 * pieces * 8
 
 
+def test_a_flat_part_that_was_loaded_has_no_spare_room() -> None:
+    store, lists = ragged()
+    loaded = RaggedStore(DenseStore(growth_divisor=40, minimum_growth=16))
+    loaded.load_state(store.state())
+    of_flat = [sum(tensor.nbytes for tensor in one.flat.held_tensors()) for one in (store, loaded)]  # type: ignore[union-attr]
+    assert of_flat[0] == of_flat[1]
+    step(loaded, lists)
+
+
 def test_forks_share_the_flat_part_and_go_their_own_ways() -> None:
     store, lists = ragged()
     twins = [(store.fork(), lists.copy()) for _ in range(3)]

@@ -56,9 +56,6 @@ LEAST_ALLOWED = 4 * torch.finfo(torch.bfloat16).eps
 WARM = 3
 """Steps that are not timed."""
 
-CACHES_BYTES = 256 * 2**20
-"""Larger than a device's second-level cache: this many bytes are read before the same bytes are read again."""
-
 median = statistics.median
 
 
@@ -263,39 +260,6 @@ def column_of(tokens: int, batch: int) -> str:
 
 
 # Times of calls
-
-
-def copies_of(nbytes: int) -> int:
-    """Copies of states to read in turns, so that none of them is still in the device's caches."""
-    return 1 + CACHES_BYTES // max(nbytes, 1)
-
-
-def microseconds(
-    setup: Setup, calls: Mapping[str, Callable[[int], Any]], turns: Mapping[str, int], trials: int, in_graph: bool
-) -> dict[str, list[float]]:
-    """Microseconds of a call of each contender, by trial.
-
-    Args:
-        setup: the device.
-        calls: the calls of each contender, with the number of the turn, which chooses among copies of the states.
-        turns: how many calls in a row are timed: at least as many as there are copies of its states.
-        trials: how often.
-        in_graph: whether the calls in a row are one CUDA graph, so that the device is timed and not Python.
-    """
-    runs: dict[str, Callable[[], Any]] = {}
-    for name, call in calls.items():
-
-        def in_a_row(call: Callable[[int], Any] = call, count: int = turns[name]) -> None:
-            for turn in range(count):
-                call(turn)
-
-        runs[name] = recorded(in_a_row) if in_graph else in_a_row
-        runs[name]()
-    found: dict[str, list[float]] = {name: [] for name in calls}
-    for trial in range(trials):
-        for name in interleaved(list(calls), trial):
-            found[name].append(1e6 * elapsed(setup, runs[name]) / turns[name])
-    return found
 
 
 def recorded(in_a_row: Callable[[], None]) -> Callable[[], None]:

@@ -1,16 +1,12 @@
-"""Steps that measure kernels and decoding beside torch's attention and transformers' caches."""
+"""Steps that measure decoding, first tokens and offloading beside transformers' caches."""
 
 import functools
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
 
 import kvlayers
 from lib.gpu_model import (
@@ -19,13 +15,11 @@ from lib.gpu_model import (
     FP8,
     INT4,
     INT8,
-    LEAST_ALLOWED,
     ONE_BILLION,
     REFERENCE,
     WITHOUT_CUDNN,
     column_of,
     compare_logits,
-    copies_of,
     eight_billion,
     elapsed,
     expected_logits,
@@ -34,35 +28,16 @@ from lib.gpu_model import (
     llama,
     measure_decoding,
     median,
-    microseconds,
     milliseconds,
     newest_logits,
     recorded,
     token_ids,
-    twin_of,
 )
 from lib.gpu_stage import NO_DEVICE, Findings, Setup, Step
-from lib.internals import (
-    DENSE_PIECE_TOKENS,
-    DenseSegment,
-    GatheredSegment,
-    KVSegments,
-    PathCounter,
-    Quantization,
-    QuantizedStore,
-    as_dense,
-    dispatch,
-    interleaved,
-    slabs,
-)
-from packed_reference import counted_launches, extended, filled_store, random_pair, relative_error
+from lib.internals import interleaved
 
 SHAPES = ((8192, 1), (32768, 1), (2048, 1), (8192, 8), (32768, 8), (2048, 8))
 """Tokens and sequences, the most telling first."""
-
-FLASH, DENSE = "flash SDPA", "SDPA, all tokens"
-KEEP = 4
-"""One token of so many is kept by a layer that evicts."""
 
 OFFLOADED, OFFLOADED_INT4 = "kvlayers offloaded", "kvlayers offloaded int4"
 TRANSFORMERS_OFFLOADED = "transformers offloaded"
@@ -73,199 +48,15 @@ OFFLOADED_CACHES: dict[str, Callable[[Any, bool], Any]] = {
 }
 
 
-# Attention alone
-
-
-def heads_of(setup: Setup) -> tuple[int, int, int]:
-    """Heads, KV heads and head_dim of the layers whose attention is timed."""
-    sizes: tuple[int, int, int] = setup.choose((32, 8, 128), (4, 2, 32))
-    return sizes
-
-
-def pair(
-    setup: Setup, tokens: int, batch: int = 1, kv_heads: int | None = None, seed: int = 0
-) -> tuple[Tensor, Tensor]:
-    _, usual, head_dim = heads_of(setup)
-    return random_pair(batch, kv_heads or usual, tokens, head_dim, torch.bfloat16, setup.device, seed)
-
-
-def query_of(setup: Setup, batch: int = 1) -> Tensor:
-    heads, _, head_dim = heads_of(setup)
-    return torch.randn(batch, heads, 1, head_dim, device=setup.device, dtype=torch.bfloat16)
-
-
-def attend(query: Tensor, states: tuple[Any, Any]) -> Tensor:
-    return scaled_dot_product_attention(query, *states, enable_gqa=True)
-
-
-def flash(setup: Setup) -> AbstractContextManager[Any]:
-    return sdpa_kernel(SDPBackend.FLASH_ATTENTION) if setup.on_cuda else nullcontext()
-
-
-def dense_copies(setup: Setup, tokens: int, batch: int = 1) -> list[tuple[Tensor, Tensor]]:
-    """Copies of dense states, of which each turn reads another one."""
-    first = pair(setup, tokens, batch)
-    copies = min(copies_of(2 * first[0].nbytes), setup.choose(64, 2))
-    return [first, *(pair(setup, tokens, batch, seed=number) for number in range(1, copies))]
-
-
-def add_times(
-    setup: Setup,
-    found: Findings,
-    calls: Mapping[str, Callable[[bool, int], Any]],
-    turns: Mapping[str, int],
-    name_of: Callable[[str, str], str],
-) -> None:
-    """Time calls of attention in a CUDA graph and without one, in turns.
-
-    Args:
-        setup: the device.
-        found: gets the microseconds.
-        calls: by name, called with whether they are in a graph and with the number of the turn.
-        turns: how many calls in a row are timed.
-        name_of: the name of a figure, of a call and of how it was timed.
-    """
-    for in_graph in (True, False) if setup.on_cuda else (False,):
-        how = "in a graph" if in_graph else "eager"
-        asked = {name: functools.partial(call, in_graph) for name, call in calls.items()}
-        times = microseconds(setup, asked, turns, setup.choose(15, 2), in_graph)
-        for name, each in times.items():
-            found.add(name_of(name, how), median(each), "us")
-            found.details[name_of(name, how)] = {"us": each}
-
-
-def attention_beside_flash(setup: Setup, batch: int) -> Findings:
-    """Attention of one query token to int4 states beside flash attention to the same number of dense ones."""
-    found = Findings()
-    for tokens in setup.in_time(found, setup.choose((8192, 32768, 131072), (256,))):
-        query, dense = query_of(setup, batch), dense_copies(setup, tokens, batch)
-        copies = min(copies_of(2 * dense[0][0].nbytes // 4), setup.choose(64, 2))
-        stores = [filled_store(Quantization(nbits=4), dense[0]) for _ in range(copies)]
-        held: dict[str, list[Any]] = {
-            FLASH: dense,
-            "int4": [extended(store, pair(setup, 1, batch, seed=1)) for store in stores],
-        }
-        shape = f"batch {batch}, {tokens:,} tokens"
-        _check_attention(setup, found, f"int4, {shape}", query, held["int4"][0], stores[0])
-
-        def call(name: str, in_graph: bool, turn: int, query: Tensor = query, held: Any = held) -> Any:
-            # Entering the context takes time on the host, which counts where there is no graph: torch chooses there.
-            with flash(setup) if in_graph and name == FLASH else nullcontext():
-                return attend(query, held[name][turn % len(held[name])])
-
-        def name_of(name: str, how: str, shape: str = shape) -> str:
-            return f"{'SDPA' if name == FLASH and how == 'eager' else name}, {shape}, {how}"
-
-        turns = {name: max(len(each), setup.choose(8, 1)) for name, each in held.items()}
-        add_times(setup, found, {name: functools.partial(call, name) for name in held}, turns, name_of)
-        del dense, stores, held, call
-        setup.free_memory()
-    return found
-
-
-def _check_attention(
-    setup: Setup, found: Findings, what: str, query: Tensor, packed: tuple[Any, Any], store: QuantizedStore
-) -> None:
-    """Compare with attention to the dequantized states."""
-    before = Counter(store.attention_paths)
-    with counted_launches() as launches:
-        seen = attend(query, packed)
-    paths = list(Counter(store.attention_paths) - before)
-    with flash(setup):
-        error = relative_error(seen, attend(query, (as_dense(packed[0]), as_dense(packed[1]))))
-    found.details[f"check of {what}"] = {"error": error, "paths": paths, "launches": launches}
-    found.expect(error < LEAST_ALLOWED, f"{what}: attention is {error:.3f} from that to dequantized states")
-
-
-def per_head_segments(setup: Setup, tokens: int) -> KVSegments:
-    """A flat buffer of which KV heads hold from a quarter to seven quarters of the average, and 64 newer tokens."""
-    kv_heads = heads_of(setup)[1]
-    average = tokens // DENSE_PIECE_TOKENS
-    pieces = [round(average * (0.25 + 1.5 * head / (kv_heads - 1))) for head in range(kv_heads)]
-    most = max(pieces)
-    piece = torch.arange(most, device=setup.device)
-    counts, starts, columns, first = [], [], [], 0
-    for number in pieces:
-        held = piece < number
-        counts.append(held * DENSE_PIECE_TOKENS)
-        starts.append(torch.where(held, (first + piece) * DENSE_PIECE_TOKENS, 0))
-        columns.append((most - number + piece) * DENSE_PIECE_TOKENS)
-        first += number
-    keys, values = pair(setup, first * DENSE_PIECE_TOKENS, kv_heads=1)
-    source = DenseSegment(keys.expand(-1, kv_heads, -1, -1), values.expand(-1, kv_heads, -1, -1))
-    tables = [torch.stack(table)[None] for table in (starts, counts, columns)]
-    flat = GatheredSegment(source, *tables, most * DENSE_PIECE_TOKENS)
-    return KVSegments((flat, DenseSegment(*pair(setup, 64))))
-
-
-def _add_gathered(
-    setup: Setup, found: Findings, tokens: int, query: Tensor, calls: Mapping[str, Callable[[], Any]]
-) -> None:
-    """Time attention to some of the tokens beside torch's to all of them."""
-    dense = dense_copies(setup, tokens)
-    by_turn: dict[str, Callable[[bool, int], Any]] = {
-        f"{DENSE}, {tokens:,}": lambda in_graph, turn: attend(query, dense[turn % len(dense)])
-    }
-    by_turn |= {name: lambda in_graph, turn, call=call: call() for name, call in calls.items()}
-    add_times(setup, found, by_turn, dict.fromkeys(by_turn, setup.choose(16, 2)), lambda name, how: f"{name}, {how}")
-    setup.free_memory()
-
-
-def evicted_attention(setup: Setup) -> Findings:
-    """Attention of one query to a quarter of the tokens: as many for each KV head, or budgets of their own."""
-    found = Findings()
-    for tokens in setup.choose((16384, 32768), (1024,)):
-        query, even, uneven = (
-            query_of(setup),
-            pair(setup, tokens // KEEP + 64),
-            per_head_segments(setup, tokens // KEEP),
-        )
-        scale = query.shape[3] ** -0.5
-
-        def to_pieces(query: Tensor = query, uneven: KVSegments = uneven, scale: float = scale) -> Tensor:
-            return dispatch.attend(query, uneven, None, scale, PathCounter())
-
-        error = relative_error(to_pieces(), slabs.attend(query, uneven, None, scale))
-        found.expect(error < LEAST_ALLOWED, f"{tokens:,} tokens: attention to pieces is {error:.3f} from plain torch's")
-        calls = {
-            f"even budgets, {tokens // KEEP:,}": functools.partial(attend, query, even),
-            f"budgets of heads, {tokens // KEEP:,}": to_pieces,
-        }
-        _add_gathered(setup, found, tokens, query, calls)
-    return found
-
-
-def recalled_attention(setup: Setup) -> Findings:
-    """Attention of one query to 64 pages that it chooses, the choice included."""
-    found, pages = Findings(), setup.choose(64, 4)
-    for tokens in setup.choose((8192, 16384, 32768), (1024,)):
-        layer = kvlayers.RecallLayer(kvlayers.layers.Recall(pages=pages))
-        layer.update(*pair(setup, tokens))
-        query, recalled = query_of(setup), layer.update(*pair(setup, 1, seed=1))
-        calls = {f"recall of {pages} pages, {tokens:,}": functools.partial(attend, query, recalled)}
-        _add_gathered(setup, found, tokens, query, calls)
-    return found
-
-
-# A model
-
-
-def decoding(
-    setup: Setup, shapes: Sequence[tuple[int, int]], names: Iterable[str], is_shared: bool = False
-) -> Findings:
-    """Steps of `generate()` behind tokens of each sequence, or of one prompt that all sequences share."""
+def decoding(setup: Setup) -> Findings:
+    """Steps of `generate()` behind tokens of each sequence."""
     found, model = Findings(), eight_billion(setup)
-    for tokens, batch in setup.in_time(found, setup.choose(shapes, ((256, 1), (320, 2)))):
+    for tokens, batch in setup.in_time(found, setup.choose(SHAPES, ((256, 1), (320, 2)))):
 
         def prepare(make: Any, length: int, batch: int = batch) -> Any:
-            if not is_shared:
-                return filled(setup, model.config, make, length, batch)
-            cache = filled(setup, model.config, make, length, 1)
-            repeat = cache.expand if isinstance(cache, kvlayers.Cache) else cache.batch_repeat_interleave
-            repeat(batch)
-            return cache
+            return filled(setup, model.config, make, length, batch)
 
-        measure_decoding(setup, model, {name: CACHES[name] for name in names}, tokens, batch, found, prepare)
+        measure_decoding(setup, model, CACHES, tokens, batch, found, prepare)
     return found
 
 
@@ -311,63 +102,27 @@ def graphs(setup: Setup) -> Findings:
     return found
 
 
-def turns_behind(setup: Setup, held: int, new: int, names: Sequence[str], what: str) -> Findings:
-    """Time to read new tokens behind tokens that caches hold: the first token of a prompt, or another turn."""
-    found, model = Findings(), eight_billion(setup)
-    ids = token_ids(setup, model.config, 1, new)
+def first_token(setup: Setup) -> Findings:
+    """Time to read a prompt."""
+    found, model, tokens = Findings(), eight_billion(setup), setup.choose(8192, 256)
+    ids, names = token_ids(setup, model.config, 1, tokens), (REFERENCE, DYNAMIC, INT4, INT8, FP8)
     times: dict[str, list[float]] = {name: [] for name in names}
     logits: dict[str, Any] = {}
 
-    def made(name: str) -> Any:
-        return filled(setup, model.config, CACHES[name], held, 1) if held else CACHES[name](model.config, new)
-
-    def turn(name: str, cache: Any) -> None:
-        logits[name] = newest_logits(model, cache, ids)
+    def turn(name: str) -> None:
+        logits[name] = newest_logits(model, CACHES[name](model.config, tokens), ids)
 
     for trial in range(setup.choose(5, 2)):
         for name in interleaved(list(names), trial):
-            took = milliseconds(setup, functools.partial(turn, name, made(name)))
+            took = milliseconds(setup, functools.partial(turn, name))
             # The first one compiles kernels.
             times[name] += [took] if trial else []
-    expected, allowed = expected_logits(model, lambda: made(REFERENCE), ids)
+    # A prompt attends to its own states in full precision, whatever the cache holds afterwards.
+    expected, allowed = expected_logits(model, lambda: CACHES[REFERENCE](model.config, tokens), ids)
     for name in names:
-        # A prompt attends to its own states in full precision, whatever the cache holds afterwards.
-        rounds = held and name in (INT4, INT8, FP8)
-        wanted = newest_logits(model, twin_of(made(name), model.config), ids) if rounds else expected
-        compare_logits(found, name, wanted, logits[name], allowed)
-        found.add(f"{name}: {what}", median(times[name]), "ms")
+        compare_logits(found, name, expected, logits[name], allowed)
+        found.add(f"{name}: first token of {tokens:,}", median(times[name]), "ms")
     found.details["ms"] = times
-    return found
-
-
-def first_token(setup: Setup) -> Findings:
-    tokens = setup.choose(8192, 256)
-    return turns_behind(setup, 0, tokens, (REFERENCE, DYNAMIC, INT4, INT8, FP8), f"first token of {tokens:,}")
-
-
-def second_turn(setup: Setup) -> Findings:
-    held, new = setup.choose((32768, 512), (256, 64))
-    return turns_behind(setup, held, new, (REFERENCE, DYNAMIC, INT4), f"{new} tokens behind {held:,}")
-
-
-def packing(setup: Setup) -> Findings:
-    """The slowest step among those in which a block is packed once."""
-    found, model = Findings(), eight_billion(setup)
-    period, rounds = 64, setup.choose(3, 1)
-    for name in (DYNAMIC, INT4):
-        cache = filled(setup, model.config, CACHES[name], setup.choose(8192, 256), 1)
-        ids = token_ids(setup, model.config, 1, period * (rounds + 1))
-
-        def step(index: int, cache: Any = cache, ids: Tensor = ids) -> None:
-            newest_logits(model, cache, ids[:, index : index + 1])
-
-        times = [milliseconds(setup, functools.partial(step, index)) for index in range(ids.shape[1])]
-        # The first round compiles kernels.
-        rest = times[period:]
-        slowest = median([max(rest[start : start + period]) for start in range(0, len(rest), period)])
-        found.add(f"{name}: a step", median(rest), "ms")
-        found.add(f"{name}: the slowest step of {period}", slowest, "ms")
-        found.details[name] = {"ms": times}
     return found
 
 
@@ -424,24 +179,9 @@ def offloading(setup: Setup) -> Findings:
 
 
 FIRST = (
-    Step("decoding", 75, lambda setup: decoding(setup, SHAPES, CACHES), least=20),
+    Step("decoding", 75, decoding, least=20),
     Step("steps in graphs", 50, graphs, isolated=True, least=25),
     Step("first token of 8k", 8, first_token),
     Step("offloading", 45, offloading),
 )
 """What is worth most, for a device that one has for a few minutes."""
-
-SPEED = (
-    Step("attention, int4, one sequence", 5, lambda setup: attention_beside_flash(setup, 1)),
-    Step("attention to evicted tokens", 4, evicted_attention),
-    Step("attention to recalled pages", 4, recalled_attention),
-    Step("packing", 22, packing),
-    Step(
-        "eight samples of 32k",
-        15,
-        lambda setup: decoding(setup, ((32768, 8),), (REFERENCE, DYNAMIC, INT4), is_shared=True),
-    ),
-    Step("second turn behind 32k", 7, second_turn),
-    Step("attention, int4, eight sequences", 5, lambda setup: attention_beside_flash(setup, 8)),
-    Step("decoding behind 128k", 15, lambda setup: decoding(setup, ((131072, 1),), (REFERENCE, DYNAMIC, INT4, INT8))),
-)

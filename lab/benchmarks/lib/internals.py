@@ -13,25 +13,19 @@ from unittest import mock
 import kvlayers.offload.offloading
 from kvlayers.core.named_caches import is_registered
 from kvlayers.generation.cache_by_name import named_cache
-from kvlayers.kernels.attention import dispatch, slabs
-from kvlayers.kernels.attention.dispatch import CUDA, PathCounter
+from kvlayers.kernels.attention.dispatch import CUDA
 from kvlayers.kernels.attention.gqa import marked_for_sdpa
-from kvlayers.kernels.attention.packed_tensor import PackedStates, as_dense
-from kvlayers.kernels.attention.segment_kinds import DENSE_PIECE_TOKENS, DenseSegment, PackedSegment
-from kvlayers.kernels.attention.segments import GatheredSegment, KVSegments
-from kvlayers.offload.transfers import BlockingTransfers
+from kvlayers.kernels.attention.packed_tensor import as_dense
 from kvlayers.quantized.quantization import Quantization
 from kvlayers.quantized.quantized_store import QuantizedStore
 from kvlayers.upstream.cache_argument import name_for, name_in_generate
 from kvlayers.utils import triton_support
-from kvlayers.utils.triton_support import DeviceFacts, TritonKernel
 from kvlayers_lab.measuring.decoding import interleaved, quiet_clock
 from kvlayers_lab.measuring.environment import environment
 from kvlayers_lab.measuring.nbytes import cache_nbytes
 from kvlayers_lab.measuring.scoring import (
     CacheMaker,
     NoRecord,
-    PassageScores,
     Scores,
     divergences,
     is_tie,
@@ -39,8 +33,6 @@ from kvlayers_lab.measuring.scoring import (
     read,
 )
 from kvlayers_lab.measuring.text import default_text, passages
-from kvlayers_lab.tasks.contract import TaskSample, samples_of
-from kvlayers_lab.tasks.runner import Decoding, answer, answer_score
 
 HELPERS = Path(__file__).parents[3] / "tests" / "helpers"
 """The references and doubles of the tests, which some benchmarks use."""

@@ -65,12 +65,6 @@ def own(backend: str, **options: Any) -> CacheMaker:
     return lambda config: kvlayers.QuantizedCache(backend, config=config, **options)
 
 
-def upstream(backend: str, nbits: int) -> dict[Contender, CacheMaker]:
-    """A cache of transformers, with the options that its documentation recommends."""
-    contender = Contender("transformers", backend, nbits)
-    return {contender: contender.make}
-
-
 RANDOM = "random llama"
 QUICK_SHAPE = Shape(layers=2, heads=4, kv_heads=2, head_dim=64, intermediate=128, vocab=256)
 """Its heads have the 64 channels that transformers' quantized caches need."""

@@ -1,4 +1,4 @@
-"""A running `transformers serve`: its clients, its memory and its threads."""
+"""A running `transformers serve`, plain and under `kvlayers run`: requests, their times, and memory."""
 
 import contextlib
 import os
@@ -12,6 +12,15 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+WAYS = {
+    "plain": [],
+    "kvlayers run": [sys.executable, "-m", "kvlayers", "run", "--prefix-store", "2GiB", "--"],
+}
+"""What stands before the command of the server."""
+
+NOTES = "The oak grows slowly, the birch fast; the larch loses its needles, and the yew keeps them. "
+"""What requests speak of: as often as they are to be long."""
+
 
 class Server(NamedTuple):
     """A server that runs.
@@ -19,17 +28,17 @@ class Server(NamedTuple):
     Attributes:
         client: of the package openai.
         process: that of the server.
-        port: where it listens.
+        model: what it serves.
     """
 
     client: Any
     process: "subprocess.Popen[bytes]"
-    port: int
+    model: str
 
-    def status(self, name: str) -> int:
-        """A number of Linux's status of the process, such as `Threads`, or `VmHWM` and `VmRSS` in KiB."""
+    def most_memory(self) -> int:
+        """The most bytes that the process has held, on Linux."""
         lines = pathlib.Path(f"/proc/{self.process.pid}/status").read_text().splitlines()
-        return int(next(line for line in lines if line.startswith(f"{name}:")).split()[1])
+        return 1024 * int(next(line for line in lines if line.startswith("VmHWM:")).split()[1])
 
 
 @contextlib.contextmanager
@@ -54,7 +63,22 @@ def serving(
             time.sleep(0.2)
         # Clients that have gone are no errors of the server, so nothing is asked twice.
         client = openai.OpenAI(base_url=f"http://localhost:{port}/v1", api_key="none", timeout=900, max_retries=0)
-        yield Server(client, process, port)
+        yield Server(client, process, model)
     finally:
         process.terminate()
         process.wait()
+
+
+def ask(server: Server, messages: list[dict[str, str]], tokens: int) -> dict[str, Any]:
+    """One request: its `text`, `seconds` to its `first` token and to the end, and how many tokens were `answered`."""
+    began, first, text, usage = time.perf_counter(), None, "", None
+    answer = server.client.chat.completions.create(
+        model=server.model, messages=messages, temperature=0, max_tokens=tokens, stream=True
+    )
+    for chunk in answer:
+        usage = chunk.usage or usage
+        if chunk.choices and chunk.choices[0].delta.content:
+            first = first or time.perf_counter() - began
+            text += chunk.choices[0].delta.content
+    seconds = time.perf_counter() - began
+    return {"text": text, "first": first or seconds, "seconds": seconds, "answered": usage.completion_tokens}

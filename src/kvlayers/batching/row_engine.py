@@ -123,6 +123,8 @@ class RowEngine(Generic[Kind]):
         self._decoder = RowDecoder[Kind](model, drafter)
         self._waiting: list[Kind] = []
         self._reading: deque[Kind] = deque()
+        # Read to their end, until they join.
+        self._ready: list[Kind] = []
         self._held_before = 1
 
     def _empty_cache(self, length_hint: int) -> Cache:
@@ -139,7 +141,7 @@ class RowEngine(Generic[Kind]):
     @property
     def held(self) -> list[Kind]:
         """The requests whose states are held."""
-        return [*self._decoder.rows, *self._reading]
+        return [*self._decoder.rows, *self._ready, *self._reading]
 
     def admit(self, more: Callable[[], Kind | None]) -> Iterator[Kind]:
         """Let requests join that fit, and yield those that have failed.
@@ -230,7 +232,6 @@ class RowEngine(Generic[Kind]):
         A step costs as much for few rows as for many, so short prompts are read before the same step. Without rows that
         would wait, prompts are read until all have joined.
         """
-        ready: list[Kind] = []
         tokens = 0
         while self._reading:
             request = self._reading[0]
@@ -250,18 +251,27 @@ class RowEngine(Generic[Kind]):
                 yield request
                 continue
             if stop == request.prompt_tokens:
-                self._reading.popleft()
+                self._ready.append(self._reading.popleft())
                 self._wait_with(request, logits)
                 self._decoder.begin(request, logits)
-                ready.append(request)
+        ready, self._ready = self._ready, []
         # Some may have ended with their first token.
         going_on = [request for request in ready if not self._decoder.has_ended(request)]
         self._decoder.join(going_on, [self._cache_of(request) for request in going_on])
+        self._stay_within_room()
         for request in ready:
             # Its states are those of its row now.
             request.cache = None
             if request not in going_on:
                 yield request
+
+    def _stay_within_room(self) -> None:
+        """Give back memory that recurrent states have taken for further rows, if there is no room for it."""
+        cache = self._decoder.cache
+        recurrent = () if cache is None else cache.recurrent_parts()
+        if cache is not None and recurrent and cache.nbytes > self._room.most_bytes:
+            for part in recurrent:
+                part.trim()
 
     def _wait_with(self, request: Kind, logits: Tensor) -> None:
         """Let the copies of a request wait first, with what it has read."""

@@ -27,7 +27,9 @@ PLAN_OPTIONS = {
 
 
 def plan(
-    model: Annotated[str, typer.Argument(help="Directory of a model, its config.json, or its name on the hub.")],
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="Directory of a model, its config.json, or its name on the hub.")
+    ],
     context: Annotated[str, typer.Option(help="Tokens of a sequence, prompt and continuation: 32768 or 32k.")],
     batch: Annotated[int, typer.Option(help="Sequences in the batch, beams included.")] = 1,
     memory: Annotated[
@@ -39,7 +41,8 @@ def plan(
     dtype: Annotated[
         Dtype,
         typer.Option(
-            metavar="DTYPE", help="Dtype of the model: float32, bfloat16, float16, or auto, that of its config."
+            metavar="DTYPE",
+            help="Dtype of the model: float32 (fp32), bfloat16 (bf16), float16 (fp16), or auto, that of its config.",
         ),
     ] = Dtype.auto,
     encoder_length: Annotated[
@@ -105,7 +108,10 @@ def plan(
 
 def inspect(
     path: Annotated[
-        str, typer.Argument(help="A file that save_cache() wrote, or the directory of a prefix store: a path or a URL.")
+        str,
+        typer.Argument(
+            metavar="PATH", help="A file that save_cache() wrote, or the directory of a prefix store: a path or a URL."
+        ),
     ],
     as_json: Annotated[bool, typer.Option("--json", metavar=FLAG, help="Print JSON.")] = False,
 ) -> None:
@@ -154,7 +160,9 @@ RUN_OPTIONS = {
 def run(
     command: Annotated[
         list[str],
-        typer.Argument(help="The command, behind --, such as: transformers serve MODEL, or: python script.py."),
+        typer.Argument(
+            metavar="COMMAND", help="The command, behind --, such as: transformers serve MODEL, or: python script.py."
+        ),
     ],
     cache: Annotated[
         str | None,
@@ -187,7 +195,10 @@ def run(
     with one_line_errors("run", RUN_OPTIONS):
         program = shutil.which(command[0])
         if program is None:
-            raise OptionError(f"there is no command {command[0]!r} on the PATH: install it, or name its file.")
+            raise OptionError(
+                f"there is no command {command[0]!r} on the PATH: install it, or name its file, which must be "
+                "executable; a script of Python runs as `python FILE`."
+            )
         options.check()
         sys.stdout.flush()
         try:

@@ -18,12 +18,15 @@ __all__ = ["CHECK_FAILED", "FLAG", "INPUT_ERROR", "NO_OPTIONS", "Dtype", "one_li
 
 
 class Dtype(str, Enum):
-    """Dtype of the weights and the states."""
+    """Dtype of the weights and the states, also by its short name."""
 
     auto = "auto"
     float32 = "float32"
     bfloat16 = "bfloat16"
     float16 = "float16"
+    fp32 = "fp32"
+    bf16 = "bf16"
+    fp16 = "fp16"
 
     @property
     def name_or_none(self) -> str | None:

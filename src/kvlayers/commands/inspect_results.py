@@ -1,6 +1,7 @@
 """How `kvlayers inspect` shows a saved cache, or a directory of a prefix store."""
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -41,8 +42,7 @@ def _table(found: CacheFile) -> Table:
     table = Table(show_header=False, box=None)
     table.add_column(style="dim")
     table.add_column(overflow="fold")
-    known = found.model or {}
-    model = (found.model_name, found.model_commit, found.weights_id, known.get("model_type")) if known else ()
+    model = (found.model_name, found.model_commit, found.weights_id, (found.model or {}).get("model_type"))
     groups = ((kind, len(list(same))) for kind, same in itertools.groupby(found.layers))
     rows = {
         "cache": found.kind,
@@ -93,9 +93,10 @@ def show_directory(directory: str, as_json: bool) -> bool:
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=None)
         found = report_on(directory, lambda done, total: bar.update(task, completed=done, total=total))
-    if not found.entries and not found.problems:
+    if not found.entries and (not found.problems or Path(directory, "config.json").is_file()):
         raise CachePathError(
-            f"{found.directory} has no entries of a prefix store: name the directory of a store, or a saved cache."
+            f"{found.directory} has no entries of a prefix store: name the directory of a store, or a file of "
+            "save_cache(). For a model, `kvlayers plan MODEL --context 8k` says what its caches take."
         )
     if as_json:
         print_json(as_plain(found))
@@ -112,10 +113,10 @@ def show(console: Console, found: DirectoryReport) -> None:
     title.append(f"\n{counts}, {readable_bytes(found.nbytes)}{apart}", style="not bold")
     console.print(drawn(found.tree, title), soft_wrap=True)
     if found.unreferenced:
-        nbytes = readable_bytes(sum(file.nbytes for file in found.unreferenced))
         console.print(
-            f"No entry refers to {_count(len(found.unreferenced), 'block')} ({nbytes}). A store deletes such blocks an "
-            "hour after they were used.",
+            f"No entry refers to {_count(len(found.unreferenced), 'block')} "
+            f"({readable_bytes(sum(file.nbytes for file in found.unreferenced))}). A store deletes such blocks an hour "
+            "after they were used.",
             highlight=False,
         )
     for problem in found.problems:
@@ -136,8 +137,7 @@ def drawn(tree: PrefixTree, title: Text) -> Tree:
 def _line(node: PrefixNode) -> Text:
     if node.label:
         return Text(f"model and namespace {short_label(node.label)}", style="cyan")
-    held = node.nbytes + node.file_bytes
-    line = Text(f"{_count(node.tokens, 'token')}, {readable_bytes(held)}")
+    line = Text(f"{_count(node.tokens, 'token')}, {readable_bytes(node.nbytes + node.file_bytes)}")
     if not node.is_entry:
         return line.append(", shared", style="dim")
     if node.hits:
@@ -171,11 +171,10 @@ def as_plain(found: DirectoryReport) -> dict[str, Any]:
     while pending:
         parent, node = pending.pop()
         pending += [(len(nodes), child) for child in reversed(node.children)]
-        label = short_label(node.label) if node.label else None
         nodes.append(
             {
                 "parent": parent,
-                "label": label,
+                "label": short_label(node.label) if node.label else None,
                 "tokens": node.tokens,
                 "nbytes": node.nbytes + node.file_bytes,
                 "is_entry": node.is_entry,

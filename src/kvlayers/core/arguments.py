@@ -11,6 +11,9 @@ from torch import Tensor
 
 from kvlayers.core.buffer import StateForm, form_of
 from kvlayers.errors import BatchIndexError, CapacityError, OptionError, RollbackError, StateMismatchError
+from kvlayers.utils.options import check_whole_number
+from kvlayers.utils.transforms import autocast_dtype
+from kvlayers.utils.units import tokens
 
 BatchIndices = Tensor | Sequence[int]
 
@@ -86,7 +89,20 @@ def whole_number(number: object, what: str) -> int:
         # torch raises a RuntimeError for a tensor without data.
         with contextlib.suppress(TypeError, RuntimeError):
             return operator.index(number)  # type: ignore[arg-type]
-    raise OptionError(f"{what} must be a whole number, got {number!r}: pass an integer.")
+    raise OptionError(f"{what} must be a whole number, got {number!r:.60}: pass an integer.")
+
+
+def checked_hint(length_hint: object) -> int | None:
+    """The tokens that the option `length_hint` says: a number such as 4096, a text such as "4k", or `None`.
+
+    Raises:
+        OptionError: it is something else, or less than 0.
+    """
+    if length_hint is None:
+        return None
+    hint = whole_number(tokens(length_hint, "length_hint"), "`length_hint`")  # type: ignore[arg-type]
+    check_whole_number(hint, "`length_hint`", 0, of="tokens", advice=": leave it out if the number is not known")
+    return hint
 
 
 def query_count(queries: object, what: str = "`query_length`") -> int:
@@ -126,7 +142,7 @@ _FORM_PARTS = ("batch size", "kv_heads", "head_dim", "dtype", "device")
 _REMEDIES = {
     "batch size": "select or repeat the cache's sequences (batch_select_indices, batch_repeat_interleave), or reset() "
     "the cache for another batch",
-    "dtype": "convert the states, or run all passes under autocast, or none",
+    "dtype": "run all passes in that dtype, or all passes under autocast, or reset() the cache",
     "device": "move the states to that device",
 }
 _OTHER_MODEL = "use the cache with the model that filled it, or reset() it for another one"
@@ -183,6 +199,28 @@ def promoted_forms(
     return (promoted[0], promoted[1]) if alike else None
 
 
+def check_can_follow(keys: StateForm, values: StateForm, held: Sequence[StateForm], length: int) -> bool:
+    """Check that attention can read the `length` held tokens beside new ones, as far as dtype and device say.
+
+    Returns:
+        Whether it can without autocast, which converts all that attention reads to one dtype.
+
+    Raises:
+        StateMismatchError: it cannot.
+    """
+    if not held or not length:
+        return True
+    key_form, value_form = held
+    seen = (
+        key_form._replace(dtype=keys.dtype, device=keys.device),
+        value_form._replace(dtype=values.dtype, device=values.device),
+    )
+    promoted = seen if seen == (key_form, value_form) else promoted_forms(seen, (key_form, value_form))
+    if promoted is None or (promoted != seen and autocast_dtype(keys.device) is None):
+        raise mismatch((keys, values), (key_form, value_form), length)
+    return promoted == seen
+
+
 def mismatch(
     seen: tuple[StateForm, StateForm], held: tuple[StateForm | None, StateForm | None], length: int
 ) -> StateMismatchError:
@@ -212,7 +250,7 @@ def no_room_for_batch(limit: int, batch_size: int) -> CapacityError:
     """The error for more sequences than the reservation has room for."""
     limit, batch_size = index(limit), index(batch_size)
     return CapacityError(
-        f"The reservation holds at most {limit} sequences, got {batch_size}: make the cache with "
+        f"The reservation holds at most {limit} sequence{'s' * (limit > 1)}, got {batch_size}: make the cache with "
         f"max_batch_size={batch_size} or more, or with grow=True."
     )
 

@@ -52,6 +52,11 @@ def form_of(states: Tensor) -> StateForm:
     return tuple.__new__(StateForm, (batch, kv_heads, head_dim, states.dtype, states.device))
 
 
+def forms_of_batch(forms: tuple[StateForm, StateForm], batch_size: int) -> tuple[StateForm, StateForm]:
+    """The same forms of keys and values, for another batch size."""
+    return forms[0].of_batch(batch_size), forms[1].of_batch(batch_size)
+
+
 def nbytes_of(form: StateForm, tokens: int) -> int:
     """Bytes of a buffer for `tokens` tokens of this form, for all sequences and heads."""
     batch, kv_heads, head_dim, dtype, _ = form

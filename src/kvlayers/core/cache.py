@@ -348,6 +348,8 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
                 return updated(handle, layer, layer_idx, key_states, value_states)
         elif not following.at < layer_idx <= following.in_step:
             new = key_states.shape[-2] if isinstance(key_states, Tensor) and key_states.dim() > 1 else 0
+            if new and (key_states.dtype, key_states.device) != following.goes_on_with:
+                following.check_states(layer, key_states, value_states)
             if self.budget is not None:
                 self.budget.make_room(self, self.adapted_layers(), layer_idx, key_states, value_states)
                 # It may have set rows apart.

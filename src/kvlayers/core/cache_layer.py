@@ -31,7 +31,7 @@ from kvlayers.core.description import (
     described_facts,
 )
 from kvlayers.core.token_store import Fidelity, lacks_member
-from kvlayers.errors import StateMismatchError, UnsupportedLayerError
+from kvlayers.errors import RegistryError, StateMismatchError, UnsupportedLayerError
 from kvlayers.rope.rotary import Rotary
 from kvlayers.utils import late
 from kvlayers.utils.registry import ClassRegistry
@@ -175,6 +175,11 @@ class CacheLayer(ABC):
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         sent_by_value(cls)
+        if beside := sorted(LayerTraits.__dataclass_fields__.keys() & vars(cls).keys()):
+            raise RegistryError(
+                f"`traits` of {cls.__qualname__} must say what its kind is like, got an attribute `{beside[0]}` of the "
+                f"class, which nobody asks for: write traits = LayerTraits({beside[0]}=...)."
+            )
 
     def __init__(self) -> None:
         # Not the initialiser of transformers: it would assign attributes that are properties here.
@@ -692,7 +697,19 @@ def forwarded(part: str) -> Any:
     return Forwarded(part)
 
 
-class WrapperLayer(CacheLayer, CacheLayerMixin):  # type: ignore[misc]
+def forwarding(part: str, names: str) -> Any:
+    """A base class for layers: a part of the layer, the attribute `part`, answers for the members of these names."""
+    return type("Forwarding", (), {name: Forwarded(part) for name in names.split()})
+
+
+ANSWERED_BY_WRAPPED = """
+    length capacity held_tokens forms batch_size dtype device sliding_window reservation_facts
+    is_sliding is_croppable is_recording rotaries bits fidelity exact_from attention_paths packing_paths sized_for
+    nearest_restorable check_truncate check_select held_tensors
+"""
+
+
+class WrapperLayer(forwarding("wrapped", ANSWERED_BY_WRAPPED), CacheLayer, CacheLayerMixin):  # type: ignore[misc]
     """A layer that attends by another layer, and answers for it.
 
     Args:
@@ -703,30 +720,6 @@ class WrapperLayer(CacheLayer, CacheLayerMixin):  # type: ignore[misc]
     """
 
     wrapped: Any
-
-    length = forwarded("wrapped")
-    capacity = forwarded("wrapped")
-    held_tokens = forwarded("wrapped")
-    forms = forwarded("wrapped")
-    batch_size = forwarded("wrapped")
-    dtype = forwarded("wrapped")
-    device = forwarded("wrapped")
-    sliding_window = forwarded("wrapped")
-    reservation_facts = forwarded("wrapped")
-    is_sliding = forwarded("wrapped")
-    is_croppable = forwarded("wrapped")
-    is_recording = forwarded("wrapped")
-    rotaries = forwarded("wrapped")
-    bits = forwarded("wrapped")
-    fidelity = forwarded("wrapped")
-    exact_from = forwarded("wrapped")
-    attention_paths = forwarded("wrapped")
-    packing_paths = forwarded("wrapped")
-    sized_for = forwarded("wrapped")
-    nearest_restorable = forwarded("wrapped")
-    check_truncate = forwarded("wrapped")
-    check_select = forwarded("wrapped")
-    held_tensors = forwarded("wrapped")
 
     def __init__(self, wrapped: CacheLayer) -> None:
         super().__init__()

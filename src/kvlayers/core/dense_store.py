@@ -9,8 +9,15 @@ import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
-from kvlayers.core.arguments import check_dense_state, check_one_batch, checked_forms, mismatch, promoted_forms
-from kvlayers.core.buffer import StateForm, TokenBuffer
+from kvlayers.core.arguments import (
+    check_dense_state,
+    check_one_batch,
+    checked_forms,
+    checked_hint,
+    mismatch,
+    promoted_forms,
+)
+from kvlayers.core.buffer import StateForm, TokenBuffer, forms_of_batch
 from kvlayers.core.returned_states import ReturnedStates
 from kvlayers.core.sharing import CopyOnWrite, SharedSegment, at_most, selected, tokens_of, write_segment
 from kvlayers.core.token_store import BufferSwap, Fidelity, KVPair, TokenStore, keeps_updates_of, register_store
@@ -56,14 +63,12 @@ class ValidStates:
 
     Attributes:
         facts: shapes, dtypes and devices of keys and values.
-        key_form: form of the held keys, the very object.
-        value_form: form of the held values, likewise.
+        forms: forms of the held keys and values, the very object.
         first_grouped_length: tokens from which such keys are marked for SDPA, if there is one new token.
     """
 
     facts: tuple[object, ...]
-    key_form: StateForm | None
-    value_form: StateForm | None
+    forms: tuple[StateForm, StateForm] | None
     first_grouped_length: int
 
 
@@ -111,14 +116,13 @@ class DenseStore(TokenStore):
         minimum_growth: int = MINIMUM_GROWTH,
         maximum_segments: int = MAXIMUM_SEGMENTS,
     ) -> None:
-        self.length_hint = length_hint
+        self.length_hint = checked_hint(length_hint)
         self.growth_divisor = growth_divisor
         self.minimum_growth = minimum_growth
         self.maximum_segments = maximum_segments
         self._keys: TokenBuffer | None = None
         self._values: TokenBuffer | None = None
-        self._key_form: StateForm | None = None
-        self._value_form: StateForm | None = None
+        self._forms: tuple[StateForm, StateForm] | None = None
         self._start = 0
         self._end = 0
         self._capacity = 0
@@ -149,17 +153,17 @@ class DenseStore(TokenStore):
     @property
     @override
     def key_form(self) -> StateForm | None:
-        return self._key_form
+        return None if self._forms is None else self._forms[0]
 
     @property
     @override
     def value_form(self) -> StateForm | None:
-        return self._value_form
+        return None if self._forms is None else self._forms[1]
 
-    def _forms(self) -> tuple[StateForm, StateForm]:
-        if self._key_form is None or self._value_form is None:
+    def _known_forms(self) -> tuple[StateForm, StateForm]:
+        if self._forms is None:
             raise StateMismatchError("The store is empty, so it has no states to read: update the layer first.")
-        return self._key_form, self._value_form
+        return self._forms
 
     @property
     @override
@@ -221,7 +225,7 @@ class DenseStore(TokenStore):
         """
         last = self._last_valid
         # As in `validate`, which would be a call more.
-        if last is None or last.key_form is not self._key_form or last.value_form is not self._value_form:
+        if last is None or last.forms is not self._forms:
             return False
         try:
             facts = (keys.shape, values.shape, keys.dtype, values.dtype, keys.device, values.device)
@@ -255,34 +259,29 @@ class DenseStore(TokenStore):
         except AttributeError:
             # They are no tensors, as this says.
             return self._validate(keys, values)
-        if (
-            last is None
-            or facts != last.facts
-            or last.key_form is not self._key_form
-            or last.value_form is not self._value_form
-        ):
+        if last is None or facts != last.facts or last.forms is not self._forms:
             self._validate(keys, values)
-            valid = ValidStates(facts, self._key_form, self._value_form, first_grouped_length(keys))
+            valid = ValidStates(facts, self._forms, first_grouped_length(keys))
             self._last_valid = None if self._validated else valid
         return keys.shape[2]
 
     def _validate(self, keys: Tensor, values: Tensor) -> int:
-        key_form, value_form = checked_forms(keys, values)
-        if key_form != self._key_form or value_form != self._value_form:
+        forms = checked_forms(keys, values)
+        if forms != self._forms:
             if self._is_invalid:
                 raise InterruptedPassError(
-                    "The held tokens are lost, because moving them was interrupted: reset() the cache, and pass all "
-                    "tokens again."
+                    "The held tokens are lost, because an error or Ctrl-C interrupted a move of them: reset() the "
+                    "cache, and pass all tokens again."
                 )
             if self.length:
-                return self._validate_other_form(keys, (key_form, value_form))
-            check_one_batch(key_form, value_form)
-            self._validated = key_form, value_form
+                return self._validate_other_form(keys, forms)
+            check_one_batch(*forms)
+            self._validated = forms
         return keys.shape[2]
 
     def _validate_other_form(self, keys: Tensor, forms: tuple[StateForm, StateForm]) -> int:
         """As `_validate`, for forms that differ from those of the held tokens."""
-        held = self._forms()
+        held = self._known_forms()
         promoted = promoted_forms(forms, held)
         if promoted is None:
             raise mismatch(forms, held, self.length)
@@ -302,11 +301,11 @@ class DenseStore(TokenStore):
         if not self.length:
             self.reserve_form(key_form, value_form)
             return
+        forms, length = (key_form, value_form), self.length
         if self._tracks_gradients:
-            keys, values = self._plain(self.length)
-            self._adopt(keys.to(key_form.dtype), values.to(value_form.dtype), (), (key_form, value_form))
+            keys, values = self._plain(length)
+            self._adopt(keys.to(key_form.dtype), values.to(value_form.dtype), (), forms)
         else:
-            forms, length = (key_form, value_form), self.length
             self._hold((), *self._gathered(length, forms), length, forms)
         self._returned.invalidate()
 
@@ -428,7 +427,7 @@ class DenseStore(TokenStore):
     def newest(self, count: int) -> KVPair:
         end = self._end
         if self._is_forked and count > end - self._start:
-            return self._returned.newest(count, self._attended, self._forms(), self._length)
+            return self._returned.newest(count, self._attended, self._known_forms(), self._length)
         keys, values = self._keys, self._values
         if keys is None or values is None:
             keys, values = self._buffers()
@@ -439,7 +438,7 @@ class DenseStore(TokenStore):
     def _attended(self, count: int) -> KVPair:
         """Keys and values of the newest `count` tokens, which reach into segments."""
         segments = KVSegments(self.pieces(count))
-        return self._returned.attended(self, segments, self._forms(), self._length, segments.tokens)
+        return self._returned.attended(self, segments, self._known_forms(), self._length, segments.tokens)
 
     def pieces(self, count: int) -> tuple[DenseSegment, ...]:
         """The newest `count` tokens as attention reads them: a piece for each segment, and one for the tail.
@@ -530,10 +529,9 @@ class DenseStore(TokenStore):
 
     @override
     def select(self, indices: Tensor) -> None:
-        if self._key_form is None or self._value_form is None:
+        if self._forms is None:
             return
-        batch_size, length = indices.shape[0], self._tail_length
-        forms = self._key_form.of_batch(batch_size), self._value_form.of_batch(batch_size)
+        length, forms = self._tail_length, forms_of_batch(self._forms, indices.shape[0])
         if self._tracks_gradients and (torch.is_grad_enabled() or compat.is_exporting()):
             chosen = [states.index_select(0, indices.to(states.device)) for states in self._plain(self.length)]
             self._adopt(chosen[0], chosen[1], forms=forms)
@@ -573,7 +571,7 @@ class DenseStore(TokenStore):
 
     @override
     def state(self) -> dict[str, Tensor]:
-        if self._key_form is None:
+        if self._forms is None:
             return {}
         if not self._segments or self._tracks_gradients:
             held = self.newest(self.length)
@@ -635,8 +633,7 @@ class DenseStore(TokenStore):
     def share_prefix(self, other: TokenStore, tokens: int) -> None:
         if not isinstance(other, DenseStore) or not 0 < tokens <= min(self.length, other.length):
             return
-        forms = self._key_form, self._value_form
-        if forms != (other._key_form, other._value_form) or not (self._may_freeze() and other._may_freeze()):
+        if self._forms != other._forms or not (self._may_freeze() and other._may_freeze()):
             return
         # A fork of the other store, which therefore knows that it is forked.
         held, shared = self._as_segments(tokens), other.fork()._as_segments(tokens)
@@ -751,7 +748,7 @@ class DenseStore(TokenStore):
 
     @override
     def shrink(self, tokens: int) -> None:
-        capacity = self._grown_capacity(max(tokens - self._shared_tokens, self._tail_length))
+        capacity = max(tokens - self._shared_tokens, self._tail_length)
         if self._capacity > capacity and not self._tracks_gradients:
             self._allocate(capacity)
 
@@ -786,22 +783,16 @@ class DenseStore(TokenStore):
         shared, hint = self._shared_tokens, self.length_hint
         if not shared:
             return self.capacity_for(needed, hint)
-        return self._grown(
-            needed,
-            None if hint is None else hint - shared,
-            max(needed // self.growth_divisor, min(self.minimum_growth, TAIL_MINIMUM_GROWTH)),
-        )
+        growth = max(needed // self.growth_divisor, min(self.minimum_growth, TAIL_MINIMUM_GROWTH))
+        return _grown(needed, None if hint is None else hint - shared, growth)
 
     def capacity_for(self, needed: int, length_hint: int | None) -> int:
         """Tokens to allocate when `needed` tokens must fit, in a store with this length hint."""
-        if self._capacity:
-            return self._grown(needed, length_hint, max(needed // self.growth_divisor, self.minimum_growth))
-        # The first buffer at most doubles what comes: many caches are kept with a few tokens. A prompt gets no room
-        # by its length, which most answers would not fill.
-        return self._grown(needed, length_hint, min(self.minimum_growth, needed))
-
-    def _grown(self, needed: int, hint: int | None, growth: int) -> int:
-        return needed + growth if hint is None or needed > hint else min(needed + growth, hint)
+        # The first buffer at most doubles what comes: many caches are kept with a few tokens. A prompt gets no room by
+        # its length, which most answers would not fill.
+        first = min(self.minimum_growth, needed)
+        growth = max(needed // self.growth_divisor, self.minimum_growth) if self._capacity else first
+        return _grown(needed, length_hint, growth)
 
     def _capacity_of_copy(self, tokens: int) -> int:
         """Tokens to allocate for a copy with room for `tokens` more tokens, for which these buffers have room."""
@@ -814,15 +805,13 @@ class DenseStore(TokenStore):
 
     def _allocate(self, capacity: int) -> None:
         """Move the held tokens to new buffers for `capacity` tokens."""
-        key_form, value_form = self._forms()
-        length, was_forked = self._tail_length, self._is_forked
+        forms, length, was_forked = self._known_forms(), self._tail_length, self._is_forked
         if self._keys is not None and self._values is not None:
             # Both are made before either is assigned: if there is no memory for the second, nothing has changed.
             keys = self._keys.reallocated(self._start, length, capacity)
             values = self._values.reallocated(self._start, length, capacity)
         else:
-            keys = TokenBuffer.allocate(key_form, capacity)
-            values = TokenBuffer.allocate(value_form, capacity)
+            keys, values = (TokenBuffer.allocate(form, capacity) for form in forms)
         self._hold(self._segments, keys, values, length)
         # Compiled code that calls the layer by an operator goes on doing so.
         self._is_forked = was_forked
@@ -833,7 +822,7 @@ class DenseStore(TokenStore):
         keys: TokenBuffer | None = None,
         values: TokenBuffer | None = None,
         tail: int = 0,
-        forms: tuple[StateForm | None, StateForm | None] | None = None,
+        forms: tuple[StateForm, StateForm] | None = None,
         start: int = 0,
     ) -> None:
         """Hold segments, and a tail of `tail` tokens from slot `start` of buffers of its own.
@@ -848,12 +837,11 @@ class DenseStore(TokenStore):
         """
         segments = tuple(at_most(self.maximum_segments, segments))
         shared, capacity = sum([segment.tokens for segment in segments]), 0 if keys is None else keys.capacity
-        key_form, value_form = forms or (self._key_form, self._value_form)
         # No call in between, so that an interrupt finds all of it done, or nothing.
         sharing, self._copy_on_write, self._keys, self._values = self._copy_on_write, None, keys, values
         self._views = None
         self._start, self._end, self._capacity = start, start + tail, capacity
-        self._key_form, self._value_form = key_form, value_form
+        self._forms = forms or self._forms
         self._tracks_gradients = False
         self._segments, self._shared_tokens, self._length = segments, shared, shared + tail
         self._is_forked = bool(segments)
@@ -864,7 +852,7 @@ class DenseStore(TokenStore):
         self, count: int, forms: tuple[StateForm, StateForm] | None = None
     ) -> tuple[TokenBuffer, TokenBuffer]:
         """New buffers, which the newest `count` tokens fill."""
-        keys, values = (TokenBuffer.allocate(form, count) for form in forms or self._forms())
+        keys, values = (TokenBuffer.allocate(form, count) for form in forms or self._known_forms())
         slot = 0
         for piece in self.pieces(count):
             write_segment(piece, keys, values, slot)
@@ -885,13 +873,13 @@ class DenseStore(TokenStore):
 
     def _invalidate(self) -> None:
         """Hold nothing and refuse to go on, because keys and values no longer belong to the same tokens."""
-        self._release((None, None))
-        self._is_invalid = True
+        self._release()
+        self._forms, self._is_invalid = None, True
 
     def _set_end(self, end: int) -> None:
         self._end, self._length = end, self._shared_tokens + end - self._start
 
-    def _release(self, forms: tuple[StateForm | None, StateForm | None] | None = None) -> None:
+    def _release(self, forms: tuple[StateForm, StateForm] | None = None) -> None:
         """Hold no tokens, and no memory for any."""
         self._returned.invalidate()
         self._hold((), forms=forms)
@@ -935,6 +923,11 @@ class DenseStore(TokenStore):
         self._end += tokens
         if self._is_forked:
             self._length += tokens
+
+
+def _grown(needed: int, hint: int | None, growth: int) -> int:
+    """Room for `needed` tokens and `growth` more, or for no more than the hint says while it holds."""
+    return needed + growth if hint is None or needed > hint else min(needed + growth, hint)
 
 
 def may_share(store: object) -> TypeGuard[DenseStore]:

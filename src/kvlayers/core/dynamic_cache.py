@@ -11,7 +11,7 @@ from torch import Tensor
 from typing_extensions import Self, override
 
 from kvlayers.core import legacy_api
-from kvlayers.core.arguments import whole_number
+from kvlayers.core.arguments import checked_hint, whole_number
 from kvlayers.core.cache import Cache
 from kvlayers.core.dynamic_layer import DynamicLayer
 from kvlayers.core.from_config import (
@@ -30,7 +30,6 @@ from kvlayers.core.sliding_layer import SlidingLayer
 from kvlayers.errors import LayerIndexError, LegacyFormatError, OptionError
 from kvlayers.upstream import model_types
 from kvlayers.utils.options import checks_options
-from kvlayers.utils.units import tokens
 
 
 @register_cache_class
@@ -99,9 +98,9 @@ class DynamicCache(Cache, transformers.DynamicCache):  # type: ignore[misc]
         self.recall = recall_of(recall)
         if isinstance(ddp_cache_data, transformers.PretrainedConfig | torch.nn.Module):
             raise OptionError(
-                f"The first argument must be states, got a {type(ddp_cache_data).__name__}: pass it as config=config."
+                f"The first argument must be states, got a {type(ddp_cache_data).__name__}: pass it as `config`."
             )
-        length_hint = None if length_hint is None else whole_number(tokens(length_hint, "length_hint"), "`length_hint`")
+        length_hint = checked_hint(length_hint)
         self.budget = budget_of(max_bytes, ladder, length_hint)
         if checkpoints is not None and config is None:
             raise OptionError(
@@ -193,6 +192,5 @@ def _dynamic_full(request: CacheRequest) -> Cache:
         raise OptionError(
             f"`options` of 'dynamic_full' must be length_hint and checkpoints, got {unknown}: leave them out."
         )
-    hint = options.pop("length_hint")
-    most = None if hint is None else tokens(hint, "length_hint")
-    return Cache(layers=every_token_layers(request.config, most, **options))
+    hint = checked_hint(options.pop("length_hint"))
+    return Cache(layers=every_token_layers(request.config, hint, **options))

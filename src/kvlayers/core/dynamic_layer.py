@@ -31,8 +31,6 @@ class DynamicLayer(TokenLayer):
 
     @checks_options
     def __init__(self, length_hint: int | None = None, store: TokenStore | None = None) -> None:
-        if length_hint is not None:
-            length_hint = whole_number(length_hint, "`length_hint`")
         super().__init__(DenseStore(length_hint) if store is None else store)
 
     @override

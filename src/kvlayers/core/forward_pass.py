@@ -14,10 +14,13 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from typing_extensions import Self
 
+from kvlayers.core.arguments import check_can_follow
+from kvlayers.core.buffer import form_of
 from kvlayers.core.cache_layer import CacheLayer
 from kvlayers.errors import InterruptedPassError, StateMismatchError, UnsupportedLayerError, UnusedCacheError
 from kvlayers.upstream import cache_argument
@@ -88,11 +91,28 @@ class ForwardPassFollower:
         at: index of the layer that the newest forward pass has updated last.
         in_step: index up to which layers have seen what the first layer has seen, apart from the pass under way.
         began: where the newest forward pass began.
+        goes_on_with: dtype and device of states that can follow what layers hold, `None` if that is not known.
     """
 
     at: int = NO_PASS
     in_step: int = -1
     began: PassStart | None = None
+    goes_on_with: tuple[torch.dtype, torch.device] | None = None
+
+    def check_states(self, layer: CacheLayer, keys: Tensor, values: Tensor) -> None:
+        """Check the dtype and the device of a pass where it begins, before any layer or budget changes.
+
+        A store holds all tokens in the dtype that can represent both, and attention takes queries of no other dtype.
+
+        Raises:
+            StateMismatchError: attention could not read the held states beside the new ones.
+        """
+        # A layer names what are no keys and values, and a count on a device is not waited for.
+        if layer.counts_on_device or not isinstance(values, Tensor) or not keys.dim() == values.dim() == 4:
+            return
+        held = layer.forms or tuple(form_of(states) for states in layer.peek() if states is not None)
+        is_known = check_can_follow(form_of(keys), form_of(values), held, layer.held_tokens or 0)
+        self.goes_on_with = (keys.dtype, keys.device) if is_known else None
 
     def follow(self, cache: Any, layer_idx: int, layer: CacheLayer | None, tokens: int) -> None:
         """Note that a layer is about to be updated, if a pass begins there or goes further than the pass before.
@@ -149,7 +169,7 @@ class ForwardPassFollower:
         """Take the next update for the beginning of a forward pass, and look at each layer if one was interrupted."""
         if self.at < self.in_step:
             self.in_step = -1
-        self.at = NO_PASS
+        self.at, self.goes_on_with = NO_PASS, None
 
 
 def interruption(cache: Any) -> InterruptedPassError | None:
@@ -195,8 +215,8 @@ def _interrupted(lengths: Sequence[int | None], recurrent: bool) -> InterruptedP
         method = "truncate" if recurrent else "crop"
         repair = f"{method}({shortest}) the cache and pass the tokens from there on again, or reset() it"
     return InterruptedPassError(
-        "All layers must have seen the same tokens, got a cache whose last forward pass was interrupted "
-        f"(tokens seen by {seen}): {repair}."
+        "All layers must have seen the same tokens, got layers that an earlier forward pass has not reached (tokens "
+        f"seen by {seen}), because an error or Ctrl-C interrupted it, or another thread uses the cache too: {repair}."
     )
 
 

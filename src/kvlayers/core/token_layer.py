@@ -11,7 +11,7 @@ from typing_extensions import Self, override
 
 from kvlayers.core.arguments import as_batch_indices, repeated_rows
 from kvlayers.core.buffer import LayerShape, StateForm
-from kvlayers.core.cache_layer import CacheLayer, LayerState, check_kind_of_state, forwarded
+from kvlayers.core.cache_layer import CacheLayer, LayerState, check_kind_of_state, forwarded, forwarding
 from kvlayers.core.dense_store import DenseStore
 from kvlayers.core.description import Argument, Facts
 from kvlayers.core.token_store import StoreArgument, TokenStore, store_class_of
@@ -66,7 +66,7 @@ class PendingAssignment:
         )
 
 
-def _part_of_form(side: str, part: str) -> Any:
+def part_of_form(side: str, part: str) -> Any:
     """A property of a layer: a part of the form of its store's keys or values, `None` before the first states."""
 
     def read(layer: "TokenLayer") -> Any:
@@ -76,7 +76,11 @@ def _part_of_form(side: str, part: str) -> Any:
     return property(read)
 
 
-class TokenLayer(CacheLayer, CacheLayerMixin):  # type: ignore[misc]
+# A layer that evicts tokens to which the model would attend has another fidelity than its store.
+ANSWERED_BY_STORE = "is_opaque bits fidelity attention_paths packing_paths sized_for trim compact swap_buffers"
+
+
+class TokenLayer(forwarding("_store", ANSWERED_BY_STORE), CacheLayer, CacheLayerMixin):  # type: ignore[misc]
     """A layer that keeps tokens in a `TokenStore`. Which tokens those are, a subclass decides.
 
     If the initialiser of a subclass takes a `store` (`None` for a `DenseStore`) and plain facts, the class names these
@@ -92,19 +96,6 @@ class TokenLayer(CacheLayer, CacheLayerMixin):  # type: ignore[misc]
     beside: ClassVar[tuple[str, ...]] = ()
     """Attributes that hold what the layer keeps of each sequence beside its store, each with a method `selected`, which
     returns the same for the sequences at some indices, and a method `held_tensors`."""
-
-    # What the store answers
-
-    is_opaque = forwarded("_store")
-    bits = forwarded("_store")
-    # A layer that evicts tokens to which the model would attend has another fidelity.
-    fidelity = forwarded("_store")
-    attention_paths = forwarded("_store")
-    packing_paths = forwarded("_store")
-    sized_for = forwarded("_store")
-    trim = forwarded("_store")
-    compact = forwarded("_store")
-    swap_buffers = forwarded("_store")
 
     def __init__(self, store: TokenStore | None = None) -> None:
         super().__init__()
@@ -239,14 +230,9 @@ class TokenLayer(CacheLayer, CacheLayerMixin):  # type: ignore[misc]
 
     # Parts of the forms of keys and values, `None` before the first states
 
-    batch_size = _part_of_form("key_form", "batch_size")
-    num_heads = _part_of_form("key_form", "kv_heads")
-    k_head_dim = _part_of_form("key_form", "head_dim")
-    v_head_dim = _part_of_form("value_form", "head_dim")
-    head_dim = _part_of_form("key_form", "head_dim")
-    """As `k_head_dim`, by its name in transformers 4."""
-    dtype = _part_of_form("key_form", "dtype")
-    device = _part_of_form("key_form", "device")
+    batch_size = part_of_form("key_form", "batch_size")
+    dtype = part_of_form("key_form", "dtype")
+    device = part_of_form("key_form", "device")
 
     @override
     def check_select(self, batch_size: int) -> None:

@@ -24,9 +24,9 @@ from kvlayers.utils.registry import ClassRegistry
 from kvlayers.utils.sending import sent_by_value
 from kvlayers.utils.tensor_memory import storages_of
 
-Fidelity = Literal["exact", "rounded", "evicting"]
-"""What happens to the states that the model attends to: all are kept as they came, all are kept but some are rounded to
-fewer bits, or the states of some tokens are evicted."""
+Fidelity = Literal["exact", "rounded", "partial", "evicting"]
+"""What happens to the states that the model attends to: all are kept as they came; all are kept, but some are rounded
+to fewer bits; all are kept, but a query reads some of them; or the states of some tokens are evicted."""
 
 
 def least_faithful(fidelities: Iterable[Fidelity]) -> Fidelity:

@@ -256,7 +256,7 @@ def _checked(caches: Sequence[Cache], model: Any) -> list[int]:
     """The lengths of caches, if they may be concatenated."""
     if not isinstance(caches, list | tuple) or not caches or not all(isinstance(cache, Cache) for cache in caches):
         raise OptionError(
-            f"`cache`, or each of `caches`, must be a cache of kvlayers, got {caches!r}: pass at least one."
+            f"`cache`, or each of `caches`, must be a cache of kvlayers, got {caches!r:.60}: pass [cache, other]."
         )
     expected = form_of_rows(caches[0])
     for cache in caches:

@@ -23,6 +23,7 @@ import torch
 import transformers
 import transformers.generation.configuration_utils as configuration
 
+from kvlayers.core.arguments import checked_hint
 from kvlayers.core.cache import Cache
 from kvlayers.core.dynamic_cache import DynamicCache
 from kvlayers.core.named_caches import CacheRequest, factory_of, is_registered, unknown
@@ -35,7 +36,6 @@ from kvlayers.upstream import model_types
 from kvlayers.upstream.callers import warn_the_caller
 from kvlayers.upstream.model_layers import layer_devices, model_device
 from kvlayers.utils.options import check_whole_number, checked_device, checked_dtype, checks_options
-from kvlayers.utils.units import tokens
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ def make_cache(
         model_types.config_of(model_or_config),
         named.options,
         batch_size,
-        None if length_hint is None else tokens(length_hint, "length_hint"),
+        checked_hint(length_hint),
         device if isinstance(device, torch.device | None) else checked_device(device),
         None if dtype is None else checked_dtype(dtype),
         layer_devices=layer_devices(model_or_config),

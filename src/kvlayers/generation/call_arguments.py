@@ -94,12 +94,15 @@ def check_call(model: Any, given: Mapping[str, Any]) -> None:
     check_generation_config(given.get("generation_config"))
     for name in given.keys() - _OPTIONS:
         if (
-            (near := difflib.get_close_matches(name, _OPTIONS, 1, 0.85))
+            (near := difflib.get_close_matches(name, (*_OPTIONS, "prefix_store", "namespace", "documents"), 1, 0.85))
             and name not in inspect.signature(model.forward).parameters
             and name not in inspect.signature(model.prepare_inputs_for_generation).parameters
             and "custom_generate" not in given
         ):
-            raise OptionError(f"`{name}` is no option of generate(): did you mean {near[0]!r}?")
+            raise OptionError(
+                f"`{name}` is no option of generate(): did you mean {near[0]!r}"
+                f"{'' if near[0] in _OPTIONS else ' of kvlayers.generate()'}?"
+            )
     if isinstance(given.get("max_new_tokens"), str):
         raise OptionError(
             f"`max_new_tokens` must be a whole number, got {given['max_new_tokens']!r}: pass one, such as 128."
@@ -154,10 +157,14 @@ def _check_ids(given: Mapping[str, Any], model: Any) -> None:
             f"`attention_mask` must be a tensor [prompts, tokens], got a {type(mask).__name__}: pass what the "
             "tokenizer returns."
         )
-    if mask is not None and mask.dim() == 2 == ids.dim() and mask.shape[1] < ids.shape[1]:
+    if (
+        mask is not None
+        and mask.dim() == 2 == ids.dim()
+        and (mask.shape[1] < ids.shape[1] or mask.shape[0] not in (1, ids.shape[0]))
+    ):
         raise OptionError(
-            f"`attention_mask` must have an entry for each of the {ids.shape[1]} tokens of `{name}`, got "
-            f"{mask.shape[1]}: pass the mask that the tokenizer returns with the ids."
+            f"`attention_mask` must have an entry for each of the {ids.shape[1]} tokens of `{name}`, in {ids.shape[0]} "
+            f"rows, got {list(mask.shape)}: pass the mask that the tokenizer returns with the ids."
         )
     # A model that drafts is called for each draft, with ids that were looked at.
     is_draft = (given.get("generation_config") or model.generation_config).is_assistant

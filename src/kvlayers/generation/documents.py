@@ -94,7 +94,7 @@ class DocumentPrompt:
         beginning = None if isinstance(beginning, str) and not beginning else beginning
         if not isinstance(documents, list | tuple) or not documents:
             raise OptionError(
-                f"`documents` must be a list of texts or ids, at least one, got {documents!r}: pass for example [text]."
+                f"`documents` must be a list of texts or ids, at least one, got {documents!r:.60}: pass [text]."
             )
         cache = cache_argument.passed_in(kwargs)
         others = [name for name in PROMPTS if kwargs.get(name) is not None]

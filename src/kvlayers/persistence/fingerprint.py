@@ -172,8 +172,8 @@ def check_weights_id(weights_id: object) -> None:
     """Raise `OptionError` if `weights_id` is neither a text nor `None`."""
     if weights_id is not None and (not isinstance(weights_id, str) or not weights_id):
         raise OptionError(
-            f"`weights_id` must be a text, got {weights_id!r}: pass kvlayers.weights_id(model), or your own name for "
-            "the weights."
+            f"`weights_id` must be a text, got {weights_id!r:.60}: pass kvlayers.weights_id(model), or your own name "
+            "for the weights."
         )
 
 
@@ -204,7 +204,7 @@ def check_model(path: str, description: Description, config: object | None, weig
             )
     if weights_id is not None and weights_id != model.weights_id:
         raise ModelMismatchError(
-            f"`weights_id` is {weights_id!r}, but {path} was made with the weights {model.weights_id!r}{made_by}: "
+            f"`weights_id` is {weights_id!r}, but {path} has the weights_id {model.weights_id!r}{made_by}: "
             "load it for the weights that made it."
         )
 

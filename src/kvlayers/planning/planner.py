@@ -51,8 +51,8 @@ class PlannedCache:
         longest_context: the most tokens whose `device_bytes` are within the budget; `None` if any number is, or if
             there is no budget.
         fidelity: "exact" if all states that the model attends to are kept as they came, "rounded" if some are
-            quantized, or if a query reads only some of them, "evicting" if tokens are evicted that the model would
-            attend to.
+            quantized, "partial" if a query reads only some of them, "evicting" if tokens are evicted that the model
+            would attend to.
         bits: bits of one number of a key or value, with its share of scales and zeros, in the layers with the fewest.
         fits: whether the cache is within the budget.
         reason: why it is recommended or not, in a sentence.
@@ -428,8 +428,8 @@ class _Wanted:
                 cache.update(*states_on_meta(shape.forms(), self.context_length), index)
         exact = [layer.length - (layer.exact_from or 0) for layer in cache.adapted_layers() if layer.traits.attends]
         return (
-            f"a DynamicCache with max_bytes={max_bytes!r}: of {self.context_length} tokens, {min(exact)} stay exact "
-            f"({cache.budget.note})."
+            f"a DynamicCache with max_bytes={max_bytes!r}: of {self.context_length} tokens, the newest {min(exact)} "
+            f"are exact after one pass ({cache.budget.note})."
         )
 
     def bytes_in_full(self) -> int:

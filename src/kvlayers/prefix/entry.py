@@ -2,9 +2,9 @@
 
 import heapq
 import math
-from collections.abc import Collection, Hashable, Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from kvlayers.core.cache import Cache
 from kvlayers.core.cache_layer import CacheLayer
@@ -14,8 +14,25 @@ from kvlayers.offload.offloaded_layer import OffloadedLayer
 from kvlayers.prefix.keys import PrefixMatch, Tokens
 from kvlayers.utils.tensor_memory import Storages
 
-Piece = tuple[int, int]
-"""Address and bytes of a piece of memory."""
+MOST_RANKED = 256
+"""Entries that are ranked anew at most to find the one that leaves, as others wait meanwhile."""
+
+
+@dataclass(eq=False, slots=True)
+class Piece:
+    """A piece of memory.
+
+    Attributes:
+        address: its address, or a number of its own on the meta device.
+        nbytes: its bytes.
+        holders: the entries that hold it.
+        staying: how many of them are not leaving.
+    """
+
+    address: int
+    nbytes: int
+    holders: "set[PrefixEntry]" = field(default_factory=set)
+    staying: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +56,7 @@ class PrefixEntry:
         label: model and namespace, as returned by `keys.label_of`.
         ids: the tokens, int64 `[tokens]`.
         cache: the cache, to which nobody writes; `None` if it is only in a file.
-        storages: size in bytes of each piece of memory of the cache, by address. Other caches may share them.
+        pieces: the memory of the cache, in the order of its tensors. Other caches may share it.
         path: path of its file, or URL without credentials; `None` without a file.
         file_bytes: size of the file in bytes; 0 without one.
         uses: when its first tokens were last used, by how many they are: a counter that grows with each use of the
@@ -54,13 +71,13 @@ class PrefixEntry:
     label: str
     ids: Tokens
     cache: Cache | None = None
-    storages: Storages = field(default_factory=dict)
+    pieces: tuple[Piece, ...] = ()
     path: str | None = None
     file_bytes: int = 0
     uses: dict[int, int] = field(default_factory=dict)
     used: float | None = None
     hits: int = 0
-    pins: list[Pin] = field(default_factory=list)
+    pins: tuple[Pin, ...] = ()
     boundaries: set[int] = field(default_factory=set)
     is_leaving: bool = False
 
@@ -71,6 +88,11 @@ class PrefixEntry:
     def length(self) -> int:
         """Number of tokens."""
         return len(self.ids)
+
+    @property
+    def storages(self) -> Storages:
+        """Bytes of each piece of its memory, by address."""
+        return {piece.address: piece.nbytes for piece in self.pieces}
 
     @property
     def last_use(self) -> int:
@@ -203,91 +225,123 @@ class EvictionOrder:
 
     def __init__(self, policy: EvictionPolicy) -> None:
         self._policy = policy
-        # By rank as it was, and by number. An entry has one number that counts.
-        self._heap: list[tuple[tuple[float, float], int, PrefixEntry]] = []
+        # By priority, by rank as it was, and by number. An entry has one number that counts.
+        self._heap: list[tuple[float, float, int, PrefixEntry]] = []
         self._numbers: dict[PrefixEntry, int] = {}
         self._count = 0
 
     def add(self, entry: PrefixEntry) -> None:
         """Add an entry, or note that it may rank lower than before."""
-        # Not ranked until it may be the first one.
-        self._push(entry, (-math.inf, -math.inf))
+        self._count += 1
+        self._numbers[entry] = self._count
+        heapq.heappush(self._heap, (*self._rank(entry), self._count, entry))
 
     def discard(self, entry: PrefixEntry) -> None:
         """Remove an entry, if it is there."""
         self._numbers.pop(entry, None)
         if len(self._heap) > 2 * len(self._numbers) + 64:
-            self._heap = [item for item in self._heap if self._numbers.get(item[2]) == item[1]]
+            self._heap = [item for item in self._heap if self._numbers.get(item[3]) == item[2]]
             heapq.heapify(self._heap)
 
     def first(self) -> PrefixEntry | None:
-        """The entry that is to be evicted first; `None` if only those are left that are never evicted."""
-        looked_at: set[PrefixEntry] = set()
+        """The entry that is to be evicted first; `None` if only those are left that are never evicted.
+
+        If more than `MOST_RANKED` entries have been used since they were ranked, it is the first of so many of them.
+        """
+        looked_at: dict[PrefixEntry, tuple[float, float]] = {}
         while self._heap:
-            before, number, entry = self._heap[0]
+            priority, before, number, entry = self._heap[0]
             if self._numbers.get(entry) != number:
                 heapq.heappop(self._heap)
-            elif entry not in looked_at and (now := (entry.priority, self._policy.rank(entry))) > before:
-                # Not twice, as the budget must hold whatever a policy says.
-                looked_at.add(entry)
-                self._push(entry, now)
-            else:
+            elif priority == math.inf:
                 # What never leaves comes last.
-                return None if entry.priority == math.inf else entry
+                return None
+            elif len(looked_at) == MOST_RANKED:
+                return min(looked_at, key=looked_at.__getitem__)
+            elif entry not in looked_at and (now := self._rank(entry)) > (priority, before):
+                # Not twice, as the budget must hold whatever a policy says.
+                looked_at[entry] = now
+                heapq.heapreplace(self._heap, (*now, number, entry))
+            else:
+                return entry
         return None
 
-    def _push(self, entry: PrefixEntry, rank: tuple[float, float]) -> None:
-        self._count += 1
-        self._numbers[entry] = self._count
-        heapq.heappush(self._heap, (rank, self._count, entry))
+    def _rank(self, entry: PrefixEntry) -> tuple[float, float]:
+        return entry.priority, self._policy.rank(entry)
 
 
 class MemoryAccount:
-    """Who holds each piece of memory, by its address.
+    """Who holds each piece of memory.
 
     Attributes:
         nbytes: total bytes, each piece counted once.
-        shared_bytes: bytes of the pieces that several holders have, each piece counted once.
-        holders: who holds each piece, for reading only.
+        staying_bytes: bytes of the pieces that entries hold which are not leaving, each piece counted once.
+        shared_bytes: bytes of the pieces that several entries hold, each piece counted once.
+        pieces: each piece, by its address and bytes, for reading only.
 
     Example:
+        >>> import numpy as np
+        >>> one, other = (PrefixEntry("model", np.array([token])) for token in (1, 2))
         >>> account = MemoryAccount()
-        >>> account.add("one", {1: 100, 2: 50})
-        >>> account.add("other", {2: 50, 3: 7})
+        >>> account.count(one, {1: 100, 2: 50})
+        >>> account.count(other, {2: 50, 3: 7})
         >>> account.nbytes, account.shared_bytes
         (157, 50)
-        >>> account.remove("one", {1: 100, 2: 50})
+        >>> account.count(one, {})
         >>> account.nbytes, account.shared_bytes
         (57, 0)
     """
 
     def __init__(self) -> None:
-        self.nbytes = self.shared_bytes = 0
+        self.nbytes = self.staying_bytes = self.shared_bytes = 0
         # By size as well: memory may have moved before its holder is counted again, and other memory be at its address.
-        self.holders: dict[Piece, set[Any]] = {}
+        self.pieces: dict[tuple[int, int], Piece] = {}
 
-    def add(self, holder: Hashable, storages: Storages) -> None:
-        """Add the memory of a holder."""
-        for piece in storages.items():
-            holders = self.holders.setdefault(piece, set())
-            holders.add(holder)
-            self.nbytes += piece[1] * (len(holders) == 1)
-            self.shared_bytes += piece[1] * (len(holders) == 2)
+    def count(self, entry: PrefixEntry, storages: Storages) -> None:
+        """Count the memory of an entry, in place of what was counted for it before."""
+        if not entry.is_leaving:
+            self.leave(entry)
+        for piece in entry.pieces:
+            piece.holders.remove(entry)
+            self.nbytes -= piece.nbytes * (not piece.holders)
+            self.shared_bytes -= piece.nbytes * (len(piece.holders) == 1)
+            if not piece.holders:
+                del self.pieces[piece.address, piece.nbytes]
+        entry.pieces = tuple(self.pieces.get(key) or Piece(*key) for key in storages.items())
+        for piece in entry.pieces:
+            self.pieces[piece.address, piece.nbytes] = piece
+            piece.holders.add(entry)
+            self.nbytes += piece.nbytes * (len(piece.holders) == 1)
+            self.shared_bytes += piece.nbytes * (len(piece.holders) == 2)
+        if not entry.is_leaving:
+            self.stay(entry)
 
-    def remove(self, holder: Hashable, storages: Storages) -> None:
-        """Remove the memory of a holder that was added before."""
-        for piece in storages.items():
-            holders = self.holders[piece]
-            holders.remove(holder)
-            self.nbytes -= piece[1] * (not holders)
-            self.shared_bytes -= piece[1] * (len(holders) == 1)
-            if not holders:
-                del self.holders[piece]
+    def leave(self, entry: PrefixEntry) -> None:
+        """Count the memory of an entry as leaving."""
+        for piece in entry.pieces:
+            piece.staying -= 1
+            self.staying_bytes -= piece.nbytes * (not piece.staying)
+
+    def stay(self, entry: PrefixEntry) -> None:
+        """Count the memory of an entry, which was leaving, as staying."""
+        for piece in entry.pieces:
+            self.staying_bytes += piece.nbytes * (not piece.staying)
+            piece.staying += 1
+
+    def move(self, piece: Piece, address: int, nbytes: int) -> None:
+        """Note that a piece is elsewhere now, where no other one is, for all of its holders."""
+        del self.pieces[piece.address, piece.nbytes]
+        more = nbytes - piece.nbytes
+        self.nbytes += more
+        self.staying_bytes += more * (piece.staying > 0)
+        self.shared_bytes += more * (len(piece.holders) > 1)
+        piece.address, piece.nbytes = address, nbytes
+        self.pieces[address, nbytes] = piece
 
     def bytes_without(self, holders: Collection[PrefixEntry]) -> int:
         """Total bytes if these had left."""
-        pieces = {piece for holder in holders for piece in holder.storages.items()}
-        return self.nbytes - sum(piece[1] for piece in pieces if self.holders[piece] <= set(holders))
+        pieces = {piece for holder in holders for piece in holder.pieces}
+        return self.nbytes - sum(piece.nbytes for piece in pieces if piece.holders <= set(holders))
 
 
 def union_bytes(caches: Iterable[Storages]) -> int:

@@ -22,7 +22,6 @@ from kvlayers.prefix.entry import (
     union_bytes,
 )
 from kvlayers.prefix.keys import PrefixMap, PrefixMatch, Tokens
-from kvlayers.utils.tensor_memory import Storages
 from kvlayers.utils.units import exact_bytes
 
 MOST_NEIGHBOURS = 4
@@ -85,7 +84,6 @@ class EntryIndex:
         self._order = EvictionOrder(self._policy)
         self._pinned: dict[PrefixEntry, None] = {}
         self.memory = MemoryAccount()
-        self._staying = MemoryAccount()
         self._unpacked: dict[PrefixEntry, None] = {}
 
     def __iter__(self) -> Iterator[PrefixEntry]:
@@ -149,14 +147,14 @@ class EntryIndex:
         """Go on holding an entry that was leaving memory."""
         if entry.is_leaving:
             entry.is_leaving = False
-            self._staying.add(entry, entry.storages)
+            self.memory.stay(entry)
             self._order.add(entry)
 
     def pin(self, entry: PrefixEntry, pin: Pin) -> None:
         """Pin an entry. If it was leaving memory, it stays."""
         self._first_end = min(self._first_end, pin.until)
         self.stay(entry)
-        self._set_pins(entry, [*entry.pins, pin])
+        self._set_pins(entry, (*entry.pins, pin))
 
     def unpin(self, entry: PrefixEntry) -> None:
         """Undo the newest `pin`."""
@@ -168,10 +166,10 @@ class EntryIndex:
         if ended is None and now < self._first_end:
             return
         for entry in list(self._pinned):
-            self._set_pins(entry, [pin for pin in entry.pins if pin is not ended and pin.until > now])
+            self._set_pins(entry, tuple(pin for pin in entry.pins if pin is not ended and pin.until > now))
         self._first_end = min([pin.until for entry in self._pinned for pin in entry.pins], default=math.inf)
 
-    def _set_pins(self, entry: PrefixEntry, pins: list[Pin]) -> None:
+    def _set_pins(self, entry: PrefixEntry, pins: tuple[Pin, ...]) -> None:
         entry.pins = pins
         self._pinned.pop(entry, None)
         if pins:
@@ -197,61 +195,76 @@ class EntryIndex:
         self.drop_cache(entry)
         entry.cache = cache
         self.in_memory.insert(entry.label, entry.ids, entry)
-        self._count(entry, cache.storages())
+        self.memory.count(entry, cache.storages())
         self._order.add(entry)
         self._unpacked[entry] = None
         self.note(entry)
-
-    def _count(self, entry: PrefixEntry, storages: Storages) -> None:
-        """Count the memory of an entry, in place of what was counted for it before."""
-        accounts = [self.memory] if entry.is_leaving else [self.memory, self._staying]
-        for account in accounts:
-            account.remove(entry, entry.storages)
-            account.add(entry, storages)
-        entry.storages = storages
 
     def drop_cache(self, entry: PrefixEntry) -> None:
         """Stop holding the cache of an entry in memory. Memory that it alone has read is given back."""
         if entry.cache is None:
             return
-        before = entry.storages
+        before = entry.pieces
         entry.cache = None
         self.in_memory.remove(entry.label, entry.ids)
         self._order.discard(entry)
-        self._count(entry, {})
+        self.memory.count(entry, {})
         entry.is_leaving = False
         self._unpacked.pop(entry, None)
         self.note(entry)
         self._trim_holders(before)
 
-    def _trim_holders(self, storages: Storages) -> None:
+    def _trim_holders(self, pieces: Iterable[Piece]) -> None:
         """Give back what nobody reads any more of this memory."""
         seen: set[Piece] = set()
-        for piece in storages.items():
+        for piece in pieces:
             # One of the holders trims what all of them share.
-            holder = next(iter(self.memory.holders.get(piece, ())), None)
+            holder = next(iter(piece.holders), None)
             if holder is not None and piece not in seen:
-                seen.update(holder.storages.items())
+                seen.update(holder.pieces)
                 self._trim(holder)
 
     def _trim(self, entry: PrefixEntry) -> None:
-        before = entry.storages
         if entry.cache is not None:
+            before = entry.storages
             entry.cache.trim()
-            self._count(entry, entry.cache.storages())
-            self.note_moves(before.items() - entry.storages.items())
+            now = entry.cache.storages()
+            self.note_moves(before.items() - now.items(), entry)
+            self.memory.count(entry, now)
 
-    def note_moves(self, pieces: Iterable[Piece]) -> None:
-        """Count the memory of the entries that had these pieces, and have them no longer."""
-        for entry in {entry for piece in pieces for entry in self.memory.holders.get(piece, ())}:
-            if entry.cache is not None:
-                self._count(entry, entry.cache.storages())
+    def note_moves(self, moved: Iterable[tuple[int, int]], by: PrefixEntry | None = None) -> None:
+        """Count pieces of memory where they are now, given the addresses and bytes that they had.
+
+        Memory moves for all who hold it, or for the one alone that has moved it. So one of the others is asked, however
+        many there are.
+
+        Args:
+            moved: address and bytes of each piece.
+            by: the entry that has moved them, which is counted later.
+        """
+        for key in moved:
+            piece = self.memory.pieces.get(key)
+            one = None if piece is None else next((each for each in piece.holders if each is not by), None)
+            if piece is None or one is None or one.cache is None:
+                continue
+            now = one.cache.storages()
+            if now.get(piece.address) == piece.nbytes:
+                continue
+            places = list(now.items())
+            place = places[one.pieces.index(piece)] if len(places) == len(one.pieces) else key
+            if place not in self.memory.pieces:
+                self.memory.move(piece, *place)
+                continue
+            # What was there before has not been counted again yet.
+            for each in piece.holders - {by}:
+                if each.cache is not None:
+                    self.memory.count(each, each.cache.storages())
 
     def leave(self, entry: PrefixEntry) -> None:
         """Stop holding the cache of an entry as soon as the entry is in a file."""
         if not entry.is_leaving:
             entry.is_leaving = True
-            self._staying.remove(entry, entry.storages)
+            self.memory.leave(entry)
             self._order.discard(entry)
 
     def set_file(self, entry: PrefixEntry, path: str, nbytes: int) -> None:
@@ -292,7 +305,7 @@ class EntryIndex:
         # At once, or memory would be moved for entries that go next.
         self._start()
         for entry in entries:
-            entry.cache, entry.storages, entry.is_leaving = None, {}, False
+            entry.cache, entry.pieces, entry.is_leaving = None, (), False
             self.note(entry)
         return [entry.path for entry in entries if entry.path is not None]
 
@@ -369,7 +382,7 @@ class EntryIndex:
                 self.leave(old)
             gone = [old for old in replaced if old is not self.writing]
             leaving = self.evict(self.max_bytes, entry)
-            if len(gone) == len(replaced) and self._staying.nbytes > self.max_bytes:
+            if len(gone) == len(replaced) and self.memory.staying_bytes > self.max_bytes:
                 others = [each for each in self.in_memory if each not in (entry, *replaced)]
                 if not any(each.is_leaving or each is self.writing for each in others):
                     # All that can leave has left, but these hold memory that it has shared with them.
@@ -414,7 +427,7 @@ class EntryIndex:
         entries = list(self)
         self._start()
         for entry in entries:
-            cache, entry.cache, entry.storages = entry.cache, None, {}
+            cache, entry.cache, entry.pieces = entry.cache, None, ()
             self.entries.insert(entry.label, entry.ids, entry)
             self._set_pins(entry, entry.pins)
             if cache is not None:
@@ -437,12 +450,12 @@ class EntryIndex:
         # If everything goes, nothing has to be moved.
         unpacked = (each for each in self._unpacked if not each.is_leaving)
         for each in list(itertools.islice(unpacked, MOST_PACKED)) if most > 0 else ():
-            if self._staying.nbytes > most:
+            if self.memory.staying_bytes > most:
                 self._pack(each, each.length)
         stay = [each for each in (kept, self.stuck) if each is not None]
         for each in stay:
             self._order.discard(each)
-        while self._staying.nbytes > most and (entry := self._order.first()) is not None:
+        while self.memory.staying_bytes > most and (entry := self._order.first()) is not None:
             self.evictions += 1
             if entry.path is not None:
                 self.drop_cache(entry)
@@ -468,8 +481,9 @@ class EntryIndex:
         least = max([shared, *(length for length in entry.uses if length < entry.length)])
         step = entry.length // LEAST_PART + 1
         stays = most > 0 and entry.cache is not None and shares_memory(entry.cache)
-        while stays and entry.length > least and (surplus := self._staying.nbytes - most) > 0:
-            length = max(entry.length - max(surplus * entry.length // sum(entry.storages.values()), step), least)
+        while stays and entry.length > least and (surplus := self.memory.staying_bytes - most) > 0:
+            nbytes = sum(piece.nbytes for piece in entry.pieces)
+            length = max(entry.length - max(surplus * entry.length // nbytes, step), least)
             stays = length > shared and can_restore(entry.cache, (length,))
             if stays:
                 self._pack(entry, length)
@@ -494,7 +508,7 @@ class EntryIndex:
         closest = self.closest_in_memory(entry.label, ids, besides=entry)
         other = None if closest is None else closest.value.cache
         beside = None if closest is None or other is None else PrefixMatch(other, closest.tokens)
-        before, cache, storages = self.memory.nbytes, entry.cache, entry.storages
+        before, cache, pieces = self.memory.nbytes, entry.cache, entry.pieces
         self.set_cache(entry, packed(entry.fork(cache, length), length, beside))
         if self.memory.nbytes > before:
             # What it held stays, as a caller goes on with what others share with it.
@@ -510,7 +524,7 @@ class EntryIndex:
         self._trim(entry)
         if is_shorter and self.memory.nbytes >= before:
             # A caller holds what this entry has left, so the others that read some of it move.
-            self._move_apart({holder for piece in storages.items() for holder in self.memory.holders.get(piece, ())})
+            self._move_apart({holder for piece in pieces for holder in piece.holders})
         self._unpacked.pop(entry, None)
 
     def _move_apart(self, entries: Collection[PrefixEntry]) -> None:

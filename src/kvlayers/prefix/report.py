@@ -159,8 +159,9 @@ def tree_of(entries: Mapping[PrefixEntry, Mapping[str, int]]) -> PrefixTree:
 
     Example:
         >>> import numpy as np
-        >>> one = PrefixEntry("model", np.array([1, 2, 3]), storages={10: 100, 11: 5})
-        >>> other = PrefixEntry("model", np.array([1, 2, 9, 9]), storages={10: 100, 12: 7})
+        >>> from kvlayers.prefix.entry import Piece
+        >>> one = PrefixEntry("model", np.array([1, 2, 3]), pieces=(Piece(10, 100), Piece(11, 5)))
+        >>> other = PrefixEntry("model", np.array([1, 2, 9, 9]), pieces=(Piece(10, 100), Piece(12, 7)))
         >>> print(tree_of({one: {}, other: {}}))
         model and namespace model
         └─ 2 tokens, 100 B
@@ -219,7 +220,7 @@ def _top_of(label: str, pieces: Mapping[PrefixEntry, Mapping[int | str, int]], s
             hits=0 if entry is None else entry.hits,
             age=None if entry is None or entry.used is None else max(now - entry.used, 0.0),
             pinned=entry is not None and bool(entry.pins),
-            in_memory=entry is not None and bool(entry.storages),
+            in_memory=entry is not None and bool(entry.pieces),
             in_files=entry is not None and any(isinstance(piece, str) for piece in pieces[entry]),
             children=tuple(run.children),
         )

@@ -505,7 +505,7 @@ class PrefixStore:
             >>> store.record_bypass("it is given a cache")
             >>> print(store.explain())
             0 of 0 tokens that were asked for were stored
-            1 calls went on without it: it is given a cache
+            1 call went on without it: it is given a cache
         """
         return str(late.function("explain")(self.statistics, self._recent, self._index, self._lock))
 
@@ -545,5 +545,5 @@ def _no_entry(ids: Tokens) -> PrefixError:
 def _positive(name: str, value: int, unit: str) -> int:
     """Raise `OptionError` unless `value` is a positive whole number."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise OptionError(f"`{name}` must be a positive number of {unit}, got {value!r}: pass a whole number.")
+        raise OptionError(f"`{name}` must be a positive number of {unit}, got {value!r:.60}: pass a whole number.")
     return value

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers.utils.quantization_config import QuantizationConfigMixin
 from typing_extensions import override
 
-from kvlayers.core.arguments import whole_number
+from kvlayers.core.arguments import checked_hint
 from kvlayers.core.cache import Cache
 from kvlayers.core.description import NestedArgument
 from kvlayers.core.dynamic_layer import DynamicLayer
@@ -54,7 +54,6 @@ from kvlayers.upstream import model_layers, model_types
 from kvlayers.upstream.model_layers import LayerSpec
 from kvlayers.upstream.model_types import ConfigNumbers, kv_heads
 from kvlayers.utils.options import checks_options
-from kvlayers.utils.units import tokens
 
 
 def packed_attention_layer(
@@ -372,7 +371,7 @@ class QuantizedCache(Cache, transformers.QuantizedCache):  # type: ignore[misc]
         if not isinstance(quantize_sliding, bool):
             raise OptionError(f"`quantize_sliding` must be True or False, got {quantize_sliding!r}: pass one of them.")
         config = None if config is None else model_types.config_of(config)
-        hint = None if length_hint is None else whole_number(tokens(length_hint, "length_hint"), "length_hint")
+        hint = checked_hint(length_hint)
         given = {
             "nbits": nbits,
             "axis_key": axis_key,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
-from kvlayers.core.arguments import checked_forms, mismatch, promoted_forms
+from kvlayers.core.arguments import checked_forms, checked_hint, mismatch, promoted_forms
 from kvlayers.core.buffer import StateForm, form_of, nbytes_of
 from kvlayers.core.dense_store import DenseStore
 from kvlayers.core.description import OptionsArgument
@@ -94,7 +94,7 @@ class QuantizedStore(TokenStore):
         for library in (kernel.LIBRARY, *multiply, packs.kernel):
             if library is not None:
                 library.begin()
-        self.length_hint = length_hint
+        self.length_hint = checked_hint(length_hint)
         self._forms: tuple[StateForm, StateForm] | None = None
         self._validated: tuple[StateForm, StateForm] | None = None
         self.sinks, self.residual = DenseStore(), DenseStore()
@@ -283,7 +283,7 @@ class QuantizedStore(TokenStore):
             for path in blocks.packing_paths():
                 self.packing.counts[path] += 1
         else:
-            residual.length_hint = self._residual_hint(self._room, self.old_tokens, residual.length)
+            residual.length_hint = self._residual_hint(self._room, self.old_tokens, residual.length + new)
             # If it must move, it goes to other memory: states that were returned, or are about to be, read this one.
             residual.reserve(residual.length + new)
             _append(residual, keys, values)

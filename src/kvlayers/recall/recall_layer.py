@@ -252,9 +252,9 @@ class RecallLayer(DynamicLayer):
     @property
     @override
     def fidelity(self) -> Fidelity:
-        # Every token is kept, but what a query leaves out is an error of attention, as rounding is: it shows in the
-        # outputs, and depends on which tokens come together.
-        return super().fidelity if self.recall.pages == "all" else "rounded"
+        # Every token is kept, but what a query leaves out is an error of attention: it shows in the outputs, and
+        # depends on which tokens come together.
+        return super().fidelity if self.recall.pages == "all" else "partial"
 
     # Operations
 

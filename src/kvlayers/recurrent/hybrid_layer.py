@@ -7,7 +7,7 @@ from torch import Tensor
 from typing_extensions import Self, override
 
 from kvlayers.core.arguments import whole_number
-from kvlayers.core.cache_layer import CacheLayer, LayerState, LayerTraits, WrapperLayer, check_kind_of_state, forwarded
+from kvlayers.core.cache_layer import CacheLayer, LayerState, LayerTraits, WrapperLayer, check_kind_of_state, forwarding
 from kvlayers.core.description import DescriptionContext, Fact, Facts
 from kvlayers.core.from_config import HYBRID, RECURRENT, Checkpoints
 from kvlayers.core.layer_registry import layer_class, layer_from_description, register_layer
@@ -31,8 +31,24 @@ def _of_both(name: str) -> Any:
     return call
 
 
+ANSWERED_BY_ATTENTION = """
+    is_opaque is_compileable is_initialized update keys values peek count recount mask_sizes get_seq_length
+    make_room reserve_form use_prefetcher trim compact separate_rows row_lengths
+"""
+
+ANSWERED_BY_LINEAR = """
+    update_conv_state update_recurrent_state number_of_states conv_state recurrent_state conv_states recurrent_states
+    is_conv_states_initialized is_recurrent_states_initialized conv_kernel_size has_previous_state
+"""
+
+
 @register_layer
-class HybridLayer(WrapperLayer, compat.LINEAR_LAYER):  # type: ignore[misc]
+class HybridLayer(
+    forwarding("wrapped", ANSWERED_BY_ATTENTION),  # type: ignore[misc]
+    forwarding("linear", ANSWERED_BY_LINEAR),  # type: ignore[misc]
+    WrapperLayer,
+    compat.LINEAR_LAYER,  # type: ignore[misc]
+):
     """An attention layer and a linear-attention layer for one layer of a model that has both.
 
     Keys and values go to the attention layer, convolution states and recurrent states to the linear-attention layer.
@@ -76,45 +92,10 @@ class HybridLayer(WrapperLayer, compat.LINEAR_LAYER):  # type: ignore[misc]
         """A layer that attends as `attention` does, with the same recurrent layer."""
         return HybridLayer(attention, self.linear)
 
-    # Attention
-
-    is_opaque = forwarded("wrapped")
-    is_compileable = forwarded("wrapped")
-    is_initialized = forwarded("wrapped")
-    update = forwarded("wrapped")
-    keys = forwarded("wrapped")
-    values = forwarded("wrapped")
-    peek = forwarded("wrapped")
-    count = forwarded("wrapped")
-    recount = forwarded("wrapped")
-    mask_sizes = forwarded("wrapped")
-    get_seq_length = forwarded("wrapped")
-    make_room = forwarded("wrapped")
-    reserve_form = forwarded("wrapped")
-    use_prefetcher = forwarded("wrapped")
-    trim = forwarded("wrapped")
-    compact = forwarded("wrapped")
-    separate_rows = forwarded("wrapped")
-    row_lengths = forwarded("wrapped")
-
     @property
     @override
     def fidelity(self) -> Fidelity:
         return least_faithful((self.wrapped.fidelity, self.linear.fidelity))
-
-    # Convolution states and recurrent states
-
-    update_conv_state = forwarded("linear")
-    update_recurrent_state = forwarded("linear")
-    number_of_states = forwarded("linear")
-    conv_state = forwarded("linear")
-    recurrent_state = forwarded("linear")
-    conv_states = forwarded("linear")
-    recurrent_states = forwarded("linear")
-    is_conv_states_initialized = forwarded("linear")
-    is_recurrent_states_initialized = forwarded("linear")
-    conv_kernel_size = forwarded("linear")
-    has_previous_state = forwarded("linear")
 
     @property
     @override

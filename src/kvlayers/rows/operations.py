@@ -29,7 +29,9 @@ def merge(caches: Sequence[Cache]) -> Cache:
         UnsupportedLayerError: layers that cannot be rows, such as those of transformers.
     """
     if not isinstance(caches, list | tuple) or not caches or not all(isinstance(cache, Cache) for cache in caches):
-        raise OptionError(f"`caches` must be a list of at least one cache of kvlayers, got {caches!r}: pass caches.")
+        raise OptionError(
+            f"`caches` must be a list of at least one cache of kvlayers, got {caches!r:.60}: pass [cache, other]."
+        )
     merged: Cache = caches[0].fork()
     merged.extend(*caches[1:])
     return merged

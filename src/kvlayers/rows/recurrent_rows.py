@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
-from kvlayers.core.cache_layer import CacheLayer, LayerTraits
+from kvlayers.core.cache_layer import CacheLayer, LayerTraits, rows_of
 from kvlayers.errors import InterruptedPassError, UnsupportedLayerError
 from kvlayers.recurrent.linear_layer import LinearAttentionLayer
-from kvlayers.recurrent.states import FAMILIES
+from kvlayers.recurrent.states import FAMILIES, LinearStates
 from kvlayers.rows.rows_layer import HeldRows, check_followed, moved_rows, unsaved
 
 
@@ -19,6 +19,7 @@ class RecurrentRows(HeldRows, LinearAttentionLayer):
     """Rows of a `LinearAttentionLayer`, each with its own count of tokens and its own checkpoints.
 
     The states of all rows are one tensor, as models read and write it, and each row holds its part of it as a view.
+    Behind the rows there may be places for more.
 
     Args:
         rows: layers of one sequence. They are handed over.
@@ -33,28 +34,62 @@ class RecurrentRows(HeldRows, LinearAttentionLayer):
         super().__init__(first.number_of_states, first.checkpoints, first.tokens_at_once, first.scans)
         self.rows: list[Any] = list(rows)
         self._is_torn = False
+        self._memory: dict[tuple[str, int], Tensor | None] = {}
         self._join()
 
-    def _join(self) -> None:
-        """Let the rows hold views of one new tensor for each state."""
-        self._places = len(self.rows)
-        for name in FAMILIES:
-            for index in range(self.number_of_states):
-                states = [vars(row._states)[name][index] for row in self.rows]
+    @property
+    def _places(self) -> int:
+        """How many rows there is memory for."""
+        return next((memory.shape[0] for memory in self._memory.values() if memory is not None), 0)
+
+    def _join(self, places: int = 0) -> None:
+        """Let the rows hold views of new tensors, with so many places if these are more than the rows."""
+        for key in [(name, index) for name in FAMILIES for index in range(self.number_of_states)]:
+            states = [_held(row)[key] for row in self.rows]
+            filled = [one for one in states if one is not None]
+            memory = None
+            if len(filled) == len(states):
                 # Allocated in inference mode, it could never be written to outside of it.
                 with torch.inference_mode(False), torch.no_grad():
-                    whole = None if any(one is None for one in states) else torch.cat(states)
-                self._hold(name, index, whole)
+                    memory = filled[0].new_empty(max(places, len(filled)), *filled[0].shape[1:])
+                    torch.cat(filled, out=memory[: len(filled)])
+            self._hold(key, memory)
 
-    def _hold(self, name: str, index: int, whole: Tensor | None) -> None:
-        """Hold a state of all rows, of which each row has its part as a view."""
-        vars(self._states)[name][index] = whole
+    def _hold(self, key: tuple[str, int], memory: Tensor | None) -> None:
+        """Hold a state of all rows at the beginning of its memory, and each row its part of it as a view."""
+        name, index = key
+        self._memory[key] = memory
+        whole = vars(self._states)[name][index] = None if memory is None else memory[: len(self.rows)]
         filled = [vars(row._states) for row in self.rows]
         if whole is not None:
             for own, view in zip(filled, torch.split(whole, 1), strict=True):
                 own[name][index] = view
         # A row that was rolled back to nothing has zeros, as it had before its first token.
         vars(self._states)[f"has_{name}"][index] = any(own[f"has_{name}"][index] for own in filled)
+
+    @override
+    def side_by_side(self, layers: Sequence[CacheLayer]) -> CacheLayer:
+        """The rows of this layer, which comes first and whose memory is shared, and those of others.
+
+        If there are no places behind its rows, this layer takes more memory first: if another layer of the cache
+        refuses the rows, it goes on.
+        """
+        self.check_whole()
+        others: list[Any] = rows_of(layers[1:])
+        if any(_filled(row) != _filled(self) for row in others):
+            return super().side_by_side(layers)
+        rows = len(self.rows) + len(others)
+        if rows > self._places:
+            # Half as many more, as a row that joins later is followed by others.
+            self._join(rows + rows // 2)
+        joined = self._twin()
+        joined.rows, joined._memory, joined._states = [*self.rows, *others], {}, LinearStates(self.number_of_states)
+        for key, memory in self._memory.items():
+            with torch.inference_mode(False), torch.no_grad():
+                for place, row in enumerate(others if memory is not None else (), len(self.rows)):
+                    memory[place : place + 1].copy_(_held(row)[key])
+            joined._hold(key, memory)
+        return joined
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -169,11 +204,15 @@ class RecurrentRows(HeldRows, LinearAttentionLayer):
         if moved is None or 2 * len(chosen) <= self._places:
             self._join()
             return
-        for name in FAMILIES:
-            for index, whole in vars(self._states)[name].items():
-                for place, own in moved if whole is not None else ():
-                    whole[place].copy_(whole[own])
-                self._hold(name, index, None if whole is None else whole[: len(chosen)])
+        for key, memory in self._memory.items():
+            for place, own in moved if memory is not None else ():
+                memory[place].copy_(memory[own])
+            self._hold(key, memory)
+
+    @override
+    def trim(self) -> None:
+        if self._places > len(self.rows):
+            self._join()
 
     @override
     def reset(self) -> None:
@@ -189,3 +228,13 @@ class RecurrentRows(HeldRows, LinearAttentionLayer):
         return twin
 
     state = load_state = unsaved
+
+
+def _held(layer: LinearAttentionLayer) -> dict[tuple[str, int], Tensor | None]:
+    """The states of a layer, or of a row, by their family and index."""
+    return {(name, index): states for name in FAMILIES for index, states in vars(layer._states)[name].items()}
+
+
+def _filled(layer: LinearAttentionLayer) -> set[tuple[str, int]]:
+    """Which of these there are."""
+    return {key for key, states in _held(layer).items() if states is not None}

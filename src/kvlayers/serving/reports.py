@@ -75,7 +75,7 @@ def explained(
     """As `PrefixStore.explain`, given the newest look-ups that found less than they might have."""
     lines = [f"{now.tokens_covered} of {now.tokens_asked} tokens that were asked for were stored"]
     counts = sorted(now.bypasses.items(), key=lambda bypass: -bypass[1])
-    lines += [f"{count} calls went on without it: {reason}" for reason, count in counts]
+    lines += [f"{count} call{'s' * (count > 1)} went on without it: {reason}" for reason, count in counts]
     with lock:
         for label, ids, hit in list(recent):
             lines.append(f"{hit.covered} of {len(ids)} tokens: {hit.reason}")

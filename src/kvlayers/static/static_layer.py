@@ -13,7 +13,7 @@ from kvlayers.core.dynamic_layer import DynamicLayer
 from kvlayers.core.layer_list import in_step
 from kvlayers.core.layer_registry import register_layer
 from kvlayers.core.sliding_layer import SlidingLayer, check_window, window_room
-from kvlayers.core.token_layer import TokenLayer
+from kvlayers.core.token_layer import TokenLayer, part_of_form
 from kvlayers.errors import CapacityError, StateMismatchError
 from kvlayers.static.slots import MOST_TOKENS, Buckets
 from kvlayers.static.static_store import StaticStore, check_reserved
@@ -34,6 +34,13 @@ class ReservedLayer(TokenLayer):
     reservation_facts = RESERVATION_FACTS
 
     _store: StaticStore
+    # As layers of transformers that reserve their memory have them, `None` before the first states
+    num_heads = part_of_form("key_form", "kv_heads")
+    k_head_dim = part_of_form("key_form", "head_dim")
+    v_head_dim = part_of_form("value_form", "head_dim")
+    head_dim = part_of_form("key_form", "head_dim")
+    """As `k_head_dim`, by its name in transformers 4."""
+
     token_limit: int | None
     """The most tokens that the layer may see, `None` for no limit."""
     followers: "tuple[ReservedLayer, ...]" = ()
@@ -80,7 +87,7 @@ class ReservedLayer(TokenLayer):
         return (
             type(self) is type(other)
             and self.sliding_window == other.sliding_window
-            and self.sized_for >= other.sized_for
+            and (self.sized_for or 0) >= (other.sized_for or 0)
             and (self.token_limit is None) == (other.token_limit is None)
             and self._store.covers(other._store, batch_size)
         )
@@ -323,11 +330,6 @@ class StaticSlidingLayer(ReservedLayer, SlidingLayer):
     @override
     def sized_for(self) -> int | None:  # type: ignore[override]
         return self._expected
-
-    @property
-    def cumulative_length_int(self) -> int:
-        """As `length`, by the name of transformers, whose layer also counts in a tensor."""
-        return self.length
 
     @override
     def activate_past_recording(self) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from typing_extensions import Self, override
 
 from kvlayers.core.arguments import mismatch, no_room_for_batch, no_room_for_tokens
-from kvlayers.core.buffer import COUNT_DTYPE, StateForm, TokenBuffer, form_of
+from kvlayers.core.buffer import COUNT_DTYPE, StateForm, TokenBuffer, form_of, forms_of_batch
 from kvlayers.core.dense_store import DenseStore
 from kvlayers.core.description import Argument, OptionsArgument
 from kvlayers.core.forward_pass import in_module
@@ -123,7 +123,7 @@ class StaticStore(DenseStore):
 
     @override
     def _validate_other_form(self, keys: Tensor, forms: tuple[StateForm, StateForm]) -> int:
-        raise mismatch(forms, self._forms(), self.length)
+        raise mismatch(forms, self._known_forms(), self.length)
 
     @override
     def append(self, keys: Tensor, values: Tensor) -> None:
@@ -317,21 +317,20 @@ class StaticStore(DenseStore):
     @override
     def _apply_form(self, tokens: int) -> None:
         if self._validated is not None:
-            key_form, value_form = self._validated
             self.check_room(tokens)
-            self.check_reservation(key_form, value_form)
+            self.check_reservation(self._validated)
             # No memory is reserved yet: states that autograd follows are not held in a reservation.
-            self._release((key_form, value_form))
+            self._release(self._validated)
             self._validated = None
 
     @override
     def reserve_form(self, key_form: StateForm, value_form: StateForm) -> None:
-        self.check_reservation(key_form, value_form)
+        self.check_reservation((key_form, value_form))
         self._release((key_form, value_form))
         self._allocate(self.capacity)
 
-    def check_reservation(self, key_form: StateForm, value_form: StateForm) -> None:
-        """Check that the reservation can hold states of these forms.
+    def check_reservation(self, forms: tuple[StateForm, StateForm]) -> None:
+        """Check that the reservation can hold keys and values of these forms.
 
         Raises:
             StateMismatchError: the reservation is for other kv_heads, head_dim or dtype, or on another device.
@@ -339,10 +338,10 @@ class StaticStore(DenseStore):
         """
         if self._reserved is not None:
             reserved = self._reserved[0].form, self._reserved[1].form
-            seen = key_form.of_batch(reserved[0].batch_size), value_form.of_batch(reserved[1].batch_size)
+            seen = forms_of_batch(forms, reserved[0].batch_size)
             if seen != reserved:
                 raise mismatch(seen, reserved, self.length)
-        self.check_batch(key_form.batch_size)
+        self.check_batch(forms[0].batch_size)
 
     @override
     def check_batch(self, batch_size: int) -> None:
@@ -380,21 +379,19 @@ class StaticStore(DenseStore):
     @override
     def _allocate(self, capacity: int) -> None:
         """Move the held tokens to the front of a reservation of `capacity` tokens, a new one if necessary."""
-        forms, length, total = self._forms(), self.length, self.total
+        forms, length, total = self._known_forms(), self.length, self.total
         held = self.newest(length) if length else None
-        reserved = self._reservation(*forms, capacity)
+        reserved = self._reservation(forms, capacity)
         if held is not None and reserved is self._reserved:
             held = held[0].clone(), held[1].clone()
-        self._use_reservation(reserved, *forms, held, 0)
+        self._use_reservation(reserved, forms, held, 0)
         if capacity != self.capacity:
             self._set_capacity(capacity)
         self._set_position(length, total)
 
-    def _reservation(
-        self, key_form: StateForm, value_form: StateForm, capacity: int
-    ) -> tuple[TokenBuffer, TokenBuffer]:
+    def _reservation(self, forms: tuple[StateForm, StateForm], capacity: int) -> tuple[TokenBuffer, TokenBuffer]:
         """The current reservation if it is large enough, else a new one of zeros."""
-        batch_size, current = key_form.batch_size, self._reserved
+        batch_size, current = forms[0].batch_size, self._reserved
         if current is not None and current[0].capacity == capacity and current[0].form.batch_size >= batch_size:
             return current
         self.check_batch(batch_size)
@@ -404,7 +401,7 @@ class StaticStore(DenseStore):
             TokenBuffer.allocate(form.of_batch(rows), capacity, torch.zeros)
             if buffer is None
             else buffer.allocate_like(rows, capacity)
-            for buffer, form in zip(alike, (key_form, value_form), strict=True)
+            for buffer, form in zip(alike, forms, strict=True)
         )
         return keys, values
 
@@ -416,28 +413,27 @@ class StaticStore(DenseStore):
     def _use_reservation(
         self,
         reserved: tuple[TokenBuffer, TokenBuffer],
-        key_form: StateForm,
-        value_form: StateForm,
+        forms: tuple[StateForm, StateForm],
         held: KVPair | None,
         start: int,
     ) -> None:
         """Use the first rows of a reservation, with states `held` from slot `start` on."""
-        keys, values = (buffer.first_sequences(key_form.batch_size) for buffer in reserved)
+        keys, values = (buffer.first_sequences(forms[0].batch_size) for buffer in reserved)
         if held is not None:
             with torch.no_grad():
                 keys.write(start, held[0])
                 values.write(start, held[1])
         self._reserved, self._keys, self._values, self._capacity = reserved, keys, values, keys.capacity
         self._views = None
-        self._key_form, self._value_form, self._tracks_gradients = key_form, value_form, False
+        self._forms, self._tracks_gradients = forms, False
         if self._cursor is None or self._offset_on_device is None:
             with torch.inference_mode(False):
                 self._cursor, self._offset_on_device = (
-                    torch.full((), count, dtype=COUNT_DTYPE, device=key_form.device)
+                    torch.full((), count, dtype=COUNT_DTYPE, device=forms[0].device)
                     for count in (self._end, self.offset)
                 )
         if not torch.compiler.is_compiling():
-            self.mask_extent.mode.device = key_form.device
+            self.mask_extent.mode.device = forms[0].device
             # Memory that a compiled function allocates is one of its results, and has no fixed address.
             for tensor in (keys.tensor, values.tensor, self._cursor, self._offset_on_device):
                 torch._dynamo.mark_static_address(tensor)
@@ -474,7 +470,7 @@ class StaticStore(DenseStore):
         capacity = self.capacity
         while capacity < needed:
             capacity = self.buckets.after(capacity)
-        if self._key_form is None:
+        if self._forms is None:
             self._resize(capacity)
         else:
             self._allocate(capacity)
@@ -575,7 +571,7 @@ class StaticStore(DenseStore):
 
     @override
     def rewritten(self, keys: Tensor, values: Tensor) -> Self:
-        unchanged = (form_of(keys), form_of(values)) == (self._key_form, self._value_form)
+        unchanged = (form_of(keys), form_of(values)) == self._forms
         followed = self._tracks_gradients or keys.requires_grad or values.requires_grad
         if unchanged and self._reserved is not None and not followed and keys.shape[2] <= self.capacity:
             # They may be views of the slots that are erased.
@@ -590,10 +586,10 @@ class StaticStore(DenseStore):
 
     @override
     def select(self, indices: Tensor) -> None:
-        if self._key_form is None or self._value_form is None:
+        if self._forms is None:
             return
         batch_size, length = indices.shape[0], self.length
-        key_form, value_form = self._key_form.of_batch(batch_size), self._value_form.of_batch(batch_size)
+        forms = forms_of_batch(self._forms, batch_size)
         self.check_batch(batch_size)
         self.mask_extent.forget()
         held = None
@@ -601,30 +597,31 @@ class StaticStore(DenseStore):
             keys, values = self.newest(length)
             held = keys.index_select(0, indices.to(keys.device)), values.index_select(0, indices.to(values.device))
         if self._tracks_gradients and held is not None:
-            self._adopt(*held, forms=(key_form, value_form))
+            self._adopt(*held, forms=forms)
         else:
-            reserved = self._reservation(key_form, value_form, self.capacity)
+            reserved = self._reservation(forms, self.capacity)
             for buffer in reserved:
                 # Rows that are dropped now may be used again.
-                buffer.tensor[batch_size : self._key_form.batch_size, :, : self._end].zero_()
-            self._use_reservation(reserved, key_form, value_form, held, self._start)
+                buffer.tensor[batch_size : self._forms[0].batch_size, :, : self._end].zero_()
+            self._use_reservation(reserved, forms, held, self._start)
 
     @override
     def swap_buffers(self, swap: BufferSwap) -> None:
-        if self._reserved is None or self._key_form is None or self._tracks_gradients:
+        if self._reserved is None or self._forms is None or self._tracks_gradients:
             super().swap_buffers(swap)
             return
         start, end = self._start, self._end
         self._reserved = swap(self._reserved[0], start, end), swap(self._reserved[1], start, end)
         if self._keys is not None:
-            self._keys, self._values = (buffer.first_sequences(self._key_form.batch_size) for buffer in self._reserved)
+            rows = self._forms[0].batch_size
+            self._keys, self._values = (buffer.first_sequences(rows) for buffer in self._reserved)
             self._views = None
 
     @override
     def check_state(self, tensors: dict[str, Tensor]) -> int:
         tokens = super().check_state(tensors)
         if tensors:
-            self.check_reservation(form_of(tensors["keys"]), form_of(tensors["values"]))
+            self.check_reservation((form_of(tensors["keys"]), form_of(tensors["values"])))
         return tokens
 
     @override

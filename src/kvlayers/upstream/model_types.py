@@ -84,8 +84,8 @@ def config_of(model_or_config: object) -> PretrainedConfig:
 
         seen = "tokenizer" if isinstance(found, PreTrainedTokenizerBase) else type(model_or_config).__name__
         raise ConfigError(
-            f"`config` must be a model or its config (a PreTrainedConfig), got a {seen}: pass the model itself, or "
-            "model.config."
+            f"`config` must be a model or its config (a PreTrainedConfig), got a {seen}: pass the model itself, "
+            f"{'or AutoConfig.from_pretrained(name)' if seen == 'str' else 'or model.config'}."
         )
     return found
 

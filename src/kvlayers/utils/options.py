@@ -131,7 +131,7 @@ def check_whole_number(
     ):
         return
     within = f", at least {least}" if most is None else f" from {least} to {most}"
-    raise OptionError(f"{name} must be a whole number{f' of {of}' if of else ''}{within}, got {number!r}{advice}.")
+    raise OptionError(f"{name} must be a whole number{f' of {of}' if of else ''}{within}, got {number!r:.60}{advice}.")
 
 
 def checked_device(device: object) -> torch.device:
@@ -146,20 +146,28 @@ def checked_device(device: object) -> torch.device:
         # Torch may list all devices that it knows, of which this machine has few.
         raise OptionError(
             f"`device` must be a device of this machine, got {' '.join(repr(device).split()):.30} "
-            f"({error!s:.90}): pass 'cpu', for example, or leave it out."
+            f"({error!s:.90}): pass 'cpu', for example, or leave it out"
+            f"{'.' if isinstance(device, str | int) else '; a model goes by name, as in config=model.config.'}"
         ) from error
     if found.type == "meta":
         raise OptionError("`device` must hold data, got 'meta': pass 'cpu', or leave it out.")
     return torch.device(found)
 
 
+_SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+
 def checked_dtype(given: object) -> torch.dtype:
-    """The floating-point dtype that is given as itself or by its name: `torch.bfloat16`, or "bfloat16".
+    """The floating-point dtype that is given as itself or by its name: `torch.bfloat16`, "bfloat16" or "bf16".
 
     Raises:
         OptionError: it is not a floating-point dtype.
     """
-    found = getattr(torch, given.removeprefix("torch."), None) if isinstance(given, str) else given
+    found = (
+        getattr(torch, _SHORT_DTYPES.get(given, given.removeprefix("torch.")), None)
+        if isinstance(given, str)
+        else given
+    )
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
         raise OptionError(
             f"`dtype` must be a floating-point torch.dtype or its name, got {given!r}: pass, for example, "

@@ -91,13 +91,12 @@ def bytes_or_share(given: int | str, name: str) -> int | Fraction:
     """
     if not isinstance(given, str) or not given.rstrip().endswith("%"):
         return amount_of_bytes(given, name)
-    share = share_of(given)
-    if not share:
-        raise OptionError(
-            f"`{name}` must be a number of bytes, such as 24GiB, or a share, such as 50%, got {given!r}: pass one of "
-            "them."
-        )
-    return share
+    if share := share_of(given):
+        return share
+    raise OptionError(
+        f"`{name}` must be a number of bytes, such as 24GiB, or a share of full precision up to 100%, such as 50%, "
+        f"got {given!r}: pass one of them."
+    )
 
 
 def share_of(given: object) -> Fraction | None:
@@ -114,7 +113,10 @@ def share_of(given: object) -> Fraction | None:
 def _quantity(text: str, units: dict[str, int], requirement: str) -> int:
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     if found is None or found[2].lower() not in units:
-        raise OptionError(f"{requirement}, got {text!r}: pass such a number.")
+        raise OptionError(
+            f"{requirement}, got {text!r}: pass such a number"
+            f"{'; a path or a URL goes by `directory`' if '/' in text and units is _BYTES else ''}."
+        )
     amount = int(Fraction(found[1]) * units[found[2].lower()])
     if amount > MOST:
         raise OptionError(f"{requirement}, got more than any machine has: {text[:20]}.")

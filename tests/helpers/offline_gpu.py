@@ -12,7 +12,8 @@ from unittest import mock
 
 import torch
 
-from lib.internals import DeviceFacts, TritonKernel, triton_support
+from kvlayers.utils import triton_support
+from kvlayers.utils.triton_support import DeviceFacts, TritonKernel
 
 META = torch.device("meta")
 

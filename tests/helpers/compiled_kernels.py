@@ -1,19 +1,16 @@
-"""Compiles every Triton kernel for GPUs that need not be there: registers, spills and shared memory of each.
+"""Compiles Triton kernels for GPUs that need not be there, and prints what each needs as JSON.
 
-    python lab/benchmarks/compiled_kernels.py [--capability 80 86 89 90 100 120] [--only TEXT] [--few] [--json PATH]
+    python tests/helpers/compiled_kernels.py
 
 The kernels are those that a quantized layer launches for a prompt, for a decoded token and for its states in full
 precision, and that of a shared prefix, on meta tensors in place of a GPU's. triton compiles them for each compute
-capability, and `ptxas`, which comes with triton, reports what they need. The exit code is the number of kernels that
-need more shared memory than the GPU has.
+capability, and `ptxas`, which comes with triton, reports what they need.
 """
 
-import argparse
 import dataclasses
 import itertools
 import json
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -21,18 +18,14 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import kvlayers
-from lib.internals import (
-    DenseSegment,
-    GatheredSegment,
-    KVSegments,
-    PackedSegment,
-    PackedStates,
-    PathCounter,
-    Quantization,
-    QuantizedStore,
-    dispatch,
-)
-from lib.offline_gpu import META, SHARED_MEMORY, Compiled, Launch, as_gpu, compiled, recorded_launches
+from kvlayers.kernels.attention import dispatch
+from kvlayers.kernels.attention.dispatch import PathCounter
+from kvlayers.kernels.attention.packed_tensor import PackedStates
+from kvlayers.kernels.attention.segment_kinds import DenseSegment, PackedSegment
+from kvlayers.kernels.attention.segments import GatheredSegment, KVSegments
+from kvlayers.quantized.quantization import Quantization
+from kvlayers.quantized.quantized_store import QuantizedStore
+from offline_gpu import META, Compiled, Launch, as_gpu, compiled, recorded_launches
 
 KV_HEADS, GROUPS, PROMPT = 8, 4, 8192
 
@@ -66,20 +59,9 @@ class Case:
 
 
 def cases() -> Iterator[Case]:
-    formats = [Quantization(nbits=bits) for bits in (4, 8, 2)] + [Quantization(backend="fp8", nbits=8)]
-    for head_dim, quantization in itertools.product((128, 64, 256, 96), formats):
-        yield Case(quantization, head_dim)
-    for quantization, dtype in itertools.product(formats, (torch.float16, torch.float32)):
-        yield Case(quantization, dtype=dtype)
-    for quantization, queries in itertools.product(formats, (5, 16)):
-        yield Case(quantization, queries=queries)
-        yield Case(quantization, queries=queries, masked=True)
-    for quantization, readers in itertools.product(formats, (4, 8)):
-        yield Case(quantization, readers=readers)
-    for head_dim, quantization in itertools.product((128, 64, 256), formats):
-        yield Case(quantization, head_dim, gathered=True)
-    yield Case(formats[0], gathered=True, masked=True)
-    yield Case(formats[0], gathered=True, queries=16)
+    four, eight = Quantization(nbits=4), Quantization(nbits=8)
+    yield from (Case(four), Case(four, 64), Case(eight), Case(eight, 64))
+    yield from (Case(four, readers=4), Case(four, readers=8), Case(four, gathered=True))
 
 
 FEW = {
@@ -101,11 +83,11 @@ FEW = {
     ),
     120: ("attend_split: native 4, head_dim 128", "read_block: native 4, head_dim 128"),
 }
-"""The kernels for one query in bfloat16 that `--few` compiles, by compute capability."""
+"""The kernels that are compiled, for one query in bfloat16, by compute capability."""
 
 
-def is_among_few(name: str, capability: int) -> bool:
-    few = FEW.get(capability, ())
+def is_wanted(name: str, capability: int) -> bool:
+    few = FEW[capability]
     return name in few or (name.endswith("bfloat16, 1 query") and name.rpartition(", bfloat16")[0] in few)
 
 
@@ -153,10 +135,10 @@ def gathered_segments(segments: KVSegments, new: list[Tensor]) -> Iterator[KVSeg
         yield KVSegments((GatheredSegment(source, *tables, width), DenseSegment(*new)))
 
 
-def measured(capabilities: list[int], is_wanted: Callable[[str, int], bool]) -> Iterator[dict[str, Any]]:
+def measured() -> Iterator[dict[str, Any]]:
     """What each kernel of each case needs. A kernel that several cases share is compiled once."""
     seen: set[tuple[Any, ...]] = set()
-    for case, capability in itertools.product(cases(), capabilities):
+    for case, capability in itertools.product(cases(), FEW):
         for launch in launches_of(case, capability):
             name = f"{launch.kernel.name}: {case.name}"
             if (capability, launch.variant) in seen or not is_wanted(name, capability):
@@ -166,29 +148,5 @@ def measured(capabilities: list[int], is_wanted: Callable[[str, int], bool]) -> 
             yield {"kernel": launch.kernel.name, "case": case.name, **dataclasses.asdict(needs), "fits": needs.fits}
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--capability", type=int, nargs="+", default=[80, 86, 89, 90, 100, 120], choices=SHARED_MEMORY)
-    parser.add_argument("--only", default="", help="only kernels and cases with this text")
-    parser.add_argument("--json", type=Path, help="write the rows to a file")
-    parser.add_argument("--few", action="store_true", help="only the kernels that the tests compile, half a minute")
-    given = parser.parse_args(arguments)
-    rows = []
-    wanted = is_among_few if given.few else lambda name, capability: given.only in name
-    for row in measured(given.capability, wanted):
-        rows.append(row)
-        note = "" if row["fits"] else "  MORE THAN THE GPU HAS"
-        print(
-            f"sm_{row['capability']:<4} {row['kernel']:18} {row['case']:48} {row['registers']:3} registers "
-            f"{row['spilled']:4} bytes spilled {row['shared']:7} bytes shared {row['warps']} warps{note}",
-            flush=True,
-        )
-        if given.json is not None:
-            given.json.write_text(json.dumps(rows, indent=1))
-    if not rows:
-        parser.error(f"no kernel or case has {given.only!r} in its name")
-    return sum(not row["fits"] for row in rows)
-
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    print(json.dumps(list(measured())))

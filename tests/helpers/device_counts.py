@@ -19,9 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
-from lib.internals import BlockingTransfers, TritonKernel
-from lib.offline_gpu import META as DEVICE
-from lib.offline_gpu import as_gpu
+from kvlayers.offload.transfers import BlockingTransfers
+from kvlayers.utils.triton_support import TritonKernel
+from offline_gpu import META as DEVICE
+from offline_gpu import as_gpu
 
 WITHOUT_KERNEL = {"empty", "empty_strided", "new_empty", "new_empty_strided", "empty_like", "set_", "_unsafe_view"}
 """Operators that launch nothing, beside views."""

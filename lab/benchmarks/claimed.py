@@ -6,6 +6,7 @@ record.
 
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -394,10 +395,13 @@ def tables(record: Mapping[str, Any]) -> str:
 
     What was never measured is not claimed.
     """
-    return "\n\n".join(_table(record, group) for group in GROUPS if group.name in record)
+    groups = [group for group in GROUPS if group.name in record]
+    usual, _ = Counter(_where(record[group.name]) for group in groups).most_common(1)[0]
+    said = f"Measured, where nothing else is said: {usual}"
+    return "\n\n".join([said, *(_table(record, group, usual) for group in groups)])
 
 
-def _table(record: Mapping[str, Any], group: Group) -> str:
+def _table(record: Mapping[str, Any], group: Group, usual: str) -> str:
     columns = list(dict.fromkeys(claim.column for claim in group.claims))
     cells: dict[str, dict[str, str]] = {}
     for claim in group.claims:
@@ -405,9 +409,10 @@ def _table(record: Mapping[str, Any], group: Group) -> str:
         seen = "not recorded" if value is None else written(value, claim.form)
         cells.setdefault(claim.row, {})[claim.column] = f"{claim.asked} ({seen})"
     more = f" [More figures](#{group.figures})." if group.figures else ""
-    where = f"{group.conditions} {_where(record.get(group.name))}{more}"
+    where = _where(record[group.name])
+    conditions = f"{group.conditions}{'' if where == usual else f' {where}'}{more}"
     rows = [[row, *(own.get(column, "") for column in columns)] for row, own in cells.items()]
-    return "\n\n".join([f"### {group.title}", where, markdown(["", *columns], rows)])
+    return "\n\n".join([f"### {group.title}", conditions, markdown(["", *columns], rows)])
 
 
 def written(value: float, form: str) -> str:

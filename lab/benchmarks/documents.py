@@ -5,8 +5,8 @@
     python lab/benchmarks/documents.py --write    # the recorded figures, into docs/documents.md
 
 `join`: seconds to the first token after six documents in a new order, which a store has, and the bytes of the store in
-memory and in files. `replace`: a changed line in the middle of a context: seconds, KL divergence after it, and answers
-to questions about the changed line and about a line after it. `kl` and `tasks`: `kvlayers fidelity --documents`. The
+memory and in files. `replace`: a changed line in the middle of a context: seconds, and KL divergence after it. `kl` and
+`tasks`: `kvlayers fidelity --documents`. The
 answers are written as they come, so that a second start goes on where the first one stopped. Contenders take turns, and
 seconds are medians over the trials.
 
@@ -30,18 +30,7 @@ from torch import Tensor
 import kvlayers
 import pages
 from lib import report
-from lib.internals import (
-    Decoding,
-    TaskSample,
-    answer,
-    answer_score,
-    default_text,
-    divergences,
-    newest_logits,
-    passages,
-    quiet_clock,
-    samples_of,
-)
+from lib.internals import default_text, divergences, newest_logits, passages, quiet_clock
 from lib.timing import Turns
 
 DOCUMENTS = 6
@@ -56,7 +45,7 @@ def options() -> report.Options:
     made.real_model(in_quick="none")
     made.sized("--document-tokens", 512, 48, "tokens of each document of `join` and `kl`")
     made.sized("--task-tokens", 256, 0, "tokens of each document of `tasks`")
-    made.sized("--samples", 2, 1, "samples of each task and document, and of each question of `replace`")
+    made.sized("--samples", 2, 1, "samples of each task and document")
     made.sized("--context", 4096, 128, "tokens of the context whose middle changes")
     made.sized("--passages", 6, 1, "sets of documents of `kl`")
     made.sized("--trials", 3, 1, "trials of `join`, and contexts of `replace`")
@@ -170,18 +159,6 @@ def changed_middle(new: Sequence[int], other: Sequence[int], start: int) -> Chan
     return Change(old, list(new), start, start + CHANGED_TOKENS, start + NEW_TOKENS)
 
 
-def changed_number(sample: TaskSample) -> Change:
-    """Before, the context had another number where it has the answer now."""
-    new, wanted = list(sample.context_ids), list(sample.answer_ids)
-    if len(wanted) < 2:
-        raise ValueError("The answer must have two tokens, so that one can go.")
-    start = next(place for place in range(len(new)) if new[place : place + len(wanted)] == wanted)
-    stop = start + len(wanted)
-    # The digits in another order, and one of them less, so that all that follows them moves.
-    digits = new[start:stop]
-    return Change([*new[:start], *digits[:1], *digits[:0:-1][1:], *new[stop:]], new, start, stop - 1, stop)
-
-
 class Replacing:
     """Caches of a context after its change.
 
@@ -213,7 +190,7 @@ class Replacing:
 
 
 def replace(run: report.Session) -> dict[str, Any]:
-    """A changed line in the middle of a context: seconds, KL divergence, and answers."""
+    """A changed line in the middle of a context: seconds, and KL divergence."""
     subject, given = Subject(run), run.given
     contenders: dict[str, int | str | None] = {ALL: None, **{str(amount): amount for amount in AMOUNTS}}
     turns = Turns(contenders)
@@ -245,51 +222,14 @@ def replace(run: report.Session) -> dict[str, Any]:
         for name in contenders
     }
     run.expect(found["100%"]["kl"] < 1e-6, "recomputing all that follows the change differs from computing all")
-    if subject.tokenizer is not None:
-        for name, scores in answers(run, subject, contenders).items():
-            found[name] |= scores
     columns = {
         "s": report.shown("seconds", ".2f"),
         "of computing all": report.shown("share", ".3f"),
         "KL": report.shown("kl", ".2g"),
         "same top-1": report.shown("agreement", ".1%"),
-        "changed line": report.shown("changed", ".2f"),
-        "line after it": report.shown("after", ".2f"),
     }
     run.table(f"A changed line in the middle of {given.context} tokens, {subject.name}", "", {"": found}, columns)
     return found
-
-
-def answers(
-    run: report.Session, subject: Subject, contenders: dict[str, int | str | None]
-) -> dict[str, dict[str, float]]:
-    """Mean scores of questions about the changed line, and about a line after it."""
-    given, scores = run.given, dict[str, dict[str, list[float]]]()
-    asked = [
-        (about, sample)
-        for about, depth in (("changed", 0.5), ("after", 0.75))
-        for sample in samples_of(
-            ["needle", "keys"], [given.context], [depth], given.samples, 0, subject.tokenizer, default_text()
-        )
-    ]
-    tick = run.ticking("questions", len(asked))
-    for about, sample in asked:
-        context = sample.context_ids
-        middle = changed_middle(context, context[len(context) // 4 :], len(context) // 2)
-        replacing = Replacing(subject, changed_number(sample) if about == "changed" else middle)
-        for name, amount in contenders.items():
-
-            def read(
-                amount: int | str | None = amount, of: Replacing = replacing, sample: TaskSample = sample
-            ) -> Decoding:
-                decoding = Decoding(subject.model, of.made(amount))
-                decoding.append(sample.question_ids)
-                return decoding
-
-            said, _ = answer(subject.tokenizer, sample, read)
-            scores.setdefault(name, {}).setdefault(about, []).append(answer_score(said, sample.answers))
-        tick()
-    return {name: {about: sum(own) / len(own) for about, own in each.items()} for name, each in scores.items()}
 
 
 def fidelity(run: report.Session, *arguments: object) -> dict[str, Any]:
@@ -323,12 +263,7 @@ def tasks(run: report.Session) -> dict[str, Any]:
     said = fidelity(run, *arguments, "--recompute", again, "--results", file)
     if not said:
         return {}
-    summary = said["summary"]
-    return {
-        **{name: said[name] for name in ("lengths", "tasks", "samples", "seed")},
-        **{name: summary[name] for name in ("reference", "comparable", "by_length")},
-        "too_weak": [f"{task} at {length} tokens" for task, length in summary["too_weak"]],
-    }
+    return {name: said["summary"][name] for name in ("reference", "comparable")}
 
 
 SECTIONS: dict[str, Callable[[report.Session], dict[str, Any]]] = {
@@ -349,10 +284,6 @@ def model_of(record: dict[str, Any]) -> str:
 def code(recompute: str) -> str:
     """What `recompute=` is given, as code."""
     return f"`{recompute}`" if recompute.isdecimal() else f'`"{recompute}"`'
-
-
-def percent(figure: float | None) -> str:
-    return "" if figure is None else f"{100 * figure:.0f}"
 
 
 def join_table(record: dict[str, Any]) -> str:
@@ -413,65 +344,40 @@ def kl_table(records: Sequence[dict[str, Any]]) -> str:
     )
 
 
-def task_table(record: dict[str, Any]) -> str:
-    """Scores of tasks of each length, and the mean loss."""
-    found = record["results"]["tasks"]
-    by_length = {(each["cache"], each["length"], each["task"]): each for each in found["by_length"]}
-    overall = {each["cache"]: each for each in found["comparable"]}
-    head = ["`recompute`", *(f"{task}, {length:,}" for length in found["lengths"] for task in found["tasks"]), "loss"]
-    rows = []
-    for cache, figures in overall.items():
-        is_exact = cache == found["reference"]
-        scores = [by_length[cache, length, task]["score"] for length in found["lengths"] for task in found["tasks"]]
-        error = f" ± {percent(figures['loss_error'])}" if figures["loss_error"] is not None else ""
-        loss = "" if is_exact else f"{100 * figures['loss']:.1f}{error}"
-        rows.append(["all at once" if is_exact else code(cache.rpartition(" ")[2]), *map(percent, scores), loss])
-    samples = max(each["samples"] for each in found["by_length"])
-    weak = ", ".join(found["too_weak"])
-    without = f" The loss leaves out what the model is too weak for: {weak}." if weak else ""
-    least, most = (
-        f"{100 * figures['loss']:.1f} ± {percent(figures['loss_error'])} points with {code(again)}"
-        for cache, figures in overall.items()
-        if (again := cache.rpartition(" ")[2]) in ("0", "30%")
-    )
-    # Twice the standard error is the usual bound.
-    is_shown = any(each["loss"] > 2 * each["loss_error"] for each in overall.values() if each["loss_error"] is not None)
-    loss = f"loses {least}, and {most}" if is_shown else "loses less than twice the error of these samples"
+def loss_table(records: Sequence[dict[str, Any]]) -> str:
+    """What the mean score of tasks loses, by model."""
+    losses = [{each["cache"]: each for each in record["results"]["tasks"]["comparable"]} for record in records]
+    rows = [
+        [
+            code(cache.rpartition(" ")[2]),
+            *(f"{100 * found[cache]['loss']:.1f} ± {100 * found[cache]['loss_error']:.0f}" for found in losses),
+        ]
+        for cache in losses[0]
+        if cache != records[0]["results"]["tasks"]["reference"]
+    ]
+    given = records[0]["arguments"]
     return "\n".join(
         [
-            f"**{model_of(record)} {loss}.** Scores in percent at so many tokens, of which a document has "
-            f"{record['arguments']['task_tokens']}; up to {samples} samples each.{without}",
+            "What the mean score of long-context tasks loses, in percentage points with the standard error over the "
+            f"samples, after 2 and {DOCUMENTS} documents of {given['task_tokens']} tokens:",
             "",
-            pages.markdown(head, rows, "---:"),
+            pages.markdown(["`recompute`", *map(model_of, records)], rows, "---:"),
         ]
     )
 
 
 def replace_table(records: Sequence[dict[str, Any]]) -> str:
-    """A changed line: time, KL divergence and scores, by model."""
-    columns = ("time", "KL", "changed line", "line after it")
-    head = ["`recompute`", *(f"{model_of(record)}, {column}" for record in records for column in columns)]
+    """A changed line: time and KL divergence, by model."""
+    head = ["`recompute`", *(f"{model_of(record)}, {column}" for record in records for column in ("time", "KL"))]
     rows = []
     for name in records[0]["results"]["replace"]:
-        cells = [name if name == ALL else code(name)]
-        for record in records:
-            entry = record["results"]["replace"][name]
-            cells += [
-                f"{entry['share']:.3f}",
-                f"{entry['kl']:.2g}",
-                percent(entry["changed"]),
-                percent(entry["after"]),
-            ]
-        rows.append(cells)
-    answers = [
-        {(entry["changed"], entry["after"]) for entry in record["results"]["replace"].values()} for record in records
-    ]
-    changed = "No score changes" if all(len(each) == 1 for each in answers) else "Some scores change"
+        entries = [record["results"]["replace"][name] for record in records]
+        figures = [figure for each in entries for figure in (f"{each['share']:.3f}", f"{each['kl']:.2g}")]
+        rows.append([name if name == ALL else code(name), *figures])
     return "\n".join(
         [
-            f"**{changed}, however little is recomputed.** {CHANGED_TOKENS} tokens in the middle of "
-            f"{records[0]['arguments']['context']:,} become {NEW_TOKENS}. Time is a share of computing all of it; "
-            "scores of questions are in percent:",
+            f"**A changed line costs a part of the time.** {CHANGED_TOKENS} tokens in the middle of "
+            f"{records[0]['arguments']['context']:,} become {NEW_TOKENS}. Time is a share of computing all of it:",
             "",
             pages.markdown(head, rows, "---:"),
         ]
@@ -488,7 +394,7 @@ def page_tables(joined: dict[str, Any], records: Sequence[dict[str, Any]]) -> st
         [
             join_table(joined),
             kl_table(records),
-            *map(task_table, records),
+            loss_table(records),
             replace_table(records),
             f"{command(joined)}, and {command(records[0])} for each model; {pages.measured_at(joined)}.",
         ]

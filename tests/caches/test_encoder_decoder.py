@@ -20,7 +20,7 @@ from decodings import OPERATIONS, Decoding, Operation, check_goes_on_after, crop
 from families import FAMILIES as OTHERS
 from kvlayers.core.cache_operations import CacheState
 from kvlayers.upstream import cache_argument
-from matrix import once
+from matrix import once, seeds
 from models import CONFIGS, prompt, tiny_model
 
 Pair = kvlayers.EncoderDecoderCache
@@ -520,7 +520,7 @@ OF_PAIRS: tuple[Operation, ...] = (
 """What is done to pairs beside what is done to every cache."""
 
 
-@pytest.mark.parametrize(("family", "operation"), once(FAMILIES, (*OPERATIONS, *OF_PAIRS), times=2))
+@pytest.mark.parametrize(("family", "operation"), once(FAMILIES, (*OPERATIONS, *OF_PAIRS)))
 def test_decoding_goes_on_after_every_operation(family: str, operation: Operation) -> None:
     # The same layers are asked in every family: each of the pairs in one of them.
     for own, cross in MIXED[FAMILIES.index(family) :: len(FAMILIES)]:
@@ -815,7 +815,7 @@ def test_generate_goes_on_from_a_past_without_a_mask_of_the_decoder(family: str,
             model.generate(encoder_ids, past_key_values=cache, **wrong, **how)
 
 
-@pytest.mark.parametrize("index", range(8))
+@pytest.mark.parametrize("index", seeds(2, 8))
 def test_a_draft_that_is_rejected_at_once_is_begun_again(index: int, installed: None) -> None:
     """Until transformers 5.15 its cache is then cropped to a length of zero."""
     model, draft = tiny_model("t5"), tiny_model("t5", seed=1)

@@ -79,7 +79,7 @@ def test_alibi_is_seen_in_a_model_as_in_its_config() -> None:
 
 def test_a_model_in_the_place_of_states_is_told_where_it_belongs(mistral: Any) -> None:
     for wrong in (mistral, mistral.config):
-        with pytest.raises(kvlayers.OptionError, match=f"got a {type(wrong).__name__}: pass it as config="):
+        with pytest.raises(kvlayers.OptionError, match=f"got a {type(wrong).__name__}: pass it as `config`"):
             kvlayers.DynamicCache(wrong)
 
 

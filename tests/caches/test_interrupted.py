@@ -12,6 +12,7 @@ import kvlayers
 from families import model_and_inputs
 from kvlayers.core.buffer import TokenBuffer
 from kvlayers.errors import InterruptedPassError, RollbackError
+from matrix import once
 from models import COMMON, bare, fresh_model, given, prompt
 from versions import need_recurrent_layers
 
@@ -103,8 +104,7 @@ PASSES: dict[str, tuple[list[int], str, Callable[[Any], object]]] = {
 """New tokens of each pass, of which the last one is interrupted; what is said then; and how it is mended."""
 
 
-@pytest.mark.parametrize("which", PASSES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "which"), once(KINDS, PASSES))
 def test_an_interrupted_pass_is_noticed_and_taken_back(kind: str, which: str) -> None:
     model, ids, whole = model_of("llama"), prompt(2, 16), KINDS[kind](model_of("llama").config)
     (*before, last), words, take_back = PASSES[which]

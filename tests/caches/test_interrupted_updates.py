@@ -15,6 +15,7 @@ import families
 import fresh_process
 import kvlayers
 from kvlayers.errors import InterruptedPassError, KVLayersError, UnsupportedLayerError
+from matrix import once, some
 from models import given, prompt, tiny_model
 from versions import need_recurrent_layers
 
@@ -153,8 +154,7 @@ ATTENDING = ("llama", "mistral", "gemma3")
 RECURRENT = ("mamba2", "mamba", "falcon_h1", "jamba", "qwen3_next")
 
 
-@pytest.mark.parametrize("part", ["prompt", "first step", "step"])
-@pytest.mark.parametrize("family", [*ATTENDING, *RECURRENT])
+@pytest.mark.parametrize(("family", "part"), once([*ATTENDING, *RECURRENT], ["prompt", "first step", "step"]))
 def test_a_pass_that_is_made_again_is_right_or_refused(family: str, part: str) -> None:
     assert check(family, "dynamic", part) > 0
 
@@ -164,19 +164,17 @@ def test_a_chunk_that_is_passed_again_is_right_or_refused(family: str) -> None:
     assert check(family, "dynamic", "chunk", sequences=2) > 0
 
 
-@pytest.mark.parametrize("kind", ["static", "int4", "evicting", "sinks"])
-@pytest.mark.parametrize("family", ["llama", "falcon_h1"])
+@pytest.mark.parametrize(("kind", "family"), once(["static", "int4", "evicting", "sinks"], ["llama", "falcon_h1"]))
 def test_so_it_is_in_other_caches(kind: str, family: str) -> None:
     assert check(family, kind, "first step") > 0
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "static"])
-@pytest.mark.parametrize("family", ["llama", "mamba2", "falcon_h1"])
+@pytest.mark.parametrize(("family", "kind"), once(["llama", "mamba2", "falcon_h1"], ["dynamic", "static"]))
 def test_so_it_is_in_rows(family: str, kind: str) -> None:
     assert check(family, kind, "first step", 2, before=rows) > 0
 
 
-@pytest.mark.parametrize("family", ["llama", "mamba2", "falcon_h1"])
+@pytest.mark.parametrize("family", some(["llama", "mamba2", "falcon_h1"], ["mamba2"]))
 def test_another_process_notices_it(family: str, tmp_path: pathlib.Path) -> None:
     model, ids = model_of(family), prompt(1, END)
     cache = begun(model, "dynamic", ids, [(0, 6), (6, 7)])
@@ -219,8 +217,7 @@ BETWEEN: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("between", BETWEEN)
-@pytest.mark.parametrize("family", ["llama", "mamba2", "falcon_h1"])
+@pytest.mark.parametrize(("between", "family"), once(BETWEEN, ["llama", "mamba2", "falcon_h1"]))
 def test_no_copy_forgets_it(family: str, between: str) -> None:
     try:
         errors = check(family, "dynamic", "first step", 2, between=BETWEEN[between])
@@ -229,8 +226,7 @@ def test_no_copy_forgets_it(family: str, between: str) -> None:
     assert errors > 0
 
 
-@pytest.mark.parametrize("family", ["mamba2", "mamba", "falcon_h1", "qwen3_next"])
-@pytest.mark.parametrize("part", ["prompt", "step"])
+@pytest.mark.parametrize(("family", "part"), once(["mamba2", "mamba", "falcon_h1", "qwen3_next"], ["prompt", "step"]))
 def test_a_scan_that_is_missing_is_put_back_and_in_no_store_or_file(
     family: str, part: str, tmp_path: pathlib.Path
 ) -> None:

@@ -314,8 +314,7 @@ TURNS: dict[str, str] = {
 }
 
 
-@pytest.mark.parametrize("turns", TURNS)
-@pytest.mark.parametrize("family", ["qwen2", "hybrid", "mistral"])
+@pytest.mark.parametrize(("turns", "family"), once(TURNS, ["qwen2", "hybrid", "mistral"]))
 def test_eager_and_compiled_steps_may_take_turns(family: str, turns: str) -> None:
     steps = TURNS[turns]
     inputs, expected = reference(family)
@@ -560,12 +559,7 @@ def test_a_cache_that_is_full_after_others_of_another_size_says_so_too(counted: 
 
 @pytest.mark.parametrize(
     ("capacity", "family", "reads_buckets"),
-    [
-        # Each family at each boundary, and each of the two ways with either.
-        (capacity, family, (row + column) % 2 == 0)
-        for row, capacity in enumerate([1, PROMPT - 1, PROMPT, PROMPT + 1, 23, 24])
-        for column, family in enumerate(["qwen2", "hybrid", "mistral", "llama4"])
-    ],
+    once([1, PROMPT - 1, PROMPT, PROMPT + 1, 23, 24], ["qwen2", "hybrid", "mistral", "llama4"], [True, False], times=2),
 )
 def test_a_cache_that_may_grow_does_so_at_any_boundary(family: str, capacity: int, reads_buckets: bool) -> None:
     inputs, expected = reference(family)
@@ -598,9 +592,9 @@ MISFITS: dict[str, tuple[type[KVLayersError], str, Callable[[], Inputs]]] = {
 }
 
 
-@pytest.mark.parametrize("reads_buckets", [True, False])
-@pytest.mark.parametrize("misfit", MISFITS)
-@pytest.mark.parametrize("family", ["qwen2", "hybrid"])
+@pytest.mark.parametrize(
+    ("misfit", "family", "reads_buckets"), once(MISFITS, ["qwen2", "hybrid"], [True, False], times=2)
+)
 def test_states_that_a_reservation_is_not_for_leave_it_as_it_was(family: str, misfit: str, reads_buckets: bool) -> None:
     error, says, make = MISFITS[misfit]
     inputs, expected = reference(family)

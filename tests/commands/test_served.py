@@ -111,7 +111,7 @@ def serve(tmp_path: Path) -> Iterator[Any]:
     started: list[Any] = []
     changed: list[Any] = []
 
-    def start(*families: str, by_key: PrefixStore | None = None) -> tuple[Any, list[str]]:
+    def start(*families: str, by_key: PrefixStore | None = None, **options: Any) -> tuple[Any, list[str]]:
         names = []
         for family in families:
             directory = save_model(tmp_path / family, family)
@@ -125,7 +125,7 @@ def serve(tmp_path: Path) -> Iterator[Any]:
         changed.extend(served.report_reuse())
         if by_key is not None:
             changed.append(served.separate_keys(by_key, "mine"))
-        started.append(serving.Serve(port=port, device="cpu", dtype="float32", non_blocking=True))
+        started.append(serving.Serve(port=port, device="cpu", dtype="float32", non_blocking=True, **options))
         for _ in range(100):
             try:
                 urllib.request.urlopen(f"http://localhost:{port}/health")
@@ -230,3 +230,42 @@ def test_each_key_has_a_namespace_of_its_own(serve: Any) -> None:
     for key, cached in (("one", 0), ("other", 0), ("one", tokens - 1), ("other", tokens - 1)):
         assert ask(client.with_options(api_key=key), model, TEXT)[1] == cached
     assert store.statistics.hits == 2
+
+
+def rows_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "kvlayers rows"]
+
+
+@pytest.mark.slow
+def test_rows_of_a_server_outlive_clients_that_hang_up_and_prompts_without_end(serve: Any) -> None:
+    pytest.importorskip("transformers.cli.serving.server", reason="this server has no continuous batching of its own")
+    kvlayers.install()
+    client, (model,) = serve("llama", continuous_batching=True)
+    texts = [f"w{each} {TEXT[:40]}" for each in range(8)]
+    expected = [ask(client, model, text)[0] for text in texts]
+    assert len(rows_threads()) == 1
+
+    def hang_up(text: str) -> None:
+        answer = client.chat.completions.create(
+            model=model, messages=[{"role": "user", "content": text}], temperature=0, max_tokens=400, stream=True
+        )
+        next(chunk for chunk in answer if chunk.choices and chunk.choices[0].delta.content)
+        answer.close()
+
+    def ask_too_much() -> None:
+        # The server tells its log why.
+        with pytest.raises(Exception, match="Error code: 500"):
+            ask(client, model, "sea " * 5000)
+
+    async def all_at_once() -> list[Any]:
+        answers = [asyncio.to_thread(ask, client, model, text, bool(each % 2)) for each, text in enumerate(texts * 4)]
+        others = [
+            *(asyncio.to_thread(hang_up, text) for text in texts),
+            *(asyncio.to_thread(ask_too_much) for _ in range(4)),
+        ]
+        return (await asyncio.gather(*answers, *others))[: len(answers)]
+
+    assert [text for text, _ in asyncio.run(all_at_once())] == expected * 4
+    assert ask(client, model, texts[0])[0] == expected[0]
+    (thread,) = rows_threads()
+    assert thread.is_alive()

@@ -17,8 +17,8 @@ import versions
 from kvlayers import store_document
 from kvlayers.errors import CapacityError, ConfigError, KVLayersError, OptionError, UnsupportedLayerError
 from kvlayers.generation.prefix_reuse import active_store
+from matrix import once
 from models import fresh_model, prompt, tiny_model, tokens_passed
-from redis_server import running, why_not
 from vision_models import any_seeing_model
 
 A, B, C = (prompt(1, tokens, tokens) for tokens in (19, 24, 21))
@@ -73,8 +73,7 @@ def test_documents_are_one_text_unless_less_is_asked_for(family: str) -> None:
         assert_same(answer(model, list(documents), store), expected)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("recompute", [0, 3, "30%"])
+@pytest.mark.parametrize(("family", "recompute"), once(FAMILIES, [0, 3, "30%"]))
 def test_documents_are_those_that_are_put_together_by_hand(family: str, recompute: Any) -> None:
     model, store = tiny_model(family), kvlayers.PrefixStore()
     for documents in ([A, B, C], [C, A], [B, A, B]):
@@ -93,8 +92,9 @@ def test_documents_are_those_that_are_put_together_by_hand(family: str, recomput
     assert off.abs().max() > 0.01
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"num_beams": 3, "num_return_sequences": 2}])
+@pytest.mark.parametrize(
+    ("family", "options"), once(FAMILIES, [{}, {"num_beams": 3}, {"num_beams": 3, "num_return_sequences": 2}])
+)
 def test_all_that_is_recomputed_is_exact_with_beams_too(family: str, options: dict[str, Any]) -> None:
     # The second document is short, so that windows reach beyond it.
     model, documents = tiny_model(family), [C, A[:, :3]]
@@ -166,20 +166,6 @@ def test_nothing_of_a_stored_document_is_computed_again(tmp_path: pathlib.Path) 
         assert store.statistics.bytes == 0
         check(store)
     check(kvlayers.PrefixStore(directory=tmp_path))
-
-
-@pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")
-def test_documents_on_a_server(tmp_path: pathlib.Path) -> None:
-    model = fresh_model("gemma3")
-    with running(tmp_path) as url:
-        with kvlayers.PrefixStore(directory=url) as store:
-            answer(model, [A, B], store, beginning=SYSTEM, recompute=0)
-        other = kvlayers.PrefixStore(directory=url)
-        with tokens_passed(model) as passed:
-            found = answer(model, [B, A], other, beginning=SYSTEM, recompute=0)
-        assert passed == [4, *[1] * (NEW - 1)]
-        assert found.cached_tokens == (49,)
-        assert_same(found, answer(model, [B, A], beginning=SYSTEM, recompute=0))
 
 
 @pytest.mark.parametrize(("recompute", "kept"), [(0, 43), (2, 41), (100, 24), ("50%", 33)])

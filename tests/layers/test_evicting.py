@@ -75,6 +75,16 @@ def attend_by_products(queries: Tensor, keys: Tensor, values: Tensor, mask: Tens
     return (scores if mask is None else scores.masked_fill(~mask, -torch.inf)).softmax(-1) @ values
 
 
+def attend_by_groups(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+    """The query heads of a KV head are queries, as transformers' "sdpa" has it beside a mask."""
+    columns, rows = keys.shape[2], queries.shape[2]
+    if mask is None:
+        mask = torch.ones(rows, columns, dtype=torch.bool).tril(columns - rows)
+    masks = mask.expand(*queries.shape[:3], columns).reshape(*keys.shape[:2], -1, columns)
+    attended = attend_by_sdpa(queries.reshape(*keys.shape[:2], -1, HEAD_DIM), keys, values, masks)
+    return attended.reshape(queries.shape)
+
+
 class Pair:
     """A layer beside its oracle. Both get the same states."""
 
@@ -132,59 +142,34 @@ class Pair:
             self.step(tokens)
 
 
-def pair(rule: str, per_head: bool = False, **amounts: Any) -> Pair:
-    layer = EvictingLayer(rule, sink_tokens=SINKS, recent_tokens=RECENT, per_head=per_head, **amounts)
-    oracle = EvictionOracle(eviction_rule(rule), sinks=SINKS, recent=RECENT, per_head=per_head, **amounts)
-    return Pair(layer, oracle)
+def pair(rule: str, per_head: bool = False, padding: list[int] | None = None, **amounts: Any) -> Pair:
+    how = {"per_head": per_head, **amounts}
+    layer = EvictingLayer(rule, sink_tokens=SINKS, recent_tokens=RECENT, left_padding=padding, **how)
+    return Pair(layer, EvictionOracle(eviction_rule(rule), sinks=SINKS, recent=RECENT, padding=padding, **how))
 
 
-READINGS = {
-    "a prompt and tokens": [100, *[1] * (2 * STEP + 4)],
-    "chunks": [50, 50, 3, 70, 2, 1, 1, 40],
-    "token by token": [1] * (48 + 2 * STEP + 4),
-    "a short prompt": [10, 1, 5, 1, 20, *[1] * (STEP + 16)],
+READINGS: dict[str, tuple[list[int], list[int] | None]] = {
+    "a prompt and tokens": ([100, *[1] * (2 * STEP + 4)], None),
+    "chunks": ([50, 50, 3, 70, 2, 1, 1, 40], None),
+    "token by token": ([1] * (48 + 2 * STEP + 4), None),
+    "a short prompt": ([10, 1, 5, 1, 20, *[1] * (STEP + 16)], None),
+    "padding that is evicted with the prompt": ([100, *[1] * (2 * STEP + 4), 20, 1], [0, 30]),
+    "padding that is longer than the first chunks": ([60, 60, 1, 30, 1, 60, *[1] * 70], [0, 130]),
 }
+"""How tokens come, and the padding before each sequence."""
 
 
-@pytest.mark.parametrize(("rule", "amount", "reading"), product(RULES, AMOUNTS, READINGS))
-def test_attention_is_that_over_the_kept_tokens(rule: str, amount: str, reading: str) -> None:
-    together = pair(rule, **AMOUNTS[amount])
-    for tokens in READINGS[reading]:
-        together.step(tokens)
-
-
-@pytest.mark.parametrize("reading", ["a prompt and tokens", "chunks"])
-@pytest.mark.parametrize("amount", AMOUNTS)
-@pytest.mark.parametrize("rule", ["knorm", "test_window"])
-def test_heads_hold_different_tokens(rule: str, amount: str, reading: str) -> None:
-    together = pair(rule, per_head=True, **AMOUNTS[amount])
-    differ = []
-    for tokens in READINGS[reading]:
-        together.step(tokens)
-        differ.append(held_tokens(together.layer.store).counts.unique().numel() > 1)
-    assert any(differ)
-
-
-PADDED = {
-    "evicted with the prompt": ([0, 30], [100, *[1] * (2 * STEP + 4), 20, 1]),
-    "longer than the first chunks": ([0, 130], [60, 60, 1, 30, 1, 60, *[1] * 70]),
-}
-
-
-@pytest.mark.parametrize("case", PADDED)
-@pytest.mark.parametrize("per_head", [False, True])
-@pytest.mark.parametrize("amount", AMOUNTS)
-@pytest.mark.parametrize("rule", ["knorm", "test_window"])
-def test_padding_is_evicted_and_not_counted(rule: str, amount: str, per_head: bool, case: str) -> None:
-    padding, reading = PADDED[case]
-    layer = EvictingLayer(
-        rule, **AMOUNTS[amount], sink_tokens=SINKS, recent_tokens=RECENT, per_head=per_head, left_padding=padding
-    )
-    oracle = EvictionOracle(
-        eviction_rule(rule), **AMOUNTS[amount], sinks=SINKS, recent=RECENT, padding=padding, per_head=per_head
-    )
-    together = Pair(layer, oracle)
-    for tokens in reading:
+@pytest.mark.parametrize(
+    ("rule", "amount", "per_head", "attend", "reading"),
+    product(RULES, AMOUNTS, [False, True], [attend_by_sdpa, attend_by_products, attend_by_groups], READINGS),
+)
+def test_attention_is_that_over_the_kept_tokens(
+    rule: str, amount: str, per_head: bool, attend: Callable[..., Tensor], reading: str
+) -> None:
+    chunks, padding = READINGS[reading]
+    together = pair(rule, per_head, padding, **AMOUNTS[amount])
+    together.attend = attend
+    for tokens in chunks:
         together.step(tokens)
 
 
@@ -204,32 +189,6 @@ def test_an_eviction_takes_no_token_of_a_sequence_that_is_not_due() -> None:
     kept = select(torch.randn(2, 2, 43), wanted, padding=43 - counts, floor=HEAD_FLOOR).counts
     assert kept[0].tolist() == [30, 33]
     assert int(kept[1].sum()) == 2 * 36
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_eager_attention_shows_its_queries_too(rule: str) -> None:
-    together = pair(rule, budget=48)
-    together.attend = attend_by_products
-    for tokens in (100, *[1] * (2 * STEP + 4), 20):
-        together.step(tokens)
-
-
-def attend_by_groups(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
-    """The query heads of a KV head are queries, as transformers' "sdpa" has it beside a mask."""
-    columns, rows = keys.shape[2], queries.shape[2]
-    if mask is None:
-        mask = torch.ones(rows, columns, dtype=torch.bool).tril(columns - rows)
-    masks = mask.expand(*queries.shape[:3], columns).reshape(*keys.shape[:2], -1, columns)
-    attended = attend_by_sdpa(queries.reshape(*keys.shape[:2], -1, HEAD_DIM), keys, values, masks)
-    return attended.reshape(queries.shape)
-
-
-@pytest.mark.parametrize("rule", ["test_window", "test_all_queries"])
-def test_queries_of_a_group_of_heads_are_told_apart(rule: str) -> None:
-    together = pair(rule, per_head=True, budget=48)
-    together.attend = attend_by_groups
-    for tokens in (100, *[1] * 100, 20, 1):
-        together.step(tokens)
 
 
 def _state(layer: EvictingLayer) -> EvictingLayer:

@@ -8,6 +8,7 @@ from kvlayers import CacheLayer
 from layer_kinds import KINDS, OPERATIONS, STATES
 from matrix import product
 from oracle import Oracle, states
+from rounds import NIGHTLY
 
 
 @pytest.mark.parametrize("past", STATES)
@@ -46,7 +47,7 @@ def test_a_layer_decodes_as_the_oracle_does_after_an_operation(kind: str, operat
 def test_a_layer_agrees_with_the_oracle_at_every_length(kind: str, grow: int) -> None:
     layer, oracle = KINDS[kind]()
     generator = torch.Generator().manual_seed(2)
-    while oracle.fits(grow) and oracle.length < 300:
+    while oracle.fits(grow) and oracle.length < (300 if NIGHTLY else 160):
         step(layer, oracle, grow, generator)
 
 

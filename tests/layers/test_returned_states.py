@@ -66,13 +66,13 @@ LAYERS: dict[str, Callable[[], CacheLayer]] = {
 
 
 @pytest.mark.parametrize("kind", LAYERS)
-@pytest.mark.parametrize("seed", seeds(3, 12))
+@pytest.mark.parametrize("seed", seeds(2, 12))
 def test_packed_states_stay_as_they_were_or_are_refused_while_forks_come_and_go(kind: str, seed: int) -> None:
     random.seed(seed)
     torch.manual_seed(seed)
     layer, forks = LAYERS[kind](), list[CacheLayer]()
     held: list[tuple[Pair, list[Tensor]]] = []
-    for _ in range(120):
+    for _ in range(80):
         returned = layer.update(*some_states(random.choice([1, 1, 1, 1, 2, 5, 30])))
         if isinstance(returned[0], PackedStates):
             held = [*held[-20:], (returned, [states.clone() for states in returned])]

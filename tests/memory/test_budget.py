@@ -1,7 +1,9 @@
 """A cache within a budget: exact while it lasts, never beyond it, and never worse than the bits that it ends with."""
 
 import logging
+import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,9 +20,11 @@ from kvlayers.offload.offloading import Offloading
 from models import given
 from recording_transfers import RecordingTransfers
 
-LAYERS, HEADS, HEAD_DIM, TOKENS = 3, 2, 64, 1100
+LAYERS, HEADS, HEAD_DIM, TOKENS, WINDOW = 3, 2, 64, 800, 400
 TOKEN_BYTES = LAYERS * 2 * HEADS * HEAD_DIM * 4
 BLOCK_BYTES = 64 * 2 * HEADS * HEAD_DIM * 4
+RUN_BYTES = HEADS * HEAD_DIM * 4
+"""Of the vectors that smooth the keys of a run of blocks, of which a layer has eight at most."""
 SMALL: dict[str, Any] = {
     "vocab_size": 97,
     "hidden_size": 64,
@@ -32,20 +36,22 @@ SMALL: dict[str, Any] = {
     "max_position_embeddings": 2048,
 }
 CHUNKS: dict[str, list[int]] = {
-    "one token at a time": [300, *[1] * (TOKENS - 300)],
-    "in turns": [500, 1, 1, 200, 1, 300, 97],
+    "one token at a time": [500, *[1] * (TOKENS - 500)],
+    "in turns": [300, 1, 1, 200, 1, 200, 97],
     "at once": [TOKENS],
 }
 
 
+def config_of(kind: str = "llama", window: int = WINDOW) -> Any:
+    if kind != "windows":
+        return tf.LlamaConfig(**SMALL)
+    types = ["sliding_attention", "full_attention", "sliding_attention"]
+    return tf.Gemma3TextConfig(**SMALL, sliding_window=window, layer_types=types)
+
+
 def model_of(kind: str = "llama") -> Any:
     torch.manual_seed(0)
-    if kind == "windows":
-        types = ["sliding_attention", "full_attention", "sliding_attention"]
-        config: Any = tf.Gemma3TextConfig(**SMALL, sliding_window=400, layer_types=types)
-    else:
-        config = tf.LlamaConfig(**SMALL)
-    return tf.AutoModelForCausalLM.from_config(config).eval()
+    return tf.AutoModelForCausalLM.from_config(config_of(kind)).eval()
 
 
 def states(tokens: int, batch: int = 1, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -65,21 +71,37 @@ def read(cache: Any, chunks: list[int], batch: int = 1, first: int = 0) -> int:
     for tokens in chunks:
         for index in range(LAYERS):
             cache.update(*states(tokens, batch, 7 * position + index), index)
-            most = max(most, cache.nbytes)
+            if tokens > 1 or index == LAYERS - 1:
+                most = max(most, cache.nbytes)
         position += tokens
     return most
 
 
+def bits_of(cache: Any) -> list[int]:
+    """Bits of each layer, 0 of one that is exact."""
+    return [layer.bits[0] if layer.bits else 0 for layer in cache.layers]
+
+
+@pytest.fixture
+def accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Offloading as on a machine with an accelerator."""
+    monkeypatch.setattr(
+        Offloading, "prefetcher", lambda self: Prefetcher(transfers=lambda device: RecordingTransfers())
+    )
+
+
 MAKERS: dict[str, Callable[..., Any]] = {
-    "dynamic": lambda **options: DynamicCache(config=tf.LlamaConfig(**SMALL), **options),
+    "dynamic": lambda **options: DynamicCache(config=config_of(), **options),
     "dynamic without a config": lambda **options: DynamicCache(**options),
-    "quantized": lambda **options: QuantizedCache(config=tf.LlamaConfig(**SMALL), **options),
+    "quantized": lambda **options: QuantizedCache(config=config_of(), **options),
 }
 
 
-@pytest.mark.parametrize("chunks", CHUNKS)
-@pytest.mark.parametrize("share", [1.0, 0.6, 0.4, 0.35])
-@pytest.mark.parametrize("kind", MAKERS)
+CASES = [("dynamic", share, chunks) for share in (1.0, 0.6, 0.43, 0.39) for chunks in CHUNKS]
+CASES += [(kind, share, "in turns") for kind in list(MAKERS)[1:] for share in (1.0, 0.6, 0.39)]
+
+
+@pytest.mark.parametrize(("kind", "share", "chunks"), CASES)
 def test_bytes_stay_within_the_budget(kind: str, share: float, chunks: str) -> None:
     budget = int(TOKENS * TOKEN_BYTES * share)
     cache = MAKERS[kind](max_bytes=budget)
@@ -99,8 +121,203 @@ def test_bytes_stay_within_the_budget(kind: str, share: float, chunks: str) -> N
     assert share < 1 or cache.layers[0].fidelity == "exact" or kind == "quantized"
 
 
+@pytest.mark.parametrize("chunks", [[400], [300, *[1] * 100], [50, 1, 50, *[1] * 150, 149]], ids=len)
+@pytest.mark.parametrize("hint", [None, 100, 400, 5000])
+@pytest.mark.parametrize("kind", [*MAKERS, "windows"])
+def test_it_is_exact_to_the_last_token_that_fits(kind: str, hint: int | None, chunks: list[int]) -> None:
+    """Whatever was expected, in buffers that grow no further, and in windows that lose tokens meanwhile."""
+    window = 100 + 100 // 4 - 1
+    budget = (400 + 2 * window if kind == "windows" else LAYERS * 400) * TOKEN_BYTES // LAYERS
+    hints = {} if kind == "dynamic without a config" else {"length_hint": hint}
+    cache = (
+        DynamicCache(config=config_of(kind, 100), max_bytes=budget, **hints)
+        if kind == "windows"
+        else MAKERS[kind](max_bytes=budget, **hints)
+    )
+    assert read(cache, chunks) <= budget
+    assert [layer.exact_from for layer in cache.layers] == [0] * LAYERS
+    assert cache.budget.note == "all tokens are exact"
+    assert read(cache, [1], first=400) <= budget
+    assert cache.layers[1].exact_from > 0
+
+
+@pytest.mark.parametrize("chunks", [[784], [300, *[1] * 484], [100, 300, 200, 1, 1, 182]], ids=len)
+@pytest.mark.parametrize("share", [0.8, 0.7, 0.5, 0.4, 0.36])
+def test_windows_stay_within_the_budget(share: float, chunks: list[int]) -> None:
+    """Also one that is full again after it lost tokens, and one that packs a pass before it loses them."""
+    budget = int(784 * TOKEN_BYTES * share)
+    cache, full = (DynamicCache(config=config_of("windows"), **given) for given in ({"max_bytes": budget}, {}))
+    assert read(cache, chunks) <= budget
+    assert (min(bits_of(cache)), max(bits_of(cache))) in {0.8: [(0, 0)], 0.7: [(8, 8)], 0.5: [(8, 8)]}.get(
+        share, [(4, 8), (4, 4)]
+    )
+    read(full, chunks)
+    for own, other, kept in zip(cache.layers, full.layers, exact_tokens(cache), strict=True):
+        for side, exact in zip(own.peek(), other.peek(), strict=True):
+            kept = min(kept, exact.shape[2])
+            torch.testing.assert_close(as_dense(side)[:, :, -kept:], exact[:, :, -kept:], rtol=0, atol=0)
+            torch.testing.assert_close(as_dense(side)[:, :, -399:], exact[:, :, -399:], rtol=0, atol=1.0)
+
+
+@pytest.mark.parametrize("narrow", [1, 2])
+def test_layers_narrow_from_the_first_on_and_none_before_it_must(narrow: int) -> None:
+    """Residuals are full at so many tokens, and there must be room for one block more."""
+    tokens = 16 + 128 + 64 + 9 * 64
+    bits = [4] * narrow + [8] * (LAYERS - narrow)
+    reference = QuantizedCache(config=config_of(), nbits=bits)
+    read(reference, [tokens + 64])
+    least = reference.nbytes + LAYERS * 7 * RUN_BYTES
+    for max_bytes, expected in ((least, bits), (least - 1, [4] * (narrow + 1) + [8] * (LAYERS - narrow - 1))):
+        cache = DynamicCache(config=config_of(), max_bytes=max_bytes)
+        read(cache, [tokens])
+        assert bits_of(cache) == expected
+        assert exact_tokens(cache) == [192] * LAYERS
+        in_8, in_4 = expected.count(8), expected.count(4)
+        eights = [f"8 bits in {in_8} of 3 layers"] if in_8 else []
+        layers = ", ".join([*eights, f"4 bits in {in_4} of 3 layers"])
+        assert cache.budget.note == f"at least the newest 128 tokens stay exact, and older ones have {layers}"
+    # Layers that have fewer bits count with these: the same bytes suffice for the next tokens.
+    cache = DynamicCache(config=config_of(), max_bytes=least)
+    read(cache, [500, tokens - 500])
+    assert bits_of(cache) == bits
+
+
+def test_the_newest_tokens_that_fit_stay_exact() -> None:
+    """As many as can be beside codes of 8 bits, to the byte."""
+    tokens, kept = 16 + 320 + 64 + 6 * 64, 320
+    reference = QuantizedCache(config=config_of(), nbits=8, residual_length=kept)
+    read(reference, [tokens + 64])
+    least = reference.nbytes + LAYERS * RUN_BYTES * 6
+    for fewer, expected in ((0, kept), (1, kept - 64)):
+        cache = DynamicCache(config=config_of(), max_bytes=least - fewer)
+        read(cache, [tokens])
+        assert {layer.store.kept for layer in cache.layers} == {expected}
+
+
+def test_what_beams_share_counts_once_until_it_is_rounded() -> None:
+    budget = (400 + 4 * 60) * TOKEN_BYTES
+    cache = DynamicCache(config=config_of(), max_bytes=budget, length_hint=400)
+    full = DynamicCache(config=config_of())
+    for each in (cache, full):
+        read(each, [400])
+        each.expand(4)
+    assert read(cache, [1] * 60, 4, first=400) <= budget
+    assert [layer.exact_from for layer in cache.layers] == [0] * LAYERS
+    with pytest.raises(CapacityError, match="`max_bytes` must be at least"):
+        read(cache, [1], 4, first=460)
+    wider = DynamicCache(config=config_of(), max_bytes=1200 * TOKEN_BYTES)
+    read(wider, [400])
+    wider.expand(4)
+    for each in (wider, full):
+        read(each, [200], 4, first=400)
+    assert wider.nbytes <= 1200 * TOKEN_BYTES
+    assert wider.layers[0].exact_from > 0
+    for side, exact in zip(wider.layers[0].peek(), full.layers[0].peek(), strict=True):
+        torch.testing.assert_close(as_dense(side), as_dense(exact)[:, :, :600], rtol=0, atol=0.5)
+
+
+def test_rows_share_the_budget_and_the_longest_keeps_more_than_others_have() -> None:
+    """Also if they stood side by side in one tensor while all of them were exact."""
+    budget = 1000 * TOKEN_BYTES
+    alone = [DynamicCache(config=config_of(), max_bytes=budget) for _ in range(2)]
+    for cache, tokens in zip(alone, (700, 60), strict=True):
+        read(cache, [tokens])
+    rows = kvlayers.merge(alone)
+    read(rows, [1] * 40, 2, first=700)
+    assert {layer.fidelity for layer in rows.layers} == {"exact"}
+    assert read(rows, [1] * 130, 2, first=740) <= budget
+    longest = rows.adapted_layers()[0].separate_rows[0]
+    assert 128 + 2 * 64 < longest.length - longest.exact_from < 870
+
+
+def test_a_row_that_cannot_be_coded_counts_as_it_is() -> None:
+    """Also one that autograd follows: what it holds is never rounded."""
+    for dtype in (torch.float64, torch.float32):
+        cache = DynamicCache(max_bytes=300 * TOKEN_BYTES * dtype.itemsize // 4)
+        for tokens, index in [(200, 0), (200, 1), (200, 2), (90, 0), (90, 1), (90, 2)]:
+            keys, values = (side.to(dtype) for side in states(tokens))
+            cache.update(keys.requires_grad_(dtype == torch.float32), values, index)
+        with pytest.raises(CapacityError, match=r"301 tokens|340 tokens"):
+            cache.update(*(side.to(dtype) for side in states(50)), 0)
+        assert [layer.fidelity for layer in cache.layers] == ["exact"] * LAYERS
+        assert {layer.length for layer in cache.layers} == {290}
+
+
+def test_layers_of_other_forms_count_by_their_own() -> None:
+    cache = DynamicCache(config=config_of(), max_bytes=400 * TOKEN_BYTES * 4 // 3)
+
+    def step(tokens: int) -> None:
+        for index in range(LAYERS):
+            keys, values = states(tokens, seed=index)
+            cache.update(
+                *((keys.repeat(1, 2, 1, 1), values.repeat(1, 2, 1, 1)) if index == 1 else (keys, values)), index
+            )
+
+    with torch.no_grad():
+        # The forms of layers that hold nothing are taken for those of the first one.
+        for tokens in [100, *[1] * 300]:
+            step(tokens)
+        assert [layer.exact_from for layer in cache.layers] == [0] * LAYERS
+        assert cache.nbytes <= cache.budget.max_bytes
+        step(1)
+    assert cache.nbytes <= cache.budget.max_bytes
+    assert cache.layers[0].exact_from > 0
+
+
+STEPS: dict[str, dict[str, Any]] = {
+    "exact": {"max_bytes": 10**8},
+    "exact, with a hint": {"max_bytes": 10**8, "length_hint": 2000},
+    "rounded": {"max_bytes": 550 * TOKEN_BYTES},
+    "beside a layer that cannot give way": {"max_bytes": 10**8},
+    "on the host": {"max_bytes": 200 * TOKEN_BYTES, "ladder": ("offloaded",)},
+}
+
+
+@pytest.mark.parametrize("case", STEPS)
+def test_steps_ask_the_budget_nothing_that_is_known(case: str, accelerator: None) -> None:
+    """Calls within the room of budgets, of 60 tokens behind 600 others: a comparison each, and the layers seldom."""
+    cache = DynamicCache(config=config_of(), **STEPS[case])
+    if "beside" in case:
+        cache.layers[1] = kvlayers.StaticLayer(TOKENS)
+    read(cache, [600, 1, *[1] * 3])
+    calls = 0
+
+    def count(frame: Any, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event == "call" and frame.f_code.co_filename.endswith("memory/budget.py")
+
+    sys.setprofile(count)
+    try:
+        read(cache, [1] * 60, first=604)
+    finally:
+        sys.setprofile(None)
+    assert calls <= 60 * (20 if case == "rounded" else 1)
+
+
+def test_many_tokens_are_planned_ahead_of_many() -> None:
+    """A thirty-second part of the tokens, so that residuals of long contexts are not moved for each block."""
+    cache = DynamicCache(max_bytes=3000 * TOKEN_BYTES)
+    read(cache, [6400, 1])
+    notes = set()
+    for step in range(190):
+        read(cache, [1], first=6401 + step)
+        notes.add(cache.budget.note)
+    assert len(notes) <= 2
+    read(cache, [1] * 64, first=6600)
+    assert cache.nbytes <= 3000 * TOKEN_BYTES
+
+
+def test_a_buffer_grows_as_without_a_budget_while_there_is_room() -> None:
+    for kind in ("dynamic", "dynamic without a config"):
+        cache, plain = MAKERS[kind](max_bytes=10**9), MAKERS[kind]()
+        for each in (cache, plain):
+            read(each, [300, 1, 1])
+        # Without a config, no room is taken for further tokens before all layers are known.
+        assert 0 <= cache.nbytes - plain.nbytes <= (TOKEN_BYTES if kind != "dynamic" else 0)
+
+
 def test_it_ends_as_a_cache_of_the_last_bits_from_the_start() -> None:
-    budget = int(TOKENS * TOKEN_BYTES * 0.35)
+    budget = int(TOKENS * TOKEN_BYTES * 0.39)
     cache = DynamicCache(max_bytes=budget, ladder=("int4",))
     read(cache, [TOKENS])
     reference = QuantizedCache(nbits=4)
@@ -124,7 +341,7 @@ OPERATIONS: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_bytes_stay_within_the_budget_after(operation: str) -> None:
-    budget = int(TOKENS * TOKEN_BYTES * 0.75)
+    budget = 825 * TOKEN_BYTES
     cache, full = DynamicCache(max_bytes=budget), DynamicCache()
     for each in (cache, full):
         read(each, [900])
@@ -212,14 +429,15 @@ def test_saved_with_its_budget(tmp_path: Any) -> None:
     )
 
 
-def test_the_host_comes_when_codes_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        Offloading, "prefetcher", lambda self: Prefetcher(transfers=lambda device: RecordingTransfers())
-    )
+def test_the_host_comes_when_codes_do_not_fit(accelerator: None) -> None:
     cache = DynamicCache(max_bytes=300 * TOKEN_BYTES, ladder=("int8", "offloaded"))
     read(cache, [500, 400])
     assert cache.offloading
     assert "host" in cache.budget.note
+    read(cache, [1] * 3, first=900)
+    stays = DynamicCache(max_bytes=300 * TOKEN_BYTES, ladder=("int8",))
+    with pytest.raises(CapacityError, match="or further steps"):
+        read(stays, [900])
 
 
 @pytest.mark.parametrize("tokens", [600, 100])
@@ -234,11 +452,16 @@ def test_what_gave_way_by_hand_stays_rounded(tokens: int) -> None:
 
 def test_bytes_of_layers_that_cannot_give_way_count() -> None:
     budget = int(TOKENS * TOKEN_BYTES * 0.75)
-    cache = DynamicCache(config=tf.LlamaConfig(**SMALL), max_bytes=budget)
+    cache = DynamicCache(config=config_of(), max_bytes=budget)
     cache.layers[1] = kvlayers.StaticLayer(TOKENS)
     read(cache, [1, TOKENS - 1])
     assert cache.nbytes <= budget
     assert [layer.fidelity for layer in cache.layers] == ["rounded", "exact", "rounded"]
+    # The least bytes that the error names are those of all.
+    with pytest.raises(CapacityError) as caught:
+        read(cache, [4000], first=TOKENS)
+    least = int(str(caught.value).partition("(")[2].partition(" bytes")[0])
+    assert least > cache.layers[1].nbytes + 4000 * TOKEN_BYTES * 2 / 3 / 8
 
 
 def test_nothing_changes_if_a_pass_does_not_fit() -> None:
@@ -260,15 +483,15 @@ def test_the_least_bytes_that_the_error_names_are_enough_and_one_fewer_is_not(
 ) -> None:
     """Few tokens take the least bytes in full precision, and many of them do in codes."""
     with pytest.raises(CapacityError) as caught:
-        read(DynamicCache(config=tf.LlamaConfig(**SMALL), max_bytes=1000, ladder=ladder), [tokens])
+        read(DynamicCache(config=config_of(), max_bytes=1000, ladder=ladder), [tokens])
     # On a CPU the host is no other place, so only bits are left to allow.
     assert ("or further steps" in str(caught.value)) == (len(ladder) < 2)
     assert "offloaded" not in str(caught.value)
     least = int(str(caught.value).partition("(")[2].partition(" bytes")[0])
     assert (least == tokens * TOKEN_BYTES) == (tokens == 5 or not ladder)
-    read(DynamicCache(config=tf.LlamaConfig(**SMALL), max_bytes=least, ladder=ladder), [tokens])
+    read(DynamicCache(config=config_of(), max_bytes=least, ladder=ladder), [tokens])
     with pytest.raises(CapacityError):
-        read(DynamicCache(config=tf.LlamaConfig(**SMALL), max_bytes=least - 1, ladder=ladder), [tokens])
+        read(DynamicCache(config=config_of(), max_bytes=least - 1, ladder=ladder), [tokens])
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
@@ -281,6 +504,12 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "an unknown step": ({"max_bytes": 1000, "ladder": ("int3",)}, "`ladder` must be steps"),
     "steps upwards": ({"max_bytes": 1000, "ladder": ("int4", "int8")}, "`ladder` must be steps"),
     "a word as a ladder": ({"max_bytes": 1000, "ladder": "int8"}, "`ladder` must be steps"),
+    "no word as a ladder": ({"max_bytes": 1000, "ladder": ""}, "`ladder` must be steps"),
+    "a number as a ladder": ({"max_bytes": 1000, "ladder": 8}, "`ladder` must be steps"),
+    "steps in no order": ({"max_bytes": 1000, "ladder": {"int8"}}, "`ladder` must be steps"),
+    "a share of something": ({"max_bytes": "50% of it"}, "`max_bytes` must be a number of bytes"),
+    "bytes that are free": ({"max_bytes": "2GiB of free"}, "`max_bytes`"),
+    "more than all": ({"max_bytes": "101%", "length_hint": 10}, "`max_bytes` must be a number of bytes"),
 }
 
 
@@ -293,7 +522,7 @@ def test_bad_options_are_named(case: str) -> None:
 
 
 def test_a_plan_says_what_a_budget_would_hold(caplog: pytest.LogCaptureFixture) -> None:
-    config = tf.LlamaConfig(**SMALL)
+    config = config_of()
     planned = kvlayers.plan(config, TOKENS, dtype=torch.float32, names=["dynamic"], max_bytes="60%")
     cache = DynamicCache(config=config, max_bytes="60%", length_hint=TOKENS)
     with caplog.at_level(logging.ERROR):
@@ -315,6 +544,22 @@ def test_a_plan_says_what_a_budget_would_hold(caplog: pytest.LogCaptureFixture) 
         kvlayers.plan(config, TOKENS, names=["dynamic"], max_bytes="5%")
 
 
+def test_shares_of_free_memory_and_of_full_precision(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    free = SimpleNamespace(available=800 * TOKEN_BYTES, total=10**15)
+    monkeypatch.setattr("psutil.virtual_memory", lambda: free)
+    for share, expected in (("50% of free", 400), ("35 % of free  ", 280)):
+        cache = DynamicCache(config=config_of(), max_bytes=share)
+        assert "max_bytes" not in cache.describe()
+        read(cache, [300])
+        assert cache.budget.max_bytes == expected * TOKEN_BYTES
+        assert cache.describe()["max_bytes"] == expected * TOKEN_BYTES
+        assert (cache.layers[0].exact_from > 0) == (expected == 280)
+    for kind, full in (("llama", 500 * TOKEN_BYTES), ("windows", (500 + 2 * 124) * TOKEN_BYTES // LAYERS)):
+        cache = DynamicCache(config=config_of(kind, 100), max_bytes="60%", length_hint=500)
+        read(cache, [10])
+        assert cache.budget.max_bytes == int(full * 0.6)
+
+
 def test_contradictions_are_named() -> None:
     for bits in ({"nbits": 4}, {"key_nbits": 4}, {"value_nbits": 8}):
         with pytest.raises(OptionError, match="`nbits` must be left out"):
@@ -323,7 +568,7 @@ def test_contradictions_are_named() -> None:
         QuantizedCache(max_bytes=1000, backend="fp8")
     QuantizedCache(max_bytes=1000, backend="fp8", ladder=("int8",))
     with pytest.raises(OptionError, match="max_bytes"):
-        kvlayers.StaticCache(tf.LlamaConfig(**SMALL), max_cache_len=64, max_bytes=1000)
+        kvlayers.StaticCache(config_of(), max_cache_len=64, max_bytes=1000)
     with pytest.raises(CapacityError, match="`max_bytes` must be at least"):
         read(DynamicCache(max_bytes=1000), [1])
 
@@ -335,5 +580,22 @@ def test_no_budget_costs_nothing(caplog: pytest.LogCaptureFixture) -> None:
     cache = DynamicCache(max_bytes=400 * TOKEN_BYTES)
     with caplog.at_level(logging.WARNING):
         read(cache, [500, *[1] * 100])
-    assert len([record for record in caplog.records if "within max_bytes" in record.message]) == 1
+        read(cache, [400, 40, 40], first=600)
+    said = [record.message for record in caplog.records if "within max_bytes" in record.message]
+    assert ["8 bits" in message for message in said] == [True, "8 bits" in said[-1]]
+    assert ["4 bits" in message for message in said] == [False, True]
     assert "memory: at least the newest" in repr(cache.explain())
+
+
+def test_what_a_crop_leaves_rounded_is_not_called_exact() -> None:
+    cache = DynamicCache(config=config_of(), max_bytes=600 * TOKEN_BYTES)
+    read(cache, [800])
+    first = cache.layers[0].exact_from
+    cache.crop(first - 70)
+    read(cache, [1, 1], first=first - 70)
+    assert cache.layers[0].fidelity == "rounded"
+    assert cache.budget.note.startswith("at least the newest")
+    cache.crop(10)
+    read(cache, [1, 300], first=10)
+    assert [layer.exact_from for layer in cache.layers] == [0] * LAYERS
+    assert cache.budget.note == "all tokens are exact"

@@ -137,12 +137,11 @@ def test_caches_that_hold_less_than_they_saw_go_on_as_in_a_chat(
 
 def test_snapshots_are_as_many_as_are_asked_for() -> None:
     model, ids = tiny_model("mistral"), questions(9)[0]
-    # Before the last tokens of the prompt, before the last one, and with the answer; what fits into the window is one
-    # with what follows.
+    # Before the last tokens of the prompt, and with the answer; what fits into the window is one with what follows.
     for every, within in ((None, 0), (SNAPSHOT, (ids.shape[1] - 2) // SNAPSHOT)):
         store = PrefixStore(ROOM, snapshot_tokens=every)
         by_store(model, store, ids)
-        assert len(store) == within + 3
+        assert len(store) == within + 2
 
 
 def test_outputs_are_those_of_a_plain_call() -> None:

@@ -62,6 +62,24 @@ def test_a_turn_finds_all_messages_before_it_though_the_template_drops_what_was_
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+def test_a_turn_is_read_in_two_passes(family: str) -> None:
+    """The border behind its last message takes the place of the end that its answer begins from."""
+    chats, passes = Chats(family, PrefixStore()), list[int]()
+    chat = [*chats.message(SYSTEM), *chats.message(QUESTION)]
+    answer, _ = chats.ask([*chat, *GENERATION_PROMPT])
+    chat += [*GENERATION_PROMPT[:KEPT_OF_IT], *answer[THINKING:], END, LINE, *chats.message(QUESTION)]
+    hook = chats.model.register_forward_pre_hook(
+        lambda module, args, kwargs: passes.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    prompt = torch.tensor([[*chat, *GENERATION_PROMPT]])
+    asked = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 1, "pad_token_id": 0, "eos_token_id": END}
+    kvlayers.generate(chats.model, prompt, prefix_store=chats.store, do_sample=False, **asked)
+    hook.remove()
+    # Some models read tokens behind others one by one.
+    assert len(passes) <= 2 or max(passes) == 1
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_the_second_other_user_finds_the_system_prompt(family: str) -> None:
     store = PrefixStore()
     chats = Chats(family, store)
@@ -114,8 +132,8 @@ def test_the_last_border_is_that_of_plain_comparison() -> None:
     chance = random.Random(1)
     for _ in range(300):
         ids = chance.choices((START, END, LINE, 5), k=chance.randint(1, 30))
-        assert last_border(np.array(ids), [END]) == max(borders_of(ids), default=0)
-    assert last_border(np.array([5, END, 6]), []) == 0
+        assert last_border(np.array(ids), [END]) == max(borders_of(ids), default=max(len(ids) - 4, 0))
+    assert last_border(np.array([5, END, 6, 7, 8]), []) == 1
 
 
 def test_a_prompt_is_cut_behind_what_is_there() -> None:

@@ -25,6 +25,7 @@ from kvlayers.offload.transfers import BlockingTransfers
 from kvlayers.planning.cache_bytes import layer_bytes
 from kvlayers.quantized.quantized_store import QuantizedStore
 from kvlayers.stores import DenseStore, TokenStore
+from matrix import once
 from race_detector import RaceDetector
 
 KV_HEADS, HEAD_DIM = 2, 8
@@ -61,7 +62,14 @@ PACKED = Kind(
     2 * 64 * HEAD_DIM // 2 + 2 * 64 * HEAD_DIM // 8 * 2 * 4,
     16 + 6 * 64 + 71,
 )
-KINDS = pytest.mark.parametrize("kind", [pytest.param(DENSE, id="dense"), pytest.param(PACKED, id="packed")])
+BOTH = {"dense": DENSE, "packed": PACKED}
+KINDS = pytest.mark.parametrize("kind", BOTH, indirect=True)
+
+
+@pytest.fixture
+def kind(request: pytest.FixtureRequest) -> Kind:
+    return BOTH[request.param]
+
 
 on_a_device = pytest.mark.skipif(not IS_SUPPORTED, reason="PyTorch has no devices that are written in Python")
 
@@ -71,10 +79,9 @@ PLACES: dict[str, Callable[[pathlib.Path], tuple[Prefetcher, torch.device]]] = {
     "host, late copies": lambda path: (Prefetcher(transfers=lambda device: DeviceTransfers()), DEVICE),
     "disk, for a device": lambda path: (Prefetcher(DiskMemory(path), transfers=BlockingTransfers), DEVICE),
 }
-EVERYWHERE = pytest.mark.parametrize(
-    "place", ["disk", *(pytest.param(place, marks=on_a_device) for place in PLACES if place != "disk")]
-)
-HERE_AND_THERE = pytest.mark.parametrize("place", ["disk", pytest.param("host", marks=on_a_device)])
+ALL_PLACES = ["disk", *(pytest.param(place, marks=on_a_device) for place in PLACES if place != "disk")]
+HERE_AND_THERE = pytest.mark.parametrize("place", ALL_PLACES[:2])
+EVERYWHERE = pytest.mark.parametrize(("place", "kind"), once(ALL_PLACES, BOTH), indirect=["kind"])
 
 
 class Pair:
@@ -134,7 +141,6 @@ class Pair:
         return Traffic(after.to_host - before.to_host, after.to_device - before.to_device)
 
 
-@KINDS
 @EVERYWHERE
 def test_queries_read_the_same_after_every_operation(place: str, kind: Kind, tmp_path: pathlib.Path) -> None:
     pair = Pair(place, tmp_path, kind)
@@ -200,7 +206,6 @@ def test_all_pages_are_the_states_without_recall(place: str, tmp_path: pathlib.P
     pair.check()
 
 
-@KINDS
 @EVERYWHERE
 def test_eager_attention_and_other_functions_read_what_they_need(
     place: str, kind: Kind, tmp_path: pathlib.Path
@@ -220,8 +225,7 @@ def test_eager_attention_and_other_functions_read_what_they_need(
         torch.testing.assert_close(one, other)
 
 
-@KINDS
-@HERE_AND_THERE
+@pytest.mark.parametrize(("place", "kind"), once(ALL_PLACES[:2], BOTH), indirect=["kind"])
 def test_what_travels_does_not_depend_on_the_length(place: str, kind: Kind, tmp_path: pathlib.Path) -> None:
     all_chosen = BATCH * KV_HEADS * int(kind.recall.pages) * kind.page_bytes
     sums = []

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import logging
 import queue
 import random
@@ -18,7 +19,7 @@ import transformers
 import families
 import kvlayers
 from kvlayers.batching import continuous_batching
-from kvlayers.upstream import generate_calls
+from kvlayers.upstream import generate_calls, model_types
 from models import fresh_model, prompt, tiny_model
 
 pytestmark = pytest.mark.skipif(
@@ -261,6 +262,31 @@ def test_one_request_fails_alone(llama: Any, running: Any) -> None:
     assert [outputs[name].generated_tokens for name in names] == [alone(llama, ids) for ids in PROMPTS]
 
 
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_an_answer_without_an_end_ends_where_the_model_has_no_positions_left(family: str) -> None:
+    """Positions of GPT-2 are learned, and there are none behind the last one."""
+    model = model_of(family)
+    positions = model_types.most_positions(model.config)
+    with (
+        kvlayers.installed(),
+        model.continuous_batching_context_manager(config_of(max_new_tokens=None)) as manager,
+    ):
+        endless, longer = manager.add_request(PROMPTS[0]), manager.add_request(PROMPTS[1], max_new_tokens=positions)
+        other = manager.add_request(PROMPTS[3], max_new_tokens=NEW)
+        outputs = {output.request_id: output for output in (manager.get_result(timeout=60) for _ in range(3))}
+        again = manager.add_request(PROMPTS[3], max_new_tokens=NEW)
+        expected = alone(model, PROMPTS[3])
+        assert [outputs[other].generated_tokens, manager.get_result(again, timeout=20).generated_tokens] == 2 * [
+            expected
+        ]
+    assert len(outputs[endless].generated_tokens) == positions - len(PROMPTS[0])
+    assert outputs[endless].error is None
+    if family == "gpt2":
+        assert "out of range" in outputs[longer].error
+    else:
+        assert len(outputs[longer].generated_tokens) == positions
+
+
 def test_a_pass_that_fails_fails_all_and_is_told(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with kvlayers.installed():
         manager = llama.init_continuous_batching(config_of())
@@ -459,8 +485,13 @@ def test_a_client_whose_loop_is_gone_is_no_error(running: Any, llama: Any) -> No
     assert running.background_thread_status.fatal_error is None
 
 
-def test_five_hundred_requests_at_once_are_all_answered(llama: Any) -> None:
-    prompts = [PROMPTS[number % len(PROMPTS)] for number in range(500)]
+def caches() -> int:
+    gc.collect()
+    return sum(isinstance(each, kvlayers.Cache) for each in gc.get_objects())
+
+
+def test_five_hundred_requests_at_once_are_all_answered_and_leave_nothing(llama: Any) -> None:
+    prompts, before = [PROMPTS[number % len(PROMPTS)] for number in range(500)], caches()
     with kvlayers.installed():
         outputs = llama.generate_batch(prompts, generation_config=config_of(max_new_tokens=2))
     expected = [alone(llama, ids)[:2] for ids in PROMPTS]
@@ -468,6 +499,7 @@ def test_five_hundred_requests_at_once_are_all_answered(llama: Any) -> None:
         expected[number % len(PROMPTS)] for number in range(500)
     ]
     assert not any(thread.name == "kvlayers rows" for thread in threading.enumerate())
+    assert caches() <= before
 
 
 def test_drafts_are_looked_up(llama: Any) -> None:
@@ -502,11 +534,12 @@ def test_what_rows_refuse_and_who_asks_for_it_is_served_by_transformers(
         kvlayers.install(continuous_batching="yes")  # type: ignore[arg-type]
 
 
-def test_what_of_a_config_means_nothing_is_said(llama: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_of_a_config_means_nothing_is_said_once(llama: Any, caplog: pytest.LogCaptureFixture) -> None:
     config = transformers.ContinuousBatchingConfig(num_blocks=8, scheduler_type="prefill_first")
     with kvlayers.installed(), caplog.at_level(logging.WARNING):
-        llama.generate_batch(PROMPTS[:1], generation_config=config_of(), continuous_batching_config=config)
-    assert "no use for num_blocks, scheduler_type" in caplog.text
+        for _ in range(2):
+            llama.generate_batch(PROMPTS[:1], generation_config=config_of(), continuous_batching_config=config)
+    assert caplog.text.count("no use for num_blocks, scheduler_type") == 1
 
 
 def test_pages_of_the_attention_are_put_back(llama: Any) -> None:

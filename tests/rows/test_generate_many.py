@@ -16,7 +16,7 @@ from kvlayers.batching.row_engine import MAX_OVERTAKEN
 from kvlayers.errors import OptionError, RegistryError
 from kvlayers.generation import prefill
 from kvlayers.planning import auto
-from kvlayers.upstream import compat
+from kvlayers.upstream import compat, model_types
 from models import fresh_model, prompt, tiny_model
 
 PROMPTS = [prompt(1, 1 + 7 * number % 20, number)[0] for number in range(9)]
@@ -197,6 +197,15 @@ def test_recurrent_states_of_rows_that_join_one_by_one_stay_within_max_bytes() -
         answers = many(model, on_token=lambda index, _: index % 2 == 0, cache_config={"max_bytes": max_bytes})
     assert not any(answer.error for answer in answers)
     assert max_bytes / 2 < max(held) <= max_bytes
+
+
+def test_an_answer_that_runs_out_of_learned_positions_fails_alone() -> None:
+    model = tiny_model("gpt2")
+    positions = model_types.most_positions(model.config)
+    answers = many(model, in_order=True, on_token=lambda index, _: index != 1, max_new_tokens=positions)
+    assert isinstance(answers[1].error, IndexError)
+    assert not any(answer.error for answer in answers if answer.index != 1)
+    assert all(len(answer.ids) == 1 for answer in answers if answer.index != 1)
 
 
 def test_an_answer_that_outgrows_max_bytes_fails_alone() -> None:

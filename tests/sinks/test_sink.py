@@ -178,10 +178,19 @@ def test_bad_options_are_refused(case: str) -> None:
         SinkCache(**{"config": tiny_model("llama").config, **options})
 
 
-@pytest.mark.parametrize("family", ["gpt2", "jamba", "t5", "llama4"])
-def test_models_whose_keys_cannot_be_turned_are_refused(family: str) -> None:
-    with pytest.raises(kvlayers.errors.ConfigError):
-        SinkCache(WINDOW, config=tiny_model(family).config)
+@pytest.mark.parametrize(
+    ("family", "says"),
+    [
+        ("gpt2", "does not rotate its keys"),
+        ("jamba", "does not rotate its keys"),
+        ("t5", "does not rotate its keys"),
+        ("llama4", "scales queries by their absolute position"),
+        ("mistral", "forgets by itself"),
+    ],
+)
+def test_models_that_have_no_use_for_sinks_or_whose_keys_cannot_be_turned_are_refused(family: str, says: str) -> None:
+    with pytest.raises(kvlayers.errors.ConfigError, match=says):
+        SinkCache(64, config=tiny_model(family).config)
 
 
 @pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])

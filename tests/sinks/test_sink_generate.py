@@ -168,20 +168,6 @@ def one_by_one(model: Any, ids: Tensor) -> Tensor:
     return torch.cat([ids, logits.argmax(-1)], dim=1)
 
 
-def test_models_that_cannot_have_sinks_are_refused_by_name() -> None:
-    with kvlayers.installed():
-        for family in ("gpt2", "jamba"):
-            with pytest.raises(kvlayers.errors.ConfigError):
-                generated(tiny_model(family), prompt(), cache_implementation="sink")
-        with pytest.raises(kvlayers.OptionError, match="larger than `num_sink_tokens`"):
-            generated(tiny_model("llama"), prompt(), cache_implementation="sink", cache_config={"window_length": 4})
-
-
-def test_a_model_that_slides_anyway_has_no_use_for_them() -> None:
-    with pytest.raises(kvlayers.errors.ConfigError, match="forgets by itself"):
-        SinkCache(64, config=tiny_model("mistral").config)
-
-
 def test_frequencies_that_were_rounded_with_the_model_are_refused() -> None:
     model = fresh_model("llama").to(torch.bfloat16)
     with kvlayers.installed():

@@ -2,7 +2,7 @@
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -12,13 +12,11 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 import kvlayers
-from lib.contenders import KVLAYERS, KVLAYERS_STATIC, REFERENCE, TRANSFORMERS_STATIC, Maker, compiled
+from lib.contenders import KVLAYERS_STATIC, REFERENCE, TRANSFORMERS_STATIC, Maker, compiled
 from lib.internals import quiet_clock
 from lib.timing import Disagreements, Measured, Trials, greedy_reference, measure_decode, step
 
 INDUCTOR = "inductor"
-SPARE = 64
-"""Tokens that the smallest reservation has beyond those in the cache, unless more steps are timed."""
 
 _numbers = itertools.count()
 
@@ -89,37 +87,38 @@ def nothing_in_memory(backend: str) -> Iterator[None]:
 # Decode steps with static caches
 
 
-def reservations(length: int, times: list[int], most: int, steps: int) -> dict[int, int]:
-    """The tokens reserved for each multiple of the tokens in the cache: at most `most`, except for the smallest."""
-    wanted = {each: max(each * length, length + max(SPARE, steps)) for each in times}
-    return {each: tokens for each, tokens in wanted.items() if each == 1 or tokens <= most}
-
-
-def with_reservation(name: str, times: int) -> str:
-    return f"{name}, {times}x"
+def with_reservation(name: str, tokens: int) -> str:
+    return f"{name}, {tokens:,} reserved"
 
 
 def measure_static(
-    workload: Any, makers: Mapping[str, Maker], length: int, reserved: Mapping[int, int], trials: Trials, backend: str
+    workload: Any, makers: Mapping[str, Maker], length: int, reserved: Sequence[int], trials: Trials, backend: str
 ) -> tuple[Measured, Measured]:
-    """Time decode steps of static caches in eager and in compiled code, each beside dynamic caches in eager code.
+    """Time decode steps of static caches in eager and in compiled code, beside transformers' dynamic cache.
 
     Compiled code comes behind a prefill in eager code, and every graph is compiled before the clock starts.
 
+    Args:
+        workload: the model.
+        makers: the dynamic cache, and the static ones.
+        length: tokens in the caches.
+        reserved: the tokens that each static cache reserves, one cache for each.
+        trials: how often.
+        backend: of the compiler.
+
     Returns:
-        The results for eager code and for compiled code, as `measure_decode` returns them; of compiled code also
-        `graphs`, and `recompiles` during the timed steps.
+        The results for eager code and for compiled code, as `measure_decode` returns them.
     """
 
     def reserving(make: Maker, tokens: int) -> Maker:
         return lambda config, length: make(config, tokens)
 
-    sizes, static = {}, {}
-    for of in (KVLAYERS_STATIC, TRANSFORMERS_STATIC):
-        for times, tokens in reserved.items():
-            name = with_reservation(of, times)
-            sizes[name], static[name] = tokens, reserving(makers[of], tokens)
-    dynamic = {name: makers[name] for name in (REFERENCE, KVLAYERS)}
+    static = {
+        with_reservation(name, tokens): reserving(makers[name], tokens)
+        for name in (KVLAYERS_STATIC, TRANSFORMERS_STATIC)
+        for tokens in reserved
+    }
+    dynamic = {REFERENCE: makers[REFERENCE]}
     eager = measure_decode(workload, {**dynamic, **static}, length, trials)
     in_graphs = {compiled(name): make for name, make in static.items()}
     forwards = {name: Compiled(workload.model, {"backend": backend}) for name in in_graphs}
@@ -131,13 +130,7 @@ def measure_static(
             workload.fill(cache)
             greedy_reference(forwards[name], cache, first, trials.steps)
         tick()
-    before = {name: forward.graphs for name, forward in forwards.items()}
-    measured = measure_decode(workload, {**dynamic, **in_graphs}, length, trials, forwards)
-    for name, forward in forwards.items():
-        measured[name] |= {"graphs": before[name], "recompiles": forward.graphs - before[name]}
-    for name, tokens in sizes.items():
-        eager[name]["reserved"] = measured[compiled(name)]["reserved"] = tokens
-    return eager, measured
+    return eager, measure_decode(workload, {**dynamic, **in_graphs}, length, trials, forwards)
 
 
 # Whole calls of generate()

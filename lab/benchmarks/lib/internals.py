@@ -33,8 +33,6 @@ from kvlayers_lab.measuring.scoring import (
     read,
 )
 from kvlayers_lab.measuring.text import default_text, passages
-from kvlayers_lab.tasks.contract import TaskSample, samples_of
-from kvlayers_lab.tasks.runner import Decoding, answer, answer_score
 
 HELPERS = Path(__file__).parents[3] / "tests" / "helpers"
 """The references and doubles of the tests, which some benchmarks use."""

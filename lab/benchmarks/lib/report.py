@@ -15,15 +15,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 import pages
-from lib.contenders import roundings
 from lib.internals import default_text
 from lib.internals import environment as environment
-from lib.timing import Disagreements, Tick
+from lib.timing import Tick
 from lib.workload import QUICK_SHAPE, RandomModel, RealModel, Shape, default_model
 
 RESULTS = pathlib.Path(__file__).parents[1] / "results"
-SHOWN = 40
-MILLI, MICRO = 1e3, 1e6
+MILLI = 1e3
 NO_MODEL = "there is no model: set KVLAYERS_DEMO_MODEL, bring it with `make demo`, or pass --model"
 
 
@@ -114,10 +112,6 @@ def ms(key: str, form: str = ".2f") -> Cell:
     return shown(key, form, MILLI)
 
 
-def us(key: str, form: str = ".1f") -> Cell:
-    return shown(key, form, MICRO)
-
-
 def mb(key: str, form: str = ".1f") -> Cell:
     return shown(key, form, 1e-6)
 
@@ -141,7 +135,6 @@ class Session:
         self.environment = environment()
         self.targets: list[dict[str, Any]] = []
         self.wrong: list[str] = []
-        self._disagreements: list[Disagreements] = []
 
     def ticking(self, what: str, total: int) -> Tick:
         """Add a bar; return the function that advances it."""
@@ -159,13 +152,6 @@ class Session:
         if self.given.model in (None, "none"):
             return None
         return RealModel(self.given.model, self.given.text.read_text() if self.given.text else default_text(), dtype)
-
-    def disagreements(
-        self, dtype: torch.dtype = torch.bfloat16, roundings_of: Callable[[str], int] = roundings
-    ) -> Disagreements:
-        """Where tokens that differ are recorded, of which those that are no ties fail the run."""
-        self._disagreements.append(Disagreements(dtype, roundings_of))
-        return self._disagreements[-1]
 
     def expect(self, is_right: bool, otherwise: str) -> None:
         if not is_right:
@@ -195,15 +181,12 @@ class Session:
             table.add_section()
         self.console.print(table)
 
-    def _found(self) -> list[dict[str, Any]]:
-        return [entry for each in self._disagreements for entry in each.found]
-
     def write(self, results: Any, **more: Any) -> None:
         """Write the JSON file of what was found so far."""
         arguments = {
             key: str(value) if isinstance(value, pathlib.Path) else value for key, value in vars(self.given).items()
         }
-        wrong = {"targets": self.targets, "disagreements": self._found(), "wrong": self.wrong}
+        wrong = {"targets": self.targets, "wrong": self.wrong}
         output = self.given.output
         output.parent.mkdir(parents=True, exist_ok=True)
         content = {**self.environment, "arguments": arguments, "results": results, **wrong, **more}
@@ -218,20 +201,9 @@ class Session:
             say(f"{verdict}: {target['what']}: {target['value']:.4g}, asked {target['asked']}")
         self.write(results, **more)
         say(f"written to {self.given.output}")
-        found = self._found()
-        for entry in sorted(found, key=lambda entry: entry["tie"])[:SHOWN]:
-            gap = f", logits {entry['logit_gap']:.4f} apart" if "logit_gap" in entry else ""
-            say(
-                f"{'tie' if entry['tie'] else '[red]disagreement[/]'}: {entry['cache']} on {entry['model']} at "
-                f"{entry['tokens']} tokens, trial {entry['trial']}: expected {entry['expected']}, "
-                f"saw {entry['seen']}{gap}"
-            )
         for line in self.wrong:
             say(f"[red]wrong[/]: {line}", highlight=False)
-        failures = sum(each.failures for each in self._disagreements)
-        if self._disagreements:
-            say(f"{failures} disagreements with transformers' DynamicCache, and {len(found) - failures} ties")
-        return 1 if failures or self.wrong else 0
+        return int(bool(self.wrong))
 
 
 Kind = TypeVar("Kind", bound=Session)
@@ -250,14 +222,12 @@ def session(given: argparse.Namespace, kind: type[Kind] = Session) -> Iterator[K
 
 
 def run(given: argparse.Namespace, sections: Mapping[str, Callable[[Session], Any]]) -> int:
-    """Measure the sections that `--only` names and `--skip` does not, and write what they found by section.
+    """Measure the sections that `--only` names, and write what they found by section.
 
     Returns:
         The exit code: 1 if something was wrong.
     """
-    chosen = [
-        name for name in sections if name in getattr(given, "only", sections) and name not in getattr(given, "skip", ())
-    ]
+    chosen = [name for name in sections if name in getattr(given, "only", sections)]
     with session(given) as running:
         results = {name: sections[name](running) for name in chosen}
     return running.finish(results)

@@ -86,10 +86,6 @@ class Disagreements:
         self.dtype, self.roundings_of = dtype, roundings_of
         self.found: list[dict[str, Any]] = []
 
-    @property
-    def failures(self) -> int:
-        return sum(not entry["tie"] for entry in self.found)
-
     def compare_step(self, where: dict[str, Any], expected: Tensor, logits: Tensor) -> float:
         """Compare greedy tokens of logits `[batch, vocab]` with those expected; return the largest difference."""
         for row, token in zip(expected, logits.argmax(-1).tolist(), strict=True):

@@ -81,7 +81,6 @@ class RandomModel:
         self.name = "random llama" if sliding_window is None else f"random mistral, window {sliding_window}"
         torch.manual_seed(0)
         self.model = transformers.AutoModelForCausalLM.from_config(shape.config(**windows), dtype=dtype).eval()
-        self.limit: int | None = None
         self.states: list[tuple[Tensor, Tensor]] = []
 
     def prepare(self, length: int, batch: int = 1) -> Tensor:
@@ -103,9 +102,8 @@ class RealModel:
         self.name = pathlib.Path(source).name
         tokenizer = transformers.AutoTokenizer.from_pretrained(source)
         self.model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=dtype).eval()
-        self.limit: int | None = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         # Tokenizers are slow on long text, and no token is shorter than a character.
-        most = 8 * (self.limit or 32768)
+        most = 8 * (getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or 32768)
         self.ids: Tensor = tokenizer(text[:most], return_tensors="pt").input_ids
         self.states: list[tuple[Tensor, Tensor]] = []
         self.rows = self.ids[:, :0]

@@ -6,6 +6,7 @@ transformers. They call the manager by the methods below, and get transformers' 
 
 import asyncio
 import copy
+import functools
 import itertools
 import logging
 import queue
@@ -71,9 +72,7 @@ def init_continuous_batching(
                 model, generation_config or model.generation_config, continuous_batching_config
             )
     except KVLayersError as reason:
-        logger.warning(
-            "Continuous batching of %s is that of transformers, without kvlayers: %s", type(model).__name__, reason
-        )
+        _say_once(f"Continuous batching of {type(model).__name__} is that of transformers, without kvlayers: {reason}")
     return original(model, generation_config, continuous_batching_config, *args, **more)
 
 
@@ -83,6 +82,12 @@ def destroy_kept_manager(original: Callable[..., Any], model: Any) -> None:
     if kept is not None:
         kept.destroy()
     original(model)
+
+
+@functools.lru_cache(maxsize=64)
+def _say_once(message: str) -> None:
+    """Log a warning, which would be the same for each manager of a trainer that makes one in each step."""
+    logger.warning(message)
 
 
 class Outputs:
@@ -272,19 +277,19 @@ class RowsManager:
         usual = {} if batching_config is None else vars(type(batching_config)())
         others = [name for name, value in given.items() if name not in HONOURED and value != usual.get(name)]
         if others:
-            logger.warning("Rows have no use for %s of a ContinuousBatchingConfig.", ", ".join(sorted(others)))
+            _say_once(f"Rows have no use for {', '.join(sorted(others))} of a ContinuousBatchingConfig.")
         self._keeps_logprobs, self._seed = bool(given.get("return_logprobs")), given.get("seed")
-        self._config = self._config_with({})
-        self.num_return_sequences: int = self._config.num_return_sequences or 1
-        self._engine = self._engine_for(self._config, given)
+        config = self._config_with({}, 1)
+        self.num_return_sequences: int = config.num_return_sequences or 1
+        self._engine = self._engine_for(config, given)
         self._numbers, self._work = itertools.count(), threading.Event()
         self._input: queue.Queue[_Asked] = queue.Queue(given.get("max_queue_size") or 0)
         self._asked: dict[str, _Asked] = {}
         self._cancelled: deque[str] = deque()
         self._thread: threading.Thread | None = None
 
-    def _config_with(self, options: dict[str, Any]) -> Any:
-        """The full config of a request with options of its own."""
+    def _config_with(self, options: dict[str, Any], prompt_tokens: int) -> Any:
+        """The full config of a request with options of its own, and a prompt of so many tokens."""
         own = copy.deepcopy(self.generation_config)
         if left := own.update(**options):
             raise OptionError(
@@ -292,8 +297,9 @@ class RowsManager:
             )
         config, _ = generate_calls.full_generation_config(self.model, {"generation_config": own})
         if config.max_new_tokens is None:
-            # Until the model has no positions left, as the length of a prompt is not known here.
-            config.max_new_tokens = (model_types.most_positions(self.model.config) or MAX_ROWS * CHUNK_TOKENS) - 1
+            # Until the model has no positions left.
+            most = model_types.most_positions(self.model.config) or MAX_ROWS * CHUNK_TOKENS
+            config.max_new_tokens = most - prompt_tokens
         if config.eos_token_id == NO_END:
             config.eos_token_id = None
         generate_calls.prepare_special_tokens(self.model, config)
@@ -425,10 +431,9 @@ class RowsManager:
         given = {"tokenizer": options.pop("tokenizer", None)}
         named = (("max_new_tokens", max_new_tokens), ("eos_token_id", eos_token_id))
         options |= {name: value for name, value in named if value is not None}
-        prompt, config, error = list(input_ids), self._config, None
+        prompt, config, error = list(input_ids), self.generation_config, None
         ids = torch.empty(1, 0, dtype=torch.int64)
         try:
-            config = self._config_with(options) if options else config
             ids = torch.as_tensor([prompt], dtype=torch.int64, device=self.model.device)
             positions = model_types.most_positions(self.model.config)
             if not prompt or (positions is not None and len(prompt) >= positions):
@@ -436,6 +441,7 @@ class RowsManager:
                     f"`input_ids` must have 1 token at least, and fewer than the {positions} positions of the model, "
                     f"got {len(prompt)}: shorten the prompt."
                 )
+            config = self._config_with(options, len(prompt))
         except Exception as reason:
             error = reason
         first, *copies = (

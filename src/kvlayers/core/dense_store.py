@@ -270,7 +270,7 @@ class DenseStore(TokenStore):
         if forms != self._forms:
             if self._is_invalid:
                 raise InterruptedPassError(
-                    "The held tokens are lost, because an error or Ctrl-C came while they were moved: reset() the "
+                    "The held tokens are lost, because an error or Ctrl-C interrupted a move of them: reset() the "
                     "cache, and pass all tokens again."
                 )
             if self.length:

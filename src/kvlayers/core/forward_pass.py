@@ -216,7 +216,7 @@ def _interrupted(lengths: Sequence[int | None], recurrent: bool) -> InterruptedP
         repair = f"{method}({shortest}) the cache and pass the tokens from there on again, or reset() it"
     return InterruptedPassError(
         "All layers must have seen the same tokens, got layers that an earlier forward pass has not reached (tokens "
-        f"seen by {seen}), because an error or Ctrl-C ended it, or another thread uses the cache too: {repair}."
+        f"seen by {seen}), because an error or Ctrl-C interrupted it, or another thread uses the cache too: {repair}."
     )
 
 

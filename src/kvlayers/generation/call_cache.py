@@ -44,7 +44,7 @@ from kvlayers.interop.adapter import TransformersLayer
 from kvlayers.interop.aliases import HybridCache, HybridChunkedCache, SlidingWindowCache
 from kvlayers.recurrent.linear_layer import LinearAttentionLayer
 from kvlayers.static.slots import MaskMode
-from kvlayers.static.static_cache import StaticCache, fixed_layers, iter_fixed_layers, share_mask_extents
+from kvlayers.static.static_cache import StaticCache, fixed_layers, share_mask_extents
 from kvlayers.static.static_layer import StaticLayer, StaticSlidingLayer
 from kvlayers.upstream import cache_argument, compat, generate_calls, model_layers, model_types
 from kvlayers.upstream.callers import warn_the_caller
@@ -284,7 +284,7 @@ def _replace_layers(cache: Any, model: Any) -> None:
     layers = cache.layers
     if layers and isinstance(layers[0], CacheLayer):
         # At each forward pass, so only as many layers are looked at as tell.
-        modes = [layer.reserved.mask_extent.mode for layer in itertools.islice(iter_fixed_layers(layers), 2)]
+        modes = [layer.reserved.mask_extent.mode for layer in itertools.islice(fixed_layers(layers), 2)]
         # In a copy of the cache, which transformers makes, static layers do not know one another.
         if type(cache) is transformers.StaticCache and not all(mode is modes[0] for mode in modes):
             _link(layers)
@@ -470,7 +470,7 @@ def mask_mode(cache: Any) -> MaskMode | None:
     The layers of kvlayers in one static cache share this object. The cache itself may be one of transformers.
     """
     part = cache.self_attention_cache if isinstance(cache, transformers.EncoderDecoderCache) else cache
-    fixed = fixed_layers(part.layers) if isinstance(part, transformers.StaticCache) else []
+    fixed = [*fixed_layers(part.layers)] if isinstance(part, transformers.StaticCache) else []
     return fixed[0].reserved.mask_extent.mode if fixed else None
 
 
@@ -613,7 +613,7 @@ def _static_parts(cache: object) -> list[Any] | None:
         return None
     pair: Any = cache
     parts = [pair.self_attention_cache, pair.cross_attention_cache] if cache.is_pair else [cache]
-    all_static = all(fixed_layers(part.layers) == list(part.layers) for part in parts)
+    all_static = all([*fixed_layers(part.layers)] == [*part.layers] for part in parts)
     return parts if all_static and type(parts[0]) in REUSABLE else None
 
 

@@ -234,10 +234,11 @@ class RowDecoder(Generic[Row]):
         began = cache.newest_pass()
         try:
             logits = self._pass(tokens, cache)
-        except CapacityError as error:
+        except (CapacityError, IndexError) as error:
             if cache.newest_pass() is not began:
                 raise
-            # It came before any row has taken in a token. Without the longest one, the others may go on.
+            # It came before any row has taken in a token: there is no room for it, or the model has no position for
+            # it. Without the longest one, the others may go on.
             max(self.rows, key=lambda row: row.tokens).error = error
             return
         greatest = logits.argmax(-1).tolist()

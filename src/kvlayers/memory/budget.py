@@ -14,11 +14,21 @@ from torch import Tensor
 
 from kvlayers.core.buffer import StateForm, form_of, nbytes_of
 from kvlayers.core.cache_layer import CacheLayer
-from kvlayers.core.dense_store import GROWTH_DIVISOR, MINIMUM_GROWTH
+from kvlayers.core.dense_store import DenseStore
 from kvlayers.core.description import Fact, Facts
-from kvlayers.core.token_store import TokenStore
 from kvlayers.errors import CapacityError, OptionError, StateMismatchError
-from kvlayers.memory.steps import BITS, LADDER, exchange_store, holders, narrowed, place_elsewhere, set_rows_apart
+from kvlayers.kernels.codes.smoothing import MOST_RUNS, vectors_for
+from kvlayers.memory.steps import (
+    BITS,
+    LADDER,
+    exchange_store,
+    holders,
+    is_followed,
+    place_elsewhere,
+    quantization_of,
+    rounded,
+    set_rows_apart,
+)
 from kvlayers.quantized.checks import block_of
 from kvlayers.quantized.packed_blocks import GROWTH_DIVISOR as BLOCKS_GROWTH_DIVISOR
 from kvlayers.quantized.quantization import Quantization, blocks_beyond
@@ -57,10 +67,10 @@ class Budget:
     most_kept: int = sys.maxsize
     note: str = ""
     said: tuple[int, ...] = ()
-    _planned: tuple[int, ...] = (-1, 0, 0, 0)
-    """For how many tokens there is room, and of how many sequences and layers, and bytes of a token."""
-    _newest: tuple[int, int] = (-1, 0)
-    """Tokens of the layer that came last, and its index. A cache that went back may be exact again."""
+    _planned: tuple[int, int, object] = (-1, 0, None)
+    """For how many tokens there is room, of how many layers, and the forms of their states."""
+    _newest: int = -1
+    """Tokens of the layer that came last. A cache that went back may be exact again."""
 
     @classmethod
     def of(cls, max_bytes: object, ladder: object, length_hint: int | None = None) -> "Budget":
@@ -135,14 +145,14 @@ class Budget:
             CapacityError: they do not fit after all steps; nothing is changed.
         """
         length, forms = layers[layer_idx].length or 0, (form_of(keys), form_of(values))
-        tokens, width = length + keys.shape[2], _token_bytes(forms)
-        newest, self._newest = self._newest, (length, layer_idx)
-        last, *others = self._planned
-        if newest < self._newest and tokens <= last and others == [keys.shape[0], len(layers), width]:
+        tokens, (last, known_layers, known_forms) = length + keys.shape[2], self._planned
+        newest, self._newest = self._newest, length
+        if newest < length and tokens <= last and known_layers == len(layers) and known_forms == forms:
             return
         # A cache without a config may make further layers in this pass.
-        is_whole = cache.layer_class_to_replicate is None or others[1] == len(layers)
+        is_whole = cache.layer_class_to_replicate is None or known_layers == len(layers)
         set_rows_apart(cache)
+        layers = [*cache.adapted_layers(), *layers[len(cache.layers) :]]
         # Layers that are empty are taken to have the forms that come now.
         held = [
             _Held(row, row.forms or forms, keys.shape[2] if index >= layer_idx else 0)
@@ -155,7 +165,7 @@ class Budget:
         others_held = [layer for layer in layers if not holders(layer)]
         more = self._fitted(cache, held, self.max_bytes - sum(layer.nbytes for layer in others_held), tokens, is_whole)
         # What they hold is known once they have taken in tokens. Before, there is room for this pass alone.
-        self._planned = tokens + (more if length or not others_held else 0), keys.shape[0], len(layers), width
+        self._planned = tokens + (more if length or not others_held else 0), len(layers), forms
 
     def _fitted(self, cache: Any, held: "list[_Held]", nbytes: int, tokens: int, is_whole: bool) -> int:
         """Give way so that all tokens fit in `nbytes` bytes. Returns how many more fit then.
@@ -166,25 +176,32 @@ class Budget:
         most = _most_exact(held, nbytes) if is_whole else min(_most_exact(held, nbytes), 0)
         may_be_exact = self.most_kept > 0 and not any(each.layer.exact_from for each in held)
         if most >= 0 and may_be_exact:
+            if self.length_hint is not None and tokens <= self.length_hint:
+                # If there are more than were expected, this is asked again.
+                most = min(most, self.length_hint - tokens)
             for each in held:
-                each.stay_exact(most, self.length_hint)
+                each.stay_exact(most)
             self.note = "all tokens are exact"
             return most
-        for more in (max(tokens // AHEAD_DIVISOR, *(each.size for each in held), 1), 0):
+        for more in (max([tokens // AHEAD_DIVISOR, *(each.size for each in held)]), 0):
             kept, bits = self._rounded(held, nbytes, more)
             if bits:
                 for each, own in zip(held, bits, strict=True):
-                    each.give_way(own, kept, self.length_hint)
+                    if each.size:
+                        each.give_way(own, kept, self.length_hint)
+                    else:
+                        each.stay_exact(more)
                 self._say(min(each.layer.store.kept for each in held if each.size), bits)
                 return more
-        if cache.offloading or ("offloaded" in self.ladder and place_elsewhere(cache)):
+        devices = {form.device for each in held for form in each.forms}
+        if cache.offloading or ("offloaded" in self.ladder and place_elsewhere(cache, devices)):
             self.note = "states are on the host"
             return sys.maxsize
         # Few tokens are smaller in full precision than beside the room for those that come before a block is packed.
         sizes = [sum(each.rounded(0, 0, bits) for each in held) for bits in self.bits]
         if may_be_exact or not sizes:
             sizes.append(sum(each.exact(each.tokens) for each in held))
-        on_host = all(form.device.type == "cpu" for each in held for form in each.forms)
+        on_host = all(device.type == "cpu" for device in devices)
         others = {*(BITS if on_host else LADDER)} - {*self.ladder}
         raise CapacityError(
             f"`max_bytes` must be at least {exact_bytes(min(sizes) + int(self.max_bytes) - nbytes)} for {tokens} "
@@ -243,10 +260,6 @@ def free_memory(device: torch.device) -> int:
     )
 
 
-def _token_bytes(forms: Sequence[StateForm]) -> int:
-    return sum(nbytes_of(form, 1) for form in forms)
-
-
 class _Held:
     """The tokens of one layer, or of one row of it, and the bytes that they would take.
 
@@ -265,77 +278,82 @@ class _Held:
 
     def __init__(self, layer: Any, forms: tuple[StateForm, StateForm], new: int) -> None:
         self.layer, self.forms = layer, forms
-        self.window = layer.unwrapped.room if layer.is_sliding else sys.maxsize
-        self.tokens, self.token_bytes = layer.held_tokens + new, _token_bytes(forms)
+        # A window that has been full has room for as many tokens again, however few it holds.
+        slides = layer.is_sliding and not layer.unwrapped.record_past
+        self.window: int = layer.unwrapped.room if slides else sys.maxsize
+        self.tokens: int = (layer.length if slides else layer.held_tokens) + new
+        # Its blocks are packed before its oldest tokens leave, unless all of them do.
+        self._packed_at_once = layer.held_tokens + new if new < self.window else 0
+        self.token_bytes = sum(nbytes_of(form, 1) for form in forms)
         store = layer.store
-        # Beams and forks hold once what they have in common, until it is rounded.
-        self._in_common: int = max(layer.held_tokens * self.token_bytes - store.nbytes, 0)
+        # Beams hold once what they have in common, until it is rounded.
+        self._nbytes: int = store.nbytes
+        self._in_common: int = max(layer.held_tokens * self.token_bytes - self._nbytes, 0)
         is_packed = isinstance(store, QuantizedStore)
-        self._quantization: Quantization | None = store.quantization if is_packed else None
+        self._quantization = quantization_of(store, max(BITS.values()), layer.is_sliding)
         self.bits = max(store.bits) if is_packed else None
-        self._blocks = len(store.blocks or ()) if is_packed else 0
+        self._residual: DenseStore = store.residual if is_packed else store
         try:
-            self.size, _ = block_of(self._rounding(max(BITS.values())), *forms)
-        except (OptionError, StateMismatchError):
+            self.size = 0 if is_followed(store) else _bytes_of_codes(self._quantization, *forms)[0]
+        except StateMismatchError:
             self.size = 0
-
-    def _rounding(self, nbits: int) -> Quantization:
-        if self._quantization is not None:
-            return self._quantization.narrowed(nbits)
-        return Quantization(nbits=nbits, sink_tokens=0) if self.layer.is_sliding else Quantization(nbits=nbits)
+        self._blocks = 0
+        if is_packed and store.blocks:
+            # With those that a window had packed before tokens left.
+            of_block = _bytes_of_codes(self._quantization, *forms)[1]
+            self._blocks = sum(side.nbytes for side in store.blocks.stores) // of_block
 
     def exact(self, tokens: int) -> int:
         """Bytes of so many tokens in full precision."""
-        return min(tokens, self.window) * self.token_bytes - self._in_common
+        # Memory that is there is not given back.
+        return max(min(tokens, self.window) * self.token_bytes - self._in_common, self._nbytes)
 
     def rounded(self, more: int, kept: int, nbits: int) -> int:
         """Bytes of `more` tokens than with the new ones, of which the newest `kept` stay exact at least."""
         tokens = min(self.tokens + more, self.window)
         if not self.size:
             return self.exact(tokens)
-        quantization = self._rounding(nbits)
-        room = max(kept, quantization.residual_length) + self.size
-        sinks = min(quantization.sink_tokens, tokens)
-        blocks = max(blocks_beyond(tokens - sinks, room, self.size), self._blocks)
-        # The residual has been full before its oldest block was packed.
-        grown = min(tokens + max(tokens // GROWTH_DIVISOR, MINIMUM_GROWTH), sinks + room)
-        exact = sinks + max(room, tokens - sinks - blocks * self.size) if blocks else grown
+        quantization = self._quantization.narrowed(nbits)
+        room = quantization.sink_tokens + max(kept, quantization.residual_length) + self.size
+        packed = blocks_beyond(max(tokens, self._packed_at_once), room, self.size)
+        most, blocks = min(room, self.window), max(packed, self._blocks)
+        # The residual has been full before its oldest block was packed, which moved it to other memory.
+        exact = (most if blocks else self._residual.capacity_for(tokens, most)) * self.token_bytes
+        if packed <= self._blocks:
+            exact = max(exact, self._residual.nbytes)
+        _, of_block, of_run = _bytes_of_codes(quantization, *self.forms)
         spare = blocks + blocks // BLOCKS_GROWTH_DIVISOR
-        return self._in_common + self.exact(exact) + spare * block_of(quantization, *self.forms)[1]
+        return exact + spare * of_block + min(blocks, MOST_RUNS) * of_run
 
-    def stay_exact(self, more: int, length_hint: int | None) -> None:
+    def stay_exact(self, more: int) -> None:
         """Grow no further than for `more` tokens, in full precision."""
         store, most = self.layer.store, min(self.tokens + more, self.window)
         if self.bits is not None:
             # What a residual holds beside the sinks before it packs.
-            kept = most - store.quantization.sink_tokens - max(self.size, 1)
+            kept = most - store.quantization.sink_tokens - self.size
             self.give_way(self.bits, kept, store.length_hint)
-        elif not self.layer.is_sliding:
-            store.length_hint = most if length_hint is None else min(most, length_hint)
+        else:
+            store.length_hint = most
 
     def give_way(self, nbits: int, kept: int, length_hint: int | None) -> None:
         """Hold all but the newest `kept` tokens in `nbits` bits at most, now and as further tokens come."""
-        hint = self.window if self.layer.is_sliding else length_hint
-        exchange_store(
-            self.layer,
-            functools.partial(_within, nbits=nbits, kept=kept, hint=hint, window=self.layer.is_sliding),
-        )
+        is_window = self.layer.is_sliding
+        # Not the number of tokens that would have fitted in full precision.
+        self.layer.store.length_hint = self.window if is_window else length_hint
+        exchange_store(self.layer, functools.partial(rounded, nbits=nbits, window=is_window, kept=kept))
+
+
+@functools.lru_cache(maxsize=256)
+def _bytes_of_codes(quantization: Quantization, key_form: StateForm, value_form: StateForm) -> tuple[int, int, int]:
+    """As `block_of`, and the bytes of the vectors that smooth the keys of a run of blocks."""
+    size, nbytes = block_of(quantization, key_form, value_form)
+    keys = quantization.quantizers(key_form.head_dim, value_form.head_dim)["keys"]
+    return size, nbytes, sum(vectors_for(keys)) * nbytes_of(key_form, 1)
 
 
 def _most_exact(held: Sequence[_Held], nbytes: int) -> int:
-    """How many more tokens would fit in full precision, -1 if not even the new ones; many if windows alone are held."""
-    growing = sum(each.token_bytes for each in held if each.window == sys.maxsize)
-    most = max(nbytes, 0) // growing if growing else 1 << 40
+    """How many more tokens would fit in full precision, -1 if not even the new ones."""
     return (
-        bisect.bisect_right(range(most + 1), nbytes, key=lambda more: sum(e.exact(e.tokens + more) for e in held)) - 1
+        bisect.bisect_right(range(sys.maxsize), nbytes, key=lambda more: sum(e.exact(e.tokens + more) for e in held))
+        - 1
     )
-
-
-def _within(store: TokenStore, nbits: int, kept: int, hint: int | None, window: bool) -> TokenStore:
-    packed = narrowed(store, nbits, window)
-    if packed is None:
-        return store
-    # Not the number of tokens that would have fitted in full precision.
-    packed.length_hint = hint
-    packed.keep(max(kept, packed.quantization.residual_length))
-    return packed

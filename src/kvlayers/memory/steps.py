@@ -3,7 +3,7 @@
 import functools
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -50,13 +50,17 @@ def _takes(part: Any, step: str) -> bool:
     return _round(part, BITS[step])[0] if step in BITS else place_elsewhere(part)
 
 
-def place_elsewhere(part: Any) -> bool:
-    """Hold the states of a cache on the host, if that frees memory of a device. Returns whether it does."""
+def place_elsewhere(part: Any, devices: Iterable[torch.device] = ()) -> bool:
+    """Hold the states of a cache on the host, if that frees memory of a device. Returns whether it does.
+
+    Args:
+        part: the cache.
+        devices: those of states that it is about to take in.
+    """
     prefetcher = Offloading().prefetcher()
+    held = [layer.device for layer in part.adapted_layers() if layer.traits.attends]
     # Elsewhere, states would take memory of the device that computes all the same.
-    if part.offloading or not any(
-        prefetcher.offloads(layer.device) for layer in part.adapted_layers() if layer.traits.attends
-    ):
+    if part.offloading or not any(map(prefetcher.offloads, (*held, *devices))):
         return False
     try:
         _place(part, Offloading())
@@ -108,6 +112,11 @@ def _round(part: Any, nbits: int) -> tuple[bool, list[str]]:
     return changed, list(stay)
 
 
+def is_followed(store: TokenStore) -> bool:
+    """Whether autograd follows the states of a store, which must not be rounded then."""
+    return any(states.requires_grad for states in store.held_tensors())
+
+
 def settings_of(store: TokenStore) -> tuple[Any, ...]:
     """What tells whether the tokens of a store are rounded, and how."""
     return (store.quantization, store.kept) if isinstance(store, QuantizedStore) else ()
@@ -133,52 +142,37 @@ def exchange_store(holder: Any, make: Callable[[TokenStore], TokenStore]) -> Non
         holder.store = make(holder.store)
 
 
-def rounded(store: TokenStore, nbits: int, window: bool = False) -> TokenStore:
-    """A store of the same tokens, all but the residual in `nbits` bits at most; the same store if that is impossible.
+def rounded(store: TokenStore, nbits: int, window: bool = False, kept: int = 0) -> TokenStore:
+    """A store of the same tokens, in `nbits` bits at most; the same store if that is impossible.
 
     Args:
         store: how they are held now, which is not used any more.
         nbits: bits of a number.
         window: whether oldest tokens go, so that none can stay as a sink.
+        kept: newest tokens that stay in full precision, the residual at least.
     """
-    packed = narrowed(store, nbits, window)
-    if packed is None:
-        return store
-    packed.keep(packed.quantization.residual_length)
-    return packed
-
-
-def narrowed(store: TokenStore, nbits: int, window: bool) -> QuantizedStore | None:
-    """A store that packs the same tokens to `nbits` bits at most, as `rounded`; `None` if that is impossible."""
+    packed: Any = store
     try:
-        packed = _packable(store, nbits, window)
-        if packed is not None and max(packed.bits or (0,)) > nbits:
-            _repack(packed, packed.quantization.narrowed(nbits))
+        if not isinstance(store, QuantizedStore):
+            if not may_share(store) or is_followed(store):
+                return store
+            packed = QuantizedStore.over(store, quantization_of(store, nbits, window))
+        if max(packed.bits) > nbits:
+            quantization, forms = packed.quantization.narrowed(nbits), (packed.key_form, packed.value_form)
+            if None not in forms and block_of(quantization, *forms)[0] != packed.block_tokens:
+                return store
+            packed.repack(quantization)
     except (OptionError, StateMismatchError):
         # Of a backend without such bits, or a dtype that cannot be coded.
-        return None
-    return packed
-
-
-def _packable(store: TokenStore, nbits: int, window: bool) -> QuantizedStore | None:
-    if isinstance(store, QuantizedStore):
         return store
-    # What autograd follows must not be rounded.
-    if not may_share(store) or any(states.requires_grad for states in store.held_tensors()):
-        return None
-    # In a window no token could stay as a sink.
-    return QuantizedStore.over(store, Quantization(nbits=nbits, sink_tokens=0 if window else DEFAULT_SINK_TOKENS))
+    packed.keep(max(kept, packed.quantization.residual_length))
+    return cast("TokenStore", packed)
 
 
-def _repack(store: QuantizedStore, quantization: Quantization) -> None:
-    if store.key_form is not None and store.value_form is not None:
-        size, _ = block_of(quantization, store.key_form, store.value_form)
-        if size != store.block_tokens:
-            raise OptionError(
-                f"`quantization` must have blocks of {store.block_tokens} tokens, as those that are packed, got "
-                f"{size}: use groups of the same size."
-            )
-    store.repack(quantization)
+def quantization_of(store: TokenStore, nbits: int, window: bool) -> Quantization:
+    """How the tokens of a store are coded, or would be, in `nbits` bits. No token of a window could stay as a sink."""
+    first = Quantization(nbits=nbits, sink_tokens=0 if window else DEFAULT_SINK_TOKENS)
+    return store.quantization if isinstance(store, QuantizedStore) else first
 
 
 def _rounded_layer(make_layer: Callable[[], Any], nbits: int) -> Any:

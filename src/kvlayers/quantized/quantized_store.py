@@ -283,7 +283,7 @@ class QuantizedStore(TokenStore):
             for path in blocks.packing_paths():
                 self.packing.counts[path] += 1
         else:
-            residual.length_hint = self._residual_hint(self._room, self.old_tokens, residual.length)
+            residual.length_hint = self._residual_hint(self._room, self.old_tokens, residual.length + new)
             # If it must move, it goes to other memory: states that were returned, or are about to be, read this one.
             residual.reserve(residual.length + new)
             _append(residual, keys, values)

@@ -136,8 +136,8 @@ class LinearPast:
         if self.is_interrupted:
             raise InterruptedPassError(
                 "A forward pass must update the recurrent state of a layer behind its convolution, got one that an "
-                "error or Ctrl-C ended between the two: truncate() the cache to where the pass began, which says how "
-                "many tokens to pass again, or reset() it."
+                "error or Ctrl-C interrupted between the two: truncate() the cache to where the pass began, which says "
+                "how many tokens to pass again, or reset() it."
             )
 
     def note_columns(self, state_idx: int, columns: int, full: Tensor) -> None:

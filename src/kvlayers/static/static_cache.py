@@ -88,13 +88,8 @@ def share_mask_extents(layers: Iterable[Any]) -> None:
         store.mask_extent.mode = mode
 
 
-def fixed_layers(layers: Iterable[Any]) -> list[Any]:
+def fixed_layers(layers: Iterable[Any]) -> Iterator[Any]:
     """The layers that attend over a reservation on the device that computes, also within a hybrid layer."""
-    return list(iter_fixed_layers(layers))
-
-
-def iter_fixed_layers(layers: Iterable[Any]) -> Iterator[Any]:
-    """As `fixed_layers`, one at a time."""
     for layer in layers:
         part = adapted(layer).parts[0]
         if part.reserved is not None:

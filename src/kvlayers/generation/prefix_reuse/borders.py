@@ -30,7 +30,7 @@ def snapshot_lengths(
             possibly not with what the template puts behind that, in order to ask for an answer.
         every: so many tokens are a snapshot apart at most, for long texts; `None` for no limit.
     """
-    lengths = {last_border(ids, ends) or len(ids) - MOST_DROPPED, length}
+    lengths = {last_border(ids, ends), length}
     if branch - begin >= LEAST_TO_BRANCH:
         lengths.add(branch)
     if every is not None:
@@ -39,7 +39,7 @@ def snapshot_lengths(
 
 
 def last_border(ids: Tokens, ends: Collection[int]) -> int:
-    """How many tokens there are up to the last border between messages; 0 without one.
+    """How many tokens there are up to the last border between messages; without one, to where the next turn may part.
 
     Behind the end of a message stand the tokens that follow every end, such as a line feed and the start of the next
     message: they stand there whatever the next message is.
@@ -53,7 +53,7 @@ def last_border(ids: Tokens, ends: Collection[int]) -> int:
     """
     positions = np.flatnonzero(np.isin(ids, list(ends)))
     if not len(positions):
-        return 0
+        return max(len(ids) - MOST_DROPPED, 0)
     border = int(positions[-1]) + 1
     while len(positions) > 1 and border < len(ids) and border - positions[-1] <= MOST_BETWEEN:
         following = ids[positions + (border - positions[-1])]

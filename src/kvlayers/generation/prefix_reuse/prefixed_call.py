@@ -29,7 +29,7 @@ from kvlayers.generation import cache_by_name
 from kvlayers.generation.patching import overriding
 from kvlayers.generation.prefill import MIN_TOKENS, is_told_positions, pass_limit
 from kvlayers.generation.prefix_reuse import active_store
-from kvlayers.generation.prefix_reuse.borders import snapshot_lengths
+from kvlayers.generation.prefix_reuse.borders import MOST_BETWEEN, last_border, snapshot_lengths
 from kvlayers.generation.prefix_reuse.eligibility import (
     ID_READERS,
     PADDING_INDEPENDENT_OPTIONS,
@@ -304,7 +304,12 @@ class PrefixedCall:
             if hit.covered < end:
                 raise IneligibleError(f"what a cache '{self._name}' holds depends on which tokens came with an image")
         else:
-            self._compute(0, cache, self._prompts.input_ids.shape[1] - 1)
+            length = self._prompts.input_ids.shape[1] - 1
+            if pass_limit(self._model, cache) is None:
+                # generate() reads the few tokens behind the last border together with the last one.
+                border = last_border(tokens_of(self._keys.row(0)), self._ends)
+                length = border if max(end, length - MOST_BETWEEN) <= border < length else length
+            self._compute(0, cache, length)
         return cache
 
     def _for_shared_prefix(self, common: int, hits: list[Hit]) -> tuple[Cache, dict[str, Any]]:
@@ -454,8 +459,14 @@ class PrefixedCall:
         # A cache that cannot be rolled back does not serve prompts that diverge in between. With a model that takes
         # tokens one by one, snapshots of long texts would take long.
         every = None if pass_limit(self._model, cache) is not None else self._part.active.store.snapshot_tokens
-        ends = torch.tensor([] if self.config.eos_token_id is None else self.config.eos_token_id).reshape(-1).tolist()
-        return snapshot_lengths(tokens_of(self._keys.row(row)), begin, length, self._known.get(row, 0), ends, every)
+        known = self._known.get(row, 0)
+        return snapshot_lengths(tokens_of(self._keys.row(row)), begin, length, known, self._ends, every)
+
+    @property
+    def _ends(self) -> list[int]:
+        """Ids of the tokens that end a message."""
+        ends = self.config.eos_token_id
+        return torch.tensor([] if ends is None else ends).reshape(-1).tolist()  # type: ignore[no-any-return]
 
 
 def can_be_stacked(cache: Cache) -> bool:

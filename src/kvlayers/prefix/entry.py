@@ -19,7 +19,7 @@ MOST_RANKED = 256
 
 
 @dataclass(eq=False, slots=True)
-class Piece:
+class MemoryPiece:
     """A piece of memory.
 
     Attributes:
@@ -71,7 +71,7 @@ class PrefixEntry:
     label: str
     ids: Tokens
     cache: Cache | None = None
-    pieces: tuple[Piece, ...] = ()
+    pieces: tuple[MemoryPiece, ...] = ()
     path: str | None = None
     file_bytes: int = 0
     uses: dict[int, int] = field(default_factory=dict)
@@ -294,7 +294,7 @@ class MemoryAccount:
     def __init__(self) -> None:
         self.nbytes = self.staying_bytes = 0
         # By size as well: memory may have moved before its holder is counted again, and other memory be at its address.
-        self.pieces: dict[tuple[int, int], Piece] = {}
+        self.pieces: dict[tuple[int, int], MemoryPiece] = {}
 
     @property
     def shared_bytes(self) -> int:
@@ -309,7 +309,7 @@ class MemoryAccount:
             if not piece.holders:
                 self.nbytes -= piece.nbytes
                 del self.pieces[piece.address, piece.nbytes]
-        entry.pieces = tuple(self.pieces.get(key) or Piece(*key) for key in storages.items())
+        entry.pieces = tuple(self.pieces.get(key) or MemoryPiece(*key) for key in storages.items())
         for piece in entry.pieces:
             self.pieces[piece.address, piece.nbytes] = piece
             piece.holders.add(entry)
@@ -322,7 +322,7 @@ class MemoryAccount:
             before, piece.staying = piece.staying, piece.staying + more
             self.staying_bytes += piece.nbytes * ((piece.staying > 0) - (before > 0))
 
-    def move(self, piece: Piece, address: int, nbytes: int) -> None:
+    def move(self, piece: MemoryPiece, address: int, nbytes: int) -> None:
         """Note that a piece is elsewhere now, where no other one is, for all of its holders."""
         del self.pieces[piece.address, piece.nbytes]
         more = nbytes - piece.nbytes

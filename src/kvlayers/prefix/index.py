@@ -13,7 +13,7 @@ from kvlayers.prefix.entry import (
     EvictionOrder,
     EvictionPolicy,
     MemoryAccount,
-    Piece,
+    MemoryPiece,
     Pin,
     PrefixEntry,
     can_restore,
@@ -213,7 +213,7 @@ class EntryIndex:
         self._unpacked.pop(entry, None)
         self.note(entry)
         # What nobody reads any more of its memory is given back.
-        seen: set[Piece] = set()
+        seen: set[MemoryPiece] = set()
         for piece in before:
             # One of the holders trims what all of them share.
             holder = next(iter(piece.holders), None)

@@ -460,8 +460,8 @@ class PrefixedCall:
         every = None if is_limited else self._part.active.store.snapshot_tokens
         least = length if is_limited or least is None else least
         ends = torch.tensor([] if self.config.eos_token_id is None else self.config.eos_token_id).reshape(-1).tolist()
-        known = self._known.get(row, 0)
-        return snapshot_lengths(tokens_of(self._keys.row(row)), begin, least, length, known, ends, every)
+        ids = tokens_of(self._keys.row(row))
+        return snapshot_lengths(ids, begin, least, length, self._known.get(row, 0), ends, every)
 
 
 def can_be_stacked(cache: Cache) -> bool:

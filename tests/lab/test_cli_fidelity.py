@@ -144,7 +144,7 @@ def test_the_table_and_the_budget(llama: Path) -> None:
     assert "…" not in result.output
     assert cells["int4"][1] == f"{kl['int4']:.2g}"
 
-    assert "\nTo use it: kvlayers.install(); model.generate(..., cache_implementation='int4')\n" in result.output
+    assert "\nTo use it: kvlayers.generate(model, ..., cache_implementation='int4')\n" in result.output
 
     within, code = measured(llama, "--bits", "8,4,2", "--max-kl", between)
     assert within["settings"][2]["use"] == {"cache_implementation": "int4"}
@@ -294,7 +294,7 @@ def test_what_is_recommended_can_be_pasted() -> None:
     for name, named in settings("8,4,3,2,fp8,k4v2,hqq:4" if reports_hqq() else "8,4,3,2,fp8,k4v2").items():
         contender = kvlayers_contender(name, named, config, 64)
         line = usage_line(contender.generate_options or {})
-        arguments = eval(line.replace("To use it: kvlayers.install(); model.generate(..., ", "dict("))
+        arguments = eval(line.replace("To use it: kvlayers.generate(model, ..., ", "dict("))
         made = kvlayers.make_cache(arguments["cache_implementation"], config, **arguments.get("cache_config", {}))
         assert made.quantization == contender.make().quantization
     assert setting("4")[1].generate_options == {"cache_implementation": "int4"}

@@ -141,7 +141,7 @@ def test_a_budget_decides_the_exit_code(llama: Path) -> None:
     result = tasks(llama, *QUICK, "--bits", "8,2", "--budget", between)
     assert result.exit_code == 0
     assert f"Within a loss of {between:g} percentage points: int8. The smallest is int8, with " in words(result.output)
-    assert "\nTo use it: kvlayers.install(); model.generate(..., cache_implementation='int8')\n" in result.output
+    assert "\nTo use it: kvlayers.generate(model, ..., cache_implementation='int8')\n" in result.output
 
     within, code = measured(llama, "--bits", "8,2", "--budget", between)
     assert (within["recommended"], within["passed"], code) == ("kvlayers int8", True, 0)

@@ -241,7 +241,7 @@ WRONG_ARGUMENTS: dict[str, tuple[type[Exception], str, Callable[[], object]]] = 
         f"buckets {given!r}": (OPTION, "buckets", lambda given=given: kvlayers.StaticCache(LLAMA, 8, buckets=given))
         for given in (16, (16, 32), "small", {"minimum": 16})
     },
-    "a config in the place of states": (OPTION, "config=", lambda: kvlayers.DynamicCache(LLAMA)),
+    "a config in the place of states": (OPTION, "pass it as `config`", lambda: kvlayers.DynamicCache(LLAMA)),
     "no parts": (OPTION, "a cross-attention cache", lambda: kvlayers.EncoderDecoderCache()),
     "a part that is a number": (
         OPTION,

@@ -147,7 +147,7 @@ def overwriting(graphs: list[Any], overwritten: list[int]) -> Callable[[Any, Any
     return backend
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", some(KINDS, ["packed windows", "packed sinks", "dense", "static, offloaded"]))
 def test_no_layer_is_compiled_for_on_its_own_and_caches_copy_what_they_are_handed(
     kind: str, read_in_full: list[str]
 ) -> None:

@@ -333,9 +333,8 @@ class DraftModel(Drafter):
         caches = [] if self._cache is None else [self._cache]
         for row in rows:
             cache = DynamicCache(config=self._model.config)
-            arguments: dict[str, Any] = {cache_argument.name_for(self._model): cache, "use_cache": True}
-            arguments |= model_types.newest_logits_only(self._model)
-            self._model(row.ids[:, row.padding : -1].to(self._model.device), **arguments)
+            arguments = {cache_argument.name_for(self._model): cache, **model_types.newest_logits_only(self._model)}
+            self._model(row.ids[:, row.padding : -1].to(self._model.device), use_cache=True, **arguments)
             cache.activate_past_recording()
             caches.append(cache)
         self._cache = merge(caches)
@@ -494,8 +493,9 @@ def drafter_of(config: Any, looked_up: int | None, assistant: Any) -> tuple[Draf
     if assistant is None:
         tokens = int(looked_up or 0)
         return LookedUp(generate_calls.prompt_lookup(config, tokens)), tokens
-    own = assistant.generation_config.num_assistant_tokens
-    tokens = int(own or config.num_assistant_tokens or NUM_ASSISTANT_TOKENS)
+    tokens = int(
+        assistant.generation_config.num_assistant_tokens or config.num_assistant_tokens or NUM_ASSISTANT_TOKENS
+    )
     return DraftModel(assistant, tokens), tokens
 
 

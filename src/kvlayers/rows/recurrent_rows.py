@@ -125,7 +125,6 @@ class RecurrentRows(HeldRows, LinearAttentionLayer):
         widest = max(columns.shape[-1] for columns in full)
         full = [torch.nn.functional.pad(columns, (widest - columns.shape[-1], 0)) for columns in full]
         self._note_update("conv", state_idx)
-        self._is_torn = False
         return torch.cat(full)
 
     @override
@@ -137,7 +136,6 @@ class RecurrentRows(HeldRows, LinearAttentionLayer):
             row.update_recurrent_state(states, state_idx)
             self._is_torn = True
         self._note_update("recurrent", state_idx)
-        self._is_torn = False
         held = self._states.recurrent[state_idx]
         return recurrent_states if held is None else held
 
@@ -167,6 +165,7 @@ class RecurrentRows(HeldRows, LinearAttentionLayer):
             vars(states)[f"has_{name}"][state_idx] = True
             # Models write a recurrent state in place, from its second token on.
             states.has_recurrent[state_idx] |= self._states.has_recurrent[state_idx]
+        self._is_torn = False
 
     # Rolling back
 
@@ -199,11 +198,11 @@ class RecurrentRows(HeldRows, LinearAttentionLayer):
         filled = [memory for memory in self._memory.values() if memory is not None]
         is_in_place = keeps_in_place(filled, chosen, len(self.rows))
         self._keep(chosen)
-        if not is_in_place:
+        if is_in_place:
+            for key, memory in self._memory.items():
+                self._hold(*key, memory, len(chosen))
+        else:
             self._join()
-            return
-        for key, memory in self._memory.items():
-            self._hold(*key, memory, len(chosen))
 
     @override
     def trim(self) -> None:

@@ -152,7 +152,7 @@ def test_the_table_and_the_budget(llama: Path, figures: dict[str, dict[str, floa
     assert all(len(line) <= 80 for line in result.stderr.splitlines())
     assert "…" not in result.stderr
     assert cells["int4"][1] == f"{kl['int4']:.2g}"
-    assert "\nTo use it: kvlayers.install(); model.generate(..., cache_implementation='int4')\n" in result.stderr
+    assert "\nTo use it: kvlayers.generate(model, ..., cache_implementation='int4')\n" in result.stderr
 
     within = json.loads(result.stdout)
     assert within["settings"][2]["use"] == {"cache_implementation": "int4"}
@@ -301,7 +301,7 @@ def test_what_is_recommended_can_be_pasted() -> None:
     for name, named in settings("8,4,3,2,fp8,k4v2,hqq:4" if reports_hqq() else "8,4,3,2,fp8,k4v2").items():
         contender = kvlayers_contender(name, named, config, 64)
         line = usage_line(contender.generate_options or {})
-        arguments = eval(line.replace("To use it: kvlayers.install(); model.generate(..., ", "dict("))
+        arguments = eval(line.replace("To use it: kvlayers.generate(model, ..., ", "dict("))
         made = kvlayers.make_cache(arguments["cache_implementation"], config, **arguments.get("cache_config", {}))
         assert made.quantization == contender.make().quantization
     assert setting("4")[1].generate_options == {"cache_implementation": "int4"}

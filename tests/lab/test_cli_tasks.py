@@ -141,7 +141,7 @@ def test_a_budget_decides_the_exit_code(llama: Path) -> None:
     result = tasks(llama, *QUICK, "--bits", "8,2", "--budget", between, "--json")
     assert result.exit_code == 0
     assert f"Within a loss of {between:g} percentage points: int8. The smallest is int8, with " in words(result.stderr)
-    assert "\nTo use it: kvlayers.install(); model.generate(..., cache_implementation='int8')\n" in result.stderr
+    assert "\nTo use it: kvlayers.generate(model, ..., cache_implementation='int8')\n" in result.stderr
 
     within = json.loads(result.stdout)
     assert (within["recommended"], within["passed"]) == ("kvlayers int8", True)

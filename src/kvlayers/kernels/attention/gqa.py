@@ -185,11 +185,16 @@ def marked_for_sdpa(keys: Tensor, values: Tensor, queries: int) -> tuple[Tensor,
         queries: new tokens of each sequence.
     """
     # First, because a tracer would specialize a program on the sizes that are compared.
-    if torch.compiler.is_compiling() or type(keys) is not Tensor or not marking_pays(keys, queries):
+    if torch.compiler.is_compiling() or type(keys) is not Tensor:
         return keys, values
+    # Of one query not by `marking_pays`, which is one more call at each step.
     if queries == 1:
-        return marked_for_one_query(keys, values)
-    return keys.as_subclass(SharedStates), values.as_subclass(SharedStates)
+        return marked_for_one_query(keys, values) if keys.shape[2] >= first_grouped_length(keys) else (keys, values)
+    return (
+        (keys.as_subclass(SharedStates), values.as_subclass(SharedStates))
+        if marking_pays(keys, queries)
+        else (keys, values)
+    )
 
 
 def marking_pays(keys: Tensor, queries: int) -> bool:

@@ -68,10 +68,10 @@ def attention(
     attention_mask = custom_masks.cut(attention_mask, key)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     is_plain = softcap is None and s_aux is None
-    queries, tokens = query.shape[2], key.shape[2]
     # Of a prompt "sdpa" knows it.
-    if attention_mask is None and causal and queries > 1 and (queries < tokens or not is_plain):
-        attention_mask = torch.ones(queries, tokens, dtype=torch.bool, device=query.device).tril(tokens - queries)
+    if attention_mask is None and causal and query.shape[2] > 1 and (query.shape[2] < key.shape[2] or not is_plain):
+        visible = query.new_ones((query.shape[2], key.shape[2]), dtype=torch.bool)
+        attention_mask = visible.tril(key.shape[2] - query.shape[2])
     if is_plain:
         out, _ = sdpa_attention_forward(
             module,

@@ -298,13 +298,39 @@ def test_many_tokens_are_planned_ahead_of_many() -> None:
     """A thirty-second part of the tokens, so that residuals of long contexts are not moved for each block."""
     cache = DynamicCache(max_bytes=3000 * TOKEN_BYTES)
     read(cache, [6400, 1])
-    notes = set()
-    for step in range(190):
-        read(cache, [1], first=6401 + step)
-        notes.add(cache.budget.note)
-    assert len(notes) <= 2
+    kept = {layer.store.kept for layer in cache.layers}
+    # Codes of 200 tokens take as much as 78 exact ones do beside theirs, which is more than a block.
+    read(cache, [1] * 190, first=6401)
+    assert {layer.store.kept for layer in cache.layers} == kept
     read(cache, [1] * 64, first=6600)
+    assert {layer.store.kept for layer in cache.layers} != kept
     assert cache.nbytes <= 3000 * TOKEN_BYTES
+
+
+@pytest.mark.parametrize("share", [0.62, 0.7, 0.8, 0.9])
+def test_chunks_that_windows_pack_before_they_lose_tokens_count(share: float) -> None:
+    """A chunk nearly as long as the window is packed behind it, and the memory of its blocks stays."""
+    config = tf.MistralConfig(**SMALL, sliding_window=WINDOW)
+    cache = DynamicCache(config=config, max_bytes=int(499 * TOKEN_BYTES * share))
+    position = 0
+    for tokens in (400, 390, *[1] * 100, 200, *[1] * 30):
+        assert read(cache, [tokens], first=position) <= cache.budget.max_bytes, position
+        position += tokens
+
+
+def test_the_least_bytes_of_windows_are_those_of_full_ones_without_sinks() -> None:
+    """Room for 499 tokens in windows of 400: the residual of 192 tokens, and 5 blocks with vectors of their own."""
+    sizes = []
+    for tokens in (784, 848):
+        reference = QuantizedCache(config=config_of(), nbits=8)
+        read(reference, [tokens])
+        sizes.append(reference.nbytes)
+    with pytest.raises(CapacityError) as caught:
+        read(
+            DynamicCache(config=tf.MistralConfig(**SMALL, sliding_window=WINDOW), max_bytes=1, ladder=("int8",)), [784]
+        )
+    least = int(str(caught.value).partition("(")[2].partition(" bytes")[0])
+    assert least == 192 * TOKEN_BYTES + 5 * (sizes[1] - sizes[0] + LAYERS * RUN_BYTES)
 
 
 def test_a_buffer_grows_as_without_a_budget_while_there_is_room() -> None:

@@ -13,6 +13,7 @@ from typing_extensions import Self, override
 from kvlayers.core import legacy_api
 from kvlayers.core.arguments import checked_hint, whole_number
 from kvlayers.core.cache import Cache
+from kvlayers.core.cache_layer import CacheLayer
 from kvlayers.core.dynamic_layer import DynamicLayer
 from kvlayers.core.from_config import (
     BUDGET,
@@ -125,12 +126,7 @@ class DynamicCache(Cache, transformers.DynamicCache):  # type: ignore[misc]
                 raise LegacyFormatError(
                     f"Layer {index} must have keys and values, or neither, got only one: pass both, or None twice."
                 )
-        legacy_api.check_takes_pairs(
-            layer for layer, (keys, *_) in zip(self.adapted_layers(), given, strict=False) if keys is not None
-        )
-        for layer, slides, states in zip(self.layers, self.is_sliding, given, strict=False):
-            if states[0] is not None:
-                layer.update(*legacy_api.with_dropped(states, slides))
+        _fill([pair for pair in zip(self.adapted_layers(), given, strict=False) if pair[1][0] is not None])
         # Evicted states may have a different length in each layer. They were given so: no pass was interrupted.
         self._pass.in_step = len(given) - 1
 
@@ -153,20 +149,21 @@ class DynamicCache(Cache, transformers.DynamicCache):  # type: ignore[misc]
         if config is None:
             return cls(ddp_cache_data=pairs)
         cache = cls(config=config)
-        attending = [
-            (layer, slides)
-            for layer, slides in zip(cache.adapted_layers(), cache.is_sliding, strict=True)
-            if layer.traits.attends
-        ]
+        attending = [layer for layer in cache.adapted_layers() if layer.traits.attends]
         if len(pairs) not in (0, len(attending)):
             raise LegacyFormatError(
                 f"The states must be of the {len(attending)} layers of the model that attend, got {len(pairs)}: pass "
                 "the states of every layer that attends."
             )
-        legacy_api.check_takes_pairs(layer for layer in cache.adapted_layers() if pairs and layer.traits.attends)
-        for (layer, slides), pair in zip(attending, pairs, strict=False):
-            layer.update(*legacy_api.with_dropped(pair, slides))
+        _fill(list(zip(attending, pairs, strict=False)))
         return cache
+
+
+def _fill(pairs: Sequence[tuple[CacheLayer, tuple[Any, ...]]]) -> None:
+    """Update empty layers with the keys and values of a legacy cache, which come first in the tuple of each."""
+    legacy_api.check_takes_pairs(layer for layer, _ in pairs)
+    for layer, states in pairs:
+        layer.update(*legacy_api.with_dropped(states, layer.is_sliding))
 
 
 def _layer_for(

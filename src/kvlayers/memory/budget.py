@@ -147,7 +147,7 @@ class Budget:
         length, forms = layers[layer_idx].length or 0, (form_of(keys), form_of(values))
         tokens, (last, known_layers, known_forms) = length + keys.shape[2], self._planned
         newest, self._newest = self._newest, length
-        if newest < length and tokens <= last and known_layers == len(layers) and known_forms == forms:
+        if newest < length and tokens <= last and known_forms == forms:
             return
         # A cache without a config may make further layers in this pass.
         is_whole = cache.layer_class_to_replicate is None or known_layers == len(layers)
@@ -292,7 +292,6 @@ class _Held:
         is_packed = isinstance(store, QuantizedStore)
         self._quantization = quantization_of(store, max(BITS.values()), layer.is_sliding)
         self.bits = max(store.bits) if is_packed else None
-        self._residual: DenseStore = store.residual if is_packed else store
         try:
             self.size = 0 if is_followed(store) else _bytes_of_codes(self._quantization, *forms)[0]
         except StateMismatchError:
@@ -313,14 +312,16 @@ class _Held:
         tokens = min(self.tokens + more, self.window)
         if not self.size:
             return self.exact(tokens)
+        # Not an attribute, which would hold the memory of all layers until the last one has given way.
+        residual: DenseStore = self.layer.store if self.bits is None else self.layer.store.residual
         quantization = self._quantization.narrowed(nbits)
         room = quantization.sink_tokens + max(kept, quantization.residual_length) + self.size
         packed = blocks_beyond(max(tokens, self._packed_at_once), room, self.size)
         most, blocks = min(room, self.window), max(packed, self._blocks)
         # The residual has been full before its oldest block was packed, which moved it to other memory.
-        exact = (most if blocks else self._residual.capacity_for(tokens, most)) * self.token_bytes
+        exact = (most if blocks else residual.capacity_for(tokens, most)) * self.token_bytes
         if packed <= self._blocks:
-            exact = max(exact, self._residual.nbytes)
+            exact = max(exact, residual.nbytes)
         _, of_block, of_run = _bytes_of_codes(quantization, *self.forms)
         spare = blocks + blocks // BLOCKS_GROWTH_DIVISOR
         return exact + spare * of_block + min(blocks, MOST_RUNS) * of_run

@@ -18,9 +18,9 @@ from kvlayers.core.cache import Cache
 from kvlayers.core.cache_layer import LAYER_CLASSES
 from kvlayers.errors import CacheFileError, CachePathError, KVLayersError
 from kvlayers.persistence.load import StateReader
-from kvlayers.persistence.node_file import NodeFile
-from kvlayers.persistence.rebuild import check_remakeable
-from kvlayers.persistence.safetensors_header import Content, ranges_of
+from kvlayers.persistence.node_file import CACHE, NodeFile
+from kvlayers.persistence.rebuild import SavedFile, check_remakeable
+from kvlayers.persistence.safetensors_header import Content, ReadRange, parse_header, ranges_of
 from kvlayers.persistence.tensor_file import TensorFile
 from kvlayers.prefix.backends import GoneError, StorageBackend, StoredFile, UnreachableError
 from kvlayers.prefix.backends.contract import ABANDONED_SECONDS
@@ -107,6 +107,25 @@ def name_in(path: str) -> str:
     return os.path.basename(path)
 
 
+def _kinds_in(path: str, file: StoredFile, read: ReadRange) -> set[str]:
+    """The kinds of the layers of a saved cache that is in a node, whose states are not read."""
+    start, end = parse_header(path, file.nbytes, read).ranges.get(CACHE, (0, 0))
+
+    def read_saved(first: int, stop: int) -> bytes | memoryview:
+        return read(start + first, start + stop)
+
+    return _kinds_of(SavedFile(TensorFile(path, parse_header(path, end - start, read_saved), read_saved)))
+
+
+def _kinds_of(saved: SavedFile) -> set[str]:
+    return {layer.kind for _, layer in saved.description.layers()}
+
+
+def _are_known(kinds: Iterable[str]) -> bool:
+    """Whether layers of these kinds are made without the model's config."""
+    return all(kind in LAYER_CLASSES for kind in kinds)
+
+
 class NeedsConfigError(Exception):
     """A file is in order, but its cache cannot be made without the model's config. It never leaves kvlayers."""
 
@@ -131,6 +150,8 @@ class Directory:
         self._lock = threading.Lock()
         self._tree = NodeTree()
         self._unusable: set[str] = set()
+        self._kinds: dict[str, set[str]] = {}
+        """The kinds of layers that entries of some settings have."""
 
     @property
     def nbytes(self) -> int:
@@ -310,15 +331,15 @@ class Directory:
         if end.entry.cuttable:
             chain = [node for node in chain if node.record.start < stop]
         chain = [node for node in chain if node.record.stop > first or node is chain[-1]]
+        if config is None:
+            # Before all of it is read in vain.
+            self._check_kinds(chain[0 if end.entry.cuttable else -1])
         read, length = self._read(path, chain, length, end.entry.cuttable, deadline)
         place = torch.device("cpu") if device is None else checked_device(device)
         cut = length if end.entry.cuttable else None
         try:
             saved = NodesFile(read, end.stop if cut is None else cut)
-            needs_config = not all(layer.kind in LAYER_CLASSES for _, layer in saved.description.layers())
-            if needs_config and config is None:
-                raise NeedsConfigError
-            cache = StateReader(saved, place, cut, verify=True).new(config if needs_config else None)
+            cache = StateReader(saved, place, cut, verify=True).new(None if _are_known(_kinds_of(saved)) else config)
         except CachePathError:
             raise
         except KVLayersError as error:
@@ -330,6 +351,16 @@ class Directory:
         if 0 < target < cache.get_seq_length():
             cache.truncate(target)
         return cache if target else None
+
+    def _check_kinds(self, node: Node) -> None:
+        """Raise `NeedsConfigError` if layers need the model's config, given the node that says what they are."""
+        settings = node.record.entry.settings
+        if settings not in self._kinds:
+            (found,) = self.backend.inspect([StoredFile(node.name, node.nbytes)], _kinds_in)
+            # What is wrong with a file is said when all of it is read.
+            self._kinds[settings] = set() if isinstance(found, KVLayersError) else found
+        if not _are_known(self._kinds[settings]):
+            raise NeedsConfigError
 
     def _read(
         self, path: str, chain: Sequence[Node], length: int, cuttable: bool, deadline: float | None

@@ -279,12 +279,11 @@ class _Held:
 
     def __init__(self, layer: Any, forms: tuple[StateForm, StateForm], new: int) -> None:
         self.layer, self.forms = layer, forms
-        # A window that has been full has room for as many tokens again, however few it holds.
         slides = layer.is_sliding and not layer.unwrapped.record_past
         self.window: int = layer.unwrapped.room if slides else sys.maxsize
-        self.tokens: int = (layer.length if slides else layer.held_tokens) + new
-        # Its blocks are packed before its oldest tokens leave, unless all of them do.
-        self._packed_at_once = layer.held_tokens + new if new < self.window else 0
+        self.tokens: int = layer.held_tokens + new
+        # Blocks of a window are packed before its oldest tokens leave, unless all of them do.
+        self._packed_at_once = self.tokens if new < self.window else 0
         self.token_bytes = sum(nbytes_of(form, 1) for form in forms)
         store = layer.store
         # Beams hold once what they have in common, until it is rounded.

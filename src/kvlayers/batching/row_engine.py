@@ -258,12 +258,12 @@ class RowEngine(Generic[Kind]):
         # Some may have ended with their first token.
         going_on = [request for request in ready if not self._decoder.has_ended(request)]
         self._decoder.join(going_on, [self._cache_of(request) for request in going_on])
-        if going_on and (cache := self._decoder.cache) is not None:
-            most = [each.most_tokens for each in self.held]
-            if not self._room.fits(max(most), most + most[: len(most) // 2]):
-                # Recurrent states have taken memory for further rows.
-                for part in cache.recurrent_parts():
-                    part.trim()
+        cache, most = self._decoder.cache, [each.most_tokens for each in self.held]
+        # They have taken memory for further rows.
+        recurrent = () if cache is None or not going_on else cache.recurrent_parts()
+        if recurrent and not self._room.fits(max(most), most + most[: len(most) // 2]):
+            for part in recurrent:
+                part.trim()
         for request in ready:
             # Its states are those of its row now.
             request.cache = None

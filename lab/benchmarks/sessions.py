@@ -15,24 +15,19 @@ entries: milliseconds of a look-up and of an insertion into a full store, by the
 many requests.
 snapshots: seconds of a prompt that a store reads with snapshots between messages, and with the last state alone.
 serve: rounds of several chats through `transformers serve`, with a store and without, by the package openai. It needs
-`--model`. What "transformers[serving]" lacks here is installed into a directory of its own, by pip.
+`--model` and "transformers[serving]".
 
 Models are random, in float32. The exit code is 1 if a text differs.
 """
 
 import collections
-import importlib.metadata
-import importlib.util
 import itertools
 import json
 import os
 import pathlib
 import random
-import re
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -44,10 +39,10 @@ from torch import Tensor
 import kvlayers
 import pages
 from lib import report, serving
-from lib.internals import quiet_clock
+from lib.internals import quiet_clock, tiny_model
 from lib.report import shown
 
-START, END, LINE, WORDS = 1, 2, 3, range(10, 500)
+START, END, LINE, WORDS = 1, 2, 3, range(10, 97)
 """Tokens that a template puts around messages, and all others."""
 
 SYSTEM, QUESTION, ANSWER, THINKING = 120, 30, 33, 20
@@ -56,61 +51,14 @@ GENERATION_PROMPT, KEPT_OF_IT = (START, 4, LINE, 5, LINE, LINE), 3
 
 IN_COMMON = SYSTEM + QUESTION + KEPT_OF_IT
 LEAST_OF_TURN, LEAST_OF_OTHERS = SYSTEM + QUESTION, SYSTEM - 8
-SIZES: dict[str, Any] = {
-    "vocab_size": 512,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 4096,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": END,
-}
-GATED_DELTA = {
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
-}
-MAMBA2 = {"state_size": 16, "n_groups": 1, "chunk_size": 32}
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("LlamaConfig", {}),
-    "deepseek_v3": (
-        "DeepseekV3Config",
-        {
-            "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8,
-            "qk_nope_head_dim": 8, "v_head_dim": 16, "n_routed_experts": 2, "num_experts_per_tok": 1, "n_group": 1,
-            "topk_group": 1, "moe_intermediate_size": 32, "first_k_dense_replace": 4, "head_dim": 8,
-        },
-    ),
-    "gemma3": (
-        "Gemma3TextConfig",
-        {"sliding_window": 32, "layer_types": ["sliding_attention"] * 3 + ["full_attention"]},
-    ),
-    "qwen3_next": (
-        "Qwen3NextConfig",
-        {
-            **GATED_DELTA, "layer_types": ["linear_attention"] * 3 + ["full_attention"], "num_experts": 2,
-            "num_experts_per_tok": 1, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
-        },
-    ),
-    "lfm2": ("Lfm2Config", {"layer_types": ["conv", "full_attention"] * 2, "block_multiple_of": 8}),
-    "mamba2": ("Mamba2Config", {"num_heads": 8, "head_dim": 16, **MAMBA2}),
-    "jamba": ("JambaConfig", {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2, "mamba_d_state": 8,
-                              "use_mamba_kernels": False}),
-    "falcon_h1": ("FalconH1Config", {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1,
-                                     "mamba_d_state": 16, "mamba_chunk_size": 32}),
-}  # fmt: skip
-WITHOUT_HEAD_DIM = ("lfm2", "jamba", "qwen3_next", "falcon_h1")
-
+FAMILIES = ("llama", "deepseek_v3", "gemma3", "qwen3_next", "lfm2", "mamba2", "jamba", "falcon_h1")
+HYBRID = "lfm2"
 LARGE = {
-    "hidden_size": 768, "intermediate_size": 2048, "num_attention_heads": 12, "num_key_value_heads": 4,
-    "vocab_size": 32_000,
+    "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 4, "num_attention_heads": 12,
+    "num_key_value_heads": 4, "vocab_size": 32_000, "layer_types": ["conv", "full_attention"] * 2,
+    "max_position_embeddings": 4096, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": END,
 }  # fmt: skip
-"""A model of 100M parameters."""
+"""A hybrid model of 100M parameters."""
 AGENT_SYSTEM, TOOL_RESULT, AGENT_ANSWER, TURNS = 1024, 160, 24, 10
 OPERATIONS = ("a look-up", "an insertion")
 BLOCK_TOKENS, BUDGETS = 16, (0.1, 0.25, 0.5)
@@ -125,7 +73,6 @@ def options() -> report.Options:
     made.some_of("--only", list(SECTIONS), "sections")
     made.real_model()
     made.sized("--families", list(FAMILIES), ["llama", "gemma3"], "families of `chats`", lambda text: text.split(","))
-    made.add("--hybrid", choices=("lfm2", "qwen3_next"), default="lfm2", help="the model of `agent` (lfm2)")
     made.add("--trace", type=pathlib.Path, help="JSON lines with `hash_ids` (conversations that are made up)")
     made.sized("--requests", 2000, 100, "requests of `trace`")
     made.sized("--entries", [100, 1000, 10_000], [50], "entries of `entries`", report.numbers)
@@ -134,15 +81,14 @@ def options() -> report.Options:
     return made
 
 
-def model_of(family: str, **sizes: Any) -> Any:
-    """A random model in float32."""
-    config_class, special = FAMILIES[family]
-    common = {**SIZES, **sizes}
-    if family in WITHOUT_HEAD_DIM:
-        del common["head_dim"]
+def hybrid(run: report.Session) -> Any:
+    """The model of `agent` and `snapshots`, in float32."""
+    if run.quick:
+        model = tiny_model(HYBRID)
+        model.generation_config.eos_token_id = END
+        return model
     torch.manual_seed(0)
-    config = getattr(transformers, config_class)(**{**common, **special})
-    return transformers.AutoModelForCausalLM.from_config(config).eval()
+    return transformers.AutoModelForCausalLM.from_config(transformers.Lfm2Config(**LARGE)).eval()
 
 
 class Chats:
@@ -171,7 +117,8 @@ def chats(run: report.Session) -> dict[str, Any]:
     """What the second turn finds, and what other users find, in tokens."""
     found, tick = dict[str, Any](), run.ticking("chats", len(run.given.families))
     for family in run.given.families:
-        model, store, made = model_of(family), kvlayers.PrefixStore("1GiB"), Chats()
+        model, store, made = tiny_model(family), kvlayers.PrefixStore("1GiB"), Chats()
+        model.generation_config.eos_token_id = END
         entry: dict[str, Any] = {"in_common": IN_COMMON}
 
         def answer(
@@ -208,9 +155,8 @@ def chats(run: report.Session) -> dict[str, Any]:
 
 def agent(run: report.Session) -> dict[str, Any]:
     """Turns of an agent: a tool's result each, an answer whose thinking is dropped."""
-    sizes = {} if run.quick else LARGE
     turns = 3 if run.quick else TURNS
-    model, store, made = model_of(run.given.hybrid, **sizes), kvlayers.PrefixStore("4GiB"), Chats()
+    model, store, made = hybrid(run), kvlayers.PrefixStore("4GiB"), Chats()
     computed: list[int] = []
     model.register_forward_pre_hook(
         lambda module, args, kwargs: computed.append(kwargs["input_ids"].shape[1]), with_kwargs=True
@@ -244,13 +190,13 @@ def agent(run: report.Session) -> dict[str, Any]:
     run.target("seconds to the first token, of reading all", soon, at_most=0.15)
     columns = {name: shown(name, "") for name in ("tokens", "new", "computed")}
     columns |= {f"{name}, s": shown(name, ".3f") for name in ("with a store", "reading all")}
-    run.table(f"An agent on {run.given.hybrid}", "turn", {"": rows}, columns)
+    run.table(f"An agent on {HYBRID}", "turn", {"": rows}, columns)
     return {"turns": rows, "computed_of_new": share, "first_token_of_all": soon}
 
 
 def snapshots(run: report.Session) -> dict[str, Any]:
     """What a prompt of an agent takes that nobody has read before. The ways take turns."""
-    model, made = model_of(run.given.hybrid, **({} if run.quick else LARGE)), Chats()
+    model, made = hybrid(run), Chats()
     prompt = made.message(AGENT_SYSTEM // (8 if run.quick else 1))
     for _ in range(6):
         prompt += made.message(TOOL_RESULT)
@@ -278,7 +224,7 @@ def snapshots(run: report.Session) -> dict[str, Any]:
     share = rows["snapshots"]["seconds"] / rows["the last state alone"]["seconds"]
     run.target("seconds of a prompt with snapshots, of those without", share, at_most=1.02)
     columns = {"s": shown("seconds", ".3f"), "entries": shown("entries", "")}
-    run.table(f"A prompt of {len(prompt)} tokens on {run.given.hybrid}", "", {"": rows}, columns)
+    run.table(f"A prompt of {len(prompt)} tokens on {HYBRID}", "", {"": rows}, columns)
     return {"ways": rows, "of_without": share}
 
 
@@ -442,22 +388,6 @@ def entries(run: report.Session) -> dict[str, Any]:
     return {"full": found, "growth_mib": growth}
 
 
-def need_serving(run: report.Session) -> None:
-    """Install what `transformers serve` needs and is not there, for this process and those that it starts."""
-    needed = [text for text in importlib.metadata.requires("transformers") or () if 'extra == "serving"' in text]
-    packages = sorted({re.split(r"[^\w.-]", text)[0] for text in needed} - {"torch", "transformers", "accelerate"})
-    missing = [name for name in packages if importlib.util.find_spec(name.replace("-", "_")) is None]
-    if missing:
-        place = tempfile.mkdtemp(prefix="serving-")
-        run.console.print(f"Installing {', '.join(missing)} into {place}")
-        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--target", place]
-        subprocess.run([*pip, *missing], check=True)
-        sys.path.append(place)
-        importlib.invalidate_caches()
-        before = os.environ.get("PYTHONPATH")
-        os.environ["PYTHONPATH"] = place if not before else os.pathsep.join([before, place])
-
-
 SESSIONS, ROUNDS = 4, 4
 ANSWER = 24
 """Tokens of an answer of the server."""
@@ -465,7 +395,6 @@ ANSWER = 24
 
 def serve(run: report.Session) -> dict[str, Any]:
     """Rounds of several chats through a server: seconds of all, and equal texts."""
-    need_serving(run)
     found, texts = dict[str, Any](), dict[str, list[str]]()
     system = {"role": "system", "content": serving.NOTES * (4 if run.quick else 40)}
     for way, before in serving.WAYS.items():
@@ -517,7 +446,7 @@ def page_tables(record: Mapping[str, Any]) -> str:
     return "\n\n".join(
         [
             pages.markdown(["model", *names.values()], found),
-            f"An agent of {turns} turns on a random {record['arguments']['hybrid']} of 100M parameters computes "
+            f"An agent of {turns} turns on a random {HYBRID} of 100M parameters computes "
             f"{of_agent['computed_of_new']:.2f} times its new tokens from the second turn on, and its first token "
             f"comes after {of_agent['first_token_of_all']:.2f} of the time of reading all.",
             f"In made-up conversations, the store found {found_of_ideal} that an ideal tree would find, with budgets "

@@ -1,11 +1,15 @@
 """Key-value caches for Hugging Face transformers: faster, smaller, shared, under the same names.
 
-Pass a cache to `generate()`, or to a model in a decode loop of your own::
+Call `generate()` of kvlayers instead of the model's, and name a cache::
+
+    kvlayers.generate(model, **inputs, cache="int4")
+
+Or pass a cache to `model.generate()`, or to a model in a decode loop of your own::
 
     cache = kvlayers.QuantizedCache(config=model.config, nbits=4)
     model.generate(**inputs, cache=cache)
 
-Or ask for one by name, and let kvlayers make it::
+Or install kvlayers into transformers, where it then makes the caches::
 
     with kvlayers.installed():
         model.generate(**inputs, cache_implementation="int4")

@@ -24,6 +24,8 @@ from kvlayers.kernels.attention.dispatch import PathCounter
 from kvlayers.kernels.attention.packed_tensor import PackedStates
 from kvlayers.kernels.attention.segment_kinds import DenseSegment, PackedSegment
 from kvlayers.kernels.attention.segments import KVSegments
+from kvlayers.kernels.codes import packed_side
+from kvlayers.kernels.codes.groups import rotate
 from matrix import product
 from random_states import SUMS, Rule, check, code_format, packed_states
 
@@ -938,3 +940,19 @@ def test_slabs_are_one_softmax(queries: int, monkeypatch: pytest.MonkeyPatch) ->
     for given in (None, mask):
         seen = slabs.attend(query, case.segments, full(given, query, case.tokens), 0.2)
         check(seen, *case.attended(query, given, 0.2))
+
+
+@pytest.mark.parametrize("cut", [False, True], ids=["codes", "cropped"])
+@pytest.mark.parametrize("queries", [1, 30, 400])
+def test_slabs_rotate_what_is_smaller_and_once(queries: int, cut: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("CPU_MAXIMUM_TOKENS_AT_ONCE", "CPU_CODES_AT_ONCE"):
+        monkeypatch.setattr(slabs, name, 1)
+    rotated = []
+    for module in (slabs, packed_side):
+        monkeypatch.setattr(module, "rotate", lambda states: rotated.append(states.numel()) or rotate(states))
+    case = Case(block_count=8, cut=cut)
+    query, rows = case.query(2, queries), 2 * queries
+    check(slabs.attend(query, case.segments, None, 0.2), *case.attended(query, None, 0.2))
+    # The queries and the sums of the values, whatever the number of slabs; or the states of all blocks.
+    of_each = min(rows, 8 * 64)
+    assert sum(rotated) == case.batch * case.kv_heads * of_each * (case.key_dim + case.value_dim)

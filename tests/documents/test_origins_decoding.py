@@ -12,6 +12,7 @@ from torch import Tensor
 
 import kvlayers
 from kvlayers.errors import OptionError, StateMismatchError
+from matrix import once, product
 from models import prompt, tiny_model
 
 FIRST, SECOND, QUESTION = prompt(1, 9, 0), prompt(1, 14, 1), prompt(1, 3, 2)
@@ -152,12 +153,17 @@ WAYS: dict[str, Callable[[Any, Callable[[], Any], Path], Any]] = {
 }
 
 
-@pytest.mark.parametrize("origin", [moved, joined, lambda make: filled(make, FIRST)], ids=["moved", "joined", "text"])
-@pytest.mark.parametrize("way", WAYS)
+def as_text(make: Callable[[], Any]) -> Any:
+    return filled(make, FIRST)
+
+
+@pytest.mark.parametrize(
+    ("make", "origin", "way"), once(CACHES, [moved, joined, as_text], WAYS, times=4), indirect=["make"]
+)
 def test_the_fact_goes_with_the_states(make: Callable[[], Any], origin: Any, way: str, tmp_path: Path) -> None:
     cache = origin(make)
     expected, begin = facts(cache), cache.first_position + cache.get_seq_length()
-    assert expected == {"moved": (10, 0), "joined": (0, 9)}.get(getattr(origin, "__name__", ""), (0, None))
+    assert expected == {moved: (10, 0), joined: (0, 9), as_text: (0, None)}[origin]
     got = WAYS[way](cache, make, tmp_path / "cache.safetensors")
     assert facts(got) == facts(cache) == expected
     torch.testing.assert_close(read(got, QUESTION, begin), read(cache, QUESTION, begin), **TOLERANCE)
@@ -180,8 +186,7 @@ EMPTIED: dict[str, Callable[[Any, Callable[[], Any]], Any]] = {
 }
 
 
-@pytest.mark.parametrize("origin", [moved, joined])
-@pytest.mark.parametrize("way", EMPTIED)
+@pytest.mark.parametrize(("make", "origin", "way"), product(CACHES, [moved, joined], EMPTIED), indirect=["make"])
 def test_an_empty_cache_begins_anew(make: Callable[[], Any], origin: Any, way: str) -> None:
     cache, model = origin(make), tiny_model("llama")
     EMPTIED[way](cache, make)

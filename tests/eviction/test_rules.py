@@ -30,6 +30,7 @@ from kvlayers.eviction import (
 from kvlayers.eviction.rule import check_scores
 from kvlayers.rope.rotary import Layout, Rotary
 from kvlayers.upstream.model_types import attention_scale
+from turned_by_hand import turned_by_hand
 
 BATCH, KV_HEADS, GROUPS, HEAD_DIM = 2, 3, 2, 8
 FREQUENCIES = torch.tensor([1.0, 0.3, 0.05, 0.01], dtype=torch.float64)
@@ -157,14 +158,8 @@ def test_h2o_never_builds_all_scores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def rotated(states: Tensor, positions: Tensor, layout: Layout) -> Tensor:
-    """States `[..., tokens, head_dim]` rotated pair by pair to their positions, by 2 x 2 matrices."""
-    result, pairs = states.clone(), len(FREQUENCIES)
-    for pair in range(pairs):
-        one, other = (pair, pair + pairs) if layout == "halves" else (2 * pair, 2 * pair + 1)
-        angles = positions * FREQUENCIES[pair]
-        result[..., one] = states[..., one] * angles.cos() - states[..., other] * angles.sin()
-        result[..., other] = states[..., one] * angles.sin() + states[..., other] * angles.cos()
-    return result
+    """States `[..., tokens, head_dim]` rotated to their positions."""
+    return turned_by_hand(states, positions[..., None] * FREQUENCIES, layout)
 
 
 def expected_scores(

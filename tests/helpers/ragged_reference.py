@@ -151,7 +151,7 @@ def states_of_head(segments: KVSegments, sequence: int, kv_head: int) -> tuple[T
             states, size = (source.keys[row, kv_head], source.values[row, kv_head]), 1
         else:
             states = tuple(source.states(side, torch.float32)[row, kv_head] for side in ("keys", "values"))
-            if source.smoothing is not None and source.smoothing.factor is not None:
+            if source.smoothing.factor is not None:
                 states = states[0] * source.smoothing.factor[sequence, kv_head], states[1]
             size = source.keys.layout.block_tokens
         if not isinstance(segment, GatheredSegment):

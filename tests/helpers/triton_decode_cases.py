@@ -402,8 +402,7 @@ def states_in_float64(segment: Segment, side: Side) -> Tensor:
         states = packed.dequantized()[:, :, held].double()
         states = states @ hadamard(packed.layout.head_dim) if packed.layout.format.rotated else states
     states = states if segment.rows is None else states[list(segment.rows.known or ())]
-    smoothing = segment.smoothing if isinstance(segment, PackedSegment) and side == "keys" else None
-    return states if smoothing is None else smoothing.restored(states)
+    return segment.source.smoothing.restored(states) if side == "keys" else states
 
 
 def reference(

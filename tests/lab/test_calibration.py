@@ -390,7 +390,7 @@ def test_bits_of_a_budget_are_within_it_and_no_worse_than_any_uniform_ones(
     fewest = calibrated(model, ids, in_half, sensitivities=calibration.sensitivities, dtype=torch.bfloat16)
     assert fewest.bytes_per_token == _bytes(model, 2, 2, itemsize=2)
     measure = DivergenceInUse(model, passages_of(model, [ids], None, CONTEXT + SCORED, 2), SCORED)
-    for key_nbits, value_nbits in itertools.product(WIDTHS, WIDTHS):
+    for key_nbits, value_nbits in itertools.product((2, 3, 4), repeat=2):
         if _bytes(model, key_nbits, value_nbits) <= calibration.bytes_per_token:
             other = measure.of(
                 lambda key_nbits=key_nbits, value_nbits=value_nbits: kvlayers.QuantizedCache(
@@ -404,7 +404,8 @@ def test_a_budget_of_divergence_is_kept_with_fewer_bytes_than_uniform_bits_need(
     model: Any, ids: Tensor, calibration: kvlayers_lab.Calibration
 ) -> None:
     assert calibration.uniform is not None
-    found = calibrated(model, ids, kvlayers_lab.DivergenceBudget(calibration.uniform.divergence))
+    budget = kvlayers_lab.DivergenceBudget(calibration.uniform.divergence)
+    found = calibrated(model, ids, budget, sensitivities=calibration.sensitivities)
     assert found.divergence <= calibration.uniform.divergence
     assert found.bytes_per_token <= calibration.uniform.bytes_per_token
 
@@ -412,11 +413,12 @@ def test_a_budget_of_divergence_is_kept_with_fewer_bytes_than_uniform_bits_need(
 def test_sensitivities_serve_another_budget(
     model: Any, ids: Tensor, calibration: kvlayers_lab.Calibration, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = calibrated(model, ids, kvlayers_lab.BytesBudget(_bytes(model, 2, 3)))
+    budget = kvlayers_lab.BytesBudget(_bytes(model, 2, 3))
+    few: dict[str, Any] = {"widths": [2, 4], "passages": 1}
+    expected = calibrated(model, ids, budget, **few)
     measuring = "kvlayers_lab.calibration.calibrator.measure_sensitivities"
     monkeypatch.setattr(measuring, lambda *arguments: pytest.fail("measured again"))
-    budget = kvlayers_lab.BytesBudget(_bytes(model, 2, 3))
-    assert calibrated(model, ids, budget, sensitivities=calibration.sensitivities) == expected
+    assert calibrated(model, ids, budget, sensitivities=expected.sensitivities, **few) == expected
     parts = calibration.sensitivities
     for others in (parts[1:], (), [Sensitivity(0, "keys", {2: 1.0})], [*parts, parts[0]]):
         with pytest.raises(kvlayers.OptionError, match="of the 6 parts"):

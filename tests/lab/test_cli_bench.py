@@ -277,9 +277,7 @@ def test_what_is_within_noise_is_marked_and_no_winner(capsys: pytest.CaptureFixt
     assert [row["within_noise"] for row in plain_rows] == [False, True, True]
     assert plain_rows[1]["step_seconds_range"] == (4.0, 5.0)
     # What is to be pasted is a line of its own, and a name that there is.
-    pasted = re.findall(
-        r"^To use it: kvlayers.install\(\); model.generate\(..., cache_implementation='(.*)'\)$", shown, re.M
-    )
+    pasted = re.findall(r"^To use it: kvlayers.generate\(model, ..., cache_implementation='(.*)'\)$", shown, re.M)
     assert pasted == ["dynamic", "int4"]
     results.by_length[8] = rows
     results.show(console.Console(width=100))

@@ -70,7 +70,7 @@ def test_it_says_bits_by_layer_and_how_to_use_them(llama: Path, tmp_path: Path) 
     assert f"keys: {' '.join(map(str, found.cache_config['key_nbits']))}\n" in result.output
     assert re.search(r"calibrated +\d+ B", result.output)
     assert "\nWritten to kvlayers_calibration.json\n" in result.output
-    line = re.search(r"To use it: kvlayers.install\(\); model.generate\(..., (.*)\)\n", result.output)
+    line = re.search(r"To use it: kvlayers.generate\(model, ..., (.*)\)\n", result.output)
     assert line is not None
     assert eval(f"dict({line[1]})")["cache_config"] == found.cache_config
     # Another time it replaces it.

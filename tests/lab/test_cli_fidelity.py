@@ -26,7 +26,7 @@ from kvlayers_lab.measuring.contenders import kvlayers_contender, setting, setti
 from kvlayers_lab.measuring.fidelity import FidelityBudget, SettingFidelity
 from kvlayers_lab.measuring.nbytes import bytes_of
 from kvlayers_lab.measuring.text import passages
-from model_directories import save_with_tokenizer
+from model_directories import random_text, save_with_tokenizer
 from models import COMMON, fresh_model
 from slow_fidelity import slow_tokens
 from web_page import check_self_contained
@@ -128,49 +128,56 @@ def reports_hqq() -> bool:
     return True
 
 
-def test_the_table_and_the_budget(llama: Path) -> None:
-    said, _ = measured(llama, "--bits", "8,4,2")
-    kl = {each["name"]: each["kl"] for each in said["settings"]}
+@pytest.fixture(scope="module")
+def figures(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]]:
+    """What 8, 4 and 2 bits come to, by the name of the setting."""
+    text = tmp_path_factory.mktemp("text") / "text.txt"
+    text.write_text(random_text(600))
+    said, _ = measured(llama, "--text", text, "--bits", "8,4,2")
+    return {each["name"]: each for each in said["settings"]}
+
+
+def test_the_table_and_the_budget(llama: Path, figures: dict[str, dict[str, float]]) -> None:
+    kl = {name: found["kl"] for name, found in figures.items()}
     assert kl["int8"] < kl["int4"] < kl["int2"]
     between = (kl["int4"] + kl["int2"]) / 2
-    arguments = (llama, "--text", "text.txt", *QUICK, "--bits", "8,4,2")
+    arguments = (llama, "--text", "text.txt", *QUICK, "--bits", "8,4,2", "--json")
     result = fidelity(*arguments, "--max-kl", between)
     assert result.exit_code == 0, result.output
-    shown = " ".join(result.output.split())
+    # Where stdout has JSON, people read stderr.
+    shown = " ".join(result.stderr.split())
     assert f"Within a KL divergence of {between:g}: int8, int4. The smallest is int4, with " in shown
-    cells = {line.split()[0]: line.split() for line in result.output.splitlines() if line.strip()}
+    cells = {line.split()[0]: line.split() for line in result.stderr.splitlines() if line.strip()}
     assert [cells[name][-1] for name in ("int8", "int4", "int2")] == ["yes", "yes", "no"]
-    assert all(len(line) <= 80 for line in result.output.splitlines())
-    assert "…" not in result.output
+    assert all(len(line) <= 80 for line in result.stderr.splitlines())
+    assert "…" not in result.stderr
     assert cells["int4"][1] == f"{kl['int4']:.2g}"
+    assert "\nTo use it: kvlayers.generate(model, ..., cache_implementation='int4')\n" in result.stderr
 
-    assert "\nTo use it: kvlayers.install(); model.generate(..., cache_implementation='int4')\n" in result.output
-
-    within, code = measured(llama, "--bits", "8,4,2", "--max-kl", between)
+    within = json.loads(result.stdout)
     assert within["settings"][2]["use"] == {"cache_implementation": "int4"}
-    assert (within["recommended"], within["passed"], code) == ("int4", True, 0)
+    assert (within["recommended"], within["passed"]) == ("int4", True)
     assert within["budget"] == {"max_kl": between, "max_perplexity_increase": None, "max_bytes": None}
 
     none = fidelity(*arguments, "--max-kl", kl["int8"] / 2)
     assert none.exit_code == 1
-    assert "No setting is within a KL divergence of" in none.output
+    assert "No setting is within a KL divergence of" in none.stderr
 
 
-def test_the_cache_that_loses_least_within_some_memory(llama: Path) -> None:
+def test_the_cache_that_loses_least_within_some_memory(llama: Path, figures: dict[str, dict[str, float]]) -> None:
     """The answer is the first line, whether or not there is a budget."""
-    said, _ = measured(llama, "--bits", "8,4,2")
-    of_full = {each["name"]: each["of_full"] for each in said["settings"]}
-    percent = round(50 * (of_full["int4"] + of_full["int8"]))
-    assert 100 * of_full["int4"] < percent < 100 * of_full["int8"]
+    percent = round(50 * (figures["int4"]["of_full"] + figures["int8"]["of_full"]))
+    assert 100 * figures["int4"]["of_full"] < percent < 100 * figures["int8"]["of_full"]
     arguments = (llama, "--text", "text.txt", *QUICK, "--bits", "8,4,2")
-    result = fidelity(*arguments, "--max-bytes", f"{percent}%")
-    shown = " ".join(result.stdout.split())
+    result = fidelity(*arguments, "--max-bytes", f"{percent}%", "--json")
+    shown = " ".join(result.stderr.split())
     answer = f"Within {percent}% of memory: int4, int2. Least is lost with int4, with "
     assert answer in shown
     assert shown.index(answer) < shown.index("Perplexity")
     assert "cache_implementation='int4'" in shown
-    within, code = measured(llama, "--bits", "8,4,2", "--max-bytes", f"{percent}%")
-    assert (within["recommended"], within["budget"]["max_bytes"], code) == ("int4", f"{percent}%", 0)
+    within = json.loads(result.stdout)
+    assert (within["recommended"], within["budget"]["max_bytes"]) == ("int4", f"{percent}%")
+    assert result.exit_code == 0
 
     plain = " ".join(fidelity(*arguments).stdout.split())
     assert re.search("In half the memory of full precision, least is lost with int|No measured setting takes", plain)
@@ -294,7 +301,7 @@ def test_what_is_recommended_can_be_pasted() -> None:
     for name, named in settings("8,4,3,2,fp8,k4v2,hqq:4" if reports_hqq() else "8,4,3,2,fp8,k4v2").items():
         contender = kvlayers_contender(name, named, config, 64)
         line = usage_line(contender.generate_options or {})
-        arguments = eval(line.replace("To use it: kvlayers.install(); model.generate(..., ", "dict("))
+        arguments = eval(line.replace("To use it: kvlayers.generate(model, ..., ", "dict("))
         made = kvlayers.make_cache(arguments["cache_implementation"], config, **arguments.get("cache_config", {}))
         assert made.quantization == contender.make().quantization
     assert setting("4")[1].generate_options == {"cache_implementation": "int4"}

@@ -138,13 +138,13 @@ def test_a_budget_decides_the_exit_code(llama: Path) -> None:
     losses = {each["cache"]: 100 * each["loss"] for each in said["summary"]["comparable"]}
     assert losses["kvlayers int8"] < losses["kvlayers int2"]
     between = (losses["kvlayers int8"] + losses["kvlayers int2"]) / 2
-    result = tasks(llama, *QUICK, "--bits", "8,2", "--budget", between)
+    result = tasks(llama, *QUICK, "--bits", "8,2", "--budget", between, "--json")
     assert result.exit_code == 0
-    assert f"Within a loss of {between:g} percentage points: int8. The smallest is int8, with " in words(result.output)
-    assert "\nTo use it: kvlayers.install(); model.generate(..., cache_implementation='int8')\n" in result.output
+    assert f"Within a loss of {between:g} percentage points: int8. The smallest is int8, with " in words(result.stderr)
+    assert "\nTo use it: kvlayers.generate(model, ..., cache_implementation='int8')\n" in result.stderr
 
-    within, code = measured(llama, "--bits", "8,2", "--budget", between)
-    assert (within["recommended"], within["passed"], code) == ("kvlayers int8", True, 0)
+    within = json.loads(result.stdout)
+    assert (within["recommended"], within["passed"]) == ("kvlayers int8", True)
     assert [each.get("within") for each in within["caches"]] == [None, True, False]
     assert within["caches"][1]["use"] == {"cache_implementation": "int8"}
 

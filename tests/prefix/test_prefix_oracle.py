@@ -273,7 +273,8 @@ def test_no_model_stops_learning(family: str) -> None:
         ids = prompt()
         first, second = (kvlayers.generate(model, ids, prefix_store=store, **asked) for _ in range(2))
         assert torch.equal(first.sequences, second.sequences)
-        assert second.cached_tokens[0] == 47
+        # The last four are read together, where states cannot go back and tokens may come together.
+        assert second.cached_tokens[0] == (44 if family in ("gemma3", "qwen3_next") else 47)
         outputs.append(second)
     assert store.statistics.refused == 0
 

@@ -279,15 +279,23 @@ def test_the_url_chooses_database_and_keys(files: ServerFiles) -> None:
     assert keys(files) == {"somebody"}
 
 
-def test_a_key_of_another_type_is_no_file(files: ServerFiles) -> None:
+def test_a_key_of_another_type_is_no_file_and_stays(files: ServerFiles, caplog: pytest.LogCaptureFixture) -> None:
     put(PrefixStore(ROOM, files.url), [1, 5, 6])
     (name,) = files.names()
     store = PrefixStore(ROOM, files.url)
     files.client.delete(files.key(name))
     files.client.hset(files.key(name), mapping={"nbytes": 5})
-    for each in (store, PrefixStore(ROOM, files.url)):
-        assert covered(each, [1, 5, 6]) == 0
-        assert (each.statistics.failed_reads, each.statistics.damaged) == (0, 0)
+    with caplog.at_level(logging.WARNING, logger="kvlayers"):
+        for each in (store, PrefixStore(ROOM, files.url)):
+            assert covered(each, [1, 5, 6]) == 0
+            assert (each.statistics.failed_reads, each.statistics.damaged) == (0, 0)
+        assert "are no files" in caplog.text
+        put(store, [1, 5, 6])
+    assert "choose other keys" in caplog.text
+    assert store.statistics.failed_writes == 1
+    store.clear()
+    assert files.client.hgetall(files.key(name)) == {b"nbytes": b"5"}
+    files.client.delete(files.key(name))
     put(store, [1, 5, 6])
     assert covered(PrefixStore(ROOM, files.url), [1, 5, 6]) == 3
 

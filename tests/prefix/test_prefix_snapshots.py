@@ -138,11 +138,16 @@ def test_the_last_border_is_that_of_plain_comparison() -> None:
 
 def test_a_prompt_is_cut_behind_what_is_there() -> None:
     ids = np.array([5] * 40 + [END, LINE] + [6] * 58)
-    assert snapshot_lengths(ids, 0, 99, 0, [END], None) == [41, 99]
-    assert snapshot_lengths(ids, 0, 99, 70, [END], 32) == [32, 41, 64, 70, 96, 99]
-    assert snapshot_lengths(ids, 41, 99, 20, [END], None) == [99]
+    assert snapshot_lengths(ids, 0, 99, 99, 0, [END], None) == [41, 99]
+    assert snapshot_lengths(ids, 0, 99, 99, 70, [END], 32) == [32, 41, 64, 70, 96, 99]
+    assert snapshot_lengths(ids, 41, 99, 99, 20, [END], None) == [99]
     # What every prompt begins with is no branch.
-    assert snapshot_lengths(ids, 0, 99, 3, [END], None) == [41, 99]
+    assert snapshot_lengths(ids, 0, 99, 99, 3, [END], None) == [41, 99]
     # Where no end is known, the next turn may leave out some of the last tokens.
-    assert snapshot_lengths(ids, 0, 99, 3, [], None) == [96, 99]
-    assert snapshot_lengths(ids, 99, 99, 60, [END], 32) == []
+    assert snapshot_lengths(ids, 0, 99, 99, 3, [], None) == [96, 99]
+    assert snapshot_lengths(ids, 99, 99, 99, 60, [END], 32) == []
+    # Few tokens behind the last border need no snapshot, unless they must be read.
+    assert snapshot_lengths(ids, 0, 0, 99, 3, [], None) == [96]
+    assert snapshot_lengths(ids, 0, 97, 99, 3, [], None) == [96, 99]
+    assert snapshot_lengths(ids, 0, 0, 99, 3, [END], 32) == [32, 41, 64, 96, 99]
+    assert snapshot_lengths(ids[:50], 0, 0, 49, 45, [END], 24) == [24, 41]

@@ -36,6 +36,7 @@ def test_what_a_budget_has_become_is_made_again(memory: Any) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_quick_run_has_each_section(memory: Any, tmp_path: pathlib.Path) -> None:
     output = tmp_path / "found.json"
     assert memory.main(["--quick", "--output", str(output)]) == 0

@@ -1,5 +1,6 @@
 """Quantizers: what codes stand for, how far that is from the states, and whose numbers they are."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,8 @@ from kvlayers.core.buffer import StateForm
 from kvlayers.errors import OptionError, RegistryError
 from kvlayers.interop.adapter import TransformersLayer
 from kvlayers.kernels.codes.groups import rotate
+from kvlayers.quantized.quantization import Quantization
+from kvlayers.quantized.quantized_store import QuantizedStore
 from kvlayers.quantized.quantizers import other_packages
 from kvlayers.quantizers import (
     Backend,
@@ -410,6 +413,27 @@ def test_names() -> None:
     assert {"native", "quanto", "hqq", "fp8"} <= set(quantizer_names())
     for name in ("native", "quanto", "hqq", "fp8"):
         assert backend(name).name == name
+
+
+def test_a_backend_that_is_registered_again_has_its_own_blocks() -> None:
+    states = torch.randn(1, 2, 1000, 64), torch.randn(1, 2, 1000, 64)
+    for tokens in (64, 128):
+
+        class Own(type(backend("native"))):  # type: ignore[misc]
+            group_tokens = tokens
+
+            def quantizer(self, options: SideOptions, head_dim: int) -> Quantizer:
+                size = self.group_tokens if options.side == "keys" else None
+                return super().quantizer(dataclasses.replace(options, group_size=size), head_dim)
+
+        register_quantizer("own")(Own)
+        try:
+            store = QuantizedStore(Quantization("own"))
+            store.validate(*states)
+            store.append(*states)
+            assert store.block_tokens == store.blocks.block_tokens == tokens
+        finally:
+            unregister_quantizer("own")
 
 
 @pytest.mark.parametrize("name", ["nativ", "", None, 4, ["native"]])

@@ -20,7 +20,6 @@ from kvlayers.errors import CapacityError
 from kvlayers.kernels.attention.packed_tensor import as_dense
 from kvlayers.layers import Recall
 from kvlayers.offload import DiskMemory, HostMemory, Prefetcher, Traffic
-from kvlayers.offload.paged_reads import NO_PAGE, PagePool
 from kvlayers.offload.transfers import BlockingTransfers
 from kvlayers.planning.cache_bytes import layer_bytes
 from kvlayers.quantized.quantized_store import QuantizedStore
@@ -241,32 +240,6 @@ def test_what_travels_does_not_depend_on_the_length(place: str, kind: Kind, tmp_
         sums.append(sum(step.to_device for step in steps) / len(steps))
         # Queries that change little choose few pages that are not there.
         assert 0 < sums[-1] < all_chosen / 2
-
-
-@KINDS
-@HERE_AND_THERE
-def test_pages_of_the_last_step_do_not_travel_again(
-    place: str, kind: Kind, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    chosen: list[set[tuple[int, ...]]] = []
-
-    def bring(pool: PagePool, states: Any, pages: Tensor, carry: Any) -> Tensor:
-        there = (pages != NO_PAGE).nonzero().tolist()
-        chosen.append({(*place[:2], int(pages[tuple(place)])) for place in there})
-        return brought(pool, states, pages, carry)
-
-    brought = PagePool.bring
-    monkeypatch.setattr(PagePool, "bring", bring)
-    pair = Pair(place, tmp_path, kind)
-    pair.update(kind.to_a_page - 20)
-    pair.update(1)
-    missing = 0
-    for change in (0.0, 0.5, 1.0, 1.0, 0.0, 1.0):
-        found = pair.step(change).to_device
-        before, now = chosen[-2:]
-        assert found <= len(now - before) * kind.page_bytes
-        missing += len(now - before)
-    assert missing
 
 
 @KINDS

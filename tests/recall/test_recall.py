@@ -205,25 +205,6 @@ def test_padding_is_not_chosen(padding: list[int], additive: bool, sinks: int) -
         torch.testing.assert_close(found, run.reference.attend(query, padding).float(), **EXACT)
 
 
-def test_padding_of_whole_pages_changes_nothing() -> None:
-    """A sequence behind whole pages of padding is decoded as it is alone."""
-    alone, padded = RecallLayer(RECALL), RecallLayer(RECALL)
-    torch.manual_seed(0)
-    for tokens in (100, *[1] * 20):
-        keys, values, query = (
-            torch.randn(1, 2, tokens, 16),
-            torch.randn(1, 2, tokens, 16),
-            torch.randn(1, 6, tokens, 16),
-        )
-        ahead = torch.full((1, 2, 40 if tokens > 1 else 0, 16), torch.nan)
-        attended = padded.update(torch.cat([ahead, keys], 2), torch.cat([ahead.nan_to_num(0), values], 2))
-        expected = attend(query, alone.update(keys, values))
-        if tokens == 1:
-            mask = (torch.arange(attended[0].shape[2]) >= 40)[None, None, None]
-            found = scaled_dot_product_attention(query, *attended, mask, enable_gqa=True)
-            torch.testing.assert_close(found, expected, **EXACT)
-
-
 def test_eager_attention_reads_the_same_pages() -> None:
     run = Run(RecallLayer(RECALL)).check(90)
     for _ in range(10):

@@ -15,6 +15,7 @@ from kvlayers.rope.from_config import HALVES, PAIRS, rotaries
 from kvlayers.rope.rotary import Layout, Rotary
 from kvlayers.upstream import model_layers
 from models import COMMON, WINDOW, prompt
+from turned_by_hand import turned_by_hand
 
 FREQUENCIES = torch.tensor([1.0, 0.1, 0.01, 0.0], dtype=torch.float64)
 CPU = torch.device("cpu")
@@ -23,19 +24,6 @@ LAYOUTS: tuple[Layout, ...] = ("halves", "pairs")
 
 def plain_keys(batch: int = 2, head_dim: int = 8, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     return torch.randn(batch, 3, 5, head_dim, dtype=dtype)
-
-
-def turned_by_hand(keys: torch.Tensor, angles: torch.Tensor, layout: Layout, first: int = 0) -> torch.Tensor:
-    """`keys` with each pair of dimensions multiplied by its own 2 x 2 rotation matrix, one pair at a time."""
-    result = keys.clone()
-    pairs = angles.shape[-1]
-    for pair in range(pairs):
-        one, other = (pair, pair + pairs) if layout == "halves" else (2 * pair, 2 * pair + 1)
-        one, other = first + one, first + other
-        cos, sin = angles[..., pair].cos(), angles[..., pair].sin()
-        result[..., one] = keys[..., one] * cos - keys[..., other] * sin
-        result[..., other] = keys[..., one] * sin + keys[..., other] * cos
-    return result
 
 
 def moved(rotary: Rotary, keys: torch.Tensor, distance: int | torch.Tensor) -> torch.Tensor:

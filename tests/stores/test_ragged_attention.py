@@ -1,4 +1,9 @@
-"""What torch's attention computes on the states of a ragged store, with masks of left-padded batches."""
+"""What torch's attention computes on the states of a packed ragged store, with masks of left-padded batches.
+
+`tests/layers/test_evicting.py` has the same of states in full precision.
+"""
+
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -10,7 +15,7 @@ from kvlayers.core.token_store import TokenStore
 from kvlayers.eviction.evicted import evicted
 from kvlayers.eviction.held_tokens import held_tokens
 from kvlayers.eviction.ragged_store import RaggedStore
-from kvlayers.stores import DenseStore, QuantizedStore
+from kvlayers.stores import QuantizedStore
 from ragged_reference import HEADS, KEY_DIM, KV_HEADS, RaggedLists, generator, kept_tokens, of_head, states
 
 PROMPT = 300
@@ -18,10 +23,7 @@ PADDING = [0, 270]
 RECENT = 16
 KEPT = [[150, 90], [30, 20]]
 
-STORES = {
-    "dense": DenseStore,
-    "packed": lambda: QuantizedStore(Quantization(residual_length=32, sink_tokens=8)),
-}
+PACKED = Quantization(residual_length=32, sink_tokens=8)
 
 
 def held_lists(store: TokenStore, lists: RaggedLists) -> RaggedLists:
@@ -34,7 +36,7 @@ def held_lists(store: TokenStore, lists: RaggedLists) -> RaggedLists:
     return lists
 
 
-def padded_prompt(kind: str) -> tuple[RaggedStore, RaggedLists]:
+def padded_prompt() -> tuple[RaggedStore, RaggedLists]:
     """A store of what is left of a left-padded prompt: no padding, and recent tokens of each head."""
     lists, new = RaggedLists(2), states(2, PROMPT)
     lists.append(*new)
@@ -47,7 +49,7 @@ def padded_prompt(kind: str) -> tuple[RaggedStore, RaggedLists]:
         places.append(row)
     kept = kept_tokens(places, lists.counts, PROMPT)
     lists.keep(places)
-    store = evicted(empty := STORES[kind](), held_tokens(empty, new), kept)
+    store = evicted(empty := QuantizedStore(PACKED), held_tokens(empty, new), kept)
     assert isinstance(store, RaggedStore)
     return store, held_lists(store, lists)
 
@@ -60,37 +62,26 @@ def mask_of(store: TokenStore, lists: RaggedLists, padding: list[int], queries: 
     return (visible & (columns >= torch.tensor(padding)[:, None, None]))[:, None]
 
 
-def check(store: RaggedStore, lists: RaggedLists, padding: list[int], queries: int = 1) -> None:
-    new = states(lists.batch, queries)
-    store.validate(*new)
-    keys, values = store.extend(*new)
-    query = torch.randn(lists.batch, HEADS, queries, KEY_DIM, generator=generator)
-    lists.append(*new)
-    mask = mask_of(store, lists, padding, queries)
-    attended = scaled_dot_product_attention(query, keys, values, mask, enable_gqa=True)
-    expected = lists.attention(query[:, :, -1:])
-    torch.testing.assert_close(attended[:, :, -1:].double(), expected, atol=1e-5, rtol=1e-4)
-    assert attended.shape[2] == queries
+def by_sdpa(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+    return scaled_dot_product_attention(query, keys, values, mask, enable_gqa=True)
 
 
-@pytest.mark.parametrize("kind", STORES)
-def test_left_padding_hides_no_token_that_a_head_holds(kind: str) -> None:
-    store, lists = padded_prompt(kind)
-    for queries in (1, 1, 5, 1):
-        check(store, lists, PADDING, queries)
-        held_lists(store, lists)
-
-
-@pytest.mark.parametrize("kind", STORES)
-def test_eager_attention_reads_the_same(kind: str) -> None:
-    store, lists = padded_prompt(kind)
-    new = states(2, 1)
-    store.validate(*new)
-    keys, values = store.extend(*new)
-    lists.append(*new)
-    query = torch.randn(2, HEADS, 1, KEY_DIM, generator=generator)
+def eagerly(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
     keys, values = (side.repeat_interleave(HEADS // KV_HEADS, 1) for side in (keys, values))
     scores = query @ keys.transpose(2, 3) * KEY_DIM**-0.5
-    scores = scores.masked_fill(~mask_of(store, lists, PADDING, 1), torch.finfo(scores.dtype).min)
-    attended = torch.softmax(scores, -1) @ values
-    torch.testing.assert_close(attended.double(), lists.attention(query), atol=1e-5, rtol=1e-4)
+    return torch.softmax(scores.masked_fill(~mask, torch.finfo(scores.dtype).min), -1) @ values
+
+
+@pytest.mark.parametrize("attend", [by_sdpa, eagerly])
+def test_left_padding_hides_no_token_that_a_head_holds(attend: Callable[..., Tensor]) -> None:
+    store, lists = padded_prompt()
+    for queries in (1, 1, 5, 1):
+        new = states(lists.batch, queries)
+        store.validate(*new)
+        held = store.extend(*new)
+        query = torch.randn(lists.batch, HEADS, queries, KEY_DIM, generator=generator)
+        lists.append(*new)
+        attended = attend(query, *held, mask_of(store, lists, PADDING, queries))
+        expected = lists.attention(query[:, :, -1:])
+        torch.testing.assert_close(attended[:, :, -1:].double(), expected, atol=1e-5, rtol=1e-4)
+        held_lists(store, lists)

@@ -38,6 +38,16 @@ HELPERS = Path(__file__).parents[3] / "tests" / "helpers"
 """The references and doubles of the tests, which some benchmarks use."""
 
 
+def tiny_model(family: str) -> Any:
+    """A random model of a family in float32, as tests have it."""
+    if str(HELPERS) not in sys.path:
+        sys.path.append(str(HELPERS))
+    import families
+    import models
+
+    return families.model_and_inputs(family)[0] if family in families.FAMILIES else models.fresh_model(family)
+
+
 @contextmanager
 def recorded_transfers() -> Iterator[Callable[[], int]]:
     """Let caches that are made within this block offload between two pools of host memory.

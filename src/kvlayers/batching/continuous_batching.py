@@ -279,6 +279,7 @@ class RowsManager:
         if others:
             _say_once(f"Rows have no use for {', '.join(sorted(others))} of a ContinuousBatchingConfig.")
         self._keeps_logprobs, self._seed = bool(given.get("return_logprobs")), given.get("seed")
+        self._positions = model_types.most_positions(model.config)
         config = self._config_with({}, 1)
         self.num_return_sequences: int = config.num_return_sequences or 1
         self._engine = self._engine_for(config, given)
@@ -298,8 +299,7 @@ class RowsManager:
         config, _ = generate_calls.full_generation_config(self.model, {"generation_config": own})
         if config.max_new_tokens is None:
             # Until the model has no positions left.
-            most = model_types.most_positions(self.model.config) or MAX_ROWS * CHUNK_TOKENS
-            config.max_new_tokens = most - prompt_tokens
+            config.max_new_tokens = (self._positions or MAX_ROWS * CHUNK_TOKENS) - prompt_tokens
         if config.eos_token_id == NO_END:
             config.eos_token_id = None
         generate_calls.prepare_special_tokens(self.model, config)
@@ -435,11 +435,10 @@ class RowsManager:
         ids = torch.empty(1, 0, dtype=torch.int64)
         try:
             ids = torch.as_tensor([prompt], dtype=torch.int64, device=self.model.device)
-            positions = model_types.most_positions(self.model.config)
-            if not prompt or (positions is not None and len(prompt) >= positions):
+            if not prompt or (self._positions is not None and len(prompt) >= self._positions):
                 raise CapacityError(
-                    f"`input_ids` must have 1 token at least, and fewer than the {positions} positions of the model, "
-                    f"got {len(prompt)}: shorten the prompt."
+                    f"`input_ids` must have 1 token at least, and fewer than the {self._positions} positions of "
+                    f"the model, got {len(prompt)}: shorten the prompt."
                 )
             config = self._config_with(options, len(prompt))
         except Exception as reason:

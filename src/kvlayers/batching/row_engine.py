@@ -258,20 +258,17 @@ class RowEngine(Generic[Kind]):
         # Some may have ended with their first token.
         going_on = [request for request in ready if not self._decoder.has_ended(request)]
         self._decoder.join(going_on, [self._cache_of(request) for request in going_on])
-        self._stay_within_room()
+        cache, most = self._decoder.cache, [each.most_tokens for each in self.held]
+        # They have taken memory for further rows.
+        recurrent = () if cache is None or not going_on else cache.recurrent_parts()
+        if recurrent and not self._room.fits(max(most), most + most[: len(most) // 2]):
+            for part in recurrent:
+                part.trim()
         for request in ready:
             # Its states are those of its row now.
             request.cache = None
             if request not in going_on:
                 yield request
-
-    def _stay_within_room(self) -> None:
-        """Give back memory that recurrent states have taken for further rows, if there is no room for it."""
-        cache = self._decoder.cache
-        recurrent = () if cache is None else cache.recurrent_parts()
-        if cache is not None and recurrent and cache.nbytes > self._room.most_bytes:
-            for part in recurrent:
-                part.trim()
 
     def _wait_with(self, request: Kind, logits: Tensor) -> None:
         """Let the copies of a request wait first, with what it has read."""

@@ -29,7 +29,7 @@ EVERYTHING = "100%"
 """What is recomputed unless a caller asks for less."""
 
 
-class Piece(NamedTuple):
+class PlacedTokens(NamedTuple):
     """Tokens of a cache, and where they are put.
 
     Attributes:
@@ -84,7 +84,7 @@ def moved(cache: Cache, to: int, model: Any) -> Cache:
     position, length = whole_number(to, "`to`"), _checked([cache], model)[0]
     if position < 0:
         raise OptionError(f"`to` must be a position, at least 0, got {to}: pass where the first token goes.")
-    found = _joined([Piece(cache, 0, length, position)], model, length).cache
+    found = _joined([PlacedTokens(cache, 0, length, position)], model, length).cache
     found.known_ids = cache.known_ids
     found.origins = (Origin(position, 0 if position else cache.exact_tokens),)
     return found
@@ -169,7 +169,7 @@ def joined(
     pieces, end = [], 0
     for number, (cache, length) in enumerate(zip(caches, lengths, strict=True)):
         begin = shared if number else 0
-        pieces.append(Piece(cache, begin, length, end))
+        pieces.append(PlacedTokens(cache, begin, length, end))
         end += length - begin
     # The first document is right as it is.
     amount = recompute_amount(recompute) * (len(pieces) > 1)
@@ -244,7 +244,7 @@ def replace_tokens(
         cache_argument.read_tokens(model, new.to(model.device), beginning)
     pieces = [
         piece
-        for piece in (Piece(beginning, 0, middle, 0), Piece(cache, after, length, middle))
+        for piece in (PlacedTokens(beginning, 0, middle, 0), PlacedTokens(cache, after, length, middle))
         if piece.begin < piece.stop
     ]
     changed = _joined(pieces, model, middle, amount, tokens).cache if pieces else beginning
@@ -368,7 +368,7 @@ def _known_ids(
 
 
 def _joined(
-    pieces: Sequence[Piece],
+    pieces: Sequence[PlacedTokens],
     model: Any,
     exact: int,
     amount: int | Fraction = 0,
@@ -481,7 +481,7 @@ def _reach(layer: CacheLayer, tokens: int) -> int:
     return tokens if layer.sliding_window is None else min(tokens, layer.sliding_window - 1)
 
 
-def _distance(piece: Piece) -> int:
+def _distance(piece: PlacedTokens) -> int:
     """By how many positions its tokens move."""
     return piece.to - piece.begin - piece.cache.first_position
 
@@ -519,7 +519,7 @@ def _check_movable(layers: Sequence[CacheLayer], name: str) -> None:
             )
 
 
-def _states(layers: Sequence[CacheLayer], pieces: Sequence[Piece], rotary: Rotary | None) -> KVPair:
+def _states(layers: Sequence[CacheLayer], pieces: Sequence[PlacedTokens], rotary: Rotary | None) -> KVPair:
     """Keys and values of a layer for all tokens. They are zeros for tokens that no window reaches."""
     total = sum(piece.stop - piece.begin for piece in pieces)
     missing = _reach(layers[0], total)

@@ -78,18 +78,18 @@ class FlatTokens:
         """Tokens of a dense part, or blocks of a packed one."""
         return len(self.part) if isinstance(self.part, PackedBlocks) else self.part.length
 
-    def gathered(self, smoothing: KeySmoothing | None) -> GatheredSegment:
+    def gathered(self, smoothing: KeySmoothing) -> GatheredSegment:
         """The tokens as attention reads them: the same object each time, while they stay where they are.
 
         Args:
             smoothing: how packed keys were smoothed.
         """
-        if self._gathered is None or self._gathered.smoothing is not smoothing:
+        if self._gathered is None or self._gathered.source.smoothing is not smoothing:
             source = self._source(smoothing)
             self._gathered = GatheredSegment(source, self.starts, self.counts, self.columns, self.width)
         return self._gathered
 
-    def _source(self, smoothing: KeySmoothing | None) -> DenseSegment | PackedSegment:
+    def _source(self, smoothing: KeySmoothing) -> DenseSegment | PackedSegment:
         """The flat part as if each head of each sequence held all of it."""
 
         def held_by_all(states: Tensor) -> Tensor:

@@ -88,7 +88,7 @@ def _blocks_of(store: TokenStore, keys: Tensor) -> Tensor | None:
 
 def _of_ragged(store: RaggedStore, flat: FlatTokens) -> HeldTokens:
     tail = _of_store(store.tail)
-    segment = flat.gathered(store.smoothing)
+    segment = flat.gathered(store.smoothing or DenseSegment.smoothing)
     dtype, absent = torch.promote_types(tail.keys.dtype, tail.values.dtype), ~segment.held
     in_full = KVSegments((segment,)).in_full_precision(dtype)[0]
     keys, values = (

@@ -143,7 +143,7 @@ class RaggedStore(TokenStore):
         if flat is None:
             return tail
         keys, values = tail
-        gathered = flat.gathered(self.smoothing)
+        gathered = flat.gathered(self.smoothing or DenseSegment.smoothing)
         if not isinstance(keys, PackedStates):
             segments = KVSegments((gathered, DenseSegment(keys.as_subclass(Tensor), values)))
             return self._returned.attended(self, segments, self._forms(), self.length, segments.tokens)

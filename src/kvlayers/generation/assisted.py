@@ -103,10 +103,14 @@ def view_for_generate(model: Any, arguments: Mapping[str, Any]) -> Any:
         != GenerationMode.ASSISTED_GENERATION
     ):
         return model
-    loop = getattr(type(model), generate_calls.loop_name(GenerationMode.ASSISTED_GENERATION))
     return _class_of_views()(
         model,
-        decoding=functools.partial(decode, loop, model, arguments),
+        decoding=functools.partial(
+            decode,
+            getattr(type(model), generate_calls.loop_name(GenerationMode.ASSISTED_GENERATION)),
+            model,
+            arguments,
+        ),
         _validate_generation_mode=functools.partial(_check_mode, model),
     )
 

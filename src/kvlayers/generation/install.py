@@ -107,16 +107,7 @@ def install(
             option, or another option is not a bool. Nothing is changed.
         RegistryError: no cache has this name. Nothing is changed.
     """
-    given = _given(
-        prefix_store,
-        namespace,
-        cache,
-        cache_implementation,
-        legacy_names=legacy_names,
-        replace_empty_caches=replace_empty_caches,
-        strict_prompts=strict_prompts,
-        continuous_batching=continuous_batching,
-    )
+    given = _given(**locals())
     with _lock:
         if legacy_names:
             transformers4_names.ACTIVATION.activate()
@@ -132,11 +123,10 @@ def uninstall() -> None:
     The methods of transformers are restored when the last of the earlier calls ends.
     """
     with _lock:
-        active_store.CURRENT.set_default(None)
+        for setting in (active_store.CURRENT, cache_by_name.DEFAULT, SERVED):
+            setting.set_default(None)
         call_cache.REPLACE.set_default(True)
         known_ids.STRICT_PROMPTS.set_default(False)
-        cache_by_name.DEFAULT.set_default(None)
-        SERVED.set_default(None)
         transformers4_names.ACTIVATION.deactivate()
         _activation.deactivate()
 
@@ -192,16 +182,7 @@ def installed(
         >>> type(cache).__name__, kvlayers.is_installed()
         ('QuantizedCache', False)
     """
-    given = _given(
-        prefix_store,
-        namespace,
-        cache,
-        cache_implementation,
-        legacy_names=legacy_names,
-        replace_empty_caches=replace_empty_caches,
-        strict_prompts=strict_prompts,
-        continuous_batching=continuous_batching,
-    )
+    given = _given(**locals())
     with contextlib.ExitStack() as stack:
         with _lock:
             stack.enter_context(_activation.block())
@@ -220,7 +201,7 @@ def _given(
     cache_implementation: str | None,
     **flags: object,
 ) -> list[tuple[ScopedValue[Any], Any]]:
-    """The settings that are given, with their values."""
+    """The settings that the arguments of `install` give, with their values."""
     asked = cache_by_name.either(cache, cache_implementation)
     active = active_store.optional_store(prefix_store, namespace)
     for name, value in flags.items():

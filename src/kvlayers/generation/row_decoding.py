@@ -94,11 +94,6 @@ class DecodedRow:
         """Tokens so far, without padding."""
         return self.ids.shape[1] - self.padding
 
-    @property
-    def chooses_the_greatest(self) -> bool:
-        """Whether the next token is the one with the greatest score, which needs no look at the other ids."""
-        return not self.processors and not self.samples and self.logprobs is None
-
     def choose(self, logits: Tensor) -> int:
         """Append the next token, given its logits `[1, vocab]`; return it."""
         scores = logits.to(torch.float32, copy=True)
@@ -292,7 +287,8 @@ class RowDecoder(Generic[Row]):
         """
         for place in range(len(draft) + 1):
             token = greatest[place]
-            if row.chooses_the_greatest:
+            if not row.processors and not row.samples and row.logprobs is None:
+                # The greatest score needs no look at the other ids.
                 row.append(token)
             else:
                 try:
@@ -337,9 +333,8 @@ class DraftModel(Drafter):
         caches = [] if self._cache is None else [self._cache]
         for row in rows:
             cache = DynamicCache(config=self._model.config)
-            arguments: dict[str, Any] = {cache_argument.name_for(self._model): cache, "use_cache": True}
-            arguments |= model_types.newest_logits_only(self._model)
-            self._model(row.ids[:, row.padding : -1].to(self._model.device), **arguments)
+            arguments = {cache_argument.name_for(self._model): cache, **model_types.newest_logits_only(self._model)}
+            self._model(row.ids[:, row.padding : -1].to(self._model.device), use_cache=True, **arguments)
             cache.activate_past_recording()
             caches.append(cache)
         self._cache = merge(caches)
@@ -498,8 +493,9 @@ def drafter_of(config: Any, looked_up: int | None, assistant: Any) -> tuple[Draf
     if assistant is None:
         tokens = int(looked_up or 0)
         return LookedUp(generate_calls.prompt_lookup(config, tokens)), tokens
-    own = assistant.generation_config.num_assistant_tokens
-    tokens = int(own or config.num_assistant_tokens or NUM_ASSISTANT_TOKENS)
+    tokens = int(
+        assistant.generation_config.num_assistant_tokens or config.num_assistant_tokens or NUM_ASSISTANT_TOKENS
+    )
     return DraftModel(assistant, tokens), tokens
 
 
@@ -545,10 +541,9 @@ def _of_row(name: str, value: Any, row: int, padding: int, batch: int) -> Any:
 
 
 def _output(rows: Sequence[DecodedRow], cache: Cache, config: Any) -> Any:
-    ids = [row.ids[0] for row in rows]
     ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
     pad = config.pad_token_id if config.pad_token_id is not None else ends[0] or 0
-    sequences = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=pad)
+    sequences = torch.nn.utils.rnn.pad_sequence([row.ids[0] for row in rows], batch_first=True, padding_value=pad)
     if not config.return_dict_in_generate:
         return sequences
     from transformers.generation import GenerateDecoderOnlyOutput

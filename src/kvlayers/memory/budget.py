@@ -69,8 +69,8 @@ class Budget:
     said: tuple[int, ...] = ()
     _planned: tuple[int, int, object] = (-1, 0, None)
     """For how many tokens there is room, of how many layers, and the forms of their states."""
-    _newest: int = -1
-    """Tokens of the layer that came last. A cache that went back may be exact again."""
+    _newest: tuple[int, int] = (-1, 0)
+    """Tokens of the layer that came last, and its index. A cache that went back may be exact again."""
 
     @classmethod
     def of(cls, max_bytes: object, ladder: object, length_hint: int | None = None) -> "Budget":
@@ -146,8 +146,8 @@ class Budget:
         """
         length, forms = layers[layer_idx].length or 0, (form_of(keys), form_of(values))
         tokens, (last, known_layers, known_forms) = length + keys.shape[2], self._planned
-        newest, self._newest = self._newest, length
-        if newest < length and tokens <= last and known_layers == len(layers) and known_forms == forms:
+        newest, self._newest = self._newest, (length, layer_idx)
+        if newest < self._newest and tokens <= last and known_layers == len(layers) and known_forms == forms:
             return
         # A cache without a config may make further layers in this pass.
         is_whole = cache.layer_class_to_replicate is None or known_layers == len(layers)
@@ -173,9 +173,10 @@ class Budget:
         Raises:
             CapacityError: as `make_room`.
         """
-        most = _most_exact(held, nbytes) if is_whole else min(_most_exact(held, nbytes), 0)
         may_be_exact = self.most_kept > 0 and not any(each.layer.exact_from for each in held)
-        if most >= 0 and may_be_exact:
+        most = _most_exact(held, nbytes) if may_be_exact else -1
+        if most >= 0:
+            most = most if is_whole else 0
             if self.length_hint is not None and tokens <= self.length_hint:
                 # If there are more than were expected, this is asked again.
                 most = min(most, self.length_hint - tokens)
@@ -278,12 +279,11 @@ class _Held:
 
     def __init__(self, layer: Any, forms: tuple[StateForm, StateForm], new: int) -> None:
         self.layer, self.forms = layer, forms
-        # A window that has been full has room for as many tokens again, however few it holds.
         slides = layer.is_sliding and not layer.unwrapped.record_past
         self.window: int = layer.unwrapped.room if slides else sys.maxsize
-        self.tokens: int = (layer.length if slides else layer.held_tokens) + new
-        # Its blocks are packed before its oldest tokens leave, unless all of them do.
-        self._packed_at_once = layer.held_tokens + new if new < self.window else 0
+        self.tokens: int = layer.held_tokens + new
+        # Blocks of a window are packed before its oldest tokens leave, unless all of them do.
+        self._packed_at_once = self.tokens if new < self.window else 0
         self.token_bytes = sum(nbytes_of(form, 1) for form in forms)
         store = layer.store
         # Beams hold once what they have in common, until it is rounded.
@@ -292,7 +292,6 @@ class _Held:
         is_packed = isinstance(store, QuantizedStore)
         self._quantization = quantization_of(store, max(BITS.values()), layer.is_sliding)
         self.bits = max(store.bits) if is_packed else None
-        self._residual: DenseStore = store.residual if is_packed else store
         try:
             self.size = 0 if is_followed(store) else _bytes_of_codes(self._quantization, *forms)[0]
         except StateMismatchError:
@@ -313,17 +312,18 @@ class _Held:
         tokens = min(self.tokens + more, self.window)
         if not self.size:
             return self.exact(tokens)
+        # Not an attribute, which would hold the memory of all layers until the last one has given way.
+        residual: DenseStore = self.layer.store if self.bits is None else self.layer.store.residual
         quantization = self._quantization.narrowed(nbits)
         room = quantization.sink_tokens + max(kept, quantization.residual_length) + self.size
         packed = blocks_beyond(max(tokens, self._packed_at_once), room, self.size)
         most, blocks = min(room, self.window), max(packed, self._blocks)
-        # The residual has been full before its oldest block was packed, which moved it to other memory.
-        exact = (most if blocks else self._residual.capacity_for(tokens, most)) * self.token_bytes
-        if packed <= self._blocks:
-            exact = max(exact, self._residual.nbytes)
+        there = residual.nbytes // self.token_bytes
+        # The residual has been full before its oldest block was packed.
+        exact = most if blocks else there if tokens <= there else residual.capacity_for(tokens, most)
         _, of_block, of_run = _bytes_of_codes(quantization, *self.forms)
         spare = blocks + blocks // BLOCKS_GROWTH_DIVISOR
-        return exact + spare * of_block + min(blocks, MOST_RUNS) * of_run
+        return exact * self.token_bytes + spare * of_block + min(blocks, MOST_RUNS) * of_run
 
     def stay_exact(self, more: int) -> None:
         """Grow no further than for `more` tokens, in full precision."""

@@ -118,6 +118,7 @@ class EntryFacts:
         label: model and namespace.
         cuttable: whether the first tokens can be used without the others.
         settings: equal for caches of the same kinds and settings. Only they share nodes.
+        kinds: the kinds of its layers, each once, sorted.
         versions: what has written it.
         groups: the layers and the forms of its rows, without the rows.
     """
@@ -125,6 +126,7 @@ class EntryFacts:
     label: str
     cuttable: bool
     settings: str = ""
+    kinds: tuple[str, ...] = ()
     versions: dict[str, str] = field(default_factory=dict)
     groups: tuple[RowGroup, ...] = ()
 

@@ -135,11 +135,6 @@ class RoomForRows:
             if memory is not None:
                 raise
 
-    @property
-    def most_bytes(self) -> int:
-        """The most bytes that all rows may take, as far as that is known."""
-        return min(self._memory or sys.maxsize, self._max_bytes)
-
     def fits(self, tokens: int, others: Sequence[int]) -> bool:
         """Whether a row of up to `tokens` tokens fits beside others. All may take the room of the longest.
 

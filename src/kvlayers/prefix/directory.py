@@ -310,14 +310,14 @@ class Directory:
         if end.entry.cuttable:
             chain = [node for node in chain if node.record.start < stop]
         chain = [node for node in chain if node.record.stop > first or node is chain[-1]]
+        needs_config = not all(kind in LAYER_CLASSES for kind in end.entry.kinds)
+        if needs_config and config is None:
+            raise NeedsConfigError
         read, length = self._read(path, chain, length, end.entry.cuttable, deadline)
         place = torch.device("cpu") if device is None else checked_device(device)
         cut = length if end.entry.cuttable else None
         try:
             saved = NodesFile(read, end.stop if cut is None else cut)
-            needs_config = not all(layer.kind in LAYER_CLASSES for _, layer in saved.description.layers())
-            if needs_config and config is None:
-                raise NeedsConfigError
             cache = StateReader(saved, place, cut, verify=True).new(config if needs_config else None)
         except CachePathError:
             raise

@@ -19,7 +19,7 @@ MOST_RANKED = 256
 
 
 @dataclass(eq=False, slots=True)
-class Piece:
+class MemoryPiece:
     """A piece of memory.
 
     Attributes:
@@ -71,7 +71,7 @@ class PrefixEntry:
     label: str
     ids: Tokens
     cache: Cache | None = None
-    pieces: tuple[Piece, ...] = ()
+    pieces: tuple[MemoryPiece, ...] = ()
     path: str | None = None
     file_bytes: int = 0
     uses: dict[int, int] = field(default_factory=dict)
@@ -276,7 +276,6 @@ class MemoryAccount:
     Attributes:
         nbytes: total bytes, each piece counted once.
         staying_bytes: bytes of the pieces that entries hold which are not leaving, each piece counted once.
-        shared_bytes: bytes of the pieces that several entries hold, each piece counted once.
         pieces: each piece, by its address and bytes, for reading only.
 
     Example:
@@ -293,48 +292,42 @@ class MemoryAccount:
     """
 
     def __init__(self) -> None:
-        self.nbytes = self.staying_bytes = self.shared_bytes = 0
+        self.nbytes = self.staying_bytes = 0
         # By size as well: memory may have moved before its holder is counted again, and other memory be at its address.
-        self.pieces: dict[tuple[int, int], Piece] = {}
+        self.pieces: dict[tuple[int, int], MemoryPiece] = {}
+
+    @property
+    def shared_bytes(self) -> int:
+        """Bytes of the pieces that several entries hold, each piece counted once."""
+        return sum(piece.nbytes for piece in self.pieces.values() if len(piece.holders) > 1)
 
     def count(self, entry: PrefixEntry, storages: Storages) -> None:
         """Count the memory of an entry, in place of what was counted for it before."""
-        if not entry.is_leaving:
-            self.leave(entry)
+        self.stay(entry, -(not entry.is_leaving))
         for piece in entry.pieces:
             piece.holders.remove(entry)
-            self.nbytes -= piece.nbytes * (not piece.holders)
-            self.shared_bytes -= piece.nbytes * (len(piece.holders) == 1)
             if not piece.holders:
+                self.nbytes -= piece.nbytes
                 del self.pieces[piece.address, piece.nbytes]
-        entry.pieces = tuple(self.pieces.get(key) or Piece(*key) for key in storages.items())
+        entry.pieces = tuple(self.pieces.get(key) or MemoryPiece(*key) for key in storages.items())
         for piece in entry.pieces:
             self.pieces[piece.address, piece.nbytes] = piece
             piece.holders.add(entry)
             self.nbytes += piece.nbytes * (len(piece.holders) == 1)
-            self.shared_bytes += piece.nbytes * (len(piece.holders) == 2)
-        if not entry.is_leaving:
-            self.stay(entry)
+        self.stay(entry, +(not entry.is_leaving))
 
-    def leave(self, entry: PrefixEntry) -> None:
-        """Count the memory of an entry as leaving."""
+    def stay(self, entry: PrefixEntry, more: int) -> None:
+        """Note that one more entry, or one less, that stays holds the memory of an entry."""
         for piece in entry.pieces:
-            piece.staying -= 1
-            self.staying_bytes -= piece.nbytes * (not piece.staying)
+            before, piece.staying = piece.staying, piece.staying + more
+            self.staying_bytes += piece.nbytes * ((piece.staying > 0) - (before > 0))
 
-    def stay(self, entry: PrefixEntry) -> None:
-        """Count the memory of an entry, which was leaving, as staying."""
-        for piece in entry.pieces:
-            self.staying_bytes += piece.nbytes * (not piece.staying)
-            piece.staying += 1
-
-    def move(self, piece: Piece, address: int, nbytes: int) -> None:
+    def move(self, piece: MemoryPiece, address: int, nbytes: int) -> None:
         """Note that a piece is elsewhere now, where no other one is, for all of its holders."""
         del self.pieces[piece.address, piece.nbytes]
         more = nbytes - piece.nbytes
         self.nbytes += more
         self.staying_bytes += more * (piece.staying > 0)
-        self.shared_bytes += more * (len(piece.holders) > 1)
         piece.address, piece.nbytes = address, nbytes
         self.pieces[address, nbytes] = piece
 

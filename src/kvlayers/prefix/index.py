@@ -13,7 +13,7 @@ from kvlayers.prefix.entry import (
     EvictionOrder,
     EvictionPolicy,
     MemoryAccount,
-    Piece,
+    MemoryPiece,
     Pin,
     PrefixEntry,
     can_restore,
@@ -147,7 +147,7 @@ class EntryIndex:
         """Go on holding an entry that was leaving memory."""
         if entry.is_leaving:
             entry.is_leaving = False
-            self.memory.stay(entry)
+            self.memory.stay(entry, 1)
             self._order.add(entry)
 
     def pin(self, entry: PrefixEntry, pin: Pin) -> None:
@@ -212,12 +212,9 @@ class EntryIndex:
         entry.is_leaving = False
         self._unpacked.pop(entry, None)
         self.note(entry)
-        self._trim_holders(before)
-
-    def _trim_holders(self, pieces: Iterable[Piece]) -> None:
-        """Give back what nobody reads any more of this memory."""
-        seen: set[Piece] = set()
-        for piece in pieces:
+        # What nobody reads any more of its memory is given back.
+        seen: set[MemoryPiece] = set()
+        for piece in before:
             # One of the holders trims what all of them share.
             holder = next(iter(piece.holders), None)
             if holder is not None and piece not in seen:
@@ -264,7 +261,7 @@ class EntryIndex:
         """Stop holding the cache of an entry as soon as the entry is in a file."""
         if not entry.is_leaving:
             entry.is_leaving = True
-            self.memory.leave(entry)
+            self.memory.stay(entry, -1)
             self._order.discard(entry)
 
     def set_file(self, entry: PrefixEntry, path: str, nbytes: int) -> None:

@@ -159,9 +159,9 @@ def tree_of(entries: Mapping[PrefixEntry, Mapping[str, int]]) -> PrefixTree:
 
     Example:
         >>> import numpy as np
-        >>> from kvlayers.prefix.entry import Piece
-        >>> one = PrefixEntry("model", np.array([1, 2, 3]), pieces=(Piece(10, 100), Piece(11, 5)))
-        >>> other = PrefixEntry("model", np.array([1, 2, 9, 9]), pieces=(Piece(10, 100), Piece(12, 7)))
+        >>> from kvlayers.prefix.entry import MemoryPiece
+        >>> one = PrefixEntry("model", np.array([1, 2, 3]), pieces=(MemoryPiece(10, 100), MemoryPiece(11, 5)))
+        >>> other = PrefixEntry("model", np.array([1, 2, 9, 9]), pieces=(MemoryPiece(10, 100), MemoryPiece(12, 7)))
         >>> print(tree_of({one: {}, other: {}}))
         model and namespace model
         └─ 2 tokens, 100 B

@@ -107,6 +107,7 @@ class EntryStates:
             label,
             self.cuttable,
             _settings(cache, [(state.kind, settings) for state, _, settings in divided], small),
+            tuple(sorted({state.kind for state, _, _ in divided})),
             description.versions,
             tuple(group._replace(runs=()) for group in self.groups),
         )

@@ -1,6 +1,5 @@
 """States that are to be quantized, and saved states of a quantized store: checks, and what a plan asks for."""
 
-import functools
 from itertools import pairwise
 from typing import Any
 
@@ -121,9 +120,10 @@ def check_smoothing(tensors: dict[str, Tensor], form: StateForm) -> None:
             )
 
 
-@functools.lru_cache(maxsize=256)
 def block_of(quantization: Quantization, key_form: StateForm, value_form: StateForm) -> tuple[int, int]:
     """Tokens of a block of keys and values, and bytes of it.
+
+    Nothing is kept: a backend may be registered again under its name, with other blocks.
 
     Raises:
         StateMismatchError: as `checked_quantizers`.

@@ -20,7 +20,7 @@ from kvlayers.kernels.codes.cuda_packing import pack_obstacle
 from kvlayers.kernels.codes.groups import BlockLayout
 from kvlayers.kernels.codes.packed_side import PackedSide, pack_side
 from kvlayers.kernels.codes.quantizer_contract import CodeFormat, Quantizer, Side, check_groups
-from kvlayers.kernels.codes.smoothing import KeySmoothing, vectors_for
+from kvlayers.kernels.codes.smoothing import UNSMOOTHED, KeySmoothing, vectors_for
 from kvlayers.quantized.smoothing_runs import SmoothingRuns
 from kvlayers.utils.transforms import without_autocast
 
@@ -117,14 +117,14 @@ class PackedBlocks:
         return find(keys, self._quantizers["keys"], self.block_tokens)
 
     @torch.no_grad()
-    def write(self, skipped: int, keys: Tensor, values: Tensor, smoothing: KeySmoothing | None = None) -> None:
+    def write(self, skipped: int, keys: Tensor, values: Tensor, smoothing: KeySmoothing = UNSMOOTHED) -> None:
         """Quantize states into the room that was made, after `skipped` blocks of it. Nobody reads them until `hold`.
 
         Args:
             skipped: blocks that were written already.
             keys: `[batch, kv_heads, tokens, head_dim]`, a whole number of blocks.
             values: likewise, of the same tokens.
-            smoothing: how the keys are smoothed first, the same for all blocks; `None` to pack them as they are.
+            smoothing: how the keys are smoothed first, the same for all blocks; by default they are packed as they are.
         """
         if keys.is_meta and self.obstacle("keys") is not None:
             # A plan asks for bytes, and the room was made. A test may count what a kernel would launch.
@@ -134,12 +134,12 @@ class PackedBlocks:
         for side, states, partner in zip(SIDES, (keys, values), (values, keys), strict=True):
             codes, parameters = self._packed[side].slots_ahead(skipped, keys.shape[2] // self.block_tokens)
             search, layout = self._quantizers[side].kernel_search, self._layouts[side]
-            of_side = smoothing if side == "keys" else None
+            of_side = smoothing if side == "keys" else UNSMOOTHED
             is_here = codes.device == states.device
             if search is not None and is_here and self.obstacle(side) is None:
                 cuda_launch.pack_blocks(states, partner, codes, parameters, layout, search, of_side)
                 continue
-            states = states if of_side is None else of_side.applied(states)
+            states = of_side.applied(states)
             if search is not None and is_here and cpu_pack.packs(layout, states, partner):
                 cpu_pack.pack_blocks(states, partner, codes, parameters, layout, search)
                 continue

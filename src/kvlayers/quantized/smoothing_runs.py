@@ -9,7 +9,7 @@ from typing_extensions import Self
 
 from kvlayers.core.buffer import TokenBuffer
 from kvlayers.core.token_store import BufferSwap
-from kvlayers.kernels.codes.smoothing import MOST_RUNS, STARTS_NAME, KeySmoothing
+from kvlayers.kernels.codes.smoothing import MOST_RUNS, STARTS_NAME, UNSMOOTHED, KeySmoothing
 
 
 class SmoothingRuns:
@@ -73,10 +73,10 @@ class SmoothingRuns:
         ends = (*self._starts[1:], blocks)
         return [run for run, (start, end) in enumerate(zip(self._starts, ends, strict=True)) for _ in range(start, end)]
 
-    def within(self, begin: int, end: int) -> Iterator[tuple[int, int, KeySmoothing | None]]:
+    def within(self, begin: int, end: int) -> Iterator[tuple[int, int, KeySmoothing]]:
         """The parts of the blocks from `begin` to `end` that belong to a run: first block, block behind, and run."""
         if not self._starts:
-            yield begin, end, None
+            yield begin, end, UNSMOOTHED
         for (start, stop), smoothing in zip(pairwise((*self._starts, end)), self.in_order, strict=True):
             start, stop = max(start, begin), min(stop, end)
             if start < stop:
@@ -121,7 +121,7 @@ class SmoothingRuns:
         if self is other:
             return blocks
         for mine, others in zip(self.within(0, blocks), other.within(0, blocks), strict=False):
-            if mine[2] is None or others[2] is None or not mine[2].is_same(others[2]):
+            if not mine[2].is_same(others[2]):
                 return mine[0]
             if mine[1] != others[1]:
                 return min(mine[1], others[1])

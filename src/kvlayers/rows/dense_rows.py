@@ -15,7 +15,7 @@ from kvlayers.core.dynamic_layer import DynamicLayer, check_rollback
 from kvlayers.core.token_store import KVPair
 from kvlayers.errors import StateMismatchError
 from kvlayers.kernels.attention.row_states import AdjacentRowStates, RowColumns, RowStates
-from kvlayers.rows.rows_layer import RowsLayer, check_followed, moved_rows
+from kvlayers.rows.rows_layer import RowsLayer, check_followed, keeps_in_place
 
 GROWTH_DIVISOR = 8
 """A full tensor grows by an eighth, as that of a `DenseStore`."""
@@ -170,11 +170,7 @@ class DenseRows(RowsLayer):
     def select(self, indices: Tensor) -> None:
         chosen, held = as_batch_indices(indices, self.batch_size).tolist(), self.batch_size
         self._lengths = tuple([self._lengths[index] for index in chosen])
-        moved = moved_rows(chosen, held)
-        if moved is not None and self._keys.shape[0] < 2 * len(chosen):
-            for states in (self._keys, self._values):
-                for place, own in moved:
-                    states[place].copy_(states[own])
+        if keeps_in_place((self._keys, self._values), chosen, held):
             return
         # The rows that go may be the longest.
         columns = min(self._keys.shape[2], capacity_for(self.length))

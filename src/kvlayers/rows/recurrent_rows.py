@@ -1,5 +1,6 @@
 """Rows of a layer with recurrent states."""
 
+import itertools
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -8,11 +9,11 @@ import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
-from kvlayers.core.cache_layer import CacheLayer, LayerTraits, rows_of
-from kvlayers.errors import InterruptedPassError, UnsupportedLayerError
+from kvlayers.core.cache_layer import CacheLayer, LayerTraits, forwarded, rows_of
+from kvlayers.errors import InterruptedPassError
 from kvlayers.recurrent.linear_layer import LinearAttentionLayer
 from kvlayers.recurrent.states import FAMILIES, LinearStates
-from kvlayers.rows.rows_layer import HeldRows, check_followed, moved_rows, unsaved
+from kvlayers.rows.rows_layer import HeldRows, check_followed, keeps_in_place, unsaved
 
 
 class RecurrentRows(HeldRows, LinearAttentionLayer):
@@ -28,42 +29,46 @@ class RecurrentRows(HeldRows, LinearAttentionLayer):
     traits = LayerTraits(attends=False, is_recurrent=True, counts_columns=True, counts_rows=True)
 
     def __init__(self, rows: Sequence[CacheLayer]) -> None:
-        first = rows[0]
-        if not isinstance(first, LinearAttentionLayer):
-            raise UnsupportedLayerError(f"`rows` must be LinearAttentionLayers, got a {type(first).__name__}.")
+        first: Any = rows[0]
         super().__init__(first.number_of_states, first.checkpoints, first.tokens_at_once, first.scans)
         self.rows: list[Any] = list(rows)
         self._is_torn = False
-        self._memory: dict[tuple[str, int], Tensor | None] = {}
+        self._memory: dict[tuple[str, int], Tensor | None] = dict.fromkeys(
+            itertools.product(FAMILIES, range(self.number_of_states))
+        )
         self._join()
-
-    @property
-    def _places(self) -> int:
-        """How many rows there is memory for."""
-        return next((memory.shape[0] for memory in self._memory.values() if memory is not None), 0)
 
     def _join(self, places: int = 0) -> None:
         """Let the rows hold views of new tensors, with so many places if these are more than the rows."""
-        for key in [(name, index) for name in FAMILIES for index in range(self.number_of_states)]:
-            states = [_held(row)[key] for row in self.rows]
-            filled = [one for one in states if one is not None]
-            memory = None
-            if len(filled) == len(states):
-                # Allocated in inference mode, it could never be written to outside of it.
-                with torch.inference_mode(False), torch.no_grad():
-                    memory = filled[0].new_empty(max(places, len(filled)), *filled[0].shape[1:])
-                    torch.cat(filled, out=memory[: len(filled)])
-            self._hold(key, memory)
+        self._places = max(places, len(self.rows))
+        for key in self._memory:
+            self._hold(*key, None, 0)
 
-    def _hold(self, key: tuple[str, int], memory: Tensor | None) -> None:
-        """Hold a state of all rows at the beginning of its memory, and each row its part of it as a view."""
-        name, index = key
-        self._memory[key] = memory
-        whole = vars(self._states)[name][index] = None if memory is None else memory[: len(self.rows)]
+    # Allocated in inference mode, a tensor could never be written to outside of it.
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _hold(self, name: str, index: int, memory: Tensor | None, known: int) -> None:
+        """Hold a state of all rows in one tensor, and let each row hold its part of it as a view.
+
+        Args:
+            name: family of the state.
+            index: its index within the layer.
+            memory: has the states of the first rows, and places behind them; `None` for new memory.
+            known: how many rows these are.
+        """
         filled = [vars(row._states) for row in self.rows]
-        if whole is not None:
-            for own, view in zip(filled, torch.split(whole, 1), strict=True):
-                own[name][index] = view
+        states = [own[name][index] for own in filled]
+        if any(one is None for one in states):
+            whole = memory = None
+        else:
+            if memory is None:
+                memory = states[0].new_empty(self._places, *states[0].shape[1:])
+            whole = memory[: len(states)]
+            for place, view in enumerate(torch.split(whole, 1)):
+                if place >= known:
+                    view.copy_(states[place])
+                filled[place][name][index] = view
+        self._memory[name, index], vars(self._states)[name][index] = memory, whole
         # A row that was rolled back to nothing has zeros, as it had before its first token.
         vars(self._states)[f"has_{name}"][index] = any(own[f"has_{name}"][index] for own in filled)
 
@@ -75,20 +80,16 @@ class RecurrentRows(HeldRows, LinearAttentionLayer):
         refuses the rows, it goes on.
         """
         self.check_whole()
-        others: list[Any] = rows_of(layers[1:])
-        if any(_filled(row) != _filled(self) for row in others):
-            return super().side_by_side(layers)
+        others = rows_of(layers[1:])
         rows = len(self.rows) + len(others)
         if rows > self._places:
             # Half as many more, as a row that joins later is followed by others.
             self._join(rows + rows // 2)
         joined = self._twin()
-        joined.rows, joined._memory, joined._states = [*self.rows, *others], {}, LinearStates(self.number_of_states)
+        joined._states, joined._memory = LinearStates(self.number_of_states), dict(self._memory)
+        joined.rows = [*self.rows, *others]
         for key, memory in self._memory.items():
-            with torch.inference_mode(False), torch.no_grad():
-                for place, row in enumerate(others if memory is not None else (), len(self.rows)):
-                    memory[place : place + 1].copy_(_held(row)[key])
-            joined._hold(key, memory)
+            joined._hold(*key, memory, len(self.rows))
         return joined
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -96,11 +97,7 @@ class RecurrentRows(HeldRows, LinearAttentionLayer):
         # A copy of each tensor has memory of its own.
         self._join()
 
-    @property
-    @override
-    def kind(self) -> str:
-        kind: str = self.rows[0].kind
-        return kind
+    kind = forwarded("first")
 
     @property
     @override
@@ -128,7 +125,6 @@ class RecurrentRows(HeldRows, LinearAttentionLayer):
         widest = max(columns.shape[-1] for columns in full)
         full = [torch.nn.functional.pad(columns, (widest - columns.shape[-1], 0)) for columns in full]
         self._note_update("conv", state_idx)
-        self._is_torn = False
         return torch.cat(full)
 
     @override
@@ -140,7 +136,6 @@ class RecurrentRows(HeldRows, LinearAttentionLayer):
             row.update_recurrent_state(states, state_idx)
             self._is_torn = True
         self._note_update("recurrent", state_idx)
-        self._is_torn = False
         held = self._states.recurrent[state_idx]
         return recurrent_states if held is None else held
 
@@ -170,6 +165,7 @@ class RecurrentRows(HeldRows, LinearAttentionLayer):
             vars(states)[f"has_{name}"][state_idx] = True
             # Models write a recurrent state in place, from its second token on.
             states.has_recurrent[state_idx] |= self._states.has_recurrent[state_idx]
+        self._is_torn = False
 
     # Rolling back
 
@@ -199,15 +195,14 @@ class RecurrentRows(HeldRows, LinearAttentionLayer):
     def select(self, indices: Tensor) -> None:
         self.check_whole()
         chosen = indices.tolist()
-        moved = moved_rows(chosen, len(self.rows))
+        filled = [memory for memory in self._memory.values() if memory is not None]
+        is_in_place = keeps_in_place(filled, chosen, len(self.rows))
         self._keep(chosen)
-        if moved is None or 2 * len(chosen) <= self._places:
+        if is_in_place:
+            for key, memory in self._memory.items():
+                self._hold(*key, memory, len(chosen))
+        else:
             self._join()
-            return
-        for key, memory in self._memory.items():
-            for place, own in moved if memory is not None else ():
-                memory[place].copy_(memory[own])
-            self._hold(key, memory)
 
     @override
     def trim(self) -> None:
@@ -228,13 +223,3 @@ class RecurrentRows(HeldRows, LinearAttentionLayer):
         return twin
 
     state = load_state = unsaved
-
-
-def _held(layer: LinearAttentionLayer) -> dict[tuple[str, int], Tensor | None]:
-    """The states of a layer, or of a row, by their family and index."""
-    return {(name, index): states for name in FAMILIES for index, states in vars(layer._states)[name].items()}
-
-
-def _filled(layer: LinearAttentionLayer) -> set[tuple[str, int]]:
-    """Which of these there are."""
-    return {key for key, states in _held(layer).items() if states is not None}

@@ -82,9 +82,8 @@ class RowsLayer(CacheLayer, CacheLayerMixin):  # type: ignore[misc]
 
     def check_new(self, key_states: Tensor, value_states: Tensor) -> None:
         """Raise `StateMismatchError` if new states are not of all rows, or keys and values not of the same tokens."""
-        if not isinstance(key_states, Tensor) or not isinstance(value_states, Tensor):
-            checked_forms(key_states, value_states)
-        if key_states.shape[::2] != value_states.shape[::2]:
+        are_tensors = isinstance(key_states, Tensor) and isinstance(value_states, Tensor)
+        if not are_tensors or key_states.shape[::2] != value_states.shape[::2]:
             check_one_batch(*checked_forms(key_states, value_states))
         if key_states.shape[0] != self.batch_size:
             raise StateMismatchError(
@@ -99,13 +98,24 @@ class RowsLayer(CacheLayer, CacheLayerMixin):  # type: ignore[misc]
         return f"{type(self).__name__}(row_lengths={list(self.row_lengths)})"
 
 
-def moved_rows(chosen: Sequence[int], held: int) -> list[tuple[int, int]] | None:
-    """Which rows move where if the rows at `chosen` are kept, as `(place, row)`; `None` if some would be overwritten.
+def keeps_in_place(memory: Sequence[Tensor], chosen: Sequence[int], held: int) -> bool:
+    """Whether the rows at `chosen` are kept where they are. Those from the end have then taken the places of others.
 
-    Usually a few rows go, and others from the end take their places: only these are moved.
+    They are not if one of them would be overwritten, or half of the memory would be unused.
+
+    Args:
+        memory: tensors that begin with the rows.
+        chosen: numbers of rows.
+        held: how many rows there are.
     """
     moved = [(place, own) for place, own in enumerate(chosen) if own != place]
-    return moved if len(chosen) <= held and all(own in range(len(chosen), held) for _, own in moved) else None
+    is_overwritten = any(own not in range(len(chosen), held) for _, own in moved)
+    if len(chosen) > held or is_overwritten or any(2 * len(chosen) <= states.shape[0] for states in memory):
+        return False
+    for states in memory:
+        for place, own in moved:
+            states[place].copy_(states[own])
+    return True
 
 
 def check_followed(*states: Tensor) -> None:
@@ -139,6 +149,11 @@ class HeldRows:
     @abstractmethod
     def check_whole(self) -> None:
         """Take back, or raise `InterruptedPassError` for, an update that has reached some of the rows alone."""
+
+    @property
+    def first(self) -> Any:
+        """The first row, which says what all of them have in common."""
+        return self.rows[0]
 
     @property
     def separate_rows(self) -> Sequence[CacheLayer]:
@@ -197,11 +212,6 @@ class SeparateRows(HeldRows, RowsLayer):
         self._before: tuple[int, ...] | None = None
 
     # What it holds
-
-    @property
-    def first(self) -> Any:
-        """The first row, which says what all of them have in common."""
-        return self.rows[0]
 
     kind = forwarded("first")
     describe = forwarded("first")

@@ -29,10 +29,10 @@ def usage_line(options: Mapping[str, Any]) -> str:
 
     Example:
         >>> usage_line({"cache_implementation": "int4"})
-        "To use it: kvlayers.install(); model.generate(..., cache_implementation='int4')"
+        "To use it: kvlayers.generate(model, ..., cache_implementation='int4')"
     """
     arguments = ", ".join(f"{name}={value!r}" for name, value in options.items())
-    return f"{USAGE_PREFIX}kvlayers.install(); model.generate(..., {arguments})"
+    return f"{USAGE_PREFIX}kvlayers.generate(model, ..., {arguments})"
 
 
 def print_sentences(console: Console, sentences: Iterable[str]) -> None:

@@ -17,25 +17,28 @@ LEAST_TO_BRANCH = 16
 
 
 def snapshot_lengths(
-    ids: Tokens, begin: int, length: int, branch: int, ends: Collection[int], every: int | None
+    ids: Tokens, begin: int, least: int, length: int, branch: int, ends: Collection[int], every: int | None
 ) -> list[int]:
     """Numbers of tokens behind which states are to be stored.
 
     Args:
         ids: the prompt.
         begin: tokens whose states are there.
-        length: tokens that are to be read, the last of these lengths.
+        least: tokens that must be read.
+        length: tokens that are to be read, the last of these lengths, unless few stand behind the last border.
         branch: how many of its first tokens other prompts are known to have. Other prompts may part there again.
         ends: ids of tokens that end a message. The next turn begins with this prompt up to its last message, but
             possibly not with what the template puts behind that, in order to ask for an answer.
         every: so many tokens are a snapshot apart at most, for long texts; `None` for no limit.
     """
-    lengths = {last_border(ids, ends), length}
+    border = last_border(ids, ends)
+    is_near = max(least, length - MOST_BETWEEN) <= border < length
+    lengths = {border} if is_near else {border, length}
     if branch - begin >= LEAST_TO_BRANCH:
         lengths.add(branch)
     if every is not None:
         lengths.update(range(begin - begin % every + every, length, every))
-    return sorted(stop for stop in lengths if begin < stop <= length)
+    return sorted(stop for stop in lengths if begin < stop <= (border if is_near else length))
 
 
 def last_border(ids: Tokens, ends: Collection[int]) -> int:

@@ -29,7 +29,7 @@ from kvlayers.generation import cache_by_name
 from kvlayers.generation.patching import overriding
 from kvlayers.generation.prefill import MIN_TOKENS, is_told_positions, pass_limit
 from kvlayers.generation.prefix_reuse import active_store
-from kvlayers.generation.prefix_reuse.borders import MOST_BETWEEN, last_border, snapshot_lengths
+from kvlayers.generation.prefix_reuse.borders import snapshot_lengths
 from kvlayers.generation.prefix_reuse.eligibility import (
     ID_READERS,
     PADDING_INDEPENDENT_OPTIONS,
@@ -304,12 +304,8 @@ class PrefixedCall:
             if hit.covered < end:
                 raise IneligibleError(f"what a cache '{self._name}' holds depends on which tokens came with an image")
         else:
-            length = self._prompts.input_ids.shape[1] - 1
-            if pass_limit(self._model, cache) is None:
-                # generate() reads the few tokens behind the last border together with the last one.
-                border = last_border(tokens_of(self._keys.row(0)), self._ends)
-                length = border if max(end, length - MOST_BETWEEN) <= border < length else length
-            self._compute(0, cache, length)
+            # generate() reads the few tokens behind the last border together with the last one.
+            self._compute(0, cache, self._prompts.input_ids.shape[1] - 1, least=end)
         return cache
 
     def _for_shared_prefix(self, common: int, hits: list[Hit]) -> tuple[Cache, dict[str, Any]]:
@@ -413,8 +409,10 @@ class PrefixedCall:
             raise IneligibleError(f"no layer of {cache!r} counts its tokens in this version of transformers")
         return cache
 
-    def _compute(self, row: int, cache: Cache, length: int) -> None:
+    def _compute(self, row: int, cache: Cache, length: int, least: int | None = None) -> None:
         """Pass those of the first `length` tokens of a prompt that `cache` has not seen, and store snapshots.
+
+        From `least` on, the few tokens behind the last border are left out, if they need no pass of their own.
 
         Raises:
             IneligibleError: the cache has not counted these tokens.
@@ -423,7 +421,7 @@ class PrefixedCall:
             return
         begin, limit = cache.get_seq_length(), pass_limit(self._model, cache)
         ids, positions = self._prompts.row(row).to(self._part.device), self._positions_of(row)
-        stops = (self._images.boundary(row, stop) for stop in self._snapshot_lengths(row, cache, begin, length))
+        stops = (self._images.boundary(row, stop) for stop in self._snapshot_lengths(row, cache, begin, least, length))
         for stop in sorted({stop for stop in stops if stop > begin}):
             of_images = self._images.arguments(row, begin, stop)
             if limit is not None and begin == 0 and length - stop > MOST_SINGLY:
@@ -452,21 +450,18 @@ class PrefixedCall:
         check_counted(self._model, apart, stop)
         self._images.insert(self._part, self._keys.row(row)[:, :stop], apart)
 
-    def _snapshot_lengths(self, row: int, cache: Cache, begin: int, length: int) -> list[int]:
+    def _snapshot_lengths(self, row: int, cache: Cache, begin: int, least: int | None, length: int) -> list[int]:
         """The lengths between `begin` and `length` at which the cache is inserted into the store."""
         if cache.keeps_every_token:
             return [length]
         # A cache that cannot be rolled back does not serve prompts that diverge in between. With a model that takes
         # tokens one by one, snapshots of long texts would take long.
-        every = None if pass_limit(self._model, cache) is not None else self._part.active.store.snapshot_tokens
-        known = self._known.get(row, 0)
-        return snapshot_lengths(tokens_of(self._keys.row(row)), begin, length, known, self._ends, every)
-
-    @property
-    def _ends(self) -> list[int]:
-        """Ids of the tokens that end a message."""
-        ends = self.config.eos_token_id
-        return torch.tensor([] if ends is None else ends).reshape(-1).tolist()  # type: ignore[no-any-return]
+        is_limited = pass_limit(self._model, cache) is not None
+        every = None if is_limited else self._part.active.store.snapshot_tokens
+        least = length if is_limited or least is None else least
+        ends = torch.tensor([] if self.config.eos_token_id is None else self.config.eos_token_id).reshape(-1).tolist()
+        ids = tokens_of(self._keys.row(row))
+        return snapshot_lengths(ids, begin, least, length, self._known.get(row, 0), ends, every)
 
 
 def can_be_stacked(cache: Cache) -> bool:

@@ -108,7 +108,13 @@ def attend(
         if not segments.are_dense:
             snapshot.paths.counts[COPY] += 1
             # Each segment of its own: the kernel for CPUs reads them where they are.
-            segments = segments.in_full_precision(query.dtype)[0] if on_cpu else _in_one(segments, query.dtype)
+            segments = (
+                segments.in_full_precision(query.dtype)[0]
+                if on_cpu
+                else KVSegments(
+                    (DenseSegment(segments.dense("keys", query.dtype), segments.dense("values", query.dtype)),)
+                )
+            )
         own, rotated = torch.tensor_split(query, [keys.weight.shape[1]], dim=3)
         # The scores of the rotated keys are added as a mask is.
         added = _rotated_scores(rotated, segments) * scale
@@ -125,11 +131,6 @@ def attend(
             by = scaled_dot_product_attention if on_cpu else by_products
             attended = by(rows, only.keys, only.keys, of_rows, scale=scale).reshape(absorbed.shape)
         return _product(attended, values.weight.mT)
-
-
-def _in_one(segments: KVSegments, dtype: torch.dtype) -> KVSegments:
-    """A copy of all tokens in full precision, as one segment."""
-    return KVSegments((DenseSegment(segments.dense("keys", dtype), segments.dense("values", dtype)),))
 
 
 def by_products(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, *, scale: float) -> Tensor:

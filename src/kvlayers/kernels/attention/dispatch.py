@@ -68,7 +68,14 @@ class PathCounter:
         self.counts[path] += 1
 
 
-def attend(query: Tensor, segments: KVSegments, mask: Tensor | None, scale: float | None, paths: PathCounter) -> Tensor:
+def attend(
+    query: Tensor,
+    segments: KVSegments,
+    mask: Tensor | None,
+    scale: float | None,
+    paths: PathCounter,
+    is_causal: bool = False,
+) -> Tensor:
     """Softmax attention of queries to the tokens of segments.
 
     Args:
@@ -77,11 +84,14 @@ def attend(query: Tensor, segments: KVSegments, mask: Tensor | None, scale: floa
         mask: bool or additive, broadcast to `[batch, heads, queries, tokens]`, or `None`.
         scale: factor of the scores, `1 / sqrt(key_head_dim)` if `None`.
         paths: counts the path that is taken.
+        is_causal: whether a query attends to the tokens up to its own number alone; only without a mask.
 
     Returns:
         `[batch, heads, queries, value_head_dim]` in the dtype of the query.
     """
     batch, heads, queries, head_dim = query.shape
+    if is_causal:
+        mask = torch.ones(queries, segments.tokens, dtype=torch.bool, device=query.device).tril()
     if mask is not None:
         mask = mask.expand(batch, heads, queries, segments.tokens)
     # Torch takes a tensor for a number, and a kernel would take it for an address.

@@ -187,11 +187,14 @@ def marked_for_sdpa(keys: Tensor, values: Tensor, queries: int) -> tuple[Tensor,
     # First, because a tracer would specialize a program on the sizes that are compared.
     if torch.compiler.is_compiling() or type(keys) is not Tensor:
         return keys, values
+    # Of one query not by `marking_pays`, which is one more call at each step.
     if queries == 1:
         return marked_for_one_query(keys, values) if keys.shape[2] >= first_grouped_length(keys) else (keys, values)
-    if not marking_pays(keys, queries):
-        return keys, values
-    return keys.as_subclass(SharedStates), values.as_subclass(SharedStates)
+    return (
+        (keys.as_subclass(SharedStates), values.as_subclass(SharedStates))
+        if marking_pays(keys, queries)
+        else (keys, values)
+    )
 
 
 def marking_pays(keys: Tensor, queries: int) -> bool:

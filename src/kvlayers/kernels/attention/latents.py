@@ -20,7 +20,7 @@ from typing_extensions import override
 from kvlayers.kernels.attention import absorption, dense_kernels
 from kvlayers.kernels.attention.absorption import HeadWeights, Projection
 from kvlayers.kernels.attention.packed_ops import packed_like, snapshot_of
-from kvlayers.kernels.attention.packed_tensor import PackedStates, Snapshot
+from kvlayers.kernels.attention.packed_tensor import PackedStates
 from kvlayers.kernels.attention.state_tensor import (
     HeldStates,
     Implementations,
@@ -266,12 +266,6 @@ class LatentStates(PackedStates):
 
     implementations: ClassVar[Implementations] = dict(PackedStates.implementations)
 
-    @staticmethod
-    def __new__(cls: type["LatentStates"], snapshot: Snapshot, shape: Sequence[int]) -> "LatentStates":
-        """Latents of a snapshot."""
-        states: LatentStates = PackedStates.__new__(cls, snapshot, "keys", shape)  # type: ignore[assignment]
-        return states
-
     @override
     def viewed(self, shape: Sequence[int], view: StateView) -> HeldStates:
         return PackedStates(self.snapshot, "keys", shape, view)
@@ -306,4 +300,4 @@ def as_latents(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     if chooses or snapshot.follows_gradients:
         return keys, values
     rotated = values if isinstance(values, PackedStates) else packed_like(keys, values, snapshot)[1]
-    return LatentStates(snapshot, keys.shape), rotated
+    return LatentStates(snapshot, "keys", keys.shape), rotated

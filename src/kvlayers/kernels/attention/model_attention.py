@@ -67,9 +67,12 @@ def attention(
             )
     attention_mask = custom_masks.cut(attention_mask, key)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    if attention_mask is None and causal and 1 < query.shape[2] < key.shape[2]:
-        attention_mask = _of_newest(query.shape[2], key.shape[2], query.device)
-    if softcap is None and s_aux is None:
+    is_plain = softcap is None and s_aux is None
+    # Of a prompt "sdpa" knows it.
+    if attention_mask is None and causal and query.shape[2] > 1 and (query.shape[2] < key.shape[2] or not is_plain):
+        visible = query.new_ones((query.shape[2], key.shape[2]), dtype=torch.bool)
+        attention_mask = visible.tril(key.shape[2] - query.shape[2])
+    if is_plain:
         out, _ = sdpa_attention_forward(
             module,
             query,
@@ -87,8 +90,6 @@ def attention(
             f"{type(module).__name__} passes `position_bias` beside `softcap` or `s_aux`, which the attention {NAME!r} "
             "cannot compute: load the model with attn_implementation='eager'."
         )
-    if attention_mask is None and causal and query.shape[2] > 1:
-        attention_mask = _of_newest(query.shape[2], key.shape[2], query.device)
     scale = query.shape[3] ** -0.5 if scaling is None else scaling
     if not dropout and not isinstance(key, StateTensor) and not isinstance(value, StateTensor):
         with torch._C.DisableTorchFunctionSubclass():
@@ -96,11 +97,6 @@ def attention(
                 out = cpu_kernel.attend_dense(query, key, value, attention_mask, scale, softcap, s_aux)
                 return out.transpose(1, 2), None
     return _by_products(query, key, value, attention_mask, dropout, scale, softcap, s_aux), None
-
-
-def _of_newest(queries: int, tokens: int, device: torch.device) -> Tensor:
-    """The causal mask `[queries, tokens]` of the newest tokens' queries."""
-    return torch.ones(queries, tokens, dtype=torch.bool, device=device).tril(tokens - queries)
 
 
 def _by_products(

@@ -102,21 +102,17 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor | str:
+    _show(query, key)
     if (obstacle := _obstacle(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)) is not None:
-        _show(query, key)
         return obstacle
     snapshot: Snapshot = key.snapshot  # type: ignore[attr-defined]
-    if snapshot.observe is not None:
-        snapshot.observe(query)
     segments = snapshot.read(query, attn_mask)
     only = segments.only_dense
     if only is not None:
         return attend_dense(query, only.keys, only.values, attn_mask, is_causal, scale)
     if _needs_gradients(segments, query, attn_mask):
         return NEEDS_GRADIENTS
-    if is_causal:
-        attn_mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
-    return dispatch.attend(query, segments, attn_mask, scale, snapshot.paths)
+    return dispatch.attend(query, segments, attn_mask, scale, snapshot.paths, is_causal)
 
 
 def _show(query: Tensor, key: Tensor) -> None:

@@ -150,9 +150,8 @@ def attend_packed(
     """Attention of `query`, `[batch, heads, queries, head_dim]`, to the newest states of a store, read as codes."""
     with torch.no_grad():
         snapshot = _newest(number, version, tokens)
-        if is_causal:
-            mask = torch.ones(query.shape[2], tokens, dtype=torch.bool, device=query.device).tril()
-        return dispatch.attend(query, snapshot.read(query, mask), mask, scale, snapshot.paths).contiguous()
+        segments = snapshot.read(query, mask)
+        return dispatch.attend(query, segments, mask, scale, snapshot.paths, is_causal).contiguous()
 
 
 @attend_packed.register_fake

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvlayers.kernels.codes.packed_side import PackedSide
 from kvlayers.kernels.codes.quantizer_contract import Side
-from kvlayers.kernels.codes.smoothing import KeySmoothing
+from kvlayers.kernels.codes.smoothing import UNSMOOTHED, KeySmoothing
 
 MAXIMUM_UNREAD_SEQUENCES = 64
 """Sequences up to which indices on an accelerator are not read. The queries of all sequences attend to each sequence of
@@ -143,7 +143,7 @@ class DenseSegment:
         kernel_cache: what kernels have prepared for the segment.
     """
 
-    smoothing: ClassVar[None] = None
+    smoothing: ClassVar[KeySmoothing] = UNSMOOTHED
 
     def __init__(
         self,
@@ -231,7 +231,7 @@ class PackedSegment:
         first: tokens at the beginning of the first block that have been evicted.
         ends: for each block the tokens that it holds, counted from its beginning; `None` if all are full.
         rows: as `DenseSegment.rows`.
-        smoothing: how the keys were smoothed, for each sequence of the batch; `None` if they were not.
+        smoothing: how the keys were smoothed, for each sequence of the batch.
         kernel_cache: as `DenseSegment.kernel_cache`.
     """
 
@@ -240,7 +240,7 @@ class PackedSegment:
     first: int = 0
     ends: tuple[int, ...] | None = None
     rows: SegmentRows | None = None
-    smoothing: KeySmoothing | None = None
+    smoothing: KeySmoothing = UNSMOOTHED
     kernel_cache: KernelCache = field(default_factory=KernelCache, init=False, repr=False)
 
     @property
@@ -306,7 +306,10 @@ class PackedSegment:
 
     def states(self, side: Side, dtype: torch.dtype) -> Tensor:
         """States of one side, `[batch, kv_heads, tokens, head_dim]` of a dtype, rotated back."""
-        states = self.side(side).states(dtype)
+        return self.held(self.side(side).states(dtype))
+
+    def held(self, states: Tensor) -> Tensor:
+        """The states of the tokens of the segment, among those of whole blocks."""
         if self.ends is None:
             return states[:, :, self.first :]
         runs = [[self.first, 0]]

@@ -20,44 +20,6 @@ from kvlayers.kernels.attention.segment_kinds import (
     SegmentRows,
 )
 from kvlayers.kernels.codes.quantizer_contract import Side
-from kvlayers.kernels.codes.smoothing import KeySmoothing
-
-
-@dataclass(frozen=True, eq=False)
-class PieceColumns:
-    """Columns of the tokens of padded pieces.
-
-    Attributes:
-        of_tokens: column of each token among those of the gathered segment, int64 `[batch, kv_heads, tokens]`; `width`
-            if the token is padding.
-        width: columns of the gathered segment.
-    """
-
-    of_tokens: Tensor
-    width: int
-
-    @property
-    def is_padding(self) -> Tensor:
-        """Which tokens are padding, bool `[batch, kv_heads, 1, tokens]`."""
-        return (self.of_tokens == self.width).unsqueeze(2)
-
-    def cleared(self, values: Tensor) -> Tensor:
-        """Values with zeros for padding, which may be anything, even nan that a weight of zero would not remove."""
-        return values.masked_fill(self.is_padding.transpose(2, 3), 0)
-
-    def read(self, rows: Tensor) -> Tensor:
-        """Entries of `[batch, heads, rows, width]` for the tokens, `[batch, heads, rows, tokens]`; any for padding."""
-        return rows.gather(3, self._index(rows, self.of_tokens.clamp(max=self.width - 1)))
-
-    def write(self, entries: Tensor, rows: Tensor) -> None:
-        """Write `[batch, kv_heads, rows, tokens]` to `[batch, kv_heads, rows, width + 1]`, padding at the end."""
-        rows.scatter_(3, self._index(rows, self.of_tokens), entries)
-
-    def _index(self, rows: Tensor, columns: Tensor) -> Tensor:
-        batch, heads, count, _ = rows.shape
-        copies = heads // columns.shape[1]
-        index = columns if copies == 1 else columns.repeat_interleave(copies, 1)
-        return index.unsqueeze(2).expand(batch, heads, count, -1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,18 +73,16 @@ class GatheredSegment:
         return self.source.head_dims
 
     @property
-    def smoothing(self) -> KeySmoothing | None:
-        """How the keys were smoothed, for each sequence of the batch; `None` if they were not."""
-        return self.source.smoothing
-
-    @property
     def held(self) -> Tensor:
         """Which columns stand for a token, bool `[batch, kv_heads, width]`."""
         held = torch.zeros((*self.starts.shape[:2], self.width + 1), dtype=torch.bool, device=self.starts.device)
         return held.scatter_(2, self._token_columns(slice(None)), True)[..., :-1]
 
-    def padded_pieces(self, tokens: int) -> Iterator[tuple[DenseSegment | PackedSegment, PieceColumns]]:
+    def padded_pieces(self, tokens: int) -> Iterator[tuple[DenseSegment | PackedSegment, Tensor]]:
         """The pieces of all heads, a few of each head at a time, side by side and padded to the most tokens of a piece.
+
+        Beside them is the column of each token among those of the segment, int64 `[batch, kv_heads, tokens]`; it is
+        `width` if the token is padding.
 
         Args:
             tokens: about so many tokens at a time, or one piece.
@@ -136,7 +96,7 @@ class GatheredSegment:
             if isinstance(self.source, DenseSegment):
                 tokens_of = (starts[..., None] + torch.arange(size, device=starts.device)).flatten(2)
                 starts = torch.where(columns < self.width, tokens_of, 0)
-            yield _chosen(self.source, starts), PieceColumns(columns, self.width)
+            yield _chosen(self.source, starts), columns
 
     def _token_columns(self, some: slice) -> Tensor:
         """Column of each token of padded pieces, int64 `[batch, kv_heads, tokens]`: `width` if it is not read."""
@@ -166,7 +126,7 @@ class GatheredSegment:
         states = torch.zeros((*self.starts.shape[:2], self.width + 1, head_dim), dtype=dtype, device=self.starts.device)
         for padded, columns in self.padded_pieces(self.width):
             found = padded.states(side, dtype)
-            states.scatter_(2, columns.of_tokens[..., None].expand(-1, -1, -1, head_dim), found)
+            states.scatter_(2, columns[..., None].expand(-1, -1, -1, head_dim), found)
         return states[:, :, :-1]
 
 
@@ -315,7 +275,7 @@ def _in_full_precision(segment: Segment, dtype: torch.dtype) -> DenseSegment:
         return segment
     states_of = segment.padded_states if isinstance(segment, GatheredSegment) else segment.states
     keys, values = states_of("keys", dtype), states_of("values", dtype)
-    if segment.smoothing is None:
+    if not segment.source.smoothing.state():
         return DenseSegment(keys, values, segment.rows)
     return DenseSegment(_of_batch(segment, "keys", keys), _of_batch(segment, "values", values))
 
@@ -323,4 +283,4 @@ def _in_full_precision(segment: Segment, dtype: torch.dtype) -> DenseSegment:
 def _of_batch(segment: Segment, side: Side, states: Tensor) -> Tensor:
     """States of a segment's sequences, for each sequence of the batch, as they were before keys were smoothed."""
     states = states if segment.rows is None else segment.rows.select(states)
-    return states if segment.smoothing is None or side == "values" else segment.smoothing.restored(states)
+    return states if side == "values" else segment.source.smoothing.restored(states)

@@ -9,12 +9,15 @@ prompts behind a cache, long drafts, codes without a kernel, and devices without
   fused kernel of torch attends to it (`fused`).
 - Elsewhere two products attend to it, in float32, with an online softmax (Milakov and Gimelshein 2018,
   arXiv:1805.02867). On a CPU, many queries take a few packed blocks in float32 at once. With few, as in a decode step,
-  the codes of many blocks are multiplied as they are, and their scales are folded into the other factor.
+  the codes of many blocks are multiplied as they are, and their scales are folded into the other factor. Packed states
+  stay rotated there: the queries of a segment are rotated once, and its sums of values.
 """
 
+import functools
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,7 +28,6 @@ from kvlayers.kernels.attention.segment_kinds import DenseSegment, PackedSegment
 from kvlayers.kernels.attention.segments import (
     GatheredSegment,
     KVSegments,
-    PieceColumns,
     Segment,
 )
 from kvlayers.kernels.codes.groups import rotate
@@ -72,60 +74,44 @@ def are_of_accelerators(queries: Tensor) -> bool:
     return not queries.is_cpu or INTERPRETED
 
 
+Held = TypeVar("Held", bound=DenseSegment | PackedSegment)
+
+
 @dataclass(frozen=True, eq=False)
-class Slab:
+class Slab(Generic[Held]):
     """A few tokens of a segment.
 
     Attributes:
         position: column of the first token, or that of the gathered segment.
+        width: columns of the tokens, or those of the gathered segment.
         segment: the tokens.
-        dtype: the dtype that states are brought to.
-        gathered: where the tokens stand in a gathered segment.
+        columns: of a gathered segment, as of `GatheredSegment.padded_pieces`.
     """
 
     position: int
-    segment: DenseSegment | PackedSegment
-    dtype: torch.dtype
-    gathered: PieceColumns | None = None
+    width: int
+    segment: Held
+    columns: Tensor | None = None
 
-    def states(self, side: Side) -> Tensor:
-        """The keys, or the values, `[batch, kv_heads, tokens, head_dim]`. They are computed anew each time."""
-        states = self.segment.states(side, self.dtype)
-        return states if self.gathered is None or side == "keys" else self.gathered.cleared(states)
+    @functools.cached_property
+    def padding(self) -> Tensor | None:
+        """Which tokens of a gathered segment are padding, bool `[batch, kv_heads, 1, tokens]`."""
+        return None if self.columns is None else (self.columns == self.width).unsqueeze(2)
 
-    def products(self, query: Tensor) -> Tensor:
-        """Products of queries `[batch, kv_heads, rows, head_dim]` and the keys as they were smoothed."""
-        return query @ self.states("keys").transpose(2, 3)
-
-    def queries(self, query: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Queries `[batch, heads, rows, head_dim]` for keys as they were smoothed, and what is added to the products.
-
-        The latter is float32 `[batch, heads, rows, 1]`, or `None`.
-        """
-        smoothing = self.segment.smoothing
-        return (query, None) if smoothing is None else (smoothing.queries(query), smoothing.offsets(query))
-
-    def scores(self, query: Tensor) -> Tensor:
-        """Products of queries `[batch, kv_heads, rows, head_dim]` and the keys, `[batch, kv_heads, rows, tokens]`."""
-        own, offsets = self.queries(query)
-        products = self.products(own)
-        return products if offsets is None else (products + offsets).to(products.dtype)
-
-    def combine(self, weights: Tensor) -> Tensor:
-        """Sums of the values, weighted by `[batch, kv_heads, rows, tokens]`: `[batch, kv_heads, rows, head_dim]`."""
-        return weights @ self.states("values")
+    def cleared(self, values: Tensor) -> Tensor:
+        """Values with zeros for padding, which may be anything, even nan that a weight of zero would not remove."""
+        return values if self.padding is None else values.masked_fill(self.padding.transpose(2, 3), 0)
 
     def columns_of(self, rows: Tensor) -> Tensor:
-        """Entries of `[batch, heads, rows, all tokens]` for the tokens of the slab."""
-        if self.gathered is None:
-            return rows.narrow(3, self.position, self.segment.tokens)
-        return self.gathered.read(rows.narrow(3, self.position, self.gathered.width))
+        """Entries of `[batch, heads, rows, all tokens]` for the tokens of the slab; any for padding."""
+        own = rows.narrow(3, self.position, self.width)
+        return own if self.columns is None else own.gather(3, _index(self.columns.clamp(max=self.width - 1), rows))
 
     def mask_of(self, mask: Tensor | None, heads: int) -> Tensor | None:
         """The mask of the slab, from that of all tokens, which is of size 1 where it is the same; padding is hidden."""
-        if self.gathered is None:
+        padding = self.padding
+        if padding is None:
             return None if mask is None else self.columns_of(mask)
-        padding = self.gathered.is_padding
         hidden = padding.repeat_interleave(heads // padding.shape[1], 1)
         if mask is None:
             return hidden.logical_not()
@@ -133,51 +119,129 @@ class Slab:
         return part.masked_fill(hidden, False if part.dtype == torch.bool else -torch.inf)
 
 
-class SlabOfCodes(Slab):
-    """Whole packed blocks whose codes are multiplied, with their scales folded into the other factor.
+def _index(columns: Tensor, rows: Tensor) -> Tensor:
+    """Columns `[batch, kv_heads, tokens]` as an index of `[batch, heads, rows, any]`."""
+    copies = rows.shape[1] // columns.shape[1]
+    return columns.repeat_interleave(copies, 1).unsqueeze(2).expand(-1, -1, rows.shape[2], -1)
 
-    No state is computed. Products stay the same if both sides are rotated, so queries and sums are rotated instead.
+
+@dataclass(frozen=True, eq=False)
+class Slabs(Generic[Held]):
+    """A segment in slabs whose states are brought to full precision, rotated back.
+
+    Attributes:
+        position: column of the first token.
+        segment: the segment.
+        tokens: about so many tokens are a slab.
+        dtype: the dtype that states are brought to.
     """
 
-    segment: PackedSegment
+    position: int
+    segment: Segment
+    tokens: int
+    dtype: torch.dtype
+
+    def __iter__(self) -> Iterator[Slab[Any]]:
+        if isinstance(self.segment, GatheredSegment):
+            for padded, columns in self.segment.padded_pieces(self.tokens):
+                yield Slab(self.position, self.segment.width, padded, columns)
+            return
+        position = self.position
+        for piece in (some for some in self.segment.pieces(self.tokens) if some.tokens):
+            yield Slab(position, piece.tokens, piece)
+            position += piece.tokens
+
+    def queries(self, query: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Queries `[batch, heads, rows, head_dim]` for the keys as they are, and what is added to all their products.
+
+        The latter is float32 `[batch, heads, rows, 1]`, or `None`.
+        """
+        smoothing = self.segment.source.smoothing
+        return smoothing.queries(query), smoothing.offsets(query)
+
+    def states(self, slab: Slab[Held], side: Side) -> Tensor:
+        """Keys, or values, of a slab, `[batch, kv_heads, tokens, head_dim]`. They are computed anew each time."""
+        return slab.segment.states(side, self.dtype)
+
+    def products(self, query: Tensor, slab: Slab[Held]) -> Tensor:
+        """Products of `queries` `[batch, kv_heads, rows, head_dim]` and keys: `[batch, kv_heads, rows, tokens]`."""
+        return query @ self.states(slab, "keys").transpose(2, 3)
+
+    def combine(self, weights: Tensor, slab: Slab[Held]) -> Tensor:
+        """Sums of the values as they are, weighted by `[batch, kv_heads, rows, tokens]`."""
+        return weights @ slab.cleared(self.states(slab, "values"))
+
+    def restored(self, sums: Tensor) -> Tensor:
+        """Sums `[batch, kv_heads, rows, head_dim]` of the values as they were before they were packed."""
+        return sums
+
+
+class RotatedSlabs(Slabs[PackedSegment]):
+    """Packed tokens whose states stay rotated, in float32.
+
+    Products stay the same if both sides are rotated, so the queries of all slabs are rotated once, and the sums.
+    """
 
     @override
-    def products(self, query: Tensor) -> Tensor:
-        keys = self.segment.keys
-        rotated = rotate(query) if keys.layout.format.rotated else query
-        by_block = rotated.unsqueeze(2).expand(-1, -1, keys.blocks, -1, -1)
-        return keys.products(by_block).transpose(2, 3).flatten(3)[..., self.segment.first :]
+    def queries(self, query: Tensor) -> tuple[Tensor, Tensor | None]:
+        own, offsets = super().queries(query)
+        return self._rotated(own, "keys"), offsets
 
     @override
-    def combine(self, weights: Tensor) -> Tensor:
-        values = self.segment.values
-        if self.segment.first:
-            weights = torch.nn.functional.pad(weights, (self.segment.first, 0))
+    def states(self, slab: Slab[PackedSegment], side: Side) -> Tensor:
+        return slab.segment.held(slab.segment.side(side).dequantized())
+
+    @override
+    def restored(self, sums: Tensor) -> Tensor:
+        return self._rotated(sums, "values")
+
+    def _rotated(self, rows: Tensor, side: Side) -> Tensor:
+        return rotate(rows) if self.segment.source.side(side).layout.format.rotated else rows  # type: ignore[union-attr]
+
+
+class SlabsOfCodes(RotatedSlabs):
+    """Whole packed blocks whose codes are multiplied, with their scales folded into the other factor.
+
+    No state is computed.
+    """
+
+    @override
+    def products(self, query: Tensor, slab: Slab[PackedSegment]) -> Tensor:
+        keys = slab.segment.keys
+        by_block = query.unsqueeze(2).expand(-1, -1, keys.blocks, -1, -1)
+        return keys.products(by_block).transpose(2, 3).flatten(3)[..., slab.segment.first :]
+
+    @override
+    def combine(self, weights: Tensor, slab: Slab[PackedSegment]) -> Tensor:
+        values = slab.segment.values
+        if slab.segment.first:
+            weights = torch.nn.functional.pad(weights, (slab.segment.first, 0))
         by_block = torch.unflatten(weights, 3, (-1, values.layout.block_tokens)).transpose(2, 3)
-        sums = values.products(by_block).sum(2)
-        return rotate(sums) if values.layout.format.rotated else sums
+        return values.products(by_block).sum(2)
 
 
-def slabs_on_cpu(segments: KVSegments, rows: int) -> Iterator[Slab]:
+def slabs_on_cpu(segments: KVSegments, rows: int) -> Iterator[Slabs[Any]]:
     """All segments in slabs for so many rows of queries of each KV head, of codes where these are few."""
     for position, segment in segments.with_columns:
         source = segment.source
         least = CPU_MINIMUM_BLOCK_TOKENS if isinstance(source, DenseSegment) else source.keys.layout.block_tokens
         tokens = min(max(CPU_SCORES_AT_ONCE // max(rows, 1), least), CPU_MAXIMUM_TOKENS_AT_ONCE)
-        of_codes = (
+        # What is smaller is rotated: the states, or the queries and the sums of values.
+        kind: type[Slabs[Any]] = RotatedSlabs if isinstance(source, PackedSegment) and rows <= segment.tokens else Slabs
+        if (
             isinstance(segment, PackedSegment)
             and rows <= CPU_MAXIMUM_ROWS_OF_CODES
             and segment.ends is None
             and segment.keys.layout.row_group == segment.values.layout.row_group == 1
-        )
-        if of_codes:
+        ):
+            kind = SlabsOfCodes
             tokens = CPU_CODES_AT_ONCE // (segments.batch * segment.kv_heads * max(segment.head_dims))
-        yield from _divided(position, segment, tokens, torch.float32, SlabOfCodes if of_codes else Slab)
+        yield kind(position, segment, tokens, torch.float32)
 
 
 def slabs_on_accelerator(
     segments: KVSegments, dtype: torch.dtype, mask_rows: int = 0, most_tokens: int | None = None
-) -> Iterator[Slab]:
+) -> Iterator[Slabs[Any]]:
     """All segments in slabs of a dtype. Dense states are divided only if a mask as long must be converted.
 
     Args:
@@ -191,20 +255,7 @@ def slabs_on_accelerator(
     tokens = max(SLAB_BYTES // (numbers * itemsize + mask_rows * dtype.itemsize), MINIMUM_SLAB_TOKENS)
     for position, segment in segments.with_columns:
         at_once = max(segment.tokens, 1) if isinstance(segment, DenseSegment) and not mask_rows else tokens
-        yield from _divided(position, segment, min(at_once, most_tokens or at_once), dtype)
-
-
-def _divided(
-    position: int, segment: Segment, tokens: int, dtype: torch.dtype, kind: type[Slab] = Slab
-) -> Iterator[Slab]:
-    """A segment, whose first column is `position`, in slabs of about so many tokens."""
-    if isinstance(segment, GatheredSegment):
-        for padded, columns in segment.padded_pieces(tokens):
-            yield Slab(position, padded, dtype, columns)
-        return
-    for piece in (some for some in segment.pieces(tokens) if some.tokens):
-        yield kind(position, piece, dtype)
-        position += piece.tokens
+        yield Slabs(position, segment, min(at_once, most_tokens or at_once), dtype)
 
 
 @dataclass(frozen=True, eq=False)
@@ -270,9 +321,7 @@ def _of_sequences(segment: Segment, rows: SegmentRows) -> Segment:
         return own.index_copy_(0, rows.on(vectors.device)[0], vectors)
 
     held = segment.source.with_rows(None)
-    if not isinstance(held, PackedSegment) or held.smoothing is None:
-        return held
-    return replace(held, smoothing=held.smoothing.mapped(of_sequences))
+    return replace(held, smoothing=held.smoothing.mapped(of_sequences)) if isinstance(held, PackedSegment) else held
 
 
 def attend(query: Tensor, segments: KVSegments, mask: Tensor | None, scale: float) -> Tensor:
@@ -321,14 +370,12 @@ def _attended(
     if on_accelerator and fused.takes(query, segments.head_dims, has_mask):
         if query.stride(3) != 1 or any(stride % fused.ALIGNED_NUMBERS for stride in query.stride()[:3]):
             query = query.contiguous()
-        for slab in slabs_on_accelerator(segments, query.dtype, mask_rows):
-            own, offsets = slab.queries(query)
-            out, logsumexp = fused.attend_dense(
-                own, slab.states("keys"), slab.states("values"), slab.mask_of(mask, heads), scale
-            )
-            if offsets is not None:
-                logsumexp = logsumexp + (offsets[..., 0] * scale).view(logsumexp.shape)
-            yield out, logsumexp
+        for slabs in slabs_on_accelerator(segments, query.dtype, mask_rows):
+            own, offsets = slabs.queries(query)
+            for slab in slabs:
+                keys, values = slabs.states(slab, "keys"), slab.cleared(slabs.states(slab, "values"))
+                out, logsumexp = fused.attend_dense(own, keys, values, slab.mask_of(mask, heads), scale)
+                yield out, logsumexp if offsets is None else logsumexp + (offsets[..., 0] * scale).view(logsumexp.shape)
         return
     rows = heads // kv_heads * queries
     if on_accelerator:
@@ -339,18 +386,24 @@ def _attended(
     scaled = query.reshape(batch, kv_heads, rows, head_dim).float() * scale
     # A row that sees no token has a finite number as its highest score, as -inf - -inf is not a number.
     highest = scaled.new_full((batch, kv_heads, rows, 1), torch.finfo(torch.float32).min)
-    total, sums = torch.zeros_like(highest), torch.zeros_like(highest)
-    for slab in some:
-        scores = masked(slab.scores(scaled), slab, mask, queries)
-        raised = torch.maximum(highest, scores.amax(-1, keepdim=True))
-        weights, shrink = torch.exp(scores - raised), torch.exp(highest - raised)
-        total = total * shrink + weights.sum(-1, keepdim=True)
-        sums, highest = sums * shrink + slab.combine(weights), raised
+    total, nothing = torch.zeros_like(highest), scaled.new_zeros((batch, kv_heads, rows, segments.head_dims[1]))
+    sums = nothing
+    for slabs in some:
+        own, offsets = slabs.queries(scaled)
+        before, of_segment = highest, nothing
+        for slab in slabs:
+            products = slabs.products(own, slab)
+            scores = masked(products if offsets is None else products + offsets, slab, mask, queries)
+            raised = torch.maximum(highest, scores.amax(-1, keepdim=True))
+            weights, shrink = torch.exp(scores - raised), torch.exp(highest - raised)
+            total = total * shrink + weights.sum(-1, keepdim=True)
+            of_segment, highest = of_segment * shrink + slabs.combine(weights, slab), raised
+        sums = sums * torch.exp(before - highest) + slabs.restored(of_segment)
     out, logsumexp = torch.where(total == 0, 0.0, sums / total), highest + total.log().clamp(min=0)
     yield torch.unflatten(out, 2, (-1, queries)), torch.unflatten(logsumexp.squeeze(-1), 2, (-1, queries))
 
 
-def masked(scores: Tensor, slab: Slab, mask: Tensor | None, queries: int) -> Tensor:
+def masked(scores: Tensor, slab: Slab[Any], mask: Tensor | None, queries: int) -> Tensor:
     """Scores of a slab, `[batch, kv_heads, rows, tokens]`, with what the mask of all tokens says."""
     kv_heads, rows = scores.shape[1:3]
     part = slab.mask_of(mask, kv_heads * rows // queries)
@@ -377,14 +430,18 @@ def scores(query: Tensor, segments: KVSegments) -> Tensor:
     for part in _parts(segments, on_accelerator):
         grouped = part.grouped(exact)
         own = grouped.reshape(grouped.shape[0], kv_heads, -1, head_dim)
-        for slab in _slabs_of_product(part.segments, grouped, on_accelerator):
-            found = part.ungrouped(torch.unflatten(slab.scores(own), 2, (-1, grouped.shape[2]))).flatten(2, 3)
-            position = part.columns.start + slab.position
-            if slab.gathered is None:
-                products[..., position : position + found.shape[3]] = found
-            else:
-                found = found.masked_fill(slab.gathered.is_padding, -torch.inf)
-                slab.gathered.write(found, products.narrow(3, position, slab.gathered.width + 1))
+        for slabs in _slabs_of_product(part.segments, grouped, on_accelerator):
+            of_keys, offsets = slabs.queries(own)
+            for slab in slabs:
+                found = slabs.products(of_keys, slab)
+                by_query = torch.unflatten(found if offsets is None else found + offsets, 2, (-1, grouped.shape[2]))
+                found = part.ungrouped(by_query).flatten(2, 3)
+                position = part.columns.start + slab.position
+                if slab.columns is None or slab.padding is None:
+                    products[..., position : position + found.shape[3]] = found
+                else:
+                    found = found.masked_fill(slab.padding, -torch.inf).to(products.dtype)
+                    products.narrow(3, position, slab.width + 1).scatter_(3, _index(slab.columns, found), found)
     return products[..., :-1].to(query.dtype).reshape(batch, heads, queries, tokens)
 
 
@@ -395,22 +452,26 @@ def combine(weights: Tensor, segments: KVSegments) -> Tensor:
     """
     on_accelerator = are_of_accelerators(weights)
     exact = weights if on_accelerator else weights.float()
-    sums: Tensor | float = 0.0
+    batch, heads, queries, _ = weights.shape
+    kv_heads = segments.kv_heads
+    sums = exact.new_zeros((batch, kv_heads, heads // kv_heads, queries, segments.head_dims[1]), dtype=torch.float32)
     for part in _parts(segments, on_accelerator):
         grouped = part.grouped(exact[..., part.columns])
-        by_kv_head = grouped.reshape(grouped.shape[0], segments.kv_heads, -1, grouped.shape[3])
-        for slab in _slabs_of_product(part.segments, grouped, on_accelerator):
-            own = slab.columns_of(by_kv_head)
-            if slab.gathered is not None:
-                own = own.masked_fill(slab.gathered.is_padding, 0.0)
-            found = torch.unflatten(slab.combine(own), 2, (-1, grouped.shape[2]))
-            sums = sums + part.ungrouped(found).float()
-    if isinstance(sums, float):
-        return weights.new_zeros((*weights.shape[:3], segments.head_dims[1]))
+        by_kv_head = grouped.reshape(grouped.shape[0], kv_heads, -1, grouped.shape[3])
+        for slabs in _slabs_of_product(part.segments, grouped, on_accelerator):
+            of_segment: Tensor | None = None
+            for slab in slabs:
+                own = slab.columns_of(by_kv_head)
+                if slab.padding is not None:
+                    own = own.masked_fill(slab.padding, 0.0)
+                found = slabs.combine(own, slab).float()
+                of_segment = found if of_segment is None else of_segment + found
+            if of_segment is not None:
+                sums = sums + part.ungrouped(torch.unflatten(slabs.restored(of_segment), 2, (-1, grouped.shape[2])))
     return sums.flatten(1, 2).to(weights.dtype)
 
 
-def _slabs_of_product(segments: KVSegments, rows: Tensor, on_accelerator: bool) -> Iterator[Slab]:
+def _slabs_of_product(segments: KVSegments, rows: Tensor, on_accelerator: bool) -> Iterator[Slabs[Any]]:
     """The slabs that queries, or weights, `[batch, heads, rows, any]` are multiplied with."""
     if on_accelerator:
         return slabs_on_accelerator(segments, rows.dtype)

@@ -20,7 +20,7 @@ from kvlayers.kernels.codes.groups import (
     smallest_positive,
 )
 from kvlayers.kernels.codes.quantizer_contract import CLIPS, KernelSearch
-from kvlayers.kernels.codes.smoothing import KeySmoothing
+from kvlayers.kernels.codes.smoothing import UNSMOOTHED, KeySmoothing
 from kvlayers.utils import triton_support
 from kvlayers.utils.triton_support import DTYPES, DeviceFacts, TritonKernel, is_interpreted, power_of_two
 
@@ -279,7 +279,7 @@ def pack_blocks(
     parameters: Tensor,
     layout: BlockLayout,
     search: KernelSearch,
-    smoothing: KeySmoothing | None = None,
+    smoothing: KeySmoothing = UNSMOOTHED,
 ) -> None:
     """Quantize one side of whole blocks, and write it in their packed layout. Call only without a `pack_obstacle`.
 
@@ -297,7 +297,7 @@ def pack_blocks(
     batch, kv_heads, blocks, _ = codes.shape
     if not codes.numel():
         return
-    factor, mean = (None, None) if smoothing is None else (smoothing.factor, smoothing.mean)
+    factor, mean = smoothing.factor, smoothing.mean
     constants = pack_constants(layout, partner.shape[3], states.dtype, search, factor is not None, mean is not None)
     arguments = (
         states,

@@ -52,6 +52,15 @@ LARGEST_FACTOR = 512.0
 PIECES = 8
 """Parts of a block whose statistics are compared. The middle ones are taken, so three tokens may be of any size."""
 
+SORTING_EIGHT = (
+    *((0, 1), (2, 3), (4, 5), (6, 7), (0, 2), (1, 3), (4, 6), (5, 7), (1, 2), (5, 6)),
+    *((0, 4), (1, 5), (2, 6), (3, 7), (2, 4), (3, 5), (3, 4)),
+)
+"""Pairs of a network (Batcher 1968, odd-even merge) that brings the middle two of eight numbers to their places.
+
+`sort` of so few numbers at so many places takes ten times as long.
+"""
+
 LEAST_TOKENS = 32
 """A block of fewer tokens is one piece: variances of fewer than four tokens say little."""
 
@@ -226,16 +235,19 @@ class KeySmoothing:
         products = _by_kv_head(query, self.mean).float() * self.mean.unsqueeze(2).float()
         return products.sum(-1, keepdim=True).flatten(1, 2)
 
-    def is_same(self, other: "KeySmoothing | None") -> bool:
+    def is_same(self, other: Self) -> bool:
         """Whether it is the same as another one, of as many sequences."""
-        mine, others = self.state(), {} if other is None else other.state()
+        mine, others = self.state(), other.state()
         return mine.keys() == others.keys() and all(torch.equal(mine[name], others[name]) for name in mine)
+
+
+UNSMOOTHED = KeySmoothing()
+"""Of keys that were packed as they are, or not packed."""
 
 
 def _by_kv_head(query: Tensor, vectors: Tensor) -> Tensor:
     """Queries `[batch, kv_heads, heads of a group, queries, head_dim]`."""
-    grouped: Tensor = torch.unflatten(query, 1, (vectors.shape[1], -1))
-    return grouped
+    return torch.unflatten(query, 1, (vectors.shape[1], -1))
 
 
 def vectors_for(quantizer: Quantizer) -> tuple[bool, bool]:
@@ -364,8 +376,10 @@ class _Blocks:
 
 
 def _middle(of_pieces: Tensor) -> Tensor:
-    """The median over pieces `[batch, kv_heads, blocks, pieces, any]`."""
-    count = of_pieces.shape[3]
-    middle = of_pieces.sort(3).values[:, :, :, (count - 1) // 2 : count // 2 + 1]
+    """The median over 1 piece or `PIECES`, `[batch, kv_heads, blocks, pieces, any]`."""
+    pieces = list(of_pieces.unbind(3))
+    for first, second in SORTING_EIGHT if len(pieces) == PIECES else ():
+        low, high = pieces[first], pieces[second]
+        pieces[first], pieces[second] = torch.minimum(low, high), torch.maximum(low, high)
     # Halved first: the sum of two of the largest numbers would overflow.
-    return (middle / middle.shape[3]).sum(3)
+    return pieces[(len(pieces) - 1) // 2] / 2 + pieces[len(pieces) // 2] / 2

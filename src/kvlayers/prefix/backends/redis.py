@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import logging
 import secrets
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +15,8 @@ from kvlayers.errors import CapacityError, OptionError
 from kvlayers.persistence.safetensors_header import DIGEST_BYTES, Content
 from kvlayers.prefix.backends.contract import Address, StoredFile, UnreachableError, clock, is_of_a_store
 from kvlayers.prefix.backends.remote import ByteRange, RemoteBackend
+
+logger = logging.getLogger(__name__)
 
 SCHEMES = {"redis": "redis", "rediss": "rediss", "valkey": "redis", "valkeys": "rediss"}
 """The scheme that the client knows for each scheme of a URL."""
@@ -108,6 +111,11 @@ class RedisBackend(RemoteBackend):
                     raise failure
         return [None if answer in failures else answer for answer in answers]
 
+    def _taken(self, names: Sequence[str]) -> set[str]:
+        """Those of these names whose keys somebody has given a value of another type, which stays."""
+        types = self._many([("TYPE", self._key(name)) for name in names])
+        return {name for name, found in zip(names, types, strict=True) if found not in (b"none", b"string")}
+
     def files(self) -> list[StoredFile]:
         """As `StorageBackend.files`."""
         uses = {name: used for name, used in self.last_uses().items() if is_of_a_store(name)}
@@ -148,11 +156,23 @@ class RedisBackend(RemoteBackend):
             )
         ((_, used),) = clock.uses([name]).items()
         commands = [("SET", self._key(name), memoryview(content)), ("ZADD", self._index, used // 1000, name)]
+        if self._taken([name]):
+            raise UnreachableError(
+                f"{self.path_of(name)} is a value of another type than a text, which stays: remove it, or choose other "
+                "keys by ?prefix= in the URL."
+            )
         self._many(commands, together=True)
 
     def delete(self, names: Sequence[str], used_before: int | None = None) -> None:
         """As `StorageBackend.delete`. If somebody uses one of the files meanwhile, it is looked at again."""
-        for name in names:
+        taken = self._taken(names)
+        if taken:
+            logger.warning(
+                "Keys with values of another type than texts are no files: %s", ", ".join(map(self._key, taken))
+            )
+            with self._reaching():
+                self._client.zrem(self._index, *taken)
+        for name in [name for name in names if name not in taken]:
             if used_before is None:
                 self._many([("UNLINK", self._key(name)), ("ZREM", self._index, name)], together=True)
             else:

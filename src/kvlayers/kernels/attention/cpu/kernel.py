@@ -22,7 +22,6 @@ from kvlayers.kernels.attention.segment_kinds import PackedSegment
 from kvlayers.kernels.attention.segments import GatheredSegment, KVSegments, Segment
 from kvlayers.kernels.codes import cpu_packing
 from kvlayers.kernels.codes.packed_side import PackedSide
-from kvlayers.kernels.codes.smoothing import KeySmoothing
 from kvlayers.utils.native_library import NativeLibrary
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -70,7 +69,7 @@ def products_for(bits: int, is_whole: bool) -> NativeLibrary:
 def products_obstacle(segments: KVSegments) -> str | None:
     """Why the packed codes of segments cannot be multiplied; `None` if they can, or there are none."""
     for segment in segments.in_order:
-        source = segment.source if isinstance(segment, GatheredSegment) else segment
+        source = segment.source
         # What was prepared for the kernel has the address of its products.
         if isinstance(source, PackedSegment) and "cpu" not in source.kernel_cache:
             for side in (source.keys, source.values):
@@ -92,7 +91,7 @@ def of_call(
     head_dims: tuple[int, int],
     segments: int,
     scale: float,
-    mask: bytes = NO_MASK,
+    mask: Tensor | None = None,
     softcap: float = 0.0,
     sinks: int = 0,
 ) -> bytes:
@@ -105,7 +104,7 @@ def of_call(
         head_dims: head_dim of the keys, and of the values.
         segments: how many segments there are.
         scale: factor of the scores.
-        mask: address, strides and kind of a mask.
+        mask: `[batch, heads, queries, tokens]`, of one of `_MASK_DTYPES`, or `None`.
         softcap: limit of the scores, 0 for no limit.
         sinks: address of `[heads]` scores of keys without a value, float32; 0 for none.
     """
@@ -117,7 +116,9 @@ def of_call(
         *(batch, kv_heads, heads // kv_heads, queries, *head_dims),
         *(DTYPES.index(query.dtype), torch.get_num_threads(), scale, softcap, sinks, segments),
     )
-    return numbers + mask
+    if mask is not None:
+        return numbers + _MASK.pack(mask.data_ptr(), *mask.stride(), _MASK_DTYPES.index(mask.dtype))
+    return numbers + NO_MASK
 
 
 def of_segments(segments: KVSegments, device: torch.device) -> tuple[bytes, bytes]:
@@ -156,12 +157,14 @@ def of_dense(keys: Tensor, values: Tensor, start: int, tokens: int) -> tuple[byt
 
 def _of_packed(segment: PackedSegment) -> tuple[bytes, Any]:
     ends = None if segment.ends is None else (ctypes.c_int32 * segment.blocks)(*segment.ends)
-    smoothing = segment.smoothing or KeySmoothing()
     blocks = _BLOCKS.pack(
         *(segment.blocks, segment.keys.layout.block_tokens, segment.first),
         0 if ends is None else ctypes.addressof(ends),
         *(segment.keys.layout.format.rotated, segment.values.layout.format.rotated),
-        *(0 if vectors is None else vectors.data_ptr() for vectors in (smoothing.factor, smoothing.mean)),
+        *(
+            0 if vectors is None else vectors.data_ptr()
+            for vectors in (segment.smoothing.factor, segment.smoothing.mean)
+        ),
     )
     sides = _of_side(segment.keys) + _of_side(segment.values)
     return _KIND.pack(True, False) + _NO_DENSE + sides + blocks + bytes(_GATHERED.size), ends
@@ -330,10 +333,7 @@ def _called(
     # In the layout of torch's own result: the transpose after it costs nothing.
     strides = (heads * queries * head_dims[1], head_dims[1], heads * head_dims[1], 1)
     out = query.new_empty_strided((batch, heads, queries, head_dims[1]), strides)
-    described = NO_MASK
-    if mask is not None:
-        described = _MASK.pack(mask.data_ptr(), *mask.stride(), _MASK_DTYPES.index(mask.dtype))
-    return query, out, of_call(query, out, kv_heads, head_dims, segments, scale, described, softcap, sinks)
+    return query, out, of_call(query, out, kv_heads, head_dims, segments, scale, mask, softcap, sinks)
 
 
 def scores(query: Tensor, segments: KVSegments) -> Tensor:

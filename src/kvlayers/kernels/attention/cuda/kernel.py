@@ -33,7 +33,7 @@ from kvlayers.kernels.attention.cuda.specs import ADDED_MASK, BOOL_MASK, NO_MASK
 from kvlayers.kernels.attention.fused import unexpanded
 from kvlayers.kernels.attention.segment_kinds import DENSE_PIECE_TOKENS, DenseSegment, PackedSegment, SegmentRows
 from kvlayers.kernels.attention.segments import GatheredSegment, KVSegments
-from kvlayers.kernels.codes.smoothing import KeySmoothing
+from kvlayers.kernels.codes.smoothing import UNSMOOTHED, KeySmoothing
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ class Read(NamedTuple):
     rows: SegmentRows | None
     tables: TableArguments | None
     dense: list[DenseArguments]
-    smoothing: KeySmoothing = KeySmoothing()
+    smoothing: KeySmoothing = UNSMOOTHED
 
 
 def reads_of(segments: KVSegments) -> list[Read] | str:
@@ -113,18 +113,17 @@ def _reads_of(segments: KVSegments) -> list[Read] | str:
             if segment.tokens:
                 dense.append((segment, column, *_readers(segment.rows)))
             continue
-        source = segment.source if isinstance(segment, GatheredSegment) else segment
+        source = segment.source
         plan = plan_of(source)
         if isinstance(plan, str):
             return plan
-        smoothing = source.smoothing or KeySmoothing()
         if isinstance(segment, GatheredSegment):
             # Each sequence reads its own pieces, so several are not rows of one product even if they share a source.
             pieces = segment.starts.shape[2] if source.tokens else 0
             tables = segment.kernel_cache.kept("triton", functools.partial(TableArguments, segment))
-            read = Read(plan, pieces, column, 1, source.rows, tables, [], smoothing)
+            read = Read(plan, pieces, column, 1, source.rows, tables, [], source.smoothing)
         else:
-            read = Read(plan, plan.blocks, column, *_readers(segment.rows), None, [], smoothing)
+            read = Read(plan, plan.blocks, column, *_readers(segment.rows), None, [], source.smoothing)
         (packed if isinstance(source, PackedSegment) else gathered).append(read)
     reads = packed + gathered
     if not reads:

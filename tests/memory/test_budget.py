@@ -180,6 +180,10 @@ def test_layers_narrow_from_the_first_on_and_none_before_it_must(narrow: int) ->
     cache = DynamicCache(config=config_of(), max_bytes=least)
     read(cache, [500, tokens - 500])
     assert bits_of(cache) == bits
+    cache.crop(600)
+    read(cache, [1], first=600)
+    assert bits_of(cache) == bits
+    assert f"{narrow} of 3 layers in 4 bits" in cache.budget.note
 
 
 def test_the_newest_tokens_that_fit_stay_exact() -> None:

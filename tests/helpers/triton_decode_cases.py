@@ -359,7 +359,7 @@ def states_of(case: Case) -> KVSegments:
             for side in (keys, values)
         )
         # Each segment has vectors of its own.
-        smoothing = smoothing_of(case) if case.smoothed else None
+        smoothing = smoothing_of(case) if case.smoothed else KeySmoothing()
         return PackedSegment(
             *sides, 0 if start else first, None if ends is None else ends[start:stop], smoothing=smoothing
         )

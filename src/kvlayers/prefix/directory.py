@@ -7,9 +7,8 @@ import logging
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +22,7 @@ from kvlayers.persistence.rebuild import check_remakeable
 from kvlayers.persistence.safetensors_header import Content, ranges_of
 from kvlayers.persistence.tensor_file import TensorFile
 from kvlayers.prefix.backends import GoneError, StorageBackend, StoredFile, UnreachableError
-from kvlayers.prefix.backends.contract import ABANDONED_SECONDS
+from kvlayers.prefix.backends.contract import ABANDONED_SECONDS, ahead
 from kvlayers.prefix.entry import PrefixEntry, restorable_length
 from kvlayers.prefix.keys import Tokens
 from kvlayers.prefix.nodes import Node, NodeTree, read_nodes
@@ -339,17 +338,14 @@ class Directory:
         """The file of each node, or what is wrong with it, in order. Digests are compared while others arrive."""
         files = [StoredFile(node.name, node.nbytes) for node in chain]
         wait_seconds = None if deadline is None else max(deadline - time.monotonic(), 0.0)
-        coming: deque[Future[NodeFile | KVLayersError]] = deque()
         with ThreadPoolExecutor(CHECKING_THREADS, thread_name_prefix="kvlayers-check") as threads:
-            for node, content in zip(chain, self.backend.read(files, wait_seconds), strict=True):
-                coming.append(threads.submit(self._checked, node, content))
-                if len(coming) == NODES_AHEAD:
-                    yield coming.popleft().result()
-            while coming:
-                yield coming.popleft().result()
+            arriving = zip(chain, self.backend.read(files, wait_seconds), strict=True)
+            for _, checked in ahead(threads, self._checked, arriving, NODES_AHEAD):
+                yield checked.result()
 
-    def _checked(self, node: Node, content: Content | KVLayersError) -> NodeFile | KVLayersError:
+    def _checked(self, arrived: tuple[Node, Content | KVLayersError]) -> NodeFile | KVLayersError:
         """The file of a node, all bytes of which were compared with their digest, or what is wrong with it."""
+        node, content = arrived
         if isinstance(content, KVLayersError):
             return content
         path = self.backend.path_of(node.name)

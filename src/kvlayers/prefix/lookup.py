@@ -319,9 +319,8 @@ class EntryAccess:
             if self._writes is not None and search.files:
                 search.load(self._writes.directory, config, device, deadline)
             found = search.found
-            loaded = found.cache if found.is_whole else None
-            if loaded is not None:
-                self._share(label, ids[: found.covered], loaded)
+            if found.is_whole and found.cache is not None:
+                self._share(label, ids[: found.covered], found.cache)
             with self.lock, self.index.counted():
                 self._keep(search)
                 return Hit(search.found.cache, search.found.covered, search.reason(self.index), search.shared)
@@ -370,8 +369,7 @@ class EntryAccess:
             if not self._changed.wait(deadline - time.monotonic()):
                 break
             search.choose(self.index)
-        first = search.files[0] if search.files else None
-        announced = set[int]() if first is None or not first.is_whole else {id(first.entry)} - self._loading
+        announced = {id(file.entry) for file in search.files[:1] if file.is_whole} - self._loading
         self._loading |= announced
         return announced
 

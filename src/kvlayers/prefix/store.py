@@ -476,20 +476,19 @@ class PrefixStore:
         """What the store holds now, and what it has done since it was made."""
         with self._lock:
             index, writes = self._index, self._writes
-            files = None if writes is None else writes.directory
             return PrefixStatistics(
                 entries=len(index),
                 bytes=index.memory.nbytes,
-                file_bytes=0 if files is None else files.nbytes,
+                file_bytes=0 if writes is None else writes.directory.nbytes,
                 hits=self._counts["hits"],
                 misses=self._counts["misses"],
                 tokens_covered=self._counts["covered"],
                 tokens_asked=self._counts["asked"],
                 evictions=index.evictions,
                 spilled=0 if writes is None else writes.spilled,
-                damaged=0 if files is None else files.damaged_files,
+                damaged=0 if writes is None else writes.directory.damaged_files,
                 failed_writes=0 if writes is None else writes.failed_writes,
-                failed_reads=0 if files is None else files.failed_reads,
+                failed_reads=0 if writes is None else writes.directory.failed_reads,
                 bypassed=self._bypasses.total(),
                 refused=self._counts["refused"],
                 dropped_writes=0 if writes is None else writes.dropped_writes,

@@ -72,11 +72,11 @@ class RemoteBackend(StorageBackend):
         """As `StorageBackend.inspect`."""
         for start in range(0, len(files), FILES_PER_REQUEST):
             some = files[start : start + FILES_PER_REQUEST]
-            # Servers refuse ranges of nothing.
+            # Servers refuse ranges of nothing, and of what an empty file does not have.
             heads = [ByteRange(file, 0, min(HEAD_BYTES, max(file.nbytes, 1))) for file in some]
             for file, head in zip(some, self.read_ranges(heads), strict=True):
                 try:
-                    yield self._inspected(file, head or b"", look)
+                    yield self._inspected(file, head if head and file.nbytes else b"", look)
                 except KVLayersError as error:
                     yield error
 

@@ -72,7 +72,7 @@ def test_a_store_in_memory_in_a_directory_or_in_both(
     monkeypatch.chdir(tmp_path)
     store = running.store_of(text)
     assert store._index.max_bytes == memory
-    assert (store._directory is not None) == bool(files)
+    assert (store._writes is not None) == bool(files)
 
 
 def test_a_store_that_is_gone_leaves_a_process_without_it(monkeypatch: pytest.MonkeyPatch) -> None:

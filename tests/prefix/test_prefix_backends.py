@@ -479,7 +479,7 @@ def test_credentials_are_in_no_message(failing: FilesystemFiles, caplog: pytest.
     with caplog.at_level(logging.DEBUG, logger="kvlayers"):
         store = PrefixStore(ROOM, failing.url, storage_options={"token": "t0k3n"})
         put(store, [1, 5, 6])
-        assert store._directory.backend._fs.token == "t0k3n"
+        assert store._writes.directory.backend._fs.token == "t0k3n"
         messages += [repr(store), str(store.statistics), *(str(vars(entry)) for entry in store._index)]
         for what in ("info", "read", "write", "delete"):
             Failing.fails = {what}

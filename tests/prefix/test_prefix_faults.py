@@ -265,7 +265,7 @@ def test_processes_that_share_a_directory_and_are_killed_at_any_moment(tmp_path:
     # What killed processes left behind is old an hour later, and so are tokens behind some that are gone.
     ids = list(range(300))
     put(PrefixStore(ROOM, directory), ids)
-    (lost,) = [node for node in PrefixStore(ROOM, directory)._directory._tree.nodes.values() if node.end == 256]
+    (lost,) = [node for node in PrefixStore(ROOM, directory)._writes.directory._tree.nodes.values() if node.end == 256]
     (directory / lost.name).unlink()
     for path in directory.iterdir():
         os.utime(path, (1, 1))

@@ -82,13 +82,12 @@ class CacheFile:
         if not self.has_token_ids:
             return None
         file = opened_file(self.path)
-        found = SavedFile(file) if self.node is None else read_node(file)
-        if found.checksum != self.checksum:
+        if file.checksum != self.checksum:
             raise CacheFileError(
                 f"{self.path} is another one by now than the file that was inspected: inspect it again."
             )
         with torch.inference_mode(False):
-            return found.tensor(TOKEN_IDS).clone()
+            return file.tensor(TOKEN_IDS).clone()
 
 
 def inspect_cache(path: str | os.PathLike[str]) -> CacheFile:
@@ -123,7 +122,7 @@ def _of_node(file: TensorFile) -> CacheFile:
         weights_id=record.entry.label,
         versions=record.entry.versions,
         has_token_ids=True,
-        checksum=node.checksum,
+        checksum=file.checksum,
         node=record,
     )
 

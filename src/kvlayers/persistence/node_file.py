@@ -254,15 +254,15 @@ class NodeFile:
 
     Attributes:
         path: path of the file.
+        head: its beginning.
         record: its place, and which rows it has.
-        checksum: SHA-256 of its header and digests.
 
     Raises:
         CacheFileError: bytes have changed since it was written.
     """
 
     def __init__(self, file: TensorFile, head: NodeHead) -> None:
-        self.path, self.head, self.record, self.checksum = file.path, head, head.record, file.checksum
+        self.path, self.head, self.record = file.path, head, head.record
         self._tensors = {name: file.tensor(name) for name in head.header.tensors if name != DIGESTS}
 
     def tensor(self, name: str) -> Tensor:

@@ -7,23 +7,22 @@ import logging
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
 
 from kvlayers.core.cache import Cache
 from kvlayers.core.cache_layer import LAYER_CLASSES
-from kvlayers.errors import CacheFileError, CachePathError, KVLayersError
+from kvlayers.errors import CacheFileError, KVLayersError
 from kvlayers.persistence.load import StateReader
 from kvlayers.persistence.node_file import NodeFile
 from kvlayers.persistence.rebuild import check_remakeable
 from kvlayers.persistence.safetensors_header import Content, ranges_of
 from kvlayers.persistence.tensor_file import TensorFile
 from kvlayers.prefix.backends import GoneError, StorageBackend, StoredFile, UnreachableError
-from kvlayers.prefix.backends.contract import ABANDONED_SECONDS
+from kvlayers.prefix.backends.contract import ABANDONED_SECONDS, ahead
 from kvlayers.prefix.entry import PrefixEntry, restorable_length
 from kvlayers.prefix.keys import Tokens
 from kvlayers.prefix.nodes import Node, NodeTree, read_nodes
@@ -57,51 +56,6 @@ class DirectoryChanges:
     gone: set[str]
 
 
-class FileReports:
-    """Counts files that cannot be used. Threads may share it.
-
-    Args:
-        backend: where the files are.
-
-    Attributes:
-        damaged_files: how many damaged files were seen.
-        failed_reads: how often a file could not be reached, or not in time.
-    """
-
-    def __init__(self, backend: StorageBackend) -> None:
-        self.damaged_files = self.failed_reads = 0
-        self._backend = backend
-        self._lock = threading.Lock()
-        self._reported: dict[str, StoredFile | None] = {}
-
-    def has(self, path: str, file: StoredFile | None) -> bool:
-        """Whether exactly this file was reported as damaged."""
-        return path in self._reported and self._reported[path] == file
-
-    def damaged(self, path: str, error: Exception) -> None:
-        """Count a file as damaged, and log it once."""
-        file = None
-        with contextlib.suppress(UnreachableError):
-            (file,) = self._backend.find([name_in(path)])
-        with self._lock:
-            if self.has(path, file):
-                return
-            self._reported[path] = file
-            self.damaged_files += 1
-        logger.warning("A file of a prefix store is skipped: %s", error)
-
-    def unreachable(self, error: Exception) -> None:
-        """Count a file that could not be reached, and log it."""
-        with self._lock:
-            self.failed_reads += 1
-        logger.warning("A file of a prefix store could not be read now: %s", error)
-
-    def forget(self, path: str) -> None:
-        """Report a file again if it is damaged, since it was written anew."""
-        with self._lock:
-            self._reported.pop(path, None)
-
-
 def name_in(path: str) -> str:
     """The name of the file at a path or URL."""
     return os.path.basename(path)
@@ -122,12 +76,14 @@ class Directory:
         backend: where the files are.
 
     Attributes:
-        reports: damaged files, and files that could not be reached.
+        damaged_files: how many damaged files were seen.
+        failed_reads: how often a file could not be reached, or not in time.
     """
 
     def __init__(self, backend: StorageBackend) -> None:
         self.backend = backend
-        self.reports = FileReports(backend)
+        self.damaged_files = self.failed_reads = 0
+        self._reported: dict[str, StoredFile | None] = {}
         self._lock = threading.Lock()
         self._tree = NodeTree()
         self._unusable: set[str] = set()
@@ -168,8 +124,30 @@ class Directory:
         return [
             self._tree.entry(node, path)
             for node, path in paths
-            if path not in known and not self.reports.has(path, node.file)
+            if path not in known and not self._is_reported(path, node.file)
         ]
+
+    def _is_reported(self, path: str, file: StoredFile | None) -> bool:
+        """Whether exactly this file was reported as damaged."""
+        return path in self._reported and self._reported[path] == file
+
+    def report_damaged(self, path: str, error: Exception) -> None:
+        """Count a file as damaged, and log it once."""
+        file = None
+        with contextlib.suppress(UnreachableError):
+            (file,) = self.backend.find([name_in(path)])
+        with self._lock:
+            if self._is_reported(path, file):
+                return
+            self._reported[path] = file
+            self.damaged_files += 1
+        logger.warning("A file of a prefix store is skipped: %s", error)
+
+    def report_unreachable(self, error: Exception) -> None:
+        """Count a file that could not be reached, and log it."""
+        with self._lock:
+            self.failed_reads += 1
+        logger.warning("A file of a prefix store could not be read now: %s", error)
 
     def _refresh(self) -> None:
         """Read nodes that others have written, and forget nodes that others have deleted."""
@@ -179,14 +157,14 @@ class Directory:
         new = [
             file
             for file in files.values()
-            if file.name not in before and not self.reports.has(self.backend.path_of(file.name), file)
+            if file.name not in before and not self._is_reported(self.backend.path_of(file.name), file)
         ]
         found = []
         for file, node in read_nodes(self.backend, new):
             if isinstance(node, UnreachableError):
-                self.reports.unreachable(node)
+                self.report_unreachable(node)
             elif isinstance(node, KVLayersError):
-                self.reports.damaged(self.backend.path_of(file.name), node)
+                self.report_damaged(self.backend.path_of(file.name), node)
             elif node is not None:
                 found.append(node)
         with self._lock:
@@ -231,7 +209,9 @@ class Directory:
                 chain = self._written(states, neighbours)
                 if chain is not None:
                     path = self.backend.path_of(chain[-1].name)
-                    self.reports.forget(path)
+                    with self._lock:
+                        # If it is damaged later, that is told again.
+                        self._reported.pop(path, None)
                     return path, sum(node.nbytes for node in chain)
         raise UnreachableError(
             f"an entry in {self.backend.path_of('')} is incomplete, because its nodes were deleted {ATTEMPTS} times "
@@ -319,8 +299,6 @@ class Directory:
         try:
             saved = NodesFile(read, end.stop if cut is None else cut)
             cache = StateReader(saved, place, cut, verify=True).new(config if needs_config else None)
-        except CachePathError:
-            raise
         except KVLayersError as error:
             # The label has identified the model already, so the file is to blame.
             raise CacheFileError(str(error)) from error
@@ -349,9 +327,9 @@ class Directory:
                     CacheFileError(f"{path} cannot be loaded: {found}") if isinstance(found, CacheFileError) else found
                 )
             if isinstance(found, CacheFileError):
-                self.reports.damaged(self.backend.path_of(node.name), found)
+                self.report_damaged(self.backend.path_of(node.name), found)
             elif isinstance(found, UnreachableError):
-                self.reports.unreachable(found)
+                self.report_unreachable(found)
             length = served
             break
         return read, length
@@ -360,17 +338,14 @@ class Directory:
         """The file of each node, or what is wrong with it, in order. Digests are compared while others arrive."""
         files = [StoredFile(node.name, node.nbytes) for node in chain]
         wait_seconds = None if deadline is None else max(deadline - time.monotonic(), 0.0)
-        coming: deque[Future[NodeFile | KVLayersError]] = deque()
         with ThreadPoolExecutor(CHECKING_THREADS, thread_name_prefix="kvlayers-check") as threads:
-            for node, content in zip(chain, self.backend.read(files, wait_seconds), strict=True):
-                coming.append(threads.submit(self._checked, node, content))
-                if len(coming) == NODES_AHEAD:
-                    yield coming.popleft().result()
-            while coming:
-                yield coming.popleft().result()
+            arriving = zip(chain, self.backend.read(files, wait_seconds), strict=True)
+            for _, checked in ahead(threads, self._checked, arriving, NODES_AHEAD):
+                yield checked.result()
 
-    def _checked(self, node: Node, content: Content | KVLayersError) -> NodeFile | KVLayersError:
+    def _checked(self, arrived: tuple[Node, Content | KVLayersError]) -> NodeFile | KVLayersError:
         """The file of a node, all bytes of which were compared with their digest, or what is wrong with it."""
+        node, content = arrived
         if isinstance(content, KVLayersError):
             return content
         path = self.backend.path_of(node.name)
@@ -383,12 +358,8 @@ class Directory:
         except KVLayersError as error:
             return error
 
-    def delete_all(self, paths: Collection[str]) -> bool:
-        """Delete entries, and the nodes before them that no other entry needs.
-
-        Returns:
-            Whether all of them are deleted now.
-        """
+    def delete_all(self, paths: Collection[str]) -> None:
+        """Delete entries, and the nodes before them that no other entry needs. What cannot be reached now stays."""
         try:
             # Others may have written nodes behind these.
             self._refresh()
@@ -397,13 +368,9 @@ class Directory:
             self._delete(names)
         except UnreachableError as error:
             logger.warning("A file of a prefix store was not deleted: %s", error)
-            return False
-        return True
 
     def _delete(self, names: Sequence[str], used_before: int | None = None) -> None:
         """Delete files, and forget the nodes whose files no longer exist."""
-        if not names:
-            return
         self.backend.delete(names, used_before)
         left = self.backend.find(names) if used_before is not None else [None] * len(names)
         with self._lock:
@@ -457,6 +424,5 @@ class Directory:
         """Delete nodes that nobody can use, or that longer entries have replaced, an hour after their last use."""
         with self._lock:
             useless = self._tree.unneeded_without(self._tree.nodes, {node.name for node in self._tree.ends()})
-            useless += [node.name for node in self._tree.orphans() if node.name not in useless]
         with contextlib.suppress(UnreachableError):
             self._delete(useless, time.time_ns() - ABANDONED_SECONDS * NANOSECONDS)

@@ -133,13 +133,10 @@ class PrefixEntry:
 
 
 def can_restore(cache: Cache | None, lengths: Iterable[int]) -> bool:
-    """Whether there is a cache, which can be rolled back to exactly each of these lengths."""
-    if cache is None:
-        return False
-    if cache.keeps_every_token:
-        return True
-    most = cache.get_seq_length()
-    return all(length <= most and restorable_length(cache, length) == length for length in lengths)
+    """Whether there is a cache, which can be rolled back to exactly each of these lengths, none above its own."""
+    return cache is not None and (
+        cache.keeps_every_token or all(restorable_length(cache, length) == length for length in lengths)
+    )
 
 
 def restorable_length(cache: Cache, length: int) -> int:

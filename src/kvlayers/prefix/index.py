@@ -197,7 +197,6 @@ class EntryIndex:
         self.in_memory.insert(entry.label, entry.ids, entry)
         self.memory.count(entry, cache.storages())
         self._order.add(entry)
-        self._unpacked[entry] = None
         self.note(entry)
 
     def drop_cache(self, entry: PrefixEntry) -> None:
@@ -375,6 +374,7 @@ class EntryIndex:
             if not self.has_directory:
                 self.add(entry)
             self.set_cache(entry, cache)
+            self._unpacked[entry] = None
             for old in staying:
                 self.leave(old)
             gone = [old for old in replaced if old is not self.writing]
@@ -429,6 +429,7 @@ class EntryIndex:
             self._set_pins(entry, entry.pins)
             if cache is not None:
                 self.set_cache(entry, cache)
+                self._unpacked[entry] = None
             if entry.is_leaving:
                 self._order.discard(entry)
 
@@ -448,6 +449,7 @@ class EntryIndex:
         unpacked = (each for each in self._unpacked if not each.is_leaving)
         for each in list(itertools.islice(unpacked, MOST_PACKED)) if most > 0 else ():
             if self.memory.staying_bytes > most:
+                self._unpacked.pop(each, None)
                 self._pack(each, each.length)
         stay = [each for each in (kept, self.stuck) if each is not None]
         for each in stay:
@@ -494,7 +496,6 @@ class EntryIndex:
 
     def _pack(self, entry: PrefixEntry, length: int) -> None:
         """Hold the first tokens of an entry alone: where another entry has them, the others in memory of their own."""
-        self._unpacked.pop(entry, None)
         if self.has_directory:
             # Copies would take memory until what is leaving is in files.
             self._trim(entry)
@@ -522,19 +523,16 @@ class EntryIndex:
         if is_shorter and self.memory.nbytes >= before:
             # A caller holds what this entry has left, so the others that read some of it move.
             self._move_apart({holder for piece in pieces for holder in piece.holders})
-        self._unpacked.pop(entry, None)
 
     def _move_apart(self, entries: Collection[PrefixEntry]) -> None:
         """Hold entries in memory that they share with each other alone, if that is less."""
-        in_order = sorted(entries, key=lambda entry: entry.last_use)
-        in_order = [entry for entry in in_order if entry.cache is not None]
+        in_order = sorted((each for each in entries if each.cache is not None), key=lambda entry: entry.last_use)
         # Nothing else here holds the caches, so each one's memory is free as soon as it is replaced.
         moved = _packed_together([(entry, entry.cache) for entry in in_order if entry.cache is not None])
         before = union_bytes(entry.storages for entry in in_order)
         if union_bytes(cache.storages() for cache in moved) < before:
             for entry, cache in zip(in_order, moved, strict=True):
                 self.set_cache(entry, cache)
-                self._unpacked.pop(entry, None)
 
 
 def _packed_together(held: Sequence[tuple[PrefixEntry, Cache]]) -> list[Cache]:

@@ -94,8 +94,7 @@ class Search:
 
     Args:
         label: model and namespace, as returned by `keys.label_of`.
-        ids: the prompt.
-        most_tokens: how many of its first tokens to look for.
+        ids: the tokens to look for.
 
     Attributes:
         found: the longest prefix.
@@ -105,20 +104,14 @@ class Search:
 
     label: str
     ids: Tokens
-    most_tokens: int
     found: Found = field(default_factory=Found)
     files: list[FileCandidate] = field(default_factory=list)
     shared: int = 0
-    _is_any_stored: bool = False
 
     def choose(self, index: EntryIndex) -> None:
         """Find the longest prefix in memory, and the files that may have a longer one."""
-        most_tokens = self.most_tokens
         self.found, self.files, self.shared = Found(), [], 0
-        if not most_tokens:
-            return
-        ids = self.ids[:most_tokens]
-        for bound, group in index.in_memory.groups(self.label, ids):
+        for bound, group in index.in_memory.groups(self.label, self.ids):
             self.shared = max(self.shared, bound)
             if bound <= self.found.covered:
                 break
@@ -128,7 +121,7 @@ class Search:
                     break
                 if (target := restorable_length(entry.cache, bound)) > self.found.covered:
                     self.found = Found(entry.fork(entry.cache, target), entry, target)
-        for bound, group in index.entries.groups(self.label, ids) if index.has_directory else ():
+        for bound, group in index.entries.groups(self.label, self.ids) if index.has_directory else ():
             self.shared = max(self.shared, bound)
             if bound <= self.found.covered or sum(file.is_whole for file in self.files) >= MAX_FILES:
                 # More would never be read, unless all of these are damaged.
@@ -139,7 +132,6 @@ class Search:
                 if entry.cache is None and entry.path is not None
             )
             self.files += sorted(itertools.islice(in_files, MOST_TRIED), key=lambda file: file.entry.length)
-        self._is_any_stored = self.shared > 0 or index.entries.has(self.label) or index.in_memory.has(self.label)
 
     def load(
         self, directory: Directory, config: object | None, device: torch.device | str | None, deadline: float
@@ -161,15 +153,15 @@ class Search:
         try:
             self.found = result.result(max(deadline - time.monotonic(), 0.0))
         except FutureTimeout:
-            directory.reports.unreachable(UnreachableError(f"{self.files[0].path} was not read in time."))
+            directory.report_unreachable(UnreachableError(f"{self.files[0].path} was not read in time."))
             self.found.notes["a file could not be reached in time"] = None
 
-    def reason(self) -> str:
+    def reason(self, index: EntryIndex) -> str:
         """Why no more was found."""
         covered, notes, entry = self.found.covered, self.found.notes, self.found.entry
-        if covered == self.most_tokens:
+        if covered == len(self.ids):
             return "" if covered else "the prompt is a single token, which must be computed"
-        if not self._is_any_stored:
+        if not self.shared and not index.entries.has(self.label):
             reason = "nothing is stored for this model and namespace"
         elif not self.shared:
             reason = "no stored sequence starts with these tokens"
@@ -208,14 +200,14 @@ def _loaded(
         except NeedsConfigError:
             found.notes["a file needs config=model.config to be loaded"] = None
         except UnreachableError as error:
-            directory.reports.unreachable(error)
+            directory.report_unreachable(error)
             found.notes["a file could not be reached"] = None
             # Do not wait for the others.
             break
         except CachePathError:
             found.damaged.append(file)
         except CacheFileError as error:
-            directory.reports.damaged(file.path, error)
+            directory.report_damaged(file.path, error)
             found.damaged.append(file)
             found.notes["a damaged file was skipped"] = None
         else:
@@ -238,8 +230,7 @@ class EntryAccess:
         index: the entries.
         lock: the lock of the store.
         changed: has this lock, and is notified when a file was read or written.
-        directory: where entries are in files, `None` for nowhere.
-        writes: what writes them there.
+        writes: what writes entries to a directory, `None` without one.
     """
 
     def __init__(
@@ -247,10 +238,9 @@ class EntryAccess:
         index: EntryIndex,
         lock: threading.Lock,
         changed: threading.Condition,
-        directory: Directory | None,
         writes: WriteQueue | None,
     ) -> None:
-        self.index, self._changed, self._directory, self._writes = index, changed, directory, writes
+        self.index, self._changed, self._writes = index, changed, writes
         # Not by the condition, whose methods are Python: an interrupt within them would leave it locked.
         self.lock = lock
         self._loading: set[int] = set()
@@ -308,35 +298,32 @@ class EntryAccess:
         self,
         label: str,
         ids: Tokens,
-        most_tokens: int,
         config: object | None,
         device: torch.device | str | None,
         wait_seconds: float,
     ) -> Hit:
-        """Find the longest prefix of a prompt.
+        """Find the longest prefix of these tokens.
 
         Args:
             label: model and namespace.
-            ids: the prompt.
-            most_tokens: how many of its first tokens to look for.
+            ids: the tokens.
             config: config of the model, for layers in files that need it.
             device: device for states from files, `None` for the host.
             wait_seconds: how long to wait for files at most.
         """
         deadline = time.monotonic() + wait_seconds
-        search = Search(label, ids, most_tokens)
+        search = Search(label, ids)
         with self.lock:
             announced = self._choose(search, deadline)
         try:
-            if self._directory is not None and search.files:
-                search.load(self._directory, config, device, deadline)
+            if self._writes is not None and search.files:
+                search.load(self._writes.directory, config, device, deadline)
             found = search.found
-            loaded = found.cache if found.is_whole else None
-            if loaded is not None:
-                self._share(label, ids[: found.covered], loaded)
+            if found.is_whole and found.cache is not None:
+                self._share(label, ids[: found.covered], found.cache)
             with self.lock, self.index.counted():
                 self._keep(search)
-                return Hit(search.found.cache, search.found.covered, search.reason(), search.shared)
+                return Hit(search.found.cache, search.found.covered, search.reason(self.index), search.shared)
         finally:
             # Not before it is in memory, or whoever waits would read it again.
             if announced:
@@ -382,8 +369,7 @@ class EntryAccess:
             if not self._changed.wait(deadline - time.monotonic()):
                 break
             search.choose(self.index)
-        first = search.files[0] if search.files else None
-        announced = set[int]() if first is None or not first.is_whole else {id(first.entry)} - self._loading
+        announced = {id(file.entry) for file in search.files[:1] if file.is_whole} - self._loading
         self._loading |= announced
         return announced
 

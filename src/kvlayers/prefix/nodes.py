@@ -106,19 +106,17 @@ class NodeTree:
     def ends(self) -> list[Node]:
         """Nodes at whose ends an entry ends, because no longer entry serves the same prompts."""
         served: dict[str, set[int]] = {}
-        continued: set[str] = set()
         lost = {node.name for node in self.orphans()}
         ends = []
         # Children begin behind the beginning of their parents.
         for node in sorted(self.nodes.values(), key=lambda node: -node.record.start):
             serves = served.get(node.name, set())
-            is_served = node.name in continued if node.record.entry.cuttable else set(node.record.lengths) <= serves
+            is_served = node.name in served if node.record.entry.cuttable else set(node.record.lengths) <= serves
             if node.record.whole and not is_served and node.name not in lost:
                 ends.append(node)
             parent = self.nodes.get(node.record.parent)
             if parent is not None and _continues(node, parent):
                 served.setdefault(parent.name, set()).update(serves, node.record.lengths)
-                continued.add(parent.name)
         # Writers that know only some of the files may have written the same tokens in other nodes.
         different = PrefixMap[Node]()
         for node in sorted(ends, key=lambda node: node.end):

@@ -169,11 +169,11 @@ def tree_of(entries: Mapping[PrefixEntry, Mapping[str, int]]) -> PrefixTree:
            └─ 2 tokens, 7 B, memory, 0 hits
     """
     in_order = sorted(entries, key=lambda entry: (entry.label, entry.ids.tobytes()))
-    seen, tops = set[int | str](), list[PrefixNode]()
-    for label, group in itertools.groupby(in_order, key=lambda entry: entry.label):
-        tops.append(
-            _top_of(label, {each: dict([*each.storages.items(), *entries[each].items()]) for each in group}, seen)
-        )
+    seen = set[int | str]()
+    tops = (
+        _top_of(label, {each: dict([*each.storages.items(), *entries[each].items()]) for each in group}, seen)
+        for label, group in itertools.groupby(in_order, key=lambda entry: entry.label)
+    )
     return PrefixTree(tuple(tops))
 
 

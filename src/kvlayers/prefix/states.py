@@ -112,7 +112,6 @@ class EntryStates:
             tuple(group._replace(runs=()) for group in self.groups),
         )
         self._saved = _saved(description, small, self.cuttable)
-        self._checksum = bytes(self._saved[-DIGEST_BYTES:]).hex()
 
     def shared(self, chain: Sequence[Node], tokens: int) -> int:
         """The position up to which a new node needs no rows, because these nodes have them.
@@ -158,7 +157,7 @@ class EntryStates:
             runs = tuple(group.between(0 if whole else first, stop).runs for group in self.groups)
             record = NodeRecord(self._facts, parent, first, stop, whole, self._lengths if whole else (), runs)
             if record.has_cache:
-                record = replace(record, cache=self._checksum)
+                record = replace(record, cache=bytes(self._saved[-DIGEST_BYTES:]).hex())
             own = record.own()
             ends = [int(end) for group in own for end in group.positions()[1][-1:]]
             ids = self.ids[first : max([stop, *ends])]
@@ -209,14 +208,6 @@ def _saved(description: Description, tensors: dict[str, Tensor], cuttable: bool)
     # The record of the node says what has written it.
     header = header_of(replace(description, cache=cache, versions={}), tensors)
     return content_of(header, {name: [tensor] for name, tensor in tensors.items()})
-
-
-def needed_rows(group: RowGroup, length: int) -> int:
-    """How many of the first rows of a group are needed for so many tokens."""
-    begins, _ = group.positions()
-    # A layer with packed tokens needs all tokens before them, and a block of codes. It is cropped after it was loaded.
-    least = len(begins) if group.tensors[0].name in SINK_NAMES else int(_has_codes(group))
-    return max(int(np.searchsorted(begins, length)), least)
 
 
 def span_needed(record: NodeRecord, length: int) -> tuple[int, int]:
@@ -336,12 +327,9 @@ def _forms(tensors: Mapping[str, Tensor]) -> tuple[TensorForm, ...]:
 
 def _runs(first: int, tokens: Sequence[int]) -> tuple[RowRun, ...]:
     runs: list[RowRun] = []
-    for each in tokens:
-        if runs and runs[-1].tokens == each:
-            runs[-1] = runs[-1]._replace(rows=runs[-1].rows + 1)
-        else:
-            runs.append(RowRun(first, each, 1))
-        first += each
+    for each, equal in itertools.groupby(tokens):
+        runs.append(RowRun(first, each, len(list(equal))))
+        first += each * runs[-1].rows
     return tuple(runs)
 
 
@@ -367,7 +355,11 @@ class NodesFile(SavedFile):
             names = [layer_prefix(None, layer) + form.name for layer in group.layers for form in group.tensors]
             if not self.header.tensors.keys() >= set(names):
                 raise CacheFileError(f"{path} is damaged: it has rows of tensors that its cache lacks.")
-            begins, ends = (each[: needed_rows(group, length)] for each in group.positions())
+            begins, ends = group.positions()
+            # Packed tokens need all tokens before them, and a block of codes. A layer is cropped after it was loaded.
+            least = len(begins) if group.tensors[0].name in SINK_NAMES else int(_has_codes(group))
+            needed = max(int(np.searchsorted(begins, length)), least)
+            begins, ends = begins[:needed], ends[:needed]
             if not len(begins):
                 continue
             missing, begin = len(begins), int(begins[0])

@@ -131,13 +131,12 @@ class PrefixStore:
         if on_event is not None:
             self._index.note = late.function("listener")(on_event, self._index, self._lock).note
         self._recent: deque[tuple[str, Tokens, Hit]] = deque(maxlen=MOST_RECENT)
-        self._directory: Directory | None = None
         self._writes: WriteQueue | None = None
         if directory is not None:
-            self._directory = Directory(backend_for(directory, storage_options))
-            self._writes = WriteQueue(self._index, self._directory, directory_max_bytes, changed)
+            files = Directory(backend_for(directory, storage_options))
+            self._writes = WriteQueue(self._index, files, directory_max_bytes, changed)
         self._own_ids: WeakKeyDictionary[torch.nn.Module, str] | None = None
-        self._access = EntryAccess(self._index, self._lock, changed, self._directory, self._writes)
+        self._access = EntryAccess(self._index, self._lock, changed, self._writes)
         if directory is not None:
             self.refresh()
 
@@ -222,7 +221,7 @@ class PrefixStore:
                 f"`leave` must be from 0 to the number of tokens, {len(ids)}, got {leave!r}: pass 1 to have one "
                 "token left to compute."
             )
-        hit = self._access.find(label, ids, len(ids) - leave, config, self.device, self.read_wait_seconds)
+        hit = self._access.find(label, ids[: len(ids) - leave], config, self.device, self.read_wait_seconds)
         with self._lock:
             self._counts["misses" if hit.cache is None else "hits"] += 1
             self._counts.update(covered=hit.covered, asked=len(ids))
@@ -367,7 +366,7 @@ class PrefixStore:
         Raises:
             OptionError: the store has no directory.
         """
-        _, writes = self._need_directory()
+        writes = self._need_directory()
         with self._lock:
             lost = writes.lost
             writes.write(self._index)
@@ -402,20 +401,20 @@ class PrefixStore:
             OptionError: the store has no directory.
             CachePathError: the directory cannot be reached or read now; nothing is changed.
         """
-        directory, writes = self._need_directory()
+        writes = self._need_directory()
         with self._lock:
             known = {entry.path for entry in self._index if entry.path is not None}
-        changes = directory.changes(known)
+        changes = writes.directory.changes(known)
         with self._lock, self._index.counted():
             added = self._index.update(changes.added, changes.gone)
             writes.tidy()
             writes.wait()
             return added
 
-    def _need_directory(self) -> tuple[Directory, WriteQueue]:
-        if self._directory is None or self._writes is None:
+    def _need_directory(self) -> WriteQueue:
+        if self._writes is None:
             raise OptionError("this needs a store with a directory: make it with directory=....")
-        return self._directory, self._writes
+        return self._writes
 
     def clear(self) -> None:
         """Remove all entries, pinned or not, and delete their files. Statistics continue."""
@@ -467,27 +466,29 @@ class PrefixStore:
     def tree(self) -> PrefixTree:
         """What is held, as a tree of tokens, for people: `print(store.tree())`."""
         with self._lock:
-            directory, entries = self._directory, list(self._index)
-            return tree_of({each: directory.pieces(each.path) if directory and each.path else {} for each in entries})
+            writes, entries = self._writes, list(self._index)
+            return tree_of(
+                {each: writes.directory.pieces(each.path) if writes and each.path else {} for each in entries}
+            )
 
     @property
     def statistics(self) -> PrefixStatistics:
         """What the store holds now, and what it has done since it was made."""
         with self._lock:
-            index, writes, files = self._index, self._writes, self._directory
+            index, writes = self._index, self._writes
             return PrefixStatistics(
                 entries=len(index),
                 bytes=index.memory.nbytes,
-                file_bytes=0 if files is None else files.nbytes,
+                file_bytes=0 if writes is None else writes.directory.nbytes,
                 hits=self._counts["hits"],
                 misses=self._counts["misses"],
                 tokens_covered=self._counts["covered"],
                 tokens_asked=self._counts["asked"],
                 evictions=index.evictions,
                 spilled=0 if writes is None else writes.spilled,
-                damaged=0 if files is None else files.reports.damaged_files,
+                damaged=0 if writes is None else writes.directory.damaged_files,
                 failed_writes=0 if writes is None else writes.failed_writes,
-                failed_reads=0 if files is None else files.reports.failed_reads,
+                failed_reads=0 if writes is None else writes.directory.failed_reads,
                 bypassed=self._bypasses.total(),
                 refused=self._counts["refused"],
                 dropped_writes=0 if writes is None else writes.dropped_writes,

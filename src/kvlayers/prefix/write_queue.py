@@ -58,6 +58,7 @@ class WriteQueue:
         changed: is notified when a job is done.
 
     Attributes:
+        directory: where it writes.
         spilled: entries that were written.
         failed_writes: entries that could not be written.
         dropped_writes: entries that were dropped before they were written, because a caller needed their memory.
@@ -68,7 +69,7 @@ class WriteQueue:
     ) -> None:
         self.directory_max_bytes = directory_max_bytes
         self.spilled = self.failed_writes = self.dropped_writes = 0
-        self._index, self._directory, self._changed = index, directory, changed
+        self._index, self.directory, self._changed = index, directory, changed
         self._jobs: list[_Job] = []
         """What is to be done. The first one stays here until it is done."""
         self._running: _Job | None = None
@@ -201,7 +202,7 @@ class WriteQueue:
                         self._changed.wait_for(lambda: self._most_tries == 1, delay)
 
     def _do_delete(self, paths: Sequence[str]) -> None:
-        self._directory.delete_all(paths)
+        self.directory.delete_all(paths)
         with self._changed:
             # A refresh has found them if it listed the files before.
             for entry in [entry for entry in self._index if entry.path in paths]:
@@ -209,7 +210,7 @@ class WriteQueue:
 
     def _do_tidy(self) -> None:
         self._do_shrink()
-        self._directory.tidy()
+        self.directory.tidy()
 
     def _do_write(self, job: _Write) -> float | None:
         """Write an entry, and return the seconds after which to try again, `None` if it is done."""
@@ -249,7 +250,7 @@ class WriteQueue:
             for old in superseded:
                 entry.boundaries |= old.boundaries
             boundaries = sorted(entry.boundaries)
-        return superseded, self._directory.write(entry.label, entry.ids, boundaries, cache, neighbours)
+        return superseded, self.directory.write(entry.label, entry.ids, boundaries, cache, neighbours)
 
     def _finish_write(self, entry: PrefixEntry, superseded: Iterable[PrefixEntry], path: str, nbytes: int) -> None:
         with self._changed:
@@ -267,11 +268,11 @@ class WriteQueue:
                 return
             used = {entry.path for entry in self._index}
         # The store was cleared meanwhile.
-        self._directory.delete_all({path} - used)
+        self.directory.delete_all({path} - used)
 
     def _do_shrink(self) -> None:
         most = self.directory_max_bytes
-        if most is None or self._directory.nbytes <= most:
+        if most is None or self.directory.nbytes <= most:
             return
         with self._changed:
             in_files = [(entry, entry.path) for entry in self._index if entry.path is not None]
@@ -281,8 +282,8 @@ class WriteQueue:
             uses = sorted((time, path, tokens) for entry, path in own for tokens, time in entry.uses.items())
             new = [(path, tokens) for time, path, tokens in uses if time > self._refreshed]
             self._refreshed = self._index.uses
-        self._directory.touch(new)
-        changes = self._directory.shrink(most, kept)
+        self.directory.touch(new)
+        changes = self.directory.shrink(most, kept)
         with self._changed:
             self._index.update(changes.added, changes.gone)
 

@@ -192,7 +192,7 @@ class Session:
         with replacing(os.fspath(path)) as temporary, TemporaryDirectory(ignore_cleanup_errors=True) as place:
             directory = Directory(LocalBackend(place))
             for label, ids in wanted:
-                hit = self.access.find(label, ids, len(ids), None, None, MOST_SECONDS)
+                hit = self.access.find(label, ids, None, None, MOST_SECONDS)
                 if hit.cache is not None:
                     ids = ids[: hit.covered]
                     neighbours = [(near.value, near.tokens) for near in trees.nearest(label, ids)]
@@ -257,7 +257,7 @@ def import_session(
                 f"`config` must be that of the model to load {path}, got none: pass model.config."
             ) from None
         lengths = [0 if cache is None else cache.get_seq_length() for cache in caches]
-        if not entries or directory.reports.damaged_files or lengths != [entry.length for entry in entries]:
+        if not entries or directory.damaged_files or lengths != [entry.length for entry in entries]:
             raise CacheFileError(f"{path} is damaged: some of its tokens cannot be loaded.")
     session = session_of(access, exported if name is None else name, namespace, MOST_SECONDS)
     for entry, cache in zip(entries, caches, strict=True):

@@ -4,7 +4,9 @@ import contextlib
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 from urllib.parse import unquote
@@ -20,6 +22,8 @@ USE_STEP_NS = 1000
 """Nanoseconds between two uses that are recorded together, the least that every backend can tell apart."""
 
 Found = TypeVar("Found")
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
 class UnreachableError(CachePathError):
@@ -120,6 +124,26 @@ class StorageBackend(Protocol):
         """
 
 
+def ahead(
+    threads: Executor, call: Callable[[Item], Result], items: Iterable[Item], most: int
+) -> Iterator[tuple[Item, Future[Result]]]:
+    """Each item and the result of a call of it, in order, while threads work at those behind it.
+
+    Args:
+        threads: what calls.
+        call: the call.
+        items: the items. They may arrive slowly, too.
+        most: items that are in memory, or on their way to it, at the same time.
+    """
+    coming: deque[tuple[Item, Future[Result]]] = deque()
+    for item in items:
+        coming.append((item, threads.submit(call, item)))
+        if len(coming) == most:
+            yield coming.popleft()
+    while coming:
+        yield coming.popleft()
+
+
 class _Clock:
     """Times of uses, in nanoseconds since 1970. Threads may share it."""
 
@@ -166,10 +190,6 @@ class Address:
 
     def __repr__(self) -> str:
         return self.shown
-
-    def path_of(self, name: str) -> str:
-        """The URL of a file below this one, without credentials."""
-        return f"{self.shown}/{name}"
 
     def detail(self, error: BaseException) -> str:
         """The error of another library on one line; only its class if the message repeats a secret."""

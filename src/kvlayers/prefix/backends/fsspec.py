@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timezone
-from typing import Any, TypeVar
+from typing import Any
 
 import fsspec
 from fsspec.core import url_to_fs
@@ -16,14 +16,13 @@ from kvlayers.persistence.atomic_file import temporary_name
 from kvlayers.persistence.safetensors_header import Content
 from kvlayers.prefix.backends.contract import (
     Address,
+    Result,
     StoredFile,
     UnreachableError,
     clock,
     is_of_a_store,
 )
 from kvlayers.prefix.backends.remote import ByteRange, RemoteBackend
-
-Result = TypeVar("Result")
 
 REQUESTS_AT_ONCE = 16
 """Requests for single files that wait for their answers together."""

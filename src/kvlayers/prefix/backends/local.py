@@ -107,14 +107,13 @@ class LocalBackend(StorageBackend):
         """The content of a file, or why it cannot be read."""
         path = self.path_of(name)
         try:
-            if check_regular(path, missing_is_fine=True) is None:
-                return _gone(path)
+            check_regular(path, missing_is_fine=True)
             with open(path, "rb") as opened:
                 return mapped(opened)
         except KVLayersError as error:
             return error
         except FileNotFoundError:
-            return _gone(path)
+            return GoneError(f"{path} does not exist: it was deleted.")
         except OSError as error:
             return _unreachable(path, error)
 
@@ -151,10 +150,6 @@ class LocalBackend(StorageBackend):
                 failure = UnreachableError(f"cannot delete {self.path_of(name)}: {error.strerror}.")
         if failure is not None:
             raise failure
-
-
-def _gone(path: str) -> GoneError:
-    return GoneError(f"{path} does not exist: it was deleted.")
 
 
 def _unreachable(path: str, error: OSError) -> UnreachableError:

@@ -2,9 +2,8 @@
 
 import time
 from abc import abstractmethod
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotArrived
 from functools import partial
 from typing import NamedTuple
@@ -19,6 +18,7 @@ from kvlayers.prefix.backends.contract import (
     StorageBackend,
     StoredFile,
     UnreachableError,
+    ahead,
 )
 
 HEAD_BYTES = 2**16
@@ -45,10 +45,6 @@ class ByteRange(NamedTuple):
     end: int
 
 
-_Known = Mapping[ByteRange, bytes | UnreachableError | None]
-"""Ranges that were read already, or the error that reading them raised."""
-
-
 class RemoteBackend(StorageBackend):
     """Files on other machines. A subclass says how the bytes of files get here, and the rest of `StorageBackend`.
 
@@ -70,23 +66,25 @@ class RemoteBackend(StorageBackend):
 
     def path_of(self, name: str) -> str:
         """The URL of a file, without credentials."""
-        return self._address.path_of(name)
+        return f"{self._address.shown}/{name}"
 
     def inspect(self, files: Sequence[StoredFile], look: Look[Found]) -> Iterator[Found | KVLayersError]:
         """As `StorageBackend.inspect`."""
         for start in range(0, len(files), FILES_PER_REQUEST):
             some = files[start : start + FILES_PER_REQUEST]
-            # Servers refuse ranges of nothing.
+            # Servers refuse ranges of nothing, and of what an empty file does not have.
             heads = [ByteRange(file, 0, min(HEAD_BYTES, max(file.nbytes, 1))) for file in some]
-            for head, content in zip(heads, self.read_ranges(heads), strict=True):
+            for file, head in zip(some, self.read_ranges(heads), strict=True):
                 try:
-                    yield self._inspected(head.file, {head: content}, look)
+                    yield self._inspected(file, head if head and file.nbytes else b"", look)
                 except KVLayersError as error:
                     yield error
 
-    def _inspected(self, file: StoredFile, known: _Known, look: Look[Found], attempts: int = ATTEMPTS) -> Found:
+    def _inspected(
+        self, file: StoredFile, head: bytes | UnreachableError, look: Look[Found], attempts: int = ATTEMPTS
+    ) -> Found:
         try:
-            return look(self.path_of(file.name), file, partial(self._read, file, known))
+            return look(self.path_of(file.name), file, partial(self._read, file, head))
         except (CacheFileError, UnreachableError):
             (now,) = self.find([file.name])
             if now is None:
@@ -94,43 +92,35 @@ class RemoteBackend(StorageBackend):
             if now == file or attempts == 1:
                 raise
         # Another process has replaced it meanwhile.
-        return self._inspected(now, {}, look, attempts - 1)
+        return self._inspected(now, b"", look, attempts - 1)
 
-    def _read(self, file: StoredFile, known: _Known, start: int, end: int) -> bytes:
-        asked = ByteRange(file, start, min(end, file.nbytes))
-        if asked.start >= asked.end:
-            return b""
-        found = next((each for each in known if each.start <= start and asked.end <= each.end), asked)
-        content = known[found] if found in known else self.read_ranges([found])[0]
+    def _read(self, file: StoredFile, head: bytes | UnreachableError, start: int, end: int) -> bytes:
+        """A range of a file, whose first bytes were read already."""
+        end, content = min(end, file.nbytes), head
+        if isinstance(head, bytes) and start < end and end > len(head):
+            content = self.read_ranges([ByteRange(file, start, end)])[0] or b""
+            start, end = 0, end - start
         if isinstance(content, UnreachableError):
             raise content
-        return (content or b"")[start - found.start : asked.end - found.start]
+        return content[start:end]
 
     def read(self, files: Sequence[StoredFile], wait_seconds: float | None = None) -> Iterator[Content | KVLayersError]:
         """As `StorageBackend.read`. A thread requests the next files while the caller looks at the ones before."""
         deadline = None if wait_seconds is None else time.monotonic() + wait_seconds
-        coming: deque[tuple[list[StoredFile], Future[list[Content | KVLayersError]]]] = deque()
         thread = ThreadPoolExecutor(1, thread_name_prefix="kvlayers-read")
         try:
-            for batch in _batches(files):
-                coming.append((batch, thread.submit(self._read_batch, batch)))
-                if len(coming) == BATCHES_AT_ONCE:
-                    yield from self._arrived(*coming.popleft(), deadline)
-            while coming:
-                yield from self._arrived(*coming.popleft(), deadline)
+            for batch, coming in ahead(thread, self._read_batch, _batches(files), BATCHES_AT_ONCE):
+                try:
+                    yield from coming.result(None if deadline is None else max(deadline - time.monotonic(), 0))
+                except NotArrived:
+                    yield from [
+                        UnreachableError(f"{self.path_of(file.name)} has not arrived in time.") for file in batch
+                    ]
+                except UnreachableError as error:
+                    yield from [error] * len(batch)
         finally:
             # The caller does not wait for what it does not want any more.
             thread.shutdown(wait=False, cancel_futures=True)
-
-    def _arrived(
-        self, batch: list[StoredFile], coming: Future[list[Content | KVLayersError]], deadline: float | None
-    ) -> list[Content | KVLayersError]:
-        try:
-            return coming.result(None if deadline is None else max(deadline - time.monotonic(), 0))
-        except NotArrived:
-            return [UnreachableError(f"{self.path_of(file.name)} has not arrived in time.") for file in batch]
-        except UnreachableError as error:
-            return [error] * len(batch)
 
     def _read_batch(self, batch: list[StoredFile]) -> list[Content | KVLayersError]:
         # One byte more than a file should have.

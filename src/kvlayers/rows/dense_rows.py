@@ -15,7 +15,7 @@ from kvlayers.core.dynamic_layer import DynamicLayer, check_rollback
 from kvlayers.core.token_store import KVPair
 from kvlayers.errors import StateMismatchError
 from kvlayers.kernels.attention.row_states import AdjacentRowStates, RowColumns, RowStates
-from kvlayers.rows.rows_layer import RowsLayer, check_followed, keeps_in_place
+from kvlayers.rows.rows_layer import RowsLayer, check_followed, stay_in_place
 
 GROWTH_DIVISOR = 8
 """A full tensor grows by an eighth, as that of a `DenseStore`."""
@@ -123,7 +123,11 @@ class DenseRows(RowsLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        self._check(key_states, value_states)
+        self.check_new(key_states, value_states)
+        check_followed(key_states, value_states)
+        for states, held in ((key_states, self._keys), (value_states, self._values)):
+            if states.shape[1::2] != held.shape[1::2] or states.dtype != held.dtype or states.device != held.device:
+                raise mismatch(checked_forms(key_states, value_states), checked_forms(*self._held), self.length)
         new = key_states.shape[2]
         written, columns = places_behind(self._lengths, new, self.device)
         self._keys, self._values = (_with_room(states, columns.tokens) for states in (self._keys, self._values))
@@ -132,13 +136,6 @@ class DenseRows(RowsLayer):
         # Last, so that an interrupted update has not happened.
         self._lengths = columns.lengths
         return self._states(columns)
-
-    def _check(self, keys: Tensor, values: Tensor) -> None:
-        self.check_new(keys, values)
-        check_followed(keys, values)
-        for states, held in ((keys, self._keys), (values, self._values)):
-            if states.shape[1::2] != held.shape[1::2] or states.dtype != held.dtype or states.device != held.device:
-                raise mismatch(checked_forms(keys, values), checked_forms(*self._held), self.length)
 
     @override
     def mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -170,7 +167,11 @@ class DenseRows(RowsLayer):
     def select(self, indices: Tensor) -> None:
         chosen, held = as_batch_indices(indices, self.batch_size).tolist(), self.batch_size
         self._lengths = tuple([self._lengths[index] for index in chosen])
-        if keeps_in_place((self._keys, self._values), chosen, held):
+        if stay_in_place((self._keys, self._values), chosen, held):
+            for place, own in enumerate(chosen):
+                if own != place:
+                    self._keys[place].copy_(self._keys[own])
+                    self._values[place].copy_(self._values[own])
             return
         # The rows that go may be the longest.
         columns = min(self._keys.shape[2], capacity_for(self.length))

@@ -2,7 +2,8 @@
 
 import itertools
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from kvlayers.core.cache_layer import CacheLayer, LayerTraits, forwarded, rows_o
 from kvlayers.errors import InterruptedPassError
 from kvlayers.recurrent.linear_layer import LinearAttentionLayer
 from kvlayers.recurrent.states import FAMILIES, LinearStates
-from kvlayers.rows.rows_layer import HeldRows, check_followed, keeps_in_place, unsaved
+from kvlayers.rows.rows_layer import HeldRows, check_followed, stay_in_place, unsaved
 
 
 class RecurrentRows(HeldRows, LinearAttentionLayer):
@@ -33,44 +34,38 @@ class RecurrentRows(HeldRows, LinearAttentionLayer):
         super().__init__(first.number_of_states, first.checkpoints, first.tokens_at_once, first.scans)
         self.rows: list[Any] = list(rows)
         self._is_torn = False
-        self._memory: dict[tuple[str, int], Tensor | None] = dict.fromkeys(
-            itertools.product(FAMILIES, range(self.number_of_states))
-        )
         self._join()
-
-    def _join(self, places: int = 0) -> None:
-        """Let the rows hold views of new tensors, with so many places if these are more than the rows."""
-        self._places = max(places, len(self.rows))
-        for key in self._memory:
-            self._hold(*key, None, 0)
 
     # Allocated in inference mode, a tensor could never be written to outside of it.
     @torch.inference_mode(False)
     @torch.no_grad()
-    def _hold(self, name: str, index: int, memory: Tensor | None, known: int) -> None:
-        """Hold a state of all rows in one tensor, and let each row hold its part of it as a view.
+    def _join(self, memory: Mapping[tuple[str, int], Tensor] = MappingProxyType({}), places: int = 0) -> None:
+        """Hold each state of all rows in one tensor, and let each row hold its part of it as a view.
 
         Args:
-            name: family of the state.
-            index: its index within the layer.
-            memory: has the states of the first rows, and places behind them; `None` for new memory.
-            known: how many rows these are.
+            memory: tensors with a place for each row. A state that stands in its place is not copied. States that have
+                no such tensor get a new one.
+            places: how many places new tensors have, if these are more than the rows.
         """
         filled = [vars(row._states) for row in self.rows]
-        states = [own[name][index] for own in filled]
-        if any(one is None for one in states):
-            whole = memory = None
-        else:
-            if memory is None:
-                memory = states[0].new_empty(self._places, *states[0].shape[1:])
-            whole = memory[: len(states)]
-            for place, view in enumerate(torch.split(whole, 1)):
-                if place >= known:
-                    view.copy_(states[place])
-                filled[place][name][index] = view
-        self._memory[name, index], vars(self._states)[name][index] = memory, whole
-        # A row that was rolled back to nothing has zeros, as it had before its first token.
-        vars(self._states)[f"has_{name}"][index] = any(own[f"has_{name}"][index] for own in filled)
+        held, tensors = LinearStates(self.number_of_states), dict[tuple[str, int], Tensor]()
+        for name, index in itertools.product(FAMILIES, range(self.number_of_states)):
+            states = [own[name][index] for own in filled]
+            # A row that was rolled back to nothing has zeros, as it had before its first token.
+            vars(held)[f"has_{name}"][index] = any(own[f"has_{name}"][index] for own in filled)
+            if all(state is not None for state in states):
+                whole = memory.get((name, index))
+                if whole is None:
+                    whole = states[0].new_empty(max(places, len(states)), *states[0].shape[1:])
+                tensors[name, index] = whole
+        # Only now, as memory may run out before.
+        self._states, self._memory = held, tensors
+        for (name, index), whole in tensors.items():
+            rows = vars(held)[name][index] = whole[: len(filled)]
+            for own, view in zip(filled, torch.split(rows, 1), strict=True):
+                if view.data_ptr() != own[name][index].data_ptr():
+                    view.copy_(own[name][index])
+                own[name][index] = view
 
     @override
     def side_by_side(self, layers: Sequence[CacheLayer]) -> CacheLayer:
@@ -80,16 +75,13 @@ class RecurrentRows(HeldRows, LinearAttentionLayer):
         refuses the rows, it goes on.
         """
         self.check_whole()
-        others = rows_of(layers[1:])
-        rows = len(self.rows) + len(others)
-        if rows > self._places:
-            # Half as many more, as a row that joins later is followed by others.
-            self._join(rows + rows // 2)
         joined = self._twin()
-        joined._states, joined._memory = LinearStates(self.number_of_states), dict(self._memory)
-        joined.rows = [*self.rows, *others]
-        for key, memory in self._memory.items():
-            joined._hold(*key, memory, len(self.rows))
+        joined.rows = [*self.rows, *rows_of(layers[1:])]
+        rows = len(joined.rows)
+        if any(memory.shape[0] < rows for memory in self._memory.values()):
+            # Half as many more, as a row that joins later is followed by others.
+            self._join(places=rows + rows // 2)
+        joined._join(self._memory)
         return joined
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -115,29 +107,39 @@ class RecurrentRows(HeldRows, LinearAttentionLayer):
     @override
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None) -> Tensor:
-        check_followed(conv_states)
-        self.check_whole()
-        full = []
-        for row, columns in zip(self.rows, torch.split(conv_states, 1), strict=True):
-            full.append(row.update_conv_state(columns, state_idx, conv_kernel_size))
-            self._is_torn = True
+        full = self._update("conv", conv_states, state_idx, conv_kernel_size)
         # A row without tokens has no columns before its first ones: to its convolution, they are zeros.
         widest = max(columns.shape[-1] for columns in full)
-        full = [torch.nn.functional.pad(columns, (widest - columns.shape[-1], 0)) for columns in full]
-        self._note_update("conv", state_idx)
-        return torch.cat(full)
+        return torch.cat([torch.nn.functional.pad(columns, (widest - columns.shape[-1], 0)) for columns in full])
 
     @override
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0) -> Tensor:
-        check_followed(recurrent_states)
+        self._update("recurrent", recurrent_states, state_idx)
+        held: Tensor = vars(self._states)["recurrent"][state_idx]
+        return held
+
+    def _update(self, name: str, states: Tensor, state_idx: int, *args: int | None) -> list[Tensor]:
+        """Let each row take in its part of a new state, and hold what the rows hold then. Returns what they return."""
+        check_followed(states)
         self.check_whole()
-        for row, states in zip(self.rows, torch.split(recurrent_states, 1), strict=True):
-            row.update_recurrent_state(states, state_idx)
+        updated = []
+        for row, own in zip(self.rows, torch.split(states, 1), strict=True):
+            updated.append(getattr(row, f"update_{name}_state")(own, state_idx, *args))
             self._is_torn = True
-        self._note_update("recurrent", state_idx)
-        held = self._states.recurrent[state_idx]
-        return recurrent_states if held is None else held
+        whole = vars(self._states)[name][state_idx]
+        views = [vars(row._states)[name][state_idx] for row in self.rows]
+        # The first states are tensors of their own.
+        if whole is None or any(
+            view.data_ptr() != part.data_ptr() for view, part in zip(views, torch.split(whole, 1), strict=True)
+        ):
+            self._join()
+        vars(self._states)[f"has_{name}"][state_idx] = True
+        for row in self.rows:
+            # Models write a recurrent state in place, from its second token on.
+            row._states.has_recurrent[state_idx] = self._states.has_recurrent[state_idx]
+        self._is_torn = False
+        return updated
 
     @property
     @override
@@ -153,20 +155,6 @@ class RecurrentRows(HeldRows, LinearAttentionLayer):
                 "reset() the cache, and pass all tokens again."
             )
 
-    def _note_update(self, name: str, state_idx: int) -> None:
-        """Hold what the rows hold: their states are filled now, and the first ones may be tensors of their own."""
-        whole = vars(self._states)[name][state_idx]
-        views = [vars(row._states)[name][state_idx] for row in self.rows]
-        if whole is None or any(
-            view.data_ptr() != part.data_ptr() for view, part in zip(views, torch.split(whole, 1), strict=True)
-        ):
-            self._join()
-        for states in (self._states, *(row._states for row in self.rows)):
-            vars(states)[f"has_{name}"][state_idx] = True
-            # Models write a recurrent state in place, from its second token on.
-            states.has_recurrent[state_idx] |= self._states.has_recurrent[state_idx]
-        self._is_torn = False
-
     # Rolling back
 
     def truncate_rows(self, lengths: Sequence[int]) -> None:
@@ -175,7 +163,7 @@ class RecurrentRows(HeldRows, LinearAttentionLayer):
         for row, length in zip(self.rows, lengths, strict=True):
             if length != row.length:
                 row.truncate(length)
-        self._join()
+        self._join(self._memory)
 
     def _shortened(self, length: int) -> list[int]:
         removed = (self.length or 0) - length
@@ -194,19 +182,13 @@ class RecurrentRows(HeldRows, LinearAttentionLayer):
     @override
     def select(self, indices: Tensor) -> None:
         self.check_whole()
-        chosen = indices.tolist()
-        filled = [memory for memory in self._memory.values() if memory is not None]
-        is_in_place = keeps_in_place(filled, chosen, len(self.rows))
-        self._keep(chosen)
-        if is_in_place:
-            for key, memory in self._memory.items():
-                self._hold(*key, memory, len(chosen))
-        else:
-            self._join()
+        stay = stay_in_place(self._memory.values(), indices.tolist(), len(self.rows))
+        super().select(indices)
+        self._join(self._memory if stay else {})
 
     @override
     def trim(self) -> None:
-        if self._places > len(self.rows):
+        if any(memory.shape[0] > len(self.rows) for memory in self._memory.values()):
             self._join()
 
     @override
@@ -214,12 +196,12 @@ class RecurrentRows(HeldRows, LinearAttentionLayer):
         for row in self.rows:
             row.reset()
         self._is_torn = False
-        self._join()
+        self._join(self._memory)
 
     @override
     def fork(self) -> Self:
-        twin = type(self)([row.fork() for row in self.rows])
-        twin._is_torn = self._is_torn
+        twin: Self = super().fork()
+        twin._join()
         return twin
 
     state = load_state = unsaved

@@ -2,14 +2,14 @@
 
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
-from typing_extensions import Self, override
+from typing_extensions import override
 
 from kvlayers.core.arguments import as_batch_indices, check_one_batch, checked_forms, whole_number
 from kvlayers.core.buffer import StateForm
@@ -98,24 +98,19 @@ class RowsLayer(CacheLayer, CacheLayerMixin):  # type: ignore[misc]
         return f"{type(self).__name__}(row_lengths={list(self.row_lengths)})"
 
 
-def keeps_in_place(memory: Sequence[Tensor], chosen: Sequence[int], held: int) -> bool:
-    """Whether the rows at `chosen` are kept where they are. Those from the end have then taken the places of others.
+def stay_in_place(memory: Iterable[Tensor], chosen: Sequence[int], held: int) -> bool:
+    """Whether the rows at `chosen` can stay in their memory. Those from the end then take the places of others.
 
-    They are not if one of them would be overwritten, or half of the memory would be unused.
+    They cannot if one of them would be overwritten, or half of the memory would be unused.
 
     Args:
         memory: tensors that begin with the rows.
         chosen: numbers of rows.
         held: how many rows there are.
     """
-    moved = [(place, own) for place, own in enumerate(chosen) if own != place]
-    is_overwritten = any(own not in range(len(chosen), held) for _, own in moved)
-    if len(chosen) > held or is_overwritten or any(2 * len(chosen) <= states.shape[0] for states in memory):
-        return False
-    for states in memory:
-        for place, own in moved:
-            states[place].copy_(states[own])
-    return True
+    rows = len(chosen)
+    is_overwritten = any(own != place and own not in range(rows, held) for place, own in enumerate(chosen))
+    return rows <= held and not is_overwritten and all(2 * rows > states.shape[0] for states in memory)
 
 
 def check_followed(*states: Tensor) -> None:
@@ -183,12 +178,20 @@ class HeldRows:
         self.check_whole()
         return self.rows[index].fork()
 
-    def _keep(self, chosen: Sequence[int]) -> None:
-        """Hold the rows at `chosen` alone. One that is chosen twice is forked."""
+    def select(self, indices: Tensor) -> None:
+        """Hold the rows at `indices`, int64 `[new_batch]`, alone. One that is chosen twice is forked."""
+        self.check_whole()
+        chosen = as_batch_indices(indices, len(self.rows)).tolist()
         self.rows = [
             self.rows[index].fork() if index in chosen[:place] else self.rows[index]
             for place, index in enumerate(chosen)
         ]
+
+    def fork(self: Any) -> Any:
+        """An independent continuation of each row."""
+        twin = self._twin()
+        twin.rows = [row.fork() for row in self.rows]
+        return twin
 
 
 class SeparateRows(HeldRows, RowsLayer):
@@ -357,21 +360,10 @@ class SeparateRows(HeldRows, RowsLayer):
     # The batch
 
     @override
-    def select(self, indices: Tensor) -> None:
-        self.check_whole()
-        self._keep(as_batch_indices(indices, len(self.rows)).tolist())
-
-    @override
     def reset(self) -> None:
         for row in self.rows:
             row.reset()
         self._before = None
-
-    @override
-    def fork(self) -> Self:
-        twin = self._twin()
-        twin.rows = [row.fork() for row in self.rows]
-        return twin
 
     trim = of_each_row("trim")
     compact = of_each_row("compact")

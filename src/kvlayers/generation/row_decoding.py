@@ -496,7 +496,13 @@ def _drafter(config: Any, kwargs: dict[str, Any]) -> Drafter | None:
 
 
 def drafter_of(config: Any, looked_up: int | None, assistant: Any) -> Drafter | None:
-    """What makes drafts of so many tokens, or an `assistant`'s, by its own config or else by that of the call."""
+    """What makes the drafts of a call, `None` for no drafts.
+
+    Args:
+        config: the config of the call.
+        looked_up: tokens of drafts that are looked up in the rows, `None` for none of these.
+        assistant: a model that makes them, as long as its own config says, or else that of the call.
+    """
     if assistant is None:
         return None if looked_up is None else LookedUp(generate_calls.prompt_lookup(config, looked_up), looked_up)
     tokens = int(

@@ -99,6 +99,7 @@ def install(
             Caches with recurrent states alone, and pairs, are not compared. Default: `False`.
         cache: the name of the cache of calls that neither name nor pass one, such as "int4", also with options:
             "sink:window_length=512". Models that cannot have it go on without it, and the log says so once.
+            A later call of `install()` with another name replaces it, and says nothing.
         cache_implementation: the same as `cache`, by the name that `generate()` has for it.
         continuous_batching: whether rows of kvlayers serve `generate_batch`, `continuous_batching_context_manager` and
             `transformers serve --continuous-batching`, with the cache and the store of the other options. Default: for

@@ -94,9 +94,12 @@ def install(
             to a model gets kvlayers' layers, and without gradients a `DynamicCache` that a model makes itself. Its
             class stays the same. Default: `True`.
         strict_prompts: whether a prompt that starts with other tokens than the passed cache has seen raises
-            `PromptMismatchError`. Otherwise it is a `PromptMismatchWarning`, once per cache. Default: `False`.
+            `PromptMismatchError`, and also one that cannot be compared, as the ids of tokens in the cache are unknown
+            (`known_ids`). Otherwise the first is a `PromptMismatchWarning`, once per cache, and the second goes on.
+            Caches with recurrent states alone, and pairs, are not compared. Default: `False`.
         cache: the name of the cache of calls that neither name nor pass one, such as "int4", also with options:
             "sink:window_length=512". Models that cannot have it go on without it, and the log says so once.
+            A later call of `install()` with another name replaces it, and says nothing.
         cache_implementation: the same as `cache`, by the name that `generate()` has for it.
         continuous_batching: whether rows of kvlayers serve `generate_batch`, `continuous_batching_context_manager` and
             `transformers serve --continuous-batching`, with the cache and the store of the other options. Default: for

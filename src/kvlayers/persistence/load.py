@@ -235,12 +235,12 @@ class StateReader:
         return self._followed(cache, self._ids())
 
     def _ids(self) -> Tensor | None:
-        """Ids of the tokens to load, if the file has them."""
-        if not self.saved.has_token_ids:
+        """Ids of the tokens to load, or of the first of them, if the file has any."""
+        if TOKEN_IDS not in self.saved.header.tensors:
             return None
         length = self.saved.description.cache.length if self.length is None else self.length
         ids = self.saved.tensor(TOKEN_IDS, verify=self.verify)
-        return ids[:, :length].clone() if ids.dim() == 2 and ids.shape[1] >= length else None
+        return ids[:, :length].clone() if ids.dim() == 2 else None
 
     def _followed(self, cache: Cache, ids: Tensor | None) -> Cache:
         """A loaded cache that knows which tokens it has seen, and records its past if the saved one did."""

@@ -14,7 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
@@ -312,11 +312,6 @@ class RowsManager:
         )
         asked = named.cache_implementation
         name = "dynamic" if asked in (None, cache_by_name.CONTINUOUS_BATCHING) else asked
-        drafter, room_for_drafts = (
-            (None, 0)
-            if config.prompt_lookup_num_tokens is None
-            else drafter_of(config, config.prompt_lookup_num_tokens, None)
-        )
         share = given.get("max_memory_percent")
         return RowEngine[_Asked](
             self.model,
@@ -326,8 +321,7 @@ class RowsManager:
             given.get("max_requests_per_batch") or MAX_ROWS,
             None if share is None else Fraction(share),
             given.get("max_batch_tokens") or CHUNK_TOKENS,
-            drafter,
-            room_for_drafts,
+            drafter_of(config, config.prompt_lookup_num_tokens, None),
         )
 
     def warmup(self) -> None:
@@ -381,16 +375,14 @@ class RowsManager:
         """Stop, and keep nothing."""
         self.stop()
 
-    @contextmanager
-    def pause(self) -> Iterator[None]:
+    def pause(self) -> AbstractContextManager[None]:
         """A block in which no step is taken, so that the model may be changed. Requests go on after it.
 
         Raises:
             RuntimeError: the manager does not run.
         """
         self._work.set()
-        with self.background_thread_status.pause(self.is_running):
-            yield
+        return self.background_thread_status.pause(self.is_running)
 
     def add_request(
         self,
@@ -496,8 +488,7 @@ class RowsManager:
 
     def __iter__(self) -> Iterator[Any]:
         """All outputs, as they come, while the manager runs."""
-        while (output := self.get_result()) is not None:
-            yield output
+        return iter(self.get_result, None)
 
     def request_id_iter(self, request_id: str) -> Iterator[Any]:
         """The outputs of one request, up to the last one. It ends without one if the request is given up."""

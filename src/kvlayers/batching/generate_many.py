@@ -185,7 +185,6 @@ def generate_many(
         either("dynamic" if cache is None and cache_implementation is None else cache, cache_implementation),
         cache_config,
     )
-    drafter, tokens_of_drafts = _drafter(model, config, prompt_lookup_num_tokens, assistant_model)
     engine = RowEngine[_Numbered](
         model,
         config,
@@ -194,8 +193,7 @@ def generate_many(
         max_rows,
         memory,
         chunk_tokens,
-        drafter,
-        tokens_of_drafts,
+        _drafter(model, config, prompt_lookup_num_tokens, assistant_model),
     )
     if isinstance(prompts, Tensor) and prompts.dim() == 2:
         # Without a mask, generate() takes pad tokens for padding.
@@ -221,29 +219,28 @@ def _check_callables(tokenizer: object, on_token: object, options: Mapping[str, 
             raise OptionError(f"`{name}` must be a list, got a {type(options[name]).__name__}: pass [{name}].")
 
 
-def _drafter(model: Any, config: Any, looked_up: int | None, assistant: Any) -> tuple[Drafter | None, int]:
-    """What makes drafts, and of how many tokens."""
+def _drafter(model: Any, config: Any, looked_up: int | None, assistant: Any) -> Drafter | None:
+    """What makes drafts, `None` for no drafts."""
     if looked_up is not None and assistant is not None:
         raise OptionError(
             "`prompt_lookup_num_tokens` must be left out beside an `assistant_model`, got both: pass one of them."
         )
-    if looked_up is None and assistant is None:
-        return None, 0
     if looked_up is not None:
         check_whole_number(looked_up, "`prompt_lookup_num_tokens`", 1, of="tokens")
-        return drafter_of(config, looked_up, None)
-    assistant = model_types.unwrapped(assistant)
-    if not isinstance(assistant, PreTrainedModel):
-        raise OptionError(
-            f"`assistant_model` must be a model of transformers, got a {type(assistant).__name__}: pass a loaded model."
-        )
-    own, smaller = (model_types.decoder_config(each.config).vocab_size for each in (model, assistant))
-    if own != smaller:
-        raise OptionError(
-            f"`assistant_model` must have the vocabulary of the model, {own} tokens, got {smaller}: pass a model of "
-            "the same tokenizer."
-        )
-    return drafter_of(config, None, assistant)
+    if assistant is not None:
+        assistant = model_types.unwrapped(assistant)
+        if not isinstance(assistant, PreTrainedModel):
+            raise OptionError(
+                f"`assistant_model` must be a model of transformers, got a {type(assistant).__name__}: pass a loaded "
+                "model."
+            )
+        own, smaller = (model_types.decoder_config(each.config).vocab_size for each in (model, assistant))
+        if own != smaller:
+            raise OptionError(
+                f"`assistant_model` must have the vocabulary of the model, {own} tokens, got {smaller}: pass a model "
+                "of the same tokenizer."
+            )
+    return drafter_of(config, looked_up, assistant)
 
 
 @dataclass(eq=False, kw_only=True)

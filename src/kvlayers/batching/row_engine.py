@@ -76,7 +76,6 @@ class RowEngine(Generic[Kind]):
         chunk_tokens: most tokens of prompts that are read between two steps of the other rows. A prompt is read whole
             if what a cache holds would depend on it.
         drafter: makes drafts, `None` for no drafts.
-        room_for_drafts: tokens of a draft.
 
     Raises:
         OptionError: the model takes no rows, there is no such cache, or no drafts for such a model; or the store is
@@ -93,9 +92,9 @@ class RowEngine(Generic[Kind]):
         memory: int | str | Fraction | None,
         chunk_tokens: int,
         drafter: Drafter | None = None,
-        room_for_drafts: int = 0,
     ) -> None:
-        self._model, self._named, self._active, self._room_for_drafts = model, named, active, room_for_drafts
+        self._model, self._named, self._active = model, named, active
+        self._room_for_drafts = 0 if drafter is None else drafter.tokens
         if model.config.is_encoder_decoder:
             raise OptionError(
                 f"`model` must be a decoder-only model, got a {type(model).__name__}: use model.generate()."
@@ -156,11 +155,10 @@ class RowEngine(Generic[Kind]):
             and place <= MAX_OVERTAKEN
             and all(each.overtaken < MAX_OVERTAKEN for each in self._waiting[:place])
         ):
-            if place >= len(self._waiting):
+            if place == len(self._waiting):
                 new = more()
                 if new is None:
                     break
-                place = len(self._waiting)
                 self._waiting.append(new)
             request = self._waiting[place]
             try:
@@ -249,11 +247,11 @@ class RowEngine(Generic[Kind]):
                 self._reading.popleft()
                 request.error, request.cache = error, None
                 yield request
-                continue
-            if stop == request.prompt_tokens:
-                self._ready.append(self._reading.popleft())
-                self._wait_with(request, logits)
-                self._decoder.begin(request, logits)
+            else:
+                if stop == request.prompt_tokens:
+                    self._ready.append(self._reading.popleft())
+                    self._wait_with(request, logits)
+                    self._decoder.begin(request, logits)
         ready, self._ready = self._ready, []
         # Some may have ended with their first token.
         going_on = [request for request in ready if not self._decoder.has_ended(request)]
@@ -275,8 +273,7 @@ class RowEngine(Generic[Kind]):
         for each in request.copies:
             each.cache, each.logits = self._cache_of(request).fork(), logits
             each.cached_tokens = request.prompt_tokens
-        if request.copies:
-            # They join as if a row had left.
+            # It joins as if a row had left.
             self._held_before = sys.maxsize
         # Those of this engine were made as the request was.
         self._waiting[:0] = cast("Sequence[Kind]", request.copies)

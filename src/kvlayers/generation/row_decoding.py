@@ -25,7 +25,13 @@ from kvlayers.upstream import cache_argument, generate_calls, model_types
 
 
 class Drafter(ABC):
-    """What makes drafts. One that remembers nothing of rows has `drafts` alone."""
+    """What makes drafts. One that remembers nothing of rows has `drafts` alone.
+
+    Attributes:
+        tokens: tokens of a draft, at most.
+    """
+
+    tokens: int
 
     def join(self, rows: "Sequence[DecodedRow]") -> None:
         """Begin to draft for further rows."""
@@ -43,10 +49,11 @@ class LookedUp(Drafter):
 
     Args:
         find: given the ids of a row, `[1, tokens]`, tokens that may come next.
+        tokens: how many they are at most.
     """
 
-    def __init__(self, find: Callable[[Tensor], list[int]]) -> None:
-        self._find = find
+    def __init__(self, find: Callable[[Tensor], list[int]], tokens: int) -> None:
+        self._find, self.tokens = find, tokens
 
     def drafts(self, rows: "Sequence[DecodedRow]") -> list[list[int]]:
         """For each row what has followed its newest tokens before."""
@@ -314,7 +321,7 @@ class DraftModel(Drafter):
     """
 
     def __init__(self, model: Any, tokens: int) -> None:
-        self._model, self._tokens = model, tokens
+        self._model, self.tokens = model, tokens
         self._cache: Cache | None = None
         if (kept := model_types.kept_states(model)) is not None:
             raise OptionError(
@@ -361,7 +368,7 @@ class DraftModel(Drafter):
         last = torch.tensor([len(own) - 1 for own in missing], device=logits.device)
         chosen = logits[torch.arange(len(rows), device=logits.device), last].argmax(-1)
         drafts = [chosen]
-        for _ in range(self._tokens - 1):
+        for _ in range(self.tokens - 1):
             drafts.append(pass_rows(self._model, drafts[-1][:, None], cache)[:, -1].argmax(-1))
         return torch.stack(drafts, 1).tolist()
 
@@ -475,7 +482,7 @@ NOT_FOR_BATCHES = ("assistant_early_exit", "use_mtp", "output_scores", "output_l
 """Options of drafts that are not offered for several prompts, and what is not returned for them."""
 
 
-def _drafter(config: Any, kwargs: dict[str, Any]) -> Drafter:
+def _drafter(config: Any, kwargs: dict[str, Any]) -> Drafter | None:
     """What makes the drafts that a call asks for."""
     options = vars(config)
     refused = [name for name in (*NOT_FOR_BATCHES, "output_hidden_states") if options.get(name)]
@@ -485,18 +492,23 @@ def _drafter(config: Any, kwargs: dict[str, Any]) -> Drafter:
             f"`{refused[0]}` must be left out of a call with drafts for several prompts, got "
             f"{kwargs.get(refused[0], options.get(refused[0]))!r}: pass the prompts one by one."
         )
-    return drafter_of(config, config.prompt_lookup_num_tokens, kwargs.get("assistant_model"))[0]
+    return drafter_of(config, config.prompt_lookup_num_tokens, kwargs.get("assistant_model"))
 
 
-def drafter_of(config: Any, looked_up: int | None, assistant: Any) -> tuple[Drafter, int]:
-    """What makes drafts, and of how many tokens: of an `assistant`, by its own config or else by that of the call."""
+def drafter_of(config: Any, looked_up: int | None, assistant: Any) -> Drafter | None:
+    """What makes the drafts of a call, `None` for no drafts.
+
+    Args:
+        config: the config of the call.
+        looked_up: tokens of drafts that are looked up in the rows, `None` for none of these.
+        assistant: a model that makes them, as long as its own config says, or else that of the call.
+    """
     if assistant is None:
-        tokens = int(looked_up or 0)
-        return LookedUp(generate_calls.prompt_lookup(config, tokens)), tokens
+        return None if looked_up is None else LookedUp(generate_calls.prompt_lookup(config, looked_up), looked_up)
     tokens = int(
         assistant.generation_config.num_assistant_tokens or config.num_assistant_tokens or NUM_ASSISTANT_TOKENS
     )
-    return DraftModel(assistant, tokens), tokens
+    return DraftModel(assistant, tokens)
 
 
 NUM_ASSISTANT_TOKENS = 20

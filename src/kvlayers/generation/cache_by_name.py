@@ -195,8 +195,7 @@ def read_cache_argument(model: Any, argument: str, arguments: dict[str, Any]) ->
         saved, options = _saved(config)
         if saved is not None:
             arguments.update(cache_implementation=saved, cache_config=arguments.get("cache_config", options))
-    named = named_cache(name)
-    if named is not None and named.options:
+    if (named := named_cache(name)) is not None and named.options:
         arguments.update(requested_cache(name, arguments.get("cache_config")).generate_options)
 
 

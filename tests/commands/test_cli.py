@@ -258,6 +258,11 @@ def test_quantities_are_read_as_people_write_them() -> None:
     assert [tokens(text, "context") for text in ("17", "32k", "32K", "1M", "0.5k")] == [17, 2**15, 2**15, 2**20, 512]
     read = [amount_of_bytes(text, "memory") for text in ("5B", "24GiB", "24g", "80GB", "1.5 MiB", "10B", "1TiB")]
     assert read == [5, 24 * 2**30, 24 * 2**30, 80 * 10**9, 3 * 2**19, 10, 2**40]
+    whole = amount_of_bytes(1e9, "memory")
+    assert (whole, type(whole)) == (10**9, int)
+    for number in (1.5, float("inf"), float("nan")):
+        with pytest.raises(kvlayers.OptionError, match="`memory` must be a whole number"):
+            kvlayers.plan(CONFIG, 1000, memory=number)  # type: ignore[arg-type]
     # Nobody can tell whether bytes or megabytes are meant.
     with pytest.raises(kvlayers.OptionError, match="memory` must be a number of bytes with its unit.*got '100'"):
         amount_of_bytes("100", "memory")

@@ -1,6 +1,7 @@
 """What a call of generate() is given in the wrong place, or of the wrong kind, has an error that says what to pass."""
 
 import copy
+import inspect
 from collections import UserDict
 from collections.abc import Callable
 from typing import Any
@@ -218,3 +219,17 @@ def test_a_directory_that_is_no_path_is_refused() -> None:
             offload_device="disk",
             offload_directory=3,  # type: ignore[arg-type]
         )
+
+
+def test_options_of_kvlayers_are_in_the_signature() -> None:
+    parameters = inspect.signature(kvlayers.generate).parameters
+    own = ("cache", "cache_config", "prefix_store", "namespace", "documents", "question", "beginning", "recompute")
+    assert tuple(name for name, each in parameters.items() if each.kind is each.KEYWORD_ONLY) == own
+
+
+@pytest.mark.parametrize("cache_config", [None, {"nbits": 2}])
+def test_the_named_options_reach_the_cache(cache_config: dict[str, int] | None) -> None:
+    options: dict[str, Any] = {"max_new_tokens": 2, "return_dict_in_generate": True, "cache_config": cache_config}
+    made = kvlayers.generate(tiny_model("llama"), prompt(1), cache="quantized", **options).to_tuple()[-1]
+    assert isinstance(made, kvlayers.QuantizedCache)
+    assert made.layers[0].nbits == (4 if cache_config is None else 2)

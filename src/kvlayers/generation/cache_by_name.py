@@ -43,7 +43,7 @@ AUTO = "auto"
 """The name of a cache that a plan chooses for a number of tokens."""
 
 _BITS = re.compile(r"int(?P<nbits>\d)|k(?P<key_nbits>\d)v(?P<value_nbits>\d)")
-_WRITTEN_BITS = re.compile(r"^(\d)[-_ ]?bits?$")
+_WRITTEN_BITS = re.compile(r"^(?:int[-_ ])?(\d)(?:[-_ ]?bits?)?$")
 
 
 @checks_options
@@ -204,15 +204,14 @@ def read_cache_argument(model: Any, argument: str, arguments: dict[str, Any]) ->
     elif not isinstance(given, transformers.Cache | tuple | list | None) and model._supports_default_dynamic_cache():
         raise OptionError(
             f"`{argument}` must be a cache or the name of one, got {_what(given)}: pass for example "
-            "kvlayers.DynamicCache(config=model.config), or cache_implementation='int4'."
+            f"kvlayers.DynamicCache(config=model.config), or {argument}='int4'."
         )
     if name is None and given is None and config is not None and config.cache_implementation is None:
         # The config of the model may have another name.
         saved, options = _saved(config)
         if saved is not None:
             arguments.update(cache_implementation=saved, cache_config=arguments.get("cache_config", options))
-    named = named_cache(name)
-    if named is not None and named.options:
+    if (named := named_cache(name)) is not None and named.options:
         arguments.update(requested_cache(name, arguments.get("cache_config")).generate_options)
 
 
@@ -241,9 +240,9 @@ def unknown_name(name: object) -> OptionError | RegistryError:
             f"`cache` must be the name of a cache here, such as 'int4', got {_what(name)}: pass its name, and its "
             "options as `cache_config`; generate() and Chat also take a cache that you made, as `cache`."
         )
-    lower = _WRITTEN_BITS.sub(r"int\1", name.lower())
+    lower = _WRITTEN_BITS.sub(r"int\1", name.strip().lower())
     if is_registered(lower):
-        return RegistryError(f"`cache_implementation` must be a known name, got {name!r}: did you mean {lower!r}?")
+        return RegistryError(f"`cache` must be a known name, got {name!r}: did you mean {lower!r}?")
     kind, options = "quantized", dict[str, Any]()
     if lower in quantizer_names():
         options["backend"] = lower
@@ -254,7 +253,7 @@ def unknown_name(name: object) -> OptionError | RegistryError:
     else:
         return unknown(name)
     return RegistryError(
-        f"`cache_implementation` must be a known name, got {name!r}: use {kind!r} with cache_config={options}, or "
+        f"`cache` must be a known name, got {name!r}: use {kind!r} with cache_config={options}, or "
         f"write '{kind}:{','.join(f'{option}={value}' for option, value in options.items())}'."
     )
 

@@ -308,7 +308,7 @@ class Chat:
             messages=messages,
             chat_template_kwargs=template_kwargs if chat_template_kwargs is None else chat_template_kwargs,
         )
-        cache, ids = load_cache(path, model.device, config=model, weights_id=weights_id), saved.token_ids()
+        cache, ids = load_cache(path, config=model, device=model.device, weights_id=weights_id), saved.token_ids()
         # A file does not say which of several devices computes a layer: there, the conversation is computed again.
         if ids is not None and not layer_devices(model):
             loaded._cache, loaded._seen = cache, ids[0].tolist()

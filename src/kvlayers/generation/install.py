@@ -31,7 +31,7 @@ These are added to:
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -344,6 +344,8 @@ named_caches.on_change(_accept_names)
 def generate(
     model: Any,
     *args: Any,
+    cache: Any = None,
+    cache_config: Mapping[str, Any] | None = None,
     prefix_store: PrefixStore | None = None,
     namespace: str = "",
     documents: Sequence[Tensor | str] | None = None,
@@ -368,6 +370,9 @@ def generate(
         model: a model of transformers.
         args: as for `model.generate`. In the place of ids, what a tokenizer or a processor returns may stand, as in
             `generate(model, tokenizer(text, return_tensors="pt"))`.
+        cache: the name of a cache, also with options ("sink:window_length=512"), or a cache that you made, which holds
+            the tokens of the call afterwards. Default: the cache that `install` was given, or "dynamic".
+        cache_config: options of the cache that is named, such as `{"nbits": 4}`.
         prefix_store: the store to use. Default: the store that was passed to `install`, if any.
         namespace: the namespace of the store in which the call looks up and inserts. Other namespaces do not see its
             entries. Needs a `prefix_store`.
@@ -413,6 +418,7 @@ def generate(
         (7,)
     """
     call_arguments.check_model(model)
+    kwargs |= {name: given for name, given in (("cache", cache), ("cache_config", cache_config)) if given is not None}
     active = active_store.required_store(prefix_store, namespace)
     prompt = DocumentPrompt.of(model, documents, question, beginning, recompute, args, kwargs)
     if prompt is not None and not prompt.is_one_text:

@@ -35,10 +35,10 @@ from kvlayers.utils.options import checked_device, checks_options
 @checks_options
 def load_cache(
     path: str | os.PathLike[str],
-    device: torch.device | str | None = None,
-    config: object | None = None,
-    length: int | None = None,
     *,
+    config: object | None = None,
+    device: torch.device | str | None = None,
+    length: int | None = None,
     into: Cache | None = None,
     weights_id: str | None = None,
     verify: bool = True,
@@ -50,8 +50,8 @@ def load_cache(
 
     Args:
         path: the file.
+        config: config of the model that continues, or the model. Needed for layers of transformers.
         device: device of the states, the host if not given.
-        config: config of the model that continues. Needed for layers of transformers.
         length: how many of the first tokens to load, all if not given.
         into: an existing cache to load into, for example of an unregistered class, or with a larger reservation. It
             changes only after every check has passed.

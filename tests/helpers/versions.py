@@ -134,6 +134,12 @@ def need_until(version: str, what: str) -> None:
         pytest.skip(f"transformers {TRANSFORMERS} has no {what}, which ended with {version}")
 
 
+def need_cache(model: Any) -> None:
+    """Skip a test on versions of transformers whose `model` takes no cache."""
+    if not cache_argument.is_taken_by(model):
+        pytest.skip(f"a {type(model).__name__} of transformers {TRANSFORMERS} takes no cache")
+
+
 def peft_passes_prefixes() -> bool:
     """Whether PEFT passes the states of a trained prefix by the name that the models of transformers take."""
     import peft.peft_model

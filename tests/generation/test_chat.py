@@ -284,6 +284,7 @@ def test_a_model_that_keeps_states_in_its_modules_reads_each_turn_whole(tokenize
     for text in ("Name a bird.", "And another one?"):
         messages = [*chat.messages, {"role": "user", "content": text}]
         ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-        expected = model.generate(**ids, **written())[0, ids["input_ids"].shape[1] :]
+        given = {name: ids[name] for name in ("input_ids", "attention_mask")}
+        expected = model.generate(**given, **written())[0, ids["input_ids"].shape[1] :]
         assert chat.ask(text, **written()) == tokenizer.decode(expected, skip_special_tokens=True)
         assert chat.cached_tokens == 0

@@ -447,7 +447,7 @@ def test_a_reservation_that_is_too_small_refuses_before_anything_is_written(
             generate(model, ids, cache_config={"max_cache_len": 20}, **how)
         with pytest.raises(CapacityError, match=r"at most 6 tokens.*0 held and 9 new|reservation of 6"):
             generate(model, ids, cache_config={"max_cache_len": 6}, **how)
-        with pytest.raises(CapacityError, match=r"at most 1 sequences.* got 2"):
+        with pytest.raises(CapacityError, match=r"at most 1 sequence, got 2"):
             generate(model, ids, cache_config={"max_batch_size": 1}, **how)
         assert torch.equal(generate(model, ids, **how), expected)
         grown = generate(model, ids, cache_config={"max_cache_len": 6, "grow": True}, **how)

@@ -134,6 +134,12 @@ def need_until(version: str, what: str) -> None:
         pytest.skip(f"transformers {TRANSFORMERS} has no {what}, which ended with {version}")
 
 
+def need_cache(model: Any) -> None:
+    """Skip a test on versions of transformers whose `model` takes no cache."""
+    if not cache_argument.is_taken_by(model):
+        pytest.skip(f"a {type(model).__name__} of transformers {TRANSFORMERS} takes no cache")
+
+
 def peft_passes_prefixes() -> bool:
     """Whether PEFT passes the states of a trained prefix by the name that the models of transformers take."""
     import peft.peft_model
@@ -171,8 +177,9 @@ def rope(**parameters: Any) -> dict[str, Any]:
         return {"rope_parameters": parameters}
     general = parameters.get("full_attention", parameters)
     if general["rope_type"] == "longrope":
-        # phi3 takes these three and no others.
-        own = {"type": "longrope"} | {name: general[name] for name in ("short_factor", "long_factor")}
+        # phi3 takes the first two and no others.
+        names = [name for name in ("short_factor", "long_factor", "factor") if name in general]
+        own = {"type": "longrope"} | {name: general[name] for name in names}
         return {"rope_theta": general["rope_theta"], "rope_scaling": own}
     own = {name: value for name, value in general.items() if name not in ("rope_theta", "partial_rotary_factor")}
     said = {"rope_theta": general["rope_theta"], "rope_scaling": None if own == {"rope_type": "default"} else own}

@@ -9,6 +9,7 @@ import torch
 import transformers as tf
 
 import versions
+from kvlayers.upstream import compat
 from models import COMMON, WINDOW
 
 SIDE = 16
@@ -30,12 +31,12 @@ VISION = {
     "patch_size": 4,
 }
 GRIDS = {"depth": 2, "num_heads": 2, "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2}
-MROPE = {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 10000.0}
+MROPE = versions.rope(rope_type="default", mrope_section=[2, 1, 1], rope_theta=10000.0)
 SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": versions.NO_END}
 
 CONFIGS: dict[str, Any] = {
     "qwen2_5_vl": lambda: tf.Qwen2_5_VLConfig(
-        text_config={**TEXT, "rope_parameters": MROPE},
+        text_config={**TEXT, **MROPE},
         vision_config={
             **GRIDS, "hidden_size": 16, "intermediate_size": 24, "out_hidden_size": 32, "window_size": 16,
             "fullatt_block_indexes": [1],
@@ -43,7 +44,7 @@ CONFIGS: dict[str, Any] = {
         image_token_id=IMAGE, video_token_id=95, vision_start_token_id=93, vision_end_token_id=94,
     ),
     "qwen3_vl": lambda: tf.Qwen3VLConfig(
-        text_config={**TEXT, "rope_parameters": MROPE},
+        text_config={**TEXT, **MROPE},
         vision_config={
             **GRIDS, "hidden_size": 16, "intermediate_size": 24, "out_hidden_size": 32, "num_position_embeddings": 64,
             "deepstack_visual_indexes": [0, 1],
@@ -177,7 +178,7 @@ def inputs(family: str, *prompts: Sequence[Piece], length: int | None = None) ->
     mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
     made = {"input_ids": input_ids, "attention_mask": mask}
     types = (input_ids == IMAGE).long()
-    if family.startswith("qwen"):
+    if family.startswith("qwen") and compat.PREPARES_POSITIONS:
         made["mm_token_type_ids"] = types
     elif family == "gemma3":
         made["token_type_ids"] = types

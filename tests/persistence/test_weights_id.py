@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import kvlayers
+import versions
 from kvlayers.persistence import fingerprint
 from models import fresh_model
 
@@ -279,7 +280,7 @@ def test_codes_and_scales_of_other_packages_count() -> None:
 )  # fmt: skip
 def test_frequencies_that_a_long_prompt_replaces_do_not_count(own: dict[str, Any]) -> None:
     rope = {"factor": 2.0, "rope_theta": 10000.0, **own}
-    model = fresh_model("llama", rope_parameters=rope, max_position_embeddings=16)
+    model = fresh_model("llama", **versions.rope(**rope), max_position_embeddings=16)
     before, first = kvlayers.weights_id(model), model.model.rotary_emb.inv_freq.clone()
     with torch.no_grad():
         model(torch.randint(3, 90, (1, 40)))

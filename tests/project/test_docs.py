@@ -80,6 +80,8 @@ def test_the_python_of_a_page_runs(
         monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", lambda graph, *_, **__: graph.forward)
     if name_of(page) in ("static.md", "recipes/compile.md"):
         versions.need_since("5.4", "compiled decode loops without cache_position")
+    if name_of(page) == "rows.md":
+        versions.need_since("5.2", "continuous batching on a CPU")
     if name_of(page) == "recurrent.md":
         versions.need_recurrent_layers("jamba")
     code = "\n".join(blocks_of(page, "python"))

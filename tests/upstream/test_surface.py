@@ -165,7 +165,7 @@ DIFFERENCES = [
     ),
     Difference(
         "layer.keys, layer.values", QUANTIZED, FILLED, "the residual in full precision, or an empty tensor",
-        "all tokens, including packed ones", "the layer holds all of them",
+        "all tokens, including quantized ones", "the layer holds all of them",
     ),
     Difference(
         "layer.keys, layer.values", ALL, ("reset",), "after `reset()` `None` (before 5.18 zeros)", "no tokens",

@@ -20,7 +20,7 @@ from kvlayers.generation.prefix_reuse.active_store import ActiveStore
 from kvlayers.generation.prefix_reuse.eligibility import StorePart
 from kvlayers.generation.prefix_reuse.prefixed_call import usable_cache
 from kvlayers.generation.retried_pass import pass_unseen
-from kvlayers.generation.row_decoding import DecodedRow, Drafter, RowDecoder, check_positions
+from kvlayers.generation.row_decoding import DecodedRow, Drafter, RowDecoder, check_takes_rows
 from kvlayers.prefix import Hit
 from kvlayers.rope.from_config import frequencies_within, remembers_lengths
 from kvlayers.upstream import generate_calls, model_types
@@ -99,7 +99,7 @@ class RowEngine(Generic[Kind]):
             raise OptionError(
                 f"`model` must be a decoder-only model, got a {type(model).__name__}: use model.generate()."
             )
-        check_positions(model)
+        check_takes_rows(model)
         if named.name == AUTO:
             raise OptionError(f"`cache` must be one cache for all rows, got {AUTO!r}: name it, and pass `memory`.")
         self._between_steps = chunk_tokens

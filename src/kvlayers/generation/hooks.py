@@ -118,7 +118,7 @@ def _forget_images(model: Any, past: Cache, input_ids: Any, mask: Any) -> None:
     is_whole = not isinstance(mask, Tensor) or mask.shape[-1] == input_ids.shape[1]
     before = input_ids[:, :0] if is_whole else past.known_ids
     if before is not None:
-        model_types.forget_images(model, torch.cat([before.to(input_ids.device), input_ids], dim=1))
+        model_types.forget_images(model, torch.cat([before.to(input_ids.device), input_ids], dim=1), mask)
 
 
 def _total_tokens(model: Any, input_ids: Any, kwargs: dict[str, Any]) -> int | None:

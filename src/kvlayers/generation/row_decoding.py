@@ -128,12 +128,13 @@ class DecodedRow:
         return self.ids[0, self.prompt_tokens :]
 
 
-def check_positions(model: Any) -> None:
-    """Raise `OptionError` if rows of different lengths cannot tell a model their positions."""
-    if not is_told_positions(model):
+def check_takes_rows(model: Any) -> None:
+    """Raise `OptionError` if rows of different lengths cannot tell a model their positions, or pass it their cache."""
+    if not is_told_positions(model) or not cache_argument.is_taken_by(model):
         raise OptionError(
-            f"`model` must take `position_ids`, for rows of different lengths, got a {type(model).__name__}, whose "
-            "forward pass names no such argument: pass the base model of a wrapper, or the prompts one by one."
+            "`model` must take `position_ids` and a cache, for rows of different lengths, got a "
+            f"{type(model).__name__}, whose forward pass does not name both: pass the base model of a wrapper, or the "
+            "prompts one by one."
         )
 
 
@@ -456,7 +457,7 @@ def _check_batch(
             f"`input_ids` must be of one prompt for drafts with the recurrent states of {name}, got "
             f"{input_ids.shape[0]}: leave out the drafts, or pass the prompts one by one."
         )
-    check_positions(model)
+    check_takes_rows(model)
     if len(padding) > 1 and frequencies_of(model, input_ids, kwargs, padding) is None:
         raise OptionError(
             f"`input_ids` must be of one prompt for drafts with {name}, as the frequencies of its RoPE change within "

@@ -387,7 +387,7 @@ _PLACEHOLDER = re.compile("(image|video|audio|vision).*_token_(id|index)$")
 """Names of fields of configs that hold the id of a token in whose place something else than text stands."""
 
 
-def forget_images(model: nn.Module, ids: Tensor) -> None:
+def forget_images(model: nn.Module, ids: Tensor, mask: Tensor | None) -> None:
     """Let a model forget the positions of an earlier call's images, if `ids` are of text alone.
 
     It would otherwise take them for those of a sequence that goes on behind a cache.
@@ -395,13 +395,18 @@ def forget_images(model: nn.Module, ids: Tensor) -> None:
     Args:
         model: the model.
         ids: the whole sequence, `[batch, tokens]`.
+        mask: its mask, `[batch, tokens]`; `None` if no token is padding.
     """
-    fields = vars(model.config).items()
-    placeholders = [value for name, value in fields if _PLACEHOLDER.search(name) and value is not None]
+    placeholders = [
+        value for name, value in vars(model.config).items() if _PLACEHOLDER.search(name) and value is not None
+    ]
     if placeholders and not torch.isin(ids, torch.tensor(placeholders, device=ids.device)).any():
+        # How far positions are behind columns without images. Before 5.3, a model that does not know takes what is
+        # passed for the beginning of the sequence.
+        behind = ids.new_zeros(len(ids), 1) if mask is None else mask.sum(-1, keepdim=True) - mask.shape[-1]
         for module in model.modules():
             for name in vars(module).keys() & MADE_ANEW:
-                setattr(module, name, None)
+                setattr(module, name, None if compat.PREPARES_POSITIONS else behind)
 
 
 PASS_METHODS = ("forward", "prepare_inputs_for_generation")

@@ -330,6 +330,23 @@ def test_chunks_that_windows_pack_before_they_lose_tokens_count(share: float) ->
         position += tokens
 
 
+@pytest.mark.parametrize("chunk", [5, 20])
+@pytest.mark.parametrize("window", [32, 48])
+def test_a_chunk_that_packed_windows_take_beside_what_leaves_them_stays_within_the_budget(
+    window: int, chunk: int
+) -> None:
+    """A window that has not packed a block holds both for a while, which are more tokens than it has room for."""
+    config = config_of("windows", window)
+    full = DynamicCache(config=config)
+    read(full, [200, *[1] * 64])
+    budget = int(full.nbytes * 0.8)
+    cache = DynamicCache(config=config, max_bytes=budget)
+    assert read(cache, [200, *[1] * 63]) <= budget
+    assert cache.layers[0].bits
+    for turn in range(2):
+        assert read(cache, [chunk, 1, 1], first=263 + turn * (chunk + 2)) <= budget
+
+
 def test_the_least_bytes_of_windows_are_those_of_full_ones_without_sinks() -> None:
     """Room for 499 tokens in windows of 400: the residual of 192 tokens, and 5 blocks with vectors of their own."""
     sizes = []

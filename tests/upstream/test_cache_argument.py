@@ -192,3 +192,19 @@ def test_a_call_that_failed_leaves_a_cache_that_can_be_passed_again() -> None:
         assert cache.get_seq_length() == 9
         cache.reset()
     assert model.generate(ids, max_new_tokens=2, **{OLD: cache}).shape == (1, 11)
+
+
+def test_a_call_that_failed_leaves_nothing_for_the_next_one_to_fail_by() -> None:
+    """Assisted decoding asks for the length within the model, where hooks on modules come too late for the pass."""
+    model = tiny_model("llama")
+    options: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "prompt_lookup_num_tokens": 3}
+    hooks = len(torch.nn.modules.module._global_forward_hooks)
+    caches = [kvlayers.DynamicCache(config=model.config, max_bytes=size) for size in (100, 100, "1GiB", 100, "1GiB")]
+    for cache in caches:
+        if cache.budget.max_bytes == 100:
+            with pytest.raises(kvlayers.errors.CapacityError, match="max_bytes"):
+                model.generate(prompt(1, 20), **{OLD: cache}, **options)
+        else:
+            seen = model.generate(prompt(1, 20), **{OLD: cache}, **options)
+            assert torch.equal(seen, model.generate(prompt(1, 20), **options))
+        assert len(torch.nn.modules.module._global_forward_hooks) == hooks

@@ -253,7 +253,8 @@ class GivenToGenerate:
         """
         self.is_measured = True
         cache = self._cache()
-        if cache is None or not cache_argument.HAS_OLD_NAMES or cache.is_compileable:
+        # A model that asks within its pass (assisted decoding) has taken the cache, and hooks would see a later call.
+        if cache is None or not cache_argument.HAS_OLD_NAMES or cache.is_compileable or in_module(ALL):
             return
         self._thread, self._began = threading.get_ident(), cache.newest_pass()
         self._hooks = [

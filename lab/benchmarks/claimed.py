@@ -146,7 +146,7 @@ def update_row(tokens: int) -> str:
 
 
 LLAMA = "The model is a random llama in bfloat16, of 8 layers with 16 heads and 8 KV heads of 64. The batch is 1"
-SMOLLM2 = "SmolLM2-135M-Instruct (30 layers, 9 heads, 3 KV heads of 64) reads real text"
+SMOLLM2 = f"{of_prompts.SMOLLM2} (30 layers, 9 heads, 3 KV heads of 64; {of_prompts.CONVERTED}) reads real text"
 
 GROUPS = (
     Group(
@@ -307,8 +307,7 @@ GROUPS = (
     Group(
         "sinks",
         "A text of several windows with sinks",
-        "SmolLM2-135M-Instruct in float32 reads a text of 8 windows of 64 tokens, token by token; the second half "
-        "is scored.",
+        f"{SMOLLM2} in float32: a text of 8 windows of 64 tokens, token by token; the second half is scored.",
         (at_least(SINK, TIMES_PERPLEXITY, 1.5),),
     ),
     Group(
@@ -470,8 +469,9 @@ def readme_table(record: Mapping[str, Any], docs: str) -> str:
         [
             markdown(["cache", "memory, as a share", "decode step, times as fast", "predictions"], rows),
             f"At 16,384 tokens, relative to transformers' `DynamicCache`. {LLAMA}. {_where(record.get('step'))} \"Same "
-            'top token": how often the most likely next token stays the same, for SmolLM2-135M-Instruct in float32 on '
-            f"1,024 tokens of real text after 2,048. [More figures]({docs}benchmarks.md#claims)",
+            'top token": how often the most likely next token stays the same, for SmolLM2-135M-Instruct in float32 '
+            f"({of_prompts.CONVERTED}) on 1,024 tokens of real text after 2,048. [More "
+            f"figures]({docs}benchmarks.md#claims)",
             *([BESIDE_STATIC.format(docs=docs)] if baseline else []),
         ]
     )
@@ -491,22 +491,32 @@ def headline(record: Mapping[str, Any], prompts: Mapping[str, Any]) -> str:
         (f"for {cell['tokens']:,}", 1 / cell["ratio"])
         for cell in of_prompts.find(of_prompts.cells_of(prompts), **prompt)
     ]
+    of_large = record.get("large", {}).get("cells", {})
+    large = [
+        (f"after {tokens:,}", of_large[length_row(DYNAMIC, tokens)][TIMES_AS_FAST])
+        for tokens in LARGE_LENGTHS
+        if of_large
+    ]
     lines = [
         *([f"{of_prompts.SMOLLM2} reads a prompt {_times(read)}"] if read else []),
+        *([f"a random llama with 1.2 billion weights decodes {_times(large)}"] if large else []),
         f"a random llama of 8 layers decodes {_times(steps)}",
         f"`int4` holds {cells[INT4][OF_DENSE]:.0%} of the bytes of 16,384 tokens there, and decodes "
-        f"{cells[INT4][TIMES_AS_FAST]:.1f} times as fast as transformers' cache.",
+        f"{cells[INT4][OVER_DYNAMIC]:.1f} times as fast as kvlayers' own `dynamic`.",
     ]
     threads = record["step"]["threads"]
-    return f"**On a CPU** ({threads} threads, bfloat16), beside transformers' `DynamicCache`:\n\n" + "\n".join(
-        f"- {line}" for line in lines
-    )
+    parts = [
+        f"**On a CPU** ({threads} threads, bfloat16), beside transformers' `DynamicCache`:",
+        "\n".join(f"- {line}" for line in lines),
+        *([f"({of_prompts.SMOLLM2} is the one that `make demo` downloads: {of_prompts.CONVERTED}.)"] if read else []),
+    ]
+    return "\n\n".join(parts)
 
 
 def _times(figures: Sequence[tuple[str, float]]) -> str:
-    (first, ratio), *others = figures
-    rest = [f"{ratio:.1f} {where}" for where, ratio in others]
-    return f"{ratio:.1f} times as fast {first} tokens, {', '.join(rest[:-1])} and {rest[-1]};"
+    (where, ratio), *others = figures
+    *most, last = [f"{ratio:.1f} times as fast {where} tokens", *(f"{ratio:.1f} {where}" for where, ratio in others)]
+    return f"{', '.join(most)} and {last};"
 
 
 DRAWN = ((TRANSFORMERS, TRANSFORMERS), ("kvlayers `DynamicCache`", DYNAMIC), ("kvlayers `int4`", INT4))

@@ -15,6 +15,7 @@ from typing import Any
 
 import pages
 from pages import ROOT
+from prompt_tables import CONVERTED, SMOLLM2
 
 README = ROOT / "README.md"
 FIRST, NOTE, SUMMARY, NEXT = " Library", "Prompt: the forward pass", "With kvlayers, ", "Next: "
@@ -59,9 +60,10 @@ def block(record: Mapping[str, Any]) -> str:
         if distances
         else ""
     )
+    converted = f" ({CONVERTED})" if shown["model"] == SMOLLM2 else ""
     return (
         f"```\n{lines}\n```\n\n{LEGEND}{noise}\n\n"
-        f"That was {shown['model']} in {shown['dtype']} after {int(shown['tokens']):,} tokens "
+        f"That was {shown['model']} in {shown['dtype']}{converted} after {int(shown['tokens']):,} tokens "
         f"({hardware['cpu']}, {hardware['threads']} threads, transformers {versions['transformers']}, "
         f"{record['date'][:10]})."
     )

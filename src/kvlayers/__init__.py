@@ -63,7 +63,11 @@ def __getattr__(name: str) -> Any:
         else:
             raise AttributeError(
                 f"module 'kvlayers' has no attribute '{name}'"
-                + "".join(f": did you mean '{near}'?" for near in difflib.get_close_matches(name, __all__, n=1))
+                + (
+                    f": {name} is in kvlayers_lab; in a checkout: pip install ./lab"
+                    if name in ("BytesBudget", "Calibration", "DivergenceBudget", "calibrate", "score")
+                    else "".join(f": did you mean '{near}'?" for near in difflib.get_close_matches(name, __all__, n=1))
+                )
             )
     globals()[name] = value
     return value

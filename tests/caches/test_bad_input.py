@@ -477,3 +477,32 @@ def test_what_is_no_layer_makes_no_cache(thing: Any, said: str) -> None:
 def test_every_layer_of_transformers_makes_a_cache() -> None:
     layers = [transformers.cache_utils.DynamicLayer(), transformers.cache_utils.StaticLayer(max_cache_len=8)]
     assert len(kvlayers.Cache(layers=(*layers, kvlayers.DynamicLayer())).layers) == 3
+
+
+MISWRITTEN: dict[str, tuple[Callable[[Any], object], str]] = {
+    "names by another name": (lambda model: kvlayers.plan(model, 100, cache="int4"), r"write names=\['int4'\]\."),
+    "config by another name": (lambda model: kvlayers.load_cache("no", model=model), r"write config=model\.config\."),
+    "a model as the second of a file": (lambda model: kvlayers.load_cache("no", model), "by name, as in .*config="),
+    "a model as a device": (
+        lambda model: kvlayers.make_cache("static", model, device=model),
+        "got a LlamaForCausalLM ",
+    ),
+    "a rule before the config": (lambda model: kvlayers.EvictingCache("tova", config=model), "by name, as in .*rule="),
+    "a share as a budget": (lambda model: kvlayers.make_cache("tova", model, budget=0.5), r"as keep=0\.5\."),
+    "a layer before its states": (
+        lambda _: kvlayers.DynamicCache().update(0, *map(torch.zeros, (GOOD, GOOD))),
+        "got a Tensor: pass keys, values and layer_idx",
+    ),
+    "what only old code passes comes last": (
+        lambda _: kvlayers.DynamicCache(x=1),
+        r"options config, .*, ddp_cache_data\.$",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MISWRITTEN)
+def test_a_miswritten_call_is_answered_by_what_to_write(case: str) -> None:
+    call, said = MISWRITTEN[case]
+    with pytest.raises((kvlayers.OptionError, kvlayers.errors.LayerIndexError), match=said) as raised:
+        call(tiny_model("llama"))
+    assert len(str(raised.value)) < 500

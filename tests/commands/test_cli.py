@@ -54,6 +54,28 @@ def test_the_table_of_a_plan_has_each_cache_and_what_to_use(run: Any, model: Pat
     assert "gives the reasons" not in result.output
 
 
+def test_the_context_may_be_the_second_argument(run: Any, model: Path) -> None:
+    assert run("plan", model, "4k", "--json").stdout == run("plan", model, "--context", "4k", "--json").stdout
+    for given, got in (((), "none"), (("4k", "--context", "8k"), "4k and 8k")):
+        result = run("plan", model, *given)
+        assert result.exit_code == 2
+        assert f"`--context` must be given once, got {got}: write" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "planned"),
+    [
+        (["dynamic, int4"], ["dynamic", "int4"]),
+        (["sink:window_length=64,num_sink_tokens=2,int4"], ["sink:window_length=64,num_sink_tokens=2", "int4"]),
+        (["quantized:nbits=[4,8],dynamic", "int8"], ["quantized:nbits=[4,8]", "dynamic", "int8"]),
+    ],
+)
+def test_caches_are_separated_by_commas(run: Any, model: Path, given: list[str], planned: list[str]) -> None:
+    options = [part for text in given for part in ("--cache", text)]
+    said = json.loads(run("plan", model, "4k", *options, "--json").stdout)
+    assert sorted(cache["name"] for cache in said["caches"]) == sorted(planned)
+
+
 def test_a_plan_names_the_caches_that_a_model_cannot_have(run: Any, tmp_path: Path) -> None:
     tf.MistralConfig(**COMMON, sliding_window=64).save_pretrained(tmp_path)
     result = run("plan", tmp_path, "--context", "4k")
@@ -236,6 +258,11 @@ def test_quantities_are_read_as_people_write_them() -> None:
     assert [tokens(text, "context") for text in ("17", "32k", "32K", "1M", "0.5k")] == [17, 2**15, 2**15, 2**20, 512]
     read = [amount_of_bytes(text, "memory") for text in ("5B", "24GiB", "24g", "80GB", "1.5 MiB", "10B", "1TiB")]
     assert read == [5, 24 * 2**30, 24 * 2**30, 80 * 10**9, 3 * 2**19, 10, 2**40]
+    whole = amount_of_bytes(1e9, "memory")
+    assert (whole, type(whole)) == (10**9, int)
+    for number in (1.5, float("inf"), float("nan")):
+        with pytest.raises(kvlayers.OptionError, match="`memory` must be a whole number"):
+            kvlayers.plan(CONFIG, 1000, memory=number)  # type: ignore[arg-type]
     # Nobody can tell whether bytes or megabytes are meant.
     with pytest.raises(kvlayers.OptionError, match="memory` must be a number of bytes with its unit.*got '100'"):
         amount_of_bytes("100", "memory")

@@ -1,17 +1,20 @@
 """What a call of generate() is given in the wrong place, or of the wrong kind, has an error that says what to pass."""
 
+import copy
+import inspect
 from collections import UserDict
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import transformers
 
 import kvlayers
 import kvlayers_lab
 from kvlayers.errors import OptionError, RegistryError, StateMismatchError
 from kvlayers.upstream import cache_argument, compat
-from models import prompt, tiny_model
+from models import fresh_model, prompt, tiny_model
 
 IDS = prompt(1, 5)
 HOW: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
@@ -87,11 +90,51 @@ def test_a_prompt_that_is_none_is_refused(way: str, given: Any, words: str) -> N
         ({"cache_implementation": kvlayers.DynamicCache}, "got the class DynamicCache"),
         ({"cache_implementation": "int4", "cache_config": "nbits=4"}, "`cache_config` must be a mapping"),
         ({"cache_implementation": "sink:window=1", "past_key_values": "int4"}, "ask for different caches"),
+        ({"nbits": 2}, r"`nbits` is no option of generate\(\), but one of a cache: pass cache_config=\{'nbits': 2\}"),
+        ({"past_key_values": "int4", "length_hint": 24}, r"pass cache_config=\{'length_hint': 24\}"),
     ],
 )
 def test_another_argument_of_the_wrong_kind_is_refused(how: dict[str, Any], words: str) -> None:
     with pytest.raises(OptionError, match=words):
         kvlayers.generate(tiny_model("llama"), IDS, **{**HOW, **how})
+
+
+def _config(**options: Any) -> dict[str, Any]:
+    return {"generation_config": transformers.GenerationConfig(**options)}
+
+
+@pytest.mark.parametrize("option", [{"cache_config": {"nbits": 2}}, _config(cache_config={"nbits": 2})])
+@pytest.mark.parametrize("make", [transformers.DynamicCache, kvlayers.DynamicCache])
+def test_options_of_a_name_beside_a_cache_are_refused(make: Any, option: dict[str, Any]) -> None:
+    with pytest.raises(OptionError, match="`cache_config` must be left out beside a cache .* a DynamicCache"):
+        kvlayers.generate(tiny_model("llama"), IDS, past_key_values=make(), **option, **HOW)
+
+
+@pytest.mark.parametrize("option", [{"use_cache": False}, _config(use_cache=False)])
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"past_key_values": "int4"},
+        {"cache_implementation": "int4"},
+        {"past_key_values": kvlayers.DynamicCache()},
+        {"past_key_values": transformers.DynamicCache()},
+        {"cache_config": {"nbits": 2}},
+    ],
+    ids=["a name", "an implementation", "a cache", "a cache of transformers", "options"],
+)
+def test_a_cache_that_is_not_to_be_used_is_refused(asked: dict[str, Any], option: dict[str, Any]) -> None:
+    with pytest.raises(OptionError, match="`use_cache` must not be False beside a cache or its options"):
+        kvlayers.generate(tiny_model("llama"), IDS, **asked, **option, **HOW)
+
+
+def test_what_the_model_says_by_itself_is_no_wish_of_the_call() -> None:
+    model = fresh_model("llama")
+    expected = model.generate(IDS, **HOW)
+    model.generation_config.use_cache, model.generation_config.cache_config = False, {"length_hint": 9}
+    for cache in (kvlayers.DynamicCache(), transformers.DynamicCache()):
+        config = copy.deepcopy(model.generation_config)
+        found = kvlayers.generate(model, IDS, past_key_values=cache, generation_config=config, **HOW)
+        assert torch.equal(found, expected)
 
 
 def test_an_argument_that_is_given_twice_is_refused_as_by_python() -> None:
@@ -176,3 +219,17 @@ def test_a_directory_that_is_no_path_is_refused() -> None:
             offload_device="disk",
             offload_directory=3,  # type: ignore[arg-type]
         )
+
+
+def test_options_of_kvlayers_are_in_the_signature() -> None:
+    parameters = inspect.signature(kvlayers.generate).parameters
+    own = ("cache", "cache_config", "prefix_store", "namespace", "documents", "question", "beginning", "recompute")
+    assert tuple(name for name, each in parameters.items() if each.kind is each.KEYWORD_ONLY) == own
+
+
+@pytest.mark.parametrize("cache_config", [None, {"nbits": 2}])
+def test_the_named_options_reach_the_cache(cache_config: dict[str, int] | None) -> None:
+    options: dict[str, Any] = {"max_new_tokens": 2, "return_dict_in_generate": True, "cache_config": cache_config}
+    made = kvlayers.generate(tiny_model("llama"), prompt(1), cache="quantized", **options).to_tuple()[-1]
+    assert isinstance(made, kvlayers.QuantizedCache)
+    assert made.layers[0].nbits == (4 if cache_config is None else 2)

@@ -90,8 +90,9 @@ def test_a_cache_goes_on_with_its_model_or_an_equal_one_alone(family: str) -> No
     output = equal.generate(begun, past_key_values=cache, **how)
     assert torch.equal(output, model.generate(begun, **how))
     longer = behind(output)
-    with pytest.raises(kvlayers.errors.PromptMismatchError, match="another model"):
-        other.generate(longer, past_key_values=cache, **how)
+    for _ in range(2):
+        with pytest.raises(kvlayers.errors.PromptMismatchError, match="another model"):
+            other.generate(longer, past_key_values=cache, **how)
     cache.reset()
     assert torch.equal(other.generate(longer, past_key_values=cache, **how), other.generate(longer, **how))
 
@@ -131,7 +132,10 @@ def test_the_ids_follow_the_operations_of_the_cache(kind: str, strict: None) -> 
         generate(prompt(3, 40)[:, 20:], fork)
     # Of a state nobody says what it is of.
     fork.load_state(state)
-    generate(prompt(3, 40)[:, 20:], fork)
+    with pytest.raises(kvlayers.errors.PromptMismatchError, match="with 12 of the 12 tokens that the cache has seen"):
+        generate(prompt(3, 40)[:, 20:], fork)
+    with kvlayers.installed(strict_prompts=False):
+        generate(prompt(3, 40)[:, 20:], fork)
 
 
 def test_a_warning_comes_once_for_each_cache_and_points_at_the_call(installed: None) -> None:
@@ -145,7 +149,7 @@ def test_a_warning_comes_once_for_each_cache_and_points_at_the_call(installed: N
         generate(behind(ids), cache)
 
 
-def test_padding_and_beams_are_no_cause_for_alarm(strict: None) -> None:
+def test_padding_and_samples_are_no_cause_for_alarm(strict: None) -> None:
     cache, ids = kvlayers.DynamicCache(), prompt(2, 8)
     mask = torch.ones_like(ids)
     mask[0, :3] = 0
@@ -156,14 +160,6 @@ def test_padding_and_beams_are_no_cause_for_alarm(strict: None) -> None:
     generate(changed(ids, 1), cache, attention_mask=mask)
 
     cache, ids = kvlayers.DynamicCache(), prompt(2, 8)
-    generate(ids, cache, num_beams=3)
-    assert torch.equal(cache.known_ids, ids.repeat_interleave(3, dim=0))
-    # What the beams were of is not known: a prompt may go on in another way.
-    generate(behind(ids, 12), cache, num_beams=3)
-    with pytest.raises(kvlayers.errors.PromptMismatchError, match="token 0"):
-        generate(prompt(2, 60)[:, 20:], cache, num_beams=3)
-
-    cache = kvlayers.DynamicCache()
     samples = generate(ids, cache, num_return_sequences=2, do_sample=True)
     generate(behind(samples), cache)
 
@@ -190,9 +186,124 @@ def test_a_loop_of_ones_own_leaves_its_prompts_behind(strict: None) -> None:
         model(ids[:, :1], past_key_values=cache)
         model(ids[:, :3], past_key_values=cache)
     assert torch.equal(cache.known_ids, ids)
-    generate(torch.cat([ids, prompt(1, 30)], dim=1), cache)
+    longer = torch.cat([ids, ids[:, :1], ids[:, :3], prompt(1, 9)], dim=1)
+    with pytest.raises(kvlayers.errors.PromptMismatchError, match="with 4 of the 13 tokens that the cache has seen"):
+        generate(longer, cache)
+    with kvlayers.installed(strict_prompts=False):
+        generate(longer, cache.fork())
     with pytest.raises(kvlayers.errors.PromptMismatchError, match="token 8"):
         generate(torch.cat([changed(ids, 8), prompt(1, 40)], dim=1), cache)
+    cache.known_ids = longer[:, :13]
+    generate(longer, cache)
+
+
+# Beams
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize("length", [8, 40])
+@pytest.mark.parametrize("tokens", [1, 2, 6])
+def test_after_a_beam_search_the_ids_are_those_of_the_beams(kind: str, length: int, tokens: int, strict: None) -> None:
+    model, ids = tiny_model("llama"), prompt(2, length)
+    cache = MAKERS[kind](model)
+    returned = generate(ids, cache, tokens, num_beams=3, num_return_sequences=3)
+    known = cache.known_ids
+    assert known.shape == (6, cache.get_seq_length())
+    again = MAKERS[kind](model)
+    with torch.no_grad():
+        model(known[:, :length], past_key_values=again)
+        for place in range(length, known.shape[1]):
+            model(known[:, place : place + 1], past_key_values=again)
+    for layer, own in zip(cache.layers, again.layers, strict=True):
+        torch.testing.assert_close(layer.keys, own.keys)
+    # A beam goes on as from a new cache. What was returned may be something else, and is then refused.
+    fork, first = cache.fork(), cache.fork()
+    longer = behind(known)
+    assert torch.equal(generate(longer, cache), generate(longer, MAKERS[kind](model)))
+    if torch.equal(returned[:, : known.shape[1]], known):
+        generate(behind(returned), fork)
+    else:
+        with pytest.raises(kvlayers.errors.PromptMismatchError, match=r"token \d+ of sequence"):
+            generate(behind(returned), fork)
+    first.batch_select_indices([0])
+    with pytest.raises(kvlayers.errors.PromptMismatchError, match="token"):
+        generate(behind(changed(known[:1], length - 1)), first, num_beams=1)
+
+
+def test_what_beams_return_differs_from_what_they_leave_and_says_so(installed: None) -> None:
+    model, warned = tiny_model("llama"), 0
+    for seed in range(6):
+        ids = prompt(1, 9, seed=seed)
+        cache = kvlayers.DynamicCache(config=model.config)
+        best = generate(ids, cache, 6, num_beams=3)
+        cache.batch_select_indices([0])
+        longer = behind(best)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", kvlayers.PromptMismatchWarning)
+            output = generate(longer, cache, return_dict_in_generate=True, output_logits=True)
+        found = any(warning.category is kvlayers.PromptMismatchWarning for warning in caught)
+        fresh = generate(longer, None, return_dict_in_generate=True, output_logits=True)
+        logits = [torch.stack(each.logits[:1]) for each in (output, fresh)]  # type: ignore[attr-defined]
+        assert found == (not torch.allclose(*logits, atol=1e-5))
+        warned += found
+    assert warned
+
+
+def test_beams_go_on_from_beams(strict: None) -> None:
+    cache = kvlayers.DynamicCache()
+    generate(prompt(2, 8), cache, num_beams=3)
+    for _ in range(2):
+        longer = torch.cat([cache.known_ids, prompt(6, 3)], dim=1)
+        generate(longer, cache)
+    assert torch.equal(cache.known_ids[:, : longer.shape[1]], longer)
+    with pytest.raises(kvlayers.errors.PromptMismatchError, match="token 0"):
+        generate(prompt(6, 60)[:, 20:], cache)
+
+
+# Calls that fail, and other wrong caches
+
+
+def test_a_call_that_fails_leaves_what_was_known(strict: None) -> None:
+    class Stop(Exception):
+        pass
+
+    def stop(ids: torch.Tensor, scores: Any) -> Any:
+        if ids.shape[1] > 20:
+            raise Stop
+        return torch.zeros(ids.shape[0], dtype=torch.bool)
+
+    cache = kvlayers.DynamicCache()
+    ids = generate(prompt(1, 8), cache)
+    known = cache.known_ids
+    with pytest.raises(Stop):
+        generate(behind(ids, 4), cache, tokens=20, stopping_criteria=[stop])
+    assert torch.equal(cache.known_ids, known)
+    assert cache.get_seq_length() > known.shape[1]
+    cache.crop(known.shape[1])
+    longer = behind(ids)
+    assert torch.equal(generate(longer, cache), generate(longer, kvlayers.DynamicCache()))
+
+
+@pytest.mark.parametrize("length", [3, 30])
+def test_two_prompts_on_the_cache_of_one_are_refused_as_that(length: int, installed: None) -> None:
+    cache = kvlayers.DynamicCache()
+    ids = generate(prompt(1, 8), cache)
+    with pytest.raises(kvlayers.errors.StateMismatchError, match="a prompt for each of the 1 sequences.* got 2"):
+        generate(prompt(2, length), cache)
+    generate(behind(ids), cache)
+
+
+def test_states_of_a_model_with_other_layers_are_one_error(installed: None) -> None:
+    model = tiny_model("llama")
+    other = type(model)(type(model.config)(**{**model.config.to_dict(), "num_key_value_heads": 1})).eval()
+    cache = kvlayers.DynamicCache(config=model.config)
+    ids = generate(prompt(1, 8), cache)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", kvlayers.PromptMismatchWarning)
+        for _ in range(2):
+            with pytest.raises(kvlayers.errors.StateMismatchError, match="another model, .* with other layers"):
+                other.generate(behind(ids), past_key_values=cache, max_new_tokens=2)
+    generate(behind(ids), cache)
 
 
 def test_a_returned_cache_knows_its_sequences(installed: None) -> None:

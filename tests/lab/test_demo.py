@@ -376,9 +376,7 @@ def test_an_export_that_fails_leaves_nothing_behind(nowhere: Path, monkeypatch: 
     assert list((nowhere / "models").iterdir()) == []
 
 
-def test_the_export_takes_16_bits_and_is_read_in_float32(
-    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_export_takes_16_bits_and_says_so(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "weights.gguf").touch()
     target = tmp_path / "target"
     target.mkdir()
@@ -397,13 +395,18 @@ def test_the_export_takes_16_bits_and_is_read_in_float32(
     demo_model._export(tmp_path, target)
     with safe_open(target / "model.safetensors", "pt") as weights:
         assert {weights.get_slice(name).get_dtype() for name in weights.keys()} == {"BF16"}  # noqa: SIM118
-    assert transformers.AutoConfig.from_pretrained(target).dtype is torch.float32
+    assert transformers.AutoConfig.from_pretrained(target).dtype is torch.bfloat16
 
 
-def test_an_export_that_is_there_is_not_made_again(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (nowhere / "config.json").write_text("{}")
+def test_an_export_that_is_there_is_not_made_again_and_says_its_dtype(
+    nowhere: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = nowhere / "config.json"
+    config.write_text('{"dtype": "float32", "rope_theta": 3}')
     monkeypatch.delattr(demo_model, "_export")
-    assert demo_model.export_bundled_model(nowhere) == nowhere
+    for _ in range(2):
+        assert demo_model.export_bundled_model(nowhere) == nowhere
+        assert json.loads(config.read_text()) == {"dtype": "bfloat16", "rope_theta": 3}
 
 
 @pytest.mark.parametrize("enabled", [True, False])

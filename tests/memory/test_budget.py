@@ -1,5 +1,6 @@
 """A cache within a budget: exact while it lasts, never beyond it, and never worse than the bits that it ends with."""
 
+import dataclasses
 import logging
 import sys
 from collections.abc import Callable
@@ -12,7 +13,7 @@ import transformers as tf
 from torch import Tensor
 
 import kvlayers
-from kvlayers import DynamicCache, QuantizedCache
+from kvlayers import DynamicCache, QuantizedCache, quantizers
 from kvlayers.errors import CapacityError, OptionError
 from kvlayers.kernels.attention.packed_tensor import as_dense
 from kvlayers.offload import Prefetcher
@@ -183,7 +184,7 @@ def test_layers_narrow_from_the_first_on_and_none_before_it_must(narrow: int) ->
     cache.crop(600)
     read(cache, [1], first=600)
     assert bits_of(cache) == bits
-    assert f"{narrow} of 3 layers in 4 bits" in cache.budget.note
+    assert f"4 bits in {narrow} of 3 layers" in cache.budget.note
 
 
 def test_the_newest_tokens_that_fit_stay_exact() -> None:
@@ -394,6 +395,53 @@ def test_bytes_stay_within_the_budget_after(operation: str) -> None:
         for side, exact in zip(own.peek(), other.peek(), strict=True):
             torch.testing.assert_close(as_dense(side)[:, :, -kept:], as_dense(exact)[:, :, -kept:], rtol=0, atol=0)
             torch.testing.assert_close(as_dense(side), as_dense(exact), rtol=0, atol=0.5)
+
+
+@pytest.mark.parametrize(("tokens", "room"), [(21, 240), (300, 700)])
+def test_room_behind_repeated_sequences_is_given_back_before_tokens_are_rounded_or_refused(
+    tokens: int, room: int
+) -> None:
+    """Each sequence has the room for further tokens that the first one had, and twice as many tokens would fit."""
+    cache, full = DynamicCache(config=config_of(), max_bytes=room * TOKEN_BYTES), DynamicCache(config=config_of())
+    for each in (cache, full):
+        read(each, [1] * tokens)
+        each.batch_repeat_interleave(2)
+    assert cache.nbytes > room * TOKEN_BYTES
+    more = room // 2 - tokens
+    assert read(cache, [1] * more, 2, tokens) <= room * TOKEN_BYTES
+    read(full, [1] * more, 2, tokens)
+    assert exact_tokens(cache) == [room // 2] * LAYERS
+    for own, other in zip(cache.layers, full.layers, strict=True):
+        assert all(map(torch.equal, own.peek(), other.peek()))
+    # The next token of each sequence has no room in full precision.
+    if tokens > 208:
+        assert read(cache, [1, 1], 2, room // 2) <= room * TOKEN_BYTES
+        assert min(bits_of(cache)) == 8
+    else:
+        with pytest.raises(CapacityError, match="max_bytes"):
+            read(cache, [1], 2, room // 2)
+
+
+def test_a_backend_that_is_registered_again_counts_by_its_new_blocks() -> None:
+    """Nothing is kept by its name."""
+    most = []
+    for name in ("own", "once", "own"):
+
+        class Own(type(quantizers.backend("native"))):  # type: ignore[misc]
+            tokens = 128 if most else 32
+
+            def quantizer(self, options: Any, head_dim: int) -> Any:
+                size = self.tokens if options.side == "keys" else None
+                return super().quantizer(dataclasses.replace(options, group_size=size), head_dim)
+
+        quantizers.register_quantizer(name)(Own)
+        try:
+            cache = QuantizedCache(name, config=config_of(), max_bytes=int(TOKENS * TOKEN_BYTES * 0.6))
+            read(cache, [TOKENS, 1])
+            most.append((cache.nbytes, exact_tokens(cache)))
+        finally:
+            quantizers.unregister_quantizer(name)
+    assert most[2] == most[1] != most[0]
 
 
 def test_a_fork_has_a_budget_of_its_own() -> None:

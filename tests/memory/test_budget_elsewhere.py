@@ -98,7 +98,8 @@ def test_it_is_explained_and_shown_what_stays_exact() -> None:
     for index in range(2):
         cache.update(*states(300, 5 + index), index)
     kept = cache.layers[0].length - cache.layers[0].exact_from
-    noted = re.search(r"memory: at least the newest (\d+) tokens .*8 bits in 2 of 2 layers", repr(cache.explain()))
+    said = r"memory: at least the newest (\d+) tokens stay exact, and older ones have 8 bits in 2 of 2 layers"
+    noted = re.search(said, repr(cache.explain()))
     assert noted
     assert int(noted[1]) <= kept < int(noted[1]) + 64
     assert "8" in repr(cache.summary())

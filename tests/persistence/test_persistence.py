@@ -513,6 +513,40 @@ def test_ids_of_other_tokens_are_refused(ids: Any, path: pathlib.Path) -> None:
     assert list(path.parent.iterdir()) == []
 
 
+@pytest.mark.parametrize("known", [103, 60])
+def test_ids_that_the_cache_knows_are_in_its_file(known: int, path: pathlib.Path) -> None:
+    _, cache = _filled("dynamic")
+    ids = torch.cat([prompt(2, 100), prompt(2, 3, seed=1)], dim=1)
+    cache.known_ids = ids[:, :known]
+    save_cache(cache, path)
+    assert torch.equal(cast(torch.Tensor, inspect_cache(path).token_ids()), ids[:, :known])
+    for loaded in (load_cache(path), load_cache(path, into=kvlayers.DynamicCache())):
+        assert torch.equal(cast(torch.Tensor, loaded.known_ids), ids[:, :known])
+    for length in (40, 80):
+        found = load_cache(path, length=length).known_ids
+        assert torch.equal(cast(torch.Tensor, found), ids[:, : min(known, length)])
+    save_cache(cache, path, token_ids=ids)
+    assert torch.equal(cast(torch.Tensor, load_cache(path).known_ids), ids)
+
+
+@pytest.mark.parametrize(("row", "token"), [(0, 0), (1, 59)])
+def test_ids_of_another_text_than_the_cache_knows_are_refused(row: int, token: int, path: pathlib.Path) -> None:
+    _, cache = _filled("dynamic")
+    ids = torch.cat([prompt(2, 100), prompt(2, 3, seed=1)], dim=1)
+    cache.known_ids = ids[:, :60].clone()
+    save_cache(cache, path)
+    before = path.read_bytes()
+    other = ids.clone()
+    other[row, token:] = 2
+    told = f"token {token} of sequence {row} is 2 in `token_ids`, and {int(ids[row, token])} in the cache"
+    with pytest.raises(OptionError, match=told):
+        save_cache(cache, path, token_ids=other)
+    assert path.read_bytes() == before
+    # What the cache does not know cannot be compared.
+    ids[1, 60:] = 2
+    save_cache(cache, path, token_ids=ids)
+
+
 # A prefix
 
 

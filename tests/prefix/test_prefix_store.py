@@ -284,6 +284,43 @@ class Falling(Growing):
         return -super().rank(entry)
 
 
+class NewestUse:
+    """One that needs a use of each entry."""
+
+    def rank(self, entry: Any) -> float:
+        return max(entry.uses.values())
+
+
+@pytest.mark.parametrize("place", ["memory", "directory"])
+def test_a_policy_sees_the_use_of_an_entry_that_comes_in(place: str, tmp_path: pathlib.Path) -> None:
+    store = PrefixStore(room_for(2), tmp_path if place == "directory" else None, policy=NewestUse())
+    for first in range(5):
+        assert store.insert(ids_of(first, 0, 0), filled([first, 0, 0]), model="m")
+        assert store.lookup(ids_of(0, 0, 0), model="m").covered == 2
+    assert store.lookup(ids_of(4, 0, 0), model="m").covered == 2
+
+
+def test_a_policy_that_fails_for_a_while_only_keeps_entries_from_leaving() -> None:
+    class Failing(NewestUse):
+        fails = True
+
+        def rank(self, entry: Any) -> float:
+            if self.fails:
+                raise RuntimeError("a policy of somebody else's")
+            return super().rank(entry)
+
+    policy = Failing()
+    store = PrefixStore(2**30, policy=policy)
+    for first in range(3):
+        assert store.insert(ids_of(first, 0, 0), filled([first, 0, 0]), model="m")
+    with pytest.raises(RuntimeError, match="somebody else's"):
+        store.evict()
+    assert [store.lookup(ids_of(first, 0, 0), model="m").covered for first in range(3)] == [2, 2, 2]
+    policy.fails = False
+    assert store.evict() > 0
+    assert (len(store), store.statistics.bytes) == (0, 0)
+
+
 @pytest.mark.parametrize("policy", [Constant, Growing, Falling])
 def test_the_budget_holds_whatever_a_policy_says(policy: Any) -> None:
     store = PrefixStore(room_for(2), policy=policy())

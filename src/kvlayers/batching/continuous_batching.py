@@ -298,8 +298,10 @@ class RowsManager:
             )
         config, _ = generate_calls.full_generation_config(self.model, {"generation_config": own})
         if config.max_new_tokens is None:
-            # Until the model has no positions left.
-            config.max_new_tokens = (self._positions or MAX_ROWS * CHUNK_TOKENS) - prompt_tokens
+            # Until the model has no positions left. A model that counts none has no end of them.
+            config.max_new_tokens = (
+                MAX_ROWS * CHUNK_TOKENS if self._positions is None else self._positions - prompt_tokens
+            )
         if config.eos_token_id == NO_END:
             config.eos_token_id = None
         generate_calls.prepare_special_tokens(self.model, config)

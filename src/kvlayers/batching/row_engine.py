@@ -185,7 +185,7 @@ class RowEngine(Generic[Kind]):
     def cancel(self, request: Kind) -> None:
         """Take a request out. One that is being decoded ends with the next step."""
         request.is_stopped = True
-        for requests in (self._waiting, self._reading):
+        for requests in (self._waiting, self._reading, self._ready):
             if request in requests:
                 requests.remove(request)
                 request.cache = None

@@ -3,6 +3,7 @@
 """
 
 import os
+import re
 import shutil
 import sys
 import time
@@ -21,7 +22,7 @@ PLAN_OPTIONS = {
     "memory": "--memory",
     "encoder_length": "--encoder-length",
     "names": "--cache",
-    "cache_implementation": "--cache",
+    "cache": "--cache",
     "max_bytes": "--max-bytes",
 }
 
@@ -30,7 +31,10 @@ def plan(
     model: Annotated[
         str, typer.Argument(metavar="MODEL", help="Directory of a model, its config.json, or its name on the hub.")
     ],
-    context: Annotated[str, typer.Option(help="Tokens of a sequence, prompt and continuation: 32768 or 32k.")],
+    tokens_given: Annotated[str | None, typer.Argument(metavar="CONTEXT", help="The same as --context.")] = None,
+    context: Annotated[
+        str | None, typer.Option(help="Tokens of a sequence, prompt and continuation: 32768 or 32k.")
+    ] = None,
     batch: Annotated[int, typer.Option(help="Sequences in the batch, beams included.")] = 1,
     memory: Annotated[
         str | None,
@@ -52,7 +56,8 @@ def plan(
         list[str] | None,
         typer.Option(
             "--cache",
-            help="A cache to plan, also with options (sink:window_length=512); repeat for several. Default: all.",
+            help="A cache to plan, also with options (sink:window_length=512); several with commas, or by repeating "
+            "it. Default: all.",
         ),
     ] = None,
     max_bytes: Annotated[
@@ -66,7 +71,7 @@ def plan(
 ) -> None:
     """Show what each kind of cache would cost for a model, from its config alone, and which one to use.
 
-    For example: kvlayers plan HuggingFaceTB/SmolLM2-135M-Instruct --context 8k
+    For example: kvlayers plan HuggingFaceTB/SmolLM2-135M-Instruct 8k
 
     Exits with 2 if the input cannot be used, or if no cache is within the memory.
     """
@@ -76,7 +81,12 @@ def plan(
 
     with one_line_errors("plan", PLAN_OPTIONS), quiet_libraries():
         # Checked before the config, which may come from the hub.
-        length = tokens(context, "--context")
+        if (context is None) == (tokens_given is None):
+            raise OptionError(
+                f"`--context` must be given once, got {' and '.join(filter(None, (tokens_given, context))) or 'none'}: "
+                "write, for example, kvlayers plan MODEL 8k."
+            )
+        length = tokens(context or tokens_given or "", "--context")
         if memory is not None:
             bytes_or_share(memory, "--memory")
         encoded = None if encoder_length is None else tokens(encoder_length, "--encoder-length")
@@ -86,7 +96,8 @@ def plan(
             batch,
             dtype.name_or_none,
             memory,
-            names=name,
+            # Between caches, and neither in a list nor before another option of the same cache.
+            names=name and [each.strip() for text in name for each in re.split(r",(?!\s*[\w.]+=|[^\[]*\])", text)],
             encoder_length=encoded,
             max_bytes=max_bytes,
         )
@@ -94,14 +105,20 @@ def plan(
         print_json(planned)
         return
     console = Console()
-    use, *others = planned.notes
-    console.print(use, highlight=False, markup=False)
     head, *rows = planned.rows()
     styles = ["bold" if planned.recommended in group else "" if group[0].fits else "dim" for group in planned.groups()]
-    texts = [head.index("cache"), head.index("states")]
-    console.print(table([name.capitalize() for name in head], rows, planned.title, styles, texts))
-    for note in others:
-        console.print(note, style="yellow" if note.startswith("Careful") else "dim", highlight=False, markup=False)
+    console.print(
+        table(
+            [name.capitalize() for name in head],
+            rows,
+            planned.title,
+            styles,
+            [head.index("cache"), head.index("states")],
+        )
+    )
+    for note in planned.notes:
+        style = "yellow" if note.startswith("Careful") else "" if note.startswith("Use") else "dim"
+        console.print(note, style=style, highlight=False, markup=False)
     if planned.left_out:
         console.print(f"Not for this model (--json gives the reasons): {', '.join(planned.left_out)}", style="dim")
 
@@ -129,9 +146,10 @@ def inspect(
 
 
 def compile_command() -> None:
-    """Compile the kernels for this CPU now, so that no script waits for them. It takes about half a minute, once.
+    """Compile the kernels for this CPU now, so that no script waits for them. The first call takes half a minute or so.
 
-    Nothing is compiled if the kernels are in the wheel, or were compiled before. Exits with 1 if the compiler fails.
+    Later calls only say where the kernels are, as they do if the kernels came with kvlayers. Exits with 1 if the
+    compiler fails.
     """
     from kvlayers.errors import KernelError
     from kvlayers.kernels.attention.cpu.kernel import LIBRARIES
@@ -142,13 +160,13 @@ def compile_command() -> None:
             began = time.monotonic()
             with console.status(f"compiling the kernel for {library.purpose}"):
                 path = library.compile()
-            seconds = time.monotonic() - began
-            console.print(f"{library.purpose}: {path} ({seconds:.1f} s)", highlight=False, soft_wrap=True)
+            console.print(
+                f"{library.purpose}: {path} ({time.monotonic() - began:.1f} s)", highlight=False, soft_wrap=True
+            )
 
 
 RUN_OPTIONS = {
     "cache": "--cache",
-    "cache_implementation": "--cache",
     "prefix_store": "--prefix-store",
     "directory": "--prefix-store",
     "max_bytes": "--prefix-store",

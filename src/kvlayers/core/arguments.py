@@ -209,7 +209,7 @@ def check_can_follow(keys: StateForm, values: StateForm, held: Sequence[StateFor
     Raises:
         StateMismatchError: it cannot.
     """
-    if not held:
+    if len(held) != 2:
         return True
     key_form, value_form = held
     seen = (

@@ -112,7 +112,8 @@ class ForwardPassFollower:
             return
         is_known = True
         if length := layer.held_tokens:
-            held = layer.forms or tuple(form_of(states) for states in layer.peek() if states is not None)
+            # Layers of transformers that have just packed all their tokens show tensors of one dimension.
+            held = layer.forms or tuple(form_of(side) for side in layer.peek() if side is not None and side.dim() == 4)
             is_known = check_can_follow(form_of(keys), form_of(values), held, length)
         self.goes_on_with = (keys.dtype, keys.device) if is_known else None
 

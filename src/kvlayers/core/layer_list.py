@@ -127,8 +127,11 @@ class LayerList(metaclass=CacheClass):
 
     def _no_layer(self, layer_idx: object) -> LayerIndexError:
         return LayerIndexError(
-            f"`layer_idx` must be a whole number from 0 to {len(self.layers) - 1}, got {layer_idx!r}: make the cache "
-            "from the config of the model that uses it."
+            f"`layer_idx` must be a whole number from 0 to {len(self.layers) - 1}, got a "
+            f"{type(layer_idx).__name__}: pass keys, values and layer_idx in this order."
+            if isinstance(layer_idx, Tensor)
+            else f"`layer_idx` must be a whole number from 0 to {len(self.layers) - 1}, got {layer_idx!r}: make the "
+            "cache from the config of the model that uses it."
         )
 
     @property

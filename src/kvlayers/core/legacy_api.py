@@ -50,11 +50,12 @@ def pairs_of(layers: Iterable[Any], states_of: Callable[[Any], StatePair]) -> Le
                 f"Layers before a filled one must be filled, got an empty layer {empty} before layer {index}, which "
                 "tuples cannot express: use state() and load_state()."
             )
-        seen = layer.length or 0
-        if seen > keys.shape[2]:
+        # Layers of transformers that have just packed all their tokens show tensors of one dimension.
+        seen, shown = layer.length or 0, keys.shape[2] if keys.dim() == 4 else 0
+        if seen > shown:
             raise LegacyFormatError(
-                f"Layers must hold every token, got layer {index}, which has dropped {seen - keys.shape[2]} of "
-                f"{seen}, which tuples cannot express: use state() and load_state()."
+                f"Layers must hold every token, got layer {index}, which has dropped {seen - shown} of {seen}, "
+                "which tuples cannot express: use state() and load_state()."
             )
         # transformers' static layers have zeros behind their tokens.
         pairs.append((keys[:, :, :seen], values[:, :, :seen]))

@@ -88,7 +88,7 @@ class EvictionOptions:
             raise OptionError(
                 f"`budget` must be a whole number of at least the {self.protected} sinks and recent tokens "
                 f"(sink_tokens={self.sink_tokens}, recent_tokens={self.recent_tokens}) and at most {MOST_TOKENS}, got "
-                f"{budget!r}: pass another budget, or protect fewer tokens."
+                f"{budget!r}: pass another budget, protect fewer tokens, or pass a share of them as keep=0.5."
             )
         if not isinstance(self.per_head, bool):
             raise OptionError(f"`per_head` must be True or False, got {self.per_head!r}: pass one of them.")

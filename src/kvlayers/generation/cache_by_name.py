@@ -43,7 +43,7 @@ AUTO = "auto"
 """The name of a cache that a plan chooses for a number of tokens."""
 
 _BITS = re.compile(r"int(?P<nbits>\d)|k(?P<key_nbits>\d)v(?P<value_nbits>\d)")
-_WRITTEN_BITS = re.compile(r"^(\d)[-_ ]?bits?$")
+_WRITTEN_BITS = re.compile(r"^(?:int[-_ ])?(\d)(?:[-_ ]?bits?)?$")
 
 
 @checks_options
@@ -125,7 +125,7 @@ def cache_for(name: str, request: CacheRequest) -> transformers.Cache:
         named = requested_cache(name, request.options)
         factory, request = factory_of(named.name), dataclasses.replace(request, options=named.options)
     else:
-        _checked_options(request.options)
+        checked_options(request.options)
     if factory is None:
         raise unknown_name(name)
     cache = factory(request)
@@ -178,25 +178,40 @@ def read_cache_argument(model: Any, argument: str, arguments: dict[str, Any]) ->
         arguments: arguments of the call, changed in place.
 
     Raises:
-        OptionError: it is no cache, such as a class or a config; or `cache_implementation` is another name.
+        OptionError: it is no cache, such as a class or a config; `cache_implementation` is another name; a cache comes
+            with a `cache_config`; or a cache or a name with `use_cache=False`.
     """
     given, name = arguments.get(argument), arguments.get("cache_implementation")
+    config, usual = arguments.get("generation_config"), model.generation_config
+    # What the model says by itself is no wish of the call, and a draft model gets the config of the other one.
+    own = usual if config is None or config.is_assistant else config
+    options = arguments.get("cache_config", None if own.cache_config == usual.cache_config else own.cache_config)
+    if arguments.get("use_cache", None if own.use_cache == usual.use_cache else own.use_cache) is False:
+        for unused in (given, name, options):
+            if unused is not None:
+                raise OptionError(
+                    f"`use_cache` must not be False beside a cache or its options, got {unused!r:.60} as well: leave "
+                    "one of them out."
+                )
+    if name is None and isinstance(given, transformers.Cache | tuple | list) and options is not None:
+        raise OptionError(
+            f"`cache_config` must be left out beside a cache that you made, got it and {_what(given)}: it has options "
+            "for a name, so give them to the cache when you make it, or pass a name."
+        )
     if isinstance(given, str):
         name = arguments["cache_implementation"] = either(arguments.pop(argument), name, argument)
     # Models with a cache of their own may take any class.
     elif not isinstance(given, transformers.Cache | tuple | list | None) and model._supports_default_dynamic_cache():
         raise OptionError(
             f"`{argument}` must be a cache or the name of one, got {_what(given)}: pass for example "
-            "kvlayers.DynamicCache(config=model.config), or cache_implementation='int4'."
+            f"kvlayers.DynamicCache(config=model.config), or {argument}='int4'."
         )
-    config = arguments.get("generation_config")
     if name is None and given is None and config is not None and config.cache_implementation is None:
         # The config of the model may have another name.
         saved, options = _saved(config)
         if saved is not None:
             arguments.update(cache_implementation=saved, cache_config=arguments.get("cache_config", options))
-    named = named_cache(name)
-    if named is not None and named.options:
+    if (named := named_cache(name)) is not None and named.options:
         arguments.update(requested_cache(name, arguments.get("cache_config")).generate_options)
 
 
@@ -210,14 +225,12 @@ def either(cache: Any, cache_implementation: str | None, argument: str = "cache"
     Raises:
         OptionError: both are given, and they differ.
     """
-    if cache_implementation is None:
-        return cache
-    if cache is not None and cache != cache_implementation:
+    if cache is not None and cache_implementation is not None and cache != cache_implementation:
         raise OptionError(
             f"`{argument}` must be what `cache_implementation` is, got {argument}={cache!r} and "
             f"cache_implementation={cache_implementation!r}, which ask for different caches: pass one of them."
         )
-    return cache_implementation
+    return cache if cache_implementation is None else cache_implementation
 
 
 def unknown_name(name: object) -> OptionError | RegistryError:
@@ -227,9 +240,9 @@ def unknown_name(name: object) -> OptionError | RegistryError:
             f"`cache` must be the name of a cache here, such as 'int4', got {_what(name)}: pass its name, and its "
             "options as `cache_config`; generate() and Chat also take a cache that you made, as `cache`."
         )
-    lower = _WRITTEN_BITS.sub(r"int\1", name.lower())
+    lower = _WRITTEN_BITS.sub(r"int\1", name.strip().lower())
     if is_registered(lower):
-        return RegistryError(f"`cache_implementation` must be a known name, got {name!r}: did you mean {lower!r}?")
+        return RegistryError(f"`cache` must be a known name, got {name!r}: did you mean {lower!r}?")
     kind, options = "quantized", dict[str, Any]()
     if lower in quantizer_names():
         options["backend"] = lower
@@ -240,7 +253,7 @@ def unknown_name(name: object) -> OptionError | RegistryError:
     else:
         return unknown(name)
     return RegistryError(
-        f"`cache_implementation` must be a known name, got {name!r}: use {kind!r} with cache_config={options}, or "
+        f"`cache` must be a known name, got {name!r}: use {kind!r} with cache_config={options}, or "
         f"write '{kind}:{','.join(f'{option}={value}' for option, value in options.items())}'."
     )
 
@@ -309,10 +322,15 @@ def requested_cache(text: object, options: object) -> NamedCache:
         raise unknown_name(text)
     if options is None:
         return named
-    return NamedCache(named.name, {**named.options, **_checked_options(options)})
+    return NamedCache(named.name, {**named.options, **checked_options(options)})
 
 
-def _checked_options(options: Any) -> Mapping[str, Any]:
+def checked_options(options: Any) -> Mapping[str, Any]:
+    """Options of a cache as they are.
+
+    Raises:
+        OptionError: they are no mapping from names to values.
+    """
     if not isinstance(options, Mapping) or "config" in options or not set(map(type, options)) <= {str}:
         raise OptionError(
             "`cache_config` must be a mapping from names to values, without the config of the model, got "

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 from transformers.generation.utils import GenerationMixin
 
+from kvlayers.core.cache import CACHE_CLASSES
 from kvlayers.errors import OptionError
 from kvlayers.upstream import cache_argument
 
@@ -94,14 +95,23 @@ def check_call(model: Any, given: Mapping[str, Any]) -> None:
     check_generation_config(given.get("generation_config"))
     for name in given.keys() - _OPTIONS:
         if (
-            (near := difflib.get_close_matches(name, (*_OPTIONS, "prefix_store", "namespace", "documents"), 1, 0.85))
-            and name not in inspect.signature(model.forward).parameters
-            and name not in inspect.signature(model.prepare_inputs_for_generation).parameters
-            and "custom_generate" not in given
+            name in inspect.signature(model.forward).parameters
+            or name in inspect.signature(model.prepare_inputs_for_generation).parameters
+            or "custom_generate" in given
         ):
+            continue
+        if near := difflib.get_close_matches(name, (*_OPTIONS, "prefix_store", "namespace", "documents"), 1, 0.85):
             raise OptionError(
                 f"`{name}` is no option of generate(): did you mean {near[0]!r}"
                 f"{'' if near[0] in _OPTIONS else ' of kvlayers.generate()'}?"
+            )
+        if name != "config" and any(
+            name in inspect.signature(CACHE_CLASSES.get(kind)).parameters  # type: ignore[arg-type]
+            for kind in CACHE_CLASSES.names()
+        ):
+            raise OptionError(
+                f"`{name}` is no option of generate(), but one of a cache: pass cache_config={{{name!r}: "
+                f"{given[name]!r:.40}}}, or give it to the cache that you make."
             )
     if isinstance(given.get("max_new_tokens"), str):
         raise OptionError(

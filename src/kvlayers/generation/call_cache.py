@@ -168,16 +168,25 @@ def check_whole_sequence(cache: Cache, input_ids: object) -> None:
         )
 
 
-def check_rows(cache: Cache, attention_mask: Tensor | None) -> None:
-    """Check that the mask of a call has as many tokens for each row as the row has seen.
+def check_rows(cache: Cache, attention_mask: Tensor | None, input_ids: Any) -> None:
+    """Check that a call has as many prompts as a cache has sequences, and its mask the tokens that each row has seen.
 
     Args:
         cache: the cache that is passed to `generate()`.
         attention_mask: its mask, `[batch, tokens]`, if there is one.
+        input_ids: its ids, `[batch, tokens]`, if there are any.
 
     Raises:
-        StateMismatchError: a row has seen other tokens.
+        StateMismatchError: there are other prompts than sequences, or a row has seen other tokens.
     """
+    # Each prompt may have several sequences: its beams, or its samples.
+    is_text = isinstance(input_ids, Tensor) and input_ids.dim() == 2
+    if is_text and cache.get_seq_length() and cache.batch_size % input_ids.shape[0]:
+        raise StateMismatchError(
+            f"`input_ids` must have a prompt for each of the {cache.batch_size} sequences of the cache, got "
+            f"{input_ids.shape[0]}: repeat them (batch_repeat_interleave), give each prompt a fork() of the cache, "
+            "or reset() it."
+        )
     counts_rows = any(layer.traits.counts_rows for layer in cache.self_attention.adapted_layers())
     if not counts_rows or (attention_mask is not None and attention_mask.dim() != 2):
         return

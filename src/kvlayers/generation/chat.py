@@ -302,9 +302,13 @@ class Chat:
         messages, template_kwargs = _read(path, saved.metadata.get(_SAVED))
         if chat_template_kwargs is None and template_kwargs is None:
             raise OptionError("`chat_template_kwargs` could not be saved with this chat: pass them again.")
-        given = template_kwargs if chat_template_kwargs is None else chat_template_kwargs
-        loaded = cls(model, tokenizer, messages=messages, chat_template_kwargs=given)
-        cache, ids = load_cache(path, model.device, config=model, weights_id=weights_id), saved.token_ids()
+        loaded = cls(
+            model,
+            tokenizer,
+            messages=messages,
+            chat_template_kwargs=template_kwargs if chat_template_kwargs is None else chat_template_kwargs,
+        )
+        cache, ids = load_cache(path, config=model, device=model.device, weights_id=weights_id), saved.token_ids()
         # A file does not say which of several devices computes a layer: there, the conversation is computed again.
         if ids is not None and not layer_devices(model):
             loaded._cache, loaded._seen = cache, ids[0].tolist()

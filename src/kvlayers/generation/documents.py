@@ -132,7 +132,8 @@ class DocumentPrompt:
             model, active or active_store.for_call() or _for_one_call(), arguments
         )
         with active_store.CURRENT.override(None):
-            return call_with(cache, model.generate, {**arguments, name: cache}, (cached_tokens,))
+            # The cache has the options already.
+            return call_with(cache, model.generate, {**arguments, name: cache, "cache_config": None}, (cached_tokens,))
 
     def _put_together(
         self, model: Any, active: active_store.ActiveStore, arguments: dict[str, Any]

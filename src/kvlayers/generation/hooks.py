@@ -70,7 +70,7 @@ def _without_store(original: Method, model: Any, requested: str | None, cache_na
     is_from_store = prefixed_call.is_from_store(past)
     if is_own and not is_assistant and not is_pair:
         if not is_from_store:
-            call_cache.check_rows(past, mask)
+            call_cache.check_rows(past, mask, input_ids)
         _forget_images(model, past, input_ids, mask)
     if is_own and not is_assistant and past.is_pair:
         kwargs.update(call_cache.decoder_mask(model, past, kwargs))
@@ -189,7 +189,7 @@ def prepare_cache_for_generation(
         if isinstance(past, Cache):
             # What the cache would look at by itself has been checked here.
             past.forget_call()
-            _note_inputs(model, past)
+            _note_inputs(model, past, generation_config)
         elif past is None:
             call_cache.leave_on_host(model_kwargs.get(argument), model)
         return
@@ -201,7 +201,7 @@ def prepare_cache_for_generation(
         generation_config.cache_implementation = None
     prefixed_call.explain_bypass(cache)
     model_kwargs[argument] = cache
-    _note_inputs(model, cache)
+    _note_inputs(model, cache, generation_config)
 
 
 def _prepare_passed_cache(
@@ -274,9 +274,8 @@ _handing_over: dict[tuple[type, Callable[..., Any]], Patch] = {}
 
 def hand_over_cache(model: Any) -> None:
     """Let a model that keeps an old name, or gives the cache up, get that of `generate()`, until `take_cache_back`."""
-    if getattr(type(model), METHOD) is getattr(GenerationMixin, METHOD):
-        return
-    if cache_argument.keeps_an_old_name(model) or model_types.reads_again_behind(model) is not None:
+    is_usual = getattr(type(model), METHOD) is getattr(GenerationMixin, METHOD)
+    if not is_usual and (cache_argument.keeps_an_old_name(model) or model_types.reads_again_behind(model) is not None):
         _replace_method(type(model), functools.partial(_respelling, cache_argument.name_for(model)))
 
 
@@ -293,9 +292,10 @@ def take_cache_back() -> None:
         _handing_over.clear()
 
 
-def _note_inputs(model: Any, cache: Any) -> None:
-    """Note what passes are prepared from if a cache cannot go back by one pass: it reads earlier tokens again."""
-    if isinstance(cache, Cache) and not cache.keeps_every_token:
+def _note_inputs(model: Any, cache: Any, generation_config: Any) -> None:
+    """Note what passes are prepared from: for a cache that cannot go back by one pass and reads earlier tokens again,
+    and for the ids of beams."""
+    if isinstance(cache, Cache) and (not cache.keeps_every_token or (generation_config.num_beams or 1) > 1):
         _replace_method(type(model), _noting)
 
 
@@ -306,6 +306,7 @@ def _noting(original: Method) -> Method:
         call = CURRENT.get()
         if call.record is not None:
             call.inputs = input_ids, kwargs
+            call.record.note_beams(cache_argument.passed_in(kwargs), input_ids)
         return original(self, input_ids, *args, **kwargs)
 
     return prepare_inputs

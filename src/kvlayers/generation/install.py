@@ -31,7 +31,7 @@ These are added to:
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -94,9 +94,12 @@ def install(
             to a model gets kvlayers' layers, and without gradients a `DynamicCache` that a model makes itself. Its
             class stays the same. Default: `True`.
         strict_prompts: whether a prompt that starts with other tokens than the passed cache has seen raises
-            `PromptMismatchError`. Otherwise it is a `PromptMismatchWarning`, once per cache. Default: `False`.
+            `PromptMismatchError`, and also one that cannot be compared, as the ids of tokens in the cache are unknown
+            (`known_ids`). Otherwise the first is a `PromptMismatchWarning`, once per cache, and the second goes on.
+            Caches with recurrent states alone, and pairs, are not compared. Default: `False`.
         cache: the name of the cache of calls that neither name nor pass one, such as "int4", also with options:
             "sink:window_length=512". Models that cannot have it go on without it, and the log says so once.
+            A later call of `install()` with another name replaces it, and says nothing.
         cache_implementation: the same as `cache`, by the name that `generate()` has for it.
         continuous_batching: whether rows of kvlayers serve `generate_batch`, `continuous_batching_context_manager` and
             `transformers serve --continuous-batching`, with the cache and the store of the other options. Default: for
@@ -341,6 +344,8 @@ named_caches.on_change(_accept_names)
 def generate(
     model: Any,
     *args: Any,
+    cache: Any = None,
+    cache_config: Mapping[str, Any] | None = None,
     prefix_store: PrefixStore | None = None,
     namespace: str = "",
     documents: Sequence[Tensor | str] | None = None,
@@ -365,6 +370,9 @@ def generate(
         model: a model of transformers.
         args: as for `model.generate`. In the place of ids, what a tokenizer or a processor returns may stand, as in
             `generate(model, tokenizer(text, return_tensors="pt"))`.
+        cache: the name of a cache, also with options ("sink:window_length=512"), or a cache that you made, which holds
+            the tokens of the call afterwards. Default: the cache that `install` was given, or "dynamic".
+        cache_config: options of the cache that is named, such as `{"nbits": 4}`.
         prefix_store: the store to use. Default: the store that was passed to `install`, if any.
         namespace: the namespace of the store in which the call looks up and inserts. Other namespaces do not see its
             entries. Needs a `prefix_store`.
@@ -410,6 +418,7 @@ def generate(
         (7,)
     """
     call_arguments.check_model(model)
+    kwargs |= {name: given for name, given in (("cache", cache), ("cache_config", cache_config)) if given is not None}
     active = active_store.required_store(prefix_store, namespace)
     prompt = DocumentPrompt.of(model, documents, question, beginning, recompute, args, kwargs)
     if prompt is not None and not prompt.is_one_text:

@@ -4,8 +4,9 @@ transformers continues from a cache by counting its tokens, whatever they were. 
 (another text, or a chat that was tokenized again), the model answers a text that nobody wrote.
 
 A cache keeps a tensor of ids (`known_ids`) that follows its operations. It holds the tokens of prompts and, once a call
-of `generate()` has ended, those of the returned sequences. Tokens that other loops decode one by one are not recorded,
-since that would cost something at each token. Unknown tokens are not compared.
+of `generate()` has ended, those of the returned sequences; after a beam search, those of the beams that the cache has
+states of, which may be other ones. Tokens that other loops decode one by one are not recorded, since that would cost
+something at each token. Unknown tokens are not compared, and are an error if prompts must be (`strict_prompts`).
 """
 
 import contextlib
@@ -22,7 +23,7 @@ from kvlayers.errors import KVLayersError, PromptMismatchError
 from kvlayers.generation.patching import ScopedValue
 from kvlayers.persistence.fingerprint import weights_id
 from kvlayers.upstream.callers import warn_the_caller
-from kvlayers.upstream.generate_calls import sequences_per_prompt
+from kvlayers.upstream.generate_calls import sequences_per_prompt, static_shape
 
 STRICT_PROMPTS = ScopedValue("strict_prompts", False)
 """The option `strict_prompts` of `install()`."""
@@ -43,6 +44,7 @@ class TokenRecord:
 
     Attributes:
         total_tokens: as passed.
+        has_beams: whether the call searches with beams, known from `begin` on.
 
     Args:
         input_ids: the ids that the call was given, `[prompts, tokens]`; `None` if the cache sees other ones.
@@ -59,7 +61,7 @@ class TokenRecord:
         self._cache: Cache | None = None
         self._known_before: Tensor | None = None
         self._length_before = 0
-        self._has_beams = False
+        self.has_beams = False
 
     def begin(self, model: Any, cache: object, generation_config: Any, mask: Tensor | None) -> None:
         """Compare the prompt and the model with what the passed cache has seen.
@@ -71,26 +73,44 @@ class TokenRecord:
             mask: `[sequences, tokens]`, 0 for padding, if there is any.
 
         Raises:
-            PromptMismatchError: the prompt starts with other tokens, or the cache has states of other weights, under
+            PromptMismatchError: the cache has states of a model with other layers; or the prompt starts with other
+                tokens or with unknown ones, or the cache has states of other weights, under
                 `install(strict_prompts=True)`.
         """
         if isinstance(cache, Cache):
             _compare_models(cache, model)
-        self._has_beams = (generation_config.num_beams or 1) > 1
+        self.has_beams = (generation_config.num_beams or 1) > 1
         if generation_config.is_assistant or not _records_ids(cache):
             return
         ids, known = self._ids, cache.known_ids
         if ids is not None:
             length = _length(cache)
-            if known is not None and length and self._is_whole:
+            if length and self._is_whole:
                 sequences = ids.cpu().repeat_interleave(sequences_per_prompt(generation_config), dim=0)
-                _compare(cache, known[:, :length].cpu(), sequences, mask)
-            self._cache, self._known_before, self._length_before = cache, known if length else None, length
-        # Unknown until the call ends, and for good if it fails.
+                held = ids[:, :0].cpu() if known is None else known[:, :length].cpu()
+                _compare(cache, held, length, sequences, mask)
+                # The beams of a prompt have all of them, in whatever order.
+                length = 0 if self.has_beams and torch.equal(held, sequences[:, :length]) else length
+            self._cache, self._known_before, self._length_before = cache, known, length
+        # Unknown until the call ends.
         cache.known_ids = None
 
+    def note_beams(self, cache: object, sequences: Tensor) -> None:
+        """Let a cache know the tokens of its beams, which it then selects as it selects their states.
+
+        Args:
+            cache: the cache of the call.
+            sequences: ids of which the next pass is prepared, `[prompts * beams, tokens]`.
+        """
+        # A prompt may be read once, before it is repeated.
+        if self.has_beams and _records_ids(cache) and self._ids is not None and sequences.shape[1] > self._ids.shape[1]:
+            cache.known_ids = sequences
+
     def release_cache(self) -> None:
-        """Drop the reference to the cache, whose ids stay unknown."""
+        """Drop the reference to the cache of a call that failed, which still knows what it knew before."""
+        cache, before = self._cache, self._known_before
+        if cache is not None and cache.known_ids is None and before is not None and len(before) == cache.batch_size:
+            cache.known_ids = before
         self._cache = self._known_before = None
 
     def end(self, output: object, cache: object) -> None:
@@ -105,28 +125,24 @@ class TokenRecord:
             return
         if self._cache is not cache and self._cache is not None:
             return
-        rows, seen, ids = cache.batch_size, _length(cache), self._ids.cpu()
-        # After beam search the cache matches the final beams, of which only the prompts are known.
-        fed = ids if self._has_beams else sequences.detach().cpu()
-        if rows < 1 or rows % fed.shape[0] or fed.shape[0] % ids.shape[0]:
-            return
-        if not torch.equal(fed[:, : ids.shape[1]], ids.repeat_interleave(fed.shape[0] // ids.shape[0], dim=0)):
+        rows, seen, ids, beams = cache.batch_size, _length(cache), self._ids.cpu(), cache.known_ids
+        # The beams may be others than what is returned. Before the second pass, only their prompts are known.
+        of_beams = ids if beams is None else beams
+        fed = (of_beams if self.has_beams else sequences).detach().cpu()
+        cache.known_ids = None
+        fits = torch.equal(fed[:, : ids.shape[1]], ids.repeat_interleave(len(fed) // len(ids), dim=0))
+        if not fits or rows < 1 or rows % len(fed):
             return
         fed = fed.repeat_interleave(rows // fed.shape[0], dim=0)
-        before = self._known_before
-        if before is not None and before.shape[0] != rows:
-            before = None
-        if self._length_before == 0:
-            known = fed
-        elif before is None:
+        known = fed[:, :0] if self._length_before == 0 else self._known_before
+        # Sequences that go on from beams may have been selected since.
+        if known is None or known.shape[0] != rows or (self.has_beams and self._length_before):
             return
-        elif before.shape[1] < self._length_before:
-            known = before
-        else:
+        if known.shape[1] >= self._length_before:
             new = fed[:, self._length_before :] if self._is_whole else fed
-            known = torch.cat([before[:, : self._length_before].cpu(), new], dim=1)
+            known = torch.cat([known[:, : self._length_before].cpu(), new], dim=1)
         # If the cache has seen more tokens than there are ids, some have no id, such as those of an image.
-        if self._has_beams or seen <= known.shape[1] or known is before:
+        if seen <= known.shape[1] or known is self._known_before:
             cache.known_ids = known[:, :seen].clone()
 
 
@@ -146,12 +162,9 @@ def record_forward(cache: Cache, ids: Tensor, forward: Callable[[], Any]) -> Any
     length = _length(cache)
     output = forward()
     # If a model calls another one with the same ids, both passes come here.
-    known = None if cache.known_ids is None else cache.known_ids[:, :length]
-    if _length(cache) != length + ids.shape[1] or cache.batch_size != ids.shape[0]:
-        return output
-    if length == 0:
-        cache.known_ids = ids.detach().clone()
-    elif known is not None and known.shape == (ids.shape[0], length):
+    known = ids[:, :0] if length == 0 or cache.known_ids is None else cache.known_ids[:, :length]
+    is_followed = known.shape == (cache.batch_size, length) and _length(cache) == length + ids.shape[1]
+    if is_followed and cache.batch_size == ids.shape[0]:
         cache.known_ids = torch.cat([known.to(ids.device), ids.detach()], dim=1)
     return output
 
@@ -171,51 +184,56 @@ def _records_ids(cache: object) -> TypeGuard[Cache]:
 def _compare_models(cache: Cache, model: Any) -> None:
     """Warn or raise if a cache has states of another model. Models that cannot be compared are taken for equal."""
     before = _MODELS[cache]() if cache in _MODELS else None
+    if before is not None and before is not model and _length(cache):
+        has_equal_layers = equal = True
+        with contextlib.suppress(KVLayersError):
+            has_equal_layers = static_shape(before) == static_shape(model)
+            equal = has_equal_layers and weights_id(before) == weights_id(model)
+        if not equal:
+            _complain(
+                cache,
+                f"the cache holds states of another model, a {type(before).__name__} with other "
+                f"{'weights' if has_equal_layers else 'layers'}: reset() it, or give each model a cache of its own.",
+                may_go_on=has_equal_layers,
+            )
     _MODELS[cache] = weakref.ref(model)
-    if before is None or before is model or not _length(cache):
-        return
-    equal = True
-    with contextlib.suppress(KVLayersError):
-        equal = weights_id(before) == weights_id(model)
-    if not equal:
-        _complain(
-            cache,
-            f"the cache holds states of another model, a {type(before).__name__} with other weights: reset() it, or "
-            "give each model a cache of its own.",
-        )
 
 
-def _compare(cache: Cache, known: Tensor, prompt: Tensor, mask: Tensor | None) -> None:
+def _compare(cache: Cache, known: Tensor, length: int, prompt: Tensor, mask: Tensor | None) -> None:
     """Warn or raise if a prompt differs from the known ids of a cache.
 
     Args:
         cache: the cache.
         known: ids that it has seen, `[sequences, tokens]`.
+        length: how many tokens it has seen.
         prompt: ids of the prompt, `[sequences, tokens]`.
         mask: `[sequences, tokens]`, 0 for padding, which may have had other ids before.
     """
     tokens = min(known.shape[1], prompt.shape[1])
-    if known.shape[0] != prompt.shape[0]:
+    if tokens and known.shape[0] != prompt.shape[0]:
         return
     differs = known[:, :tokens] != prompt[:, :tokens]
     if mask is not None and mask.shape == prompt.shape:
         differs &= mask[:, :tokens].cpu() != 0
-    if not bool(differs.any()):
-        return
-    first = int(differs.any(dim=0).to(torch.int8).argmax())
-    row = int(differs[:, first].to(torch.int8).argmax())
-    _complain(
-        cache,
-        f"the prompt must start with the tokens that the cache has seen, but token {first} of sequence {row} is "
-        f"{int(prompt[row, first])} in the prompt, and {int(known[row, first])} in the cache: "
-        + (f"crop({first}) the cache to the common prefix, " if first else "")
-        + "reset() it for another text, or use a PrefixStore, which finds the longest stored prefix of any prompt.",
-    )
+    for first, row in differs.T.nonzero()[:1].tolist():
+        _complain(
+            cache,
+            f"the prompt must start with the tokens that the cache has seen, but token {first} of sequence {row} is "
+            f"{int(prompt[row, first])} in the prompt, and {int(known[row, first])} in the cache: "
+            + (f"crop({first}) the cache to the common prefix, " if first else "")
+            + "reset() it for another text, or use a PrefixStore, which finds the longest stored prefix of any prompt.",
+        )
+    if tokens < length and STRICT_PROMPTS.get():
+        raise PromptMismatchError(
+            f"the prompt cannot be compared with {length - tokens} of the {length} tokens that the cache has seen, as "
+            "their ids are unknown: set its `known_ids` to them, [sequences, tokens], or reset() it and pass the whole "
+            "text."
+        )
 
 
-def _complain(cache: Cache, message: str) -> None:
-    """Raise under `install(strict_prompts=True)`, or warn once for each cache."""
-    if STRICT_PROMPTS.get():
+def _complain(cache: Cache, message: str, may_go_on: bool = True) -> None:
+    """Raise under `install(strict_prompts=True)` or if the pass would fail, else warn once for each cache."""
+    if STRICT_PROMPTS.get() or not may_go_on:
         raise PromptMismatchError(message)
     if cache not in _WARNED:
         _WARNED.add(cache)

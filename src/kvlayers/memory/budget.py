@@ -4,7 +4,7 @@ import bisect
 import functools
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -153,9 +153,16 @@ class Budget:
         is_whole = cache.layer_class_to_replicate is None or known_layers == len(layers)
         set_rows_apart(cache)
         layers = [*cache.adapted_layers(), *layers[len(cache.layers) :]]
+        if cache.nbytes > self.max_bytes and not cache.offloading:
+            # Each sequence that was repeated has room for as many tokens as the first one had.
+            for layer in layers:
+                for row in holders(layer):
+                    row.store.shrink(row.store.length)
+        # Of this plan alone: a backend may be registered again under its name, with other blocks.
+        codes = functools.cache(_bytes_of_codes)
         # Layers that are empty are taken to have the forms that come now.
         held = [
-            _Held(row, row.forms or forms, keys.shape[2] if index >= layer_idx else 0)
+            _Held(row, row.forms or forms, keys.shape[2] if index >= layer_idx else 0, codes)
             for index, layer in enumerate(layers)
             for row in holders(layer)
         ]
@@ -174,7 +181,12 @@ class Budget:
             CapacityError: as `make_room`.
         """
         may_be_exact = self.most_kept > 0 and not any(each.layer.exact_from for each in held)
-        most = _most_exact(held, nbytes) if may_be_exact else -1
+        # How many more tokens would fit in full precision, -1 if not even the new ones.
+        most = -1 + bisect.bisect_right(
+            range(sys.maxsize if may_be_exact else 0),
+            nbytes,
+            key=lambda more: sum(e.exact(e.tokens + more) for e in held),
+        )
         if most >= 0:
             most = most if is_whole else 0
             if self.length_hint is not None and tokens <= self.length_hint:
@@ -268,6 +280,7 @@ class _Held:
         layer: the layer.
         forms: forms of its keys and values.
         new: tokens that it is about to take in.
+        codes: `_bytes_of_codes`.
 
     Attributes:
         forms: as given.
@@ -277,8 +290,8 @@ class _Held:
         size: tokens of a block, 0 if its states cannot be coded.
     """
 
-    def __init__(self, layer: Any, forms: tuple[StateForm, StateForm], new: int) -> None:
-        self.layer, self.forms = layer, forms
+    def __init__(self, layer: Any, forms: tuple[StateForm, StateForm], new: int, codes: Callable[..., Any]) -> None:
+        self.layer, self.forms, self._codes = layer, forms, codes
         slides = layer.is_sliding and not layer.unwrapped.record_past
         self.window: int = layer.unwrapped.room if slides else sys.maxsize
         self.tokens: int = layer.held_tokens + new
@@ -293,14 +306,11 @@ class _Held:
         self._quantization = quantization_of(store, max(BITS.values()), layer.is_sliding)
         self.bits = max(store.bits) if is_packed else None
         try:
-            self.size = 0 if is_followed(store) else _bytes_of_codes(self._quantization, *forms)[0]
+            self.size = 0 if is_followed(store) else codes(self._quantization, *forms)[0]
         except StateMismatchError:
             self.size = 0
-        self._blocks = 0
-        if is_packed and store.blocks:
-            # With those that a window had packed before tokens left.
-            of_block = _bytes_of_codes(self._quantization, *forms)[1]
-            self._blocks = sum(side.nbytes for side in store.blocks.stores) // of_block
+        packed = store.blocks.stores if is_packed and store.blocks else ()
+        self._blocks = sum(side.nbytes for side in packed) // codes(self._quantization, *forms)[1] if packed else 0
 
     def exact(self, tokens: int) -> int:
         """Bytes of so many tokens in full precision."""
@@ -321,7 +331,7 @@ class _Held:
         there = residual.nbytes // self.token_bytes
         # The residual has been full before its oldest block was packed.
         exact = most if blocks else there if tokens <= there else residual.capacity_for(tokens, most)
-        _, of_block, of_run = _bytes_of_codes(quantization, *self.forms)
+        _, of_block, of_run = self._codes(quantization, *self.forms)
         spare = blocks + blocks // BLOCKS_GROWTH_DIVISOR
         return exact * self.token_bytes + spare * of_block + min(blocks, MOST_RUNS) * of_run
 
@@ -337,23 +347,13 @@ class _Held:
 
     def give_way(self, nbits: int, kept: int, length_hint: int | None) -> None:
         """Hold all but the newest `kept` tokens in `nbits` bits at most, now and as further tokens come."""
-        is_window = self.layer.is_sliding
         # Not the number of tokens that would have fitted in full precision.
-        self.layer.store.length_hint = self.window if is_window else length_hint
-        exchange_store(self.layer, functools.partial(rounded, nbits=nbits, window=is_window, kept=kept))
+        self.layer.store.length_hint = self.window if self.layer.is_sliding else length_hint
+        exchange_store(self.layer, functools.partial(rounded, nbits=nbits, window=self.layer.is_sliding, kept=kept))
 
 
-@functools.lru_cache(maxsize=256)
 def _bytes_of_codes(quantization: Quantization, key_form: StateForm, value_form: StateForm) -> tuple[int, int, int]:
     """As `block_of`, and the bytes of the vectors that smooth the keys of a run of blocks."""
     size, nbytes = block_of(quantization, key_form, value_form)
     keys = quantization.quantizers(key_form.head_dim, value_form.head_dim)["keys"]
     return size, nbytes, sum(vectors_for(keys)) * nbytes_of(key_form, 1)
-
-
-def _most_exact(held: Sequence[_Held], nbytes: int) -> int:
-    """How many more tokens would fit in full precision, -1 if not even the new ones."""
-    return (
-        bisect.bisect_right(range(sys.maxsize), nbytes, key=lambda more: sum(e.exact(e.tokens + more) for e in held))
-        - 1
-    )

@@ -214,8 +214,7 @@ def onload(cache: Any) -> None:
     """See `Cache.onload`."""
     for part in cache.parts():
         if part.offloading:
-            layers = [_onloaded(layer) for layer in part.adapted_layers()]
-            part._place([layer.original for layer in layers], None)
+            part._place([_onloaded(layer).original for layer in part.adapted_layers()], None)
 
 
 def _place(part: Any, placement: Offloading) -> None:

@@ -73,7 +73,8 @@ class CacheFile:
     def token_ids(self) -> Tensor | None:
         """The ids that were saved, int64 `[batch, tokens]`; `None` if there are none in the file.
 
-        The first `length` of them are those of the tokens that the cache has seen.
+        The first `length` of them are those of the tokens that the cache has seen. If no ids were passed to
+        `save_cache`, they are those that the cache knew, maybe of its first tokens alone.
 
         Raises:
             CacheFileError: the file is another one by now, or damaged.
@@ -149,7 +150,7 @@ def _summary(saved: SavedFile) -> CacheFile:
         model_commit=model.commit,
         weights_id=model.weights_id,
         versions=description.versions,
-        has_token_ids=saved.has_token_ids,
+        has_token_ids=TOKEN_IDS in header.tensors,
         metadata=saved.metadata,
         bits=tuple((keys, values) if type(keys) is type(values) is int else None for keys, values in bits),
         backends=tuple(backend if isinstance(backend, str) else None for backend in backends),

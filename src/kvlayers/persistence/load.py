@@ -35,10 +35,10 @@ from kvlayers.utils.options import checked_device, checks_options
 @checks_options
 def load_cache(
     path: str | os.PathLike[str],
-    device: torch.device | str | None = None,
-    config: object | None = None,
-    length: int | None = None,
     *,
+    config: object | None = None,
+    device: torch.device | str | None = None,
+    length: int | None = None,
     into: Cache | None = None,
     weights_id: str | None = None,
     verify: bool = True,
@@ -50,8 +50,8 @@ def load_cache(
 
     Args:
         path: the file.
+        config: config of the model that continues, or the model. Needed for layers of transformers.
         device: device of the states, the host if not given.
-        config: config of the model that continues. Needed for layers of transformers.
         length: how many of the first tokens to load, all if not given.
         into: an existing cache to load into, for example of an unregistered class, or with a larger reservation. It
             changes only after every check has passed.
@@ -235,12 +235,12 @@ class StateReader:
         return self._followed(cache, self._ids())
 
     def _ids(self) -> Tensor | None:
-        """Ids of the tokens to load, if the file has them."""
-        if not self.saved.has_token_ids:
+        """Ids of the tokens to load, or of the first of them, if the file has any."""
+        if TOKEN_IDS not in self.saved.header.tensors:
             return None
         length = self.saved.description.cache.length if self.length is None else self.length
         ids = self.saved.tensor(TOKEN_IDS, verify=self.verify)
-        return ids[:, :length].clone() if ids.dim() == 2 and ids.shape[1] >= length else None
+        return ids[:, :length].clone() if ids.dim() == 2 else None
 
     def _followed(self, cache: Cache, ids: Tensor | None) -> Cache:
         """A loaded cache that knows which tokens it has seen, and records its past if the saved one did."""

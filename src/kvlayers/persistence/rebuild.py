@@ -73,11 +73,6 @@ class SavedFile:
         if sorted([*names, DIGESTS]) != sorted(name for name in tensors if name != TOKEN_IDS):
             refuse(path, "the tensors that it describes, and no others", f"{len(tensors)} of other names")
 
-    @property
-    def has_token_ids(self) -> bool:
-        """Whether the file has the ids of the tokens."""
-        return TOKEN_IDS in self.header.tensors
-
     def pieces(self, prefix: str) -> list[KVPair]:
         """Keys and values of a layer in several pieces, to be copied one after another; empty if each is one tensor."""
         return []
@@ -209,8 +204,7 @@ def _check_settings(path: str, record: CacheRecord) -> None:
     options = [record.options[name] for name in ("offloading", "only_non_sliding", "grows")]
     if not all(isinstance(option, bool) for option in options):
         refuse(path, "True or False for offloading, only_non_sliding and grows", shown(options))
-    numbers = [record.options, *(layer.facts for layer in record.layers)]
-    for names in numbers:
+    for names in (record.options, *(layer.facts for layer in record.layers)):
         for name, value in names.items():
             if type(value) is int and name != "length" and "tokens." not in name and abs(value) > MAX_SETTING:
                 refuse(path, f"{shown(name)} of at most {MAX_SETTING}", shown(value))

@@ -197,7 +197,12 @@ def parse_header(path: str, file_bytes: int, read: ReadRange) -> Header:
     claims = decoded(path, "a header", dict[str, msgspec.Raw], text)
     metadata = decoded(path, "metadata", dict[str, str], bytes(claims.pop("__metadata__", msgspec.Raw(b"{}"))))
     if metadata.get("format") != FORMAT:
-        refuse(path, f"the format {FORMAT}", shown(metadata.get("format")), "it was not made by save_cache()")
+        refuse(
+            path,
+            f"the format {FORMAT}",
+            shown(metadata.get("format")),
+            "it was not made by save_cache(); files of a model's weights have the format 'pt'",
+        )
     if metadata.get("format_version") != FORMAT_VERSION:
         version = shown(metadata.get("format_version"))
         refuse(path, f"version {FORMAT_VERSION} of the format", version, "it is of another kvlayers: save it again")

@@ -55,7 +55,8 @@ def save_cache(
         cache: a cache of kvlayers. It is not changed.
         path: the file. Its directory must exist.
         token_ids: ids of the tokens that the cache has seen, `[batch, tokens]`, for `CacheFile.token_ids()`. There may
-            be more, because `generate()` returns a token that the cache has not seen.
+            be more, because `generate()` returns a token that the cache has not seen. Default: those that the cache
+            knows (`known_ids`), if any.
         config: config of the model, or the model, so that `load_cache` can refuse the file for another model.
         weights_id: id of the model's weights, so that `load_cache` can refuse the file for others; see `weights_id()`.
         metadata: texts of your own by their names, for `CacheFile.metadata`.
@@ -63,7 +64,7 @@ def save_cache(
     Raises:
         CachePathError: the directory is missing or cannot be written to, or `path` is not a file. An existing file is
             unchanged.
-        OptionError: an argument is invalid, or `token_ids` does not match the tokens of the cache.
+        OptionError: an argument is invalid, or `token_ids` are not those of the tokens in the cache.
         StateMismatchError: a layer holds states that a file cannot hold.
 
     Example:
@@ -86,7 +87,8 @@ def save_cache(
     with replacing(path) as temporary, torch.no_grad():
         # States are copied only after the path is known to be writable.
         model = model_record(config, cache.is_pair, weights_id)
-        description, tensors = described(cache, cache.state(), model, token_ids)
+        description, tensors = described(cache, cache.state(), model)
+        tensors |= _ids(token_ids, cache.known_ids, description.cache)
         header = header_of(description, tensors, own)
         with open(temporary, "wb") as file:
             write_file(file, header, {name: [tensor] for name, tensor in tensors.items()})
@@ -105,13 +107,10 @@ def header_of(description: Description, tensors: Mapping[str, Tensor], own: str 
     return file_header(entries, metadata if own is None else {**metadata, OWN_METADATA: own})
 
 
-def described(
-    cache: Cache, state: CacheState, model: ModelRecord, token_ids: Tensor | None
-) -> tuple[Description, dict[str, Tensor]]:
+def described(cache: Cache, state: CacheState, model: ModelRecord) -> tuple[Description, dict[str, Tensor]]:
     """The description of a cache in this state for its file, and the tensors of the state on the host.
 
     Raises:
-        OptionError: the ids are not those of the tokens that the cache has seen.
         StateMismatchError: a layer holds something that a file cannot.
     """
     rotaries = {rotary.fingerprint: rotary for rotary in cache.rotaries}
@@ -130,8 +129,6 @@ def described(
     dtypes = sorted({states.dtype for states in tensors.values() if states.is_floating_point()}, key=str)
     for fingerprint, rotary in rotaries.items():
         tensors[rotary_name(fingerprint)] = rotary.inv_freq
-    if token_ids is not None:
-        tensors[TOKEN_IDS] = _ids(token_ids, record)
     versions = {"kvlayers": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
     layouts = {fingerprint: (rotary.layout, rotary.first) for fingerprint, rotary in rotaries.items()}
     return Description(versions, record, model, layouts, tuple(dtypes)), tensors
@@ -167,14 +164,27 @@ def _storable(tensor: Tensor, name: str, kind: str) -> Tensor:
     return tensor.detach().to("cpu").contiguous()
 
 
-def _ids(token_ids: Tensor, record: CacheRecord) -> Tensor:
-    whole = isinstance(token_ids, Tensor) and not (token_ids.is_floating_point() or token_ids.dtype == torch.bool)
+def _ids(given: Tensor | None, known: Tensor | None, record: CacheRecord) -> dict[str, Tensor]:
+    """The ids for a file: those that are given, or else those that the cache knows, which may be of its first tokens.
+
+    Raises:
+        OptionError: the given ids have another shape than the tokens of the cache, or differ from the known ones.
+    """
     rows = record.batch_size
-    fits = whole and token_ids.dim() == 2 and token_ids.shape[0] == rows and token_ids.shape[1] >= record.length
-    if not fits:
-        seen = f"{list(token_ids.shape)} of {token_ids.dtype}" if isinstance(token_ids, Tensor) else repr(token_ids)
+    known = torch.empty(rows, 0) if known is None or known.shape[0] != rows else known.cpu()
+    ids = known if given is None else given
+    whole = isinstance(ids, Tensor) and not (ids.is_floating_point() or ids.dtype == torch.bool)
+    if given is not None and not (whole and ids.dim() == 2 and len(ids) == rows and ids.shape[1] >= record.length):
+        seen = f"{list(ids.shape)} of {ids.dtype}" if isinstance(ids, Tensor) else repr(ids)
         raise OptionError(
             f"`token_ids` must be [{rows}, {record.length} or more], a whole number for each token that the cache has "
             f"seen, got {seen}: pass the ids that generate() returned, from the first one."
         )
-    return token_ids.detach().to("cpu", torch.int64, copy=True).contiguous()
+    ids = ids.detach().to("cpu", torch.int64, copy=True).contiguous()
+    for token, row in (ids[:, : known.shape[1]] != known[:, : ids.shape[1]]).T.nonzero().tolist():
+        raise OptionError(
+            f"`token_ids` must be those of the tokens in the cache, but token {token} of sequence {row} is "
+            f"{int(ids[row, token])} in `token_ids`, and {int(known[row, token])} in the cache: pass the ids of its "
+            "own text, or leave them out, as the cache knows them."
+        )
+    return {TOKEN_IDS: ids} if ids.numel() else {}

@@ -229,9 +229,14 @@ class EvictionOrder:
 
     def add(self, entry: PrefixEntry) -> None:
         """Add an entry, or note that it may rank lower than before."""
+        try:
+            rank = self._rank(entry)
+        except Exception:
+            # It is asked again when the entry would be evicted: only there its error stops anything.
+            rank = entry.priority, -math.inf
         self._count += 1
         self._numbers[entry] = self._count
-        heapq.heappush(self._heap, (*self._rank(entry), self._count, entry))
+        heapq.heappush(self._heap, (*rank, self._count, entry))
 
     def discard(self, entry: PrefixEntry) -> None:
         """Remove an entry, if it is there."""

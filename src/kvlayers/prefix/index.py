@@ -373,6 +373,8 @@ class EntryIndex:
             # wait for files, nobody else may read its memory meanwhile.
             if not self.has_directory:
                 self.add(entry)
+            # Policies go by the uses of an entry, so it has one before it is ranked.
+            self.touch(entry, entry.length)
             self.set_cache(entry, cache)
             self._unpacked[entry] = None
             for old in staying:

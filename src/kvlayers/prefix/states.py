@@ -99,7 +99,7 @@ class EntryStates:
         ]
         self._sources = [[rows for _, rows in members] for members in together.values()]
         state = CacheState(cache.kind, tuple(state for state, _, _ in divided))
-        description, small = described(cache, state, ModelRecord(), None)
+        description, small = described(cache, state, ModelRecord())
         records = description.cache.layers
         self.cuttable = all(_is_cuttable(*each) for each in zip(records, divided, strict=True))
         self._lengths = () if self.cuttable else tuple(lengths)

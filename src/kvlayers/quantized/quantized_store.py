@@ -507,7 +507,8 @@ class QuantizedStore(TokenStore):
 
     @override
     def shrink(self, tokens: int) -> None:
-        """Do nothing: the residual is short, and packed blocks have almost no spare room."""
+        # Packed blocks have almost no spare room.
+        self.residual.shrink(tokens - self.old_tokens)
 
     @override
     def select(self, indices: Tensor) -> None:

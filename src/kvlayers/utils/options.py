@@ -38,22 +38,34 @@ def checks_options(function: Callable[P, Result]) -> Callable[P, Result]:
                 taker.partition(".")[0] for taker in _takers.get(unknown, ()) if taker.endswith(f"{name[-5:]}.__init__")
             )
         )
-        return suggestion(unknown, accepted) or (f"it is one of {takers}." if takers else "remove it.")
+        return (
+            next((f"write {each}." for each in _MEANT.get(unknown, ()) if each.partition("=")[0] in accepted), "")
+            or suggestion(unknown, accepted)
+            or (f"it is one of {takers}." if takers else "remove it.")
+        )
 
     @functools.wraps(function)
     def checked(*args: P.args, **options: P.kwargs) -> Result:
-        name = type(args[0]).__name__ if function.__name__ == "__init__" else f"{function.__qualname__}()"
-        listed = f" {name} takes the options {', '.join(accepted) or '(none)'}."
-        for option in options:
-            if option not in accepted and len(accepted) + is_method == len(parameters):
-                raise OptionError(f"`{option}` is no option of {name}: {advice(option, name)}{listed}")
         try:
             return function(*args, **options)
         except TypeError as error:
             try:
                 inspect.signature(function).bind(*args, **options)
             except TypeError as mismatch:
-                raise OptionError(f"This call of {name} is wrong: {mismatch}.{listed}") from error
+                name = type(args[0]).__name__ if function.__name__ == "__init__" else f"{function.__qualname__}()"
+                # A function with `**options` has fewer names than parameters, and takes any.
+                unknown = len(accepted) + is_method == len(parameters) and next(
+                    (each for each in options if each not in accepted), None
+                )
+                wrong = (
+                    f"`{unknown}` is no option of {name}: {advice(unknown, name)}"
+                    if unknown
+                    else f"This call of {name} is wrong: {mismatch}. Pass options by name, as in "
+                    f"{', '.join(f'{option}=...' for option in accepted[:2])}."
+                )
+                # What only old code passes comes last.
+                listed = ", ".join(sorted(accepted, key="ddp_cache_data".__eq__)) or "(none)"
+                raise OptionError(f"{wrong} {name} takes the options {listed}.") from error
             raise
 
     return checked
@@ -71,6 +83,13 @@ def suggestion(unknown: object, known: Iterable[str]) -> str:
 
 _takers: defaultdict[str, list[str]] = defaultdict(list)
 """The functions that take an option, by its name."""
+
+# How an option is written here, by a name that other functions have for it.
+_MEANT = {
+    "cache": ("names=['int4']", "cache_implementation='int4'"),
+    "cache_implementation": ("names=['int4']",),
+    "model": ("config=model.config",),
+}
 
 _classes: dict[str, type] = {}
 """The class of each option that `mapping_option` knows."""
@@ -145,7 +164,8 @@ def checked_device(device: object) -> torch.device:
     except (RuntimeError, AssertionError, TypeError) as error:
         # Torch may list all devices that it knows, of which this machine has few.
         raise OptionError(
-            f"`device` must be a device of this machine, got {' '.join(repr(device).split()):.30} "
+            f"`device` must be a device of this machine, got "
+            f"{repr(device) if isinstance(device, str | int) else f'a {type(device).__name__}':.30} "
             f"({error!s:.90}): pass 'cpu', for example, or leave it out"
             f"{'.' if isinstance(device, str | int) else '; a model goes by name, as in config=model.config.'}"
         ) from error

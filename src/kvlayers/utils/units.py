@@ -54,10 +54,11 @@ def tokens(given: int | str, name: str) -> int:
     return _quantity(given, _TOKENS, f"`{name}` must be a number of tokens, such as 4096, 32k or 1M")
 
 
-def amount_of_bytes(given: int | str, name: str) -> int:
-    """A number of bytes: 1024, or a text such as "24GiB", "24G" (the same), "24GB" by powers of 1000, or "24B".
+def amount_of_bytes(given: float | str, name: str) -> int:
+    """A number of bytes: 1024, 1e9, or a text such as "24GiB", "24G" (the same), "24GB" by powers of 1000, or "24B".
 
-    A number is returned as it is, for the caller to check. A text must have a unit.
+    A whole float such as 1e9 becomes an `int`. Any other number is returned as it is, for the caller to check. A text
+    must have a unit.
 
     Args:
         given: the number or the text.
@@ -67,15 +68,15 @@ def amount_of_bytes(given: int | str, name: str) -> int:
         OptionError: the text is not a number of bytes with its unit.
 
     Example:
-        >>> amount_of_bytes("1.5 GiB", "memory"), amount_of_bytes("2kB", "memory")
-        (1610612736, 2000)
+        >>> amount_of_bytes("1.5 GiB", "memory"), amount_of_bytes("2kB", "memory"), amount_of_bytes(1e3, "memory")
+        (1610612736, 2000, 1000)
     """
     if not isinstance(given, str):
-        return given
+        return int(given) if isinstance(given, float) and given.is_integer() else given  # type: ignore[return-value]
     return _quantity(given, _BYTES, f"`{name}` must be a number of bytes with its unit, such as 24GiB, 512MiB or 100B")
 
 
-def bytes_or_share(given: int | str, name: str) -> int | Fraction:
+def bytes_or_share(given: float | str, name: str) -> int | Fraction:
     """A number of bytes as in `amount_of_bytes`, or a share of what is held in full precision, such as "50%".
 
     Args:

@@ -244,18 +244,6 @@ def prompts_of(model: Any, config: Any, arguments: Mapping[str, Any]) -> PromptB
     return prompts
 
 
-def options_of(config: Any) -> dict[str, Any]:
-    """The options of a call's cache.
-
-    Raises:
-        IneligibleError: they are not a mapping from names to values.
-    """
-    options = {} if config.cache_config is None else config.cache_config
-    if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):
-        raise IneligibleError("its cache_config is not a mapping from names to values")
-    return dict(options)
-
-
 def options_as_text(options: Mapping[str, Any]) -> str:
     """The options of a cache as text. Equal options have the same text in every process.
 

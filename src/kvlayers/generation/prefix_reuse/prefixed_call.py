@@ -39,7 +39,6 @@ from kvlayers.generation.prefix_reuse.eligibility import (
     check_generate,
     check_options,
     ids_name,
-    options_of,
     prompts_of,
 )
 from kvlayers.generation.prefix_reuse.images import Images, ImagesApart, images_in_place
@@ -218,7 +217,8 @@ class PrefixedCall:
         self._positions = generate_calls.own_positions(model, self._prompts.input_ids, model_kwargs)
         self._repeats = generate_calls.sequences_per_prompt(self.config)
         self._is_one = len(self._prompts) == self._repeats == 1 and not self._prompts.is_padded
-        self._name, self._options = self.config.cache_implementation or "dynamic", options_of(self.config)
+        self._name = self.config.cache_implementation or "dynamic"
+        self._options = dict(cache_by_name.checked_options(self.config.cache_config or {}))
         self._part = StorePart(model, active, self._name, self._options)
         self.cached_tokens: tuple[int, ...] = ()
         self._known: dict[int, int] = {}
@@ -300,12 +300,11 @@ class PrefixedCall:
         end = self._images.end(0)
         if cache.keeps_every_token:
             self._compute(0, cache, end)
-        elif depends_on_chunks(cache):
-            if hit.covered < end:
-                raise IneligibleError(f"what a cache '{self._name}' holds depends on which tokens came with an image")
-        else:
+        elif not depends_on_chunks(cache):
             # generate() reads the few tokens behind the last border together with the last one.
             self._compute(0, cache, self._prompts.input_ids.shape[1] - 1, least=end)
+        elif hit.covered < end:
+            raise IneligibleError(f"what a cache '{self._name}' holds depends on which tokens came with an image")
         return cache
 
     def _for_shared_prefix(self, common: int, hits: list[Hit]) -> tuple[Cache, dict[str, Any]]:
@@ -371,8 +370,9 @@ class PrefixedCall:
         self._known[row] = hit.known
         while (whole := self._images.boundary(row, hit.covered)) < hit.covered:
             hit = self._images.lookup(self._part, keys[:, : whole + 1])
-        reason = f": {hit.reason}" if hit.reason else ""
-        self._notes.append(f"{hit.covered} of {keys.shape[-1]} tokens were stored{reason}")
+        self._notes.append(
+            f"{hit.covered} of {keys.shape[-1]} tokens were stored{f': {hit.reason}' if hit.reason else ''}"
+        )
         return hit
 
     def empty(self, rows: int = 1) -> Cache:
@@ -393,10 +393,9 @@ class PrefixedCall:
         return cache
 
     def _make(self, rows: int, length_hint: int) -> Cache:
-        options = self._options
-        cache = self._from_registry(options, rows, length_hint)
-        if cache.recurrent_parts() and "checkpoints" not in options:
-            return self._from_registry({**options, "checkpoints": CHECKPOINTS}, rows, length_hint)
+        cache = self._from_registry(self._options, rows, length_hint)
+        if cache.recurrent_parts() and "checkpoints" not in self._options:
+            return self._from_registry({**self._options, "checkpoints": CHECKPOINTS}, rows, length_hint)
         return cache
 
     def _from_registry(self, options: Mapping[str, Any], rows: int, length_hint: int) -> Cache:
@@ -424,17 +423,17 @@ class PrefixedCall:
         stops = (self._images.boundary(row, stop) for stop in self._snapshot_lengths(row, cache, begin, least, length))
         for stop in sorted({stop for stop in stops if stop > begin}):
             of_images = self._images.arguments(row, begin, stop)
-            if limit is not None and begin == 0 and length - stop > MOST_SINGLY:
-                if not of_images:
-                    self._insert_apart(row, stop, ids, positions)
+            is_apart = limit is not None and begin == 0 and length - stop > MOST_SINGLY
+            if is_apart and of_images:
                 continue
+            into = self.empty() if is_apart else cache
             # A model that takes tokens one by one does so only behind others. Otherwise chunks are those of generate().
             chunk = self.config.prefill_chunk_size if limit is None else stop if begin == 0 else limit
             chunk = None if of_images else chunk
-            pass_unseen(self._model, ids[:, :stop], cache, chunk, positions[..., :stop], **of_images)
-            check_counted(self._model, cache, stop)
-            self._images.insert(self._part, self._keys.row(row)[:, :stop], cache)
-            begin = stop
+            pass_unseen(self._model, ids[:, :stop], into, chunk, positions[..., :stop], **of_images)
+            check_counted(self._model, into, stop)
+            self._images.insert(self._part, self._keys.row(row)[:, :stop], into)
+            begin = 0 if is_apart else stop
 
     def _positions_of(self, row: int) -> Tensor:
         """The positions of a prompt, `[1, tokens]` or as the model makes them, `[axes, 1, tokens]`."""
@@ -442,13 +441,6 @@ class PrefixedCall:
         if self._positions is None:
             return torch.arange(tokens - padding, device=self._part.device)[None]
         return self._positions[..., row : row + 1, padding:].to(self._part.device)
-
-    def _insert_apart(self, row: int, stop: int, ids: Tensor, positions: Tensor) -> None:
-        """Read the first tokens of a prompt by themselves, and insert them."""
-        apart = self.empty()
-        pass_unseen(self._model, ids[:, :stop], apart, stop, positions[..., :stop])
-        check_counted(self._model, apart, stop)
-        self._images.insert(self._part, self._keys.row(row)[:, :stop], apart)
 
     def _snapshot_lengths(self, row: int, cache: Cache, begin: int, least: int | None, length: int) -> list[int]:
         """The lengths between `begin` and `length` at which the cache is inserted into the store."""

@@ -140,7 +140,8 @@ class Slots:
 
     def at(self, length: int) -> Slot:
         """The slot of `length` tokens."""
-        slot: Slot = getattr(self, str(length))
+        # Not `str`, which TorchDynamo does not know for a number that it has found out to be constant.
+        slot: Slot = getattr(self, f"{length}")
         return slot
 
 

@@ -36,10 +36,9 @@ class ReservedLayer(TokenLayer):
     _store: StaticStore
     # As layers of transformers that reserve their memory have them, `None` before the first states
     num_heads = part_of_form("key_form", "kv_heads")
-    k_head_dim = part_of_form("key_form", "head_dim")
+    # In transformers 4, keys and values have one `head_dim`.
+    k_head_dim = head_dim = part_of_form("key_form", "head_dim")
     v_head_dim = part_of_form("value_form", "head_dim")
-    head_dim = part_of_form("key_form", "head_dim")
-    """As `k_head_dim`, by its name in transformers 4."""
 
     token_limit: int | None
     """The most tokens that the layer may see, `None` for no limit."""
@@ -330,6 +329,9 @@ class StaticSlidingLayer(ReservedLayer, SlidingLayer):
     @override
     def sized_for(self) -> int | None:  # type: ignore[override]
         return self._expected
+
+    # transformers, whose layer also counts in a tensor, calls the number so.
+    cumulative_length_int = SlidingLayer.cumulative_length
 
     @override
     def activate_past_recording(self) -> None:

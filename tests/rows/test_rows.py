@@ -173,6 +173,28 @@ def test_rows_that_are_rolled_back_to_nothing_begin_again(family: str, cache: st
             schedule.decode()
 
 
+@pytest.mark.parametrize(("family", "cache"), [("mamba", "dynamic"), ("jamba", "dynamic"), ("mistral", "dynamic")])
+def test_rows_say_whether_they_record(family: str, cache: str) -> None:
+    """`generate()` leaves a cache recording that was recording before."""
+    schedule = Schedule(family, cache, 3)
+    alone, batch = schedule.alone[0], schedule.batch
+
+    def recording(of: Any) -> list[bool]:
+        return [bool(layer.is_recording) for layer in of.adapted_layers()]
+
+    assert recording(batch) == recording(alone) == [False] * len(batch.layers)
+    for each in (batch, alone):
+        each.activate_past_recording()
+    assert recording(batch) == recording(alone)
+    assert any(recording(batch))
+    with torch.no_grad():
+        schedule.alone = [batch.extract(row) for row in range(3)]
+        schedule.decode()
+    for each in (batch, alone):
+        each.deactivate_past_recording()
+    assert not any(recording(batch))
+
+
 # What merge() and the operations of rows refuse
 
 

@@ -170,6 +170,11 @@ class HeldRows:
         own = zip(self.rows, self._shortened(length), strict=True)
         return length + int(min(row.nearest_restorable(wanted) - wanted for row, wanted in own))
 
+    @property
+    def is_recording(self) -> bool:
+        """Whether a row records tokens for a rollback."""
+        return any(row.is_recording for row in self.rows)
+
     activate_past_recording = of_each_row("activate_past_recording")
     deactivate_past_recording = of_each_row("deactivate_past_recording")
 
@@ -273,11 +278,6 @@ class SeparateRows(HeldRows, RowsLayer):
     def is_croppable(self) -> bool:  # type: ignore[override]
         """Whether `crop` can put every row back as it was."""
         return all(row.is_croppable for row in self.rows)
-
-    @property
-    @override
-    def is_recording(self) -> bool:
-        return any(row.is_recording for row in self.rows)
 
     @property
     def attention_paths(self) -> Mapping[str, int]:  # type: ignore[override]

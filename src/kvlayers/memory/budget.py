@@ -290,7 +290,9 @@ class _Held:
         size: tokens of a block, 0 if its states cannot be coded.
     """
 
-    def __init__(self, layer: Any, forms: tuple[StateForm, StateForm], new: int, codes: Callable[..., Any]) -> None:
+    def __init__(
+        self, layer: Any, forms: tuple[StateForm, StateForm], new: int, codes: Callable[..., tuple[int, int, int]]
+    ) -> None:
         self.layer, self.forms, self._codes = layer, forms, codes
         slides = layer.is_sliding and not layer.unwrapped.record_past
         self.window: int = layer.unwrapped.room if slides else sys.maxsize

@@ -256,7 +256,7 @@ class GivenToGenerate:
         # A model that asks within its pass (assisted decoding) has taken the cache, and hooks would see a later call.
         if cache is None or not cache_argument.HAS_OLD_NAMES or cache.is_compileable or in_module(ALL):
             return
-        self._thread, self._began = threading.get_ident(), cache.newest_pass()
+        self._thread, self._began = threading.get_ident(), cache.self_attention._pass.began
         self._hooks = [
             register_module_forward_pre_hook(self._before_module),
             register_module_forward_hook(self._after_module, always_call=True),

@@ -39,7 +39,8 @@ SEEDS = {
     "deepseek_v3": 0,
     "jamba": 0,
     "qwen3": 0,
-    "t5": 4,
+    # transformers 4 draws other weights of it, for which another prompt has no near ties.
+    "t5": 4 if versions.TRANSFORMERS.major < 5 else 2,
     "bart": 8,
 }
 """Prompts whose greedy tokens are ahead of the others by several times the error of 8 bits."""

@@ -80,8 +80,12 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     "bytes without their unit": (lambda: kvlayers.DynamicCache(max_bytes="100"), "with its unit.* got '100'"),
     "a store of bytes without their unit": (lambda: kvlayers.PrefixStore("100"), "with its unit.* got '100'"),
     "a model where a file has its device": (
-        lambda: kvlayers.load_cache("x", tiny_model("llama")),
+        lambda: kvlayers.load_cache("x", device=tiny_model("llama")),
         "`device` must be .*a model goes by name, as in config=model.config",
+    ),
+    "a model behind the path of a file": (
+        lambda: kvlayers.load_cache("x", tiny_model("llama")),
+        r"Pass options by name, as in path=\.\.\., config=\.\.\.\.",
     ),
     "a directory where a store has its bytes": (
         lambda: kvlayers.PrefixStore("/tmp/x"),

@@ -192,9 +192,11 @@ GROUPS = (
         "Random weights in bfloat16, in the shape of Llama-3.2-1B: 16 layers, 32 heads and 8 KV heads of 64, 128,256 "
         "words. A step reads 2.5 GB of weights, whatever the cache.",
         (
-            *(at_least(length_row(DYNAMIC, tokens), TIMES_AS_FAST, 1) for tokens in LARGE_LENGTHS),
-            *(at_least(length_row(INT4, tokens), TIMES_AS_FAST, 1) for tokens in LARGE_LENGTHS),
-            at_most(PROMPT_OF_2K, TIME_OF_TRANSFORMERS, 0.95),
+            at_least(length_row(DYNAMIC, 4096), TIMES_AS_FAST, 1.5),
+            at_least(length_row(DYNAMIC, 16384), TIMES_AS_FAST, 3.5),
+            at_least(length_row(INT4, 4096), TIMES_AS_FAST, 1.5),
+            at_least(length_row(INT4, 16384), TIMES_AS_FAST, 3.5),
+            at_most(PROMPT_OF_2K, TIME_OF_TRANSFORMERS, 0.9),
         ),
     ),
     Group(

@@ -371,10 +371,11 @@ class EntryIndex:
         try:
             # Held like all others from the beginning, since to evict may move what it shares with them. If it has to
             # wait for files, nobody else may read its memory meanwhile.
-            if not self.has_directory:
-                self.add(entry)
             # Policies go by the uses of an entry, so it has one before it is ranked.
-            self.touch(entry, entry.length)
+            if self.has_directory:
+                self.touch(entry, entry.length)
+            else:
+                self.add(entry)
             self.set_cache(entry, cache)
             self._unpacked[entry] = None
             for old in staying:

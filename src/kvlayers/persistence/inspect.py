@@ -73,8 +73,8 @@ class CacheFile:
     def token_ids(self) -> Tensor | None:
         """The ids that were saved, int64 `[batch, tokens]`; `None` if there are none in the file.
 
-        The first `length` of them are those of the tokens that the cache has seen. If no ids were passed to
-        `save_cache`, they are those that the cache knew, maybe of its first tokens alone.
+        The first `length` of them belong to the tokens that the cache has seen. If no ids were passed to
+        `save_cache`, the file has what the cache knew, maybe of its first tokens alone.
 
         Raises:
             CacheFileError: the file is another one by now, or damaged.

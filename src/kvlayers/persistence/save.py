@@ -55,8 +55,8 @@ def save_cache(
         cache: a cache of kvlayers. It is not changed.
         path: the file. Its directory must exist.
         token_ids: ids of the tokens that the cache has seen, `[batch, tokens]`, for `CacheFile.token_ids()`. There may
-            be more, because `generate()` returns a token that the cache has not seen. Default: those that the cache
-            knows (`known_ids`), if any.
+            be more, because `generate()` returns a token that the cache has not seen. Default: `known_ids` of the
+            cache, if it knows any.
         config: config of the model, or the model, so that `load_cache` can refuse the file for another model.
         weights_id: id of the model's weights, so that `load_cache` can refuse the file for others; see `weights_id()`.
         metadata: texts of your own by their names, for `CacheFile.metadata`.
@@ -165,7 +165,7 @@ def _storable(tensor: Tensor, name: str, kind: str) -> Tensor:
 
 
 def _ids(given: Tensor | None, known: Tensor | None, record: CacheRecord) -> dict[str, Tensor]:
-    """The ids for a file: those that are given, or else those that the cache knows, which may be of its first tokens.
+    """The ids for a file: what is given, or else what the cache knows, maybe of its first tokens alone.
 
     Raises:
         OptionError: the given ids have another shape than the tokens of the cache, or differ from the known ones.

@@ -156,6 +156,8 @@ def test_a_class_in_the_place_of_a_cache_is_refused_and_not_marked() -> None:
     with pytest.raises(OptionError, match="got the class DynamicCache: pass one that it makes"):
         model.generate(IDS, **{name: kvlayers.DynamicCache}, **HOW)
     model.generate(IDS, **{name: cache}, **HOW)
+    # Whoever reads the length beside the call is not taken for the call.
+    assert cache.length == IDS.shape[1] + 2
     # The mark would have hidden from the cache that it is given to a call.
     with pytest.raises(StateMismatchError, match="has no new ones"):
         model.generate(IDS, **{name: cache}, **HOW)

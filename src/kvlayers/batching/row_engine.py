@@ -235,11 +235,11 @@ class RowEngine(Generic[Kind]):
             request = self._reading[0]
             try:
                 # A store is asked in the step in which a prompt is read, as the model may change before.
-                seen = 0 if request.cache is None else request.cache.get_seq_length()
+                seen = 0 if request.cache is None else request.cache.length
                 more = self._end_of_chunk(request, seen) - seen
                 if tokens and tokens + more > self._between_steps and self._decoder.rows:
                     break
-                seen = self._cache_of(request).get_seq_length()
+                seen = self._cache_of(request).length
                 stop = self._end_of_chunk(request, seen)
                 tokens += stop - seen
                 logits = self._logits_of(request, stop)
@@ -291,7 +291,7 @@ class RowEngine(Generic[Kind]):
         if request.logits is not None:
             return request.logits
         ids, cache, model = request.ids, self._cache_of(request), self._model
-        if cache.get_seq_length() == 0 and remembers_lengths(model.config):
+        if cache.length == 0 and remembers_lengths(model.config):
             # By a pass over a short sequence, so that the answer does not depend on those before it.
             model(ids[:, :1], use_cache=False)
         output = pass_unseen(model, ids[:, :stop], cache, None, torch.arange(stop, device=model.device)[None])

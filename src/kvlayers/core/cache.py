@@ -183,20 +183,9 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
         """What makes further layers of a cache without a config, if the class of the cache says that."""
         return None
 
-    def _layers_of_model(self, config: Any) -> list[Any]:
-        """The layers of a cache with these options for a model."""
+    def layers_of_model(self, config: Any) -> list[Any]:
+        """The layers of a cache with these options for a model. They replace layers that a description cannot make."""
         return dynamic_layers(config, recall=self.recall)
-
-    @classmethod
-    def layers_from_config(cls, options: Mapping[str, Any], config: object, context: DescriptionContext) -> list[Any]:
-        """The layers of a cache with these options for a model. They replace layers that a description cannot make.
-
-        Args:
-            options: what `describe` returned.
-            config: config of the model.
-            context: what else descriptions are read with, such as rotations.
-        """
-        return cls.from_description(options, [], context)._layers_of_model(config)
 
     def _place(self, layers: Sequence[Any], offloading: Any) -> None:
         """Hold the states of these layers, and of those that are made later, where `offloading` says.
@@ -268,7 +257,7 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
             layers  kind          seen  held  device
             0       DynamicLayer     3     3   384 B
         """
-        return summary_of(type(self).__name__, self._token_count(), self.batch_size, self.nbytes, self._layers_by_use())
+        return summary_of(type(self).__name__, self.most_seen(), self.batch_size, self.nbytes, self._layers_by_use())
 
     def explain(self) -> Explanation:
         """Why the last calls were not faster: which prefix was missing, which way attention went, what compiled.
@@ -397,7 +386,7 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
         return super().state()
 
     @override
-    def forget_pass(self) -> None:
+    def _forget_pass(self) -> None:
         self._pass.forget()
         self.forget_call()
 
@@ -431,6 +420,13 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
 
     # Lengths and masks
 
+    @property
+    def length(self) -> int:
+        """Tokens that the cache has seen and not rolled back. Raises as `get_seq_length`, for which it is the name in
+        kvlayers.
+        """
+        return self.self_attention._seen_by(0)
+
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens that a layer has seen. If layer 0 does not attend, it stands for the first layer that does.
 
@@ -439,7 +435,12 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
             InterruptedPassError: layer 0 is asked, outside of the model, and the last forward pass was interrupted, so
                 that later layers have seen fewer tokens. `crop` to the length that they have, or `reset`.
         """
-        layer = self.layer_at(layer_idx)
+        seen = self._seen_by(layer_idx)
+        is_asked = not torch.compiler.is_compiling() and self._layer_at(layer_idx) is not None and self._is_in_prefill()
+        return SeenTokens.of(self, seen) if is_asked else seen
+
+    def _seen_by(self, layer_idx: int) -> int:
+        layer = self._layer_at(layer_idx)
         if layer is None:
             return 0
         compiling = torch.compiler.is_compiling()
@@ -451,11 +452,7 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
             layer = self._attending(layer_idx)
         seen = layer.get_seq_length()
         # transformers' layers may count in a tensor, and in compiled code all static layers do.
-        if compiling:
-            return seen
-        if self._is_in_prefill():
-            return SeenTokens.of(self, seen)
-        return int(seen)
+        return seen if compiling else int(seen)
 
     def _is_in_prefill(self) -> bool:
         """Whether `generate()` may be asking, to find the tokens of its sequence that are new."""
@@ -484,7 +481,7 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
         # In ordinary calls without a call in Python.
         if not (type(query_length) is int and query_length >= 0):
             query_length = query_count(query_length)
-        layer = self.layer_at(layer_idx)
+        layer = self._layer_at(layer_idx)
         if layer is None:
             return query_length, 0
         asked = layer if layer.traits.attends else self._attending(layer_idx)
@@ -502,8 +499,7 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
         """Position of the next token in a layer."""
-        seen = self.get_seq_length(layer_idx)
-        return seen if torch.compiler.is_compiling() else int(seen)
+        return self.self_attention._seen_by(layer_idx)
 
     # Memory
 

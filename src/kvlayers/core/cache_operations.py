@@ -108,7 +108,7 @@ class LayerwiseOperations(LayerList):
         """Name of the kind of cache, by which saved states are known."""
 
     @abstractmethod
-    def forget_pass(self) -> None:
+    def _forget_pass(self) -> None:
         """Take the next update for the beginning of a forward pass, since all layers have changed."""
 
     def crop(self, tokens_to_remove: int | None = None, *, max_length: int | None = None) -> None:
@@ -125,7 +125,7 @@ class LayerwiseOperations(LayerList):
                 only be put back to an earlier length (see `truncate`); nothing is changed.
         """
         number = crop_argument(tokens_to_remove, max_length)
-        length = self._token_count()
+        length = self.most_seen()
         target = crop_target(number, length)
         if number > 0:
             self._remove(self._removals(target))
@@ -158,7 +158,7 @@ class LayerwiseOperations(LayerList):
         Raises:
             RollbackError: as `truncate`.
         """
-        held, length = self._token_count(), whole_number(length, "`length`")
+        held, length = self.most_seen(), whole_number(length, "`length`")
         if not 0 <= length <= held:
             raise RollbackError(
                 f"`length` must be from 0 to the {held} tokens that are held, got {length}: pass a length among them."
@@ -172,12 +172,11 @@ class LayerwiseOperations(LayerList):
 
     def _removals(self, length: int) -> list[tuple[CacheLayer, int]]:
         """By how many tokens each layer must go back. An interrupted pass leaves some layers ahead of others."""
-        lengths = [(layer, layer.length) for layer in self.adapted_layers()]
-        held = max([own or 0 for _, own in lengths], default=0)
-        return [(layer, (own or held) - length) for layer, own in lengths]
+        held = self.most_seen()
+        return [(layer, (layer.length or held) - length) for layer in self.adapted_layers()]
 
     def _remove(self, removals: list[tuple[CacheLayer, int]]) -> None:
-        if self._lacks_recurrent_states() and any(0 < tokens < self._token_count() for _, tokens in removals):
+        if self._lacks_recurrent_states() and any(0 < tokens < self.most_seen() for _, tokens in removals):
             raise RollbackError(
                 "Recurrent layers must have seen the same tokens as the others, got one that has seen nothing: the "
                 "model keeps its states elsewhere, or a forward pass was interrupted; reset() the cache."
@@ -187,14 +186,14 @@ class LayerwiseOperations(LayerList):
         for layer, tokens in removals:
             layer.remove_newest(tokens)
         if self.known_ids is not None:
-            self.known_ids = self.known_ids[:, : self._token_count()]
+            self.known_ids = self.known_ids[:, : self.most_seen()]
         self._cut_origins()
-        self.forget_pass()
+        self._forget_pass()
 
     def _cut_origins(self) -> None:
         """Forget of the origins what belongs to tokens that are gone."""
         if self.origins != (AS_TEXT,):
-            lengths = self.row_lengths or (self._token_count(),)
+            lengths = self.row_lengths or (self.most_seen(),)
             left = zip(self._origin_of_each(len(lengths)), lengths, strict=True)
             self.origins = _one_if_equal([origin.cut(length) for origin, length in left])
 
@@ -206,7 +205,7 @@ class LayerwiseOperations(LayerList):
         recurrent = (layer for layer in self.adapted_layers() if layer.traits.is_recurrent and not layer.traits.attends)
         # Layers of transformers do not count tokens.
         empty = any(layer.length == 0 or layer.batch_size is None for layer in recurrent)
-        return empty and self._token_count() > 0
+        return empty and self.most_seen() > 0
 
     def _check_holds_states(self) -> None:
         if self._lacks_recurrent_states():
@@ -215,9 +214,6 @@ class LayerwiseOperations(LayerList):
                 "a copy would lack its states: the model keeps them elsewhere, or a forward pass was interrupted; "
                 "compute the tokens again for each continuation."
             )
-
-    def _token_count(self) -> int:
-        return max([layer.length or 0 for layer in self.adapted_layers()], default=0)
 
     def reorder_cache(self, beam_idx: BatchIndices) -> None:
         """As `batch_select_indices`, by the name that beam search uses."""
@@ -312,7 +308,7 @@ class LayerwiseOperations(LayerList):
             )
         self.layers, self.known_ids = [layer.original for layer in layers], None
         self._pass.goes_on_with = None
-        self.forget_pass()
+        self._forget_pass()
 
     def extract(self, row: int) -> Self:
         """A cache with one row, as if it had been decoded alone. It does not change when this cache does.
@@ -327,7 +323,7 @@ class LayerwiseOperations(LayerList):
         layers = self.adapted_layers()
         alone = self._twin_with([layer.row(index % rows) if layer.batch_size else layer.fork() for layer in layers])
         alone.known_ids, alone.origins = None, (self._origin_of_each(rows)[index],)
-        alone.forget_pass()
+        alone._forget_pass()
         return alone
 
     def keep_rows(self, indices: BatchIndices) -> None:
@@ -471,7 +467,7 @@ class LayerwiseOperations(LayerList):
         for layer in self.adapted_layers():
             layer.reset()
         self.known_ids, self.origins = None, (AS_TEXT,)
-        self.forget_pass()
+        self._forget_pass()
 
     def activate_past_recording(self) -> None:
         """From now on, let windows hold all tokens between one crop and the next, which may take them back."""
@@ -571,7 +567,7 @@ class LayerwiseOperations(LayerList):
         for layer, layer_state in pairs:
             layer.load_state(layer_state)
         self.origins = state.origins
-        self.forget_pass()
+        self._forget_pass()
 
 
 def form_of_rows(cache: LayerwiseOperations) -> list[Any]:

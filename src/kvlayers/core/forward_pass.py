@@ -185,7 +185,7 @@ def interruption(cache: Any) -> InterruptedPassError | None:
 
 def _seen_by(cache: Any, layer_idx: int) -> int | None:
     """Tokens that a layer has seen, `None` if it does not know, or if an accelerator would have to be waited for."""
-    layer = cache.layer_at(layer_idx)
+    layer = cache._layer_at(layer_idx)
     return 0 if layer is None else None if layer.counts_on_device else layer.length
 
 

@@ -76,7 +76,7 @@ class LayerList(metaclass=CacheClass):
             self._adapted = known = [by_identity.get(id(layer)) or adapted(layer, self._grows) for layer in self.layers]
         return known
 
-    def layer_at(self, layer_idx: int) -> CacheLayer | None:
+    def _layer_at(self, layer_idx: int) -> CacheLayer | None:
         """The layer, as in `adapted_layers()`; `None` for an index beyond the layers, whose layer may be made later."""
         try:
             if layer_idx >= len(self.layers):
@@ -91,13 +91,17 @@ class LayerList(metaclass=CacheClass):
                 return known
         return self.adapted_layers()[layer_idx]
 
+    def most_seen(self) -> int:
+        """Tokens that the layer which has seen most has seen. After an interrupted pass, others have seen fewer."""
+        return max([layer.length or 0 for layer in self.adapted_layers()], default=0)
+
     def _layer(self, layer_idx: int) -> CacheLayer:
         """As `adapted_layers()[layer_idx]`, without a look at the other layers.
 
         Raises:
             LayerIndexError: no layer has that index.
         """
-        layer = self.layer_at(layer_idx)
+        layer = self._layer_at(layer_idx)
         if layer is None:
             raise self._no_layer(layer_idx)
         return layer
@@ -194,7 +198,7 @@ class LayerList(metaclass=CacheClass):
     def most_tokens(self, layer_idx: int | None = None) -> int:
         """As `get_max_length`, whose answer is different under `legacy_names`."""
         if layer_idx is not None:
-            layer = self.layer_at(layer_idx)
+            layer = self._layer_at(layer_idx)
             return unbounded_as_minus_one(None if layer is None else layer.capacity)
         capacities = [layer.capacity for layer in self.adapted_layers() if layer.traits.attends]
         bounded = [capacity for capacity in capacities if capacity is not None]
@@ -287,7 +291,7 @@ class LayerList(metaclass=CacheClass):
                     "The cache must have a layer with a recurrent state, got none: make it from the config of the "
                     "model that uses it."
                 )
-        elif self.layer_at(layer_idx) is None:
+        elif self._layer_at(layer_idx) is None:
             return False
         else:
             layer = self._recurrent(layer_idx)

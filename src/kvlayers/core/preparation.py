@@ -67,9 +67,9 @@ class PreparedCache(Cache):
         padding = self._options.left_padding if attention_mask is None else left_padding_of(attention_mask)
         options = replace(self._options, left_padding=padding)
         layers = self._layers_for(config_of(config), options)
-        if self.get_seq_length():
+        if self.length:
             raise StateMismatchError(
-                f"The cache must be empty, got one that has seen {self.get_seq_length()} tokens: reset it first."
+                f"The cache must be empty, got one that has seen {self.length} tokens: reset it first."
             )
         if _settings_of(layers) == _settings_of(self.layers):
             # Memory stays reserved, and recording goes on.
@@ -89,7 +89,7 @@ class PreparedCache(Cache):
         return self._layer_without_config
 
     @override
-    def _layers_of_model(self, config: Any) -> list[Any]:
+    def layers_of_model(self, config: Any) -> list[Any]:
         return self._layers_for(config, self._options)
 
     @override

@@ -262,7 +262,7 @@ def _checked(caches: Sequence[Cache], model: Any) -> list[int]:
     for cache in caches:
         if len(cache.parts()) > 1:
             raise UnsupportedLayerError("`caches` must be of a decoder alone, got a pair: its encoder saw one text.")
-        if not cache.get_seq_length():
+        if not cache.length:
             raise StateMismatchError(f"`caches` must each have tokens, got {cache!r}: pass its document first.")
         if form_of_rows(cache) != expected or cache.batch_size != caches[0].batch_size:
             raise StateMismatchError(
@@ -274,7 +274,7 @@ def _checked(caches: Sequence[Cache], model: Any) -> list[int]:
         raise StateMismatchError(
             f"`caches` must have the {expected_count} layers of `model`, got {count}: pass the model that filled them."
         )
-    return [cache.get_seq_length() for cache in caches]
+    return [cache.length for cache in caches]
 
 
 def recompute_amount(recompute: int | str) -> int | Fraction:

@@ -118,7 +118,7 @@ class EncoderDecoderCache(Cache, transformers.EncoderDecoderCache):  # type: ign
     self_attention = forwarded("self_attention_cache")
     origins = forwarded("self_attention_cache")
     adapted_layers = forwarded("self_attention_cache")
-    layer_at = forwarded("self_attention_cache")
+    _layer_at = forwarded("self_attention_cache")
     layers_for = forwarded("self_attention_cache")
     for_cross_attention = forwarded("self_attention_cache")
     offloading_options = forwarded("self_attention_cache")
@@ -188,9 +188,9 @@ class EncoderDecoderCache(Cache, transformers.EncoderDecoderCache):  # type: ign
             part.early_initialization(batch_size, num_heads, head_dim, dtype, device)
 
     @override
-    def forget_pass(self) -> None:
+    def _forget_pass(self) -> None:
         for part in self.parts():
-            part.forget_pass()
+            part._forget_pass()
 
     @property
     @override
@@ -210,9 +210,9 @@ class EncoderDecoderCache(Cache, transformers.EncoderDecoderCache):  # type: ign
 
     @override
     def _remove(self, removals: list[tuple[CacheLayer, int]]) -> None:
-        held = self._token_count()
+        held = self.most_seen()
         super()._remove(removals)
-        if held and not self._token_count():
+        if held and not self.most_seen():
             self.cross_attention_cache.reset()
             self._read = None
 

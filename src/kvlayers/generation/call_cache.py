@@ -95,7 +95,7 @@ def validate(
         )
     if not isinstance(cache, Cache):
         return
-    seen = cache.get_seq_length()
+    seen = cache.length
     if seen and (kept := model_types.kept_states(model)) is not None:
         raise StateMismatchError(
             f"`{argument}` must be an empty cache, as {type(model).__name__} keeps "
@@ -159,7 +159,7 @@ def check_whole_sequence(cache: Cache, input_ids: object) -> None:
     Before 5.4, transformers finds the new tokens by their positions in the whole sequence, so that new tokens alone do
     not work.
     """
-    seen = cache.get_seq_length() if cache.layers else 0
+    seen = cache.length if cache.layers else 0
     if seen and isinstance(input_ids, torch.Tensor) and input_ids.dim() == 2 and input_ids.shape[1] <= seen:
         raise StateMismatchError(
             f"`input_ids` must be the whole text, of which the cache has seen {seen} tokens, got {input_ids.shape[1]}: "
@@ -181,7 +181,7 @@ def check_rows(cache: Cache, attention_mask: Tensor | None, input_ids: Any) -> N
     """
     # Each prompt may have several sequences: its beams, or its samples.
     is_text = isinstance(input_ids, Tensor) and input_ids.dim() == 2
-    if is_text and cache.get_seq_length() and cache.batch_size % input_ids.shape[0]:
+    if is_text and cache.length and cache.batch_size % input_ids.shape[0]:
         raise StateMismatchError(
             f"`input_ids` must have a prompt for each of the {cache.batch_size} sequences of the cache, got "
             f"{input_ids.shape[0]}: repeat them (batch_repeat_interleave), give each prompt a fork() of the cache, "
@@ -215,7 +215,7 @@ def decoder_mask(model: Any, past: Cache, kwargs: Mapping[str, Any]) -> dict[str
         StateMismatchError: there is no mask, and no more tokens than the cache has seen.
     """
     has_mask = kwargs.get("decoder_attention_mask") is not None
-    seen = past.get_seq_length() if past.layers and not has_mask else 0
+    seen = past.length if past.layers and not has_mask else 0
     if not seen or "decoder_attention_mask" not in generate_calls.forward_arguments(model):
         return {}
     ids = kwargs.get("decoder_input_ids")
@@ -427,7 +427,7 @@ class RollbackCache(Cache):
         """Roll back as `truncate` does, to a length that is given as for `Cache.crop`."""
         number = crop_argument(tokens_to_remove, max_length)
         to_nothing = compat.CROPS_DRAFTS_TO_LENGTHS and number == 0
-        self.truncate(0 if to_nothing else crop_target(number, self._token_count()))
+        self.truncate(0 if to_nothing else crop_target(number, self.most_seen()))
 
 
 def rolling_back(cache: Cache) -> RollbackCache:

@@ -142,7 +142,7 @@ class Chat:
                     "pass a name of kvlayers.cache_names()."
                 )
             return made
-        if cache.get_seq_length() or cache.is_pair:
+        if cache.length or cache.is_pair:
             raise OptionError(
                 f"`cache` must be an empty cache of a decoder, got {cache!r}: pass the conversation as `messages`, or "
                 "load a saved chat with Chat.load()."
@@ -229,7 +229,7 @@ class Chat:
     def _held_ids(self, cache: Cache) -> list[int]:
         """Ids of the tokens in the cache, as far as they are known. Another chat may have used it meanwhile."""
         known = self._seen if cache.known_ids is None else cache.known_ids[0].tolist()
-        return known[: cache.get_seq_length()]
+        return known[: cache.length]
 
     def fork(self) -> "Chat":
         """A second chat that goes on from here. What both hold is held once; see `Cache.fork`."""
@@ -321,12 +321,12 @@ class Chat:
 def _rolled_back(cache: Cache, length: int) -> int:
     """Roll a cache back to `length` tokens, or as far as it must go, and return how many it has then."""
     try:
-        if cache.get_seq_length() != length:
+        if cache.length != length:
             cache.truncate(length)
     except KVLayersError:
         # Tokens before a window are gone.
         cache.reset()
-    return cache.get_seq_length()
+    return cache.length
 
 
 def _common_length(held: list[int], ids: list[int]) -> int:

@@ -161,7 +161,7 @@ class DocumentPrompt:
         begin = end = 0
         for own, covered in found:
             stored.update(range(end, end + covered - begin))
-            end += own.get_seq_length() - begin
+            end += own.length - begin
             begin = shared
         cached_tokens = len(stored.difference(recomputed))
         cache = call.repeated(cache)

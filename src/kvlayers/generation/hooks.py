@@ -113,7 +113,7 @@ def _without_store(original: Method, model: Any, requested: str | None, cache_na
 
 def _forget_images(model: Any, past: Cache, input_ids: Any, mask: Any) -> None:
     """Let a model forget the images of an earlier call before it goes on with a cache that has seen text alone."""
-    if not model.config.sub_configs or not past.get_seq_length() or not isinstance(input_ids, Tensor):
+    if not model.config.sub_configs or not past.length or not isinstance(input_ids, Tensor):
         return
     is_whole = not isinstance(mask, Tensor) or mask.shape[-1] == input_ids.shape[1]
     before = input_ids[:, :0] if is_whole else past.known_ids
@@ -174,7 +174,7 @@ def prepare_cache_for_generation(
     if call.record is not None:
         call.record.begin(model, past, generation_config, call_cache.padding_mask(model_kwargs))
     if generation_config.prefill_chunk_size is not None:
-        is_filled = compat.CHUNKS_BEGIN_AT_ZERO and isinstance(past, Cache) and past.get_seq_length()
+        is_filled = compat.CHUNKS_BEGIN_AT_ZERO and isinstance(past, Cache) and past.length
         if is_filled or model_types.kept_states(model) is not None:
             # The new tokens are read in one pass instead.
             generation_config.prefill_chunk_size = None

@@ -84,7 +84,7 @@ class TokenRecord:
             return
         ids, known = self._ids, cache.known_ids
         if ids is not None:
-            length = _length(cache)
+            length = cache.most_seen()
             if length and self._is_whole:
                 sequences = ids.cpu().repeat_interleave(sequences_per_prompt(generation_config), dim=0)
                 held = ids[:, :0].cpu() if known is None else known[:, :length].cpu()
@@ -125,7 +125,7 @@ class TokenRecord:
             return
         if self._cache is not cache and self._cache is not None:
             return
-        rows, seen, ids, beams = cache.batch_size, _length(cache), self._ids.cpu(), cache.known_ids
+        rows, seen, ids, beams = cache.batch_size, cache.most_seen(), self._ids.cpu(), cache.known_ids
         # The beams may be others than what is returned. Before the second pass, only their prompts are known.
         of_beams = ids if beams is None else beams
         fed = (of_beams if self.has_beams else sequences).detach().cpu()
@@ -159,18 +159,14 @@ def record_forward(cache: Cache, ids: Tensor, forward: Callable[[], Any]) -> Any
     """
     if not _records_ids(cache):
         return forward()
-    length = _length(cache)
+    length = cache.most_seen()
     output = forward()
     # If a model calls another one with the same ids, both passes come here.
     known = ids[:, :0] if length == 0 or cache.known_ids is None else cache.known_ids[:, :length]
-    is_followed = known.shape == (cache.batch_size, length) and _length(cache) == length + ids.shape[1]
+    is_followed = known.shape == (cache.batch_size, length) and cache.most_seen() == length + ids.shape[1]
     if is_followed and cache.batch_size == ids.shape[0]:
         cache.known_ids = torch.cat([known.to(ids.device), ids.detach()], dim=1)
     return output
-
-
-def _length(cache: Cache) -> int:
-    return max((layer.length or 0 for layer in cache.adapted_layers()), default=0)
 
 
 def _records_ids(cache: object) -> TypeGuard[Cache]:
@@ -184,7 +180,7 @@ def _records_ids(cache: object) -> TypeGuard[Cache]:
 def _compare_models(cache: Cache, model: Any) -> None:
     """Warn or raise if a cache has states of another model. Models that cannot be compared are taken for equal."""
     before = _MODELS[cache]() if cache in _MODELS else None
-    if before is not None and before is not model and _length(cache):
+    if before is not None and before is not model and cache.most_seen():
         has_equal_layers = equal = True
         with contextlib.suppress(KVLayersError):
             has_equal_layers = static_shape(before) == static_shape(model)

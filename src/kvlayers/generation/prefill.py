@@ -147,7 +147,7 @@ def pass_tokens(
     for begin in range(start, end, step):
         stop = min(begin + step, end)
         arguments = without_last(model_kwargs, end - stop)
-        is_first = begin == 0 == cache.get_seq_length()
+        is_first = begin == 0 == cache.length
         inputs = generate_calls.model_inputs(model, input_ids[:, :stop], stop - begin, arguments, is_first)
         output = model(**inputs, return_dict=True)
     if any(layer.is_recording for layer in cache.adapted_layers()):
@@ -192,7 +192,7 @@ def prefill_in_chunks(model: Any, input_ids: Tensor, generation_config: Any, mod
     if not cache.recurrent_parts() and not model_types.decodes_one_token(model.config):
         return None
     limit, chunk, tokens = pass_limit(model, cache), generation_config.prefill_chunk_size, input_ids.shape[1]
-    seen = cache.get_seq_length()
+    seen = cache.length
     if seen == 0:
         if chunk is not None and isinstance(mask, Tensor):
             # These models ignore the mask for single tokens, so the first pass must contain all padding.

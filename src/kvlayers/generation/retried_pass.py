@@ -148,7 +148,7 @@ def pass_unseen(model: Any, ids: Tensor, cache: Cache, chunk: int | None, positi
     while True:
         began = cache.newest_pass()
         try:
-            return pass_tokens(model, ids, arguments, cache, cache.get_seq_length(), chunk)
+            return pass_tokens(model, ids, arguments, cache, cache.length, chunk)
         except (RuntimeError, MemoryError) as error:
             if not may_retry(error):
                 raise
@@ -198,11 +198,8 @@ def _put_back(cache: Cache, began: PassStart | None, check_readable: Callable[[i
         InterruptedPassError: some rows cannot.
     """
     newest = cache.newest_pass()
-    if newest is not None and newest is not began:
-        length = newest.length
-    else:
-        # No layer has been updated.
-        length = max((layer.length or 0 for layer in cache.adapted_layers()), default=0)
+    # Without a new one, no layer has been updated.
+    length = newest.length if newest is not None and newest is not began else cache.most_seen()
     if length is None:
         raise RollbackError(f"nobody knows how many tokens its {type(cache).__name__} had seen before")
     try:

@@ -277,7 +277,7 @@ class RowDecoder(Generic[Row]):
     def _logits_of(self, tokens: Tensor, cache: Cache) -> Tensor:
         """Logits of the next tokens; of a row alone as `generate()` computes them, which may read it all again."""
         row, border = self.rows[0], self._border
-        if border is not None and tokens.numel() == 1 and cache.get_seq_length() <= border < row.tokens:
+        if border is not None and tokens.numel() == 1 and cache.length <= border < row.tokens:
             ids = row.ids[:, row.padding :]
             positions = torch.arange(row.tokens, device=ids.device)[None]
             logits: Tensor = retried_pass.pass_unseen(self._model, ids, cache, None, positions).logits
@@ -471,7 +471,7 @@ def _check_batch(
     if model_types.decoder_config(model.config) is not model.config:
         others.append("model")
     is_whole = mask is None or mask.shape[1] == input_ids.shape[1]
-    if others or not is_whole or (cache.get_seq_length() and any(padding)):
+    if others or not is_whole or (cache.length and any(padding)):
         what = ", ".join(others) or "a cache that has seen tokens, beside padding or a mask of other tokens"
         raise OptionError(
             f"`input_ids` of several prompts must come with a mask alone for drafts with {name}, got {what}: pass the "
@@ -529,7 +529,7 @@ OF_BATCH_INDICES = ("prefix_allowed_tokens_fn", "negative_prompt_ids")
 def _prefill(model: Any, cache: Cache, input_ids: Tensor, padding: Sequence[int], kwargs: Mapping[str, Any]) -> Tensor:
     """Pass the tokens that the cache has not seen. Returns the logits after the last one, `[batch, vocab]`."""
     model_kwargs = {name: value for name, value in kwargs.items() if name not in (*OF_LOOPS, *OF_DRAFTS)}
-    mask, seen = model_kwargs.get("attention_mask"), cache.get_seq_length()
+    mask, seen = model_kwargs.get("attention_mask"), cache.length
     if seen or not any(padding) or all(map(drops_padding, cache.adapted_layers())):
         logits: Tensor = pass_tokens(model, input_ids, model_kwargs, cache, seen).logits[:, -1]
         if any(padding) and not seen:

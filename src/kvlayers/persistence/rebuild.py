@@ -137,7 +137,7 @@ def rebuilt(saved: SavedFile, part: int | None, context: DescriptionContext, con
             "import the package that registers them, pass config=model.config, or a cache of your own as into=",
         )
     if missing:
-        of_model = cache_class.layers_from_config(record.options, config, context)
+        of_model = cache_class.from_description(record.options, [], context).layers_of_model(config)
         layers = [of_model[index] if layer is None else layer for index, layer in enumerate(layers)]
     cache = cache_class.from_description(record.options, layers, context)
     # Again for the finished layers: they may have been made from the config, not from the facts in the file.

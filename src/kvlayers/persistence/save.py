@@ -139,7 +139,7 @@ def _record(cache: Any, state: CacheState) -> CacheRecord:
         LayerRecord(layer_state.kind, _facts(layer_state), tuple(sorted(layer_state.tensors)), bool(layer.is_recording))
         for layer, layer_state in zip(cache.adapted_layers(), state.layers, strict=True)
     )
-    length = max((layer.length or 0 for layer in cache.adapted_layers()), default=0)
+    length = cache.most_seen()
     return CacheRecord(state.kind, length, max(cache.batch_size, 0), cache.describe(), layers)
 
 

@@ -304,8 +304,8 @@ class Directory:
             raise CacheFileError(str(error)) from error
         with contextlib.suppress(UnreachableError):
             self.backend.touch([node.name for node in chain[: len(read)]])
-        target = restorable_length(cache, min(length, cache.get_seq_length()))
-        if 0 < target < cache.get_seq_length():
+        target = restorable_length(cache, min(length, cache.length))
+        if 0 < target < cache.length:
             cache.truncate(target)
         return cache if target else None
 

@@ -141,7 +141,7 @@ def can_restore(cache: Cache | None, lengths: Iterable[int]) -> bool:
 
 def restorable_length(cache: Cache, length: int) -> int:
     """The greatest length, at most `length`, to which `cache` can be rolled back; 0 if there is no such length."""
-    if cache.keeps_every_token or length == cache.get_seq_length():
+    if cache.keeps_every_token or length == cache.length:
         return length
     if any(_has_evicted(layer) for layer in cache.adapted_layers()):
         # The tokens behind `length` have had a part in which of those before were evicted.

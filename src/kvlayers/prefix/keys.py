@@ -223,7 +223,7 @@ def checked_cache(cache: object, ids: Tokens) -> tuple[Cache, int]:
             f"`cache` must be a cache of kvlayers for a model without an encoder, got a {type(cache).__name__}: make "
             "one, for example with kvlayers.DynamicCache(config=model.config)."
         )
-    length = cache.get_seq_length()
+    length = cache.length
     if not length:
         raise StateMismatchError("`cache` must have seen tokens, got an empty one: run the model with it first.")
     if cache.batch_size != 1:

@@ -211,7 +211,7 @@ def _loaded(
             found.damaged.append(file)
             found.notes["a damaged file was skipped"] = None
         else:
-            length = 0 if cache is None else cache.get_seq_length()
+            length = 0 if cache is None else cache.length
             if cache is not None and cache.keeps_every_token and length < min(file.shared, file.entry.length):
                 found.notes["part of a file was damaged, missing or late"] = None
             if length > found.covered:

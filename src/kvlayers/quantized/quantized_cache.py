@@ -416,7 +416,7 @@ class QuantizedCache(Cache, transformers.QuantizedCache):  # type: ignore[misc]
         return functools.partial(packed_attention_layer, self.quantization.of_layer(0), length_hint, self.recall)
 
     @override
-    def _layers_of_model(self, config: Any) -> list[Any]:
+    def layers_of_model(self, config: Any) -> list[Any]:
         return quantized_layers(config, self.quantization, quantize_sliding=False, recall=self.recall)
 
     @override

@@ -256,7 +256,7 @@ def import_session(
             raise OptionError(
                 f"`config` must be that of the model to load {path}, got none: pass model.config."
             ) from None
-        lengths = [0 if cache is None else cache.get_seq_length() for cache in caches]
+        lengths = [0 if cache is None else cache.length for cache in caches]
         if not entries or directory.damaged_files or lengths != [entry.length for entry in entries]:
             raise CacheFileError(f"{path} is damaged: some of its tokens cannot be loaded.")
     session = session_of(access, exported if name is None else name, namespace, MOST_SECONDS)

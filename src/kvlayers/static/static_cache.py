@@ -204,7 +204,7 @@ class StaticCache(Cache, transformers.StaticCache):  # type: ignore[misc]
         return cache
 
     @override
-    def _layers_of_model(self, config: Any) -> list[Any]:
+    def layers_of_model(self, config: Any) -> list[Any]:
         return static_layers(config, self._reservation)
 
     @property

@@ -247,7 +247,7 @@ class ImagesApart:
         if hit.cache is None:
             return hit
         of_images = part.lookup(self._numbers(), self._label).cache
-        if of_images is None or of_images.get_seq_length() < self._states:
+        if of_images is None or of_images.length < self._states:
             return Hit(reason="the states of its images are not stored")
         for place, layer in zip(self._layers, of_images.layers, strict=True):
             hit.cache.layers[place] = layer

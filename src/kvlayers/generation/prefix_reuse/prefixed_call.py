@@ -160,7 +160,7 @@ def call_with(cache: Cache, plain: Generate, arguments: Mapping[str, Any], cache
 
 def check_counted(model: Any, cache: Cache, tokens: int) -> None:
     """Raise `IneligibleError` unless a cache has counted the tokens that its model was given."""
-    if cache.get_seq_length() != tokens:
+    if cache.length != tokens:
         raise IneligibleError(f"{type(model).__name__} puts other tokens into its cache than it is given")
 
 
@@ -387,7 +387,7 @@ class PrefixedCall:
         """The cache of one prompt, for each of the sequences that go on from it."""
         if self._repeats > 1 and cache.is_static:
             rows = self.empty(rows=self._repeats)
-            stack([cache] * self._repeats, rows, cache.get_seq_length())
+            stack([cache] * self._repeats, rows, cache.length)
             return rows
         cache.expand(self._repeats)
         return cache
@@ -418,7 +418,7 @@ class PrefixedCall:
         """
         if not length:
             return
-        begin, limit = cache.get_seq_length(), pass_limit(self._model, cache)
+        begin, limit = cache.length, pass_limit(self._model, cache)
         ids, positions = self._prompts.row(row).to(self._part.device), self._positions_of(row)
         stops = (self._images.boundary(row, stop) for stop in self._snapshot_lengths(row, cache, begin, least, length))
         for stop in sorted({stop for stop in stops if stop > begin}):

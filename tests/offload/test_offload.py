@@ -228,7 +228,7 @@ def test_encoder_decoders_send_cross_attention_once(
 def live_bytes(layer: Any) -> int:
     """Bytes of the tokens that a layer holds, without spare room."""
     found = []
-    layer.wrapped.swap_buffers(
+    layer.wrapped.store.swap_buffers(
         lambda buffer, start, end: found.append(buffer.read(start, end - start).nbytes) or buffer
     )
     return sum(found)

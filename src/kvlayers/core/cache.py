@@ -14,7 +14,7 @@ from typing_extensions import Self, override
 from kvlayers.core.arguments import query_count, whole_number
 from kvlayers.core.cache_layer import CacheLayer
 from kvlayers.core.cache_operations import AS_TEXT, CacheState, LayerwiseOperations, Origin
-from kvlayers.core.description import Argument, DescriptionContext, arguments_of, described_facts
+from kvlayers.core.description import Argument, DescriptionContext, arguments_of, described_facts, rotaries_of
 from kvlayers.core.forward_pass import ForwardPassFollower, GivenToGenerate, PassStart, SeenTokens
 from kvlayers.core.from_config import AttentionMaker, dynamic_layers
 from kvlayers.core.graph_operators import GraphHandle, calls_operators, updated
@@ -139,8 +139,8 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
     @property
     def rotaries(self) -> tuple[Rotary, ...]:
         """The rotations that the descriptions of the cache and of its layers name by their fingerprints."""
-        own = () if self._rotary is None else (self._rotary,)
-        return (*own, *(rotary for layer in self.adapted_layers() for rotary in layer.rotaries))
+        parts = (part.unwrapped for layer in self.adapted_layers() for part in layer.parts)
+        return tuple(rotary for described in (self, *parts) for rotary in rotaries_of(described))
 
     def describe(self) -> dict[str, Any]:
         """The arguments of the cache that its layers do not describe themselves: values that JSON has, and no paths."""
@@ -215,8 +215,9 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
         if self._prefetcher is not None:
             # A prefetcher belongs to one thread, and the two caches may be used in two.
             twin._prefetcher = self._prefetcher.for_another_cache()
-            for layer in twin.adapted_layers():
-                layer.use_prefetcher(twin._prefetcher)
+            rows = (row for layer in twin.adapted_layers() for row in layer.parts[0].separate_rows)
+            for moved in (row for row in rows if row.unwrapped is not row):
+                moved.use_prefetcher(twin._prefetcher)
         return twin
 
     @property

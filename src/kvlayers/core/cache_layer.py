@@ -32,7 +32,6 @@ from kvlayers.core.description import (
 )
 from kvlayers.core.token_store import Fidelity, lacks_member
 from kvlayers.errors import RegistryError, StateMismatchError, UnsupportedLayerError
-from kvlayers.rope.rotary import Rotary
 from kvlayers.utils import late
 from kvlayers.utils.registry import ClassRegistry
 from kvlayers.utils.sending import sent_by_value
@@ -135,7 +134,6 @@ class CacheLayer(ABC):
         is_opaque: whether compiled code calls `update` by an operator, instead of being traced through it.
         sliding_window: tokens that a query attends to, itself included; `None` for full attention.
         counts_on_device: whether its count of tokens stands on a device that would have to be waited for.
-        rotaries: rotations that its description names by their fingerprints.
         bits: bits of a number of a key and of a value if they are rounded, `None` in full precision.
         attention_paths: how often attention on its states was computed in which way; empty in full precision.
         packing_paths: how often an accelerator packed keys, or values, on each path; empty if it packs none.
@@ -160,7 +158,6 @@ class CacheLayer(ABC):
     is_opaque = False
     sliding_window: int | None = None
     counts_on_device: bool = False
-    rotaries: tuple[Rotary, ...] = ()
     bits: tuple[int, int] | None = None
     attention_paths: Mapping[str, int] = MappingProxyType({})
     packing_paths: Mapping[str, int] = MappingProxyType({})
@@ -510,9 +507,6 @@ class CacheLayer(ABC):
             "model, so make one from the config of the model that uses it."
         )
 
-    def use_prefetcher(self, prefetcher: Any) -> None:
-        """Be brought to the device by another prefetcher from now on, if the layer moves at all."""
-
     def activate_past_recording(self) -> None:
         """Keep everything that a later `truncate` may need. A layer that never drops tokens need not do anything."""
 
@@ -704,7 +698,7 @@ def forwarding(part: str, names: str) -> Any:
 
 ANSWERED_BY_WRAPPED = """
     length capacity held_tokens forms batch_size dtype device sliding_window reservation_facts
-    is_sliding is_croppable is_recording rotaries bits fidelity exact_from attention_paths packing_paths sized_for
+    is_sliding is_croppable is_recording bits fidelity exact_from attention_paths packing_paths sized_for
     nearest_restorable check_truncate check_select held_tensors
 """
 

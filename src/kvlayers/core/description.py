@@ -159,6 +159,12 @@ def described_facts(described: object) -> dict[str, Any]:
     return found
 
 
+def rotaries_of(described: object) -> tuple[Rotary, ...]:
+    """The rotations that the description of an object names by their fingerprints."""
+    own = (argument for argument in arguments_of(type(described)) if isinstance(argument, RotaryArgument))
+    return tuple(rotary for argument in own if (rotary := argument.value_of(described)) is not None)
+
+
 def arguments_from(cls: Any, facts: Facts, context: DescriptionContext) -> dict[str, Any]:
     """The described arguments of a class, from what `described_facts` returned. Raises as `Argument.read`."""
     return {argument.name: argument.read(facts, context) for argument in arguments_of(cls)}

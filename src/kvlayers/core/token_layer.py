@@ -77,7 +77,7 @@ def part_of_form(side: str, part: str) -> Any:
 
 
 # A layer that evicts tokens to which the model would attend has another fidelity than its store.
-ANSWERED_BY_STORE = "is_opaque bits fidelity attention_paths packing_paths sized_for trim compact swap_buffers"
+ANSWERED_BY_STORE = "is_opaque bits fidelity attention_paths packing_paths sized_for trim compact"
 
 
 class TokenLayer(forwarding("_store", ANSWERED_BY_STORE), CacheLayer, CacheLayerMixin):  # type: ignore[misc]
@@ -92,6 +92,10 @@ class TokenLayer(forwarding("_store", ANSWERED_BY_STORE), CacheLayer, CacheLayer
     """
 
     made_with: ClassVar[tuple[Argument, ...]] = (StoreArgument("store", "_store"),)
+
+    recall: Any = None
+    """How a single query chooses the pages that it attends to; `None` if it attends to all tokens. A layer that has it
+    also says how pages are read where they are held (`chosen_page_tokens`), and what that takes (`copies_nbytes`)."""
 
     beside: ClassVar[tuple[str, ...]] = ()
     """Attributes that hold what the layer keeps of each sequence beside its store, each with a method `selected`, which
@@ -143,17 +147,6 @@ class TokenLayer(forwarding("_store", ANSWERED_BY_STORE), CacheLayer, CacheLayer
         if first is None or (first == 0 and self.fidelity != "evicting"):
             return first
         return self.length - self._store.length + first
-
-    def chosen_page_tokens(self, tokens: int) -> int | None:
-        """Tokens of a page, if the query of an update of `tokens` tokens reads pages that it chooses, else `None`.
-
-        The pages can then be read where they are held, without the others.
-        """
-        return None
-
-    def copies_nbytes(self, shape: LayerShape, tokens: int) -> int:
-        """Bytes of tokens that an `OffloadedLayer` over this layer leaves on the device for the next query."""
-        return 0
 
     @property
     def keys(self) -> Tensor | None:
@@ -331,9 +324,9 @@ class TokenLayer(forwarding("_store", ANSWERED_BY_STORE), CacheLayer, CacheLayer
             raise StateMismatchError(
                 f"`state` must be dense tensors on one device, got {sorted(map(str, kinds))}: move them to one device."
             )
-        self.check_held(self._store.check_state(state.tensors), state.length)
+        self._check_held(self._store.check_state(state.tensors), state.length)
 
-    def check_held(self, held: int, seen: int) -> None:
+    def _check_held(self, held: int, seen: int) -> None:
         """Raise `StateMismatchError` if a layer that has seen `seen` tokens cannot go on from the newest `held`."""
         if held != seen:
             raise StateMismatchError(f"`state` must have all of its {seen} tokens, got {held}: take the state again.")

@@ -508,9 +508,7 @@ def _check_movable(layers: Sequence[CacheLayer], name: str) -> None:
         name: the argument that they are from.
     """
     for layer in layers:
-        has_more = (
-            layer.traits.is_recurrent or layer.traits.has_other_states or layer.traits.counts_rows or layer.rotaries
-        )
+        has_more = layer.traits.is_recurrent or layer.traits.has_other_states or layer.traits.counts_rows
         keeps_all = layer.traits.attends and (layer.is_sliding or layer.held_tokens == layer.length)
         if layer.traits.is_upstream or layer.fidelity == "evicting" or has_more or not keeps_all:
             raise UnsupportedLayerError(

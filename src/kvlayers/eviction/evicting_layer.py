@@ -385,11 +385,6 @@ class EvictingLayer(TokenLayer):
         self._check_settled()
         return super().fork()
 
-    @property
-    def rotaries(self) -> tuple[Rotary, ...]:  # type: ignore[override]
-        """The rotation of the keys, if the rule was told."""
-        return () if self.rotary is None else (self.rotary,)
-
     @override
     def state(self) -> LayerState:
         self._check_settled()
@@ -414,7 +409,7 @@ class EvictingLayer(TokenLayer):
         return RaggedStore(store) if is_ragged(stored.tensors) else store
 
     @override
-    def check_held(self, held: int, seen: int) -> None:
+    def _check_held(self, held: int, seen: int) -> None:
         if not (held <= seen and (held or not seen)):
             raise StateMismatchError(
                 f"A state must hold at least one and at most all of its {seen} tokens, got {held}: take the state "

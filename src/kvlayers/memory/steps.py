@@ -252,7 +252,7 @@ def _on_device(layer: OffloadedLayer) -> TokenLayer:
     """The wrapped layer, with its states on their device from now on."""
     layer.prefetcher.synchronize(layer)
     layer.prefetcher.discard(layer)
-    layer.wrapped.swap_buffers(_as_device_buffer)
+    layer.wrapped.store.swap_buffers(_as_device_buffer)
     return layer.wrapped
 
 

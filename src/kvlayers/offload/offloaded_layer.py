@@ -80,7 +80,7 @@ class OffloadedLayer(WrapperLayer):
     """
 
     is_opaque = True
-    swap_buffers = forwarded("wrapped")
+    swap_buffers = forwarded("store")
     wrapped: TokenLayer
 
     def __init__(self, layer: TokenLayer, prefetcher: Prefetcher | None = None) -> None:
@@ -292,8 +292,8 @@ class OffloadedLayer(WrapperLayer):
         twin._write_back_if_possible()
         return twin
 
-    @override
     def use_prefetcher(self, prefetcher: Prefetcher) -> None:
+        """Be brought to the device by another prefetcher from now on."""
         self._settle()
         self.prefetcher.discard(self)
         self.prefetcher = prefetcher
@@ -394,8 +394,8 @@ def _page_tokens_of(layer: TokenLayer, keys: Tensor) -> int | None:
         layer: the layer.
         keys: keys of the new tokens, `[batch, kv_heads, tokens, head_dim]`.
     """
-    followed = torch.is_grad_enabled() and keys.requires_grad
-    return None if followed else layer.chosen_page_tokens(keys.shape[2])
+    reads_all = layer.recall is None or (torch.is_grad_enabled() and keys.requires_grad)
+    return None if reads_all else cast("Any", layer).chosen_page_tokens(keys.shape[2])  # type: ignore[no-any-return]
 
 
 def placed(layer: Any, prefetcher: Prefetcher, only_non_sliding: bool) -> Any:

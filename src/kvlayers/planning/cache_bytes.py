@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -233,7 +233,13 @@ def layer_bytes(layer: CacheLayer, shape: LayerShape, tokens: int) -> LayerBytes
         if isinstance(layer, OffloadedLayer):
             states, beside = _states_and_beside(layer.wrapped, shape, tokens)
             spare = sum(layer.prefetcher.memory.allocated_nbytes(nbytes) - nbytes for nbytes in states)
-            return LayerBytes(beside, sum(states), spare, layer.wrapped.copies_nbytes(shape, tokens))
+            return LayerBytes(
+                beside,
+                sum(states),
+                spare,
+                # The pages that a query chooses are brought to the device.
+                0 if layer.wrapped.recall is None else cast("Any", layer.wrapped).copies_nbytes(shape, tokens),
+            )
         if isinstance(layer, LinearAttentionLayer):
             return LayerBytes(_recurrent_nbytes(layer, shape, tokens))
         if isinstance(layer, TransformersLayer):

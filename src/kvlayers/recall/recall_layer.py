@@ -180,8 +180,11 @@ class RecallLayer(DynamicLayer):
         choose = functools.partial(self._choose, (first, last))
         return choosing(*attended, choose, self._version, self._paths)
 
-    @override
     def chosen_page_tokens(self, tokens: int) -> int | None:
+        """Tokens of a page, if the query of an update of `tokens` tokens reads pages that it chooses, else `None`.
+
+        The pages can then be read where they are held, without the others.
+        """
         recall, bounds = self.recall, self._bounds
         # Before there are blocks, tokens are few.
         if tokens != 1 or recall.pages == "all" or not (self._store.holds_tokens_apart or self._store.exact_from):
@@ -318,8 +321,8 @@ class RecallLayer(DynamicLayer):
         twin._bounds, twin._version, twin._paths = self._bounds.fork(), Version(), PathCounter()
         return twin
 
-    @override
     def copies_nbytes(self, shape: LayerShape, tokens: int) -> int:
+        """Bytes of tokens that an `OffloadedLayer` over this layer leaves on the device for the next query."""
         recall, size, store = self.recall, self.recall.page_tokens, self.store
         first = -(-max(recall.sink_tokens - _first_page(store), 0) // size)
         last = (tokens - _first_page(store) - recall.recent_tokens) // size

@@ -33,7 +33,7 @@ def _of_both(name: str) -> Any:
 
 ANSWERED_BY_ATTENTION = """
     is_opaque is_compileable is_initialized update keys values peek count recount mask_sizes get_seq_length
-    make_room reserve_form use_prefetcher trim compact separate_rows row_lengths
+    make_room reserve_form trim compact separate_rows row_lengths
 """
 
 ANSWERED_BY_LINEAR = """

@@ -367,7 +367,6 @@ class SeparateRows(HeldRows, RowsLayer):
 
     trim = of_each_row("trim")
     compact = of_each_row("compact")
-    use_prefetcher = of_each_row("use_prefetcher")
 
 
 def _attended(row: CacheLayer, new: int) -> int:

@@ -200,11 +200,6 @@ class SinkLayer(WindowLayer):
         super().reset()
         self._sinks = self._sinks.emptied()
 
-    @property
-    def rotaries(self) -> tuple[Rotary, ...]:  # type: ignore[override]
-        """The rotation of the keys, if they are rotated."""
-        return () if self.rotary is None else (self.rotary,)
-
     @override
     def state(self) -> LayerState:
         state, held = super().state(), self._store.length

@@ -267,16 +267,17 @@ class DenseStore(TokenStore):
 
     def _validate(self, keys: Tensor, values: Tensor) -> int:
         forms = checked_forms(keys, values)
-        if forms != self._forms:
-            if self._is_invalid:
-                raise InterruptedPassError(
-                    "The held tokens are lost, because an error or Ctrl-C interrupted a move of them: reset() the "
-                    "cache, and pass all tokens again."
-                )
-            if self.length:
-                return self._validate_other_form(keys, forms)
-            check_one_batch(*forms)
-            self._validated = forms
+        if forms == self._forms:
+            return keys.shape[2]
+        if self._is_invalid:
+            raise InterruptedPassError(
+                "The held tokens are lost, because an error or Ctrl-C interrupted a move of them: reset() the cache, "
+                "and pass all tokens again."
+            )
+        if self.length:
+            return self._validate_other_form(keys, forms)
+        check_one_batch(*forms)
+        self._validated = forms
         return keys.shape[2]
 
     def _validate_other_form(self, keys: Tensor, forms: tuple[StateForm, StateForm]) -> int:
@@ -405,8 +406,7 @@ class DenseStore(TokenStore):
 
     def _replace(self, keys: Tensor, values: Tensor) -> None:
         """Hold a copy of validated states in place of all held tokens."""
-        if self._validated is not None:
-            self._apply_form(keys.shape[2])
+        self._apply_form(keys.shape[2])
         tracked = torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad)
         if tracked or compat.is_exporting():
             self._adopt(keys.clone(), values.clone())
@@ -611,14 +611,12 @@ class DenseStore(TokenStore):
 
     @override
     def fork(self) -> Self:
-        twin = self.__class__.__new__(self.__class__)
         if self._can_share():
             self._length, self._is_forked = self.length, True
-            sharing = self._sharing()
-            twin.__dict__.update(self.__dict__, _returned=ReturnedStates())
-            sharing.join(twin)
-        else:
-            twin.__dict__.update(self.__getstate__())
+            self._sharing()
+            return self.snapshot()
+        twin = self.__class__.__new__(self.__class__)
+        twin.__dict__.update(self.__getstate__())
         return twin
 
     @override

@@ -58,10 +58,6 @@ class DynamicLayer(TokenLayer):
         self._store.count(tokens)
 
     @override
-    def mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self._store.length + query_length, 0
-
-    @override
     def check_truncate(self, length: int) -> None:
         check_rollback(length, self._store.length)
 

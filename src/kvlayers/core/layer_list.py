@@ -248,24 +248,19 @@ class LayerList(metaclass=CacheClass):
 
     def _recurrent(self, layer_idx: int) -> Any:
         """The layer at `layer_idx`, which has recurrent states."""
-        try:
-            layer = self.layers[layer_idx]
-        except (IndexError, TypeError, RuntimeError):
-            if not self.layers:
-                raise UnsupportedLayerError(
-                    "The cache of a model with recurrent layers must be made from its config, got a "
-                    f"{type(self).__name__} without one: pass config=model.config."
-                ) from None
-            raise self._no_layer(layer_idx) from None
-        if layer_idx >= len(self._adapted) or self._adapted[layer_idx] is not layer:
-            layer = self._layer(layer_idx)
-        if layer.traits.is_recurrent:
-            return layer
-        raise UnsupportedLayerError(
-            f"`layer_idx` must be that of a layer with a recurrent state, got {layer_idx}, a "
-            f"{type(layer.original).__name__}: the cache was made for another model, so make one from the config of "
-            "the model that uses it."
-        )
+        if not self.layers:
+            raise UnsupportedLayerError(
+                f"The cache of a model with recurrent layers must be made from its config, got a {type(self).__name__} "
+                "without one: pass config=model.config."
+            )
+        layer = self._layer(layer_idx)
+        if not layer.traits.is_recurrent:
+            raise UnsupportedLayerError(
+                f"`layer_idx` must be that of a layer with a recurrent state, got {layer_idx}, a "
+                f"{type(layer.original).__name__}: the cache was made for another model, so make one from the config "
+                "of the model that uses it."
+            )
+        return layer
 
     @staticmethod
     def _state(states: dict[int, Any], state_idx: int) -> Any:

@@ -86,6 +86,12 @@ def check_kind_of_state(state: object, kind: str) -> None:
         )
 
 
+def forked_once(held: Any, memo: dict[int, object]) -> Any:
+    """What `copy.deepcopy` makes of a layer or of a cache: a fork, which is the same wherever a structure has it."""
+    twin = memo[id(held)] = held.fork()
+    return twin
+
+
 @dataclass(frozen=True, slots=True)
 class LayerTraits:
     """What a kind of layer is like, whatever it holds. A kind states it once.
@@ -431,7 +437,7 @@ class CacheLayer(ABC):
     def check_state(self, state: LayerState) -> None:
         """Raise what `load_state(state)` would raise."""
 
-    def recount(self, length: int) -> None:
+    def _recount(self, length: int) -> None:
         """Set the number of tokens seen to `length`, after states were assigned by hand.
 
         Raises:
@@ -562,12 +568,12 @@ class CacheLayer(ABC):
 
     @property
     def cumulative_length(self) -> int:
-        """As `length`, by the name of transformers' sliding, static and quantized layers. Setting it is a `recount`."""
+        """As `length`, by the name of transformers' sliding, static and quantized layers; set after an assignment."""
         return self.get_seq_length()
 
     @cumulative_length.setter
     def cumulative_length(self, length: int) -> None:
-        self.recount(whole_number(length, "`cumulative_length`"))
+        self._recount(whole_number(length, "`cumulative_length`"))
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
         """Prepare for states of these shapes, which are not taken in. Values have the form of keys if not given."""
@@ -621,10 +627,7 @@ class CacheLayer(ABC):
         twin.__dict__.update(self.__dict__)
         return twin
 
-    def __deepcopy__(self, memo: dict[int, object]) -> Self:
-        twin = self.fork()
-        memo[id(self)] = twin
-        return twin
+    __deepcopy__ = forked_once
 
     def __repr__(self) -> str:
         try:

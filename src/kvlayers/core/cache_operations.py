@@ -12,11 +12,12 @@ from typing_extensions import Self
 from kvlayers.core.arguments import (
     BatchIndices,
     as_batch_indices,
+    check_rollback,
     crop_target,
     repeated_rows,
     whole_number,
 )
-from kvlayers.core.cache_layer import CacheLayer, LayerState
+from kvlayers.core.cache_layer import CacheLayer, LayerState, forked_once
 from kvlayers.core.layer_list import LayerList, adapted, let_static_layers_agree
 from kvlayers.core.legacy_api import crop_argument
 from kvlayers.errors import BatchIndexError, OptionError, RollbackError, StateMismatchError, UnsupportedLayerError
@@ -158,11 +159,8 @@ class LayerwiseOperations(LayerList):
         Raises:
             RollbackError: as `truncate`.
         """
-        held, length = self.most_seen(), whole_number(length, "`length`")
-        if not 0 <= length <= held:
-            raise RollbackError(
-                f"`length` must be from 0 to the {held} tokens that are held, got {length}: pass a length among them."
-            )
+        check_rollback(length, self.most_seen())
+        length = whole_number(length, "`length`")
         counting = [layer for layer in self.adapted_layers() if layer.length and not layer.traits.is_upstream]
         while True:
             nearest = min([layer.nearest_restorable(length) for layer in counting], default=length)
@@ -230,13 +228,14 @@ class LayerwiseOperations(LayerList):
         """
         batch_size = self.batch_size
         if batch_size >= 0:
-            self._select(as_batch_indices(indices, batch_size))
+            rows = as_batch_indices(indices, batch_size)
+            self._select(rows, lambda layer: layer.select(rows))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each sequence `repeats` times. The copies of a sequence follow one another."""
         batch_size = self.batch_size
         if batch_size >= 0:
-            self._select(repeated_rows(repeats, batch_size))
+            self.batch_select_indices(repeated_rows(repeats, batch_size))
 
     # Rows: sequences of lengths of their own
 
@@ -381,11 +380,7 @@ class LayerwiseOperations(LayerList):
         """
         batch_size = self.batch_size
         if batch_size >= 0:
-            rows = repeated_rows(repeats, batch_size)
-            if repeats > 1:
-                self.check_select(rows.shape[0])
-                self._change_sequences(lambda layer: layer.expand(repeats))
-                self._select_facts(rows)
+            self._select(repeated_rows(repeats, batch_size), lambda layer: layer.expand(repeats))
 
     def share_prefix(self, other: Self, tokens: int) -> None:
         """Hold the first `tokens` tokens in the memory in which another cache holds them, layer by layer.
@@ -423,16 +418,15 @@ class LayerwiseOperations(LayerList):
         for layer in self.adapted_layers():
             layer.compact()
 
-    def _select(self, rows: Tensor) -> None:
+    def _select(self, rows: Tensor, change: Callable[[CacheLayer], None]) -> None:
+        """Hold the sequences at `rows`, as `change` makes each layer do. If memory runs out, the cache gives way first.
+
+        What is known of the sequences goes with them.
+        """
         # Indices on an accelerator are not read back, since that would stall it.
         if rows.device.type == "cpu" and rows.tolist() == list(range(self.batch_size)):
             return
         self.check_select(rows.shape[0])
-        self._change_sequences(lambda layer: layer.select(rows))
-        self._select_facts(rows)
-
-    def _change_sequences(self, change: Callable[[CacheLayer], None]) -> None:
-        """Change each layer. If memory runs out, the rest follows when the cache has given way."""
         changed = 0
         while changed < len(layers := self.adapted_layers()):
             try:
@@ -441,9 +435,6 @@ class LayerwiseOperations(LayerList):
                     changed += 1
             except (RuntimeError, MemoryError) as error:
                 late.function("room between passes")(self, error, changed)
-
-    def _select_facts(self, rows: Tensor) -> None:
-        """Know of the selected sequences what was known of them."""
         if len(self.origins) > 1:
             self.origins = _one_if_equal([self.origins[row] for row in rows.tolist()])
         # On the device of the rows, so that nobody waits for an accelerator.
@@ -516,10 +507,7 @@ class LayerwiseOperations(LayerList):
         let_static_layers_agree(twin._adapted)
         return twin
 
-    def __deepcopy__(self, memo: dict[int, object]) -> Self:
-        twin = self.fork()
-        memo[id(self)] = twin
-        return twin
+    __deepcopy__ = forked_once
 
     def storages(self) -> Storages:
         """Bytes of each block of memory that is held, by its address. Forks may hold the same blocks."""

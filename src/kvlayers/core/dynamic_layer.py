@@ -5,13 +5,12 @@ from collections.abc import Sequence
 from torch import Tensor
 from typing_extensions import override
 
-from kvlayers.core.arguments import whole_number
+from kvlayers.core.arguments import check_rollback
 from kvlayers.core.cache_layer import CacheLayer, LayerTraits
 from kvlayers.core.dense_store import DenseStore
 from kvlayers.core.layer_registry import register_layer
 from kvlayers.core.token_layer import TokenLayer
 from kvlayers.core.token_store import TokenStore
-from kvlayers.errors import RollbackError
 from kvlayers.utils import late
 from kvlayers.utils.options import checks_options
 
@@ -65,11 +64,3 @@ class DynamicLayer(TokenLayer):
     def truncate(self, length: int) -> None:
         self.check_truncate(length)
         self._store.truncate(int(length))
-
-
-def check_rollback(length: int, held: int) -> None:
-    """Raise `RollbackError` if a layer of `held` tokens never had `length` tokens."""
-    if not 0 <= whole_number(length, "`length`") <= held:
-        raise RollbackError(
-            f"`length` must be from 0 to the {held} tokens that are held, got {length}: pass a length among them."
-        )

@@ -5,11 +5,10 @@ from typing import ClassVar
 from torch import Tensor
 from typing_extensions import override
 
-from kvlayers.core.arguments import whole_number
+from kvlayers.core.arguments import check_rollback, whole_number
 from kvlayers.core.cache_layer import LayerState, LayerTraits, not_of_so_many
 from kvlayers.core.dense_store import DenseStore
 from kvlayers.core.description import Argument
-from kvlayers.core.dynamic_layer import check_rollback
 from kvlayers.core.layer_registry import register_layer
 from kvlayers.core.token_layer import TokenLayer
 from kvlayers.core.token_store import KVPair, StoreArgument, TokenStore
@@ -188,7 +187,7 @@ class SlidingLayer(WindowLayer):
         self._seen = seen
 
     @override
-    def recount(self, length: int) -> None:
+    def _recount(self, length: int) -> None:
         held = self._store.length
         if not min(length, self.sliding_window - 1) <= held <= length:
             raise not_of_so_many(length, held)

@@ -10,7 +10,6 @@ from torch import Tensor
 from typing_extensions import Self, override
 
 from kvlayers.core import legacy_api
-from kvlayers.core.arguments import repeated_rows
 from kvlayers.core.cache import Cache
 from kvlayers.core.cache_layer import CacheLayer, forwarded
 from kvlayers.core.cache_operations import CacheState, check_is_state
@@ -235,19 +234,13 @@ class EncoderDecoderCache(Cache, transformers.EncoderDecoderCache):  # type: ign
         for part in self.parts():
             part.check_select(batch_size)
 
-    def _select(self, rows: Tensor) -> None:
+    @override
+    def _select(self, rows: Tensor, change: Callable[[CacheLayer], None]) -> None:
         self.check_select(rows.shape[0])
         for part in self.parts():
-            part.batch_select_indices(rows)
+            if part.batch_size >= 0:
+                part._select(rows, change)
         self._read = None
-
-    @override
-    def expand(self, repeats: int) -> None:
-        if self.batch_size >= 0:
-            self.check_select(repeated_rows(repeats, self.batch_size).shape[0])
-            for part in self.parts():
-                part.expand(repeats)
-            self._read = None
 
     def reset(self) -> None:
         """Forget all tokens of both parts."""

@@ -7,11 +7,10 @@ from dataclasses import replace
 from torch import Tensor
 from typing_extensions import Self, override
 
-from kvlayers.core.arguments import whole_number
+from kvlayers.core.arguments import check_rollback, whole_number
 from kvlayers.core.cache_layer import CacheLayer, LayerState, LayerTraits
 from kvlayers.core.dense_store import dense_in_small_steps, may_share
 from kvlayers.core.description import Argument, RotaryArgument
-from kvlayers.core.dynamic_layer import check_rollback
 from kvlayers.core.layer_registry import register_layer
 from kvlayers.core.preparation import padding_of
 from kvlayers.core.token_layer import TokenLayer

@@ -265,7 +265,7 @@ class OffloadedLayer(WrapperLayer):
     trim = _done_on_host("trim")
     compact = _done_on_host("compact")
     reset = _done_on_host("reset")
-    recount = _done_on_host("recount")
+    _recount = _done_on_host("_recount")
     activate_past_recording = _done_on_host("activate_past_recording")
 
     @override

@@ -32,7 +32,7 @@ def _of_both(name: str) -> Any:
 
 
 ANSWERED_BY_ATTENTION = """
-    is_opaque is_compileable is_initialized update keys values peek count recount mask_sizes get_seq_length
+    is_opaque is_compileable is_initialized update keys values peek count _recount mask_sizes get_seq_length
     make_room reserve_form trim compact separate_rows row_lengths
 """
 

@@ -156,7 +156,7 @@ class StaticLayer(ReservedLayer, DynamicLayer):
         return self._store.capacity
 
     @override
-    def recount(self, length: int) -> None:
+    def _recount(self, length: int) -> None:
         """Go on from `length` tokens, as `truncate`.
 
         Raises:

@@ -13,7 +13,7 @@ from typing_extensions import Self, override
 
 from kvlayers.core.arguments import query_count, whole_number
 from kvlayers.core.cache_layer import CacheLayer
-from kvlayers.core.cache_operations import AS_TEXT, CacheState, LayerwiseOperations, Origin
+from kvlayers.core.cache_operations import AS_TEXT, LayerwiseOperations, Origin
 from kvlayers.core.description import Argument, DescriptionContext, arguments_of, described_facts, rotaries_of
 from kvlayers.core.forward_pass import ForwardPassFollower, GivenToGenerate, PassStart, SeenTokens
 from kvlayers.core.from_config import AttentionMaker, dynamic_layers
@@ -375,16 +375,6 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
             if _are_latents(key_states, value_states):
                 return as_latents(*attended)
         return attended
-
-    @override
-    def state(self) -> CacheState:
-        """As `LayerwiseOperations.state`.
-
-        Raises:
-            InterruptedPassError: a forward pass was interrupted, so that layers have seen different tokens.
-        """
-        self._pass.check_in_step(self)
-        return super().state()
 
     @override
     def _forget_pass(self) -> None:

@@ -522,8 +522,10 @@ class LayerwiseOperations(LayerList):
         """Copies of the live tensors of all layers, and the facts that belong to them.
 
         Raises:
+            InterruptedPassError: a forward pass was interrupted, so that layers have seen different tokens.
             UnsupportedLayerError: a recurrent layer has seen nothing, while others have: its states are elsewhere.
         """
+        self._pass.check_in_step(self)
         self._check_holds_states()
         layers = tuple(layer.state() for layer in self.adapted_layers())
         return CacheState(self.kind, layers, origins=self.origins)

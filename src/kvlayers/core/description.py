@@ -170,6 +170,18 @@ def arguments_from(cls: Any, facts: Facts, context: DescriptionContext) -> dict[
     return {argument.name: argument.read(facts, context) for argument in arguments_of(cls)}
 
 
+def registered_class(registry: Any, name: Fact, register: str) -> Any:
+    """The class that a registry has by a name. `register` is the public function that adds one, for the error.
+
+    Raises:
+        RegistryError: no class is registered by the name.
+    """
+    found = registry.get(name)
+    if found is None:
+        raise RegistryError(f"{registry.unknown(name)} Import the package that registers it, or call {register}().")
+    return found
+
+
 def check_initialiser(cls: Any, passed_by: type) -> None:
     """Raise `RegistryError` if an inherited `from_description` would lose, or not find, an argument of `__init__`.
 

@@ -1,8 +1,7 @@
 """The registry of layers: which classes a file may name."""
 
 from kvlayers.core.cache_layer import LAYER_CLASSES, CacheLayer
-from kvlayers.core.description import DescriptionContext, Fact, Facts
-from kvlayers.errors import RegistryError
+from kvlayers.core.description import DescriptionContext, Fact, Facts, registered_class
 
 register_layer = LAYER_CLASSES.register
 """Let layers of a class, which derives from `TokenLayer` or from `CacheLayer`, be loaded from files."""
@@ -20,11 +19,7 @@ def layer_class(kind: Fact) -> type[CacheLayer]:
     Raises:
         RegistryError: no class is registered as this kind.
     """
-    found = LAYER_CLASSES.get(kind)
-    if found is None:
-        raise RegistryError(
-            f"{LAYER_CLASSES.unknown(kind)} Import the package that registers it, or call register_layer()."
-        )
+    found: type[CacheLayer] = registered_class(LAYER_CLASSES, kind, "register_layer")
     return found
 
 

@@ -40,7 +40,6 @@ class WindowLayer(TokenLayer):
 
     window: int
     room: int
-    record_past = False
     _seen = 0
 
     @property

@@ -18,8 +18,9 @@ from kvlayers.core.description import (
     arguments_from,
     check_initialiser,
     described_facts,
+    registered_class,
 )
-from kvlayers.errors import RegistryError, UnsupportedLayerError
+from kvlayers.errors import UnsupportedLayerError
 from kvlayers.utils.registry import ClassRegistry
 from kvlayers.utils.sending import sent_by_value
 from kvlayers.utils.tensor_memory import storages_of
@@ -423,13 +424,7 @@ def store_class_of(facts: Facts) -> type[TokenStore] | None:
     Raises:
         RegistryError: no store is registered by the name in the facts.
     """
-    if "store" not in facts:
-        return None
-    found = STORE_CLASSES.get(facts["store"])
-    if found is None:
-        unknown = STORE_CLASSES.unknown(facts["store"])
-        raise RegistryError(f"{unknown} Import the package that registers it, or call register_store().")
-    return found
+    return registered_class(STORE_CLASSES, facts["store"], "register_store") if "store" in facts else None
 
 
 def store_from_description(facts: Facts, context: DescriptionContext) -> Any:

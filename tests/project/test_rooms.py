@@ -215,3 +215,28 @@ def test_no_chain_of_classes_is_longer_than_it_was() -> None:
 
     longest = max((chain(name) for name in bases), key=len)
     assert len(longest) <= LONGEST_CHAIN, " > ".join(longest)
+
+
+SPELL_ITS_LENGTH = {
+    # Caches and layers have the name for transformers.
+    "core/cache.py",
+    "core/cache_layer.py",
+    "core/legacy_api.py",
+    "encoder_decoder/encoder_decoder_cache.py",
+    "static/static_layer.py",
+    # The cache, or the layer, may be one of transformers' own.
+    "interop/adapter.py",
+    "generation/assisted.py",
+    "generation/call_cache.py",
+    "generation/transformers4_names.py",
+}
+
+
+def test_rooms_ask_a_cache_for_its_length_by_the_name_of_kvlayers() -> None:
+    found = {
+        path.relative_to(PACKAGE).as_posix()
+        for path in MODULES.values()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if "get_seq_length" in (getattr(node, "attr", ""), getattr(node, "name", ""), getattr(node, "id", ""))
+    }
+    assert found == SPELL_ITS_LENGTH

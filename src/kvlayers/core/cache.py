@@ -215,7 +215,7 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
         if self._prefetcher is not None:
             # A prefetcher belongs to one thread, and the two caches may be used in two.
             twin._prefetcher = self._prefetcher.for_another_cache()
-            rows = (row for layer in twin.adapted_layers() for row in layer.parts[0].separate_rows)
+            rows: list[Any] = [row for layer in twin.adapted_layers() for row in layer.parts[0].separate_rows]
             for moved in (row for row in rows if row.unwrapped is not row):
                 moved.use_prefetcher(twin._prefetcher)
         return twin

@@ -395,7 +395,7 @@ def _page_tokens_of(layer: TokenLayer, keys: Tensor) -> int | None:
         keys: keys of the new tokens, `[batch, kv_heads, tokens, head_dim]`.
     """
     reads_all = layer.recall is None or (torch.is_grad_enabled() and keys.requires_grad)
-    return None if reads_all else cast("Any", layer).chosen_page_tokens(keys.shape[2])  # type: ignore[no-any-return]
+    return None if reads_all else cast("Any", layer).chosen_page_tokens(keys.shape[2])
 
 
 def placed(layer: Any, prefetcher: Prefetcher, only_non_sliding: bool) -> Any:

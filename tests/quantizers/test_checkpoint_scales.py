@@ -5,7 +5,6 @@ import json
 import pathlib
 from typing import Any
 
-import huggingface_hub
 import numpy as np
 import pytest
 import torch
@@ -61,7 +60,7 @@ def config_of(path: str = "", **settings: Any) -> Any:
     config = copy.deepcopy(models.tiny_model("llama").config)
     config.name_or_path = path
     if settings:
-        config.quantization_config = settings
+        (pathlib.Path(path) / "config.json").write_text(json.dumps({"quantization_config": settings}))
     return config
 
 
@@ -180,7 +179,9 @@ def test_files_that_are_missing_or_damaged_are_named(tmp_path: pathlib.Path) -> 
             kvlayers.QuantizedCache("fp8", config=config_of(str(tmp_path / "model")), scales="checkpoint")
 
     (tmp_path / "model").mkdir()
-    refused("`scales` must be a directory, or a repository on the Hub, with model.safetensors")
+    refused(
+        "model.safetensors of .* cannot be read: .* Pass the path of a checkpoint with model.safetensors or model.s"
+    )
     (tmp_path / "model" / "model.safetensors").write_bytes(b"no such thing")
     refused("model.safetensors cannot be read")
     (tmp_path / "model" / "model.safetensors").unlink()
@@ -188,7 +189,7 @@ def test_files_that_are_missing_or_damaged_are_named(tmp_path: pathlib.Path) -> 
     index.write_text("[]")
     refused("index.json cannot be read")
     index.write_text(json.dumps({"weight_map": {"model.layers.0.self_attn.k_scale": "gone.safetensors"}}))
-    refused("names gone.safetensors, which is missing")
+    refused("gone.safetensors of .* cannot be read: .* does not appear to have a file named gone.safetensors")
 
 
 @pytest.mark.parametrize(
@@ -214,7 +215,7 @@ def test_another_scheme_is_named(wrong: dict[str, Any], tmp_path: pathlib.Path) 
 
 def test_a_scheme_may_be_a_word(tmp_path: pathlib.Path) -> None:
     path = checkpoint(tmp_path / "model")
-    for settings in ({"kv_cache_scheme": "static"}, {"quantization_config": object()}, {"quantization_config": "fp8"}):
+    for settings in ({"kv_cache_scheme": "static"}, {"quantization_config": 8}, {"quantization_config": "fp8"}):
         cache = kvlayers.QuantizedCache("fp8", config=config_of(path, **settings), scales="checkpoint")
         assert cache.quantization.of_layer(1).keys.scales == (torch.tensor(scales(1)[0]).item(),)
     for word in ("dynamic", 8):
@@ -298,13 +299,17 @@ def on_the_hub(monkeypatch: pytest.MonkeyPatch, path: str, failure: Exception | 
     asked = []
     absent = failure or EntryNotFoundError("no such file")
 
-    def download(repo_id: str, filename: str, *, revision: str | None = None) -> str:
-        asked.append((filename, revision))
-        if not (pathlib.Path(path) / filename).is_file():
-            raise absent
-        return str(pathlib.Path(path) / filename)
+    def on_disk(repo_id: str, filename: str, **options: Any) -> str | None:
+        file = pathlib.Path(path) / filename
+        return str(file) if file.is_file() else None
 
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    def download(repo_id: str, filename: str, *, revision: str | None = None, **options: Any) -> None:
+        asked.append((filename, revision))
+        if on_disk(repo_id, filename) is None:
+            raise absent
+
+    monkeypatch.setattr(transformers.utils.hub, "hf_hub_download", download)
+    monkeypatch.setattr(transformers.utils.hub, "try_to_load_from_cache", on_disk)
     return asked
 
 
@@ -319,24 +324,31 @@ def test_files_of_the_hub_are_those_of_the_commit(
         asked.clear()
         kvlayers.QuantizedCache("fp8", config=config, scales=given)
         assert {revision for _, revision in asked} == {commit}
-        assert (("config.json", commit) in asked) == (given != "checkpoint")
+        assert ("config.json", commit) in asked
 
 
 @pytest.mark.parametrize(
-    "failure", [LocalEntryNotFoundError("no network"), OSError("no access"), ValueError("no such name")]
+    ("failure", "message"),
+    [
+        (LocalEntryNotFoundError("no network"), "We couldn't connect to"),
+        (OSError("no access"), "no access"),
+        (ValueError("no such name"), "no such name"),
+    ],
 )
 def test_a_hub_out_of_reach_is_named(
-    failure: Exception, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+    failure: Exception, message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
 ) -> None:
-    config = config_of("someone/some-model")
     # The index is on disk, and whether there is a single file too is not known.
-    on_the_hub(monkeypatch, checkpoint(tmp_path / "model", shards=2), failure)
+    path = checkpoint(tmp_path / "model", shards=2)
+    config_of(path, kv_cache_scheme=EXACT)
+    config = config_of("someone/some-model")
+    on_the_hub(monkeypatch, path, failure)
     kvlayers.QuantizedCache("fp8", config=config, scales="checkpoint")
     on_the_hub(monkeypatch, str(tmp_path / "nowhere"), failure)
-    with pytest.raises(OptionError, match=f"model.safetensors of 'someone/some-model' cannot be read: {failure}"):
+    with pytest.raises(OptionError, match=f"config.json of 'someone/some-model' cannot be read: {message}"):
         kvlayers.QuantizedCache("fp8", config=config, scales="checkpoint")
     on_the_hub(monkeypatch, str(tmp_path / "nowhere"))
-    with pytest.raises(OptionError, match="`scales` must be a directory, or a repository on the Hub, with"):
+    with pytest.raises(OptionError, match="someone/some-model does not appear to have"):
         kvlayers.QuantizedCache("fp8", config=config, scales="checkpoint")
 
 

@@ -192,20 +192,22 @@ def check_one_batch(key_form: StateForm, value_form: StateForm) -> None:
 
 
 def promoted_forms(
-    seen: tuple[StateForm, StateForm], held: tuple[StateForm, StateForm]
-) -> tuple[StateForm, StateForm] | None:
-    """The held forms, with the dtypes that `torch.cat` gives to held and new states.
+    seen: tuple[StateForm, StateForm], held: tuple[StateForm, StateForm], length: int
+) -> tuple[StateForm, StateForm]:
+    """The forms of the `length` held tokens, with the dtypes that `torch.cat` gives to held and new states.
 
-    It is `None` if the forms differ in more than the dtype, or if there is no such dtype (float8, whole numbers).
+    Raises:
+        StateMismatchError: the forms differ in more than the dtype, or there is no such dtype (float8, whole numbers).
     """
     dtypes = [form.dtype for form in (*seen, *held)]
     if not all(dtype.is_floating_point and dtype.itemsize > 1 for dtype in dtypes):
-        return None
+        raise mismatch(seen, held, length)
     promoted = tuple(
         old._replace(dtype=torch.promote_types(new.dtype, old.dtype)) for new, old in zip(seen, held, strict=True)
     )
-    alike = all(new._replace(dtype=form.dtype) == form for new, form in zip(seen, promoted, strict=True))
-    return (promoted[0], promoted[1]) if alike else None
+    if not all(new._replace(dtype=form.dtype) == form for new, form in zip(seen, promoted, strict=True)):
+        raise mismatch(seen, held, length)
+    return promoted[0], promoted[1]
 
 
 def check_can_follow(keys: StateForm, values: StateForm, held: Sequence[StateForm], length: int) -> bool:
@@ -224,8 +226,8 @@ def check_can_follow(keys: StateForm, values: StateForm, held: Sequence[StateFor
         key_form._replace(dtype=keys.dtype, device=keys.device),
         value_form._replace(dtype=values.dtype, device=values.device),
     )
-    promoted = seen if seen == (key_form, value_form) else promoted_forms(seen, (key_form, value_form))
-    if promoted is None or (promoted != seen and autocast_dtype(keys.device) is None):
+    promoted = seen if seen == (key_form, value_form) else promoted_forms(seen, (key_form, value_form), length)
+    if promoted != seen and autocast_dtype(keys.device) is None:
         raise mismatch((keys, values), (key_form, value_form), length)
     return promoted == seen
 

@@ -14,7 +14,6 @@ from kvlayers.core.arguments import (
     check_one_batch,
     checked_forms,
     checked_hint,
-    mismatch,
     promoted_forms,
 )
 from kvlayers.core.buffer import StateForm, TokenBuffer, forms_of_batch
@@ -283,9 +282,7 @@ class DenseStore(TokenStore):
     def _validate_other_form(self, keys: Tensor, forms: tuple[StateForm, StateForm]) -> int:
         """As `_validate`, for forms that differ from those of the held tokens."""
         held = self._known_forms()
-        promoted = promoted_forms(forms, held)
-        if promoted is None:
-            raise mismatch(forms, held, self.length)
+        promoted = promoted_forms(forms, held, self.length)
         # What is written to a buffer takes on its dtype.
         self._validated = None if promoted == held else promoted
         return keys.shape[2]

@@ -75,19 +75,15 @@ def check_quantized_state(tensors: dict[str, Tensor], quantization: Quantization
     forms = form_of(tensors["keys"]), form_of(tensors["values"])
     quantizers = checked_quantizers(quantization, *forms)
     sinks = {name: tensors[f"sink_{name}"] for name in ("keys", "values") if f"sink_{name}" in tensors}
-    sink_tokens = check_dense_state(sinks)
-    if sink_tokens > quantization.sink_tokens:
+    sink_tokens, of_sinks = check_dense_state(sinks), tuple(map(form_of, sinks.values()))
+    if sink_tokens > quantization.sink_tokens or (sinks and of_sinks != forms):
         raise StateMismatchError(
-            f"The state must have at most {quantization.sink_tokens} sinks, got {sink_tokens}: take the state again."
-        )
-    tokens += sink_tokens
-    seen = tuple(map(form_of, sinks.values()))
-    if sinks and seen != forms:
-        raise StateMismatchError(
-            f"The sinks of a state must have the form of its other tokens, {forms}, got {seen}: take the state again."
+            f"A state must have at most {quantization.sink_tokens} sinks, of the form {forms} of its other tokens, got "
+            f"{sink_tokens} of the form {of_sinks}: take the state again."
         )
     check_smoothing(tensors, forms[0])
-    return tokens + (check_packed_state(tensors, quantizers, forms, block_tokens(quantizers)) if packed else 0)
+    in_blocks = check_packed_state(tensors, quantizers, forms, block_tokens(quantizers)) if packed else 0
+    return tokens + sink_tokens + in_blocks
 
 
 def check_smoothing(tensors: dict[str, Tensor], form: StateForm) -> None:

@@ -61,21 +61,24 @@ class PackedBlocks:
             side: BlockLayout(quantizers[side].format, side, form.head_dim, block_tokens)
             for side, form in zip(SIDES, forms, strict=True)
         }
-        self.dtype, self.device = forms[0].dtype, forms[0].device
+        self.device = forms[0].device
         self.block_tokens = block_tokens
-        self._packed: dict[Side, DenseStore] = {}
-        for side, form in zip(SIDES, forms, strict=True):
-            store = self._packed[side] = DenseStore(hint, GROWTH_DIVISOR, MINIMUM_GROWTH)
-            store.reserve_form(*packed_forms(quantizers[side].format, side, form, block_tokens))
-        self._ends: list[int] = []
-        """For each block the number of its tokens that are held, from its beginning: all unless it was cropped."""
-        self._first = 0
-        """Tokens of the first block that have been dropped."""
-        self.tokens = 0
-        """Tokens held. Plain, as each token asks for it."""
-        self._sides_differ = False
-        """Whether keys and values may consist of different segments: there may have been memory for one side alone, and
-        two threads that wrote at the same time may have got the slots of one side each."""
+        self._packed: dict[Side, DenseStore] = {
+            side: DenseStore(hint, GROWTH_DIVISOR, MINIMUM_GROWTH) for side in SIDES
+        }
+        self.promote(*forms)
+        self._count([])
+
+    def _count(self, ends: list[int], first: int = 0) -> None:
+        """Hold tokens of the blocks that the stores hold.
+
+        Args:
+            ends: for each block the number of its tokens that are held, from its beginning: all unless it was cropped.
+            first: tokens of the first block that have been dropped.
+        """
+        self._ends, self._first = ends, first
+        # Plain, as each token asks for it.
+        self.tokens = sum(ends) - first
 
     def __len__(self) -> int:
         return len(self._ends)
@@ -98,17 +101,8 @@ class PackedBlocks:
 
     def prepare(self, blocks: int) -> None:
         """Make room for more blocks, in new memory if necessary, so that returned states never move."""
-        self._make_alike()
-        self._sides_differ = True
         for store in self.stores:
             store.prepare_slots(blocks)
-
-    def _make_alike(self) -> None:
-        """Have keys and values consist of the same segments, since each `PackedSegment` has both."""
-        if self._sides_differ:
-            for store in self.stores:
-                store.compact()
-            self._sides_differ = False
 
     @torch.no_grad()
     def smoothing_for(self, keys: Tensor, last: KeySmoothing | None = None) -> KeySmoothing:
@@ -150,10 +144,7 @@ class PackedBlocks:
         """Hold blocks that were written."""
         for store in self.stores:
             store.hold(blocks)
-        self._ends += [self.block_tokens] * blocks
-        self.tokens += self.block_tokens * blocks
-        lengths, of_values = ([piece.tokens for piece in store.pieces(len(self))] for store in self.stores)
-        self._sides_differ = lengths != of_values
+        self._count(self._ends + [self.block_tokens] * blocks, self._first)
 
     def obstacle(self, side: Side) -> str | None:
         """Why no kernel packs one side, `None` if one does."""
@@ -203,11 +194,8 @@ class PackedBlocks:
             first -= self._ends[block]
             block += 1
         ends = self._ends[block:]
-        if not ends:
-            return
-        self._make_alike()
         runs = runs or SmoothingRuns()
-        for keys, values in zip(*(store.pieces(len(ends)) for store in self.stores), strict=True):
+        for keys, values in self._pieces(len(ends)):
             for start, stop, smoothing in runs.within(block, block + keys.tokens):
                 some = slice(start - block, stop - block)
                 held = ends[some]
@@ -217,21 +205,28 @@ class PackedBlocks:
                 first = 0
             ends, block = ends[keys.tokens :], block + keys.tokens
 
+    def _pieces(self, blocks: int) -> Iterator[tuple[DenseSegment, DenseSegment]]:
+        """Keys and values of the newest blocks, in the same pieces, since each `PackedSegment` has both."""
+        keys, values = (store.pieces(blocks) for store in self.stores)
+        if [piece.tokens for piece in keys] != [piece.tokens for piece in values]:
+            # There was memory for one side alone, or two threads that wrote at once got the slots of one side each.
+            for store in self.stores:
+                store.compact()
+            keys, values = (store.pieces(blocks) for store in self.stores)
+        return zip(keys, values, strict=True)
+
     def _side(self, side: Side, piece: DenseSegment, some: slice) -> PackedSide:
         return PackedSide(piece.keys[:, :, some], piece.values[:, :, some], self._layouts[side])
 
     def drop_oldest(self, tokens: int) -> None:
         """Forget the oldest tokens. A block is dropped with the last of its tokens."""
-        self._first += tokens
-        self.tokens -= tokens
-        gone = 0
-        while gone < len(self._ends) and self._first >= self._ends[gone]:
-            self._first -= self._ends[gone]
+        first, gone = self._first + tokens, 0
+        while gone < len(self._ends) and first >= self._ends[gone]:
+            first -= self._ends[gone]
             gone += 1
-        if gone:
-            del self._ends[:gone]
-            for store in self.stores:
-                store.drop_oldest(gone)
+        self._count(self._ends[gone:], first)
+        for store in self.stores if gone else ():
+            store.drop_oldest(gone)
 
     def truncate(self, tokens: int) -> None:
         """Forget all but the oldest tokens. A cropped block keeps its codes, and records how many tokens are held."""
@@ -240,12 +235,9 @@ class PackedBlocks:
             self._ends[kept] = min(self._ends[kept], remaining)
             remaining -= self._ends[kept]
             kept += 1
-        del self._ends[kept:]
         for store in self.stores:
             store.truncate(kept)
-        if not kept:
-            self._first = 0
-        self.tokens = sum(self._ends) - self._first
+        self._count(self._ends[:kept], self._first if kept else 0)
 
     def selected(self, indices: Tensor) -> Self:
         """Blocks of the selected sequences: row `i` is row `indices[i]` of these."""
@@ -267,9 +259,7 @@ class PackedBlocks:
             packed: codes and parameters of each side, `[batch, kv_heads, blocks, bytes or numbers]`, which are copied.
         """
         twin = self._twin({side: without_spare_room(*packed[side], GROWTH_DIVISOR) for side in SIDES})
-        blocks = packed["keys"][0].shape[2]
-        twin._ends, twin._first, twin.tokens = [self.block_tokens] * blocks, 0, self.block_tokens * blocks
-        twin._sides_differ = False
+        twin._count([self.block_tokens] * packed["keys"][0].shape[2])
         return twin
 
     def repacked(self, quantizers: dict[Side, Quantizer], forms: tuple[StateForm, StateForm]) -> Self:
@@ -282,7 +272,7 @@ class PackedBlocks:
             keys, values = (self._side(side, piece, some).states(self.dtype) for side, piece in pieces)
             twin.write(start, keys, values)
         twin.hold(len(self))
-        twin._ends, twin._first, twin.tokens = list(self._ends), self._first, self.tokens
+        twin._count(list(self._ends), self._first)
         return twin
 
     def taken(self, blocks: Tensor) -> Self:
@@ -310,7 +300,7 @@ class PackedBlocks:
         """Forget all tokens; keep the memory."""
         for store in self.stores:
             store.clear()
-        self._ends, self._first, self.tokens = [], 0, 0
+        self._count([])
 
     def share_prefix(self, other: Self, tokens: int, most: int) -> None:
         """Hold the whole blocks of the first `tokens` tokens as `other` holds them, as far as both have the same.
@@ -322,7 +312,6 @@ class PackedBlocks:
         """
         if self._first != other._first:
             return
-        other._make_alike()
         blocks, held = 0, -self._first
         for end, of_other in zip(self._ends[:most], other._ends, strict=False):
             held += end
@@ -362,8 +351,8 @@ class PackedBlocks:
         for side in SIDES:
             held = {"keys": tensors[f"{side}_codes"], "values": tensors[f"{side}_parameters"]}
             self._packed[side].load_state(held)
-        self._first, *self._ends = tensors["block_ends"].tolist()
-        self.tokens = sum(self._ends) - self._first
+        first, *ends = tensors["block_ends"].tolist()
+        self._count(ends, first)
 
 
 PACKED_NAMES = ("keys_codes", "keys_parameters", "values_codes", "values_parameters", "block_ends")

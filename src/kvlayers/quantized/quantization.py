@@ -255,14 +255,5 @@ def quantization_of_layers(options: Mapping[str, Any]) -> QuantizationOfLayers:
     )
 
 
-def check_count(quantization: QuantizationOfLayers, layers: int) -> None:
-    """Raise `OptionError` if bits or scales were given for another number of layers."""
-    if quantization.count not in (None, layers):
-        raise OptionError(
-            f"Bits and scales must be given for each of the {layers} layers of the model, got {quantization.count}: "
-            "give them for each layer that has a cache, or the same for all."
-        )
-
-
 def _is_sequence(bits: object) -> bool:
     return isinstance(bits, Sequence) and not isinstance(bits, str | bytes)

@@ -8,7 +8,6 @@ from typing import Any
 
 import transformers
 from torch import Tensor
-from transformers.utils.quantization_config import QuantizationConfigMixin
 from typing_extensions import override
 
 from kvlayers.core.arguments import checked_hint
@@ -37,7 +36,6 @@ from kvlayers.quantized.quantization import (
     SCALES,
     Quantization,
     QuantizationOfLayers,
-    check_count,
     quantization_of_layers,
 )
 from kvlayers.quantized.quantized_layer import quantized_layer
@@ -46,7 +44,6 @@ from kvlayers.quantized.quantizers.checkpoint_scales import (
     CHECKPOINT,
     Scales,
     check_config_file,
-    check_settings,
     checked_scales,
     read_scales,
 )
@@ -78,7 +75,12 @@ def quantized_layers(
     Raises:
         OptionError: bits were given for another number of layers.
     """
-    check_count(quantization, len(model_layers.layer_specs(config)))
+    layers = len(model_layers.layer_specs(config))
+    if quantization.count not in (None, layers):
+        raise OptionError(
+            f"Bits and scales must be given for each of the {layers} layers of the model, got {quantization.count}: "
+            "give them for each layer that has a cache, or the same for all."
+        )
 
     def quantized_window(spec: LayerSpec) -> SlidingLayer:
         # A window drops its oldest tokens, so no token could stay as a sink.
@@ -168,11 +170,7 @@ def _from_checkpoint(
         )
     # Another commit may have other scales.
     commit = vars(model_config).get("_commit_hash") if checkpoint == own else None
-    if given == CHECKPOINT:
-        settings = getattr(model_config, "quantization_config", None)
-        check_settings(settings.to_dict() if isinstance(settings, QuantizationConfigMixin) else settings)
-    else:
-        check_config_file(checkpoint, commit)
+    check_config_file(checkpoint, commit)
     scales = read_scales(checkpoint, heads_of, commit, model_types.caches_latents(config))
     found = dict(zip(heads_of, scales, strict=True))
     return [found.get(spec.index, ((), ())) for spec in model_layers.layer_specs(config)]

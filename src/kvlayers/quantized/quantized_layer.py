@@ -65,8 +65,7 @@ class QuantizedLayer(DynamicLayer):
     @override
     def from_description(cls, facts: Facts, context: DescriptionContext) -> Self:
         arguments = arguments_from(cls, facts, context)
-        backend = arguments["quantization"].backend
-        return cast("Self", (_BY_BACKEND.get(backend, cls) if cls is QuantizedLayer else cls)(**arguments))
+        return cast("Self", (quantized_layer if cls is QuantizedLayer else cls)(**arguments))
 
     # By the names of transformers' layers
 
@@ -121,7 +120,7 @@ def _namesake(name: str, transformers_class: type, **members: object) -> type[Qu
         (QuantizedLayer, transformers_class),
         {"__module__": __name__, "__doc__": QuantizedLayer.__doc__, **members},
     )
-    LAYER_CLASSES.register_twin(made, QuantizedLayer.__name__)
+    LAYER_CLASSES.register_twin(made, QuantizedLayer)
     return made
 
 
@@ -138,7 +137,6 @@ Fp8QuantizedLayer = _namesake(
 _BY_BACKEND = {"quanto": QuantoQuantizedLayer, "hqq": HQQQuantizedLayer, "fp8": Fp8QuantizedLayer}
 
 
-def quantized_layer(quantization: Quantization | None = None, length_hint: int | None = None) -> QuantizedLayer:
+def quantized_layer(quantization: Quantization, length_hint: int | None = None) -> QuantizedLayer:
     """A quantized layer for a cache, of the class that transformers has for the backend; see `QuantizedLayer`."""
-    backend = "" if quantization is None else quantization.backend
-    return _BY_BACKEND.get(backend, QuantizedLayer)(quantization, length_hint)
+    return _BY_BACKEND.get(quantization.backend, QuantizedLayer)(quantization, length_hint)

@@ -1,6 +1,7 @@
 """Tokens in packed codes, except for the oldest and the newest few."""
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
-from kvlayers.core.arguments import checked_forms, checked_hint, mismatch, promoted_forms
+from kvlayers.core.arguments import checked_forms, checked_hint, promoted_forms
 from kvlayers.core.buffer import StateForm, form_of, nbytes_of
 from kvlayers.core.dense_store import DenseStore
 from kvlayers.core.description import OptionsArgument
@@ -16,7 +17,6 @@ from kvlayers.core.returned_states import ReturnedStates
 from kvlayers.core.token_store import BufferSwap, Fidelity, KVPair, TokenStore, keeps_updates_of, register_store
 from kvlayers.errors import OptionError, StateMismatchError
 from kvlayers.kernels.attention.cpu import kernel
-from kvlayers.kernels.attention.dispatch import PathCounter
 from kvlayers.kernels.attention.gqa import marked_for_sdpa
 from kvlayers.kernels.attention.packed_tensor import as_dense
 from kvlayers.kernels.attention.segment_kinds import DenseSegment
@@ -103,7 +103,7 @@ class QuantizedStore(TokenStore):
         self._length = 0
         self._old_segments: tuple[Segment, ...] | None = None
         self._returned = ReturnedStates()
-        self.packing = PathCounter()
+        self._packing_paths: Counter[str] = Counter()
 
     @classmethod
     def over(cls, states: DenseStore, quantization: Quantization) -> Self:
@@ -140,11 +140,6 @@ class QuantizedStore(TokenStore):
         return 1 if forms is None else block_of(self.quantization, *forms)[0]
 
     @property
-    def first_block(self) -> int:
-        """Number of the first token that may be packed: blocks follow one another from there on."""
-        return self.quantization.sink_tokens
-
-    @property
     @override
     def key_form(self) -> StateForm | None:
         return None if self._forms is None else self._forms[0]
@@ -162,7 +157,7 @@ class QuantizedStore(TokenStore):
     @property
     @override
     def packing_paths(self) -> Mapping[str, int]:
-        return self.packing.counts
+        return self._packing_paths
 
     @property
     def old_tokens(self) -> int:
@@ -206,11 +201,8 @@ class QuantizedStore(TokenStore):
         forms = in_one_dtype(*checked_forms(keys, values))
         self._validated = None
         if forms != self._forms and self.length and self._forms is not None:
-            promoted = promoted_forms(forms, self._forms)
-            if promoted is None:
-                raise mismatch(forms, self._forms, self.length)
             # States of other dtypes are converted when they are taken in.
-            forms = promoted
+            forms = promoted_forms(forms, self._forms, self.length)
         if forms != self._forms:
             checked_quantizers(self.quantization, *forms)
             self._validated = forms
@@ -218,36 +210,29 @@ class QuantizedStore(TokenStore):
 
     @override
     def reserve_form(self, key_form: StateForm, value_form: StateForm) -> None:
-        checked_quantizers(self.quantization, key_form, value_form)
-        self._validated = key_form, value_form
-        self._apply_form()
+        # In memory of which nobody has a view.
+        quantizers = checked_quantizers(self.quantization, key_form, value_form)
+        size, sinks = block_tokens(quantizers), self.quantization.sink_tokens
+        self._forms, self._validated = (key_form, value_form), None
+        unpacked = sinks + self.quantization.residual_length + size
+        most = None if self.length_hint is None else blocks_beyond(self.length_hint, unpacked, size)
+        self.sinks, self.residual = DenseStore(length_hint=sinks), DenseStore()
+        self.residual.reserve_form(key_form, value_form)
+        self.blocks = PackedBlocks(quantizers, self._forms, size, most)
+        self.clear()
 
     def _apply_form(self) -> None:
         """Take on the form that was validated."""
         if self._validated is not None:
             forms, self._validated = self._validated, None
             if not self.length:
-                self._start_over(forms)
+                self.reserve_form(*forms)
                 return
             twin = self.fork()
             for part in twin._parts():
                 part.promote(*forms)
             twin.runs, twin._forms = self.runs.promoted(forms[0].dtype), forms
             self._hold(twin)
-
-    def _start_over(self, forms: tuple[StateForm, StateForm]) -> None:
-        """Hold no tokens, in memory of which nobody has a view."""
-        quantizers = checked_quantizers(self.quantization, *forms)
-        size, sinks = block_tokens(quantizers), self.quantization.sink_tokens
-        self._forms = forms
-        unpacked = sinks + self.quantization.residual_length + size
-        most = None if self.length_hint is None else blocks_beyond(self.length_hint, unpacked, size)
-        self.sinks, self.residual = DenseStore(length_hint=sinks), DenseStore()
-        self.residual.reserve_form(*forms)
-        self.blocks = PackedBlocks(quantizers, forms, size, most)
-        self.runs, self.follows_packed = SmoothingRuns(), False
-        self._length = 0
-        self._invalidate_snapshots()
 
     @property
     @override
@@ -280,8 +265,7 @@ class QuantizedStore(TokenStore):
         if blocks is not None and count:
             self._pack(blocks, keys, values, count)
             self._forget_segments()
-            for path in blocks.packing_paths():
-                self.packing.counts[path] += 1
+            self._packing_paths.update(blocks.packing_paths())
         else:
             residual.length_hint = self._residual_hint(self._room, self.old_tokens, residual.length + new)
             # If it must move, it goes to other memory: states that were returned, or are about to be, read this one.
@@ -291,9 +275,7 @@ class QuantizedStore(TokenStore):
 
     def _in_held_dtype(self, states: Tensor) -> Tensor:
         """States in full precision and in the dtype of the held states."""
-        states = as_dense(states)
-        dtype = states.dtype if self._forms is None else self._forms[0].dtype
-        return states if states.dtype == dtype else states.to(dtype)
+        return as_dense(states).to(self._known_forms()[0].dtype)
 
     def _blocks_to_pack(self, new: int) -> int:
         """Blocks that must be packed so that the residual has room for `new` tokens."""
@@ -317,7 +299,9 @@ class QuantizedStore(TokenStore):
         A residual that is shared goes on where it is, without those tokens. Any other is copied, which frees them.
         """
         sinks, size, held = self._missing_sinks, blocks.block_tokens, self.residual.length
-        states = [*map(_states_of, self.residual.pieces(held)), (keys, values)]
+        shared = self.residual.pieces(held)
+        # Of each sequence of the batch, although some may read the same.
+        states = [*(own.tensors for piece in shared for own in piece.pieces(held)), (keys, values)]
         packed = sinks + count * size
         # Everything that can fail comes first, and goes where nobody reads: held and returned states stay valid.
         blocks.prepare(count)
@@ -392,7 +376,7 @@ class QuantizedStore(TokenStore):
         new = keys.shape[2]
         if new >= kept and self._forms is not None:
             fresh = self.snapshot()
-            fresh._start_over(self._forms)
+            fresh.reserve_form(*self._forms)
             fresh.append(keys.narrow(2, new - kept, kept), values.narrow(2, new - kept, kept))
             self._hold(fresh)
         else:
@@ -557,7 +541,7 @@ class QuantizedStore(TokenStore):
     def _twin(self, made: Callable[[Any], Any], runs: SmoothingRuns) -> Self:
         """A store like this one, with what is made from each of its parts."""
         twin = self.__class__.__new__(self.__class__)
-        twin.__dict__.update(self.__getstate__(), runs=runs, _returned=ReturnedStates(), packing=PathCounter())
+        twin.__dict__.update(self.__getstate__(), runs=runs, _returned=ReturnedStates(), _packing_paths=Counter())
         twin.sinks, twin.residual = made(self.sinks), made(self.residual)
         twin.blocks = None if self.blocks is None else made(self.blocks)
         return twin
@@ -645,7 +629,7 @@ class QuantizedStore(TokenStore):
         if not tensors:
             self.clear()
             return
-        self._start_over((form_of(tensors["keys"]), form_of(tensors["values"])))
+        self.reserve_form(form_of(tensors["keys"]), form_of(tensors["values"]))
         if "sink_keys" in tensors:
             _append(self.sinks, tensors["sink_keys"], tensors["sink_values"])
         if not {"block_ends", *SMOOTHING_NAMES}.isdisjoint(tensors):
@@ -666,14 +650,6 @@ def _residual_after_blocks(block_tokens: int, length_hint: int | None = None) ->
 def _append(store: DenseStore, keys: Tensor, values: Tensor) -> None:
     store.validate(keys, values)
     store.append(keys, values)
-
-
-def _states_of(piece: DenseSegment) -> KVPair:
-    """Keys and values of each sequence of the batch."""
-    if piece.rows is None:
-        return piece.keys, piece.values
-    rows = piece.rows.on(piece.keys.device)[0]
-    return piece.keys.index_select(0, rows), piece.values.index_select(0, rows)
 
 
 def _pieces_of(pieces: list[KVPair], start: int, count: int) -> list[KVPair]:

@@ -1,6 +1,8 @@
 """Runs of packed blocks, whose keys were smoothed by the same vectors."""
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import torch
@@ -12,19 +14,18 @@ from kvlayers.core.token_store import BufferSwap
 from kvlayers.kernels.codes.smoothing import MOST_RUNS, STARTS_NAME, UNSMOOTHED, KeySmoothing
 
 
+@dataclass(eq=False)
 class SmoothingRuns:
     """Where runs begin, and their vectors. It is never changed.
 
-    Args:
+    Attributes:
         starts: first block of each run; of the first one 0.
-        vectors: the vectors of all runs by their names, `[batch, kv_heads, runs, head_dim]`, in buffers because they
+        buffers: the vectors of all runs by their names, `[batch, kv_heads, runs, head_dim]`, in buffers because they
             are offloaded with the tokens.
     """
 
-    def __init__(self, starts: tuple[int, ...] = (), vectors: Mapping[str, TokenBuffer] | None = None) -> None:
-        self._starts = starts
-        self._vectors = vectors or {}
-        self._in_order: tuple[KeySmoothing, ...] | None = None
+    starts: tuple[int, ...] = ()
+    buffers: Mapping[str, TokenBuffer] = field(default_factory=dict)
 
     @classmethod
     def of(cls, vectors: KeySmoothing, starts: tuple[int, ...] = (0,)) -> Self:
@@ -39,55 +40,56 @@ class SmoothingRuns:
         return runs if blocks is None else runs.part(0, blocks, keeps_first=True)
 
     def __len__(self) -> int:
-        return len(self._starts)
+        return len(self.starts)
 
     def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_in_order": None}
+        return {"starts": self.starts, "buffers": self.buffers}
 
     @property
     def are_settled(self) -> bool:
         """Whether no later block is asked: there are no vectors, or as many runs as there may be."""
-        return len(self) == MOST_RUNS or (len(self) > 0 and not self._vectors)
+        return len(self) == MOST_RUNS or (len(self) > 0 and not self.buffers)
 
     @property
     def vectors(self) -> KeySmoothing:
         """The vectors of all runs."""
-        return KeySmoothing.of_state({name: buffer.tensor for name, buffer in self._vectors.items()})
+        return KeySmoothing.of_state({name: buffer.tensor for name, buffer in self.buffers.items()})
 
-    @property
+    @functools.cached_property
     def in_order(self) -> tuple[KeySmoothing, ...]:
-        """How the keys of each run were smoothed: the same objects each time."""
-        if self._in_order is None:
-            vectors = self.vectors
-            self._in_order = tuple(_of_run(vectors, run) for run in range(len(self)))
-        return self._in_order
+        """How the keys of each run were smoothed, in vectors that are contiguous as kernels read them."""
+        vectors = self.vectors
+        return tuple(
+            vectors.mapped(lambda of_all, run=run: of_all[:, :, run : run + 1].contiguous())  # type: ignore[misc]
+            for run in range(len(self))
+        )
 
     def followed(self, start: int, smoothing: KeySmoothing) -> Self:
         """These runs, and one more that begins at a block."""
         held, new = self.vectors.state(), smoothing.state()
         both = {name: torch.cat([vectors, new[name]], 2) for name, vectors in held.items()}
-        return self.of(KeySmoothing.of_state(both), (*self._starts, start))
+        return self.of(KeySmoothing.of_state(both), (*self.starts, start))
 
     def numbers(self, blocks: int) -> list[int]:
         """The run of each of the first blocks."""
-        ends = (*self._starts[1:], blocks)
-        return [run for run, (start, end) in enumerate(zip(self._starts, ends, strict=True)) for _ in range(start, end)]
+        ends = (*self.starts[1:], blocks)
+        return [run for run, (start, end) in enumerate(zip(self.starts, ends, strict=True)) for _ in range(start, end)]
 
     def within(self, begin: int, end: int) -> Iterator[tuple[int, int, KeySmoothing]]:
         """The parts of the blocks from `begin` to `end` that belong to a run: first block, block behind, and run."""
-        if not self._starts:
+        if not self.starts:
             yield begin, end, UNSMOOTHED
-        for (start, stop), smoothing in zip(pairwise((*self._starts, end)), self.in_order, strict=True):
+        for (start, stop), smoothing in zip(pairwise((*self.starts, end)), self.in_order, strict=True):
             start, stop = max(start, begin), min(stop, end)
             if start < stop:
                 yield start, stop, smoothing
 
     def part(self, begin: int, end: int, keeps_first: bool) -> Self:
         """The runs of the blocks from `begin` to `end`. The first one may serve other tokens, and is kept then."""
-        starts = tuple(max(start - begin, 0) for start in self._starts)
+        starts = tuple(max(start - begin, 0) for start in self.starts)
         skipped = 0 if keeps_first else max(starts.count(0) - 1, 0)
         starts = starts[skipped : max(sum(start < end - begin for start in starts), int(keeps_first))]
-        if starts == self._starts:
+        if starts == self.starts:
             return self
         count = len(starts)
         return (
@@ -95,8 +97,8 @@ class SmoothingRuns:
         )
 
     def _each(self, change: Callable[[TokenBuffer], TokenBuffer], starts: tuple[int, ...] | None = None) -> Self:
-        vectors = {name: change(buffer) for name, buffer in self._vectors.items()}
-        return self.__class__(self._starts if starts is None else starts, vectors)
+        vectors = {name: change(buffer) for name, buffer in self.buffers.items()}
+        return self.__class__(self.starts if starts is None else starts, vectors)
 
     def selected(self, indices: Tensor) -> Self:
         """The runs of the selected sequences."""
@@ -104,11 +106,11 @@ class SmoothingRuns:
 
     def promoted(self, dtype: torch.dtype) -> Self:
         """The runs in another dtype."""
-        return self.of(self.vectors.mapped(lambda vectors: vectors.to(dtype)), self._starts)
+        return self.of(self.vectors.mapped(lambda vectors: vectors.to(dtype)), self.starts)
 
     def owned(self) -> Self:
         """The same runs: nobody writes to them, but memory that is offloaded has one owner."""
-        if all(type(buffer) is TokenBuffer for buffer in self._vectors.values()):
+        if all(type(buffer) is TokenBuffer for buffer in self.buffers.values()):
             return self
         return self._each(lambda buffer: buffer.reallocated(0, len(self), len(self)))
 
@@ -129,17 +131,12 @@ class SmoothingRuns:
 
     def held_tensors(self) -> Iterator[Tensor]:
         """See `TokenStore.held_tensors`."""
-        yield from (buffer.tensor for buffer in self._vectors.values())
+        yield from (buffer.tensor for buffer in self.buffers.values())
 
     def state(self) -> dict[str, Tensor]:
         """Copies of the vectors, and where the runs begin; empty without vectors."""
         tensors = self.vectors.mapped(torch.clone).state()
         if tensors:
             device = next(iter(tensors.values())).device
-            tensors[STARTS_NAME] = torch.tensor(self._starts, dtype=torch.int64, device=device)
+            tensors[STARTS_NAME] = torch.tensor(self.starts, dtype=torch.int64, device=device)
         return tensors
-
-
-def _of_run(vectors: KeySmoothing, run: int) -> KeySmoothing:
-    """The vectors of one run, contiguous as kernels read them."""
-    return vectors.mapped(lambda of_all: of_all[:, :, run : run + 1].contiguous())

@@ -367,7 +367,7 @@ class RecallLayer(DynamicLayer):
 
 def _first_page(store: TokenStore) -> int:
     """Number of the token at which the first page begins: packed blocks follow one another behind the sinks."""
-    return store.first_block if isinstance(store, QuantizedStore) else 0
+    return store.quantization.sink_tokens if isinstance(store, QuantizedStore) else 0
 
 
 register("recall")(named(DynamicCache, "length_hint", {"recall": Recall()}))

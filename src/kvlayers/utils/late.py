@@ -5,14 +5,12 @@ that another room serves), it asks for the function by name. `kvlayers.rooms` sa
 """
 
 import importlib
-import operator
-import threading
+import pkgutil
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 _targets: dict[str, str] = {}
 _rooms: list[str] = []
-_loading = threading.RLock()
 
 
 def provide(rooms: Iterable[str], targets: Mapping[str, str]) -> None:
@@ -40,15 +38,11 @@ def function(name: str) -> Callable[..., Any]:
             f"This installation of kvlayers must have a room that provides '{name}', got none: install kvlayers "
             "with the room, or leave out what needs it."
         )
-    module, _, attribute = _targets[name].partition(":")
-    found: Callable[..., Any] = operator.attrgetter(attribute)(importlib.import_module(module))
+    found: Callable[..., Any] = pkgutil.resolve_name(_targets[name])
     return found
 
 
 def load_rooms() -> None:
     """Import every room, so that all kinds are registered."""
-    with _loading:
-        for room in tuple(_rooms):
-            importlib.import_module(room)
-        # Only now: a room that could not be imported must fail for the next caller too, not be missing in silence.
-        _rooms.clear()
+    for room in _rooms:
+        importlib.import_module(room)

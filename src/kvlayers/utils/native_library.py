@@ -19,7 +19,6 @@ import sys
 import tempfile
 import threading
 import time
-import weakref
 
 import torch
 
@@ -29,9 +28,6 @@ from kvlayers.utils.native_builds import FLAGS, NATIVE, best_build, cpu_features
 logger = logging.getLogger(__name__)
 
 COMPILE_SECONDS = 600
-
-SECONDS_BETWEEN_LOOKS = 0.2
-"""At which a process looks whether another one has compiled."""
 
 LOCK = "compile.lock"
 
@@ -76,7 +72,6 @@ class Compilation:
         self.library = cache_directory() / name
         self.was_kept = self.library.exists()
         self._process: subprocess.Popen[bytes] | None = None
-        self._deadline = self._next_look = time.monotonic()
         if not self.was_kept:
             self.library.parent.mkdir(parents=True, exist_ok=True)
             self._begin()
@@ -84,7 +79,16 @@ class Compilation:
     def _begin(self) -> None:
         """Start the compiler, unless one runs for another process."""
         with open(self.library.parent / LOCK, "w") as lock:
-            if not _is_locked_by_us(lock.fileno()) or self.library.exists():
+            try:
+                import fcntl
+
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return
+            except (ImportError, OSError):
+                # Windows has no locks, nor have some network file systems.
+                logger.debug("kvlayers compiles without a lock in %s", self.library.parent)
+            if self.library.exists():
                 return
             for left in self.library.parent.glob(f"{self.library.stem}*.part"):
                 # Its compiler was killed.
@@ -96,16 +100,15 @@ class Compilation:
             self._output = tempfile.TemporaryFile()  # noqa: SIM115
             self._deadline = time.monotonic() + COMPILE_SECONDS
             # In a session of its own, which is not interrupted with this process. It holds the lock.
+            script = ["nice", "-n", str(self._niceness), "sh", "-c", SCRIPT]
             self._process = subprocess.Popen(
-                ["sh", "-c", SCRIPT, "sh", str(self._made), str(self.library), *self._command],
+                [*script, "sh", str(self._made), str(self.library), *self._command],
                 stdin=subprocess.DEVNULL,
                 stdout=self._output,
                 stderr=self._output,
                 start_new_session=True,
                 pass_fds=(lock.fileno(),),
             )
-            if self._niceness:
-                os.setpriority(os.PRIO_PGRP, self._process.pid, self._niceness)
 
     def wait(self) -> None:
         """Return when the library is there.
@@ -114,7 +117,7 @@ class Compilation:
             RuntimeError: the compiler failed, or took more than `COMPILE_SECONDS`.
         """
         while not self.is_done():
-            time.sleep(SECONDS_BETWEEN_LOOKS / 10)
+            time.sleep(0.02)
 
     def is_done(self) -> bool:
         """Whether the library is there. If another process compiled it, and failed, this one begins.
@@ -123,10 +126,7 @@ class Compilation:
             RuntimeError: as in `wait`.
         """
         if self._process is None:
-            if self.was_kept or self.library.exists():
-                return True
-            if time.monotonic() >= self._next_look:
-                self._next_look = time.monotonic() + SECONDS_BETWEEN_LOOKS
+            if not self.library.exists():
                 self._begin()
             return self.library.exists()
         if self._process.poll() is None:
@@ -143,20 +143,6 @@ class Compilation:
         self._output.close()
         self._process = None
         return True
-
-
-def _is_locked_by_us(descriptor: int) -> bool:
-    """Whether the lock of an open file was free, and is held now; true where files have no locks."""
-    try:
-        import fcntl
-
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except (ImportError, OSError):
-        # Windows has none, nor have some network file systems.
-        return True
-    return True
 
 
 def cache_directory() -> pathlib.Path:
@@ -222,7 +208,8 @@ class NativeLibrary:
         self._failure: str | None = None
         self._reason = ""
         self.forget_compilation()
-        _libraries.add(self)
+        if sys.platform != "win32":
+            os.register_at_fork(after_in_child=self.forget_compilation)
 
     def forget_compilation(self) -> None:
         """Look anew when the library is next needed: a process cannot wait for what its parent has begun."""
@@ -319,17 +306,16 @@ class NativeLibrary:
                 logger.warning(ANNOUNCEMENTS[choice])
         if choice == "wait":
             self._compilation.wait()
-        if not self._compilation.is_done():
-            return
-        compilation, self._compilation = self._compilation, None
-        try:
-            self._load(compilation.library)
-        except (OSError, AttributeError):
-            if not compilation.was_kept:
-                raise
-            # The file is damaged: compile the source once more.
-            compilation.library.unlink(missing_ok=True)
-            self._compile(choice)
+        if self._compilation.is_done():
+            compilation, self._compilation = self._compilation, None
+            try:
+                self._load(compilation.library)
+            except (OSError, AttributeError):
+                if not compilation.was_kept:
+                    raise
+                # The file is damaged: compile the source once more.
+                compilation.library.unlink(missing_ok=True)
+                self._compile(choice)
 
     def _load(self, path: pathlib.Path) -> None:
         library = ctypes.CDLL(str(path))
@@ -338,18 +324,6 @@ class NativeLibrary:
         library.kvlayers_set_start_parallel(_start_parallel())
         logger.info("kvlayers uses %s", path)
         self._loaded = library
-
-
-_libraries: "weakref.WeakSet[NativeLibrary]" = weakref.WeakSet()
-
-
-def _forget_compilations() -> None:
-    for library in _libraries:
-        library.forget_compilation()
-
-
-if sys.platform != "win32":
-    os.register_at_fork(after_in_child=_forget_compilations)
 
 
 def _start_parallel() -> ctypes.c_void_p:

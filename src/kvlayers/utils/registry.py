@@ -98,12 +98,9 @@ class Registry(Generic[Entry]):
         if name not in self._entries:
             late.load_rooms()
         entry = self._entries.get(name)
-        if entry is not None:
-            return entry
-        for point in self._entry_points:
-            if point.name == name:
-                return self._loaded(point)
-        return None
+        if entry is None and name in self._entry_points.names:
+            entry = self._loaded(self._entry_points[name])
+        return entry
 
     def _loaded(self, point: importlib.metadata.EntryPoint) -> Entry:
         try:
@@ -232,7 +229,7 @@ class ClassRegistry(Registry[type[Kind]], Generic[Kind]):
         super().__init__(what, group, unregister)
         self._base = base
         self._check_class = check
-        self._names: dict[type, str] = {}
+        self._twins: dict[type, type] = {}
 
     def register(self, cls: Any = None, *, name: str | None = None) -> Any:
         """Let objects of a class be made from a file, as a decorator or by a call. Return the class.
@@ -247,32 +244,12 @@ class ClassRegistry(Registry[type[Kind]], Generic[Kind]):
         if cls is None:
             return functools.partial(self.register, name=name)
         self.check(cls)
-        name = cls.__name__ if name is None else name
-        with self._changing:
-            self.add(name, cls)
-            self._names[cls] = name
+        self.add(cls.__name__ if name is None else name, cls)
         return cls
 
-    def register_twin(self, cls: type, name: str) -> None:
-        """Save states of `cls` under `name`, the name of a class that also makes such layers."""
-        with self._changing:
-            self._names[cls] = name
-
-    @override
-    def remove(self, name: str) -> None:
-        with self._changing:
-            super().remove(name)
-            self._names = {cls: own for cls, own in self._names.items() if own != name}
-            for other, cls in self._entries.items():
-                # The class may be registered by another name too.
-                self._names.setdefault(cls, other)
-
-    @override
-    def _loaded(self, point: importlib.metadata.EntryPoint) -> type[Kind]:
-        cls = super()._loaded(point)
-        with self._changing:
-            self._names.setdefault(cls, point.name)
-        return cls
+    def register_twin(self, twin: type, cls: type) -> None:
+        """Let a class go by the name of another one, which also makes such objects."""
+        self._twins[twin] = cls
 
     @override
     def check(self, entry: object) -> None:
@@ -282,14 +259,14 @@ class ClassRegistry(Registry[type[Kind]], Generic[Kind]):
             self._check_class(entry, self._base)
 
     def name_of(self, cls: type) -> str:
-        """The name of a class in files: the name it is registered by, else its module and name."""
-        name = self._names.get(cls)
-        if name is not None:
-            return name
+        """The name of a class in files: the one that it was last registered by, else its module and name."""
+        named = self._twins.get(cls, cls)
+        for name, entry in reversed(list(self._entries.items())):
+            if entry is named:
+                return name
         for point in self._entry_points:
-            # The module of an entry point may import the class from elsewhere in its package.
-            if point.module.partition(".")[0] == cls.__module__.partition(".")[0]:
-                with contextlib.suppress(RegistryError):
-                    if self.get(point.name) is cls:
-                        return point.name
+            # What is wrong with an entry point is said to those who ask for its name.
+            with contextlib.suppress(RegistryError):
+                if self.get(point.name) is named:
+                    return point.name
         return f"{cls.__module__}.{cls.__qualname__}"

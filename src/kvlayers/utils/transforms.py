@@ -1,28 +1,19 @@
 """Whether torch changes what is computed, by autocast or by a transform: kernels that read memory would not notice."""
 
 import contextlib
-import functools
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-_UNCHANGED = contextlib.nullcontext()
-
-
-@functools.cache
-def _autocast_device_type(device: torch.device) -> str | None:
-    """The type of a device, if it knows autocast: torch raises if it is asked about another type."""
-    return device.type if torch.amp.is_autocast_available(device.type) else None
-
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
     """The dtype that autocast computes in on a device, `None` if it is off, or if the device knows no autocast."""
-    device_type = _autocast_device_type(device)
-    if device_type is None or not torch.is_autocast_enabled(device_type):
+    # Torch raises if it is asked about another type of device.
+    if not torch.amp.is_autocast_available(device.type) or not torch.is_autocast_enabled(device.type):
         return None
-    return torch.get_autocast_dtype(device_type)
+    return torch.get_autocast_dtype(device.type)
 
 
 def autocast_converts(states: torch.Tensor) -> bool:
@@ -36,7 +27,7 @@ def autocast_converts(states: torch.Tensor) -> bool:
 def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[object]:
     """A context in which matrix products on a device have the dtype of their operands."""
     if autocast_dtype(device) is None:
-        return _UNCHANGED
+        return contextlib.nullcontext()
     return torch.autocast(device.type, enabled=False)
 
 

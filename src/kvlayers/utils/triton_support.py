@@ -65,7 +65,7 @@ class DeviceFacts:
 def device_facts(device: torch.device) -> DeviceFacts:
     """The facts of a device, which never change."""
     obstacle = _obstacle(device)
-    if device.type != "cuda" or not torch.cuda.is_available():
+    if device.type != "cuda" or is_interpreted() or not torch.cuda.is_available():
         return DeviceFacts(obstacle)
     properties: Any = torch.cuda.get_device_properties(device)
     # Not every build of torch tells it. What every kernel may have is less.
@@ -124,22 +124,19 @@ class KeptConstants(dict[str, Any]):
         self.kernels: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
 
 
+@dataclass(eq=False)
 class TritonKernel:
     """A kernel by the name of its function. Its module, which imports triton, is imported at the first use.
 
     Every launch of the package goes through `launch`, so that launches can be counted.
 
-    Args:
+    Attributes:
         module: dotted name of the module.
         name: name of the function.
     """
 
-    def __init__(self, module: str, name: str) -> None:
-        self.module = module
-        self.name = name
-
-    def __repr__(self) -> str:
-        return f"TritonKernel({self.module}.{self.name})"
+    module: str
+    name: str
 
     @functools.cached_property
     def function(self) -> Any:
@@ -159,7 +156,7 @@ class TritonKernel:
                 within a tuple.
         """
         with launching_on(device):
-            if isinstance(constants, KeptConstants):
+            if isinstance(constants, KeptConstants) and not is_interpreted():
                 self._launch_kept(grid, arguments, constants)
             else:
                 self.function[grid](*arguments, **constants)
@@ -170,9 +167,6 @@ class TritonKernel:
         return tuple(getattr(parameter, "do_not_specialize", True) for parameter in self.function.params)
 
     def _launch_kept(self, grid: tuple[int, ...], arguments: Sequence[Any], constants: KeptConstants) -> None:
-        if is_interpreted():
-            self.function[grid](*arguments, **constants)
-            return
         key: list[Any] = []
         values: list[Any] = []
         for argument, grows in zip(arguments, self._growing, strict=False):
@@ -201,8 +195,6 @@ class TritonKernel:
         self, device: torch.device, grid: tuple[int, ...], arguments: Sequence[Any], constants: Mapping[str, Any]
     ) -> int:
         """Bytes of shared memory of one program. The kernel is compiled if it has not been, and not launched."""
-        if is_interpreted():
-            return 0
         with launching_on(device):
             return int(self.function.warmup(*arguments, grid=grid, **constants).metadata.shared)
 

@@ -158,10 +158,6 @@ def html_table(caption: str, rows: Sequence[tuple[str, ...]], bold: Sequence[int
 
 def plain_table(rows: list[tuple[str, ...]]) -> str:
     """A plain-text table from a header and rows: the first column is left-aligned, the others right-aligned."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-
-    def aligned(row: tuple[str, ...]) -> str:
-        first, *others = (cell.rjust(width) for cell, width in zip(row, widths, strict=True))
-        return "  ".join([first.strip().ljust(widths[0]), *others])
-
-    return "\n".join(map(aligned, rows))
+    first, *others = (max(map(len, column)) for column in zip(*rows, strict=True))
+    line = "  ".join([f"{{:<{first}}}", *(f"{{:>{width}}}" for width in others)])
+    return "\n".join(line.format(*row) for row in rows)

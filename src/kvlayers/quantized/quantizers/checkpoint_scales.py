@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from transformers.utils import cached_file
 
 from kvlayers.errors import OptionError
 from kvlayers.kernels.codes.quantizer_contract import Side, fits_heads
@@ -98,19 +99,15 @@ def check_config_file(checkpoint: str | os.PathLike[str], revision: str | None =
         checkpoint: as in `read_scales`. It need not have a config.json.
         revision: as in `read_scales`.
     """
-    path = _file(checkpoint, CONFIG, revision)
+    place = pathlib.Path(checkpoint)
+    path = _file(place.parent if place.is_file() else checkpoint, CONFIG, revision)
     if path is None:
         return
     try:
         content = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise OptionError(f"`scales`: {path} cannot be read: {error!r}") from error
-    if isinstance(content, dict):
-        check_settings(content.get("quantization_config"))
-
-
-def check_settings(settings: object) -> None:
-    """Raise `OptionError` if the `kv_cache_scheme` of a `quantization_config` is not one of float8 codes."""
+    settings = content.get("quantization_config") if isinstance(content, Mapping) else None
     inner = settings.get("quantization_config") if isinstance(settings, Mapping) else None
     for part in (settings, inner):
         if isinstance(part, Mapping) and part.get("kv_cache_scheme"):
@@ -204,12 +201,14 @@ def _files(
     if os.path.isfile(checkpoint):
         yield os.fspath(checkpoint), None
         return
-    found = _first_file(checkpoint, (WEIGHTS, INDEX), revision)
-    if found is None:
-        raise OptionError(
-            f"`scales` must be a directory, or a repository on the Hub, with {WEIGHTS} or {INDEX}, got "
-            f"{os.fspath(checkpoint)!r}: pass the checkpoint that the scales are in."
-        )
+    try:
+        found = str(_file(checkpoint, WEIGHTS, revision))
+    except OptionError as failure:
+        try:
+            # Also without a network, as there may be many files on disk nevertheless.
+            found = str(_file(checkpoint, INDEX, revision))
+        except OptionError:
+            raise failure from None
     if not found.endswith(INDEX):
         yield found, None
         return
@@ -222,53 +221,20 @@ def _files(
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise OptionError(f"`scales`: {found} cannot be read: {error!r}") from error
     for file, names in by_file.items():
-        path = _file(checkpoint, file, revision)
-        if path is None:
-            raise OptionError(f"`scales`: {found} names {file}, which is missing: complete the checkpoint.")
-        yield path, names
-
-
-def _first_file(checkpoint: str | os.PathLike[str], names: Sequence[str], revision: str | None) -> str | None:
-    """The path of the first of these files that a checkpoint has, in the order in which transformers looks for them.
-
-    Raises:
-        OptionError: no file was found, and the Hub was out of reach.
-    """
-    failure: OptionError | None = None
-    for name in names:
-        try:
-            path = _file(checkpoint, name, revision)
-        except OptionError as error:
-            # Without a network, the next file may be on disk nevertheless.
-            failure = failure or error
-            continue
-        if path is not None:
-            return path
-    if failure is not None:
-        raise failure
-    return None
+        yield str(_file(checkpoint, file, revision)), names
 
 
 def _file(checkpoint: str | os.PathLike[str], name: str, revision: str | None) -> str | None:
-    """The path of a file of a checkpoint, `None` if it has no such file.
+    """The path of a file of a checkpoint, `None` if it has no config.json.
 
     Raises:
-        OptionError: the repository does not exist, or neither the Hub nor its files on disk can be read.
+        OptionError: there is no other such file, or neither the Hub nor its files on disk can be read.
     """
-    place = pathlib.Path(checkpoint)
-    if place.exists():
-        path = (place if place.is_dir() else place.parent) / name
-        return str(path) if path.is_file() else None
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
-
     try:
-        return str(hf_hub_download(os.fspath(checkpoint), name, revision=revision))
-    except (EntryNotFoundError, OSError, ValueError) as error:
-        # The second one means that the Hub could not be asked.
-        if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
-            return None
+        found: str | None = cached_file(checkpoint, name, revision=revision)
+    except OSError as error:
         raise OptionError(
-            f"`scales`: {name} of {os.fspath(checkpoint)!r} cannot be read: {error} Pass the path of a checkpoint, or "
-            "the name of a repository on the Hub that you have access to."
+            f"`scales`: {name} of {os.fspath(checkpoint)!r} cannot be read: {error} Pass the path of a checkpoint with "
+            f"{WEIGHTS} or {INDEX}, or the name of a repository on the Hub that you have access to."
         ) from error
+    return found

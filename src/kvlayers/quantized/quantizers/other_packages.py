@@ -94,10 +94,9 @@ class QuantoQuantizer(Quantizer):
         )
         return from_rows(codes, scale.to(states.dtype), -shift.to(states.dtype), states.shape, self.format)
 
-    def _scale_and_shift(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+    def _scale_and_shift(self, rows: Tensor) -> Any:
         # Not the optimizer's `__call__`, which treats a block of one group as one without groups.
-        scale, shift = self._optimizer.optimize(rows, self._width, 0)
-        return scale, shift
+        return self._optimizer.optimize(rows, self._width, 0)
 
 
 class _OtherPackage(Backend):

@@ -37,13 +37,13 @@ class Staged:
     Attributes:
         version: version of the layer when they were copied.
         buffers: copies, by the identity of the host buffers.
-        copy: the copy to the device, `None` if there was nothing to copy.
+        copy: the copy to the device.
         traffic: bytes copied that the meter has not counted yet.
     """
 
     version: int
     buffers: dict[int, StagedBuffer]
-    copy: PendingCopy | None
+    copy: PendingCopy
     traffic: Traffic
 
 

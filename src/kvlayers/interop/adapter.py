@@ -55,7 +55,7 @@ class TransformersLayer(CacheLayer):
                 f"A layer must be one of kvlayers or of transformers, got {shown}: pass layers, such as those of "
                 "cache.layers."
             )
-        self.layer = layer
+        self.layer: Any = layer
         self.grows = grows
         # A dummy holds nothing.
         is_dummy = isinstance(layer, compat.DUMMY_LAYER)

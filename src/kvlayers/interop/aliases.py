@@ -295,7 +295,7 @@ def _layer_types(config: object, batch_size: object, name: str, dtype: object, d
     return {spec.layer_type for spec in model_layers.layer_specs(config)}
 
 
-_RESERVING = {
+_RESERVING: dict[str, type[StaticCache]] = {
     "sliding_window": SlidingWindowCache,
     "hybrid": HybridCache,
     "hybrid_chunked": HybridChunkedCache,

@@ -211,7 +211,8 @@ class ExportableDecoder(nn.Module):
             )
         check_reserved(max_cache_len, "max_cache_len", "tokens")
         check_reserved(batch_size, "batch_size", "sequences")
-        if not isinstance(model, nn.Module):
+        is_model = isinstance(model, nn.Module)
+        if not is_model:
             raise OptionError(f"`model` must be a model, got a {type(model).__name__}: pass the model itself.")
         if model.config.is_encoder_decoder or model.get_output_embeddings() is None:
             raise UnsupportedLayerError(

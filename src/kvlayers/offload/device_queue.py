@@ -3,7 +3,7 @@
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 
@@ -145,4 +145,4 @@ class WriteBack:
             return extended
         self._wait()
         with torch.inference_mode(False):
-            return buffer.host.reallocated(buffer.first, buffer.kept, buffer.capacity)
+            return cast("HostBuffer", buffer.host.reallocated(buffer.first, buffer.kept, buffer.capacity))

@@ -96,7 +96,7 @@ class CacheTrial:
         devices: Sequence[torch.device] = (),
     ) -> None:
         self._make, self._shapes = make, shapes
-        listed = list(devices) or [None]
+        listed: list[torch.device | None] = [*devices] or [None]
         # Layers that the model does not list, such as extra prediction layers, count for its last device.
         self._devices = listed + listed[-1:] * len(shapes)
         self._encoder_length = encoder_length or 0
@@ -255,7 +255,7 @@ def _recurrent_nbytes(layer: Any, shape: LayerShape, tokens: int) -> int:
     layer.update_conv_state(torch.empty(batch, recurrent.conv, tokens, dtype=shape.dtype, device="meta"), 0, 1)
     if recurrent.recurrent:
         layer.update_recurrent_state(torch.empty(batch, recurrent.recurrent, dtype=torch.float32, device="meta"))
-    return layer.nbytes
+    return int(layer.nbytes)
 
 
 def _upstream_nbytes(adapter: Any, shape: LayerShape, tokens: int) -> int:

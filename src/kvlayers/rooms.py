@@ -40,7 +40,7 @@ PROVIDED = {
     "recurrent rows": "kvlayers.rows.recurrent_rows:RecurrentRows",
     "recall": "kvlayers.recall.recall_layer:Recall.of",
     "recall in facts": "kvlayers.recall.recall_layer:Recall.from_facts",
-    "adapter": "kvlayers.interop.adapter:adapter",
+    "adapter": "kvlayers.interop.adapter:TransformersLayer",
     "DynamicCache": "kvlayers.core.dynamic_cache:DynamicCache",
     "explain": "kvlayers.serving.reports:explained",
     "pin": "kvlayers.serving.sessions:pin_of",

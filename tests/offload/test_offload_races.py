@@ -250,14 +250,14 @@ def is_of(stream: FakeStream, direction: int) -> bool:
 
 def staged_in_memory_of_the_copying_stream(patch: pytest.MonkeyPatch) -> None:
     copy_to_device = transfers.StreamTransfers.copy_to_device
-    stage = transfers._empty_like
+    make_room = transfers._with_room
 
     def copy(self: transfers.StreamTransfers, sources: Any) -> Any:
-        def empty_like(*given: Any) -> torch.Tensor:
+        def with_room(*given: Any) -> Any:
             with transfers._on(self._inbound):
-                return stage(*given)
+                return make_room(*given)
 
-        patch.setattr(transfers, "_empty_like", empty_like)
+        patch.setattr(transfers, "_with_room", with_room)
         return copy_to_device(self, sources)
 
     patch.setattr(transfers.StreamTransfers, "copy_to_device", copy)

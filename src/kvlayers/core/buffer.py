@@ -140,21 +140,23 @@ class TokenBuffer:
 
     def reallocated(self, start: int, count: int, capacity: int) -> "TokenBuffer":
         """A new buffer for `capacity` tokens, the first of which are `count` tokens from `start`."""
-        buffer = TokenBuffer.allocate(self.form, capacity)
+        buffer = self.allocate_like(self._batch, capacity, torch.empty)
         with torch.no_grad():
             buffer.write(0, self.read(start, count))
         return buffer
 
     def selected(self, indices: Tensor, start: int, count: int, capacity: int) -> "TokenBuffer":
         """As `reallocated`, but sequence `i` of the new buffer is sequence `indices[i]` of this one."""
-        buffer = TokenBuffer.allocate(self.form.of_batch(indices.shape[0]), capacity)
+        buffer = self.allocate_like(indices.shape[0], capacity, torch.empty)
         with torch.no_grad():
             torch.index_select(self.read(start, count), 0, indices.to(self.tensor.device), out=buffer.read(0, count))
         return buffer
 
-    def allocate_like(self, batch_size: int, capacity: int) -> "TokenBuffer":
-        """A buffer of zeros in the same kind of memory, for states of the same form except for the batch size."""
-        return TokenBuffer.allocate(self.form.of_batch(batch_size), capacity, torch.zeros)
+    def allocate_like(
+        self, batch_size: int, capacity: int, create: Callable[..., Tensor] = torch.zeros
+    ) -> "TokenBuffer":
+        """A buffer in the same kind of memory, for states of the same form except for the batch size."""
+        return TokenBuffer.allocate(self.form.of_batch(batch_size), capacity, create)
 
     @property
     def form(self) -> StateForm:

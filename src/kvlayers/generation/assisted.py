@@ -141,7 +141,7 @@ def check_rollback(model: Any, cache: Any) -> None:
         )
     if not model._is_stateful:
         return
-    if cache_argument.is_lost_by_drafting(model):
+    if cache_argument.name_in_generate(model) != cache_argument.usual_name():
         raise RollbackError(
             f"`model` must get its cache from transformers' loop over drafts, got a {name}, which calls it "
             f"`{cache_argument.name_for(model)}`: leave out the assistance, or install a newer transformers."

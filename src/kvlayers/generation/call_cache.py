@@ -386,7 +386,7 @@ def for_call(
         CapacityError: the options reserve fewer tokens than the call needs.
         KVLayersError: as `cache_by_name.make_cache` and `cache_by_name.check_rope_dtype`.
     """
-    replaces = model_types.replaces_cross_attention_cache(model)
+    replaces = generate_calls.replaces_cross_attention_cache(model)
     encoded = None if replaces else generate_calls.encoded_for(model, model_kwargs)
     # The config of a draft model has the options of the main model's cache, but not the name that they belong to.
     own_name = generation_config.cache_implementation

@@ -21,21 +21,6 @@ from kvlayers.errors import OptionError, RollbackError, StateMismatchError, Unsu
 from kvlayers.upstream import compat
 
 
-def adapter(layer: Any, grows: bool = False) -> CacheLayer:
-    """An adapter over one of transformers' layers.
-
-    Raises:
-        OptionError: it is no layer.
-    """
-    if not isinstance(layer, (compat.ATTENTION_LAYER, compat.LINEAR_LAYER, *compat.DUMMY_LAYER)):
-        shown = f"the class {layer.__name__}" if isinstance(layer, type) else f"a {type(layer).__name__}"
-        raise OptionError(
-            f"A layer must be one of kvlayers or of transformers, got {shown}: pass layers, such as those of "
-            "cache.layers."
-        )
-    return TransformersLayer(layer, grows)
-
-
 def check_reservation(layer: Any, seen: int, tokens: int) -> None:
     """Raise `CapacityError` if `tokens` more tokens, after `seen`, exceed the reservation of transformers' layer."""
     if seen + tokens > layer.max_cache_len:
@@ -51,6 +36,9 @@ class TransformersLayer(CacheLayer):
     Args:
         layer: the layer, which is changed in place.
         grows: whether a reservation that is too small is replaced by a larger one, instead of raising `CapacityError`.
+
+    Raises:
+        OptionError: it is no layer.
     """
 
     is_initialized = forwarded("layer")
@@ -61,7 +49,13 @@ class TransformersLayer(CacheLayer):
     prefetch = forwarded("layer")
 
     def __init__(self, layer: Any, grows: bool = False) -> None:
-        self.layer = layer
+        if not isinstance(layer, (compat.ATTENTION_LAYER, compat.LINEAR_LAYER, *compat.DUMMY_LAYER)):
+            shown = f"the class {layer.__name__}" if isinstance(layer, type) else f"a {type(layer).__name__}"
+            raise OptionError(
+                f"A layer must be one of kvlayers or of transformers, got {shown}: pass layers, such as those of "
+                "cache.layers."
+            )
+        self.layer: Any = layer
         self.grows = grows
         # A dummy holds nothing.
         is_dummy = isinstance(layer, compat.DUMMY_LAYER)
@@ -110,8 +104,7 @@ class TransformersLayer(CacheLayer):
             # An indexer has a count of its own, since attention may have taken in the tokens already.
             seen = int(self.layer.indexer_cumulative_length) if self.layer.is_indexer_initialized else 0
             check_reservation(self.layer, seen, indexer_key_states.shape[-2])
-        updated: Tensor = self.layer.update_indexer(indexer_key_states)
-        return updated
+        return self.layer.update_indexer(indexer_key_states)  # type: ignore[no-any-return]
 
     def _is_reserved(self) -> bool:
         """Whether every token is in a reservation, in code that eager Python runs: a static indexer, or a model's own
@@ -128,8 +121,7 @@ class TransformersLayer(CacheLayer):
     @override
     def mask_sizes(self, query_length: int) -> tuple[int, int]:
         asked = torch.empty(query_length) if compat.MASKS_BY_CACHE_POSITION else query_length
-        kv_length, kv_offset = self.layer.get_mask_sizes(asked)
-        return kv_length, kv_offset
+        return self.layer.get_mask_sizes(asked)  # type: ignore[no-any-return]
 
     @override
     def make_room(self, tokens: int) -> None:
@@ -268,8 +260,8 @@ class TransformersLayer(CacheLayer):
 
     def _says_it_is_croppable(self) -> bool:
         # Before 5.17 no recurrent layer could do that.
-        known = compat.LAYERS_SAY_WHAT_THEY_CAN_CROP
-        return bool(self.layer.is_croppable) if known else self.traits.attends and not self.traits.is_recurrent
+        is_without_past = self.traits.attends and not self.traits.is_recurrent
+        return bool(self.layer.is_croppable) if compat.LAYERS_SAY_WHAT_THEY_CAN_CROP else is_without_past
 
     def _crops_every_state(self) -> bool:
         """Whether `crop` knows of every state that the layer holds: a class that adds states must define it anew.
@@ -390,8 +382,7 @@ class TransformersLayer(CacheLayer):
                 # A layer that does not record writes its convolutions in place, and so needs them of their own size.
                 columns = layer.conv_kernel_size[index]
                 missing = max(columns - states.shape[-1], 0)
-                newest = torch.nn.functional.pad(states[..., -columns:], (missing, 0))
-                layer.conv_states[index] = newest.contiguous()
+                layer.conv_states[index] = torch.nn.functional.pad(states[..., -columns:], (missing, 0)).contiguous()
 
     @override
     def reset(self) -> None:

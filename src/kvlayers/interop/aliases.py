@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig
 
 from kvlayers.core.dynamic_cache import DynamicCache
 from kvlayers.core.from_config import HYBRID, RECURRENT, AttentionMaker, Checkpoints
@@ -17,7 +16,7 @@ from kvlayers.quantized.quantized_cache import QuantizedCache
 from kvlayers.static.slots import Buckets
 from kvlayers.static.static_cache import StaticCache
 from kvlayers.static.static_store import check_reserved
-from kvlayers.upstream import model_layers, model_types
+from kvlayers.upstream import model_layers
 from kvlayers.utils.options import check_accepted, checks_options
 
 # Static caches
@@ -183,8 +182,6 @@ class HQQQuantizedCache(QuantizedCache):
 class _StatesOfLayers(tuple[Tensor | None, ...]):
     """The convolution states, or the recurrent states, of all layers, to be read by the index of a layer."""
 
-    __slots__ = ()
-
     def __getitem__(self, index: Any) -> Any:
         try:
             return super().__getitem__(index)
@@ -245,8 +242,7 @@ class MambaCache(_RecurrentCache, DynamicCache):
         device: torch.device | str | None = None,
         checkpoints: Checkpoints | Mapping[str, int | None] | None = None,
     ) -> None:
-        config = _checked_config(config, max_batch_size, "max_batch_size", dtype, device)
-        others = {spec.layer_type for spec in model_layers.layer_specs(config)} - {*RECURRENT, "dummy"}
+        others = _layer_types(config, max_batch_size, "max_batch_size", dtype, device) - {*RECURRENT, "dummy"}
         if others:
             raise ConfigError(
                 f"`config` must be of a model whose layers are all recurrent, got a {type(config).__name__} with "
@@ -282,8 +278,7 @@ class HybridMambaAttentionDynamicCache(_RecurrentCache, DynamicCache):
         device: torch.device | str | None = None,
         checkpoints: Checkpoints | Mapping[str, int | None] | None = None,
     ) -> None:
-        config = _checked_config(config, batch_size, "batch_size", dtype, device)
-        layer_types = {spec.layer_type for spec in model_layers.layer_specs(config)}
+        layer_types = _layer_types(config, batch_size, "batch_size", dtype, device)
         if layer_types.isdisjoint((*RECURRENT, *HYBRID)):
             raise ConfigError(
                 f"`config` must be of a model with recurrent layers, got a {type(config).__name__} with others alone "
@@ -292,19 +287,20 @@ class HybridMambaAttentionDynamicCache(_RecurrentCache, DynamicCache):
         super().__init__(config=config, checkpoints=checkpoints)
 
 
-def _checked_config(
-    model_or_config: object, batch_size: object, name: str, dtype: object, device: object
-) -> PretrainedConfig:
-    """The config of a model, after a check of the other arguments."""
+def _layer_types(config: object, batch_size: object, name: str, dtype: object, device: object) -> set[str]:
+    """The layer types of a model, after a check of the other arguments."""
     if batch_size is not None:
         check_reserved(batch_size, name, "sequences")
     check_accepted(dtype, device)
-    return model_types.config_of(model_or_config)
+    return {spec.layer_type for spec in model_layers.layer_specs(config)}
 
 
-register("sliding_window")(named(SlidingWindowCache, "max_cache_len"))
-register("hybrid")(named(HybridCache, "max_cache_len"))
-register("hybrid_chunked")(named(HybridChunkedCache, "max_cache_len"))
+_RESERVING: dict[str, type[StaticCache]] = {
+    "sliding_window": SlidingWindowCache,
+    "hybrid": HybridCache,
+    "hybrid_chunked": HybridChunkedCache,
+    **dict.fromkeys(("offloaded_static", "offloaded_hybrid", "offloaded_hybrid_chunked"), OffloadedStaticCache),
+}
+for _name, _class in _RESERVING.items():
+    register(_name)(named(_class, "max_cache_len"))
 register("offloaded")(named(OffloadedCache, "length_hint"))
-for _name in ("offloaded_static", "offloaded_hybrid", "offloaded_hybrid_chunked"):
-    register(_name)(named(OffloadedStaticCache, "max_cache_len"))

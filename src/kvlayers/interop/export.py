@@ -24,12 +24,6 @@ Children = list[Any]
 Context = Any
 """The facts of a tree besides its tensors, in types that JSON has. Programs are compared and saved with it."""
 
-LISTS = ("key_cache", "value_cache")
-"""Names of the children of a `DynamicCache`, the same as in transformers."""
-
-PARTS = ("self_attention_cache", "cross_attention_cache")
-"""Names of the children of an `EncoderDecoderCache`."""
-
 
 def register_export_support() -> None:
     """Let `torch.export` take kvlayers' caches as inputs and outputs of a program, as torch pytrees.
@@ -169,13 +163,15 @@ def _refuse_to_rebuild(children: Iterable[Any], context: Context) -> Any:
 
 
 _TREES: dict[type[Cache], tuple[Any, Any, tuple[str, ...]]] = {
-    DynamicCache: (_flatten_dynamic, _rebuild_dynamic, LISTS),
+    DynamicCache: (_flatten_dynamic, _rebuild_dynamic, ("key_cache", "value_cache")),
     EncoderDecoderCache: (
         lambda cache: ([cache.self_attention_cache, cache.cross_attention_cache], None),
         lambda children, context: EncoderDecoderCache(*children),
-        PARTS,
+        ("self_attention_cache", "cross_attention_cache"),
     ),
 }
+"""For each cache that is a tree: what takes it apart, what makes it again, and the names of its children, as in
+transformers."""
 
 
 class ExportableDecoder(nn.Module):
@@ -267,6 +263,6 @@ class ExportableDecoder(nn.Module):
                 layer.tensors()["position"].copy_(cache_position[0])
         else:
             self.cache.truncate(int(cache_position[0]))
-        told = {"cache_position": cache_position} if compat.MASKS_BY_CACHE_POSITION else {}
-        output = self.model(input_ids, **{cache_argument.name_for(self.model): self.cache}, **told)
-        return output.logits  # type: ignore[no-any-return]
+        told: dict[str, Any] = {"cache_position": cache_position} if compat.MASKS_BY_CACHE_POSITION else {}
+        told[cache_argument.name_for(self.model)] = self.cache
+        return self.model(input_ids, **told).logits  # type: ignore[no-any-return]

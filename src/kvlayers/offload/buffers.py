@@ -56,13 +56,6 @@ class HostBuffer(TokenBuffer):
     def form(self) -> StateForm:
         return super().form._replace(device=self.device)
 
-    @override
-    def reallocated(self, start: int, count: int, capacity: int) -> "HostBuffer":
-        rows = self._empty(capacity, self.rows.shape[1])
-        with torch.no_grad():
-            rows[:count].copy_(self.rows[start : start + count])
-        return HostBuffer(rows, self.memory, self.device)
-
     def extended(self, capacity: int) -> "HostBuffer | None":
         """A larger buffer in the same memory, `None` if the memory has no room for it."""
         rows = self.memory.extended(self.rows, capacity) if capacity >= self.capacity else None
@@ -70,19 +63,19 @@ class HostBuffer(TokenBuffer):
 
     @override
     def selected(self, indices: Tensor, start: int, count: int, capacity: int) -> "HostBuffer":
-        rows = self._empty(capacity, indices.shape[0])
+        selected = self.allocate_like(indices.shape[0], capacity)
+        rows = selected.rows[:count]
         with torch.no_grad():
-            torch.index_select(self.rows[start : start + count], 1, indices.to(rows.device), out=rows[:count])
-        return HostBuffer(rows, self.memory, self.device)
+            torch.index_select(self.rows[start : start + count], 1, indices.to(rows.device), out=rows)
+        return selected
 
     @override
-    def allocate_like(self, batch_size: int, capacity: int) -> "HostBuffer":
-        # Not zeros: only held tokens are ever copied to the device.
-        return HostBuffer(self._empty(capacity, batch_size), self.memory, self.device)
-
-    def _empty(self, capacity: int, batch_size: int) -> Tensor:
-        _, _, kv_heads, head_dim = self.rows.shape
-        return self.memory.empty((capacity, batch_size, kv_heads, head_dim), self.rows.dtype)
+    def allocate_like(
+        self, batch_size: int, capacity: int, create: Callable[..., Tensor] = torch.zeros
+    ) -> "HostBuffer":
+        # Never zeros: only held tokens are ever copied to the device.
+        shape = (capacity, batch_size, *self.rows.shape[2:])
+        return HostBuffer(self.memory.empty(shape, self.rows.dtype), self.memory, self.device)
 
     @override
     def first_sequences(self, batch_size: int) -> "TokenBuffer":
@@ -142,27 +135,12 @@ class StagedBuffer(TokenBuffer):
 
     @override
     def first_sequences(self, batch_size: int) -> "TokenBuffer":
-        return self if batch_size == self.rows.shape[1] else _FirstSequences(self, batch_size)
-
-
-class _FirstSequences(TokenBuffer):
-    """The first sequences of a staged buffer, which records what is written to them."""
-
-    __slots__ = ("whole",)
-
-    def __init__(self, whole: StagedBuffer, batch_size: int) -> None:
-        super().__init__(whole.tensor[:batch_size])
-        self.whole = whole
-
-    @override
-    def write(self, start: int, states: Tensor) -> None:
-        super().write(start, states)
-        self.whole.written.append((start, start + states.shape[2]))
-
-    @override
-    def slots(self, start: int, count: int) -> Tensor:
-        self.whole.written.append((start, start + count))
-        return super().slots(start, count)
+        if batch_size == self.rows.shape[1]:
+            return self
+        first = StagedBuffer(self.rows[:, :batch_size], self.host)
+        # What is written to them is written to this buffer.
+        first.written = self.written
+        return first
 
 
 def clipped(ranges: Sequence[tuple[int, int]], start: int, end: int) -> list[tuple[int, int]]:

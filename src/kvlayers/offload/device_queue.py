@@ -3,7 +3,7 @@
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 
@@ -37,13 +37,13 @@ class Staged:
     Attributes:
         version: version of the layer when they were copied.
         buffers: copies, by the identity of the host buffers.
-        copy: the copy to the device, `None` if there was nothing to copy.
+        copy: the copy to the device.
         traffic: bytes copied that the meter has not counted yet.
     """
 
     version: int
     buffers: dict[int, StagedBuffer]
-    copy: PendingCopy | None
+    copy: PendingCopy
     traffic: Traffic
 
 
@@ -145,4 +145,4 @@ class WriteBack:
             return extended
         self._wait()
         with torch.inference_mode(False):
-            return buffer.host.reallocated(buffer.first, buffer.kept, buffer.capacity)
+            return cast("HostBuffer", buffer.host.reallocated(buffer.first, buffer.kept, buffer.capacity))

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch
@@ -39,11 +40,11 @@ def on_device(state: LayerState, device: torch.device | None) -> LayerState:
     return LayerState(state.kind, tensors, state.facts)
 
 
-def _done_on_host(name: str) -> Any:
-    """An operation that the wrapped layer does where its states are held."""
+def _done_in(context: Callable[["OffloadedLayer"], AbstractContextManager[TokenLayer]], name: str) -> Any:
+    """An operation of this name that the wrapped layer does in a context."""
 
     def call(layer: "OffloadedLayer", *args: Any) -> None:
-        with layer._on_host() as wrapped:
+        with context(layer) as wrapped:
             getattr(wrapped, name)(*args)
 
     return call
@@ -144,9 +145,8 @@ class OffloadedLayer(WrapperLayer):
 
     def _show(self, observe: Callable[[Tensor], None], query: Tensor) -> None:
         """Show queries to a layer that evicts by them, while its states are on the device; write back what is left."""
-        with self._fetched(on=query.device):
+        with self._fetched(changes=True, on=query.device):
             observe(query)
-        self._read_counts()
 
     # Counting for compiled code
 
@@ -173,9 +173,8 @@ class OffloadedLayer(WrapperLayer):
 
     @keys.setter
     def keys(self, states: Tensor) -> None:
-        with self._fetched(changes=True):
-            self.wrapped.keys = states
-        self._read_counts()
+        with self._fetched(changes=True) as layer:
+            layer.keys = states
 
     @property
     def values(self) -> Tensor | None:
@@ -184,9 +183,8 @@ class OffloadedLayer(WrapperLayer):
 
     @values.setter
     def values(self, states: Tensor) -> None:
-        with self._fetched(changes=True):
-            self.wrapped.values = states
-        self._read_counts()
+        with self._fetched(changes=True) as layer:
+            layer.values = states
 
     def _handed_out(self, side: Side) -> Tensor | None:
         with self._fetched():
@@ -201,18 +199,18 @@ class OffloadedLayer(WrapperLayer):
             return self.wrapped.peek()
 
     @contextlib.contextmanager
-    def _fetched(self, changes: bool = False, on: torch.device | None = None) -> Iterator[None]:
+    def _fetched(self, changes: bool = False, on: torch.device | None = None) -> Iterator[TokenLayer]:
         """Keep the states on their device, or `on` a device before there are any, within this context."""
         device = self.device if on is None else on
-        if device is None or not self.prefetcher.offloads(device):
-            yield
-            return
-        self.prefetcher.fetch(self, device)
+        if device is not None and self.prefetcher.offloads(device):
+            self.prefetcher.fetch(self, device)
         if changes:
             self._note_change()
         try:
-            yield
+            yield self.wrapped
         finally:
+            if changes:
+                self._read_counts()
             self._write_back_if_possible()
 
     @contextlib.contextmanager
@@ -227,21 +225,15 @@ class OffloadedLayer(WrapperLayer):
             self._read_counts()
             self._write_back_if_possible()
 
-    @contextlib.contextmanager
-    def _where_it_evicts(self) -> Iterator[TokenLayer]:
-        """As `_on_host`, for an operation after which the layer may evict tokens that were recorded."""
-        if not (self.wrapped.traits.evicts_by_states and self.wrapped.is_recording):
-            with self._on_host() as layer:
-                yield layer
-            return
-        with self._fetched(changes=True):
-            yield self.wrapped
-        self._read_counts()
+    def _where_it_evicts(self) -> AbstractContextManager[TokenLayer]:
+        """The context for an operation after which the layer may evict tokens that were recorded."""
+        evicts = self.wrapped.traits.evicts_by_states and self.wrapped.is_recording
+        return self._fetched(changes=True) if evicts else self._on_host()
 
     def exchange_store(self, make: Callable[[TokenStore], TokenStore]) -> None:
         """Hold the same tokens in the store that `make` returns for the present one, which is on its device then."""
-        with self._fetched(changes=True):
-            self.wrapped.store = make(self.wrapped.store)
+        with self._fetched(changes=True) as layer:
+            layer.store = make(layer.store)
 
     def _note_change(self) -> None:
         self.version += 1
@@ -260,23 +252,15 @@ class OffloadedLayer(WrapperLayer):
 
     # Operations
 
-    select = _done_on_host("select")
-    expand = _done_on_host("expand")
-    trim = _done_on_host("trim")
-    compact = _done_on_host("compact")
-    reset = _done_on_host("reset")
-    _recount = _done_on_host("_recount")
-    activate_past_recording = _done_on_host("activate_past_recording")
-
-    @override
-    def truncate(self, length: int) -> None:
-        with self._where_it_evicts() as layer:
-            layer.truncate(length)
-
-    @override
-    def deactivate_past_recording(self) -> None:
-        with self._where_it_evicts() as layer:
-            layer.deactivate_past_recording()
+    select = _done_in(_on_host, "select")
+    expand = _done_in(_on_host, "expand")
+    trim = _done_in(_on_host, "trim")
+    compact = _done_in(_on_host, "compact")
+    reset = _done_in(_on_host, "reset")
+    _recount = _done_in(_on_host, "_recount")
+    activate_past_recording = _done_in(_on_host, "activate_past_recording")
+    deactivate_past_recording = _done_in(_where_it_evicts, "deactivate_past_recording")
+    truncate = _done_in(_where_it_evicts, "truncate")
 
     @override
     def reserve_form(self, key_form: StateForm, value_form: StateForm) -> None:

@@ -130,8 +130,8 @@ class PagedReads:
         self._always_read: dict[tuple[int, int], DenseSegment | PackedSegment] = {}
         """Tokens that every step reads, by the positions of the first of them and behind the last."""
         self._newest = DenseStore()
-        self._newest_end = 0
-        """Position behind the last token of `_newest`."""
+        self._newest_end: int | None = None
+        """Position behind the last token of `_newest`, `None` before there is one."""
 
     def __reduce__(self) -> tuple[type["PagedReads"], tuple[()]]:
         # A copy of a layer has nothing on the device.
@@ -160,20 +160,18 @@ class PagedReads:
             raise UnsupportedLayerError(f"`update` must return keys that choose pages, got a {type(keys).__name__}.")
         device = new[0].device
         if not keys.snapshot.segments.holds_packed:
-            if keys.shape[2] % page_tokens == 0:
+            length = keys.shape[2]
+            if length % page_tokens == 0:
                 # The layer has looked at the keys of a page that is full now.
                 nbytes = (page_tokens - 1) * new[0].nbytes
                 prefetcher.meter.count(layer.index, Traffic(to_device=nbytes))
-            self._add(new, keys.shape[2])
+            if self._newest_end == length - 1:
+                # Kept on the device, as the token before it is there.
+                self._newest.append(*new)
+                self._newest_end = length
         bring = functools.partial(self._bring, page_tokens, functools.partial(prefetcher.carry, layer, device), device)
         snapshot = replace(keys.snapshot, device=device, bring=bring)
         return packed_like(keys, values, snapshot)
-
-    def _add(self, new: KVPair, length: int) -> None:
-        """Keep the newest of `length` tokens on the device, if the one before it is there."""
-        if self._newest.length and self._newest_end == length - 1:
-            self._newest.append(*new)
-            self._newest_end = length
 
     def _bring(self, page_tokens: int, carry: Carry, device: torch.device, segments: KVSegments) -> KVSegments:
         """Segments on the device, instead of where the pages are held."""

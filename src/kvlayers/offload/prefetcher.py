@@ -13,7 +13,15 @@ from kvlayers.core.token_store import BufferSwap, TokenStore
 from kvlayers.offload.buffers import HostBuffer, StagedBuffer
 from kvlayers.offload.device_queue import DeviceQueue, OffloadTarget, Staged, WriteBack
 from kvlayers.offload.storage import HomeMemory, HostMemory
-from kvlayers.offload.transfers import BlockingTransfers, BufferRows, Traffic, TrafficMeter, Transfers, transfers_for
+from kvlayers.offload.transfers import (
+    BlockingTransfers,
+    BufferRows,
+    PendingCopy,
+    Traffic,
+    TrafficMeter,
+    Transfers,
+    transfers_for,
+)
 
 TransfersMaker = Callable[[torch.device], Transfers | None]
 
@@ -98,8 +106,7 @@ class Prefetcher:
         queue.finish_writing_back()
         follower = queue.follow(layer)
         staged = self._staged(queue, layer)
-        if staged.copy is not None:
-            staged.copy.make_stream_wait()
+        staged.copy.make_stream_wait()
         self.meter.count(layer.index, staged.traffic)
         staged.traffic = Traffic()
         layer.swap_buffers(lambda buffer, start, end: staged.buffers.get(id(buffer), buffer))
@@ -128,7 +135,7 @@ class Prefetcher:
     def _start_copy(self, queue: DeviceQueue, version: int, swap_buffers: BuffersSwapper) -> Staged:
         on_host = _rows_on_host(swap_buffers)
         if not on_host:
-            return Staged(version, {}, None, Traffic())
+            return Staged(version, {}, PendingCopy([]), Traffic())
         copy = queue.copy_to_device([rows for _, rows in on_host])
         # A tensor that is made in inference mode could not be written to outside of it.
         with torch.inference_mode(False):
@@ -208,9 +215,8 @@ class Prefetcher:
         if layer in queue.staged:
             self.discard(layer)
         unpaged = self._start_copy(queue, layer.version, store.swap_unpaged_buffers)
-        if unpaged.copy is not None:
-            unpaged.copy.make_stream_wait()
-            store.swap_unpaged_buffers(lambda buffer, start, end: unpaged.buffers.get(id(buffer), buffer))
+        unpaged.copy.make_stream_wait()
+        store.swap_unpaged_buffers(lambda buffer, start, end: unpaged.buffers.get(id(buffer), buffer))
         self.meter.count(layer.index, unpaged.traffic)
         held = _nbytes_on_host(layer)
         yield

@@ -24,7 +24,14 @@ TIERS = ("cpu", "disk")
 
 
 class HomeMemory(ABC):
-    """Allocates the tensors that hold offloaded states. All of them are CPU tensors."""
+    """Allocates the tensors that hold offloaded states. All of them are CPU tensors.
+
+    Attributes:
+        holds_host_states: whether states that are computed on the host are held in this memory too, or stay where they
+            are.
+    """
+
+    holds_host_states = False
 
     @abstractmethod
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -49,11 +56,6 @@ class HomeMemory(ABC):
 
     def check_process(self) -> None:
         """Raise `UnsupportedLayerError` if the tensors are memory of another process too, which forked this one."""
-
-    @property
-    @abstractmethod
-    def holds_host_states(self) -> bool:
-        """Whether states that are computed on the host are held in this memory too, or stay where they are."""
 
 
 class HostMemory(HomeMemory):
@@ -94,11 +96,6 @@ class HostMemory(HomeMemory):
             except RuntimeError as error:
                 raise _no_memory(shape, dtype, "of the host", str(error)) from error
 
-    @property
-    @override
-    def holds_host_states(self) -> bool:
-        return False
-
 
 class DiskMemory(HomeMemory):
     """Memory-mapped files, for states beyond the host's memory.
@@ -116,6 +113,7 @@ class DiskMemory(HomeMemory):
         OptionError: no file can be made there.
     """
 
+    holds_host_states = True
     _process: int | None = None
     """The process that has made files."""
 
@@ -166,11 +164,6 @@ class DiskMemory(HomeMemory):
     def __getstate__(self) -> dict[str, object]:
         # A copy in another process makes files of its own.
         return {"directory": self.directory}
-
-    @property
-    @override
-    def holds_host_states(self) -> bool:
-        return True
 
 
 def _pinned(elements: int, dtype: torch.dtype) -> Tensor:

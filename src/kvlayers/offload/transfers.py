@@ -118,9 +118,8 @@ class StreamTransfers(Transfers):
     @override
     def copy_to_device(self, sources: Sequence[BufferRows]) -> PendingCopy:
         # Allocated before the other stream waits, since the memory may be in use until then.
-        tensors = [_empty_like(rows, self.device) for rows in sources]
-        targets = [BufferRows(tensor, rows.start, rows.end) for tensor, rows in zip(tensors, sources, strict=True)]
-        return self._copy(self._inbound, list(zip(targets, sources, strict=True)), tensors)
+        pairs = _with_room(sources, self.device)
+        return self._copy(self._inbound, pairs, [rows.tensor for rows, _ in pairs])
 
     @override
     def copy_to_host(self, pairs: Sequence[tuple[BufferRows, BufferRows]]) -> PendingCopy:
@@ -133,9 +132,8 @@ class StreamTransfers(Transfers):
         stream.wait_event(current.record_event())
         # Made before the first copy, so that it keeps the memory even if a later one fails.
         copy = _StreamCopy(tensors, stream, current)
-        with _on(stream), torch.no_grad():
-            for target, source in pairs:
-                target.states.copy_(source.states, non_blocking=True)
+        with _on(stream):
+            _copy_rows(pairs, non_blocking=True)
         copy.event = stream.record_event()
         return copy
 
@@ -183,17 +181,13 @@ class BlockingTransfers(Transfers):
 
     @override
     def copy_to_device(self, sources: Sequence[BufferRows]) -> PendingCopy:
-        tensors = [_empty_like(rows, self.device) for rows in sources]
-        with torch.no_grad():
-            for tensor, rows in zip(tensors, sources, strict=True):
-                tensor[rows.start : rows.end].copy_(rows.states)
-        return PendingCopy(tensors)
+        pairs = _with_room(sources, self.device)
+        _copy_rows(pairs)
+        return PendingCopy([rows.tensor for rows, _ in pairs])
 
     @override
     def copy_to_host(self, pairs: Sequence[tuple[BufferRows, BufferRows]]) -> PendingCopy:
-        with torch.no_grad():
-            for on_host, rows in pairs:
-                on_host.states.copy_(rows.states)
+        _copy_rows(pairs)
         return PendingCopy([])
 
     @override
@@ -212,10 +206,18 @@ def transfers_for(device: torch.device) -> Transfers | None:
         return BlockingTransfers(device)
 
 
-def _empty_like(rows: BufferRows, device: torch.device) -> Tensor:
+def _with_room(sources: Sequence[BufferRows], device: torch.device) -> list[tuple[BufferRows, BufferRows]]:
+    """The same rows of new tensors on a device, with the rows to copy there."""
     # A tensor that is made in inference mode could not be written to outside of it.
     with torch.inference_mode(False):
-        return torch.empty(rows.tensor.shape, dtype=rows.tensor.dtype, device=device)
+        rooms = [torch.empty(rows.tensor.shape, dtype=rows.tensor.dtype, device=device) for rows in sources]
+    return [(BufferRows(room, rows.start, rows.end), rows) for room, rows in zip(rooms, sources, strict=True)]
+
+
+@torch.no_grad()
+def _copy_rows(pairs: Sequence[tuple[BufferRows, BufferRows]], non_blocking: bool = False) -> None:
+    for target, source in pairs:
+        target.states.copy_(source.states, non_blocking=non_blocking)
 
 
 @contextlib.contextmanager
@@ -265,7 +267,7 @@ class TrafficMeter:
 
     def __init__(self) -> None:
         self.total = Traffic()
-        self.steps: deque[dict[int, Traffic]] = deque(maxlen=KEPT_STEPS)
+        self.steps: deque[dict[int, Traffic]] = deque([{}], maxlen=KEPT_STEPS)
         self._updated: set[int] = set()
 
     def __repr__(self) -> str:
@@ -273,7 +275,7 @@ class TrafficMeter:
 
     def begin_update(self, layer: int) -> None:
         """Record that a layer is updated."""
-        if layer in self._updated or not self.steps:
+        if layer in self._updated:
             self.steps.append({})
             self._updated = set()
         self._updated.add(layer)
@@ -281,8 +283,6 @@ class TrafficMeter:
     def count(self, layer: int, traffic: Traffic) -> None:
         """Add the traffic of one layer."""
         self.total += traffic
-        if not self.steps:
-            self.steps.append({})
         self.steps[-1][layer] = self.steps[-1].get(layer, Traffic()) + traffic
 
     def of_step(self, step: int = -1) -> Traffic:

@@ -14,7 +14,7 @@ from kvlayers.core.named_caches import CacheRequest, register
 from kvlayers.errors import CapacityError, ConfigError, KVLayersError, OptionError, UnsupportedLayerError
 from kvlayers.generation.cache_by_name import AUTO, cache_for
 from kvlayers.memory.budget import Budget, free_memory
-from kvlayers.planning.planner import bytes_by_length, checked_count, plan_for
+from kvlayers.planning.planner import BudgetsByDevice, bytes_by_length, checked_count, plan_for
 from kvlayers.rows.dense_rows import capacity_for
 from kvlayers.utils.units import amount_of_bytes, readable_bytes
 
@@ -44,13 +44,13 @@ def chosen_cache(request: CacheRequest) -> transformers.Cache:
     """
     if "max_bytes" in request.options:
         return cache_for(WITHOUT_PLAN, request)
-    memory = _budget(request)
+    budgets = _budgets(request)
     devices = _devices(request)
     # The host is no other place for a model on the CPU.
     names = KINDS if any(device.type != "cpu" for device in devices) else KINDS[:-1]
     plain = dataclasses.replace(request, options={})
     try:
-        plan = plan_for(plain, memory, names)
+        plan = plan_for(plain, budgets, names)
     except ConfigError as error:
         logger.warning("'%s' takes '%s', since the model cannot be planned: %s", AUTO, WITHOUT_PLAN, error)
         return cache_for(WITHOUT_PLAN, plain)
@@ -74,7 +74,7 @@ def _devices(request: CacheRequest) -> list[torch.device]:
     return list(dict.fromkeys(request.layer_devices)) or [request.device or torch.device("cpu")]
 
 
-def _budget(request: CacheRequest) -> int | dict[torch.device, int]:
+def _budgets(request: CacheRequest) -> BudgetsByDevice:
     """Bytes that the cache may take: `memory`, or most of what is free, of each device if the layers are on several."""
     others = sorted(request.options.keys() - {"memory"})
     if others:
@@ -82,9 +82,9 @@ def _budget(request: CacheRequest) -> int | dict[torch.device, int]:
             f"`cache_config` of '{AUTO}' must have the option `memory` alone, got {others}: name one that has them."
         )
     if (memory := request.options.get("memory")) is not None:
-        return _bytes_of(memory)
+        return {None: _bytes_of(memory)}
     free = {device: int(SHARE_FOR_CACHE * free_memory(device)) for device in _devices(request)}
-    return free if request.layer_devices else sum(free.values())
+    return dict(free.items()) if request.layer_devices else {None: sum(free.values())}
 
 
 def _bytes_of(memory: Any) -> int:

@@ -1,6 +1,7 @@
 """Bytes that a cache would hold: its own layers take in states on the meta device, which have shapes and no memory."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -11,19 +12,14 @@ from kvlayers.core.cache import Cache
 from kvlayers.core.cache_layer import CacheLayer
 from kvlayers.core.dense_store import MINIMUM_GROWTH, SMALL_STEP
 from kvlayers.core.layer_list import adapted
-from kvlayers.core.token_layer import planned_bits
+from kvlayers.core.token_layer import TokenLayer, planned_bits
 from kvlayers.core.token_store import Fidelity, TokenStore, filled_nbytes, least_faithful, states_on_meta
 from kvlayers.errors import KVLayersError, UnsupportedLayerError
 from kvlayers.eviction.evicting_layer import EvictingLayer
 from kvlayers.eviction.flat_tokens import tables_nbytes
-from kvlayers.interop.adapter import TransformersLayer
 from kvlayers.kernels.attention.segment_kinds import DENSE_PIECE_TOKENS
-from kvlayers.offload.offloaded_layer import OffloadedLayer
 from kvlayers.quantized.checks import block_of
 from kvlayers.quantized.quantized_store import QuantizedStore
-from kvlayers.recurrent.hybrid_layer import HybridLayer
-from kvlayers.recurrent.linear_layer import LinearAttentionLayer
-from kvlayers.static.static_layer import StaticLayer, StaticSlidingLayer
 from kvlayers.upstream import compat
 from kvlayers.utils.tensor_memory import storages_of
 
@@ -99,7 +95,10 @@ class CacheTrial:
         encoder_length: int | None,
         devices: Sequence[torch.device] = (),
     ) -> None:
-        self._make, self._shapes, self._devices = make, shapes, devices
+        self._make, self._shapes = make, shapes
+        listed: list[torch.device | None] = [*devices] or [None]
+        # Layers that the model does not list, such as extra prediction layers, count for its last device.
+        self._devices = listed + listed[-1:] * len(shapes)
         self._encoder_length = encoder_length or 0
         parts = [[*zip(layers, shapes, strict=False)] for layers in _parts(make(1), len(shapes))]
         self.fidelity: Fidelity = least_faithful(layer.fidelity for part in parts for layer, _ in part)
@@ -107,10 +106,12 @@ class CacheTrial:
         self.bits = min(planned_bits(layer, shape) for layer, shape in parts[0])
         """Bits of one number of a key or value, scales and zeros included, in the layers with the fewest."""
         self._alike = [_alike(part) for part in parts]
-        windows = [window for layer, _ in parts[0] if (window := _reserved_window(layer)) is not None]
+        attending = [layer.parts[0].unwrapped for layer, _ in parts[0]]
+        # Those that reserved room for one token, as the length hint said.
+        windows = [each.sliding_window or 0 for each in attending if each.reserved is not None and each.sized_for == 1]
         self._reserves = bool(windows)
         self._period = max(PERIOD_OF_RESERVATIONS, *windows) if windows else PERIOD
-        self._known: dict[int, BytesByDevice] = {}
+        self._tried = functools.cache(self._try)
 
     def nbytes(self, tokens: int) -> CacheBytes:
         """Bytes of a cache that is made for `tokens` tokens, after it took them in at once.
@@ -139,22 +140,17 @@ class CacheTrial:
             for device, costs in found.items()
         }
 
-    def _tried(self, tokens: int) -> BytesByDevice:
-        if tokens in self._known:
-            return self._known[tokens]
+    def _try(self, tokens: int) -> BytesByDevice:
         found: dict[torch.device | None, list[CacheBytes]] = {}
         parts = _parts(self._make(tokens), len(self._shapes))
         for layers, alike, held in zip(parts, self._alike, (tokens, self._encoder_length), strict=False):
             costs = {index: layer_bytes(layers[index], self._shapes[index], held) for index in dict.fromkeys(alike)}
             by_device: dict[torch.device | None, list[LayerBytes]] = {}
-            for index, tried in enumerate(alike):
-                # Layers that the model does not list, such as extra prediction layers, count for its last device.
-                device = self._devices[min(index, len(self._devices) - 1)] if self._devices else None
+            for device, tried in zip(self._devices, alike, strict=False):
                 by_device.setdefault(device, []).append(costs[tried])
             for device, of_layers in by_device.items():
                 found.setdefault(device, []).append(_summed(of_layers))
-        self._known[tokens] = {device: _together(costs) for device, costs in found.items()}
-        return self._known[tokens]
+        return {device: _together(costs) for device, costs in found.items()}
 
 
 def fidelity_of(cache: Any) -> Fidelity:
@@ -163,8 +159,7 @@ def fidelity_of(cache: Any) -> Fidelity:
     Raises:
         UnsupportedLayerError: the class of a layer does not say.
     """
-    parts = (cache.self_attention_cache, cache.cross_attention_cache) if cache.is_pair else (cache,)
-    return least_faithful(layer.fidelity for part in parts for layer in part.adapted_layers())
+    return least_faithful(layer.fidelity for part in cache.parts() for layer in part.adapted_layers())
 
 
 def _parts(cache: Any, count: int) -> list[list[CacheLayer]]:
@@ -174,8 +169,7 @@ def _parts(cache: Any, count: int) -> list[list[CacheLayer]]:
             f"A `{type(cache).__module__}.{type(cache).__name__}` is not a cache of kvlayers, whose bytes are known: "
             "leave it out of the names."
         )
-    parts: list[Any] = [cache.self_attention_cache, cache.cross_attention_cache] if cache.is_pair else [cache]
-    return [[adapted(layer) for layer in part.layers_for(count)] for part in parts]
+    return [[adapted(layer) for layer in part.layers_for(count)] for part in cache.parts()]
 
 
 def _alike(layers: Sequence[tuple[CacheLayer, LayerShape]]) -> list[int]:
@@ -189,14 +183,6 @@ def _alike(layers: Sequence[tuple[CacheLayer, LayerShape]]) -> list[int]:
             kind = type(layer), layer.sized_for, repr(layer.describe()), shape
         alike.append(first.setdefault(kind, index))
     return alike
-
-
-def _reserved_window(layer: CacheLayer) -> int | None:
-    """The window of a layer that reserved room for one token as the length hint said, `None` for any other layer."""
-    layer = layer.parts[0].unwrapped
-    if layer.sized_for != 1 or not isinstance(layer, (StaticLayer, StaticSlidingLayer)):
-        return None
-    return layer.sliding_window if isinstance(layer, StaticSlidingLayer) else 0
 
 
 # Layers
@@ -218,7 +204,7 @@ class LayerBytes(NamedTuple):
     copies: int = 0
 
 
-def layer_bytes(layer: CacheLayer, shape: LayerShape, tokens: int) -> LayerBytes:
+def layer_bytes(layer: Any, shape: LayerShape, tokens: int) -> LayerBytes:
     """Bytes of an empty layer after it took in states of this shape.
 
     Raises:
@@ -227,28 +213,20 @@ def layer_bytes(layer: CacheLayer, shape: LayerShape, tokens: int) -> LayerBytes
         ConfigError: the layer attends, and the model's layer does not.
     """
     try:
-        if isinstance(layer, HybridLayer):
-            attention, linear = (layer_bytes(part, shape, tokens) for part in (layer.wrapped, layer.linear))
+        if len(layer.parts) > 1:
+            attention, linear = (layer_bytes(part, shape, tokens) for part in layer.parts)
             return attention._replace(device=attention.device + linear.device)
-        if isinstance(layer, OffloadedLayer):
-            states, beside = _states_and_beside(layer.wrapped, shape, tokens)
-            spare = sum(layer.prefetcher.memory.allocated_nbytes(nbytes) - nbytes for nbytes in states)
-            return LayerBytes(
-                beside,
-                sum(states),
-                spare,
-                # The pages that a query chooses are brought to the device.
-                0 if layer.wrapped.recall is None else cast("Any", layer.wrapped).copies_nbytes(shape, tokens),
-            )
-        if isinstance(layer, LinearAttentionLayer):
+        if layer.traits.counts_columns:
             return LayerBytes(_recurrent_nbytes(layer, shape, tokens))
-        if isinstance(layer, TransformersLayer):
+        if layer.traits.is_upstream:
             return LayerBytes(_upstream_nbytes(layer, shape, tokens))
-        if isinstance(layer, EvictingLayer):
-            states, queries = _evicting_nbytes(layer, shape, tokens)
-            return LayerBytes(sum(states) + queries)
-        _fill(layer, shape, tokens)
-        return LayerBytes(layer.nbytes)
+        states, beside = _states_and_beside(layer.unwrapped, shape, tokens)
+        if layer.unwrapped is layer:
+            return LayerBytes(sum(states) + beside)
+        spare = sum(layer.prefetcher.memory.allocated_nbytes(nbytes) - nbytes for nbytes in states)
+        # The pages that a query chooses are brought to the device.
+        copies = 0 if layer.wrapped.recall is None else layer.wrapped.copies_nbytes(shape, tokens)
+        return LayerBytes(beside, sum(states), spare, copies)
     except KVLayersError:
         raise
     # torch's error for code that reads the numbers of a meta tensor is one of these.
@@ -263,17 +241,14 @@ def _states_and_beside(layer: Any, shape: LayerShape, tokens: int) -> tuple[list
     """Bytes of each buffer of states, and bytes beside them, which stay on the device of an offloaded layer."""
     if isinstance(layer, EvictingLayer):
         return _evicting_nbytes(layer, shape, tokens)
-    _fill(layer, shape, tokens)
-    states = list(storages_of(layer.store.held_tensors()).values())
+    with torch.no_grad():
+        layer.update(*states_on_meta(shape.forms(), tokens))
+    holder = layer.store if isinstance(layer, TokenLayer) else layer
+    states = list(storages_of(holder.held_tensors()).values())
     return states, layer.nbytes - sum(states)
 
 
-def _fill(layer: Any, shape: LayerShape, tokens: int) -> None:
-    with torch.no_grad():
-        layer.update(*states_on_meta(shape.forms(), tokens))
-
-
-def _recurrent_nbytes(layer: LinearAttentionLayer, shape: LayerShape, tokens: int) -> int:
+def _recurrent_nbytes(layer: Any, shape: LayerShape, tokens: int) -> int:
     recurrent = shape.recurrent
     if recurrent is None or not recurrent.conv:
         return 0
@@ -282,10 +257,10 @@ def _recurrent_nbytes(layer: LinearAttentionLayer, shape: LayerShape, tokens: in
     layer.update_conv_state(torch.empty(batch, recurrent.conv, tokens, dtype=shape.dtype, device="meta"), 0, 1)
     if recurrent.recurrent:
         layer.update_recurrent_state(torch.empty(batch, recurrent.recurrent, dtype=torch.float32, device="meta"))
-    return layer.nbytes
+    return int(layer.nbytes)
 
 
-def _upstream_nbytes(adapter: TransformersLayer, shape: LayerShape, tokens: int) -> int:
+def _upstream_nbytes(adapter: Any, shape: LayerShape, tokens: int) -> int:
     """Bytes of one of transformers' layers, without its counters."""
     if isinstance(adapter.layer, compat.DUMMY_LAYER):
         return 0

@@ -1,6 +1,7 @@
 """What each kind of cache costs for a model and a context, which one to use within a budget, and why."""
 
 import bisect
+import contextlib
 import dataclasses
 import functools
 import html
@@ -22,7 +23,7 @@ from kvlayers.generation.cache_by_name import AUTO, NamedCache, cache_for, named
 from kvlayers.planning.cache_bytes import CacheBytes, CacheTrial
 from kvlayers.planning.shapes import layer_shapes
 from kvlayers.upstream import model_types
-from kvlayers.utils.options import checked_dtype, checks_options
+from kvlayers.utils.options import check_whole_number, checked_dtype, checks_options
 from kvlayers.utils.units import bytes_or_share, exact_bytes, html_table, plain_table, readable_bytes, tokens
 
 PLAIN_NAMES = ("dynamic", "static", "offloaded", "offloaded_static", "evicting")
@@ -156,12 +157,11 @@ class Plan:
         for cache in self.caches:
             found.setdefault(self._figures(cache), []).append(cache)
         preferred = (self.recommended.name, *PLAIN_NAMES)
-
-        def plainness(cache: PlannedCache) -> tuple[Any, ...]:
-            is_plain = cache.name in preferred
-            return not is_plain, preferred.index(cache.name) if is_plain else 0, len(cache.name), cache.name
-
-        groups = [tuple(sorted(same, key=plainness)) for same in found.values()]
+        places = {name: preferred.index(name) for name in preferred}
+        groups = [
+            tuple(sorted(same, key=lambda cache: (places.get(cache.name, len(preferred)), len(cache.name), cache.name)))
+            for same in found.values()
+        ]
         return sorted(groups, key=lambda same: (same[0].device_bytes, same[0].host_bytes, same[0].bits))
 
     def rows(self) -> list[tuple[str, ...]]:
@@ -274,6 +274,9 @@ def nothing_fits(
 
 # How caches are planned
 
+BudgetsByDevice = dict[torch.device | None, int]
+"""Bytes that the cache may take of each device, of `None` if all layers are on one; empty for no budget."""
+
 TOKENS_AHEAD = 4096
 """`bytes_per_token` is the mean over this many further tokens, since packed blocks grow by many tokens at a time."""
 
@@ -335,38 +338,40 @@ def plan(
         Use 'dynamic': it is exact, and the smallest such cache on the device.
     """
     of_model = model_types.config_of(config)
-    limit = None if memory is None else bytes_or_share(memory, "memory")
-    if limit is not None and not isinstance(limit, Fraction):
-        limit = checked_count(limit, "memory", "bytes")
-    wanted = _Wanted(
+    context = checked_count(tokens(context_length, "context_length"), "context_length", "tokens")
+    request = CacheRequest(
         of_model,
-        checked_count(tokens(context_length, "context_length"), "context_length", "tokens"),
-        checked_count(batch_size, "batch_size", "sequences"),
-        _dtype_of(model_types.decoder_config(of_model), dtype),
-        None,
-        _encoder_length(of_model, encoder_length),
+        batch_size=checked_count(batch_size, "batch_size", "sequences"),
+        length_hint=context,
+        dtype=_dtype_of(of_model, dtype),
+        encoder_length=_encoder_length(of_model, encoder_length),
     )
-    if limit is not None:
-        budget = int(limit * wanted.bytes_in_full()) if isinstance(limit, Fraction) else limit
-        wanted = dataclasses.replace(wanted, memory=budget, memory_by_device={None: budget})
+    budgets: BudgetsByDevice = {}
+    if memory is not None:
+        limit = bytes_or_share(memory, "memory")
+        budgets[None] = (
+            int(limit * bytes_by_length(SIMPLEST, request)(context))
+            if isinstance(limit, Fraction)
+            else checked_count(limit, "memory", "bytes")
+        )
     if names is not None and (isinstance(names, str) or not isinstance(names, Sequence) or not names or AUTO in names):
         raise OptionError(
             f"`names` must be a list of at least one cache, without '{AUTO}', which takes what is recommended, got "
             f"{names!r}: pass {[names] if isinstance(names, str) and names else ['int4']}, or leave `names` out."
         )
-    caches, refused = wanted.caches(cache_names() if names is None else names)
+    caches, refused = _planned_caches(request, cache_names() if names is None else names, budgets)
     if names is not None and refused:
         raise next(iter(refused.values()))
-    made = wanted.plan(caches, refused)
-    return made if max_bytes is None else dataclasses.replace(made, within=wanted.within(max_bytes))
+    made = _plan_of(request, caches, refused, budgets)
+    return made if max_bytes is None else dataclasses.replace(made, within=_within(request, max_bytes))
 
 
-def plan_for(request: CacheRequest, memory: int | Mapping[torch.device, int], names: Sequence[str]) -> Plan:
+def plan_for(request: CacheRequest, budgets: BudgetsByDevice, names: Sequence[str]) -> Plan:
     """A plan for a cache that is about to be made, over those of `names` that the model supports.
 
     Args:
         request: what the cache is for; its `length_hint` is the context.
-        memory: bytes that the cache may take, of the device or of each device in `request.layer_devices`.
+        budgets: bytes that the cache may take, of the device or of each device in `request.layer_devices`.
         names: names of caches.
 
     Raises:
@@ -378,112 +383,84 @@ def plan_for(request: CacheRequest, memory: int | Mapping[torch.device, int], na
         raise OptionError(
             f"`length_hint` must be the number of tokens for which '{AUTO}' chooses, got none: pass it, or name one."
         )
-    encoder_length = request.encoder_length
-    if encoder_length is None and request.config.is_encoder_decoder:
-        encoder_length = request.length_hint
-    budgets: dict[torch.device | None, int] = {None: memory} if isinstance(memory, int) else dict(memory.items())
-    wanted = _Wanted(
+    # The other facts of the request are of one call, and no cache that a plan chooses depends on them.
+    planned = CacheRequest(
         request.config,
-        request.length_hint,
-        request.batch_size or 1,
-        _dtype_of(model_types.decoder_config(request.config), request.dtype),
-        sum(budgets.values()),
-        encoder_length,
-        () if isinstance(memory, int) else request.layer_devices,
-        budgets,
+        batch_size=request.batch_size or 1,
+        length_hint=request.length_hint,
+        dtype=_dtype_of(request.config, request.dtype),
+        encoder_length=request.encoder_length or (request.length_hint if request.config.is_encoder_decoder else None),
+        layer_devices=() if None in budgets else request.layer_devices,
     )
-    return wanted.plan(*wanted.caches(names))
+    return _plan_of(planned, *_planned_caches(planned, names, budgets), budgets)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Wanted:
-    """What caches are planned for: the arguments of `plan`, checked.
+def _within(request: Any, max_bytes: int | str) -> str:
+    """What a cache that stays within a budget holds after one pass, in a sentence.
 
-    Attributes:
-        layer_devices: device of each layer, empty if all are on one device.
-        memory_by_device: the budget of each device, of `None` if all layers are on one; empty for no budget.
+    Raises:
+        CapacityError: the budget is too small.
     """
+    own, context = dataclasses.replace(request, options={"max_bytes": max_bytes}), request.length_hint
+    cache: Any = cache_for(SIMPLEST, own).self_attention
+    # Nothing is rounded here, so that the log says nothing of it.
+    cache.budget.said = tuple(cache.budget.bits)
+    for index, shape in enumerate(layer_shapes(request.config, request.batch_size, request.dtype)):
+        if shape.token is not None:
+            cache.update(*states_on_meta(shape.forms(), context), index)
+    exact = [layer.length - (layer.exact_from or 0) for layer in cache.adapted_layers() if layer.traits.attends]
+    return (
+        f"a DynamicCache with max_bytes={max_bytes!r}: of {context} tokens, the newest {min(exact)} are exact after "
+        f"one pass ({cache.budget.note})."
+    )
 
-    config: PretrainedConfig
-    context_length: int
-    batch_size: int
-    dtype: torch.dtype
-    memory: int | None
-    encoder_length: int | None
-    layer_devices: Sequence[torch.device] = ()
-    memory_by_device: Mapping[torch.device | None, int] = dataclasses.field(default_factory=dict)
 
-    def within(self, max_bytes: int | str) -> str:
-        """What a cache that stays within a budget holds after one pass, in a sentence.
+def _planned_caches(
+    request: Any, names: Sequence[str], budgets: BudgetsByDevice
+) -> tuple[list[PlannedCache], dict[str, KVLayersError]]:
+    """The caches that the model supports, without reasons, and the errors of the others.
 
-        Raises:
-            CapacityError: the budget is too small.
-        """
-        request = CacheRequest(self.config, {"max_bytes": max_bytes}, batch_size=self.batch_size, dtype=self.dtype)
-        cache: Any = _made(SIMPLEST, request, self.context_length).self_attention
-        # Nothing is rounded here, so that the log says nothing of it.
-        cache.budget.said = tuple(cache.budget.bits)
-        for index, shape in enumerate(layer_shapes(self.config, self.batch_size, self.dtype)):
-            if shape.token is not None:
-                cache.update(*states_on_meta(shape.forms(), self.context_length), index)
-        exact = [layer.length - (layer.exact_from or 0) for layer in cache.adapted_layers() if layer.traits.attends]
-        return (
-            f"a DynamicCache with max_bytes={max_bytes!r}: of {self.context_length} tokens, the newest {min(exact)} "
-            f"are exact after one pass ({cache.budget.note})."
-        )
+    Args:
+        request: what they are for; its `length_hint` is the context.
+        names: their names. "auto" is left out, as it is a choice among the others.
+        budgets: bytes that a cache may take.
+    """
+    shapes = layer_shapes(request.config, request.batch_size, request.dtype)
+    caches: list[PlannedCache] = []
+    refused: dict[str, KVLayersError] = {}
+    for name in [name for name in names if name != AUTO]:
+        try:
+            named = named_cache(name) or NamedCache(name)
+            make = functools.partial(_made, named.name, dataclasses.replace(request, options=named.options))
+            trial = CacheTrial(make, shapes, request.encoder_length, request.layer_devices)
+            caches.append(_planned(name, trial, request.length_hint, budgets))
+        except KVLayersError as error:
+            refused[name] = error
+    return caches, refused
 
-    def bytes_in_full(self) -> int:
-        """Bytes of the device that a cache in full precision takes.
 
-        Raises:
-            KVLayersError: there is no such cache for the model.
-        """
-        caches, refused = self.caches([SIMPLEST])
-        if refused:
-            raise refused[SIMPLEST]
-        return caches[0].device_bytes
-
-    def caches(self, names: Sequence[str]) -> tuple[list[PlannedCache], dict[str, KVLayersError]]:
-        """The caches that the model supports, without reasons, and the errors of the others."""
-        shapes = layer_shapes(self.config, self.batch_size, self.dtype)
-        request = CacheRequest(
-            self.config, batch_size=self.batch_size, dtype=self.dtype, encoder_length=self.encoder_length
-        )
-        caches: list[PlannedCache] = []
-        refused: dict[str, KVLayersError] = {}
-        # "auto" is a choice among the others.
-        for name in [name for name in names if name != AUTO]:
-            try:
-                named = named_cache(name) or NamedCache(name)
-                make = functools.partial(_made, named.name, dataclasses.replace(request, options=named.options))
-                trial = CacheTrial(make, shapes, self.encoder_length, self.layer_devices)
-                caches.append(_planned(name, trial, self.context_length, self.memory_by_device))
-            except KVLayersError as error:
-                refused[name] = error
-        return caches, refused
-
-    def plan(self, caches: Sequence[PlannedCache], refused: Mapping[str, KVLayersError]) -> Plan:
-        """The plan: one cache is recommended, and each has its reason."""
-        left_out = {name: str(error) for name, error in refused.items()}
-        best = best_of(caches)
-        if best is None:
-            raise nothing_fits(caches, left_out, self.context_length, self.memory)
-        reasons = [cache.reason or why_not(cache, best) for cache in caches]
-        place = caches.index(best)
-        reasons[place] = why_recommended(best, caches, self.memory)
-        reasoned = tuple(
-            dataclasses.replace(cache, reason=reason) for cache, reason in zip(caches, reasons, strict=True)
-        )
-        return Plan(
-            self.context_length,
-            self.batch_size,
-            self.dtype,
-            self.memory,
-            reasoned,
-            reasoned[place],
-            MappingProxyType(left_out),
-            model_types.most_positions(self.config),
-        )
+def _plan_of(
+    request: Any, caches: Sequence[PlannedCache], refused: Mapping[str, KVLayersError], budgets: BudgetsByDevice
+) -> Plan:
+    """The plan: one cache is recommended, and each has its reason. Arguments as of `_planned_caches`."""
+    left_out = {name: str(error) for name, error in refused.items()}
+    memory, best = sum(budgets.values()) if budgets else None, best_of(caches)
+    if best is None:
+        raise nothing_fits(caches, left_out, request.length_hint, memory)
+    reasons = [cache.reason or why_not(cache, best) for cache in caches]
+    place = caches.index(best)
+    reasons[place] = why_recommended(best, caches, memory)
+    reasoned = tuple(dataclasses.replace(cache, reason=reason) for cache, reason in zip(caches, reasons, strict=True))
+    return Plan(
+        request.length_hint,
+        request.batch_size,
+        request.dtype,
+        memory,
+        reasoned,
+        reasoned[place],
+        MappingProxyType(left_out),
+        model_types.most_positions(request.config),
+    )
 
 
 def bytes_by_length(name: str, request: CacheRequest) -> Callable[[int], int]:
@@ -497,10 +474,8 @@ def bytes_by_length(name: str, request: CacheRequest) -> Callable[[int], int]:
         ConfigError: layers have an unknown shape.
         UnsupportedLayerError: the cache is of another package, or has a layer whose memory is not known.
     """
-    dtype = _dtype_of(model_types.decoder_config(request.config), request.dtype)
-    trial = CacheTrial(
-        functools.partial(_made, name, request), layer_shapes(request.config, request.batch_size or 1, dtype), None
-    )
+    shapes = layer_shapes(request.config, request.batch_size or 1, _dtype_of(request.config, request.dtype))
+    trial = CacheTrial(functools.partial(_made, name, request), shapes, request.encoder_length)
     return lambda tokens: trial.nbytes(tokens).device
 
 
@@ -508,9 +483,7 @@ def _made(name: str, request: CacheRequest, length_hint: int) -> transformers.Ca
     return cache_for(name, dataclasses.replace(request, length_hint=length_hint))
 
 
-def _planned(
-    name: str, trial: CacheTrial, context_length: int, memory: Mapping[torch.device | None, int]
-) -> PlannedCache:
+def _planned(name: str, trial: CacheTrial, context_length: int, memory: BudgetsByDevice) -> PlannedCache:
     costs = trial.nbytes(context_length)
     missing, device = _missing(trial, context_length, memory)
     guess = _guess(trial, context_length, sum(memory.values())) if memory else 0
@@ -534,16 +507,12 @@ def _planned(
 
 def _guess(trial: CacheTrial, context_length: int, memory: int) -> int:
     """About how many tokens fit, since nearly all caches grow nearly evenly."""
-    tokens, further = context_length, context_length + TOKENS_AHEAD
-    try:
+    tokens = context_length
+    with contextlib.suppress(CapacityError):
         # Where a buffer is enlarged, and how much, differs between short and long contexts.
         for _ in range(3):
-            here, there = trial.nbytes(tokens).device, trial.nbytes(further).device
-            growth = max(there - here, 1)
-            tokens = min(max(tokens + (memory - here) * (further - tokens) // growth, 1), NO_END - 1)
-            further = tokens + TOKENS_AHEAD
-    except CapacityError:
-        pass
+            here, there = trial.nbytes(tokens).device, trial.nbytes(tokens + TOKENS_AHEAD).device
+            tokens = min(max(tokens + (memory - here) * TOKENS_AHEAD // max(there - here, 1), 1), NO_END - 1)
     return tokens
 
 
@@ -575,17 +544,14 @@ def longest_context(fits: Callable[[int], bool], guess: int = 1) -> int | None:
     return least + bisect.bisect_left(range(least + 1, most), True, key=lambda tokens: not fits(tokens))
 
 
-def _missing(
-    trial: CacheTrial, tokens: int, memory: Mapping[torch.device | None, int]
-) -> tuple[int, torch.device | None]:
+def _missing(trial: CacheTrial, tokens: int, memory: BudgetsByDevice) -> tuple[int, torch.device | None]:
     """Bytes beyond the budget of the device that lacks most, and this device; 0 or fewer if the cache fits."""
-    if not memory:
-        return 0, None
-    missing = {device: costs.device - memory[device] for device, costs in trial.nbytes_by_device(tokens).items()}
-    return max(((nbytes, device) for device, nbytes in missing.items()), key=operator.itemgetter(0), default=(0, None))
+    found = trial.nbytes_by_device(tokens).items() if memory else ()
+    missing = ((costs.device - memory[device], device) for device, costs in found)
+    return max(missing, key=operator.itemgetter(0), default=(0, None))
 
 
-def _fits(trial: CacheTrial, tokens: int, memory: Mapping[torch.device | None, int]) -> bool:
+def _fits(trial: CacheTrial, tokens: int, memory: BudgetsByDevice) -> bool:
     try:
         return _missing(trial, tokens, memory)[0] <= 0
     except CapacityError:
@@ -604,26 +570,24 @@ def _bytes_per_token(trial: CacheTrial, costs: CacheBytes, context_length: int) 
 def checked_count(number: object, name: str, what: str) -> int:
     """`number` as an `int`, at least 1. Raises `OptionError` that names the argument, and `what` it counts."""
     count = whole_number(number, f"`{name}`")
-    if isinstance(number, bool) or count < 1:
-        raise OptionError(f"`{name}` must be a whole number of {what}, at least 1, got {number!r}: pass one.")
+    check_whole_number(count, f"`{name}`", 1, of=what)
     return count
 
 
-def _dtype_of(decoder: PretrainedConfig, dtype: object) -> torch.dtype:
-    return checked_dtype((decoder.dtype or torch.float32) if dtype is None else dtype)
+def _dtype_of(config: PretrainedConfig, dtype: object) -> torch.dtype:
+    return checked_dtype((model_types.decoder_config(config).dtype or torch.float32) if dtype is None else dtype)
 
 
 def _encoder_length(config: PretrainedConfig, encoder_length: int | str | None) -> int | None:
-    if not config.is_encoder_decoder:
-        if encoder_length is not None:
-            raise OptionError(
-                f"`encoder_length` must be left out for a model without an encoder, got {encoder_length!r}: its "
-                "config has none."
-            )
-        return None
-    if encoder_length is None:
+    if encoder_length is not None and not config.is_encoder_decoder:
+        raise OptionError(
+            f"`encoder_length` must be left out for a model without an encoder, got {encoder_length!r}: its config has "
+            "none."
+        )
+    if encoder_length is None and config.is_encoder_decoder:
         raise OptionError(
             "`encoder_length` is missing, and cross-attention caches the output of the model's encoder: pass the "
             "number of tokens in that output."
         )
-    return checked_count(tokens(encoder_length, "encoder_length"), "encoder_length", "tokens")
+    name = "encoder_length"
+    return None if encoder_length is None else checked_count(tokens(encoder_length, name), name, "tokens")

@@ -160,9 +160,7 @@ class LinearPast:
 
     def note_recurrent(self, state_idx: int, held: Tensor, alone: bool) -> None:
         """Note that a recurrent state was given: `alone`, without columns, or after them."""
-        self._unscanned = {}
-        if self._recorded:
-            self._recorded = {}
+        self._unscanned, self._recorded = {}, {}
         if alone:
             self._given, self._open = set(), None
             if self.checkpoints.due_at(self._count.length or 0):
@@ -280,10 +278,7 @@ class LinearPast:
             for key, states in checkpoint.resolved().held.items():
                 self._states.put(*key, states)
             self._count.set(checkpoint.seen)
-        self._drop_from(target + 1)
-        self._recorded = {}
-        self._unscanned, self._was_interrupted = {}, False
-        self.end_pass()
+        self.clear(target + 1)
         if self.is_recording:
             self._keep_beginning()
 
@@ -296,9 +291,9 @@ class LinearPast:
         self._recorded = {index: rows(states, indices) for index, states in self._recorded.items()}
         self.end_pass()
 
-    def clear(self) -> None:
-        """Forget checkpoints and recorded columns."""
-        self.history = []
+    def clear(self, length: int = 0) -> None:
+        """Forget recorded columns, and checkpoints of `length` tokens or more."""
+        self._drop_from(length)
         self._recorded = {}
         self._unscanned, self._was_interrupted = {}, False
         self.end_pass()

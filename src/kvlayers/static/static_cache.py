@@ -90,10 +90,8 @@ def share_mask_extents(layers: Iterable[Any]) -> None:
 
 def fixed_layers(layers: Iterable[Any]) -> Iterator[Any]:
     """The layers that attend over a reservation on the device that computes, also within a hybrid layer."""
-    for layer in layers:
-        part = adapted(layer).parts[0]
-        if part.reserved is not None:
-            yield part
+    attending = (adapted(layer).parts[0] for layer in layers)
+    return (layer for layer in attending if layer.reserved is not None)
 
 
 @register_cache_class
@@ -172,21 +170,16 @@ class StaticCache(Cache, transformers.StaticCache):  # type: ignore[misc]
         self._grows = grow
         layers = static_layers(config, self._reservation, checkpoints)
         super().__init__(layers, None, offloading, offload_only_non_sliding, offload_device, offload_directory)
-        self.compiled = self._masks_are_of_buckets(config, compiled)
-
-    def _masks_are_of_buckets(self, config: object, compiled: bool | None) -> bool | None:
-        """Whether masks are of buckets, `None` if they are unless the states are on a CPU."""
-        of_all = model_types.counts_on_the_whole_reservation(config)
-        if compiled is None:
-            return None if torch.accelerator.is_available() and not of_all else False
-        if not isinstance(compiled, bool):
+        if not isinstance(compiled, bool | None):
             raise OptionError(f"`compiled` must be True, False or None, got {compiled!r}: pass one of them.")
+        of_all = model_types.counts_on_the_whole_reservation(config)
         if compiled and of_all:
             raise ConfigError(
                 "`config` must be of a model that attends to as many slots as its cache returns, got a "
                 f"{type(config).__name__}, whose alibi is made for all that are reserved: leave out compiled=True."
             )
-        return compiled
+        is_open = compiled is None and torch.accelerator.is_available() and not of_all
+        self.compiled = None if is_open else bool(compiled)
 
     @override
     def describe(self) -> dict[str, Any]:

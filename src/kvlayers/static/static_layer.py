@@ -8,6 +8,7 @@ from torch import Tensor
 from typing_extensions import Self, override
 
 from kvlayers.core.arguments import no_room_for_tokens
+from kvlayers.core.cache_layer import forwarded
 from kvlayers.core.description import Argument, OptionsArgument
 from kvlayers.core.dynamic_layer import DynamicLayer
 from kvlayers.core.layer_list import in_step
@@ -69,12 +70,8 @@ class ReservedLayer(TokenLayer):
         bucket = self._store.choose_extent(query_length)
         if bucket is None:
             return super().mask_sizes(query_length)
-        return bucket, self._bucket_offset
-
-    @property
-    def _bucket_offset(self) -> int:
-        """Position of the first token of a bucket."""
-        return 0
+        # Only a window drops tokens, so that its first slot is not that of the first token.
+        return bucket, self._store.mask_offset if self.is_sliding else 0  # type: ignore[return-value]
 
     # A constant of compiled code, in which lengths would be constants otherwise.
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -174,13 +171,10 @@ class StaticLayer(ReservedLayer, DynamicLayer):
             )
         return states[:, :, :held]
 
-    def tensors(self) -> dict[str, Tensor]:
-        """The tensors that compiled code writes to. An exported program must have them as its buffers.
-
-        `keys` and `values` are `[batch, kv_heads, max_cache_len, head_dim]`; `position` is that of the next token, an
-        int64 scalar. They are reserved by the first update, or by `early_initialization`.
-        """
-        return self._store.tensors()
+    tensors = forwarded("_store")
+    """`tensors()`: what compiled code writes to. An exported program must have it as its buffers: `keys` and `values`
+    `[batch, kv_heads, max_cache_len, head_dim]`, and the `position` of the next token, an int64 scalar. They are
+    reserved by the first update, or by `early_initialization`."""
 
     @override
     def make_room(self, tokens: int) -> None:
@@ -288,11 +282,6 @@ class StaticSlidingLayer(ReservedLayer, SlidingLayer):
         else:
             self._check_token_limit(tokens)
 
-    @property
-    @override
-    def _bucket_offset(self) -> int:
-        return self._store.mask_offset  # type: ignore[return-value]
-
     def _update_compiled(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         store = self._store
         tokens = store.validate(key_states, value_states)
@@ -316,14 +305,11 @@ class StaticSlidingLayer(ReservedLayer, SlidingLayer):
         return self._past if self._store.mask_extent.mode.compileable else super()._tokens_to_return_to()
 
     @property
-    @override
-    def capacity(self) -> int | None:
-        return self.max_cache_len
-
-    @property
     def max_cache_len(self) -> int:
         """The most tokens that a query attends to: the window, or the reservation if that is smaller."""
         return min(self._expected, self.sliding_window)
+
+    capacity = max_cache_len
 
     @property
     @override

@@ -55,6 +55,9 @@ class StaticStore(DenseStore):
         whole_from: number of tokens from which compiled code reads the whole reservation, `None` for its end.
         grow: whether to take a larger reservation if this one is too small.
 
+    Attributes:
+        reserved_batch_size: sequences that the reservation has room for, `None` if it is not known yet.
+
     Raises:
         OptionError: an option has a value that it cannot have.
     """
@@ -91,7 +94,7 @@ class StaticStore(DenseStore):
         self.max_batch_size = max_batch_size
         self.grow = grow
         self.initial_capacity = capacity
-        self._reserved_rows = max_batch_size
+        self.reserved_batch_size = max_batch_size
         self._reserved: tuple[TokenBuffer, TokenBuffer] | None = None
         self.buckets = Buckets() if buckets is None else buckets
         self.whole_from = whole_from
@@ -349,11 +352,6 @@ class StaticStore(DenseStore):
         if reserved is not None and batch_size > reserved and not self.grow:
             raise no_room_for_batch(reserved, batch_size)
 
-    @property
-    def reserved_batch_size(self) -> int | None:
-        """Sequences that the reservation has room for, `None` if it is not known yet."""
-        return self._reserved_rows if self._reserved is None else self._reserved[0].form.batch_size
-
     def covers(self, other: "StaticStore", batch_size: int | None) -> bool:
         """Whether this store can replace `other` for `batch_size` sequences, with the memory it has reserved."""
         rows = self.reserved_batch_size if self._reserved is not None else None
@@ -424,6 +422,7 @@ class StaticStore(DenseStore):
                 keys.write(start, held[0])
                 values.write(start, held[1])
         self._reserved, self._keys, self._values, self._capacity = reserved, keys, values, keys.capacity
+        self.reserved_batch_size = reserved[0].form.batch_size
         self._views = None
         self._forms, self._tracks_gradients = forms, False
         if self._cursor is None or self._offset_on_device is None:
@@ -464,7 +463,7 @@ class StaticStore(DenseStore):
         elif self._capacity < self.capacity or self._tracks_gradients:
             self._allocate(self.capacity)
         else:
-            self._shift_to_front()
+            self.move_to_front(self.length)
 
     def _grow_to(self, needed: int) -> None:
         capacity = self.capacity
@@ -532,14 +531,9 @@ class StaticStore(DenseStore):
         self._set_position(kept, total)
 
     @override
-    def _shift_to_front(self) -> None:
-        self.move_to_front(self.length)
-
-    @override
     def _invalidate(self) -> None:
         super()._invalidate()
         # The free slots of the reservation would not be zeros.
-        self._reserved_rows = self.reserved_batch_size
         self._reserved = self._cursor = self._offset_on_device = None
 
     @override
@@ -626,15 +620,14 @@ class StaticStore(DenseStore):
 
     @override
     def fork(self) -> Self:
-        twin = self.__class__.__new__(self.__class__)
-        twin.__setstate__(self.__getstate__())
+        twin = copy.copy(self)
         twin.mask_extent = MaskExtent(copy.copy(self.mask_extent.mode))
         return twin
 
     @override
     def __getstate__(self) -> dict[str, Any]:
         # Copies of the live tokens alone; `__setstate__` reserves memory again.
-        live = {**super().__getstate__(), "_reserved": None, "_reserved_rows": self.reserved_batch_size}
+        live = {**super().__getstate__(), "_reserved": None}
         length = live.pop("_end")
         live["_slot"], live["_unslotted"] = self._slots.at(length), 0
         live["_symbolic_offset"] = symbolic_number(self.total - length)

@@ -26,8 +26,7 @@ HAS_OLD_NAMES = bool(vars(ModelOutput).keys() & set(SPELLINGS))
 
 def name_for(model: Any) -> str:
     """Name of the argument in which the forward pass of a model takes its cache, or the usual one if it names none."""
-    name: str = _name_in_forward(type(model))
-    return name
+    return _name_in_forward(type(model))  # type: ignore[no-any-return]
 
 
 def name_in_generate(model: Any) -> str:
@@ -56,11 +55,6 @@ def read_tokens(model: Any, ids: torch.Tensor, cache: Any, **arguments: Any) -> 
 def is_taken_by(model: Any) -> bool:
     """Whether the forward pass of a model names an argument for a cache."""
     return bool(_has_parameter(type(model), name_for(model)))
-
-
-def is_lost_by_drafting(model: Any) -> bool:
-    """Whether transformers' loop over drafts does not find the cache of a model, as it has another name than usual."""
-    return bool(name_in_generate(model) != usual_name())
 
 
 def position_in(model: Any) -> int | None:
@@ -129,10 +123,9 @@ def _name_in_forward(model_class: Any) -> str:
 
 @functools.lru_cache(maxsize=1024)
 def _accepted_name(model_class: Any) -> str:
-    here = _spellings_here()
     # A model that was written for older versions keeps their names, which newer versions do not list.
-    accepted = (*here, *(name for name in SPELLINGS[1:] if name not in here))
-    return next((name for name in accepted if name in _parameters(model_class)), here[0])
+    accepted = (*_spellings_here(), *SPELLINGS[1:])
+    return next((name for name in accepted if name in _parameters(model_class)), accepted[0])
 
 
 @functools.lru_cache(maxsize=1024)

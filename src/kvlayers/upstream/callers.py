@@ -60,9 +60,8 @@ def running_attention_implementation() -> str | None:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         owner = frame.f_locals.get("self")
-        if isinstance(owner, nn.Module):
-            config = getattr(owner, "config", None)
-            if isinstance(config, PretrainedConfig):
-                return attention_implementation(config)
+        config = getattr(owner, "config", None) if isinstance(owner, nn.Module) else None
+        if isinstance(config, PretrainedConfig):
+            return attention_implementation(config)
         frame = frame.f_back
     return None

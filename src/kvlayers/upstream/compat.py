@@ -121,15 +121,14 @@ PASTS_NEED_DECODER_MASKS = Version("5.4") <= TRANSFORMERS
 ITERATES_AS_PAIRS = Version("5.0") > TRANSFORMERS
 """Before 5.0, iterating over a cache yields keys and values; since then also the window of each layer."""
 
-_HOLLOW = {"SinkCache": Version("5.0") > TRANSFORMERS, "SlidingWindowCache": Version("5.6") <= TRANSFORMERS}
-HOLLOW_CACHE_NAMES = tuple(name for name, is_hollow in _HOLLOW.items() if is_hollow)
+HOLLOW_CACHE_NAMES = (
+    *(("SinkCache",) if Version("5.0") > TRANSFORMERS else ()),
+    *(("SlidingWindowCache",) if Version("5.6") <= TRANSFORMERS else ()),
+)
 """Names of old caches that transformers has without the cache: a class that only raises, or `StaticCache`."""
 
 NAME_FOR_DRAFTS = "dynamic_full" if Version("5.15") > TRANSFORMERS else None
 """The name by which assisted decoding requests a draft model's cache; before 5.15, that of one that drops nothing."""
-
-HAS_GGUF_CONFIG = Version("5.17") <= TRANSFORMERS
-"""From 5.17 on, a GGUF file may be read as it is quantized."""
 
 HAS_EXPORTERS = Version("5.14") <= TRANSFORMERS
 """From 5.14 on, transformers has exporters, which take caches apart to make them inputs of a program."""
@@ -220,5 +219,9 @@ STATIC_INDEXED_LAYER: tuple[Any, ...] = (upstream.StaticIndexedLayer,) if _HAS_I
 
 
 def dequantizing_gguf() -> dict[str, Any]:
-    """Arguments of `from_pretrained` for reading a GGUF file in full precision, which must be asked for since 5.17."""
-    return {"quantization_config": transformers.GgufConfig(dequantize=True)} if HAS_GGUF_CONFIG else {}
+    """Arguments of `from_pretrained` for reading a GGUF file in full precision.
+
+    From 5.17 on, that must be asked for, as such a file may be read as it is quantized.
+    """
+    is_asked = Version("5.17") <= TRANSFORMERS
+    return {"quantization_config": transformers.GgufConfig(dequantize=True)} if is_asked else {}

@@ -62,8 +62,7 @@ def default_generation_options() -> dict[str, Any]:
 def static_shape(model: Any) -> tuple[list[int], list[int]] | None:
     """kv_heads and head_dim of each layer of a static cache; `None` if the config does not say what a device holds."""
     devices = set(vars(model).get("hf_device_map", {}).values())
-    is_divided = len(devices) > 1 or (model.tp_size or 1) > 1
-    if is_divided:
+    if len(devices) > 1 or (model.tp_size or 1) > 1:
         return None
     heads, dims = [], []
     # There are fewer specs than configs if the last layers read what earlier ones hold.
@@ -140,14 +139,12 @@ def own_positions(model: Any, input_ids: torch.Tensor, model_kwargs: Mapping[str
     Returns:
         `None` if the model counts tokens like others.
     """
-    if not PREPARES_POSITIONS:
-        return None
-    if type(model)._prepare_position_ids_for_generation is GenerationMixin._prepare_position_ids_for_generation:
+    method = "_prepare_position_ids_for_generation"
+    if not PREPARES_POSITIONS or getattr(type(model), method) is getattr(GenerationMixin, method):
         return None
     mask = model_kwargs.get("attention_mask")
     arguments = {**model_kwargs, "attention_mask": torch.ones_like(input_ids) if mask is None else mask}
-    positions: torch.Tensor = model._prepare_position_ids_for_generation(input_ids, arguments)
-    return positions
+    return model._prepare_position_ids_for_generation(input_ids, arguments)  # type: ignore[no-any-return]
 
 
 REQUIRES_GRADIENTS = ("make_inputs_require_grads", "make_inputs_require_grad")
@@ -166,6 +163,11 @@ def leaves_states_as_they_are(hook: Any) -> bool:
     return keeps_outputs or (
         hook.__name__ in REQUIRES_GRADIENTS and hook.__module__.partition(".")[0] in ("transformers", "peft", "trl")
     )
+
+
+def replaces_cross_attention_cache(model: Any) -> bool:
+    """Whether a model (t5gemma) replaces the cross-attention cache by one that it makes from a config."""
+    return bool(type(model)._prepare_cache_for_generation is not GenerationMixin._prepare_cache_for_generation)
 
 
 def makes_own_static_cache(model: Any, name: str) -> bool:

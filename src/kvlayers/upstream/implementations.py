@@ -53,11 +53,9 @@ def _is_known(function: Any) -> bool:
     return function is None or function.__module__.partition(".")[0] in KNOWN
 
 
-_EXPERTS: Any = vars(sys.modules.get("transformers.integrations.moe", object)).get("ALL_EXPERTS_FUNCTIONS", {})
-"""Before transformers 5, there are none."""
-
 _TABLES: dict[str, tuple[Any, ...]] = {
     "attn": (modeling_utils.ALL_ATTENTION_FUNCTIONS, masking_utils.ALL_MASK_ATTENTION_FUNCTIONS),
-    "experts": (_EXPERTS,),
+    # Before transformers 5, there are none.
+    "experts": (vars(sys.modules.get("transformers.integrations.moe", object)).get("ALL_EXPERTS_FUNCTIONS", {}),),
 }
 """Where functions are found, by what they compute."""

@@ -171,8 +171,10 @@ def _layer_makers(spec: LayerSpec, max_cache_len: int | None) -> dict[str, Calla
         }
     makers: dict[str, Callable[[], Any]] = {}
     if HAS_LINEAR_LAYERS:
-        linear, hybrid = upstream.LinearAttentionLayer, upstream.LinearAttentionAndFullAttentionLayer
-        makers = {"linear_attention": linear, "conv": linear, "hybrid": hybrid}
+        makers = {
+            **dict.fromkeys(("linear_attention", "conv"), upstream.LinearAttentionLayer),
+            "hybrid": upstream.LinearAttentionAndFullAttentionLayer,
+        }
     if is_static and Version("5.12") <= TRANSFORMERS:
         # Besides the static layers of full and sliding attention, in 5.12 and 5.13.
         classes = upstream.LAYER_TYPE_STATIC_CACHE_MAPPING

@@ -3,10 +3,12 @@
 import copy
 import dis
 import inspect
+import itertools
 import math
 import re
 import sys
 import types
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
@@ -205,8 +207,7 @@ def decodes_one_token(config: object) -> bool:
 
 def attention_implementation(config: PretrainedConfig) -> str | None:
     """The `attn_implementation` of a model, or of one of its layers."""
-    name: str | None = config._attn_implementation
-    return name
+    return config._attn_implementation  # type: ignore[no-any-return]
 
 
 def newest_logits_only(model: Any, tokens: int = 1) -> dict[str, int]:
@@ -225,13 +226,6 @@ def bos_ids(tokenizer: Any) -> list[int]:
     """The BOS token if the tokenizer begins a text with it, else nothing."""
     first: list[int] = tokenizer("a").input_ids[:1]
     return first if first == [tokenizer.bos_token_id] else []
-
-
-def replaces_cross_attention_cache(model: Any) -> bool:
-    """Whether a model (t5gemma) replaces the cross-attention cache by one that it makes from a config."""
-    from transformers.generation.utils import GenerationMixin
-
-    return bool(type(model)._prepare_cache_for_generation is not GenerationMixin._prepare_cache_for_generation)
 
 
 def goes_by_columns(config: object) -> bool:
@@ -317,11 +311,6 @@ def kv_heads(numbers: ConfigNumbers, layer_type: str) -> int:
     return numbers.number("num_key_value_heads", "num_attention_heads")
 
 
-def _of_falcon(numbers: ConfigNumbers, layer_type: str) -> int:
-    one = numbers.get("multi_query") and not numbers.get("new_decoder_architecture")
-    return 1 if one else numbers.number("num_kv_heads")
-
-
 def _of_gemma4(numbers: ConfigNumbers, layer_type: str) -> int:
     shared = layer_type == "full_attention" and numbers.get("attention_k_eq_v")
     of_full_attention = numbers.number_or_none("num_global_key_value_heads") if shared else None
@@ -330,7 +319,11 @@ def _of_gemma4(numbers: ConfigNumbers, layer_type: str) -> int:
 
 _OWN_KV_HEADS: dict[str, Callable[[ConfigNumbers, str], int]] = {
     "dbrx": lambda numbers, _: ConfigNumbers(numbers.get("attn_config")).number("kv_n_heads"),
-    "falcon": _of_falcon,
+    "falcon": lambda numbers, _: (
+        1
+        if numbers.get("multi_query") and not numbers.get("new_decoder_architecture")
+        else numbers.number("num_kv_heads")
+    ),
     "gemma4_text": _of_gemma4,
     "gpt_bigcode": lambda numbers, _: 1 if numbers.get("multi_query") else numbers.number("num_attention_heads"),
     "mimo_v2_flash": lambda numbers, layer_type: (
@@ -440,15 +433,12 @@ def is_of_its_class(forward: Callable[..., Any], module_class: type[nn.Module]) 
 def assigned_in_a_pass(module_class: type[nn.Module]) -> tuple[str, ...]:
     """Attributes of `self` that a pass assigns, in `PASS_METHODS` or in methods of `self` that they use."""
     assigned: set[str] = set()
-    seen: set[str] = set()
-    waiting = set(PASS_METHODS)
-    while waiting:
-        name = waiting.pop()
-        seen.add(name)
+    names = [*PASS_METHODS]
+    for name in names:
         for code in _codes(module_class, name):
             read, stored = _attributes_of_self(code)
             assigned |= stored
-            waiting |= read - seen
+            names += read.difference(names)
     return tuple(sorted(assigned))
 
 
@@ -468,21 +458,14 @@ def _codes(module_class: type, name: str) -> Iterator[types.CodeType]:
 
 def _attributes_of_self(code: types.CodeType) -> tuple[set[str], set[str]]:
     """Attributes of its first argument: the names that code reads, and the names that it assigns."""
-    if not code.co_varnames:
-        return set(), set()
-    own_name, loaded = code.co_varnames[0], None
-    read: set[str] = set()
-    stored: set[str] = set()
-    for instruction in dis.get_instructions(code):
-        if loaded == own_name and instruction.opname == "STORE_ATTR":
-            stored.add(instruction.argval)
-        elif loaded == own_name and instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
-            read.add(instruction.argval)
+    own_name = code.co_varnames[:1]
+    names: dict[str, set[str]] = defaultdict(set)
+    for load, use in itertools.pairwise(dis.get_instructions(code)):
         # From Python 3.13 on, one instruction may load two variables.
-        is_load = instruction.opname.startswith(("LOAD_FAST", "LOAD_DEREF", "STORE_FAST_LOAD_FAST"))
-        found = instruction.argval if is_load else None
-        loaded = found[-1] if isinstance(found, tuple) else found
-    return read, stored
+        loaded = load.argval if isinstance(load.argval, tuple) else (load.argval,)
+        if loaded[-1:] == own_name and load.opname.startswith(("LOAD_FAST", "LOAD_DEREF", "STORE_FAST_LOAD_FAST")):
+            names[use.opname].add(use.argval)
+    return names["LOAD_ATTR"] | names["LOAD_METHOD"], names["STORE_ATTR"]
 
 
 _RATES = re.compile("^(?!classifier|summary).*(drop|jitter)")

@@ -96,9 +96,7 @@ class Probe:
             )
         except (ImportError, AttributeError):
             return [str(self)]
-        if not self.parameters:
-            return []
-        taken = inspect.signature(found).parameters
+        taken = inspect.signature(found).parameters if self.parameters else ()
         return [f"{self}(..., {name}=)" for name in self.parameters if name not in taken]
 
 

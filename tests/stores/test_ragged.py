@@ -205,6 +205,7 @@ def test_a_cleared_store_starts_anew() -> None:
         ("flat_piece_counts", lambda table: table.int(), "int64", "dense"),
         ("flat_piece_counts", lambda table: table.float(), "int64", "dense"),
         ("flat_piece_counts", lambda table: table[:1], "int64", "dense"),
+        ("flat_piece_counts", lambda table: table[:, :, 0], "int64", "dense"),
         ("flat_piece_counts", lambda table: table.clamp(max=3) + 62, "0 to 64", "dense"),
         ("flat_piece_starts", lambda table: table - 1, "within", "dense"),
         ("flat_piece_starts", lambda table: table + 2**62, "within", "dense"),

@@ -19,7 +19,7 @@ from kvlayers.quantized.packed_blocks import PackedBlocks
 from kvlayers.quantized.quantized_store import QuantizedStore
 
 TABLE_NAMES = ("piece_starts", "piece_counts", "columns")
-"""The names of its tables in the state of a flat part: the third one is its width, its sinks, and its own tokens."""
+"""The names of the tables in the state of a flat part. The third one has its width, its sinks, and its own tokens."""
 
 FLAT = "flat_"
 """What the names of the tensors of the flat part begin with."""
@@ -213,7 +213,7 @@ def check_flat_state(flat: dict[str, Tensor], of_tail: dict[str, Tensor], tail: 
             f"The flat part of a state must have the form of its other tokens, with as many kv_heads of keys as of "
             f"values, got {of_part} and {forms}: take the state again."
         )
-    pieces = forms[0].batch_size, forms[0].kv_heads, *counts.shape[2:3]
+    pieces = forms[0].batch_size, forms[0].kv_heads, counts.shape[2] if counts.dim() == 3 else 0
     for name, table, shape in zip(TABLE_NAMES, tables, (pieces, pieces, (3,)), strict=True):
         if table.dtype != COUNT_DTYPE or table.shape != shape:
             raise StateMismatchError(

@@ -27,7 +27,7 @@ from kvlayers.eviction import (
     rules,
     unregister_eviction_rule,
 )
-from kvlayers.eviction.rule import check_scores
+from kvlayers.eviction.rule import scores_of as checked_scores
 from kvlayers.rope.rotary import Layout, Rotary
 from kvlayers.upstream.model_types import attention_scale
 from turned_by_hand import turned_by_hand
@@ -63,7 +63,7 @@ def probabilities(keys: Tensor, queries: Tensor, scale: float | None = None) -> 
 def scores_of(rule: EvictionRule, keys: Tensor, values: Tensor, queries: Tensor) -> Tensor:
     """The scores, with the queries that the rule asks for."""
     shown = {0: None, ALL_QUERIES: queries}.get(rule.queries, queries[:, :, -rule.queries :])
-    return check_scores(rule, rule.scores(keys, values, shown), keys)
+    return checked_scores(rule, keys, values, shown, torch.full(keys.shape[:2], keys.shape[2]))
 
 
 def assert_near(found: Tensor, expected: Tensor, near: float = 1e-5) -> None:

@@ -23,7 +23,7 @@ from kvlayers import (
     StaticLayer,
     StaticSlidingLayer,
 )
-from kvlayers.eviction.flat_tokens import is_ragged
+from kvlayers.eviction.flat_tokens import split_state
 from kvlayers.eviction.held_tokens import held_tokens
 from kvlayers.offload import Prefetcher
 from kvlayers.rope.rotary import Rotary
@@ -83,7 +83,7 @@ def holds_the_same(branch: Branch) -> None:
     seen, expected = branch.shared.state(), branch.alone.state()
     assert (seen.kind, seen.facts) == (expected.kind, expected.facts)
     assert seen.tensors.keys() == expected.tensors.keys()
-    if is_ragged(expected.tensors):
+    if split_state(expected.tensors)[1]:
         # Where the tokens of a head stand depends on what branches share.
         pair = held_tokens(shared.store), held_tokens(branch.alone.store)
         for row, head in itertools.product(range(branch.rows), range(KV_HEADS)):

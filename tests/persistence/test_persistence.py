@@ -383,7 +383,7 @@ def test_the_file_has_the_layout_that_is_documented(path: pathlib.Path) -> None:
         "digests": ("U8", [4, 32]),
     }
     assert set(metadata) == {"format", "format_version", "description"}
-    assert (metadata["format"], metadata["format_version"]) == ("kvlayers.cache", "10")
+    assert (metadata["format"], metadata["format_version"]) == ("kvlayers.cache", "11")
     with safe_open(path, "pt") as file:
         assert file.get_tensor("layers.0.values").equal(torch.ones(1, 2, 3, 4))
     data = {name: content[8 + length :][slice(*entry["data_offsets"])] for name, entry in header.items()}

@@ -169,7 +169,7 @@ RAW: dict[str, bytes] = {
     "bytes between two": framed(json.dumps({"x": _entry([1], [0, 4]), "y": _entry([1], [8, 12])}).encode()) + bytes(12),
     "a pickle": pickle.dumps({"keys": [1, 2, 3]}),
     "another safetensors file": raw({"weight": torch.ones(2, 2)}, {"format": "pt"}),
-    "no description": raw({}, {"format": "kvlayers.cache", "format_version": "10"}),
+    "no description": raw({}, {"format": "kvlayers.cache", "format_version": "11"}),
 }
 
 
@@ -419,11 +419,11 @@ def test_a_header_in_other_words_is_refused(change: Callable[[bytes], bytes], pa
         load_cache(path)
 
 
-@pytest.mark.parametrize("version", [3, 9, 11])
+@pytest.mark.parametrize("version", [3, 9, 10, 12])
 def test_files_of_other_versions_are_refused(version: int, path: pathlib.Path) -> None:
     path.write_bytes(raw({}, {"format": "kvlayers.cache", "format_version": str(version)}))
     for read in (load_cache, inspect_cache):
-        with pytest.raises(CacheFileError, match=r"chat\.safetensors must have version 10 of the format"):
+        with pytest.raises(CacheFileError, match=r"chat\.safetensors must have version 11 of the format"):
             read(path)
 
 

@@ -317,7 +317,7 @@ def test_an_entry_of_another_tenant_is_not_believed(tmp_path: pathlib.Path) -> N
 def test_a_version_of_the_future_is_refused_and_stays(tmp_path: pathlib.Path) -> None:
     writer = Directory(LocalBackend(str(tmp_path)))
     path = pathlib.Path(write(writer, DOCUMENT).path)
-    path.write_bytes(path.read_bytes().replace(b'"format_version":"10"', b'"format_version":"7"'))
+    path.write_bytes(path.read_bytes().replace(b'"format_version":"11"', b'"format_version":"7"'))
     age(tmp_path)
     directory = Directory(LocalBackend(str(tmp_path)))
     # The tokens before it may be used.

@@ -75,7 +75,7 @@ def _dense(store: DenseStore, tokens: HeldTokens, kept: KeptTokens) -> TokenStor
     places = mask[..., :first].nonzero(as_tuple=True)
     part = without_spare_room(keys[places][None, None], values[places][None, None])
     starts, counts = (table.to(keys.device) for table in pieces_in_a_row(kept.counts - run, DENSE_PIECE_TOKENS, 1))
-    return RaggedStore(tail, FlatTokens.of(part, starts, counts))
+    return RaggedStore(tail, FlatTokens(part, starts, counts, int(counts.sum(2).max())))
 
 
 # Packed blocks
@@ -97,18 +97,15 @@ class _HeadBlocks:
     counts: Tensor
     runs: Tensor
 
-    def tightened(self) -> "_HeadBlocks":
-        """The same in tables that are as wide as the most blocks of a head, without those of no token between them."""
-        blocks = (self.counts > 0).sum(2, keepdim=True)
-        order = places_of(self.counts > 0, int(blocks.max()))
-        is_block = torch.arange(order.shape[2], device=order.device) < blocks
-        return replace(self, starts=self.starts.gather(2, order), counts=self.counts.gather(2, order) * is_block)
-
     def compacted(self) -> "_HeadBlocks":
-        """The same with the rows of its blocks alone, in their order."""
+        """The same with the rows of its blocks alone, in order, and tables as wide as the most blocks of a head."""
         is_kept = self.counts > 0
         numbers = is_kept.flatten().long().cumsum(0).view_as(is_kept) - 1
-        return replace(self, rows=_chosen(self.rows, self.starts[is_kept]), starts=numbers * is_kept).tightened()
+        blocks = is_kept.sum(2, keepdim=True)
+        order = places_of(is_kept, int(blocks.max()))
+        is_block = torch.arange(order.shape[2], device=order.device) < blocks
+        starts, counts = (table.gather(2, order) * is_block for table in (numbers, self.counts))
+        return replace(self, rows=_chosen(self.rows, self.starts[is_kept]), starts=starts, counts=counts)
 
     def followed_by(self, other: "_HeadBlocks") -> "_HeadBlocks":
         """The same with other blocks of each head behind them."""
@@ -239,9 +236,10 @@ def _packed(store: QuantizedStore, flat: FlatTokens | None, tokens: HeldTokens, 
     starts, pieces = (table.to(columns.device) for table in pieces_in_a_row(middle, size, size))
     if held is not None:
         if len(part):
-            held = held.followed_by(_HeadBlocks(_rows_of(part), starts, pieces, starts[0, 0])).tightened()
+            held = held.followed_by(_HeadBlocks(_rows_of(part), starts, pieces, starts[0, 0]))
         part, starts, pieces = _flat(part, held.rows), held.starts, held.counts
-    return RaggedStore(tail, FlatTokens.of(part, starts, pieces, None, sinks, sinks + newest - min(run, newest)))
+    width, own = int(pieces.sum(2).max()), sinks + newest - min(run, newest)
+    return RaggedStore(tail, FlatTokens(part, starts, pieces, width, sinks, own))
 
 
 def _newest_tokens(newer: Tensor, counts: Tensor, size: int, run: int, residual_length: int) -> int:

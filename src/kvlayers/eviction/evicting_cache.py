@@ -138,7 +138,39 @@ class EvictingCache(PreparedCache):
 
     @override
     def _layers_for(self, config: Any, options: EvictionOptions) -> list[Any]:
-        return evicting_layers(config, options, self._rotary)
+        """As `dynamic_layers`, with full attention that evicts tokens. Layers with a window stay as they are.
+
+        Raises:
+            ConfigError: no layer has full attention, attention depends on the columns of tokens, the rule needs queries
+                and the model caches latents, or the rule needs to know how keys are rotated, and kvlayers does not.
+        """
+        if model_types.goes_by_columns(config):
+            raise ConfigError(
+                f"The attention of '{model_types.decoder_config(config).model_type}' depends on how many tokens the "
+                "cache holds before a token (ALiBi, relative positions, or local attention), so none of them may be "
+                "evicted: use a DynamicCache."
+            )
+        specs, layers = layer_specs(config), dynamic_layers(config)
+        full = [index for index, spec in enumerate(specs) if HYBRID.get(spec.layer_type, spec.layer_type) == FULL]
+        if not full:
+            raise ConfigError(
+                f"A cache evicts tokens of full attention, but the layers of the model are "
+                f"{', '.join(sorted({spec.layer_type for spec in specs}))}: use a DynamicCache."
+            )
+        rule = options.rule
+        if rule.queries and model_types.caches_latents(config):
+            raise ConfigError(
+                f"The eviction rule {options.rule_shown} needs queries, but "
+                f"'{model_types.decoder_config(config).model_type}' has multi-head latent attention, which caches "
+                "latents and shows no queries that fit them: use a rule without queries, such as 'keydiff'."
+            )
+        rotations: list[Rotary | None] = [self._rotary] * len(specs)
+        if rule.needs_rotary and self._rotary is None and rotates_keys(config):
+            rotations = rotaries(config)
+        made = _layers(options, [rotations[index] for index in full], attention_scale(config))
+        for index, layer in zip(full, made, strict=True):
+            layers[index] = with_attention(layers[index], layer)
+        return layers
 
     @override
     def get_mask_sizes(self, query_length: int | Tensor, layer_idx: int) -> tuple[int, int]:
@@ -155,47 +187,6 @@ class EvictingCache(PreparedCache):
         for layer in evicting:
             layer.announce(columns)
         return super().get_mask_sizes(query_length, layer_idx)
-
-
-def evicting_layers(config: object, options: EvictionOptions, rotary: Rotary | None = None) -> list[Any]:
-    """As `dynamic_layers`, with full attention that evicts tokens. Layers with a window stay as they are.
-
-    Args:
-        config: config of the model.
-        options: how they evict.
-        rotary: how the keys of all layers are rotated; as the config says if it is not given.
-
-    Raises:
-        ConfigError: no layer has full attention, attention depends on the columns of tokens, the rule needs queries
-            and the model caches latents, or the rule needs to know how keys are rotated, and kvlayers does not.
-    """
-    if model_types.goes_by_columns(config):
-        raise ConfigError(
-            f"The attention of '{model_types.decoder_config(config).model_type}' depends on how many tokens the cache "
-            "holds before a token (ALiBi, relative positions, or local attention), so none of them may be evicted: use "
-            "a DynamicCache."
-        )
-    specs, layers = layer_specs(config), dynamic_layers(config)
-    full = [index for index, spec in enumerate(specs) if HYBRID.get(spec.layer_type, spec.layer_type) == FULL]
-    if not full:
-        raise ConfigError(
-            f"A cache evicts tokens of full attention, but the layers of the model are "
-            f"{', '.join(sorted({spec.layer_type for spec in specs}))}: use a DynamicCache."
-        )
-    rule = options.rule
-    if rule.queries and model_types.caches_latents(config):
-        raise ConfigError(
-            f"The eviction rule {options.rule_shown} needs queries, but "
-            f"'{model_types.decoder_config(config).model_type}' has multi-head latent attention, which caches latents "
-            "and shows no queries that fit them: use a rule without queries, such as 'keydiff'."
-        )
-    rotations: list[Rotary | None] = [rotary] * len(specs)
-    if rule.needs_rotary and rotary is None and rotates_keys(config):
-        rotations = rotaries(config)
-    made = _layers(options, [rotations[index] for index in full], attention_scale(config))
-    for index, layer in zip(full, made, strict=True):
-        layers[index] = with_attention(layers[index], layer)
-    return layers
 
 
 def _layers(options: EvictionOptions, rotaries: Sequence[Rotary | None], scale: float | None) -> list[EvictingLayer]:

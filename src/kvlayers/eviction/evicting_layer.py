@@ -18,7 +18,6 @@ from kvlayers.core.token_store import Fidelity, KVPair, StoreArgument, TokenStor
 from kvlayers.errors import OptionError, StateMismatchError, UnsupportedLayerError
 from kvlayers.eviction.evicted import evicted
 from kvlayers.eviction.eviction_progress import PROGRESS_NAMES, STEP, WHOLE_FROM, EvictionProgress
-from kvlayers.eviction.flat_tokens import is_ragged
 from kvlayers.eviction.held_tokens import attended_with, held_tokens, with_columns
 from kvlayers.eviction.options import EvictionOptions
 from kvlayers.eviction.ragged_store import RaggedStore
@@ -398,14 +397,9 @@ class EvictingLayer(TokenLayer):
         stored = state.split(PROGRESS_NAMES)[1]
         # As a layer with a store of the same kind checks it.
         twin = self._twin()
-        twin._store = self._store_of(stored)
+        twin._store = RaggedStore(self._empty.fork())
         super(EvictingLayer, twin).check_state(stored)
         self._progress.of_state(state)
-
-    def _store_of(self, stored: LayerState) -> TokenStore:
-        """An empty store for the states of a store."""
-        store = self._empty.fork()
-        return RaggedStore(store) if is_ragged(stored.tensors) else store
 
     @override
     def _check_held(self, held: int, seen: int) -> None:
@@ -418,8 +412,7 @@ class EvictingLayer(TokenLayer):
     @override
     def load_state(self, state: LayerState) -> None:
         self.check_state(state)
-        stored = state.split(PROGRESS_NAMES)[1]
-        store = self._store_of(stored)
-        store.load_state(stored.tensors)
-        self._store = store
+        store = RaggedStore(self._empty.fork())
+        store.load_state(state.split(PROGRESS_NAMES)[1].tensors)
+        self._store = store.tail if store.flat is None else store
         self._start_over(self._progress.of_state(state), state.length)

@@ -1,6 +1,5 @@
 """How far a layer has evicted its text, and the queries that attention has shown of it."""
 
-import copy
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -157,7 +156,7 @@ class EvictionProgress:
         if wanted != ALL_QUERIES and sum(part.shape[2] for part in parts) >= 2 * wanted:
             # A copy, so that the other queries are not kept in memory.
             parts = [(parts[0] if len(parts) == 1 else torch.cat(parts, dim=2))[:, :, -wanted:].clone()]
-        return self._showing(parts)
+        return replace(self, shown=tuple(parts))
 
     def without_queries(self, tokens: int) -> "EvictionProgress":
         """The same without the queries of the newest `tokens` tokens."""
@@ -166,13 +165,7 @@ class EvictionProgress:
             if left > 0:
                 parts.append(part[:, :, :left])
             left -= part.shape[2]
-        return self._showing(parts)
-
-    def _showing(self, parts: list[Tensor]) -> "EvictionProgress":
-        # A copy keeps what the numbers say, which does not change with each token.
-        twin = copy.copy(self)
-        object.__setattr__(twin, "shown", tuple(parts))
-        return twin
+        return replace(self, shown=tuple(parts))
 
     # State
 
@@ -211,13 +204,11 @@ class EvictionProgress:
         padding, evicted = held.get(PADDING_NAME), held.get(EVICTED_NAME, _NOTHING)
         shown = () if queries is None else (queries.clone(),)
         progress = EvictionProgress(self.options, padding, evicted, whole_from, shown)
-        if len({numbers.shape[0] for numbers in held.values()} - {1}) > 1 or bool((progress.held(seen) < 0).any()):
+        sizes = {numbers.shape[0] for numbers in held.values()} - {1}
+        most = seen if whole_from else 0
+        if len(sizes) > 1 or bool((progress.held(seen) < 0).any()) or bool((evicted > most).any()):
             raise StateMismatchError(
-                f"`{EVICTED_NAME}` must be at most the {seen} tokens seen, with a number for each sequence, got "
-                f"{evicted.tolist()}: take the state again."
-            )
-        if not whole_from and bool(evicted.any()):
-            raise StateMismatchError(
-                f"`{WHOLE_FROM}` must be 0 only if no token is evicted, got 0: take the state again."
+                f"`{EVICTED_NAME}` must be at most {most} of the {seen} tokens seen, with a number for each sequence, "
+                f"got {evicted.tolist()} with `{WHOLE_FROM}` {whole_from}: take the state again."
             )
         return progress

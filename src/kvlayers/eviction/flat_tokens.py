@@ -13,13 +13,14 @@ from kvlayers.core.dense_store import DenseStore, without_spare_room
 from kvlayers.core.token_store import BufferSwap, KVPair, TokenStore
 from kvlayers.errors import StateMismatchError
 from kvlayers.kernels.attention.segment_kinds import DENSE_PIECE_TOKENS, DenseSegment, PackedSegment
-from kvlayers.kernels.attention.segments import GatheredSegment
+from kvlayers.kernels.attention.segments import GatheredSegment, with_full_blocks
 from kvlayers.kernels.codes.smoothing import KeySmoothing
 from kvlayers.quantized.packed_blocks import PackedBlocks
 from kvlayers.quantized.quantized_store import QuantizedStore
 
-TABLE_NAMES = ("piece_starts", "piece_counts")
-COLUMNS_NAME = "ragged_columns"
+TABLE_NAMES = ("piece_starts", "piece_counts", "columns")
+"""The names of the tables in the state of a flat part. The third one has its width, its sinks, and its own tokens."""
+
 FLAT = "flat_"
 """What the names of the tensors of the flat part begin with."""
 
@@ -36,7 +37,6 @@ class FlatTokens:
         starts: where each piece is, int64 `[batch, kv_heads, pieces]`: its first token in full precision, of at most
             `DENSE_PIECE_TOKENS`, or its packed block, of which it may be the beginning.
         counts: tokens of each piece, int64 `[batch, kv_heads, pieces]`; 0 for no piece.
-        columns: column of the first token of each piece, int64 `[batch, kv_heads, pieces]`.
         width: columns, at least the most tokens of any head.
         sinks: how many of the oldest tokens of the tail, behind the flat part, are older than those in it.
         own: how many of the oldest tokens of the tail may be other tokens of the text for each head.
@@ -45,28 +45,10 @@ class FlatTokens:
     part: DenseStore | PackedBlocks
     starts: Tensor
     counts: Tensor
-    columns: Tensor
     width: int
     sinks: int = 0
     own: int = 0
     _gathered: GatheredSegment | None = field(default=None, init=False, repr=False)
-
-    @classmethod
-    def of(
-        cls,
-        part: DenseStore | PackedBlocks,
-        starts: Tensor,
-        counts: Tensor,
-        width: int | None = None,
-        sinks: int = 0,
-        own: int = 0,
-    ) -> Self:
-        """Pieces whose `starts` and `counts` are known, with the fewest columns if no width is given."""
-        ends = counts.cumsum(2)
-        tokens = ends[:, :, -1:]
-        if width is None:
-            width = int(tokens.max())
-        return cls(part, starts, counts, torch.where(counts > 0, width - tokens + ends - counts, 0), width, sinks, own)
 
     @property
     def tokens(self) -> Tensor:
@@ -85,32 +67,25 @@ class FlatTokens:
             smoothing: how packed keys were smoothed.
         """
         if self._gathered is None or self._gathered.source.smoothing is not smoothing:
-            source = self._source(smoothing)
-            self._gathered = GatheredSegment(source, self.starts, self.counts, self.columns, self.width)
+            before = self.counts.cumsum(2) - self.counts
+            columns = torch.where(self.counts > 0, self.width - self.tokens[..., None] + before, 0)
+            self._gathered = GatheredSegment(self._source(smoothing), self.starts, self.counts, columns, self.width)
         return self._gathered
 
     def _source(self, smoothing: KeySmoothing) -> DenseSegment | PackedSegment:
         """The flat part as if each head of each sequence held all of it."""
-
-        def held_by_all(states: Tensor) -> Tensor:
-            return states.expand(*self.counts.shape[:2], -1, -1)
-
+        part: DenseSegment | PackedSegment
         if isinstance(self.part, DenseStore):
-            keys, values = self.part.newest(self.part.length)
-            return DenseSegment(held_by_all(keys), held_by_all(values))
-        segment = next(self.part.segments())
-        packed_keys, packed_values = (
-            replace(side, codes=held_by_all(side.codes), parameters=held_by_all(side.parameters))
-            for side in (segment.keys, segment.values)
-        )
-        return PackedSegment(packed_keys, packed_values, smoothing=smoothing)
+            part = DenseSegment(*self.part.newest(self.part.length))
+        else:
+            part = with_full_blocks(replace(next(self.part.segments()), smoothing=smoothing))
+        return part.with_tensors(states.expand(*self.counts.shape[:2], -1, -1) for states in part.tensors)
 
     # The batch, copies and memory
 
     def with_tables(self, change: Callable[[Tensor], Tensor]) -> Self:
         """The same tokens in the same memory, read by tables in which `change` has moved the sequences."""
-        starts, counts, columns = map(change, (self.starts, self.counts, self.columns))
-        return replace(self, starts=starts, counts=counts, columns=columns)
+        return replace(self, starts=change(self.starts), counts=change(self.counts))
 
     def without_unread(self, most: int) -> Self:
         """The same tokens in memory of their own, if more than `most` places are read by no head; else itself."""
@@ -141,7 +116,7 @@ class FlatTokens:
     def held_tensors(self) -> Iterator[Tensor]:
         """See `TokenStore.held_tensors`."""
         yield from self.part.held_tensors()
-        yield from (self.starts, self.counts, self.columns)
+        yield from (self.starts, self.counts)
 
     def __getstate__(self) -> dict[str, object]:
         # The segment has views of states that are in the part already.
@@ -149,23 +124,27 @@ class FlatTokens:
 
     # State
 
-    def state(self, device: torch.device) -> dict[str, Tensor]:
-        """Copies of the states and tables by name. The numbers are on the device, so that a state moves as a whole."""
-        tensors = {FLAT + name: states for name, states in self.part.state().items()}
-        for name, table in zip(TABLE_NAMES, (self.starts, self.counts), strict=True):
-            tensors[name] = table.to(device, copy=True)
-        columns = (self.width, self.sinks, self.own)
-        return {**tensors, COLUMNS_NAME: torch.tensor(columns, dtype=COUNT_DTYPE, device=device)}
+    def state(self, tail: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Copies of the states and tables by name, for a state that has those of the tail already.
+
+        The numbers are on the device of the states, so that a state moves as a whole.
+        """
+        # As of a store of the kind of the tail. If the flat part is packed, it holds nothing in full precision.
+        tensors = {name: tail[name][:1, :1, :0] for name in ("keys", "values")} | self.part.state()
+        numbers = torch.tensor((self.width, self.sinks, self.own))
+        for name, table in zip(TABLE_NAMES, (self.starts, self.counts, numbers), strict=True):
+            tensors[name] = table.to(tail["keys"].device, copy=True)
+        return {FLAT + name: held for name, held in tensors.items()}
 
     @classmethod
-    def of_state(cls, tensors: dict[str, Tensor], tail: TokenStore) -> Self:
-        """The flat part of a state, which has been checked; the tail is an empty one of the kind in the state."""
+    def of_state(cls, flat: dict[str, Tensor], tail: TokenStore) -> Self:
+        """The flat part of a state, which has been checked; the tail is one of the kind in the state."""
+        part, (starts, counts, numbers) = _part_and_tables(flat)
         store = tail.fork()
-        store.load_state(_part_state(tensors))
+        store.load_state(part)
         store.shrink(store.length)
-        part: Any = store.blocks if isinstance(store, QuantizedStore) else store
-        starts, counts = (tensors[name].clone() for name in TABLE_NAMES)
-        return cls.of(part, starts, counts, *tensors[COLUMNS_NAME].tolist())
+        held: Any = store.blocks if isinstance(store, QuantizedStore) else store
+        return cls(held, starts.clone(), counts.clone(), *numbers.tolist())
 
 
 def pieces_in_a_row(tokens: Tensor, piece_tokens: int, step: int) -> KVPair:
@@ -186,7 +165,7 @@ def pieces_in_a_row(tokens: Tensor, piece_tokens: int, step: int) -> KVPair:
 def tables_nbytes(form: StateForm, tokens: int, piece_tokens: int) -> int:
     """Bytes of the tables of heads with `tokens` tokens each."""
     pieces = -(-tokens // piece_tokens)
-    return 3 * form.batch_size * form.kv_heads * pieces * torch.int64.itemsize
+    return 2 * form.batch_size * form.kv_heads * pieces * torch.int64.itemsize
 
 
 def flat_form(form: StateForm) -> StateForm:
@@ -194,103 +173,69 @@ def flat_form(form: StateForm) -> StateForm:
     return form._replace(batch_size=1, kv_heads=1)
 
 
-def is_ragged(tensors: dict[str, Tensor]) -> bool:
-    """Whether a state has a flat part."""
-    return len(tail_state(tensors)) < len(tensors)
+def split_state(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The state of the tail, and that of the flat part, which is empty if there is none."""
+    flat = {name.removeprefix(FLAT): held for name, held in tensors.items() if name.startswith(FLAT)}
+    return {name: held for name, held in tensors.items() if not name.startswith(FLAT)}, flat
 
 
-def tail_state(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The state of the tail."""
-    of_flat = (*TABLE_NAMES, COLUMNS_NAME)
-    return {name: states for name, states in tensors.items() if not name.startswith(FLAT) and name not in of_flat}
+def _part_and_tables(flat: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[Tensor]]:
+    """The states of a flat part, as those of a store of the kind of the tail, and its tables."""
+    rest = dict(flat)
+    tables = [rest.pop(name) for name in TABLE_NAMES]
+    return rest, tables
 
 
-def _part_state(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The state of the flat part, as that of a store of the kind of the tail. If it is packed, nothing else is held."""
-    nothing = {name: tensors[name][:1, :1, :0] for name in ("keys", "values")}
-    return nothing | {name.removeprefix(FLAT): held for name, held in tensors.items() if name.startswith(FLAT)}
-
-
-def check_ragged_state(tensors: dict[str, Tensor], tail: TokenStore, tail_tokens: int) -> int:
-    """Tokens in a state that has a flat part.
+def check_flat_state(flat: dict[str, Tensor], of_tail: dict[str, Tensor], tail: TokenStore, held: int) -> int:
+    """Columns of the flat part of a state.
 
     Args:
-        tensors: the state.
+        flat: the state of the flat part.
+        of_tail: the state of the tail, which has been checked.
         tail: a tail of the kind whose state it is.
-        tail_tokens: tokens of the tail, whose state has been checked.
+        held: tokens of the tail.
 
     Raises:
-        StateMismatchError: it is not the state of a ragged store with such a tail.
+        StateMismatchError: it is not the state of a flat part before such a tail.
     """
     is_packed = isinstance(tail, QuantizedStore)
-    needed = {"keys", "values", *TABLE_NAMES, COLUMNS_NAME, FLAT + ("block_ends" if is_packed else "keys")}
-    if needed - set(tensors):
+    if not of_tail or not flat.keys() >= {*TABLE_NAMES, "keys", "values", *(("block_ends",) if is_packed else ())}:
         raise StateMismatchError(
-            f"The tensors {sorted(tensors)} are not the state of a RaggedStore with a {type(tail).__name__} as its "
+            f"The tensors {sorted(flat)} are not the flat part of a RaggedStore with a {type(tail).__name__} as its "
             "tail: take the state again."
         )
-    numbers = tensors[COLUMNS_NAME]
-    if numbers.dtype != COUNT_DTYPE or numbers.shape != (3,):
+    part, tables = _part_and_tables(flat)
+    starts, counts, numbers = tables
+    room, most, places = tail.check_state(part), DENSE_PIECE_TOKENS, counts
+    of_part, forms = ([form_of(state[name]) for name in ("keys", "values")] for state in (part, of_tail))
+    if of_part != list(map(flat_form, forms)) or forms[0].kv_heads != forms[1].kv_heads:
         raise StateMismatchError(
-            f"`{COLUMNS_NAME}` of a state must be three numbers of {COUNT_DTYPE}, got {list(numbers.shape)} of "
-            f"{numbers.dtype}: take the state again."
+            f"The flat part of a state must have the form of its other tokens, with as many kv_heads of keys as of "
+            f"values, got {of_part} and {forms}: take the state again."
         )
-    width, sinks, own = map(int, numbers.tolist())
-    if not 0 <= sinks <= own <= tail_tokens:
-        raise StateMismatchError(
-            f"The {tail_tokens} tokens of a tail must include its sinks and its own tokens, got {sinks} sinks and "
-            f"{own} own tokens: take the state again."
-        )
-    forms = form_of(tensors["keys"]), form_of(tensors["values"])
-    if forms[0].kv_heads != forms[1].kv_heads:
-        raise StateMismatchError(
-            f"Keys and values of a ragged state must have the same kv_heads, got {forms}: take the state again."
-        )
-    part, places = _part_state(tensors), tensors[TABLE_NAMES[1]]
-    room, most = tail.check_state(part), DENSE_PIECE_TOKENS
-    if tuple(form_of(part[name]) for name in ("keys", "values")) != tuple(map(flat_form, forms)):
-        raise StateMismatchError("The flat part of a state must have the form of its other tokens: take it again.")
+    pieces = forms[0].batch_size, forms[0].kv_heads, counts.shape[2] if counts.dim() == 3 else 0
+    for name, table, shape in zip(TABLE_NAMES, tables, (pieces, pieces, (3,)), strict=True):
+        if table.dtype != COUNT_DTYPE or table.shape != shape:
+            raise StateMismatchError(
+                f"`{FLAT}{name}` of a state must be {list(shape)} of {COUNT_DTYPE}, got {list(table.shape)} of "
+                f"{table.dtype}: take the state again."
+            )
     if is_packed:
         ends = part["block_ends"][1:]
-        room, most, places = len(ends), int(ends.max()), (places > 0).long()
-    _check_tables(tensors, forms[0], width, most, room, places)
-    return width + tail_tokens
-
-
-def _check_tables(
-    tensors: dict[str, Tensor], form: StateForm, width: int, most: int, room: int, places: Tensor
-) -> None:
-    """Raise `StateMismatchError` if the tables in a state do not fit the flat part, or one another.
-
-    Args:
-        tensors: the state.
-        form: form of the keys of the other tokens.
-        width: columns that the state claims to have.
-        most: most tokens of a piece.
-        room: places in the flat part: tokens, or blocks.
-        places: how many places each piece takes, of the shape of the counts.
-    """
-    starts, counts = (tensors[name] for name in TABLE_NAMES)
-    shape = (form.batch_size, form.kv_heads)
-    for name, table in zip(TABLE_NAMES, (starts, counts), strict=True):
-        if table.dtype != torch.int64 or table.dim() != 3 or table.shape[:2] != shape or table.shape != counts.shape:
-            raise StateMismatchError(
-                f"`{name}` of a state must be [{shape[0]}, {shape[1]}, pieces] of torch.int64, got "
-                f"{list(table.shape)} of {table.dtype}: take the state again."
-            )
+        room, most, places = len(ends), int(ends.max()), (counts > 0).long()
     if not counts.numel() or int(counts.min()) < 0 or int(counts.max()) > most:
-        raise StateMismatchError(
-            f"`piece_counts` of a state must be 0 to {most} tokens, got others: take the state again."
-        )
+        raise StateMismatchError(f"Pieces of a state must have 0 to {most} tokens, got others: take the state again.")
     # Compared one by one, because the sum of a start and a count of a hostile file may overflow.
     if not bool(((starts >= 0) & (starts <= room) & (starts <= room - places)).all()):
         raise StateMismatchError(
             f"Pieces of a state must lie within the {room} places of its flat part: take the state again."
         )
-    widest = int(counts.sum(2).max())
+    widest, (width, sinks, own) = int(counts.sum(2).max()), map(int, numbers.tolist())
     # Sequences that were selected may have no token in the flat part, whose columns stay.
-    if not max(widest, 1) <= width <= counts.shape[2] * most:
+    if not max(widest, 1) <= width <= counts.shape[2] * most or not 0 <= sinks <= own <= held:
         raise StateMismatchError(
-            f"A state must have a column for each of the {widest} tokens of its longest head, and at most "
-            f"{counts.shape[2] * most}, got {width}: take the state again."
+            f"A flat part must have {max(widest, 1)} to {counts.shape[2] * most} columns, and its sinks and own tokens "
+            f"be among the {held} tokens of the tail, got {width} columns, {sinks} sinks and {own} own tokens: take "
+            "the state again."
         )
+    return width

@@ -1,12 +1,12 @@
 """The tokens that a store holds, as attention and the selection of tokens to keep look at them."""
 
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from kvlayers.core.token_store import KVPair, TokenStore
-from kvlayers.errors import StateMismatchError
 from kvlayers.eviction.flat_tokens import FlatTokens
 from kvlayers.eviction.ragged_store import RaggedStore
 from kvlayers.kernels.attention.packed_ops import packed_like, snapshot_of
@@ -53,10 +53,8 @@ def held_tokens(store: TokenStore, new: KVPair | None = None) -> HeldTokens:
 
     Args:
         store: a `DenseStore`, a `QuantizedStore` or a `RaggedStore`.
-        new: keys and values of the new tokens, each `[batch, kv_heads, new, head_dim]`.
-
-    Raises:
-        StateMismatchError: there are neither new tokens, nor states that the store has seen.
+        new: keys and values of the new tokens, each `[batch, kv_heads, new, head_dim]`; `None` if the store has tokens
+            and no new ones follow them.
     """
     if new is None:
         return _of_store(store.complete)
@@ -67,8 +65,6 @@ def held_tokens(store: TokenStore, new: KVPair | None = None) -> HeldTokens:
 
 
 def _of_store(store: TokenStore) -> HeldTokens:
-    if store.key_form is None:
-        raise StateMismatchError("The store has no tokens that could be evicted: append tokens first.")
     if isinstance(store, RaggedStore):
         return _of_ragged(store, store.flat) if store.flat is not None else _of_store(store.tail)
     keys, values = map(as_dense, store.newest(store.length))
@@ -149,9 +145,8 @@ def with_columns(states: KVPair, columns: int) -> KVPair:
     if isinstance(first, GatheredSegment):
         wider = replace(first, columns=first.columns + missing, width=first.width + missing)
         return _of_segments(states, (wider, *others))
-    last = segments.in_order[-1]
-    if not isinstance(last, DenseSegment):
-        raise TypeError("the newest tokens must be in full precision")
+    # The newest tokens, which are in full precision.
+    last = cast("DenseSegment", segments.in_order[-1])
     dense = DenseSegment(last.keys[:, :, :1], last.values[:, :, :1], last.rows)
     nothing = torch.zeros(segments.batch, segments.kv_heads, 1, dtype=torch.int64, device=segments.device)
     return _of_segments(states, (GatheredSegment(dense, nothing, nothing, nothing, missing), *segments.in_order))

@@ -243,18 +243,16 @@ def layer_tokens(layer_budgets: LayerBudgets, layers: int, budget: int, least: i
 
 def check_layer_budgets(layer_budgets: object) -> None:
     """Raise `OptionError` if this is not a way to divide tokens among layers, of whatever number."""
-    if isinstance(layer_budgets, str):
-        is_right = layer_budgets in ("uniform", "pyramid")
-    else:
-        is_right = (
-            isinstance(layer_budgets, Sequence)
-            and len(layer_budgets) > 0
-            and all(
-                isinstance(weight, int | float) and not isinstance(weight, bool) and 0 < weight <= sys.float_info.max
-                for weight in layer_budgets
-            )
+    is_named = isinstance(layer_budgets, str) and layer_budgets in ("uniform", "pyramid")
+    are_weights = (
+        isinstance(layer_budgets, Sequence)
+        and len(layer_budgets) > 0
+        and all(
+            isinstance(weight, int | float) and not isinstance(weight, bool) and 0 < weight <= sys.float_info.max
+            for weight in layer_budgets
         )
-    if not is_right:
+    )
+    if not is_named and not are_weights:
         raise OptionError(
             f"`layer_budgets` must be 'uniform' or 'pyramid', or positive numbers with one for each layer, got "
             f"{layer_budgets!r}: pass one of these."

@@ -11,12 +11,10 @@ from typing_extensions import Self, override
 from kvlayers.core.arguments import checked_forms, mismatch
 from kvlayers.core.buffer import StateForm
 from kvlayers.core.cache_layer import forwarded
-from kvlayers.core.dense_store import DenseStore, dense_in_small_steps
-from kvlayers.core.description import DescriptionContext, Fact, Facts
 from kvlayers.core.returned_states import ReturnedStates
-from kvlayers.core.token_store import BufferSwap, KVPair, TokenStore, register_store, store_from_description
+from kvlayers.core.token_store import BufferSwap, KVPair, TokenStore
 from kvlayers.errors import RollbackError, UnsupportedLayerError
-from kvlayers.eviction.flat_tokens import FlatTokens, check_ragged_state, is_ragged, tail_state
+from kvlayers.eviction.flat_tokens import FlatTokens, check_flat_state, split_state
 from kvlayers.kernels.attention.packed_ops import packed_like
 from kvlayers.kernels.attention.packed_tensor import PackedStates
 from kvlayers.kernels.attention.segment_kinds import DenseSegment
@@ -30,7 +28,6 @@ UNREAD_DIVISOR = 8
 """`trim` copies the flat part if more than this part of it is no longer read."""
 
 
-@register_store
 class RaggedStore(TokenStore):
     """A flat part, of which each KV head of each sequence holds its own tokens, and an ordinary store behind it.
 
@@ -38,20 +35,20 @@ class RaggedStore(TokenStore):
     until then the store is its tail. Forks share the flat part, and `select` and `expand` only change which pieces of
     it each sequence reads.
 
+    No file names it, so it is not registered: a layer that evicts is described by the store that it begins with.
+
     Columns are right-aligned: `length` counts the columns that a mask has, which are the most tokens of any head in the
     flat part and the tokens of the tail. A head with fewer tokens has them in the last columns of the flat part.
 
     Args:
-        tail: the tokens that every head holds, behind the flat part: a `DenseStore` or a `QuantizedStore`. Default: an
-            empty `DenseStore` that grows in small steps.
+        tail: the tokens that every head holds, behind the flat part: a `DenseStore` or a `QuantizedStore`.
         flat: the tokens of which each head holds its own number, `None` if there are none.
     """
 
     is_opaque = True
 
-    def __init__(self, tail: TokenStore | None = None, flat: FlatTokens | None = None) -> None:
-        self.tail = dense_in_small_steps() if tail is None else tail
-        self.flat = flat
+    def __init__(self, tail: TokenStore, flat: FlatTokens | None = None) -> None:
+        self.tail, self.flat = tail, flat
         self._returned = ReturnedStates()
 
     @property
@@ -75,14 +72,8 @@ class RaggedStore(TokenStore):
     def length(self) -> int:
         return self._width + self.tail.length
 
-    @property
-    def holds_tokens_apart(self) -> bool:  # type: ignore[override]
-        """Whether `state()` is `keys` and `values` alone."""
-        return self.flat is None and self.tail.holds_tokens_apart
-
     # What the tail answers
 
-    sized_for = forwarded("tail")
     fidelity = forwarded("tail")
     bits = forwarded("tail")
     key_form = forwarded("tail")
@@ -90,7 +81,6 @@ class RaggedStore(TokenStore):
     packing_paths = forwarded("tail")
     planned_bits = forwarded("tail")
     reserve_form = forwarded("tail")
-    check_batch = forwarded("tail")
     append = forwarded("tail")
 
     @property
@@ -167,11 +157,6 @@ class RaggedStore(TokenStore):
     def newest(self, count: int) -> KVPair:
         self._check_common(count)
         return self.tail.newest(count)
-
-    @override
-    def caller_views(self) -> KVPair:
-        self._check_common(self.length)
-        return self.tail.caller_views()
 
     def attended_states(self) -> KVPair:
         """Keys and values of all tokens, for attention alone: heads that hold different tokens cannot be read."""
@@ -274,34 +259,26 @@ class RaggedStore(TokenStore):
     # State
 
     @override
-    def describe(self) -> dict[str, Fact]:
-        return {**self.tail.describe(), "store": self.kind, "tail": self.tail.kind}
-
-    @classmethod
-    @override
-    def from_description(cls, facts: Facts, context: DescriptionContext) -> Self:
-        if facts["tail"] == DenseStore.__name__:
-            return cls()
-        return cls(store_from_description({**facts, "store": facts["tail"]}, context))
-
-    @override
     def state(self) -> dict[str, Tensor]:
         tensors = self.tail.state()
         if self.flat is None:
             return tensors
-        return {**tensors, **self.flat.state(tensors["keys"].device)}
+        return {**tensors, **self.flat.state(tensors)}
 
     @override
     def check_state(self, tensors: dict[str, Tensor]) -> int:
-        tokens = self.tail.check_state(tail_state(tensors))
-        return check_ragged_state(tensors, self.tail, tokens) if is_ragged(tensors) else tokens
+        of_tail, flat = split_state(tensors)
+        tokens = self.tail.check_state(of_tail)
+        return tokens + (check_flat_state(flat, of_tail, self.tail, tokens) if flat else 0)
 
     @override
     def load_state(self, tensors: dict[str, Tensor]) -> None:
+        of_tail, flat = split_state(tensors)
         self.clear()
-        flat = FlatTokens.of_state(tensors, self.tail) if is_ragged(tensors) else None
-        self.tail.load_state(tail_state(tensors))
-        if flat is not None and isinstance(self.tail, QuantizedStore):
+        self.tail.load_state(of_tail)
+        if not flat:
+            return
+        self.flat = FlatTokens.of_state(flat, self.tail)
+        if isinstance(self.tail, QuantizedStore):
             self.tail.runs = SmoothingRuns.of_state(tensors, len(self.tail.blocks or ()))
             self.tail.follows_packed = True
-        self.flat = flat

@@ -1,8 +1,7 @@
 """Rules of eviction by name, and their contract: how much the later tokens will need each token of a layer."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import ClassVar, TypeVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -63,76 +62,27 @@ class EvictionRule(ABC):
         return self
 
 
-def check_scores(rule: EvictionRule, scores: object, keys: Tensor) -> Tensor:
-    """The scores that a rule returned, after a check.
-
-    Raises:
-        StateMismatchError: they are not a floating-point tensor `[batch, kv_heads, tokens]` on the device of the keys.
-    """
-    expected = tuple(keys.shape[:3])
-    if (
-        not isinstance(scores, Tensor)
-        or tuple(scores.shape) != expected
-        or not scores.is_floating_point()
-        or scores.device != keys.device
-    ):
-        got = (
-            f"{list(scores.shape)} of {scores.dtype} on {scores.device}"
-            if isinstance(scores, Tensor)
-            else f"a {type(scores).__name__}"
-        )
-        raise StateMismatchError(
-            f"`{type(rule).__name__}.scores` must return floating-point scores {list(expected)} on {keys.device}, got "
-            f"{got}: correct the rule."
-        )
-    return scores
-
-
 ENTRY_POINT_GROUP = "kvlayers.eviction_rules"
 """Entry points in this group are rules of other packages. The entry point's name is the rule's name."""
-
-Factory = TypeVar("Factory", bound=Callable[..., EvictionRule])
 
 RULES = FactoryRegistry("eviction rule", ENTRY_POINT_GROUP, "unregister_eviction_rule", EvictionRule)  # type: ignore[type-abstract]
 """The rules by their names."""
 
 
-def register_eviction_rule(name: str) -> Callable[[Factory], Factory]:
-    """Decorator that registers a factory (a class or function that returns an `EvictionRule`) as rule `name`.
+register_eviction_rule = RULES.register
+"""Decorator that registers a factory, a class or function that returns an `EvictionRule`, as the rule of a name.
 
-    Raises:
-        RegistryError: the name is empty or taken.
-    """
-    return RULES.register(name)
+It raises `RegistryError` if the name is empty or taken, or if the factory can make nothing.
+"""
 
+unregister_eviction_rule = RULES.remove
+"""Remove the rule of a name. It raises `RegistryError` if the name is not registered."""
 
-def unregister_eviction_rule(name: str) -> None:
-    """Remove a rule.
+eviction_rule_names = RULES.names
+"""All names of rules, including those of entry points in other packages."""
 
-    Raises:
-        RegistryError: the name is not registered.
-    """
-    RULES.remove(name)
-
-
-def eviction_rule_names() -> list[str]:
-    """All names of rules, including those of entry points in other packages."""
-    return RULES.names()
-
-
-def eviction_rule(name: str) -> EvictionRule:
-    """The rule called `name`.
-
-    Raises:
-        OptionError: no rule has this name.
-        RegistryError: the factory with this name does not return a rule.
-
-    Example:
-        >>> from kvlayers.eviction import eviction_rule
-        >>> eviction_rule("knorm").queries
-        0
-    """
-    return RULES.make(name)
+eviction_rule = RULES.make
+"""The rule of a name: `eviction_rule("knorm")`. It raises `OptionError` if no rule has this name."""
 
 
 def scores_of(rule: EvictionRule, keys: Tensor, values: Tensor, queries: Tensor | None, counts: Tensor) -> Tensor:
@@ -176,13 +126,22 @@ def scores_of(rule: EvictionRule, keys: Tensor, values: Tensor, queries: Tensor 
 
 
 def _scores(rule: EvictionRule, keys: Tensor, values: Tensor, queries: Tensor | None) -> Tensor:
+    """As `scores_of`, if every place has a token."""
     # Tensors of inference mode do not count what is written to them.
     given = [side for side in (keys, values, queries) if side is not None and not side.is_inference()]
     before = [side._version for side in given]
-    scores = rule.scores(keys, values, queries)
+    scores: object = rule.scores(keys, values, queries)
     if [side._version for side in given] != before:
         raise StateMismatchError(
             f"`{type(rule).__name__}.scores` must not write to keys, values or queries, which attention reads: reset "
             "the cache, and let the rule compute with copies."
         )
-    return check_scores(rule, scores, keys)
+    got, expected = f"a {type(scores).__name__}", tuple(keys.shape[:3])
+    if isinstance(scores, Tensor):
+        if scores.shape == expected and scores.is_floating_point() and scores.device == keys.device:
+            return scores
+        got = f"{list(scores.shape)} of {scores.dtype} on {scores.device}"
+    raise StateMismatchError(
+        f"`{type(rule).__name__}.scores` must return floating-point scores {list(expected)} on {keys.device}, got "
+        f"{got}: correct the rule."
+    )

@@ -87,7 +87,9 @@ def select(
     counts = _counts(ranked, average, floor).minimum(held)
     kept = highest(ranked, counts)
     if blocks is not None:
-        kept = _whole_blocks(kept, blocks, scores == torch.inf)
+        # Without blocks that are kept in part, but with those that are always kept.
+        is_whole = _sums_of_blocks((~kept).long(), blocks) == 0
+        kept = torch.where(blocks >= 0, is_whole | (scores == torch.inf), kept)
         counts = kept.sum(2).cpu()
     return KeptTokens(kept, counts)
 
@@ -138,12 +140,6 @@ def _means_of_blocks(scores: Tensor, blocks: Tensor, always: Tensor) -> Tensor:
     scores = scores.float().nan_to_num(nan=torch.finfo(torch.float32).min).masked_fill(always, torch.inf)
     sums, sizes = (_sums_of_blocks(numbers, blocks) for numbers in (scores, torch.ones_like(scores)))
     return torch.where(blocks >= 0, sums / sizes, scores)
-
-
-def _whole_blocks(kept: Tensor, blocks: Tensor, always: Tensor) -> Tensor:
-    """A mask of kept tokens without blocks that are kept in part, but with those that are always kept."""
-    is_whole = _sums_of_blocks((~kept).long(), blocks) == 0
-    return torch.where(blocks >= 0, is_whole | always, kept)
 
 
 def _sums_of_blocks(numbers: Tensor, blocks: Tensor) -> Tensor:

@@ -99,9 +99,6 @@ class _Plain:
     """An object that has attributes, and nothing else."""
 
 
-Mark = tuple[str, int, int | None, torch.Size, torch.dtype]
-"""Name, address, count of writes, shape and dtype of a weight. Nearly every change of a weight changes one of them."""
-
 Facts = list[tuple[str, str, object]]
 """Path of a module, and name and value of an attribute."""
 
@@ -275,7 +272,8 @@ def weights_id(model: torch.nn.Module) -> str:
             f"`model` must be a model, got a {type(model).__name__}: pass the model itself, not its config or class."
         )
     weights, facts = _weights_and_facts(model)
-    marks: list[Mark] = [
+    # Nearly every change of a weight changes its address, its count of writes, its shape or its dtype.
+    marks = [
         (name, weight.data_ptr(), None if weight.is_inference() else weight._version, weight.shape, weight.dtype)
         for name, weight in weights
     ]
@@ -300,22 +298,29 @@ def _weights_and_facts(model: torch.nn.Module) -> tuple[list[tuple[str, Tensor]]
         transient = own["_non_persistent_buffers_set"]
         # Frequencies that follow the length are those of the newest pass, as are attributes with these ends.
         left_out = transient if transient and _frequencies_change(own.get("rope_type")) else set()
-        for registered in (own["_parameters"], own["_buffers"]):
-            for name, weight in registered.items():
-                if weight is None or name in left_out:
-                    continue
-                is_elsewhere = weight.is_meta or weight.is_quantized or weight.layout is not torch.strided
-                if type(weight) in TENSORS and not is_elsewhere:
-                    weights.append((dot + name, weight.detach()))
-                else:
-                    _ModuleReader(dot + name, weights, facts).read("", weight)
-        for name, value in own.items():
-            if _is_passing(module.__class__, name) or (left_out and name.endswith(_OF_THE_LENGTH)):
-                continue
-            if type(value) in SIMPLE or (type(value) is tuple and SIMPLE.issuperset(map(type, value))):
+        attributes = [
+            (name, weight)
+            for registered in (own["_parameters"], own["_buffers"])
+            for name, weight in registered.items()
+            if weight is not None and name not in left_out
+        ]
+        attributes += [
+            (name, value)
+            for name, value in own.items()
+            if not (_is_passing(module.__class__, name) or (left_out and name.endswith(_OF_THE_LENGTH)))
+        ]
+        for name, value in attributes:
+            kind = type(value)
+            if kind in SIMPLE or (kind is tuple and SIMPLE.issuperset(map(type, value))):
                 facts.append((path, name, value))
+            elif kind in TENSORS and not (value.is_meta or value.is_quantized or value.layout is not torch.strided):
+                weights.append((dot + name, value.detach()))
             else:
-                _ModuleReader(dot + name, weights, facts).read("", value)
+                for end, leaf in _leaves(dot + name, "", value):
+                    if isinstance(leaf, Tensor):
+                        weights.append((dot + name + end, leaf.detach()))
+                    else:
+                        facts.append((dot + name, end, leaf))
     return weights, facts
 
 
@@ -330,92 +335,81 @@ def _frequencies_change(rope_type: object) -> bool:
     return not set(types).isdisjoint(CHANGES_WITH_LENGTH)
 
 
-class _ModuleReader:
-    """Reads an attribute of a module of whatever type.
+def _leaves(path: str, name: str, value: object, within: frozenset[int] = frozenset()) -> Iterator[tuple[str, object]]:
+    """The tensors and plain values that an attribute of a module consists of, of whatever type it is, by their names.
 
     Args:
         path: path of the attribute.
-        weights: tensors are added here.
-        facts: all else is added here.
+        name: name of the value within it, "" for the attribute itself.
+        value: the value.
+        within: identities of the objects that it is part of, which may hold one another.
+
+    Raises:
+        ConfigError: it cannot be compared.
     """
+    kind = type(value)
+    if kind in SIMPLE:
+        yield name, value
+    elif id(value) in within or isinstance(value, PretrainedConfig | nn.Module):
+        # Configs are compared as configs, and modules of the model are read as such.
+        if isinstance(value, nn.Module) and not within:
+            raise _incomparable(path, value)
+        yield name, kind.__qualname__
+    else:
+        yield name, f"{kind.__module__}.{kind.__qualname__}"
+        if isinstance(value, Tensor) and not is_traceable_wrapper_subclass(value):
+            if value.is_meta:
+                raise ConfigError(
+                    f"The weights must be in memory, but {path} is a meta tensor: pass your own `weights_id`."
+                )
+            if value.is_quantized or value.layout is not torch.strided:
+                raise _incomparable(path, value)
+            yield name, value
+        for end, part in _parts(path, value):
+            yield from _leaves(path, name + end, part, within | {id(value)})
 
-    def __init__(self, path: str, weights: list[tuple[str, Tensor]], facts: Facts) -> None:
-        self._path, self._weights, self._facts = path, weights, facts
-        self._within: set[int] = set()
-        """Identities of the objects that are being read, which may hold one another."""
 
-    def read(self, name: str, value: object) -> None:
-        """Add a value to what is read, under a name within the attribute.
+def _parts(path: str, value: Any) -> list[tuple[str, object]]:
+    """What an object is made of, with the ends of the names of its parts; of a plain tensor nothing else."""
+    if isinstance(value, Tensor):
+        if not is_traceable_wrapper_subclass(value):
+            return [] if type(value) in TENSORS else [(":", dict(vars(value)))]
+        # For example the codes and scales of a quantized weight.
+        parts, context = value.__tensor_flatten__()
+        return [(":", context), *((f".{part}", attrgetter(part)(value)) for part in parts)]
+    if isinstance(value, type | FunctionType | BuiltinFunctionType):
+        return [("", _full_name(path, value))]
+    if isinstance(value, Enum):
+        return [(".value", value.value)]
+    if isinstance(value, set | frozenset):
+        return [("", tuple(sorted(map(repr, value))))]
+    if isinstance(value, Mapping | list | tuple | deque):
+        items = value.items() if isinstance(value, Mapping) else enumerate(value)
+        return [(f"[{key!r}]", each) for key, each in items]
+    if isinstance(value, functools.partial):
+        return [("", (value.func, value.args, value.keywords))]
+    if type(value).__basicsize__ <= _Plain.__basicsize__:
+        return [(f".{key}", each) for key, each in vars(value).items()]
+    raise _incomparable(path, value)
 
-        Raises:
-            ConfigError: it cannot be compared.
-        """
-        kind = type(value)
-        if kind in SIMPLE:
-            self._facts.append((self._path, name, value))
-        elif id(value) in self._within or isinstance(value, PretrainedConfig | nn.Module):
-            # Configs are compared as configs, and modules of the model are read as such.
-            self._facts.append((self._path, name, kind.__qualname__))
-            if isinstance(value, nn.Module) and not self._within:
-                raise self._incomparable(value)
-        else:
-            self._within.add(id(value))
-            self._facts.append((self._path, name, f"{kind.__module__}.{kind.__qualname__}"))
-            for end, part in self._parts(name, value):
-                self.read(name + end, part)
-            self._within.remove(id(value))
 
-    def _parts(self, name: str, value: Any) -> list[tuple[str, object]]:
-        """What an object is made of, with the ends of the names of its parts. A tensor is added to the weights."""
-        if isinstance(value, Tensor):
-            return self._parts_of_tensor(name, value)
-        if isinstance(value, type | FunctionType | BuiltinFunctionType):
-            return [("", self._full_name(value))]
-        if isinstance(value, Enum):
-            return [(".value", value.value)]
-        if isinstance(value, set | frozenset):
-            return [("", tuple(sorted(map(repr, value))))]
-        if isinstance(value, Mapping):
-            return [(f"[{key!r}]", each) for key, each in value.items()]
-        if isinstance(value, list | tuple | deque):
-            return [(f"[{index}]", each) for index, each in enumerate(value)]
-        if isinstance(value, functools.partial):
-            return [("", (value.func, value.args, value.keywords))]
-        if type(value).__basicsize__ <= _Plain.__basicsize__:
-            return [(f".{key}", each) for key, each in vars(value).items()]
-        raise self._incomparable(value)
+def _full_name(path: str, value: Any) -> str:
+    """A function or a class of a package is what its name says; that of a program may be another one each time."""
+    full_name, is_named = f"{value.__module__}:{value.__qualname__}", False
+    if isinstance(value, BuiltinFunctionType):
+        is_named = isinstance(value.__self__, type | ModuleType | None)
+    else:
+        with contextlib.suppress(AttributeError, ImportError, ValueError):
+            is_named = value.__module__ != "__main__" and pkgutil.resolve_name(full_name) is value
+    if not is_named:
+        raise _incomparable(path, value)
+    return full_name
 
-    def _full_name(self, value: Any) -> str:
-        """A function or a class of a package is what its name says; that of a program may be another one each time."""
-        full_name, is_named = f"{value.__module__}:{value.__qualname__}", False
-        if isinstance(value, BuiltinFunctionType):
-            is_named = isinstance(value.__self__, type | ModuleType | None)
-        else:
-            with contextlib.suppress(AttributeError, ImportError, ValueError):
-                is_named = value.__module__ != "__main__" and pkgutil.resolve_name(full_name) is value
-        if not is_named:
-            raise self._incomparable(value)
-        return full_name
 
-    def _parts_of_tensor(self, name: str, weight: Tensor) -> list[tuple[str, object]]:
-        """The plain tensors of a tensor: for example the codes and scales of a quantized weight."""
-        if weight.is_meta:
-            raise ConfigError(
-                f"The weights must be in memory, but {self._path} is a meta tensor: pass your own `weights_id`."
-            )
-        if is_traceable_wrapper_subclass(weight):
-            parts, context = weight.__tensor_flatten__()
-            return [(":", context), *((f".{part}", attrgetter(part)(weight)) for part in parts)]
-        if weight.is_quantized or weight.layout is not torch.strided:
-            raise self._incomparable(weight)
-        self._weights.append((self._path + name, weight.detach()))
-        return [] if type(weight) in TENSORS else [(":", dict(vars(weight)))]
-
-    def _incomparable(self, value: object) -> ConfigError:
-        return ConfigError(
-            f"The weights must be comparable, but {self._path} is or holds a {type(value).__name__}: pass your own "
-            "`weights_id`."
-        )
+def _incomparable(path: str, value: object) -> ConfigError:
+    return ConfigError(
+        f"The weights must be comparable, but {path} is or holds a {type(value).__name__}: pass your own `weights_id`."
+    )
 
 
 @functools.cache

@@ -218,9 +218,9 @@ class Description:
 
     def layers(self) -> Iterator[tuple[str, LayerRecord]]:
         """Each layer, with the prefix of the names of its tensors."""
-        for number, cache in enumerate(self.caches()):
+        for part, cache in enumerate(self.caches()):
             for index, layer in enumerate(cache.layers):
-                yield layer_prefix(number if self.cache.parts else None, index), layer
+                yield layer_prefix(part, index), layer
 
 
 def metadata_text(metadata: Mapping[str, str]) -> str:
@@ -240,9 +240,9 @@ def metadata_text(metadata: Mapping[str, str]) -> str:
     return text
 
 
-def layer_prefix(part: int | None, index: int) -> str:
-    """The prefix of the names of a layer's tensors."""
-    return f"layers.{index}." if part is None else f"parts.{part}.layers.{index}."
+def layer_prefix(part: int, index: int) -> str:
+    """The prefix of the names of the tensors of a layer of a cache, or of part 0 or 1 of a pair."""
+    return f"{'cross_' if part else ''}layers.{index}."
 
 
 def rotary_name(fingerprint: str) -> str:

@@ -14,7 +14,7 @@ from kvlayers.core.description import DescriptionContext
 from kvlayers.core.layer_list import adapted
 from kvlayers.core.token_layer import TokenLayer
 from kvlayers.core.token_store import KVPair
-from kvlayers.errors import CacheFileError, OptionError, RollbackError, StateMismatchError
+from kvlayers.errors import OptionError, RollbackError, StateMismatchError
 from kvlayers.persistence.fingerprint import check_model
 from kvlayers.persistence.format import CacheRecord, LayerRecord, layer_prefix
 from kvlayers.persistence.rebuild import (
@@ -83,38 +83,29 @@ def load_cache(
         raise OptionError(
             f"`into` must be a cache of kvlayers, got a {type(into).__name__}: pass an empty one, or leave it out."
         )
-    if device is None:
-        place = _device_of(into) if into is not None else torch.device("cpu")
-    else:
-        place = checked_device(device)
+    place = _device_of(into) if device is None else checked_device(device)
     saved = SavedFile(opened_file(path))
     check_model(path, saved.description, config, weights_id)
     if config is not None and into is None:
         check_layers(path, saved.description.caches()[0], config)
-    _check_length(path, saved.description.cache, length)
+    seen = saved.description.cache.length
+    if length is not None and (not isinstance(length, int) or isinstance(length, bool)):
+        raise OptionError(
+            f"`length` must be a whole number of tokens, got {length!r}: pass one, or leave it out to load all."
+        )
+    if length is not None and not 0 <= length <= seen:
+        raise RollbackError(
+            f"`length` must be from 0 to {seen}, the tokens of the cache in {path}, got {length}: pass fewer tokens."
+        )
     reader = StateReader(saved, place, length, verify)
     return reader.new(config) if into is None else reader.fill(into)
 
 
-def _device_of(cache: Cache) -> torch.device:
-    """The device that a cache computes on; the host if it holds no states yet."""
-    layers = (layer for part in cache.parts() for layer in part.adapted_layers())
+def _device_of(cache: Cache | None) -> torch.device:
+    """The device that a cache computes on; the host if there is none, or it holds no states yet."""
+    layers = (layer for part in (() if cache is None else cache.parts()) for layer in part.adapted_layers())
     holding = (layer for layer in layers if layer.batch_size is not None and not layer.traits.is_upstream)
     return torch.device(next((found for layer in holding if (found := layer.parts[0].device) is not None), "cpu"))
-
-
-def _check_length(path: str, record: CacheRecord, length: object) -> None:
-    if length is None:
-        return
-    if not isinstance(length, int) or isinstance(length, bool):
-        raise OptionError(
-            f"`length` must be a whole number of tokens, got {length!r}: pass one, or leave it out to load all."
-        )
-    if not 0 <= length <= record.length:
-        raise RollbackError(
-            f"`length` must be from 0 to {record.length}, the tokens of the cache in {path}, got {length}: pass "
-            "fewer tokens."
-        )
 
 
 class StateReader:
@@ -139,8 +130,7 @@ class StateReader:
         with file_at_fault(saved.path):
             context = DescriptionContext(read_rotaries(saved, self.verify))
             caches: list[Cache] = []
-            for number, own in enumerate(saved.description.caches()):
-                part = number if record.parts else None
+            for part, own in enumerate(saved.description.caches()):
                 caches.append(rebuilt(saved, part, context, config))
                 self._load(caches[-1], own, part)
             cache = caches[0]
@@ -148,13 +138,8 @@ class StateReader:
                 cache = cache_class_of(saved.path, record).from_description(record.options, caches, context)
         return self._finished(cache)
 
-    def _load(self, cache: Cache, record: CacheRecord, part: int | None) -> None:
+    def _load(self, cache: Cache, record: CacheRecord, part: int) -> None:
         # One layer at a time, so that the device never holds more than one layer twice.
-        if len(cache.layers) != len(record.layers):
-            raise StateMismatchError(
-                f"The cache has {len(cache.layers)} layers, got states of {len(record.layers)}: load them into a "
-                "cache of the model that made them."
-            )
         for index, (layer, layer_record) in enumerate(zip(cache.adapted_layers(), record.layers, strict=True)):
             pairs = self.saved.pieces(layer_prefix(part, index))
             # States that can be taken in piece by piece, instead of all at once.
@@ -170,7 +155,6 @@ class StateReader:
     def _append(self, layer: TokenLayer, record: LayerRecord, pairs: list[KVPair]) -> None:
         """Copy the states of a layer into its store, piece by piece and once."""
         tensors = {"keys": pairs[0][0][:, :, :0].to(self.device), "values": pairs[0][1][:, :, :0].to(self.device)}
-        _check_states(self.saved.path, tensors)
         layer.load_state(LayerState(record.kind, tensors, {**record.facts, "length": 0}))
         layer.store.reserve(sum(keys.shape[2] for keys, _ in pairs))
         for keys, values in pairs:
@@ -180,9 +164,8 @@ class StateReader:
         """Load the states of the file into the caller's cache."""
         description, ids = self.saved.description, self._ids()
         states = []
-        for number, record in enumerate(description.caches()):
-            part = number if description.cache.parts else None
-            held = cache.parts()[number if cache.is_pair else 0]
+        for part, record in enumerate(description.caches()):
+            held = cache.parts()[part if cache.is_pair else 0]
             layers = held.layers_for(len(record.layers))
             if len(layers) != len(record.layers):
                 raise StateMismatchError(
@@ -201,7 +184,7 @@ class StateReader:
         cache.load_state(state)
         return self._followed(cache, ids)
 
-    def _rehearsed(self, layer: CacheLayer, record: LayerRecord, part: int | None, index: int) -> LayerState:
+    def _rehearsed(self, layer: CacheLayer, record: LayerRecord, part: int, index: int) -> LayerState:
         state = self._state(layer, record, part, index)
         if layer.traits.is_recurrent or layer.traits.is_upstream:
             # These layers check less of a state than layers of tokens do, and are small enough to be loaded twice.
@@ -209,16 +192,15 @@ class StateReader:
                 layer.fork().load_state(state)
         return state
 
-    def _state(self, layer: Any, record: LayerRecord, part: int | None, index: int) -> LayerState:
+    def _state(self, layer: Any, record: LayerRecord, part: int, index: int) -> LayerState:
         facts = dict(record.facts)
         cut = None
         # A length of 0 also rolls back the encoder's output.
-        if self.length and part != 1 and loads_prefixes(record):
+        if self.length and not part and loads_prefixes(record):
             held: Any = facts["length"]
             cut = facts["length"] = min(self.length, held)
         prefix = layer_prefix(part, index)
         tensors = {name: self.saved.tensor(prefix + name, cut, self.verify).to(self.device) for name in record.tensors}
-        _check_states(self.saved.path, tensors)
         if "device" in facts:
             facts["device"] = str(self.device)
         if layer.traits.is_upstream:
@@ -251,17 +233,6 @@ class StateReader:
                 if own.recording:
                     layer.activate_past_recording()
         return cache
-
-
-def _check_states(path: str, tensors: dict[str, Tensor]) -> None:
-    """Raise `CacheFileError` if states cannot be those of a model: without sequences, or not of floating point."""
-    for name in ("keys", "values", "first_keys", "first_values"):
-        states = tensors.get(name)
-        if states is not None and (not states.is_floating_point() or states.dim() != 4 or not states.shape[0]):
-            raise CacheFileError(
-                f"{path} must have {name} [batch, kv_heads, tokens, head_dim] of a floating-point dtype, got "
-                f"{list(states.shape)} of {states.dtype}: it is damaged, or not made by save_cache()."
-            )
 
 
 def _check_upstream(layer: CacheLayer, facts: dict[str, Any]) -> None:

@@ -14,7 +14,6 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
 from kvlayers.persistence.format import MOST_FILE_BYTES, Count, parsed, refuse, shown
 from kvlayers.persistence.safetensors_header import (
@@ -256,6 +255,7 @@ class NodeFile:
         path: path of the file.
         head: its beginning.
         record: its place, and which rows it has.
+        tensors: its tensors by name, as views of the content where that is possible: do not write to them.
 
     Raises:
         CacheFileError: bytes have changed since it was written.
@@ -263,11 +263,7 @@ class NodeFile:
 
     def __init__(self, file: TensorFile, head: NodeHead) -> None:
         self.path, self.head, self.record = file.path, head, head.record
-        self._tensors = {name: file.tensor(name) for name in head.header.tensors if name != DIGESTS}
-
-    def tensor(self, name: str) -> Tensor:
-        """A tensor, as a view of the content where that is possible: do not write to it."""
-        return self._tensors[name]
+        self.tensors = {name: file.tensor(name) for name in head.header.tensors if name != DIGESTS}
 
     def cache(self) -> TensorFile:
         """The saved cache without rows.
@@ -278,7 +274,7 @@ class NodeFile:
         if not self.record.has_cache:
             refuse(self.path, "what its cache is", "rows alone")
         # A copy, since its numbers need not be where numbers of their dtype can be in this file.
-        return file_in(self.path, self.tensor(CACHE).numpy().tobytes())
+        return file_in(self.path, self.tensors[CACHE].numpy().tobytes())
 
 
 def read_node(file: TensorFile) -> NodeFile:

@@ -1,7 +1,7 @@
 """A file of a cache whose description was checked, and an empty cache that is made from it."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -40,6 +40,9 @@ FREE_RESERVATION = 2**30
 RESERVATION_FACTOR = 64
 """A file may reserve `FREE_RESERVATION` bytes for its tokens, or `RESERVATION_FACTOR` times its size if more."""
 
+_STATES = ("keys", "values", "first_keys", "first_values")
+"""Tensors of a layer that the model has computed."""
+
 
 class SavedFile:
     """An open file whose content was checked, except for the bytes of its states, which are checked when they are read.
@@ -72,6 +75,11 @@ class SavedFile:
         names += [rotary_name(fingerprint) for fingerprint in self.description.rotaries]
         if sorted([*names, DIGESTS]) != sorted(name for name in tensors if name != TOKEN_IDS):
             refuse(path, "the tensors that it describes, and no others", f"{len(tensors)} of other names")
+        states = {prefix + name for prefix, _ in self.description.layers() for name in _STATES} & tensors.keys()
+        for name, entry in ((name, tensors[name]) for name in sorted(states)):
+            if not entry.dtype.is_floating_point or len(entry.shape) != 4 or not entry.shape[0]:
+                form = f"{shown(name)} [batch, kv_heads, tokens, head_dim] of a floating-point dtype"
+                refuse(path, form, f"{shown(entry.shape)} of {entry.dtype}")
 
     def pieces(self, prefix: str) -> list[KVPair]:
         """Keys and values of a layer in several pieces, to be copied one after another; empty if each is one tensor."""
@@ -115,14 +123,14 @@ def read_rotaries(saved: SavedFile, verify: bool) -> dict[str, Rotary]:
     return rotaries
 
 
-def rebuilt(saved: SavedFile, part: int | None, context: DescriptionContext, config: object | None) -> Cache:
-    """An empty cache like the one in a file, or like one part of the pair in the file.
+def rebuilt(saved: SavedFile, part: int, context: DescriptionContext, config: object | None) -> Cache:
+    """An empty cache like the one in a file, or like part 0 or 1 of the pair in the file.
 
     Raises:
         CacheFileError: no cache can be made from the file without a config, or without a package.
         KVLayersError: as the classes that the file names.
     """
-    path, record = saved.path, saved.description.caches()[part or 0]
+    path, record = saved.path, saved.description.caches()[part]
     cache_class = cache_class_of(path, record)
     _check_settings(path, record)
     # Before any layer is made: a static layer makes something for each slot that it may reserve.
@@ -141,9 +149,8 @@ def rebuilt(saved: SavedFile, part: int | None, context: DescriptionContext, con
         layers = [of_model[index] if layer is None else layer for index, layer in enumerate(layers)]
     cache = cache_class.from_description(record.options, layers, context)
     # Again for the finished layers: they may have been made from the config, not from the facts in the file.
-    parts = [[part.unwrapped for part in layer.parts] for layer in cache.adapted_layers()]
-    held = [[type(each).reserved_by(each.describe()) for each in of_layer] for of_layer in parts]
-    _check_reservation(saved, record, part, held)
+    finished = [layer.unwrapped for layer in cache.adapted_layers()]
+    _check_reservation(saved, record, part, [type(layer).reserved_by(layer.describe()) for layer in finished])
     return cache
 
 
@@ -209,44 +216,36 @@ def _check_settings(path: str, record: CacheRecord) -> None:
             if type(value) is int and name != "length" and "tokens." not in name and abs(value) > MAX_SETTING:
                 refuse(path, f"{shown(name)} of at most {MAX_SETTING}", shown(value))
     # Layers that are made from a config reserve what the options say.
-    if record.options.get("max_cache_len") is not None:
-        _check_amount(path, "reserved tokens", record.options["max_cache_len"], MAX_RESERVED_TOKENS)
+    _check_amount(path, "reserved tokens", record.options.get("max_cache_len") or 0, MAX_RESERVED_TOKENS)
 
 
-_Reservation = tuple[int, int]
-"""Tokens, and sequences, as `CacheLayer.reserved_by` returns them."""
-
-
-def _reserved_by_facts(layer: LayerRecord) -> list[_Reservation]:
-    layer_class, found = LAYER_CLASSES.get(layer.kind), list[_Reservation]()
-    # If the facts are incomplete, no layer is made from them.
+def _reserved_by_facts(layer: LayerRecord) -> tuple[int, int]:
+    """Tokens, and sequences, that a layer reserves that is made from these facts; none is if they are incomplete."""
+    layer_class = LAYER_CLASSES.get(layer.kind)
     with contextlib.suppress(KeyError):
-        found += [] if layer_class is None else [layer_class.reserved_by(layer.facts)]
-    return found
+        if layer_class is not None:
+            return layer_class.reserved_by(layer.facts)
+    return 0, 0
 
 
-def _check_reservation(
-    saved: SavedFile, record: CacheRecord, part: int | None, layers: list[list[_Reservation]]
-) -> None:
+def _check_reservation(saved: SavedFile, record: CacheRecord, part: int, layers: Sequence[tuple[int, int]]) -> None:
     """Raise `CacheFileError` if far more memory would be reserved than the file has states for.
 
     Args:
         saved: the file.
         record: the cache in it.
-        part: its number in a pair.
-        layers: the reservations of each layer.
+        part: 0, or 1 for the cross-attention of a pair.
+        layers: tokens, and sequences, that each layer reserves.
     """
-    total = 0
-    for index, reservations in enumerate(layers):
-        for tokens, sequences in reservations:
-            _check_amount(saved.path, "reserved tokens", tokens, MAX_RESERVED_TOKENS)
-            _check_amount(saved.path, "reserved sequences", sequences, MAX_SETTING)
-            for name in ("keys", "values"):
-                entry = saved.header.tensors.get(layer_prefix(part, index) + name)
-                if entry is not None and len(entry.shape) == 4:
-                    batch, kv_heads, _, head_dim = entry.shape
-                    rows = max(batch, sequences, record.options.get("max_batch_size") or 0)
-                    total += rows * kv_heads * head_dim * entry.dtype.itemsize * tokens
+    total, most_rows = 0, record.options.get("max_batch_size") or 0
+    for index, (tokens, sequences) in enumerate(layers):
+        _check_amount(saved.path, "reserved tokens", tokens, MAX_RESERVED_TOKENS)
+        _check_amount(saved.path, "reserved sequences", sequences, MAX_SETTING)
+        for name in ("keys", "values"):
+            entry = saved.header.tensors.get(layer_prefix(part, index) + name)
+            if entry is not None:
+                batch, kv_heads, _, head_dim = entry.shape
+                total += max(batch, sequences, most_rows) * kv_heads * head_dim * entry.dtype.itemsize * tokens
     most = max(FREE_RESERVATION, RESERVATION_FACTOR * saved.nbytes)
     if total > most:
         refuse(

@@ -15,7 +15,7 @@ from kvlayers.errors import CacheFileError, CachePathError, OptionError
 from kvlayers.persistence.format import MOST_FILE_BYTES, Count, canonical, decoded, refuse, shown
 
 FORMAT = "kvlayers.cache"
-FORMAT_VERSION = "10"
+FORMAT_VERSION = "11"
 """The version of saved caches and of nodes of a prefix store, the only one that is read and written."""
 
 TOKEN_IDS, DIGESTS = "token_ids", "digests"

@@ -121,8 +121,8 @@ def described(cache: Cache, state: CacheState, model: ModelRecord) -> tuple[Desc
         batch_size = max(cache.batch_size, 0)
         record = CacheRecord(state.kind, record.length, batch_size, cache.describe(), parts=records)
     tensors = {
-        layer_prefix(number if cache.is_pair else None, index) + name: _storable(tensor, name, layer.kind)
-        for number, own in enumerate(states)
+        layer_prefix(part, index) + name: _storable(tensor, name, layer.kind)
+        for part, own in enumerate(states)
         for index, layer in enumerate(own.layers)
         for name, tensor in layer.tensors.items()
     }

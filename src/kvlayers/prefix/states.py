@@ -352,7 +352,7 @@ class NodesFile(SavedFile):
         self._pieces: dict[str, list[Tensor]] = {}
         lengths: Counter[int] = Counter()
         for group in end.groups:
-            names = [layer_prefix(None, layer) + form.name for layer in group.layers for form in group.tensors]
+            names = [layer_prefix(0, layer) + form.name for layer in group.layers for form in group.tensors]
             if not self.header.tensors.keys() >= set(names):
                 raise CacheFileError(f"{path} is damaged: it has rows of tensors that its cache lacks.")
             begins, ends = group.positions()
@@ -376,7 +376,7 @@ class NodesFile(SavedFile):
             for layer in group.layers if end.entry.cuttable else ():
                 lengths[layer] += int(tokens.sum())
                 if _has_codes(group):
-                    name = layer_prefix(None, layer) + "block_ends"
+                    name = layer_prefix(0, layer) + "block_ends"
                     self._pieces[name] = [super().tensor(name), torch.from_numpy(tokens)]
         if end.entry.cuttable:
             cache = self.description.cache
@@ -389,9 +389,9 @@ class NodesFile(SavedFile):
     def _add(self, node: NodeFile, number: int, group: RowGroup, used: RowGroup) -> None:
         first = int(np.searchsorted(group.positions()[0], used.runs[0].first))
         for form in group.tensors:
-            states = node.tensor(rows_name(number, form.name))[:, :, :, first : first + used.rows]
+            states = node.tensors[rows_name(number, form.name)][:, :, :, first : first + used.rows]
             for place, layer in enumerate(group.layers):
-                self._pieces.setdefault(layer_prefix(None, layer) + form.name, []).append(states[place])
+                self._pieces.setdefault(layer_prefix(0, layer) + form.name, []).append(states[place])
 
     @override
     def pieces(self, prefix: str) -> list[KVPair]:

@@ -89,8 +89,6 @@ def _without_store(original: Method, model: Any, requested: str | None, cache_na
         with overriding(CURRENT, CurrentCall(requested, record, may_be_stopped, acquired)):
             output = original(assisted.view_for_generate(model, kwargs), **kwargs)
     except BaseException as error:
-        # A retry with less memory must not find the cache kept alive here.
-        record.release_cache()
         retried_pass.say_why_not(error)
         raise
     finally:

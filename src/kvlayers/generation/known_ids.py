@@ -43,17 +43,14 @@ class TokenRecord:
     """What one call of `generate()` knows of the tokens that its cache sees.
 
     Attributes:
-        total_tokens: as passed.
-        has_beams: whether the call searches with beams, known from `begin` on.
+        has_beams: whether the call searches with beams, known when its cache is prepared.
 
     Args:
         input_ids: the ids that the call was given, `[prompts, tokens]`; `None` if the cache sees other ones.
         mask: the attention mask that it was given, `[prompts, tokens]`, if any.
-        total_tokens: length of the whole sequence, including tokens that a cache has seen, if known.
     """
 
-    def __init__(self, input_ids: object, mask: object, total_tokens: int | None = None) -> None:
-        self.total_tokens = total_tokens
+    def __init__(self, input_ids: object, mask: object) -> None:
         is_ids = isinstance(input_ids, Tensor) and input_ids.dim() == 2 and not input_ids.is_floating_point()
         self._ids: Tensor | None = input_ids if is_ids else None  # type: ignore[assignment]
         # The ids are either the whole sequence, or only the tokens that the cache has not seen.
@@ -61,12 +58,12 @@ class TokenRecord:
         self._length_before = 0
         self.has_beams = False
 
-    def begin(self, model: Any, cache: object, generation_config: Any, mask: Tensor | None) -> None:
+    def begin(self, model: Any, cache: Any, generation_config: Any, mask: Tensor | None) -> None:
         """Compare the prompt and the model with what the passed cache has seen.
 
         Args:
             model: the model that generates.
-            cache: the cache that the call was given, if any.
+            cache: the cache that the call was given.
             generation_config: config of the call.
             mask: `[sequences, tokens]`, 0 for padding, if there is any.
 
@@ -77,7 +74,6 @@ class TokenRecord:
         """
         if isinstance(cache, Cache):
             _compare_models(cache, model)
-        self.has_beams = (generation_config.num_beams or 1) > 1
         if generation_config.is_assistant or not _records_ids(cache):
             return
         ids, known, length = self._ids, cache.known_ids, _length(cache)

@@ -12,9 +12,8 @@ from .generation.cache_by_name import make_cache
 from .generation.call_cache import free_reservations
 from .generation.chat import Chat
 from .generation.documents import store_document
-from .generation.install import generate, install, installed, is_installed, uninstall
+from .generation.install import generate, install, installed, is_installed, resilient_generate, uninstall
 from .generation.known_ids import PromptMismatchWarning
-from .generation.resilient import resilient_generate
 from .generation.retried_pass import SteppedDownWarning
 from .interop.aliases import (
     HQQQuantizedCache,

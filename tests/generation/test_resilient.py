@@ -19,7 +19,7 @@ from kvlayers import OptionError
 from kvlayers.core.buffer import TokenBuffer
 from kvlayers.core.forward_pass import in_module
 from kvlayers.generation import call_cache, retried_pass
-from kvlayers.generation.resilient import resilient_generate
+from kvlayers.generation.install import resilient_generate
 from kvlayers.generation.retried_pass import SteppedDownWarning
 from kvlayers.upstream import cache_argument
 from kvlayers.utils.tensor_memory import is_out_of_memory

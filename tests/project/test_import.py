@@ -53,7 +53,7 @@ def test_neither_generate_nor_the_command_line_is_imported_for(imported: Any, st
 
 @needs_a_fork
 def test_no_public_name_needs_an_optional_package(imported: Any) -> None:
-    assert "kvlayers.generation.resilient" in imported["all"]
+    assert "kvlayers.generation.install" in imported["all"]
     assert not roots(imported["all"]) & OPTIONAL
 
 

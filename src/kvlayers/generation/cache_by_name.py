@@ -32,12 +32,15 @@ from kvlayers.errors import ConfigError, KVLayersError, OptionError, RegistryErr
 from kvlayers.eviction.rule import eviction_rule_names
 from kvlayers.generation.patching import ScopedValue
 from kvlayers.kernels.codes.quantizer_contract import quantizer_names
-from kvlayers.upstream import model_types
+from kvlayers.upstream import generate_calls, model_types
 from kvlayers.upstream.callers import warn_the_caller
 from kvlayers.upstream.model_layers import layer_devices, model_device
 from kvlayers.utils.options import check_whole_number, checked_device, checked_dtype, checks_options
 
 logger = logging.getLogger(__name__)
+
+DYNAMIC = "dynamic"
+"""The name of the cache of calls that name none."""
 
 AUTO = "auto"
 """The name of a cache that a plan chooses for a number of tokens."""
@@ -206,12 +209,14 @@ def read_cache_argument(model: Any, argument: str, arguments: dict[str, Any]) ->
             f"`{argument}` must be a cache or the name of one, got {_what(given)}: pass for example "
             f"kvlayers.DynamicCache(config=model.config), or {argument}='int4'."
         )
-    if name is None and given is None and config is not None and config.cache_implementation is None:
-        # The config of the model may have another name.
-        saved, options = _saved(config)
-        if saved is not None:
-            arguments.update(cache_implementation=saved, cache_config=arguments.get("cache_config", options))
-    if (named := named_cache(name)) is not None and named.options:
+    # The config of the model may have another name.
+    is_silent = name is None and given is None and config is not None and config.cache_implementation is None
+    saved = _saved(config) if is_silent else None
+    if saved is not None:
+        options = arguments.get("cache_config", saved.options or None)
+        arguments.update(cache_implementation=saved.name, cache_config=options)
+    named = None if name is None else named_cache(name)
+    if named is not None and named.options:
         arguments.update(requested_cache(name, arguments.get("cache_config")).generate_options)
 
 
@@ -421,13 +426,7 @@ DEFAULT: ScopedValue[DefaultCache | None] = ScopedValue("cache of calls that nam
 """The option `cache` of `install()`."""
 
 _added_names: tuple[str, ...] = ()
-_accepted: tuple[str, ...] = ()
 _lock = threading.Lock()
-
-
-def are_accepted() -> bool:
-    """Whether `accept_names` has added names, and they are still there."""
-    return bool(_added_names) and configuration.ALL_CACHE_IMPLEMENTATIONS is _accepted
 
 
 def accept_names(list_names: Callable[[], list[str]]) -> None:
@@ -436,13 +435,13 @@ def accept_names(list_names: Callable[[], list[str]]) -> None:
     Args:
         list_names: returns all names that kvlayers adds now; the names that it added before are removed.
     """
-    global _added_names, _accepted
+    global _added_names
     # Not within the lock at first: this imports rooms, whose names are registered then, which leads here again.
     list_names()
     with _lock:
         other_names = tuple(name for name in configuration.ALL_CACHE_IMPLEMENTATIONS if name not in _added_names)
         _added_names = tuple(name for name in list_names() if name not in other_names)
-        configuration.ALL_CACHE_IMPLEMENTATIONS = _accepted = other_names + _added_names
+        configuration.ALL_CACHE_IMPLEMENTATIONS = other_names + _added_names
 
 
 def requested_name(arguments: Mapping[str, Any]) -> str | None:
@@ -463,7 +462,7 @@ def requested_name(arguments: Mapping[str, Any]) -> str | None:
     return name
 
 
-def resolve_name(model: Any, config: Any, requested: str | None, is_given_a_cache: bool) -> None:
+def resolve_name(model: Any, config: Any, requested: str | None, is_given_a_cache: bool) -> str:
     """Let the config that transformers has made for a call say which cache the call gets.
 
     transformers drops the name "hybrid" even if the call asks for it, and does not know of the separate field. A call
@@ -475,23 +474,32 @@ def resolve_name(model: Any, config: Any, requested: str | None, is_given_a_cach
         requested: as `requested_name` returned it.
         is_given_a_cache: whether the call has a cache already.
 
+    Returns:
+        The name of the cache.
+
     Raises:
         RegistryError: the saved name is not registered.
+        OptionError: its saved options are no mapping from names to values.
     """
     if config.cache_implementation is None:
         config.cache_implementation = requested
-    if config.cache_implementation is not None or is_given_a_cache:
-        return
-    name, options = _saved(config)
-    default = DEFAULT.get()
-    if name is not None:
-        if not is_registered(name):
-            raise unknown_name(name)
-        _use(config, name, options)
-        return
-    says_nothing = config.cache_config is None and config.use_cache is not False and not config.is_assistant
-    if default is not None and says_nothing and default.suits(model):
-        _use(config, default.named.name, dict(default.named.options) or None)
+    if config.cache_implementation is None and not is_given_a_cache:
+        named, default = _saved(config), DEFAULT.get()
+        if named is not None and not is_registered(named.name):
+            raise unknown_name(named.name)
+        says_nothing = config.cache_config is None and config.use_cache is not False and not config.is_assistant
+        if named is None and default is not None and says_nothing and default.suits(model):
+            named = default.named
+        if named is not None:
+            config.cache_implementation = named.name
+            if config.cache_config is None:
+                config.cache_config = dict(named.options) or None
+    return config.cache_implementation or DYNAMIC
+
+
+def is_made_here(model: Any, name: str) -> bool:
+    """Whether a cache of this name is made by its factory, rather than by the model."""
+    return is_registered(name) and not generate_calls.makes_own_static_cache(model, name)
 
 
 def save_pretrained(original: Callable[..., None], config: Any, *args: Any, **kwargs: Any) -> None:
@@ -514,14 +522,9 @@ def save_pretrained(original: Callable[..., None], config: Any, *args: Any, **kw
     )
 
 
-def _saved(config: Any) -> tuple[str | None, Any]:
+def _saved(config: Any) -> NamedCache | None:
+    """What `save_pretrained` has written into the separate field of a config."""
     field = vars(config).get(FIELD)
     # Anybody may have written a field of this name.
     name = field.get("cache_implementation") if isinstance(field, dict) else None
-    return (name, field.get("cache_config")) if isinstance(name, str) else (None, None)
-
-
-def _use(config: Any, name: str, options: Any) -> None:
-    config.cache_implementation = name
-    if config.cache_config is None:
-        config.cache_config = options
+    return NamedCache(name, checked_options(field.get("cache_config") or {})) if isinstance(name, str) else None

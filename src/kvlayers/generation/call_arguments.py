@@ -71,11 +71,11 @@ def with_prompt_by_name(arguments: dict[str, Any]) -> dict[str, Any]:
     Raises:
         OptionError: it has no `input_ids`, or an argument is given twice.
     """
-    places = [name for name in PROMPTS if isinstance(arguments.get(name), Mapping)]
-    if not places:
+    place = PROMPTS[0] if isinstance(arguments.get(PROMPTS[0]), Mapping) else PROMPTS[1]
+    encoded = arguments.get(place)
+    if not isinstance(encoded, Mapping):
         return arguments
-    encoded = arguments[places[0]]
-    others = {name: value for name, value in arguments.items() if name not in places}
+    others = {name: value for name, value in arguments.items() if name != place}
     if twice := sorted(encoded.keys() & others.keys()):
         raise OptionError(f"`{twice[0]}` must be given once, got it in the encoded prompt as well: leave one out.")
     if encoded.keys().isdisjoint({"input_ids", "inputs_embeds", "input_features", "input_values", "pixel_values"}):

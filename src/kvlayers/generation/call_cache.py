@@ -247,8 +247,6 @@ _warned: "weakref.WeakSet[Any]" = weakref.WeakSet()
 named: "weakref.WeakSet[Any]" = weakref.WeakSet()
 """Caches that were made for the name of a call, by a factory that may be anybody's."""
 
-DYNAMIC = "dynamic"
-
 
 def replace_layers(cache: Any, model: Any) -> None:
     """Give a cache layers of kvlayers if it is empty.
@@ -271,7 +269,9 @@ def warn_of_another(cache: Any, name: str | None, model: Any) -> None:
         name: the name that the call asks for, if any. The class of "dynamic" is transformers' own as well.
         model: the model.
     """
-    is_another = name not in (None, DYNAMIC) and type(cache) is not transformers.StaticCache and cache not in named
+    is_another = (
+        name not in (None, cache_by_name.DYNAMIC) and type(cache) is not transformers.StaticCache and cache not in named
+    )
     if is_another and cache_argument.is_generator(model) and model not in _warned:
         _warned.add(model)
         warn_the_caller(

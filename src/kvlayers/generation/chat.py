@@ -202,13 +202,11 @@ class Chat:
             output = generate(self._model, prompt, prefix_store=self._store, namespace=self._namespace, **options)
             self.cached_tokens = output.cached_tokens[0]
             return output
-        if sequences_per_prompt(config) > 1 or kept_states(self._model) is not None:
-            # Beams cannot start from one row, and what they leave in the cache cannot be continued. Neither can a
-            # cache that has only some of the states.
-            self._cache.reset()
         frequencies = frequencies_within(self._model.config, len(ids), len(ids))
-        if frequencies not in {self._frequencies} - {None} and depends_on_length(self._model.config):
-            # The keys of this prompt are rotated otherwise.
+        rotates_otherwise = frequencies not in {self._frequencies} - {None} and depends_on_length(self._model.config)
+        # Beams cannot start from one row, and what they leave in the cache cannot be continued. Neither can a cache
+        # that has only some of the states.
+        if sequences_per_prompt(config) > 1 or kept_states(self._model) is not None or rotates_otherwise:
             self._cache.reset()
         held = _rolled_back(self._cache, _common_length(self._held_ids(self._cache), ids))
         self._seen, self._frequencies = ids, None

@@ -53,17 +53,6 @@ class DocumentPrompt:
     question: Tensor
     recompute: int | str
 
-    @functools.cached_property
-    def arguments(self) -> dict[str, Any]:
-        """The prompt as arguments of `generate()`."""
-        ids = torch.cat([self.beginning, *self.documents, self.question], dim=1)
-        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-
-    @property
-    def is_one_text(self) -> bool:
-        """Whether all of it is to be computed as one text."""
-        return isinstance(amount := recompute_amount(self.recompute), Fraction) and amount == 1
-
     @classmethod
     def of(
         cls,
@@ -110,12 +99,13 @@ class DocumentPrompt:
                 before = torch.cat([bos, before], dim=1)
         return cls(before, parts, last, recompute)
 
-    def generate(self, model: Any, active: active_store.ActiveStore | None, kwargs: Mapping[str, Any]) -> Any:
-        """Call `model.generate` with the concatenated states of the documents.
+    def generate(self, model: Any, kwargs: Mapping[str, Any]) -> Any:
+        """Call `model.generate` with the concatenated states of the documents, or with all of it as one text.
+
+        States are kept in the store of the call, or without one for this call alone.
 
         Args:
             model: the model.
-            active: the store. Without one, states are kept for this call alone.
             kwargs: arguments of `model.generate` besides the prompt.
 
         Returns:
@@ -125,12 +115,17 @@ class DocumentPrompt:
             OptionError: the states of the call depend on more than tokens, or it does not decode in the usual way.
             CapacityError, ConfigError, UnsupportedLayerError: as `concatenate`.
         """
-        name = cache_argument.name_in_generate(model)
-        arguments = {**cache_argument.respelled(model, dict(kwargs), name), **self.arguments}
+        name, amount = cache_argument.name_in_generate(model), recompute_amount(self.recompute)
+        ids = torch.cat([self.beginning, *self.documents, self.question], dim=1)
+        arguments = {
+            **cache_argument.respelled(model, dict(kwargs), name),
+            "input_ids": ids,
+            "attention_mask": torch.ones_like(ids),
+        }
+        if isinstance(amount, Fraction) and amount == 1:
+            return model.generate(**arguments)
         cache_by_name.read_cache_argument(model, name, arguments)
-        cache, cached_tokens = self._put_together(
-            model, active or active_store.for_call() or _for_one_call(), arguments
-        )
+        cache, cached_tokens = self._put_together(model, active_store.for_call() or _for_one_call(), arguments)
         with active_store.CURRENT.override(None):
             # The cache has the options already.
             return call_with(cache, model.generate, {**arguments, name: cache, "cache_config": None}, (cached_tokens,))

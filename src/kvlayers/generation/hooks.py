@@ -19,7 +19,6 @@ from torch import Tensor
 from transformers.generation.utils import GenerationMixin, GenerationMode
 from transformers.utils import ModelOutput
 
-from kvlayers.core import named_caches
 from kvlayers.core.cache import Cache
 from kvlayers.errors import LegacyFormatError
 from kvlayers.generation import (
@@ -67,7 +66,7 @@ def _without_store(original: Method, model: Any, requested: str | None, cache_na
     input_ids = kwargs.get("input_ids", kwargs.get("inputs"))
     if compat.LOOPS_COUNT_CACHE_POSITION and is_own and not is_pair:
         call_cache.check_whole_sequence(past, input_ids)
-    is_from_store = prefixed_call.is_from_store(past)
+    is_from_store = is_own and prefixed_call.is_from_store(past)
     if is_own and not is_assistant and not is_pair:
         if not is_from_store:
             call_cache.check_rows(past, mask, input_ids)
@@ -80,17 +79,13 @@ def _without_store(original: Method, model: Any, requested: str | None, cache_na
     mask_mode = None if past is None else call_cache.mask_mode(past)
     was_compiled = mask_mode is not None and mask_mode.compiled
     cache_sees_ids = not (is_pair or is_assistant or is_from_store) and kwargs.get("inputs_embeds") is None
-    record = known_ids.TokenRecord(
-        input_ids if cache_sees_ids else None, mask, _total_tokens(model, input_ids, kwargs) if is_own else None
-    )
+    record = known_ids.TokenRecord(input_ids if cache_sees_ids else None, mask)
     may_be_stopped = bool(kwargs.get("stopping_criteria")) or kwargs.get("custom_generate") is not None
     acquired: list[Acquired] = []
     try:
         with overriding(CURRENT, CurrentCall(requested, record, may_be_stopped, acquired)):
             output = original(assisted.view_for_generate(model, kwargs), **kwargs)
     except BaseException as error:
-        # A retry with less memory must not find the cache kept alive here.
-        record.release_cache()
         retried_pass.say_why_not(error)
         raise
     finally:
@@ -119,17 +114,6 @@ def _forget_images(model: Any, past: Cache, input_ids: Any, mask: Any) -> None:
     before = input_ids[:, :0] if is_whole else past.known_ids
     if before is not None:
         model_types.forget_images(model, torch.cat([before.to(input_ids.device), input_ids], dim=1), mask)
-
-
-def _total_tokens(model: Any, input_ids: Any, kwargs: dict[str, Any]) -> int | None:
-    """Tokens of the whole sequence of a call. transformers reads them off its mask, or counts them without one."""
-    mask = kwargs.get("attention_mask")
-    if mask is not None:
-        return mask.shape[1] if mask.dim() == 2 else None
-    if "attention_mask" not in inspect.signature(model.forward).parameters:
-        return None
-    inputs = [given for given in (input_ids, kwargs.get("inputs_embeds")) if isinstance(given, Tensor)]
-    return next((given.shape[1] for given in inputs if given.dim() > 1 and given.shape[1]), None)
 
 
 def _pop_return_legacy_cache(model: Any, config: Any, kwargs: dict[str, Any]) -> bool:
@@ -163,8 +147,7 @@ def prepare_cache_for_generation(
     """For `_prepare_cache_for_generation`: checks the cache that the user passed, or makes a cache by name."""
     argument, call = cache_argument.name_in_generate(model), CURRENT.get()
     past = model_kwargs.get(argument)
-    cache_by_name.resolve_name(model, generation_config, call.requested_name, past is not None)
-    name = generation_config.cache_implementation or "dynamic"
+    name = cache_by_name.resolve_name(model, generation_config, call.requested_name, past is not None)
     if isinstance(past, transformers.Cache) and not generation_config.is_assistant:
         encoded = generate_calls.encoded_for(model, model_kwargs)
         if encoded is not None and not model.config.is_encoder_decoder:
@@ -172,7 +155,9 @@ def prepare_cache_for_generation(
     if past is not None:
         _prepare_passed_cache(model, past, generation_config, model_kwargs, max_cache_length, generation_mode)
     if call.record is not None:
-        call.record.begin(model, past, generation_config, call_cache.padding_mask(model_kwargs))
+        call.record.has_beams = (generation_config.num_beams or 1) > 1
+        if past is not None:
+            call.record.begin(model, past, generation_config, call_cache.padding_mask(model_kwargs))
     if generation_config.prefill_chunk_size is not None:
         is_filled = compat.CHUNKS_BEGIN_AT_ZERO and isinstance(past, Cache) and past.length
         if is_filled or model_types.kept_states(model) is not None:
@@ -182,8 +167,7 @@ def prepare_cache_for_generation(
         past is not None
         or generation_config.use_cache is False
         or not model._supports_default_dynamic_cache()
-        or not named_caches.is_registered(name)
-        or generate_calls.makes_own_static_cache(model, name)
+        or not cache_by_name.is_made_here(model, name)
     ):
         original(model, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
         if isinstance(past, Cache):
@@ -199,7 +183,6 @@ def prepare_cache_for_generation(
     if generation_mode == GenerationMode.ASSISTED_GENERATION:
         # transformers refuses to verify drafts with a static name, since its static caches cannot be rolled back.
         generation_config.cache_implementation = None
-    prefixed_call.explain_bypass(cache)
     model_kwargs[argument] = cache
     _note_inputs(model, cache, generation_config)
 
@@ -222,10 +205,8 @@ def _prepare_passed_cache(
     attention_mask = call_cache.padding_mask(model_kwargs)
     # A draft model gets its own cache several times within one call.
     encoded = None if generation_config.is_assistant else generate_calls.encoded_for(model, model_kwargs)
-    record = CURRENT.get().record
-    total_tokens = None if record is None else record.total_tokens
-    if attention_mask is not None:
-        total_tokens = attention_mask.shape[1]
+    of_ones = vars(generation_config).get(generate_calls.MASK_LENGTH)
+    total_tokens = of_ones if attention_mask is None else attention_mask.shape[1]
     call_cache.validate(model, past, attention_mask, total_tokens, encoded, model_kwargs.get("inputs_embeds"))
     new_tokens = generation_config.max_new_tokens
     if new_tokens is not None and total_tokens is not None and not model.config.is_encoder_decoder:
@@ -260,9 +241,12 @@ def prefill(
     if is_in_chunks and frequencies_within(model.config, 1, input_ids.shape[1]) is None:
         # Parts of the prompt would be rotated by the frequencies of shorter prompts.
         generation_config.prefill_chunk_size = None
-    output = prefill_in_chunks(model, input_ids, generation_config, model_kwargs)
-    if output is None:
-        output = prefill_once(transformers_prefill, input_ids, generation_config, model_kwargs, model)
+    cache = model_kwargs.get(cache_argument.name_in_generate(model))
+    if not isinstance(cache, Cache):
+        return transformers_prefill(input_ids, model_kwargs)
+    output = prefill_in_chunks(model, cache, input_ids, generation_config, model_kwargs)
+    if output is None and input_ids.shape[0] > 1:
+        output = prefill_once(transformers_prefill, cache, input_ids, generation_config, model_kwargs, model)
     return transformers_prefill(input_ids, model_kwargs) if output is None else output
 
 

@@ -3,8 +3,8 @@
 While kvlayers is installed, these are replaced (`hooks.py` and `cache_by_name.py` have what replaces them):
 
 * `GenerationMixin.generate`, so that it takes legacy tuples and `return_legacy_cache=True`, which transformers 5
-  dropped, keeps the name of a cache that it is asked for, and uses a prefix store (`prefixes/`). To decode with drafts
-  it gets a view of the model (`assisted.py`): transformers refuses models with recurrent states, which kvlayers'
+  dropped, keeps the name of a cache that it is asked for, and uses a prefix store (`prefix_reuse/`). To decode with
+  drafts it gets a view of the model (`assisted.py`): transformers refuses models with recurrent states, which kvlayers'
   caches can roll back, and its loop passes the whole sequence again, although the cache has seen a part of it.
 * `GenerationMixin._prepare_cache_for_generation`, which makes the cache that a name asks for.
 * `GenerationMixin._prefill`, which ignores what a cache has seen if the model's scan starts from zero
@@ -50,6 +50,7 @@ from kvlayers.generation import (
     call_cache,
     hooks,
     known_ids,
+    retried_pass,
     transformers4_names,
 )
 from kvlayers.generation.current_call import USES_KVLAYERS
@@ -58,6 +59,7 @@ from kvlayers.generation.patching import Activation, Method, Patch, ScopedValue,
 from kvlayers.generation.prefix_reuse import active_store
 from kvlayers.interop.export import register_export_support
 from kvlayers.kernels.attention import model_attention
+from kvlayers.memory import LADDER
 from kvlayers.prefix import PrefixStore
 from kvlayers.upstream import compat, generate_calls, supported
 from kvlayers.utils import late
@@ -193,7 +195,8 @@ def installed(
                 stack.enter_context(transformers4_names.ACTIVATION.block())
         for setting, value in given:
             stack.enter_context(setting.override(value))
-        stack.enter_context(active_store.noting_other_threads(prefix_store))
+        if prefix_store is not None:
+            stack.enter_context(active_store.noting_other_threads(prefix_store))
         yield
 
 
@@ -227,7 +230,7 @@ SERVED: ScopedValue[bool | None] = ScopedValue("whether rows serve continuous ba
 @contextlib.contextmanager
 def call_with_kvlayers() -> Iterator[None]:
     """Lasts for one call that uses kvlayers, installed or not. Calls in other threads are not affected."""
-    with _activation.private_call(), overriding(USES_KVLAYERS, True):
+    with _activation.block(is_active=False), overriding(USES_KVLAYERS, True):
         yield
 
 
@@ -310,8 +313,7 @@ def _apply_patches() -> None:
     hooks.is_active = _uses_kvlayers
     for interface, function in _ATTENTION:
         interface.register(model_attention.NAME, function)
-    if not cache_by_name.are_accepted():
-        _accept_names()
+    _accept_names()
 
 
 def _remove_patches() -> None:
@@ -421,11 +423,6 @@ def generate(
     kwargs |= {name: given for name, given in (("cache", cache), ("cache_config", cache_config)) if given is not None}
     active = active_store.required_store(prefix_store, namespace)
     prompt = DocumentPrompt.of(model, documents, question, beginning, recompute, args, kwargs)
-    if prompt is not None and not prompt.is_one_text:
-        with call_with_kvlayers():
-            return prompt.generate(model, active, kwargs)
-    if prompt is not None:
-        kwargs.update(prompt.arguments)
     if (
         active is not None
         and isinstance(model, GenerationMixin)
@@ -436,4 +433,41 @@ def generate(
             "whose own may never use the store: leave prefix_store out."
         )
     with contextlib.nullcontext() if active is None else active_store.CURRENT.override(active), call_with_kvlayers():
-        return model.generate(*args, **kwargs)
+        return model.generate(*args, **kwargs) if prompt is None else prompt.generate(model, kwargs)
+
+
+def resilient_generate(model: Any, *args: Any, ladder: Sequence[str] = LADDER, **kwargs: Any) -> Any:
+    """As `kvlayers.generate`, which makes each forward pass again that runs out of memory, by steps of your choice.
+
+    The cache is kvlayers': the one that the call names or passes, or a `DynamicCache`. For each such pass it gives way
+    by one step, in place: to 8 bits, to 4 bits, to the host. Each step warns with `SteppedDownWarning`. Under
+    `install()`, every call of `generate()` does this.
+
+    Args:
+        model: a model of transformers.
+        args: as for `generate`.
+        ladder: the steps that the cache may take, the first of them first, of "int8", "int4" and "offloaded".
+        kwargs: as for `generate`.
+
+    Returns:
+        What `model.generate` returns.
+
+    Raises:
+        OptionError: `ladder` is empty, or has something else. Nothing was generated.
+        torch.OutOfMemoryError: no step is left. The message lists the steps that were taken.
+
+    Example:
+        >>> import torch, transformers
+        >>> config = transformers.LlamaConfig(
+        ...     num_hidden_layers=1, hidden_size=32, intermediate_size=32, num_attention_heads=2, vocab_size=99
+        ... )
+        >>> model = transformers.LlamaForCausalLM(config)
+        >>> resilient_generate(model, torch.tensor([[5, 8, 13]]), max_new_tokens=4).shape
+        torch.Size([1, 7])
+    """
+    if not isinstance(ladder, list | tuple) or not ladder or any(step not in LADDER for step in ladder):
+        raise OptionError(
+            f"`ladder` must be steps of {', '.join(map(repr, LADDER))}, got {ladder!r}: pass a tuple of them."
+        )
+    with retried_pass.LADDER.override(ladder):
+        return generate(model, *args, **kwargs)

@@ -43,32 +43,27 @@ class TokenRecord:
     """What one call of `generate()` knows of the tokens that its cache sees.
 
     Attributes:
-        total_tokens: as passed.
-        has_beams: whether the call searches with beams, known from `begin` on.
+        has_beams: whether the call searches with beams, known when its cache is prepared.
 
     Args:
         input_ids: the ids that the call was given, `[prompts, tokens]`; `None` if the cache sees other ones.
         mask: the attention mask that it was given, `[prompts, tokens]`, if any.
-        total_tokens: length of the whole sequence, including tokens that a cache has seen, if known.
     """
 
-    def __init__(self, input_ids: object, mask: object, total_tokens: int | None = None) -> None:
-        self.total_tokens = total_tokens
+    def __init__(self, input_ids: object, mask: object) -> None:
         is_ids = isinstance(input_ids, Tensor) and input_ids.dim() == 2 and not input_ids.is_floating_point()
         self._ids: Tensor | None = input_ids if is_ids else None  # type: ignore[assignment]
         # The ids are either the whole sequence, or only the tokens that the cache has not seen.
         self._is_whole = not isinstance(mask, Tensor) or self._ids is None or mask.shape[-1] == self._ids.shape[1]
-        self._cache: Cache | None = None
-        self._known_before: Tensor | None = None
         self._length_before = 0
         self.has_beams = False
 
-    def begin(self, model: Any, cache: object, generation_config: Any, mask: Tensor | None) -> None:
+    def begin(self, model: Any, cache: Any, generation_config: Any, mask: Tensor | None) -> None:
         """Compare the prompt and the model with what the passed cache has seen.
 
         Args:
             model: the model that generates.
-            cache: the cache that the call was given, if any.
+            cache: the cache that the call was given.
             generation_config: config of the call.
             mask: `[sequences, tokens]`, 0 for padding, if there is any.
 
@@ -79,21 +74,18 @@ class TokenRecord:
         """
         if isinstance(cache, Cache):
             _compare_models(cache, model)
-        self.has_beams = (generation_config.num_beams or 1) > 1
         if generation_config.is_assistant or not _records_ids(cache):
             return
-        ids, known = self._ids, cache.known_ids
-        if ids is not None:
-            length = cache.most_seen()
-            if length and self._is_whole:
-                sequences = ids.cpu().repeat_interleave(sequences_per_prompt(generation_config), dim=0)
-                held = ids[:, :0].cpu() if known is None else known[:, :length].cpu()
-                _compare(cache, held, length, sequences, mask)
-                # The beams of a prompt have all of them, in whatever order.
-                length = 0 if self.has_beams and torch.equal(held, sequences[:, :length]) else length
-            self._cache, self._known_before, self._length_before = cache, known, length
-        # Unknown until the call ends.
-        cache.known_ids = None
+        ids, known, length = self._ids, cache.known_ids, cache.most_seen()
+        # What is known of tokens that stay is known during the call as well, and if it fails.
+        cache.known_ids = None if known is None or not length else known[:, :length]
+        if ids is not None and length and self._is_whole:
+            sequences = ids.cpu().repeat_interleave(sequences_per_prompt(generation_config), dim=0)
+            held = ids[:, :0].cpu() if cache.known_ids is None else cache.known_ids.cpu()
+            _compare(cache, held, length, sequences, mask)
+            # The beams of a prompt have all of them, in whatever order.
+            length = 0 if self.has_beams and torch.equal(held, sequences[:, :length]) else length
+        self._length_before = length
 
     def note_beams(self, cache: object, sequences: Tensor) -> None:
         """Let a cache know the tokens of its beams, which it then selects as it selects their states.
@@ -103,15 +95,9 @@ class TokenRecord:
             sequences: ids of which the next pass is prepared, `[prompts * beams, tokens]`.
         """
         # A prompt may be read once, before it is repeated.
-        if self.has_beams and _records_ids(cache) and self._ids is not None and sequences.shape[1] > self._ids.shape[1]:
+        is_behind = self._ids is not None and sequences.shape[1] > self._ids.shape[1]
+        if self.has_beams and is_behind and self._is_whole and not self._length_before and _records_ids(cache):
             cache.known_ids = sequences
-
-    def release_cache(self) -> None:
-        """Drop the reference to the cache of a call that failed, which still knows what it knew before."""
-        cache, before = self._cache, self._known_before
-        if cache is not None and cache.known_ids is None and before is not None and len(before) == cache.batch_size:
-            cache.known_ids = before
-        self._cache = self._known_before = None
 
     def end(self, output: object, cache: object) -> None:
         """Record in the cache of the finished call which tokens it has seen.
@@ -123,26 +109,24 @@ class TokenRecord:
         sequences = output.get("sequences") if isinstance(output, ModelOutput) else output
         if self._ids is None or not isinstance(sequences, Tensor) or not _records_ids(cache):
             return
-        if self._cache is not cache and self._cache is not None:
-            return
-        rows, seen, ids, beams = cache.batch_size, cache.most_seen(), self._ids.cpu(), cache.known_ids
-        # The beams may be others than what is returned. Before the second pass, only their prompts are known.
-        of_beams = ids if beams is None else beams
-        fed = (of_beams if self.has_beams else sequences).detach().cpu()
-        cache.known_ids = None
+        ids, known, before = self._ids.cpu(), cache.known_ids, self._length_before
+        rows, seen = cache.batch_size, cache.most_seen()
+        if self.has_beams:
+            # They may be others than what is returned. Before the second pass, only their prompts are known.
+            sequences = ids if known is None or known.shape[1] <= ids.shape[1] else known
+        fed = sequences.detach().cpu()
         fits = torch.equal(fed[:, : ids.shape[1]], ids.repeat_interleave(len(fed) // len(ids), dim=0))
-        if not fits or rows < 1 or rows % len(fed):
-            return
-        fed = fed.repeat_interleave(rows // fed.shape[0], dim=0)
-        known = fed[:, :0] if self._length_before == 0 else self._known_before
         # Sequences that go on from beams may have been selected since.
-        if known is None or known.shape[0] != rows or (self.has_beams and self._length_before):
+        if not fits or rows < 1 or rows % len(fed) or (self.has_beams and before):
             return
-        if known.shape[1] >= self._length_before:
-            new = fed[:, self._length_before :] if self._is_whole else fed
-            known = torch.cat([known[:, : self._length_before].cpu(), new], dim=1)
+        fed = fed.repeat_interleave(rows // len(fed), dim=0)
+        known = fed if before == 0 else known
+        # Without all ids of the tokens before, those of new tokens have no place.
+        if known is None or known.shape[0] != rows or known.shape[1] < before:
+            return
+        known = torch.cat([known[:, :before].cpu(), fed[:, before:] if self._is_whole else fed], dim=1)
         # If the cache has seen more tokens than there are ids, some have no id, such as those of an image.
-        if seen <= known.shape[1] or known is self._known_before:
+        if seen <= known.shape[1]:
             cache.known_ids = known[:, :seen].clone()
 
 

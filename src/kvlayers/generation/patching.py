@@ -111,10 +111,6 @@ class Activation:
                 if token in self._calls:
                     self._leave(self._calls, token)
 
-    def private_call(self) -> AbstractContextManager[None]:
-        """Lasts for one call that needs the changes for itself alone. This does not make them active for others."""
-        return self._in_place_for(self._calls)
-
     def activate(self) -> None:
         """Make the changes, until `deactivate`."""
         with self._lock:
@@ -131,13 +127,14 @@ class Activation:
             self._users.clear()
             self._leave(self._users, self)
 
-    def block(self) -> AbstractContextManager[None]:
-        """`activate` for the length of a `with` block. Blocks nest and overlap: the last one to end deactivates."""
-        return self._in_place_for(self._users)
-
     @contextmanager
-    def _in_place_for(self, users: set[object]) -> Iterator[None]:
-        token = object()
+    def block(self, is_active: bool = True) -> Iterator[None]:
+        """`activate` for the length of a `with` block. Blocks nest and overlap: the last one to end deactivates.
+
+        Args:
+            is_active: `False` for a block that needs the changes in place for itself alone.
+        """
+        token, users = object(), self._users if is_active else self._calls
         try:
             with self._lock:
                 users.add(token)

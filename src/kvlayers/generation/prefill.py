@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.modules import module as torch_modules
 
 from kvlayers.core.cache import Cache
 from kvlayers.errors import StateMismatchError
-from kvlayers.upstream import cache_argument, compat, generate_calls, model_types
+from kvlayers.upstream import compat, generate_calls, model_types
 
 MIN_TOKENS = 32
 """A shorter prompt is not worth holding separately from what follows it."""
@@ -18,12 +19,13 @@ Prefill = Callable[[Tensor, dict[str, Any]], Any]
 
 
 def prefill_once(
-    prefill: Prefill, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any], model: Any
+    prefill: Prefill, cache: Cache, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any], model: Any
 ) -> Any | None:
     """Prefill each prompt once, although it is repeated: for its beams or samples, or by the caller.
 
     Args:
         prefill: does the prefill for `(input_ids, model_kwargs)`.
+        cache: the cache of the call.
         input_ids: `[prompts * repeats, tokens]`, the repeats of a prompt side by side.
         generation_config: says how often `generate()` has repeated each prompt.
         model_kwargs: arguments of the forward pass, with tensors repeated in the same way.
@@ -32,14 +34,11 @@ def prefill_once(
     Returns:
         The output of the prefill for all repeats; `None` if the prompt cannot be prefilled in this way.
     """
-    rows = input_ids.shape[0]
-    if rows == 1:
-        return None
-    cache = model_kwargs.get(cache_argument.name_in_generate(model))
     if not _can_expand_later(model, cache, input_ids, generation_config, model_kwargs):
         return None
-    repeats = generate_calls.sequences_per_prompt(generation_config)
-    if repeats < rows and _is_by_rows_alone(model):
+    rows, repeats = input_ids.shape[0], generate_calls.sequences_per_prompt(generation_config)
+    # Else a row may have states of its own.
+    if repeats < rows and reason_in_modules(model) is None:
         repeats = max(repeats, _repeats_in(input_ids, model_kwargs))
     if repeats == 1:
         return None
@@ -47,26 +46,16 @@ def prefill_once(
         name: value[::repeats] if isinstance(value, Tensor) and value.dim() and value.shape[0] == rows else value
         for name, value in model_kwargs.items()
     }
-    for layer in cache.adapted_layers():  # type: ignore[union-attr]
+    for layer in cache.adapted_layers():
         # Layers without tokens may know the padding of each sequence.
         layer.select(torch.arange(0, rows, repeats))
     output = prefill(input_ids[::repeats], once)
     if compat.LOOPS_COUNT_CACHE_POSITION and "cache_position" in once:
         # The decode loop continues counting from what the prefill leaves here.
         model_kwargs["cache_position"] = once["cache_position"]
-    cache.expand(repeats)  # type: ignore[union-attr]
+    cache.expand(repeats)
     output.logits = output.logits.repeat_interleave(repeats, dim=0)
     return output
-
-
-def _is_by_rows_alone(model: Any) -> bool:
-    """Whether equal rows have equal states: there is no dropout, and no hook of a module that may know its row."""
-    for module in model.modules():
-        hooks = [] if module is model else [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-        trains = module.training and model_types.effect_of_training(module)
-        if trains or not all(map(generate_calls.leaves_states_as_they_are, hooks)):
-            return False
-    return True
 
 
 def _repeats_in(input_ids: Tensor, model_kwargs: dict[str, Any]) -> int:
@@ -82,9 +71,9 @@ def _repeats_in(input_ids: Tensor, model_kwargs: dict[str, Any]) -> int:
 
 
 def _can_expand_later(
-    model: Any, cache: Any, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any]
+    model: Any, cache: Cache, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any]
 ) -> bool:
-    if not isinstance(cache, Cache) or cache.batch_size >= 0 or input_ids.dim() != 2:
+    if cache.batch_size >= 0 or input_ids.dim() != 2:
         return False
     is_usual = (
         generation_config.prefill_chunk_size is None
@@ -98,6 +87,30 @@ def _can_expand_later(
     shares = any(layer.traits.attends and layer.reserved is None for layer in cache.adapted_layers())
     # States in modules would have one row for each prompt, where the next pass has one for each sample.
     return is_usual and shares and not cache.is_static and model_types.kept_states(model) is None
+
+
+def reason_in_modules(model: Any) -> str | None:
+    """Why a module of a model may compute something else than its class and its weights say, `None` for no reason."""
+    if "prepare_inputs_for_generation" in vars(model):
+        # PEFT replaces it for prompt tuning.
+        return f"its prepare_inputs_for_generation is not the one of {type(model).__name__}"
+    for path, module in model.named_modules():
+        attributes = vars(module)
+        # The same tokens then have other states in every call, or none.
+        if module.training and (cause := model_types.effect_of_training(module)) is not None:
+            return f"{path or 'the model'} is in training mode, with {cause}: call model.eval()"
+        # accelerate replaces forward() to load weights, and sets `_hf_hook`.
+        is_replaced = "forward" in attributes and "_hf_hook" not in attributes
+        if is_replaced or not model_types.is_of_its_class(module.__class__.forward, module.__class__):
+            return f"forward() of {path or 'the model'} is not the one of its class"
+        # Hooks of the model as a whole do not change its states, and hooks that only take outputs do not either.
+        hooks = [] if module is model else [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+        if not all(map(generate_calls.leaves_states_as_they_are, hooks)):
+            return f"{path} has hooks, on which states may depend"
+    hooks = [*torch_modules._global_forward_hooks.values(), *torch_modules._global_forward_pre_hooks.values()]
+    if not all(map(generate_calls.leaves_states_as_they_are, hooks)):
+        return "all modules have hooks, on which states may depend"
+    return None
 
 
 PER_TOKEN_ARGUMENTS = ("attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids")
@@ -177,17 +190,18 @@ def check_no_padding(mask: Tensor | None, tokens: int) -> None:
         )
 
 
-def prefill_in_chunks(model: Any, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any]) -> Any:
+def prefill_in_chunks(
+    model: Any, cache: Cache, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any]
+) -> Any:
     """The prefill of prompts that the single forward pass of transformers would get wrong; `None` for other prompts.
 
     There are two such cases: new tokens after a filled cache, if the model takes them one by one, as its scan over
     several tokens starts from zero or it has no mask for them; and a whole sequence, if the cache holds recurrent
     states alone, since transformers does not ask such a cache how many tokens it has seen.
     """
-    cache = model_kwargs.get(cache_argument.name_in_generate(model))
     mask = model_kwargs.get("attention_mask")
     is_unusual = model_kwargs.get("inputs_embeds") is not None or (isinstance(mask, Tensor) and mask.dim() != 2)
-    if not isinstance(cache, Cache) or is_unusual or model.config.is_encoder_decoder:
+    if is_unusual or model.config.is_encoder_decoder:
         return None
     if not cache.recurrent_parts() and not model_types.decodes_one_token(model.config):
         return None

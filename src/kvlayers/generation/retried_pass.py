@@ -46,7 +46,8 @@ def make_room(
     Args:
         cache: the cache of the pass.
         began: what `newest_pass()` of the cache was before the pass.
-        error: what ended the pass. The frames in which it was raised are cleared, since they hold activations.
+        error: what ended the pass, raised again if memory did not run out. Else the frames in which it was raised are
+            cleared, since they hold activations.
         check_readable: raises `RollbackError` if so many tokens, all that the cache had seen, cannot be read again.
 
     Returns:
@@ -56,6 +57,8 @@ def make_room(
         OutOfMemoryError: memory ran out, but the cache cannot be put back, or has no step left. The message has the
             steps that it has taken.
     """
+    if not may_retry(error):
+        raise error
     _clear_frames(error)
     try:
         length, kept = _put_back(cache, began, check_readable)
@@ -65,7 +68,11 @@ def make_room(
             raise RollbackError(f"its {type(cache).__name__} has no step left to give way by")
     except (RollbackError, InterruptedPassError) as reason:
         steps = ", ".join(cache.steps_taken) or "none"
-        raise out_of_memory(error, f"{reason} (steps taken: {steps})") from error
+        raise torch.OutOfMemoryError(
+            f"{error}\n\nThe forward pass could not be made again with less memory, as {reason} (steps taken: {steps})"
+            ". Shorten the prompt, set prefill_chunk_size, generate fewer tokens or sequences at once, or begin with a "
+            'smaller cache, such as cache_implementation="offloaded_quantized".'
+        ) from error
     _warn(f"A forward pass ran out of memory ({_first_line(error)}). It is made again", step)
     return length, kept
 
@@ -150,9 +157,21 @@ def pass_unseen(model: Any, ids: Tensor, cache: Cache, chunk: int | None, positi
         try:
             return pass_tokens(model, ids, arguments, cache, cache.length, chunk)
         except (RuntimeError, MemoryError) as error:
-            if not may_retry(error):
-                raise
             make_room(cache, began, error, lambda length: None)
+
+
+def read_again(model: Any, prompts: Sequence[Tensor], caches: Sequence[Cache]) -> list[Tensor]:
+    """Read the tokens `[1, tokens]` of each of several sequences into a cache of its own, which may know other ones.
+
+    Returns:
+        For each, the logits after its last token, `[1, vocab]`.
+    """
+    logits = []
+    for ids, cache in zip(prompts, caches, strict=True):
+        cache.reset()
+        positions = torch.arange(ids.shape[1], device=ids.device)[None]
+        logits.append(pass_unseen(model, ids, cache, None, positions).logits[:, -1])
+    return logits
 
 
 def level(caches: Sequence[Cache]) -> None:
@@ -161,15 +180,6 @@ def level(caches: Sequence[Cache]) -> None:
     for cache in caches:
         while len(cache.steps_taken) < most and cache.give_way(LADDER.get()) is not None:
             pass
-
-
-def out_of_memory(error: BaseException, reason: str) -> torch.OutOfMemoryError:
-    """The error for a pass that is not made again, with the message of what ended it."""
-    return torch.OutOfMemoryError(
-        f"{error}\n\nThe forward pass could not be made again with less memory, as {reason}. Shorten the prompt, set "
-        "prefill_chunk_size, generate fewer tokens or sequences at once, or begin with a smaller cache, such as "
-        'cache_implementation="offloaded_quantized".'
-    )
 
 
 def say_why_not(error: BaseException) -> None:

@@ -18,7 +18,7 @@ from kvlayers.core.dynamic_cache import DynamicCache
 from kvlayers.core.preparation import drops_padding, left_padding_of
 from kvlayers.errors import CapacityError, OptionError, RollbackError
 from kvlayers.generation import retried_pass
-from kvlayers.generation.prefill import PER_TOKEN_ARGUMENTS, is_told_positions, pass_tokens
+from kvlayers.generation.prefill import is_told_positions, pass_tokens
 from kvlayers.rope.from_config import frequencies_within
 from kvlayers.rows import Rows, merge
 from kvlayers.upstream import cache_argument, generate_calls, model_types
@@ -256,23 +256,13 @@ class RowDecoder(Generic[Row]):
         try:
             return self._logits_of(tokens, cache)
         except (RuntimeError, MemoryError) as error:
-            if not retried_pass.may_retry(error):
-                raise
             length, kept = retried_pass.make_room(cache, began, error, lambda length: None)
         if kept < length:
-            cache = self.cache = self._read_again(cache)
+            # It cannot go back by one pass.
+            alone = [cache.extract(index) for index in range(len(self.rows))]
+            retried_pass.read_again(self._model, [row.ids[:, row.padding : -1] for row in self.rows], alone)
+            cache = self.cache = alone[0] if len(alone) == 1 else merge(alone)
         return self._pass(tokens, cache)
-
-    def _read_again(self, emptied: Cache) -> Cache:
-        """A cache that has read the tokens of each row but the last, like one that could not go back by one pass."""
-        caches = []
-        for index, row in enumerate(self.rows):
-            alone = emptied.extract(index)
-            alone.reset()
-            ids = row.ids[:, row.padding : -1]
-            retried_pass.pass_unseen(self._model, ids, alone, None, torch.arange(ids.shape[1], device=ids.device)[None])
-            caches.append(alone)
-        return caches[0] if len(caches) == 1 else merge(caches)
 
     def _logits_of(self, tokens: Tensor, cache: Cache) -> Tensor:
         """Logits of the next tokens; of a row alone as `generate()` computes them, which may read it all again."""
@@ -341,8 +331,7 @@ class DraftModel(Drafter):
         caches = [] if self._cache is None else [self._cache]
         for row in rows:
             cache = DynamicCache(config=self._model.config)
-            arguments = {cache_argument.name_for(self._model): cache, **model_types.newest_logits_only(self._model)}
-            self._model(row.ids[:, row.padding : -1].to(self._model.device), use_cache=True, **arguments)
+            cache_argument.read_tokens(self._model, row.ids[:, row.padding : -1].to(self._model.device), cache)
             cache.activate_past_recording()
             caches.append(cache)
         self._cache = merge(caches)
@@ -535,22 +524,12 @@ def _prefill(model: Any, cache: Cache, input_ids: Tensor, padding: Sequence[int]
         if any(padding) and not seen:
             Rows(cache, mask)
         return logits
-    name, alone, last = cache_argument.name_in_generate(model), cache.fork(len(padding)), []
-    for row, (own, padded) in enumerate(zip(alone, padding, strict=True)):
-        if own.learns_padding:
-            # It was told of the padding of the whole batch.
-            own.reset()
-        of_row = {key: _of_row(key, value, row, padded, len(padding)) for key, value in model_kwargs.items()}
-        last.append(pass_tokens(model, input_ids[row : row + 1, padded:], {**of_row, name: own}, own, 0).logits[:, -1])
+    alone = cache.fork(len(padding))
+    # It was told of the padding of the whole batch.
+    prompts = [ids[:, padded:] for ids, padded in zip(torch.split(input_ids, 1), padding, strict=True)]
+    last = retried_pass.read_again(model, prompts, alone)
     cache.replace_layers(merge(alone).adapted_layers())
     return torch.cat(last)
-
-
-def _of_row(name: str, value: Any, row: int, padding: int, batch: int) -> Any:
-    """What is passed for one row of an argument of the model."""
-    if not isinstance(value, Tensor) or value.dim() == 0 or value.shape[0] != batch:
-        return value
-    return value[row : row + 1, padding:] if name in PER_TOKEN_ARGUMENTS else value[row : row + 1]
 
 
 def _output(rows: Sequence[DecodedRow], cache: Cache, config: Any) -> Any:

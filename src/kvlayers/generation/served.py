@@ -45,8 +45,11 @@ def _usage_of_responses(original: Method, *args: Any, **kwargs: Any) -> Any:
     return made
 
 
-class NamespaceOfKey:
-    """Gives each request the store in a namespace of its API key: a middleware (ASGI) around the server.
+App = Callable[..., Awaitable[None]]
+
+
+def namespace_of_key(app: App, store: PrefixStore, namespace: str) -> App:
+    """A middleware (ASGI) that gives each request the store in a namespace of its API key, which is kept nowhere.
 
     Args:
         app: the server.
@@ -54,15 +57,13 @@ class NamespaceOfKey:
         namespace: namespace that those of all keys are in.
     """
 
-    def __init__(self, app: Callable[..., Awaitable[None]], store: PrefixStore, namespace: str) -> None:
-        self._app, self._store, self._namespace = app, store, namespace
-
-    async def __call__(self, scope: Mapping[str, Any], *args: Any) -> None:
-        """Serve a request. The key itself is kept nowhere."""
+    async def serve(scope: Mapping[str, Any], *args: Any) -> None:
         key = dict(scope.get("headers", ())).get(b"authorization", b"")
-        active = active_store.optional_store(self._store, f"{self._namespace} {hashlib.sha256(key).hexdigest()}")
+        active = active_store.optional_store(store, f"{namespace} {hashlib.sha256(key).hexdigest()}")
         with active_store.CURRENT.override(active):
-            await self._app(scope, *args)
+            await app(scope, *args)
+
+    return serve
 
 
 def separate_keys(store: PrefixStore, namespace: str) -> Patch:
@@ -74,7 +75,7 @@ def separate_keys(store: PrefixStore, namespace: str) -> Patch:
 
     def build_server(original: Method, *args: Any, **kwargs: Any) -> Any:
         app = original(*args, **kwargs)
-        app.add_middleware(NamespaceOfKey, store=store, namespace=namespace)
+        app.add_middleware(namespace_of_key, store=store, namespace=namespace)
         return app
 
     server = importlib.import_module("transformers.cli.serving.server")

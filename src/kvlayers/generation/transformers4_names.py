@@ -61,73 +61,64 @@ HOMES: dict[str, tuple[str, ...]] = {
 }
 """Names of these classes, by the module from which old code imports them."""
 
-_modules: list["_PatchedModule"] = []
-_attributes: list[Patch] = []
+_patches: list[Patch] = []
+_hidden: list[tuple[dict[str, Any], dict[str, Any]]] = []
+"""The attributes of modules, and those among them that are out of the way meanwhile."""
 
 
 def _apply() -> None:
-    if _modules:
+    if _patches:
         return
     # Before anything is changed: imports take long, and may be interrupted.
-    modules = {module: importlib.import_module(module) for module in HOMES}
-    for module, names in HOMES.items():
-        _modules.append(_PatchedModule(modules[module], names))
-    if AS_FIRST_IMPORTED is not modules["transformers"]:
-        _modules.append(_PatchedModule(AS_FIRST_IMPORTED, HOMES["transformers"]))
-    for owner, attributes in _old_attributes().items():
-        for name, value in attributes.items():
-            patch = Patch(owner, name, functools.partial(lambda value, replaced: value, value))
-            _attributes.append(patch)
-            patch.apply()
+    modules = {importlib.import_module(module): names for module, names in HOMES.items()}
+    modules[AS_FIRST_IMPORTED] = HOMES["transformers"]
+    for module, names in modules.items():
+        missing = set(names) - (set(dir(module)) - set(compat.HOLLOW_CACHE_NAMES))
+        attributes = vars(module)
+        _hidden.append((attributes, {name: attributes.pop(name) for name in missing if name in attributes}))
+        _replace(module, "__getattr__", functools.partial(_providing, module, missing))
+    for owner, old in _old_attributes().items():
+        for name, value in old.items():
+            _replace(owner, name, functools.partial(lambda value, replaced: value, value))
+
+
+def _replace(owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
+    _patches.append(Patch(owner, name, wrap))
+    _patches[-1].apply()
 
 
 def _remove() -> None:
-    for module in _modules:
-        module.restore()
-    for attribute in _attributes:
-        attribute.remove()
-    _modules.clear()
-    _attributes.clear()
+    for patch in _patches:
+        patch.remove()
+    for attributes, hidden in _hidden:
+        attributes.update({name: value for name, value in hidden.items() if name not in attributes})
+    _patches.clear()
+    _hidden.clear()
 
 
 ACTIVATION = Activation(_apply, _remove)
 """When the old names are in place."""
 
 
-class _PatchedModule:
-    """Lets a module provide old names. It uses a module `__getattr__`, so that each import can be warned about.
+def _providing(module: ModuleType, names: set[str], before: Callable[[str], Any] | None) -> Callable[[str], Any]:
+    """What a module is asked for names that it lacks, so that each import of an old one can be warned about.
 
     Args:
         module: the module, which may import its names lazily, as transformers does.
         names: names of old classes.
+        before: what it was asked before, if anything.
     """
 
-    def __init__(self, module: ModuleType, names: tuple[str, ...]) -> None:
-        self._module = module
-        self._names = set(names) - (set(dir(module)) - set(compat.HOLLOW_CACHE_NAMES))
-        attributes = vars(module)
-        self._hidden = {name: attributes.pop(name) for name in self._names if name in attributes}
-        self._before: Callable[[str], Any] | None = attributes.get("__getattr__")
-        attributes["__getattr__"] = self
-
-    def __call__(self, name: str) -> Any:
-        if name in self._names:
-            warn_of_old_use(f"{self._module.__name__}.{name}", f"write 'from kvlayers import {name}'")
+    def find(name: str) -> Any:
+        # If another library has wrapped this function, it stays, and provides no names once they are taken back.
+        if name in names and ACTIVATION.is_in_place:
+            warn_of_old_use(f"{module.__name__}.{name}", f"write 'from kvlayers import {name}'")
             return CLASSES[name]
-        if self._before is not None:
-            return self._before(name)
-        raise AttributeError(f"module '{self._module.__name__}' has no attribute '{name}'", name=name, obj=self._module)
+        if before is not None:
+            return before(name)
+        raise AttributeError(f"module '{module.__name__}' has no attribute '{name}'", name=name, obj=module)
 
-    def restore(self) -> None:
-        attributes = vars(self._module)
-        self._names = set()
-        attributes.update({name: value for name, value in self._hidden.items() if name not in attributes})
-        # If another library has wrapped this `__getattr__`, it stays underneath, and provides no names.
-        if attributes.get("__getattr__") is self:
-            if self._before is None:
-                del attributes["__getattr__"]
-            else:
-                attributes["__getattr__"] = self._before
+    return find
 
 
 class _OldValue:

@@ -31,8 +31,7 @@ def name_for(model: Any) -> str:
 
 def name_in_generate(model: Any) -> str:
     """Name by which `generate()` hands the cache to its loops and to `prepare_inputs_for_generation` of a model."""
-    usual: str = usual_name()
-    return usual if usual == SPELLINGS[0] else name_for(model)
+    return SPELLINGS[0] if SPELLINGS[0] in _spellings_here() else name_for(model)
 
 
 def keeps_an_old_name(model: Any) -> bool:

@@ -29,6 +29,10 @@ from kvlayers.upstream.model_types import ConfigNumbers, head_dims, kv_heads
 BATCHING_METHODS = ("init_continuous_batching", "destroy_cached_continuous_batching_manager")
 
 
+MASK_LENGTH = "_mask_length"
+"""From 5.18 on, `generate()` leaves out a mask of ones, and notes in this field of its config how long it was."""
+
+
 def batching() -> type | None:
     """The class whose methods begin and end continuous batching, in versions that give it a config of its own."""
     owner: Any = getattr(utils, "ContinuousMixin", None)

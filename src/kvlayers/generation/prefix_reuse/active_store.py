@@ -42,15 +42,13 @@ OTHER_THREAD = (
 
 
 @contextmanager
-def noting_other_threads(store: PrefixStore | None) -> Iterator[None]:
+def noting_other_threads(store: PrefixStore) -> Iterator[None]:
     """Lasts for a block: calls of `generate()` by threads that have no store count as calls that bypass this one."""
-    stores = [] if store is None else [store]
-    _of_blocks.extend(stores)
+    _of_blocks.append(store)
     try:
         yield
     finally:
-        for each in stores:
-            _of_blocks.remove(each)
+        _of_blocks.remove(store)
 
 
 def for_call() -> ActiveStore | None:

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.modules import module as torch_modules
 from transformers.generation.utils import GenerationMode
 
-from kvlayers.core import named_caches
 from kvlayers.core.cache import Cache
 from kvlayers.errors import ConfigError, KVLayersError
+from kvlayers.generation import cache_by_name
+from kvlayers.generation.prefill import reason_in_modules
 from kvlayers.generation.prefix_reuse.active_store import ActiveStore
 from kvlayers.persistence.fingerprint import Remembered
 from kvlayers.persistence.format import canonical
@@ -141,7 +141,8 @@ def _check_model(model: Any) -> None:
     # Neither a file nor a config says which device the states of a layer belong to.
     if len({parameter.device for parameter in model.parameters() if not parameter.is_meta}) > 1:
         raise IneligibleError(f"the weights of {name} are on several devices")
-    _check_modules(model)
+    if (reason := reason_in_modules(model)) is not None:
+        raise IneligibleError(reason)
 
 
 def _reason_in_config(model: Any) -> str | None:
@@ -164,29 +165,6 @@ def _reason_in_config(model: Any) -> str | None:
         # Of equal scores, topk() takes others if there are others to choose from.
         return f"what the indexers of {name} choose depends on which tokens came at once"
     return found
-
-
-def _check_modules(model: Any) -> None:
-    """Raise `IneligibleError` if a module may compute something else than its class and its weights say."""
-    if "prepare_inputs_for_generation" in vars(model):
-        # PEFT replaces it for prompt tuning.
-        raise IneligibleError(f"its prepare_inputs_for_generation is not the one of {type(model).__name__}")
-    for path, module in model.named_modules():
-        attributes = vars(module)
-        # The same tokens then have other states in every call, or none.
-        if module.training and (cause := model_types.effect_of_training(module)) is not None:
-            raise IneligibleError(f"{path or 'the model'} is in training mode, with {cause}: call model.eval()")
-        # accelerate replaces forward() to load weights, and sets `_hf_hook`.
-        is_replaced = "forward" in attributes and "_hf_hook" not in attributes
-        if is_replaced or not model_types.is_of_its_class(module.__class__.forward, module.__class__):
-            raise IneligibleError(f"forward() of {path or 'the model'} is not the one of its class")
-        # Hooks of the model as a whole do not change its states, and hooks that only take outputs do not either.
-        hooks = [] if module is model else [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-        if not all(map(generate_calls.leaves_states_as_they_are, hooks)):
-            raise IneligibleError(f"{path} has hooks, on which states may depend")
-    hooks = [*torch_modules._global_forward_hooks.values(), *torch_modules._global_forward_pre_hooks.values()]
-    if not all(map(generate_calls.leaves_states_as_they_are, hooks)):
-        raise IneligibleError("all modules have hooks, on which states may depend")
 
 
 def check_options(
@@ -321,7 +299,7 @@ class StorePart:
 
     def __init__(self, model: Any, active: ActiveStore, cache_name: str, options: Mapping[str, Any]) -> None:
         _check_model(model)
-        if not named_caches.is_registered(cache_name) or generate_calls.makes_own_static_cache(model, cache_name):
+        if not cache_by_name.is_made_here(model, cache_name):
             raise IneligibleError(f"the cache '{cache_name}' of {type(model).__name__} is not one of kvlayers")
         self.active, self.device = active, model_layers.model_device(model)
         try:

@@ -94,16 +94,7 @@ def depends_on_chunks(cache: Cache) -> bool:
 
 _CACHE_FROM_STORE: ContextVar[Cache | None] = ContextVar("the cache that the current call starts from", default=None)
 
-_BYPASS_REASON: ContextVar[str | None] = ContextVar("why the current call does not use its store", default=None)
-
 Generate = Callable[..., Any]
-
-
-def explain_bypass(cache: object) -> None:
-    """Tell a cache that `generate()` has made why its call does not use the active store."""
-    reason = _BYPASS_REASON.get()
-    if reason is not None and isinstance(cache, Cache):
-        cache.prefix_notes = (f"the call could not use the store: {reason}",)
 
 
 def generate(active: active_store.ActiveStore, plain: Generate, model: Any, arguments: dict[str, Any]) -> Any:
@@ -127,8 +118,11 @@ def generate(active: active_store.ActiveStore, plain: Generate, model: Any, argu
             cache, new_arguments = call.prepare()
         except IneligibleError as reason:
             active.on_bypass(str(reason))
-            with overriding(_BYPASS_REASON, str(reason)):
-                return _with_cached_tokens(plain(**arguments), ())
+            output = _with_cached_tokens(plain(**arguments), ())
+            made = cache_argument.in_output(output)
+            if isinstance(made, Cache) and made is not cache_argument.passed_in(arguments):
+                made.prefix_notes = (f"the call could not use the store: {reason}",)
+            return output
         try:
             output = call_with(cache, plain, new_arguments, call.cached_tokens)
         except BaseException as error:
@@ -199,9 +193,8 @@ class PrefixedCall:
         if cache_argument.passed_in(self._arguments) is not None:
             raise IneligibleError("it is given a cache")
         self.config, model_kwargs = generate_calls.full_generation_config(model, self._arguments)
-        cache_by_name.resolve_name(
-            model, self.config, cache_by_name.requested_name(self._arguments), is_given_a_cache=False
-        )
+        requested = cache_by_name.requested_name(self._arguments)
+        self._name = cache_by_name.resolve_name(model, self.config, requested, is_given_a_cache=False)
         names = model_types.image_arguments(model.config)
         check_options(self.config, self._arguments, model_kwargs, names)
         self._prompts = prompts_of(model, self.config, self._arguments)
@@ -217,7 +210,6 @@ class PrefixedCall:
         self._positions = generate_calls.own_positions(model, self._prompts.input_ids, model_kwargs)
         self._repeats = generate_calls.sequences_per_prompt(self.config)
         self._is_one = len(self._prompts) == self._repeats == 1 and not self._prompts.is_padded
-        self._name = self.config.cache_implementation or "dynamic"
         self._options = dict(cache_by_name.checked_options(self.config.cache_config or {}))
         self._part = StorePart(model, active, self._name, self._options)
         self.cached_tokens: tuple[int, ...] = ()

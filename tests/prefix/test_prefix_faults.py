@@ -184,7 +184,7 @@ def test_a_server_that_does_not_answer_holds_up_no_reader_for_longer_than_was_sa
 def test_the_tokens_that_arrive_before_a_server_stops_to_answer_are_used(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvlayers.prefix.backends.remote.BATCH_BYTES", 1)
+    monkeypatch.setattr("kvlayers.prefix.directory.BATCH_BYTES", 1)
     ids = list(range(1, 4 * 256 + 1))
     put(place.direct(), ids, filled(ids, heads=64))
     store = place.store(read_wait_seconds=3)

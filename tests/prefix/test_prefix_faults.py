@@ -192,9 +192,9 @@ def test_the_tokens_that_arrive_before_a_server_stops_to_answer_are_used(
     place.line.stalls_after = 600 * 2**10
     place.line.drop_all()
     found = covered(store, ids)
-    # s3fs may use a connection for each node, so that all of them arrive.
-    assert found in (512, 1024)
-    assert store.statistics.failed_reads == (found == 512)
+    # Two threads read, each by a connection of its own. s3fs may use one for each node, so that all of them arrive.
+    assert found in (512, 768, 1024)
+    assert store.statistics.failed_reads == (found < 1024)
     place.line.mend()
     assert (covered(store, ids), store.statistics.damaged) == (1024, 0)
 

@@ -136,23 +136,22 @@ class Directory:
         """Whether exactly this file was reported as damaged."""
         return path in self._reported and self._reported[path] == file
 
-    def report_damaged(self, path: str, error: Exception) -> None:
-        """Count a file as damaged, and log it once."""
-        file = None
+    def report(self, name: str, error: Exception) -> None:
+        """Count a file that is damaged, once, or one that could not be reached, and log it."""
+        if isinstance(error, UnreachableError):
+            with self._lock:
+                self.failed_reads += 1
+            logger.warning("A file of a prefix store could not be read now: %s", error)
+            return
+        path, file = self.backend.path_of(name), None
         with contextlib.suppress(UnreachableError):
-            (file,) = self.backend.find([name_in(path)])
+            (file,) = self.backend.find([name])
         with self._lock:
             if self._is_reported(path, file):
                 return
             self._reported[path] = file
             self.damaged_files += 1
         logger.warning("A file of a prefix store is skipped: %s", error)
-
-    def report_unreachable(self, error: Exception) -> None:
-        """Count a file that could not be reached, and log it."""
-        with self._lock:
-            self.failed_reads += 1
-        logger.warning("A file of a prefix store could not be read now: %s", error)
 
     def _refresh(self) -> None:
         """Read nodes that others have written, and forget nodes that others have deleted."""
@@ -166,10 +165,8 @@ class Directory:
         ]
         found = []
         for file, node in read_nodes(self.backend, new):
-            if isinstance(node, UnreachableError):
-                self.report_unreachable(node)
-            elif isinstance(node, KVLayersError):
-                self.report_damaged(self.backend.path_of(file.name), node)
+            if isinstance(node, KVLayersError):
+                self.report(file.name, node)
             elif node is not None:
                 found.append(node)
         with self._lock:
@@ -331,12 +328,9 @@ class Directory:
                 raise (
                     CacheFileError(f"{path} cannot be loaded: {found}") if isinstance(found, CacheFileError) else found
                 )
-            if isinstance(found, CacheFileError):
-                self.report_damaged(self.backend.path_of(node.name), found)
-            elif isinstance(found, UnreachableError):
-                self.report_unreachable(found)
-            length = served
-            break
+            if not isinstance(found, GoneError):
+                self.report(node.name, found)
+            return read, served
         return read, length
 
     def _opened(self, chain: Sequence[Node], deadline: float | None) -> Iterator[NodeFile | KVLayersError]:
@@ -372,13 +366,12 @@ class Directory:
         """The file of a node, all bytes of which were compared with their digest, or what is wrong with it."""
         if isinstance(content, KVLayersError):
             return content
-        path = self.backend.path_of(node.name)
-        replaced = CacheFileError(f"{path} was replaced: it no longer holds the tokens of its entry.")
+        path, read = self.backend.path_of(node.name), ranges_of(content)
+        # Compared now, and not only when the store was opened, since other processes may write to the directory.
+        if read(0, len(node.content)) != node.content:
+            return CacheFileError(f"{path} was replaced: it no longer holds the tokens of its entry.")
         try:
-            # Compared now, and not only when the store was opened, since other processes may write to the directory.
-            read = ranges_of(content)
-            is_same = read(0, len(node.content)) == node.content
-            return NodeFile(TensorFile(path, node.header, read), node) if is_same else replaced
+            return NodeFile(TensorFile(path, node.header, read), node)
         except KVLayersError as error:
             return error
 

@@ -3,12 +3,10 @@
 import hashlib
 import os
 import pathlib
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -20,7 +18,6 @@ from kvlayers.errors import CacheFileError, CachePathError
 from kvlayers.persistence.node_file import SUFFIX
 from kvlayers.prefix.backends import GoneError, StorageBackend, StoredFile, UnreachableError, backend_for
 from kvlayers.prefix.backends.contract import ABANDONED_SECONDS, Content
-from kvlayers.prefix.backends.remote import RemoteBackend
 from redis_server import running, why_not
 
 KINDS = ("local", "memory", "redis", "s3")
@@ -44,9 +41,7 @@ def s3_port() -> Iterator[int]:
 
 
 @pytest.fixture(params=KINDS)
-def backend(request: pytest.FixtureRequest, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> StorageBackend:
-    # Several batches of a few files, which would have one each.
-    monkeypatch.setattr("kvlayers.prefix.backends.remote.BATCH_BYTES", 3 * PART)
+def backend(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> StorageBackend:
     return opened(request, tmp_path)
 
 
@@ -89,11 +84,11 @@ def test_files_are_read_in_order_and_one_does_not_hide_the_others(backend: Stora
         replace(files[2], nbytes=5),
         replace(files[3], nbytes=2**20),
     ]
-    found = list(backend.read([*asked, files[4]]))
+    found = backend.read([*asked, files[4]])
     assert [type(each) for each in found if isinstance(each, Exception)] == [GoneError, CacheFileError, CacheFileError]
     assert all(backend.path_of(asked[number].name) in str(found[number]) for number in (0, 2, 3))
     assert [bytes(found[number]) for number in (1, 4)] == [content_of(1), content_of(4)]  # type: ignore[arg-type]
-    assert list(backend.read([])) == []
+    assert backend.read([]) == []
 
 
 def contents(backend: StorageBackend, files: list[StoredFile]) -> list[Content]:
@@ -183,29 +178,6 @@ def test_threads_share_a_backend(backend: StorageBackend, request: pytest.Fixtur
     assert [bytes(each) for each in contents(backend, shared)] == list(map(content_of, range(100, 104)))
 
 
-def test_what_does_not_arrive_in_time_is_left_out_and_the_rest_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    MemoryFileSystem.store.clear()
-    monkeypatch.setattr("kvlayers.prefix.backends.remote.BATCH_BYTES", 1)
-    backend = backend_for("memory://bucket/slow", None)
-    assert isinstance(backend, RemoteBackend)
-    files = written(backend, 6)
-    read, arrived, stuck = backend.read_ranges, [], threading.Event()
-
-    def stuck_after_two(batch: Any) -> Any:
-        if len(arrived) == 2:
-            stuck.wait(20)
-        arrived.append(batch)
-        return read(batch)
-
-    monkeypatch.setattr(backend, "read_ranges", stuck_after_two)
-    start = time.monotonic()
-    found = list(backend.read(files, wait_seconds=0.2))
-    assert time.monotonic() - start < 10
-    assert [isinstance(each, UnreachableError) for each in found] == [False] * 2 + [True] * 4
-    assert "has not arrived in time" in str(found[2])
-    stuck.set()
-
-
 def test_a_local_file_that_is_no_regular_file_is_not_opened(tmp_path: pathlib.Path) -> None:
     backend = backend_for(tmp_path, None)
     (tmp_path / "real").write_bytes(b"12345")
@@ -215,7 +187,7 @@ def test_a_local_file_that_is_no_regular_file_is_not_opened(tmp_path: pathlib.Pa
     if os.name == "posix":
         os.mkfifo(tmp_path / "pipe.safetensors")
         asked.append("pipe.safetensors")
-    found = list(backend.read([StoredFile(name, 5) for name in asked]))
+    found = backend.read([StoredFile(name, 5) for name in asked])
     assert all(isinstance(each, CachePathError) and "must be a regular file" in str(each) for each in found)
     (tmp_path / "empty.safetensors").write_bytes(b"")
     assert [bytes(each) for each in contents(backend, [StoredFile("empty.safetensors", 0)])] == [b""]

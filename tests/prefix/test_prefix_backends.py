@@ -21,7 +21,7 @@ from kvlayers.errors import CachePathError
 from kvlayers.persistence.node_file import SUFFIX
 from kvlayers.persistence.safetensors_header import Header, TensorEntry, file_header, parse_header
 from kvlayers.prefix.backends.contract import Address
-from kvlayers.prefix.backends.remote import HEAD_BYTES
+from kvlayers.prefix.nodes import HEAD_BYTES
 from models import prompt, tiny_model
 from redis_server import running, why_not
 

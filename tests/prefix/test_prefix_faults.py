@@ -184,7 +184,7 @@ def test_a_server_that_does_not_answer_holds_up_no_reader_for_longer_than_was_sa
 def test_the_tokens_that_arrive_before_a_server_stops_to_answer_are_used(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvlayers.prefix.backends.remote.BATCH_BYTES", 1)
+    monkeypatch.setattr("kvlayers.prefix.directory.BATCH_BYTES", 1)
     ids = list(range(1, 4 * 256 + 1))
     put(place.direct(), ids, filled(ids, heads=64))
     store = place.store(read_wait_seconds=3)
@@ -192,9 +192,9 @@ def test_the_tokens_that_arrive_before_a_server_stops_to_answer_are_used(
     place.line.stalls_after = 600 * 2**10
     place.line.drop_all()
     found = covered(store, ids)
-    # s3fs may use a connection for each node, so that all of them arrive.
-    assert found in (512, 1024)
-    assert store.statistics.failed_reads == (found == 512)
+    # Two threads read, each by a connection of its own. s3fs may use one for each node, so that all of them arrive.
+    assert found in (512, 768, 1024)
+    assert store.statistics.failed_reads == (found < 1024)
     place.line.mend()
     assert (covered(store, ids), store.statistics.damaged) == (1024, 0)
 

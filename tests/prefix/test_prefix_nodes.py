@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import pathlib
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -137,9 +138,9 @@ class Recording(LocalBackend):
         self.read_names: list[str] = []
         self.written: dict[str, int] = {}
 
-    def read(self, files: Sequence[StoredFile], wait_seconds: float | None = None) -> Iterator[Content | KVLayersError]:
+    def read(self, files: Sequence[StoredFile]) -> list[Content | KVLayersError]:
         self.read_names += [file.name for file in files]
-        return super().read(files, wait_seconds)
+        return super().read(files)
 
     def write(self, name: str, content: Content) -> None:
         self.written[name] = len(content)
@@ -327,19 +328,31 @@ def test_a_version_of_the_future_is_refused_and_stays(tmp_path: pathlib.Path) ->
     assert len(files(tmp_path)) == 3
 
 
-def test_nodes_that_have_not_arrived_in_time_cost_the_tokens_behind_them(tmp_path: pathlib.Path) -> None:
-    class Late(LocalBackend):
-        """Only one node arrives in time."""
+@pytest.mark.parametrize("late", ["stuck", "unreachable"])
+def test_nodes_that_have_not_arrived_in_time_cost_the_tokens_behind_them(
+    late: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvlayers.prefix.directory.BATCH_BYTES", 1)
+    is_late, goes_on = False, threading.Event()
 
-        def read(self, files: Sequence[StoredFile], wait_seconds: float | None = None) -> Any:
-            for number, content in enumerate(super().read(files)):
-                late = number and wait_seconds is not None and wait_seconds < 60
-                yield UnreachableError("late") if late else content
+    class Late(LocalBackend):
+        """Only the first node arrives in time."""
+
+        def read(self, files: Sequence[StoredFile]) -> list[Content | KVLayersError]:
+            if is_late and files[0].name != first:
+                if late == "unreachable":
+                    raise UnreachableError("late")
+                goes_on.wait(60)
+            return super().read(files)
 
     directory = Directory(Late(str(tmp_path)))
     entry = write(directory, DOCUMENT)
+    first = nodes(directory, entry)[0].name
     check_and_continue(KINDS["full"], load(directory, entry.path, DOCUMENT), DOCUMENT)
-    found = load(directory, entry.path, DOCUMENT, deadline=time.monotonic() + 30)
+    is_late, start = True, time.monotonic()
+    found = load(directory, entry.path, DOCUMENT, deadline=start + 0.5)
+    goes_on.set()
+    assert time.monotonic() - start < 30
     check_and_continue(KINDS["full"], found, DOCUMENT[:256])
     assert (directory.damaged_files, directory.failed_reads) == (0, 1)
 

@@ -7,8 +7,10 @@ import logging
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as NotArrived
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +24,7 @@ from kvlayers.persistence.rebuild import check_remakeable
 from kvlayers.persistence.safetensors_header import Content, ranges_of
 from kvlayers.persistence.tensor_file import TensorFile
 from kvlayers.prefix.backends import GoneError, StorageBackend, StoredFile, UnreachableError
-from kvlayers.prefix.backends.contract import ABANDONED_SECONDS, ahead
+from kvlayers.prefix.backends.contract import ABANDONED_SECONDS
 from kvlayers.prefix.entry import PrefixEntry, restorable_length
 from kvlayers.prefix.keys import Tokens
 from kvlayers.prefix.nodes import Node, NodeTree, read_nodes
@@ -34,11 +36,14 @@ logger = logging.getLogger(__name__)
 ATTEMPTS = 4
 """How often a writer starts again if nodes disappear while it writes."""
 
-CHECKING_THREADS = 2
-"""Threads that compare the content of nodes with their digests, while others arrive."""
+READERS = 2
+"""Threads that read nodes and compare them with their digests, while the caller uses those before."""
 
-NODES_AHEAD = 8
-"""Nodes that are being checked, or wait for it, while the caller uses those before."""
+BATCHES_AT_ONCE = 3
+"""Batches of nodes that are in memory, or on their way to it, at the same time."""
+
+BATCH_BYTES = 32 * 2**20
+"""Bytes after which the nodes that follow are another batch."""
 
 NANOSECONDS = 10**9
 
@@ -131,23 +136,22 @@ class Directory:
         """Whether exactly this file was reported as damaged."""
         return path in self._reported and self._reported[path] == file
 
-    def report_damaged(self, path: str, error: Exception) -> None:
-        """Count a file as damaged, and log it once."""
-        file = None
+    def report(self, name: str, error: Exception) -> None:
+        """Count a file that is damaged, once, or one that could not be reached, and log it."""
+        if isinstance(error, UnreachableError):
+            with self._lock:
+                self.failed_reads += 1
+            logger.warning("A file of a prefix store could not be read now: %s", error)
+            return
+        path, file = self.backend.path_of(name), None
         with contextlib.suppress(UnreachableError):
-            (file,) = self.backend.find([name_in(path)])
+            (file,) = self.backend.find([name])
         with self._lock:
             if self._is_reported(path, file):
                 return
             self._reported[path] = file
             self.damaged_files += 1
         logger.warning("A file of a prefix store is skipped: %s", error)
-
-    def report_unreachable(self, error: Exception) -> None:
-        """Count a file that could not be reached, and log it."""
-        with self._lock:
-            self.failed_reads += 1
-        logger.warning("A file of a prefix store could not be read now: %s", error)
 
     def _refresh(self) -> None:
         """Read nodes that others have written, and forget nodes that others have deleted."""
@@ -161,10 +165,8 @@ class Directory:
         ]
         found = []
         for file, node in read_nodes(self.backend, new):
-            if isinstance(node, UnreachableError):
-                self.report_unreachable(node)
-            elif isinstance(node, KVLayersError):
-                self.report_damaged(self.backend.path_of(file.name), node)
+            if isinstance(node, KVLayersError):
+                self.report(file.name, node)
             elif node is not None:
                 found.append(node)
         with self._lock:
@@ -326,35 +328,50 @@ class Directory:
                 raise (
                     CacheFileError(f"{path} cannot be loaded: {found}") if isinstance(found, CacheFileError) else found
                 )
-            if isinstance(found, CacheFileError):
-                self.report_damaged(self.backend.path_of(node.name), found)
-            elif isinstance(found, UnreachableError):
-                self.report_unreachable(found)
-            length = served
-            break
+            if not isinstance(found, GoneError):
+                self.report(node.name, found)
+            return read, served
         return read, length
 
     def _opened(self, chain: Sequence[Node], deadline: float | None) -> Iterator[NodeFile | KVLayersError]:
-        """The file of each node, or what is wrong with it, in order. Digests are compared while others arrive."""
-        files = [StoredFile(node.name, node.nbytes) for node in chain]
-        wait_seconds = None if deadline is None else max(deadline - time.monotonic(), 0.0)
-        with ThreadPoolExecutor(CHECKING_THREADS, thread_name_prefix="kvlayers-check") as threads:
-            arriving = zip(chain, self.backend.read(files, wait_seconds), strict=True)
-            for _, checked in ahead(threads, self._checked, arriving, NODES_AHEAD):
-                yield checked.result()
+        """The file of each node, or what is wrong with it, in order. Threads read the next ones and compare digests."""
+        batches, coming = _batches(chain), deque[tuple[list[Node], Future[list[NodeFile | KVLayersError]]]]()
+        threads = ThreadPoolExecutor(READERS, thread_name_prefix="kvlayers-read")
 
-    def _checked(self, arrived: tuple[Node, Content | KVLayersError]) -> NodeFile | KVLayersError:
+        def read_ahead(count: int) -> None:
+            some = itertools.islice(batches, count)
+            coming.extend((batch, threads.submit(self._read_batch, batch)) for batch in some)
+
+        try:
+            read_ahead(BATCHES_AT_ONCE)
+            while coming:
+                batch, found = coming.popleft()
+                try:
+                    yield from found.result(None if deadline is None else max(deadline - time.monotonic(), 0.0))
+                except NotArrived:
+                    late = (f"{self.backend.path_of(node.name)} has not arrived in time." for node in batch)
+                    yield from map(UnreachableError, late)
+                except UnreachableError as error:
+                    yield from [error] * len(batch)
+                read_ahead(1)
+        finally:
+            # The caller does not wait for what it does not want any more.
+            threads.shutdown(wait=False, cancel_futures=True)
+
+    def _read_batch(self, batch: Sequence[Node]) -> list[NodeFile | KVLayersError]:
+        found = self.backend.read([StoredFile(node.name, node.nbytes) for node in batch])
+        return [self._checked(node, content) for node, content in zip(batch, found, strict=True)]
+
+    def _checked(self, node: Node, content: Content | KVLayersError) -> NodeFile | KVLayersError:
         """The file of a node, all bytes of which were compared with their digest, or what is wrong with it."""
-        node, content = arrived
         if isinstance(content, KVLayersError):
             return content
-        path = self.backend.path_of(node.name)
-        replaced = CacheFileError(f"{path} was replaced: it no longer holds the tokens of its entry.")
+        path, read = self.backend.path_of(node.name), ranges_of(content)
+        # Compared now, and not only when the store was opened, since other processes may write to the directory.
+        if read(0, len(node.content)) != node.content:
+            return CacheFileError(f"{path} was replaced: it no longer holds the tokens of its entry.")
         try:
-            # Compared now, and not only when the store was opened, since other processes may write to the directory.
-            read = ranges_of(content)
-            is_same = read(0, len(node.content)) == node.content
-            return NodeFile(TensorFile(path, node.header, read), node) if is_same else replaced
+            return NodeFile(TensorFile(path, node.header, read), node)
         except KVLayersError as error:
             return error
 
@@ -426,3 +443,10 @@ class Directory:
             useless = self._tree.unneeded_without(self._tree.nodes, {node.name for node in self._tree.ends()})
         with contextlib.suppress(UnreachableError):
             self._delete(useless, time.time_ns() - ABANDONED_SECONDS * NANOSECONDS)
+
+
+def _batches(nodes: Sequence[Node]) -> Iterator[list[Node]]:
+    """Nodes in order, those together that are read at once."""
+    ends = itertools.accumulate(node.nbytes for node in nodes)
+    for _, batch in itertools.groupby(zip(nodes, ends, strict=True), lambda each: (each[1] - 1) // BATCH_BYTES):
+        yield [node for node, _ in batch]

@@ -60,7 +60,7 @@ class PrefixEntry:
         path: path of its file, or URL without credentials; `None` without a file.
         file_bytes: size of the file in bytes; 0 without one.
         uses: when its first tokens were last used, by how many they are: a counter that grows with each use of the
-            store. More tokens have an earlier use; all of them have one.
+            store, and 0 before the first one. More tokens have an earlier use; all of them have one.
         used: time of the last use in seconds since 1970; `None` if it was not used since the store was made.
         hits: look-ups that it has served.
         pins: what keeps it, the newest last.
@@ -83,6 +83,7 @@ class PrefixEntry:
 
     def __post_init__(self) -> None:
         self.boundaries = {*self.boundaries, len(self.ids)}
+        self.uses = self.uses or {len(self.ids): 0}
 
     @property
     def length(self) -> int:
@@ -97,7 +98,7 @@ class PrefixEntry:
     @property
     def last_use(self) -> int:
         """When all of its tokens were last used, by a counter that grows with each use of the store."""
-        return self.uses.get(self.length, 0)
+        return self.uses[self.length]
 
     @property
     def priority(self) -> float:

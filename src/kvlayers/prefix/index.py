@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 from kvlayers.core.cache import Cache
-from kvlayers.errors import CapacityError, KVLayersError
+from kvlayers.errors import CapacityError
 from kvlayers.prefix.entry import (
     EvictionOrder,
     EvictionPolicy,
@@ -132,10 +132,9 @@ class EntryIndex:
     # Entries
 
     def add(self, entry: PrefixEntry) -> None:
-        """Add an entry, or note that it is used now."""
+        """Add an entry."""
         self.entries.insert(entry.label, entry.ids, entry)
         self.note(entry)
-        self.touch(entry, entry.length)
 
     def touch(self, entry: PrefixEntry, tokens: int) -> None:
         """Record that the first tokens of an entry are used now. If it was leaving memory, it stays."""
@@ -367,39 +366,28 @@ class EntryIndex:
             Whether it has entered, and entries that must be written before they leave.
         """
         staying = [old for old in replaced if old.cache is not None and not old.is_leaving]
-        is_new = entry not in self
-        try:
-            # Held like all others from the beginning, since to evict may move what it shares with them. If it has to
-            # wait for files, nobody else may read its memory meanwhile.
-            # Policies go by the uses of an entry, so it has one before it is ranked.
-            if self.has_directory:
-                self.touch(entry, entry.length)
-            else:
-                self.add(entry)
-            self.set_cache(entry, cache)
-            self._unpacked[entry] = None
-            for old in staying:
-                self.leave(old)
-            gone = [old for old in replaced if old is not self.writing]
-            leaving = self.evict(self.max_bytes, entry)
-            if len(gone) == len(replaced) and self.memory.staying_bytes > self.max_bytes:
-                others = [each for each in self.in_memory if each not in (entry, *replaced)]
-                if not any(each.is_leaving or each is self.writing for each in others):
-                    # All that can leave has left, but these hold memory that it has shared with them.
-                    self._move_apart((entry, *others))
-            has_entered = self.memory.bytes_without(gone) <= self.max_bytes
-        except BaseException:
-            entry.cache = None
-            if is_new:
-                self.entries.remove(entry.label, entry.ids)
-            for old in staying:
-                old.is_leaving = False
-            raise
+        # Policies go by the uses of an entry, so it has one before it is ranked.
+        self.touch(entry, entry.length)
+        # Held like all others from the beginning, since to evict may move what it shares with them. Nobody finds it
+        # before there is room.
+        self.set_cache(entry, cache)
+        self._unpacked[entry] = None
+        for old in staying:
+            self.leave(old)
+        gone = [old for old in replaced if old is not self.writing]
+        leaving = self.evict(self.max_bytes, entry)
+        if len(gone) == len(replaced) and self.memory.staying_bytes > self.max_bytes:
+            others = [each for each in self.in_memory if each not in (entry, *replaced)]
+            if not any(each.is_leaving or each is self.writing for each in others):
+                # All that can leave has left, but these hold memory that it has shared with them.
+                self._move_apart((entry, *others))
+        has_entered = self.memory.bytes_without(gone) <= self.max_bytes
         if not has_entered:
             self.drop_cache(entry)
             for old in staying:
                 self.stay(old)
             return False, leaving
+        self.add(entry)
         for old in replaced:
             entry.boundaries |= old.boundaries
             entry.hits, old.hits = entry.hits + old.hits, 0
@@ -409,15 +397,18 @@ class EntryIndex:
                 self.drop_cache(old)
             elif old is not self.writing:
                 self.remove(old)
-        self.add(entry)
         return True, leaving
 
     @contextlib.contextmanager
     def counted(self) -> Iterator[None]:
-        """Count all memory anew if an interrupt ends this context, such as by Ctrl-C: it may have come in between."""
+        """Count all memory anew if an interrupt ends this context, such as by Ctrl-C: it may have come in between.
+
+        What has not entered by then is forgotten, and what was leaving stays.
+        """
         try:
             yield
-        except KVLayersError:
+        except CapacityError:
+            # That there is no room is known before anything changes.
             raise
         except BaseException:
             self._recount()
@@ -427,14 +418,12 @@ class EntryIndex:
         entries = list(self)
         self._start()
         for entry in entries:
-            cache, entry.cache, entry.pieces = entry.cache, None, ()
+            cache, entry.cache, entry.pieces, entry.is_leaving = entry.cache, None, (), False
             self.entries.insert(entry.label, entry.ids, entry)
             self._set_pins(entry, entry.pins)
             if cache is not None:
                 self.set_cache(entry, cache)
                 self._unpacked[entry] = None
-            if entry.is_leaving:
-                self._order.discard(entry)
 
     def evict(self, most: int, kept: PrefixEntry | None = None) -> list[PrefixEntry]:
         """Evict entries until those that stay take at most `most` bytes, or no other one can leave.

@@ -6,7 +6,7 @@ import itertools
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -17,7 +17,7 @@ import torch
 from kvlayers.core.cache import Cache
 from kvlayers.errors import CacheFileError, CachePathError, CapacityError
 from kvlayers.prefix.backends import UnreachableError
-from kvlayers.prefix.directory import Directory, NeedsConfigError
+from kvlayers.prefix.directory import Directory, NeedsConfigError, name_in
 from kvlayers.prefix.entry import Pin, PrefixEntry, restorable_length, shares_memory
 from kvlayers.prefix.index import MOST_TRIED, EntryIndex
 from kvlayers.prefix.keys import Tokens
@@ -139,21 +139,16 @@ class Search:
         """Load from files until nothing longer can be found, or until `deadline`, as `time.monotonic()` counts."""
         # What arrives late is used as far as it has arrived, and this takes a moment.
         last_call = deadline - min((deadline - time.monotonic()) / 10, 0.5)
-        result: Future[Found] = Future()
-
-        def load() -> None:
-            try:
-                result.set_result(_loaded(self.files, self.found, directory, config, device, last_call))
-            except BaseException as error:
-                result.set_exception(error)
-
         # In a thread, since nobody knows how long a file system takes to answer.
-        context = contextvars.copy_context()
-        threading.Thread(target=context.run, args=(load,), name="kvlayers-prefix-reader", daemon=True).start()
+        reader = ThreadPoolExecutor(1, thread_name_prefix="kvlayers-prefix-reader")
+        load = contextvars.copy_context().run
+        result = reader.submit(load, _loaded, self.files, self.found, directory, config, device, last_call)
+        reader.shutdown(wait=False)
         try:
             self.found = result.result(max(deadline - time.monotonic(), 0.0))
         except FutureTimeout:
-            directory.report_unreachable(UnreachableError(f"{self.files[0].path} was not read in time."))
+            late = self.files[0].path
+            directory.report(name_in(late), UnreachableError(f"{late} was not read in time."))
             self.found.notes["a file could not be reached in time"] = None
 
     def reason(self, index: EntryIndex) -> str:
@@ -200,14 +195,14 @@ def _loaded(
         except NeedsConfigError:
             found.notes["a file needs config=model.config to be loaded"] = None
         except UnreachableError as error:
-            directory.report_unreachable(error)
+            directory.report(name_in(file.path), error)
             found.notes["a file could not be reached"] = None
             # Do not wait for the others.
             break
         except CachePathError:
             found.damaged.append(file)
         except CacheFileError as error:
-            directory.report_damaged(file.path, error)
+            directory.report(name_in(file.path), error)
             found.damaged.append(file)
             found.notes["a damaged file was skipped"] = None
         else:

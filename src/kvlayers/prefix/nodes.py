@@ -13,10 +13,20 @@ import numpy as np
 
 from kvlayers.errors import CacheFileError, KVLayersError
 from kvlayers.persistence.node_file import NODE, NodeHead, read_head
-from kvlayers.persistence.safetensors_header import ReadRange, parse_header
-from kvlayers.prefix.backends import GoneError, StorageBackend, StoredFile
+from kvlayers.persistence.safetensors_header import Content, parse_header
+from kvlayers.prefix.backends import GoneError, StorageBackend, StoredFile, UnreachableError
+from kvlayers.prefix.backends.contract import ByteRange
 from kvlayers.prefix.entry import PrefixEntry
 from kvlayers.prefix.keys import PrefixMap, Tokens
+
+HEAD_BYTES = 2**16
+"""Bytes that are read of each file first, which usually have the header and the ids."""
+
+FILES_PER_REQUEST = 64
+"""Files whose heads are requested together, which take 4 MiB."""
+
+ATTEMPTS = 3
+"""Attempts to read a file that other processes replace meanwhile."""
 
 
 @dataclass(eq=False)
@@ -45,21 +55,51 @@ def read_nodes(
 ) -> Iterator[tuple[StoredFile, Node | KVLayersError | None]]:
     """The node in each file, or what is wrong with the file; `None` for other files, and for files that are gone.
 
-    No states are read.
+    No states are read. One file does not hide the others.
     """
-    for file, found in zip(files, backend.inspect(files, _look), strict=True):
-        yield file, None if isinstance(found, GoneError) else found
+    for start in range(0, len(files), FILES_PER_REQUEST):
+        some = files[start : start + FILES_PER_REQUEST]
+        # Servers refuse ranges of nothing, and of what an empty file does not have.
+        heads = backend.read_ranges([ByteRange(file.name, 0, min(HEAD_BYTES, max(file.nbytes, 1))) for file in some])
+        for file, head in zip(some, heads, strict=True):
+            try:
+                yield file, _node_in(backend, file, head if head and file.nbytes else b"")
+            except KVLayersError as error:
+                yield file, None if isinstance(error, GoneError) else error
 
 
-def _look(path: str, file: StoredFile, read: ReadRange) -> Node | None:
-    header = parse_header(path, file.nbytes, read)
-    if NODE not in header.metadata:
-        # Somebody has saved a cache there.
-        return None
-    head = read_head(path, header, read)
-    if head.name != file.name:
-        raise CacheFileError(f"{path} was replaced: it no longer holds the tokens of its entry.")
-    return Node(header, head.record, head.ids, file)
+def _node_in(
+    backend: StorageBackend, file: StoredFile, head: Content | KVLayersError, attempts: int = ATTEMPTS
+) -> Node | None:
+    """The node in a file whose first bytes were read; `None` if it is the file of something else."""
+    path = backend.path_of(file.name)
+
+    def read(start: int, end: int) -> Content:
+        end, content = min(end, file.nbytes), head
+        if not isinstance(content, KVLayersError) and max(start, len(content)) < end:
+            content = backend.read_ranges([ByteRange(file.name, start, end)])[0] or b""
+            start, end = 0, end - start
+        if isinstance(content, KVLayersError):
+            raise content
+        return content[start:end]
+
+    try:
+        header = parse_header(path, file.nbytes, read)
+        if NODE not in header.metadata:
+            # Somebody has saved a cache there.
+            return None
+        found = read_head(path, header, read)
+        if found.name != file.name:
+            raise CacheFileError(f"{path} was replaced: it no longer holds the tokens of its entry.")
+        return Node(header, found.record, found.ids, file)
+    except (CacheFileError, UnreachableError):
+        (now,) = backend.find([file.name])
+        if now is None:
+            raise GoneError(f"{path} does not exist: it was deleted.") from None
+        if now == file or attempts == 1:
+            raise
+    # Another process has replaced it meanwhile.
+    return _node_in(backend, now, b"", attempts - 1)
 
 
 def _continues(node: Node, parent: Node) -> bool:

@@ -78,8 +78,6 @@ class WriteQueue:
         self._is_unreachable = self._is_stalled = False
         self._refreshed = 0
         """Uses of entries up to this time are known to the directory."""
-        self._own: weakref.WeakSet[PrefixEntry] = weakref.WeakSet()
-        """Entries that were inserted here, rather than found in files."""
         _queues.add(self)
 
     # Jobs
@@ -247,8 +245,7 @@ class WriteQueue:
             cache = entry.cache.fork()
             neighbours = self._index.neighbours_in_files(entry)
             superseded = self._index.superseded_files(entry)
-            for old in superseded:
-                entry.boundaries |= old.boundaries
+            entry.boundaries.update(*(old.boundaries for old in superseded))
             boundaries = sorted(entry.boundaries)
         return superseded, self.directory.write(entry.label, entry.ids, boundaries, cache, neighbours)
 
@@ -257,7 +254,6 @@ class WriteQueue:
             self._is_unreachable = self._is_stalled = False
             if entry in self._index:
                 self.spilled += 1
-                self._own.add(entry)
                 # Its memory can leave, while the directory is made smaller.
                 self._index.writing = self._index.stuck = None
                 self._index.set_file(entry, path, nbytes)
@@ -277,9 +273,7 @@ class WriteQueue:
         with self._changed:
             in_files = [(entry, entry.path) for entry in self._index if entry.path is not None]
             kept = {path for entry, path in in_files if entry.pins and entry.cache is None}
-            # Those that were inserted, or found in memory. What was read from files is marked there already.
-            own = [(entry, path) for entry, path in in_files if entry.used is not None or entry in self._own]
-            uses = sorted((time, path, tokens) for entry, path in own for tokens, time in entry.uses.items())
+            uses = sorted((time, path, tokens) for entry, path in in_files for tokens, time in entry.uses.items())
             new = [(path, tokens) for time, path, tokens in uses if time > self._refreshed]
             self._refreshed = self._index.uses
         self.directory.touch(new)

@@ -4,26 +4,21 @@ import contextlib
 import re
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, Future
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import NamedTuple
 from urllib.parse import unquote
 
-from kvlayers.errors import CachePathError, KVLayersError
+from kvlayers.errors import CacheFileError, CachePathError, KVLayersError
 from kvlayers.persistence.node_file import SUFFIX
-from kvlayers.persistence.safetensors_header import Content, ReadRange
+from kvlayers.persistence.safetensors_header import Content
 
 ABANDONED_SECONDS = 3600
 """A file that no entry needs is deleted if nobody has used it for so long."""
 
 USE_STEP_NS = 1000
 """Nanoseconds between two uses that are recorded together, the least that every backend can tell apart."""
-
-Found = TypeVar("Found")
-Item = TypeVar("Item")
-Result = TypeVar("Result")
 
 
 class UnreachableError(CachePathError):
@@ -56,17 +51,32 @@ def is_of_a_store(name: str) -> bool:
     return name.endswith(SUFFIX) and name.isprintable()
 
 
-Look = Callable[[str, StoredFile, ReadRange], Found]
-"""Finds something in a file, given its path for errors, the file, and what reads ranges of its bytes."""
+class ByteRange(NamedTuple):
+    """A range of bytes of a file: from `start` up to, but not including, `end`."""
+
+    name: str
+    start: int
+    end: int
 
 
-class StorageBackend(Protocol):
+class StorageBackend(ABC):
     """Files by name. A file exists completely or not at all, as far as the underlying storage can ensure that.
 
     All methods may be called by several threads at once. They raise `UnreachableError` if it is unknown whether a file
     exists. Methods that take several files ask for all of them together, where the storage can answer that.
+
+    Args:
+        place: the directory, or its URL without credentials.
     """
 
+    def __init__(self, place: str) -> None:
+        self.place = place
+
+    def path_of(self, name: str) -> str:
+        """The path of a file in messages to users: it ends with the name, and has no credentials."""
+        return f"{self.place}/{name}"
+
+    @abstractmethod
     def prepare(self) -> None:
         """Make the directory if it does not exist, and delete what writers that were killed have left unfinished.
 
@@ -74,33 +84,49 @@ class StorageBackend(Protocol):
             CachePathError: it cannot be made, read or written to.
         """
 
-    def path_of(self, name: str) -> str:
-        """The path of a file in messages to users: it ends with the name, and has no credentials."""
-
+    @abstractmethod
     def files(self) -> list[StoredFile]:
         """All files that may be those of a store, in no particular order."""
 
+    @abstractmethod
     def find(self, names: Sequence[str]) -> list[StoredFile | None]:
         """Each file as it is now, `None` if it does not exist."""
 
-    def inspect(self, files: Sequence[StoredFile], look: Look[Found]) -> Iterator[Found | KVLayersError]:
-        """What `look` finds in each file, or the error that it or reading raised. One file must not hide others."""
+    @abstractmethod
+    def read_ranges(self, ranges: Sequence[ByteRange]) -> list[Content | KVLayersError | None]:
+        """The bytes of each range, fewer if the file is shorter, or the error that reading them raised.
 
-    def read(self, files: Sequence[StoredFile], wait_seconds: float | None = None) -> Iterator[Content | KVLayersError]:
-        """The content of each file, in order and as soon as it has arrived, while the next files are being read.
+        `None` stands for a file that does not exist. A local file is mapped into memory. The bytes are what the storage
+        returned: whoever knows a digest of them compares it.
+        """
 
-        A local file is mapped into memory. The bytes are what the storage returned: whoever knows a digest of them
-        compares it.
+    def read(self, files: Sequence[StoredFile]) -> list[Content | KVLayersError]:
+        """The content of each file, or what is wrong with it. One file does not hide the others.
 
         Args:
             files: names and sizes in bytes. Nothing else of them is looked at.
-            wait_seconds: seconds from now after which a remote file that has not arrived is an `UnreachableError`.
 
         Returns:
             For each file its content, or the error: `GoneError` if it does not exist, `CacheFileError` if it has
-            another size, `UnreachableError` if that is unknown. One file does not hide the others.
+            another size, or the error that reading it raised.
         """
+        # One byte more than a file should have.
+        ranges = [ByteRange(file.name, 0, file.nbytes + 1) for file in files]
+        found: list[Content | KVLayersError] = []
+        for file, each, content in zip(files, ranges, self.read_ranges(ranges), strict=True):
+            path = self.path_of(file.name)
+            if content is not None and not isinstance(content, KVLayersError) and len(content) != file.nbytes:
+                # Some storages do not replace a file at once, and somebody may have written it anew meanwhile.
+                (content,) = self.read_ranges([each])
+            if content is None:
+                found.append(GoneError(f"{path} does not exist: it was deleted."))
+            elif isinstance(content, KVLayersError) or len(content) == file.nbytes:
+                found.append(content)
+            else:
+                found.append(CacheFileError(f"{path} is damaged: it must have {file.nbytes} bytes, and has others."))
+        return found
 
+    @abstractmethod
     def write(self, name: str, content: Content) -> None:
         """Write a file, and replace the file of this name. When this returns, a crash does not lose it.
 
@@ -108,12 +134,15 @@ class StorageBackend(Protocol):
             CachePathError: the file cannot be written.
         """
 
+    @abstractmethod
     def touch(self, names: Sequence[str]) -> None:
         """Record that files are used now, the last one last, as far as the storage can. No file is made."""
 
+    @abstractmethod
     def last_uses(self) -> Mapping[str, int]:
         """Time of the last read or write of each file, by name, in nanoseconds since 1970."""
 
+    @abstractmethod
     def delete(self, names: Sequence[str], used_before: int | None = None) -> None:
         """Delete files, if they exist.
 
@@ -122,26 +151,6 @@ class StorageBackend(Protocol):
             used_before: files used at this time or later stay, nanoseconds since 1970. It is looked up as late as the
                 storage can, since another process may come to need a file that nobody did. Default: no file stays.
         """
-
-
-def ahead(
-    threads: Executor, call: Callable[[Item], Result], items: Iterable[Item], most: int
-) -> Iterator[tuple[Item, Future[Result]]]:
-    """Each item and the result of a call of it, in order, while threads work at those behind it.
-
-    Args:
-        threads: what calls.
-        call: the call.
-        items: the items. They may arrive slowly, too.
-        most: items that are in memory, or on their way to it, at the same time.
-    """
-    coming: deque[tuple[Item, Future[Result]]] = deque()
-    for item in items:
-        coming.append((item, threads.submit(call, item)))
-        if len(coming) == most:
-            yield coming.popleft()
-    while coming:
-        yield coming.popleft()
 
 
 class _Clock:

@@ -5,24 +5,18 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timezone
-from typing import Any
+from typing import Any, TypeVar
 
 import fsspec
 from fsspec.core import url_to_fs
 from fsspec.registry import known_implementations
 
-from kvlayers.errors import OptionError
+from kvlayers.errors import KVLayersError, OptionError
 from kvlayers.persistence.atomic_file import temporary_name
 from kvlayers.persistence.safetensors_header import Content
-from kvlayers.prefix.backends.contract import (
-    Address,
-    Result,
-    StoredFile,
-    UnreachableError,
-    clock,
-    is_of_a_store,
-)
-from kvlayers.prefix.backends.remote import ByteRange, RemoteBackend
+from kvlayers.prefix.backends.contract import Address, ByteRange, StorageBackend, StoredFile, clock, is_of_a_store
+
+Result = TypeVar("Result")
 
 REQUESTS_AT_ONCE = 16
 """Requests for single files that wait for their answers together."""
@@ -31,7 +25,7 @@ MODIFIED = ("LastModified", "last_modified", "mtime", "modified", "updated", "cr
 """Names that file systems use for the time of the last change. If there are several, the first one counts."""
 
 
-class FsspecBackend(RemoteBackend):
+class FsspecBackend(StorageBackend):
     """The files directly below a URL.
 
     The file system of fsspec may be used by several threads, and so may this. Its times of last uses are its own.
@@ -45,7 +39,8 @@ class FsspecBackend(RemoteBackend):
     """
 
     def __init__(self, address: Address) -> None:
-        super().__init__(address)
+        super().__init__(address.shown)
+        self._address = address
         self._fs, path = _filesystem(address)
         self._root = path.rstrip("/")
         self._uses: dict[str, int] = {}
@@ -95,15 +90,15 @@ class FsspecBackend(RemoteBackend):
 
         return self._each(found, names)
 
-    def read_ranges(self, ranges: Sequence[ByteRange]) -> list[bytes | UnreachableError | None]:
-        """As `RemoteBackend.read_ranges`; concurrently, if the file system can do that."""
-        paths = [self._at(each.file.name) for each in ranges]
+    def read_ranges(self, ranges: Sequence[ByteRange]) -> list[Content | KVLayersError | None]:
+        """As `StorageBackend.read_ranges`; concurrently, if the file system can do that."""
+        paths = [self._at(each.name) for each in ranges]
         starts, ends = [each.start for each in ranges], [each.end for each in ranges]
         with self._address.reaching(Exception):
             found: list[bytes | Exception] = self._fs.cat_ranges(paths, starts, ends, on_error="return")
         return [self._content(each) for each in found]
 
-    def _content(self, found: bytes | Exception) -> bytes | UnreachableError | None:
+    def _content(self, found: bytes | Exception) -> Content | KVLayersError | None:
         if isinstance(found, FileNotFoundError):
             return None
         return self._address.unreachable(found) if isinstance(found, Exception) else bytes(found)

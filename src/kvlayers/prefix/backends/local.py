@@ -3,16 +3,14 @@
 import contextlib
 import mmap
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-from kvlayers.errors import CacheFileError, CachePathError, KVLayersError
+from kvlayers.errors import CachePathError, KVLayersError
 from kvlayers.persistence.atomic_file import clear_temporaries, replacing, temporary_name
-from kvlayers.persistence.safetensors_header import Content, check_regular, mapped, ranges_of
+from kvlayers.persistence.safetensors_header import Content, check_regular, mapped
 from kvlayers.prefix.backends.contract import (
     ABANDONED_SECONDS,
-    Found,
-    GoneError,
-    Look,
+    ByteRange,
     StorageBackend,
     StoredFile,
     UnreachableError,
@@ -28,17 +26,11 @@ class LocalBackend(StorageBackend):
     """A local directory. Files are memory-mapped in place, and written under a temporary name first.
 
     It has no state, so that any number of threads may use it. The modification time of a file is its last use.
-
-    Args:
-        path: the directory.
     """
-
-    def __init__(self, path: str) -> None:
-        self.path = path
 
     def prepare(self) -> None:
         """As `StorageBackend.prepare`."""
-        path = self.path
+        path = self.place
         try:
             os.makedirs(path, mode=OWNER_ONLY, exist_ok=True)
             # Tried out, since a disk may be mounted read-only, whatever the permissions say.
@@ -52,16 +44,12 @@ class LocalBackend(StorageBackend):
                 "directory out."
             ) from error
 
-    def path_of(self, name: str) -> str:
-        """The path of a file."""
-        return os.path.join(self.path, name)
-
     def files(self) -> list[StoredFile]:
         """As `StorageBackend.files`."""
         try:
-            names = os.listdir(self.path)
+            names = os.listdir(self.place)
         except OSError as error:
-            raise _unreachable(self.path, error) from error
+            raise _unreachable(self.place, error) from error
         found = self.find([name for name in names if is_of_a_store(name)])
         # Another process may delete a file at this moment.
         return [file for file in found if file is not None]
@@ -79,43 +67,25 @@ class LocalBackend(StorageBackend):
             raise _unreachable(self.path_of(name), error) from error
         return StoredFile(name, facts.st_size, f"{facts.st_ino} {facts.st_mtime_ns}", facts.st_mtime_ns)
 
-    def inspect(self, files: Sequence[StoredFile], look: Look[Found]) -> Iterator[Found | KVLayersError]:
-        """As `StorageBackend.inspect`."""
-        for file in files:
-            path, content = self.path_of(file.name), self._mapped(file.name)
-            try:
-                yield content if isinstance(content, KVLayersError) else look(path, file, ranges_of(content))
-            except KVLayersError as error:
-                yield error
+    def read_ranges(self, ranges: Sequence[ByteRange]) -> list[Content | KVLayersError | None]:
+        """As `StorageBackend.read_ranges`. All files are mapped first, so that the kernel reads ahead."""
+        return [self._mapped(*each) for each in ranges]
 
-    def read(self, files: Sequence[StoredFile], wait_seconds: float | None = None) -> Iterator[Content | KVLayersError]:
-        """As `StorageBackend.read`. All files are mapped first, so that the kernel reads ahead."""
-        contents = [self._mapped(file.name) for file in files]
-        for content in contents:
-            if isinstance(content, mmap.mmap) and os.name == "posix":
-                content.madvise(mmap.MADV_WILLNEED)
-        for file, content in zip(files, contents, strict=True):
-            if isinstance(content, KVLayersError):
-                yield content
-            elif len(content) != file.nbytes:
-                path = self.path_of(file.name)
-                yield CacheFileError(f"{path} is damaged: it must have {file.nbytes} bytes, got {len(content)}.")
-            else:
-                yield memoryview(content)
-
-    def _mapped(self, name: str) -> mmap.mmap | bytes | KVLayersError:
-        """The content of a file, or why it cannot be read."""
+    def _mapped(self, name: str, start: int, end: int) -> Content | KVLayersError | None:
         path = self.path_of(name)
         try:
             check_regular(path, missing_is_fine=True)
             with open(path, "rb") as opened:
-                return mapped(opened)
+                content = mapped(opened)
         except KVLayersError as error:
             return error
         except FileNotFoundError:
-            return GoneError(f"{path} does not exist: it was deleted.")
+            return None
         except OSError as error:
             return _unreachable(path, error)
+        if isinstance(content, mmap.mmap) and os.name == "posix":
+            content.madvise(mmap.MADV_WILLNEED, 0, min(end, len(content)))
+        return memoryview(content)[start:end]
 
     def write(self, name: str, content: Content) -> None:
         """As `StorageBackend.write`."""

@@ -11,10 +11,17 @@ from functools import partial
 from typing import Any
 from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
-from kvlayers.errors import CapacityError, OptionError
+from kvlayers.errors import CapacityError, KVLayersError, OptionError
 from kvlayers.persistence.safetensors_header import DIGEST_BYTES, Content
-from kvlayers.prefix.backends.contract import Address, StoredFile, UnreachableError, clock, is_of_a_store
-from kvlayers.prefix.backends.remote import ByteRange, RemoteBackend
+from kvlayers.prefix.backends.contract import (
+    Address,
+    ByteRange,
+    StorageBackend,
+    StoredFile,
+    UnreachableError,
+    clock,
+    is_of_a_store,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +41,7 @@ TOUCH_SECONDS = 1.0
 """How long a reader waits at most until it is recorded that a file was used."""
 
 
-class RedisBackend(RemoteBackend):
+class RedisBackend(StorageBackend):
     """Files under keys with a common prefix, and an index of them by uses.
 
     A file is written by one command, so each exists completely or not at all, whoever else writes, whenever a writer is
@@ -52,7 +59,8 @@ class RedisBackend(RemoteBackend):
     """
 
     def __init__(self, address: Address) -> None:
-        super().__init__(address)
+        super().__init__(address.shown)
+        self._address = address
         self._redis = _package(address)
         url, self._prefix = _split(address)
         # A sorted set: names by their last use, in microseconds, which a double represents exactly.
@@ -137,9 +145,9 @@ class RedisBackend(RemoteBackend):
             for name, nbytes, digest, score in zip(names, found, found, found, strict=True)
         ]
 
-    def read_ranges(self, ranges: Sequence[ByteRange]) -> list[bytes | UnreachableError | None]:
-        """As `RemoteBackend.read_ranges`."""
-        found = self._many([("GETRANGE", self._key(file.name), start, end - 1) for file, start, end in ranges])
+    def read_ranges(self, ranges: Sequence[ByteRange]) -> list[Content | KVLayersError | None]:
+        """As `StorageBackend.read_ranges`."""
+        found = self._many([("GETRANGE", self._key(name), start, end - 1) for name, start, end in ranges])
         # What does not exist has no bytes.
         return [content or None for content in found]
 

@@ -153,6 +153,23 @@ def test_a_store_has_what_requests_begin_with(llama: Any) -> None:
     assert [output.generated_tokens for output in outputs.values()] == expected
 
 
+def test_what_a_request_inserts_belongs_to_the_session_of_its_caller(llama: Any) -> None:
+    """The manager's thread reads the prompts of all callers."""
+    store = kvlayers.PrefixStore()
+    mine, others = store.session("mine"), store.session("others")
+    prompts = [prompt(1, tokens, tokens)[0].tolist() for tokens in (20, 28, 36)]
+    expected = [alone(llama, ids) for ids in prompts]
+    with kvlayers.installed(prefix_store=store), llama.continuous_batching_context_manager(config_of()) as manager:
+        with mine:
+            names = [manager.add_request(prompts[0])]
+        with others:
+            names.append(manager.add_request(prompts[1]))
+        names.append(manager.add_request(prompts[2]))
+        found = {output.request_id: output for output in (manager.get_result(timeout=20) for _ in names)}
+    assert [found[name].generated_tokens for name in names] == expected
+    assert [mine.tokens, others.tokens] == [20, 28]
+
+
 def test_requests_have_options_of_their_own(running: Any, llama: Any) -> None:
     first = running.add_request(PROMPTS[0], max_new_tokens=3)
     penalized = running.add_request(PROMPTS[1], repetition_penalty=1.7)

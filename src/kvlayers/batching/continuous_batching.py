@@ -150,7 +150,6 @@ class _Asked(Request):
         is_streamed: whether each token is told.
         timestamps: when each token came, `None` if nobody asks.
         prompt: the ids of the prompt, on the host.
-        answer: the tokens of the answer so far, on the host.
         created: when it came.
         began: when it left the queue, -1 before.
     """
@@ -160,7 +159,6 @@ class _Asked(Request):
     is_streamed: bool = False
     timestamps: list[float] | None = None
     prompt: list[int] = field(default_factory=list)
-    answer: list[int] = field(default_factory=list, init=False)
     created: float = field(default_factory=time.perf_counter)
     began: float = -1.0
 
@@ -170,7 +168,6 @@ class _Asked(Request):
 
     def tell(self, token: int) -> bool:
         """Take note of a token, and tell it if the caller asks for each. It does not end the answer."""
-        self.answer.append(token)
         if self.timestamps is not None:
             self.timestamps.append(time.perf_counter())
         # The last one comes with the end.
@@ -190,7 +187,7 @@ class _Asked(Request):
         return GenerationOutput(
             request_id=self.request_id,
             prompt_ids=self.prompt,
-            generated_tokens=list(self.answer),
+            generated_tokens=self.new_ids.tolist(),
             logprobs=list(self.logprobs or ()),
             error=None if error is None else str(error),
             status=RequestStatus.FAILED if error is not None else RequestStatus[status],

@@ -1,5 +1,6 @@
 """Requests that are answered side by side: each waits for room, is read in chunks, is decoded as a row, and leaves."""
 
+import contextvars
 import copy
 import functools
 import sys
@@ -49,6 +50,7 @@ class Request(DecodedRow):
         cache: what was read, until the row has it.
         part: the part of the store that it looked into.
         logits: after the prompt, `[1, vocab]`, if another request has read it.
+        context: that of its caller, whose session what it inserts belongs to. Another thread may read the prompt.
     """
 
     config: Any
@@ -61,6 +63,7 @@ class Request(DecodedRow):
     cache: Cache | None = field(default=None, init=False)
     part: StorePart | None = field(default=None, init=False)
     logits: Tensor | None = field(default=None, init=False)
+    context: contextvars.Context = field(default_factory=contextvars.copy_context, init=False)
 
 
 class RowEngine(Generic[Kind]):
@@ -298,6 +301,6 @@ class RowEngine(Generic[Kind]):
         if stop == request.prompt_tokens and request.part is not None:
             now = self._part_of_store()
             if now is not None and now.is_of_same_states(request.part):
-                now.insert(ids, cache)
+                request.context.run(now.insert, ids, cache)
         logits: Tensor = output.logits[:, -1]
         return logits

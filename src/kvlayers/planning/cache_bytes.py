@@ -225,8 +225,8 @@ def layer_bytes(layer: Any, shape: LayerShape, tokens: int) -> LayerBytes:
             return LayerBytes(sum(states) + beside)
         spare = sum(layer.prefetcher.memory.allocated_nbytes(nbytes) - nbytes for nbytes in states)
         # The pages that a query chooses are brought to the device.
-        copies = 0 if layer.wrapped.recall is None else layer.wrapped.copies_nbytes(shape, tokens)
-        return LayerBytes(beside, sum(states), spare, copies)
+        fetched = layer.wrapped.copies_nbytes(shape, tokens) if layer.wrapped.recall is not None else 0
+        return LayerBytes(beside, sum(states), spare, fetched)
     except KVLayersError:
         raise
     # torch's error for code that reads the numbers of a meta tensor is one of these.

@@ -79,11 +79,11 @@ def test_memory_is_that_of_the_kept_tokens_their_tables_and_the_tail() -> None:
     assert store.flat is not None
     pieces = store.flat.counts.shape[2]
     tail = 2 * KV_HEADS * (RECENT + RECENT)
-    assert store.nbytes == (flat + tail) * (KEY_DIM + VALUE_DIM) * 4 + 2 * 4 * pieces * 8
+    assert store.nbytes == (flat + tail) * (KEY_DIM + VALUE_DIM) * 4 + 3 * 4 * pieces * 8
     for _ in range(RECENT + 1):
         step(store, lists)
     tail = 2 * KV_HEADS * (RECENT + RECENT + 1 + 16)
-    assert store.nbytes == (flat + tail) * (KEY_DIM + VALUE_DIM) * 4 + 2 * 4 * pieces * 8
+    assert store.nbytes == (flat + tail) * (KEY_DIM + VALUE_DIM) * 4 + 3 * 4 * pieces * 8
 
 
 def test_a_flat_part_that_was_loaded_has_no_spare_room() -> None:

@@ -72,7 +72,7 @@ def test_budgets_that_differ_by_whole_blocks_fill_every_block() -> None:
     forms = {"keys": store.key_form.of_batch(1)._replace(kv_heads=1)}
     forms["values"] = forms["keys"]._replace(head_dim=VALUE_DIM)
     block = sum(block_nbytes(quantizers[side].format, side, forms[side], BLOCK) for side in SIDES)
-    assert store.nbytes == 15 * block + 2 * 8 * counts_of_pieces.numel() + store.tail.nbytes
+    assert store.nbytes == 15 * block + 3 * 8 * counts_of_pieces.numel() + store.tail.nbytes
     # The tail has room for the tokens that it holds before it packs some of them, but at most for as many as it has
     # again; and the factors of packed keys.
     room = min(SINKS + RESIDUAL + BLOCK, 2 * store.tail.length) * (KEY_DIM + VALUE_DIM)

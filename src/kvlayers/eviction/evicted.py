@@ -75,7 +75,7 @@ def _dense(store: DenseStore, tokens: HeldTokens, kept: KeptTokens) -> TokenStor
     places = mask[..., :first].nonzero(as_tuple=True)
     part = without_spare_room(keys[places][None, None], values[places][None, None])
     starts, counts = (table.to(keys.device) for table in pieces_in_a_row(kept.counts - run, DENSE_PIECE_TOKENS, 1))
-    return RaggedStore(tail, FlatTokens(part, starts, counts, int(counts.sum(2).max())))
+    return RaggedStore(tail, FlatTokens.of(part, starts, counts))
 
 
 # Packed blocks
@@ -238,8 +238,7 @@ def _packed(store: QuantizedStore, flat: FlatTokens | None, tokens: HeldTokens, 
         if len(part):
             held = held.followed_by(_HeadBlocks(_rows_of(part), starts, pieces, starts[0, 0]))
         part, starts, pieces = _flat(part, held.rows), held.starts, held.counts
-    width, own = int(pieces.sum(2).max()), sinks + newest - min(run, newest)
-    return RaggedStore(tail, FlatTokens(part, starts, pieces, width, sinks, own))
+    return RaggedStore(tail, FlatTokens.of(part, starts, pieces, None, sinks, sinks + newest - min(run, newest)))
 
 
 def _newest_tokens(newer: Tensor, counts: Tensor, size: int, run: int, residual_length: int) -> int:

@@ -37,6 +37,7 @@ class FlatTokens:
         starts: where each piece is, int64 `[batch, kv_heads, pieces]`: its first token in full precision, of at most
             `DENSE_PIECE_TOKENS`, or its packed block, of which it may be the beginning.
         counts: tokens of each piece, int64 `[batch, kv_heads, pieces]`; 0 for no piece.
+        columns: column of the first token of each piece, int64 `[batch, kv_heads, pieces]`.
         width: columns, at least the most tokens of any head.
         sinks: how many of the oldest tokens of the tail, behind the flat part, are older than those in it.
         own: how many of the oldest tokens of the tail may be other tokens of the text for each head.
@@ -45,10 +46,28 @@ class FlatTokens:
     part: DenseStore | PackedBlocks
     starts: Tensor
     counts: Tensor
+    columns: Tensor
     width: int
     sinks: int = 0
     own: int = 0
     _gathered: GatheredSegment | None = field(default=None, init=False, repr=False)
+
+    @classmethod
+    def of(
+        cls,
+        part: DenseStore | PackedBlocks,
+        starts: Tensor,
+        counts: Tensor,
+        width: int | None = None,
+        sinks: int = 0,
+        own: int = 0,
+    ) -> Self:
+        """Pieces whose `starts` and `counts` are known, with the fewest columns if no width is given."""
+        ends = counts.cumsum(2)
+        tokens = ends[:, :, -1:]
+        if width is None:
+            width = int(tokens.max())
+        return cls(part, starts, counts, torch.where(counts > 0, width - tokens + ends - counts, 0), width, sinks, own)
 
     @property
     def tokens(self) -> Tensor:
@@ -67,9 +86,8 @@ class FlatTokens:
             smoothing: how packed keys were smoothed.
         """
         if self._gathered is None or self._gathered.source.smoothing is not smoothing:
-            before = self.counts.cumsum(2) - self.counts
-            columns = torch.where(self.counts > 0, self.width - self.tokens[..., None] + before, 0)
-            self._gathered = GatheredSegment(self._source(smoothing), self.starts, self.counts, columns, self.width)
+            source = self._source(smoothing)
+            self._gathered = GatheredSegment(source, self.starts, self.counts, self.columns, self.width)
         return self._gathered
 
     def _source(self, smoothing: KeySmoothing) -> DenseSegment | PackedSegment:
@@ -85,7 +103,8 @@ class FlatTokens:
 
     def with_tables(self, change: Callable[[Tensor], Tensor]) -> Self:
         """The same tokens in the same memory, read by tables in which `change` has moved the sequences."""
-        return replace(self, starts=change(self.starts), counts=change(self.counts))
+        starts, counts, columns = map(change, (self.starts, self.counts, self.columns))
+        return replace(self, starts=starts, counts=counts, columns=columns)
 
     def without_unread(self, most: int) -> Self:
         """The same tokens in memory of their own, if more than `most` places are read by no head; else itself."""
@@ -116,7 +135,7 @@ class FlatTokens:
     def held_tensors(self) -> Iterator[Tensor]:
         """See `TokenStore.held_tensors`."""
         yield from self.part.held_tensors()
-        yield from (self.starts, self.counts)
+        yield from (self.starts, self.counts, self.columns)
 
     def __getstate__(self) -> dict[str, object]:
         # The segment has views of states that are in the part already.
@@ -144,7 +163,7 @@ class FlatTokens:
         store.load_state(part)
         store.shrink(store.length)
         held: Any = store.blocks if isinstance(store, QuantizedStore) else store
-        return cls(held, starts.clone(), counts.clone(), *numbers.tolist())
+        return cls.of(held, starts.clone(), counts.clone(), *numbers.tolist())
 
 
 def pieces_in_a_row(tokens: Tensor, piece_tokens: int, step: int) -> KVPair:
@@ -165,7 +184,7 @@ def pieces_in_a_row(tokens: Tensor, piece_tokens: int, step: int) -> KVPair:
 def tables_nbytes(form: StateForm, tokens: int, piece_tokens: int) -> int:
     """Bytes of the tables of heads with `tokens` tokens each."""
     pieces = -(-tokens // piece_tokens)
-    return 2 * form.batch_size * form.kv_heads * pieces * torch.int64.itemsize
+    return 3 * form.batch_size * form.kv_heads * pieces * torch.int64.itemsize
 
 
 def flat_form(form: StateForm) -> StateForm:

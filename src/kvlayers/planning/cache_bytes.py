@@ -224,9 +224,13 @@ def layer_bytes(layer: Any, shape: LayerShape, tokens: int) -> LayerBytes:
         if layer.unwrapped is layer:
             return LayerBytes(sum(states) + beside)
         spare = sum(layer.prefetcher.memory.allocated_nbytes(nbytes) - nbytes for nbytes in states)
-        # The pages that a query chooses are brought to the device.
-        fetched = layer.wrapped.copies_nbytes(shape, tokens) if layer.wrapped.recall is not None else 0
-        return LayerBytes(beside, sum(states), spare, fetched)
+        return LayerBytes(
+            beside,
+            sum(states),
+            spare,
+            # The pages that a query chooses are brought to the device.
+            0 if layer.wrapped.recall is None else layer.wrapped.copies_nbytes(shape, tokens),
+        )
     except KVLayersError:
         raise
     # torch's error for code that reads the numbers of a meta tensor is one of these.

@@ -16,8 +16,8 @@ from kvlayers.eviction.rule import ALL_QUERIES, RULES, EvictionRule, eviction_ru
 from kvlayers.quantized.quantization import Quantization
 from kvlayers.utils.options import check_whole_number
 
-MOST_TOKENS = 2**48
-"""More tokens than any text has. Torch counts in 64 bits."""
+MOST_TOKENS = 2**24
+"""More tokens than any text has. The largest share of a layer is still a number that a file of a cache may have."""
 
 LayerBudgets = str | Sequence[float]
 """"uniform", "pyramid", or a weight for each layer."""

@@ -30,8 +30,8 @@ from kvlayers.persistence.tensor_file import TensorFile
 from kvlayers.rope.rotary import Rotary
 from kvlayers.upstream.model_layers import layer_specs
 
-MAX_SETTING = 2**31
-"""The largest number that a layer is made with. No window, reservation or group is larger."""
+MAX_SETTING = 2**48
+"""The largest number that a layer is made with. No window, budget of bytes or group is larger."""
 
 MAX_RESERVED_TOKENS = 2**22
 """The most tokens that a layer may reserve. On the host, each slot costs some hundred bytes before any state."""

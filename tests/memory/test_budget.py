@@ -516,6 +516,17 @@ def test_generate_takes_a_budget_by_name() -> None:
             assert cache.layers[0].fidelity == "rounded"
 
 
+def test_a_budget_of_several_gigabytes_is_saved(tmp_path: Any) -> None:
+    cache = DynamicCache(max_bytes="24GiB")
+    read(cache, [1] * 9)
+    kvlayers.save_cache(cache, tmp_path / "cache")
+    loaded = kvlayers.load_cache(tmp_path / "cache")
+    assert loaded.budget.max_bytes == 24 * 2**30
+    for each in (cache, loaded):
+        read(each, [1] * 5, first=9)
+    assert exact_tokens(loaded) == exact_tokens(cache)
+
+
 def test_saved_with_its_budget(tmp_path: Any) -> None:
     cache = DynamicCache(max_bytes=600 * TOKEN_BYTES, ladder=["int8"])
     read(cache, [800])

@@ -14,8 +14,9 @@ from torch._subclasses import FakeTensorMode
 import packing_cases
 from kvlayers.kernels.codes import cpu_packing as pack
 from kvlayers.kernels.codes.groups import BlockLayout
+from kvlayers.kernels.codes.smoothing import KeySmoothing
 from kvlayers.quantized.packed_blocks import SIDES, PackedBlocks
-from kvlayers.quantizers import CodeFormat, NativeQuantizer
+from kvlayers.quantizers import CodeFormat, NativeQuantizer, SideOptions, backend
 from kvlayers.utils.native_library import NativeLibrary
 from packing_cases import PACKINGS, Packing, codes_of, packed, squared_error
 
@@ -103,6 +104,44 @@ def test_every_layout_of_the_states_in_memory_gives_the_same_codes() -> None:
     expected = packed(case, keys.contiguous(), values.contiguous()).state()
     for one in (packed(case, keys, values), packed(case, *channels_first)):
         assert all(torch.equal(tensor, expected[name]) for name, tensor in one.state().items())
+
+
+def turning(states: Tensor, apart: int) -> Tensor:
+    """Pairs of channels that go in circles, as constants do that a rotary embedding turns."""
+    tokens = torch.arange(float(states.shape[2]))[:, None] * torch.linspace(0.5, 2, states.shape[3] // 2)
+    circles = torch.stack([tokens.cos(), tokens.sin()], 1 if apart > 1 else 2)
+    return states * 0.1 + 10 * torch.linspace(1, 4, states.shape[3] // 2).repeat_interleave(2) * circles.flatten(1)
+
+
+KEYS: dict[str, Callable[[Tensor], Tensor]] = {
+    "uneven and not finite": lambda keys: packing_cases.uneven(keys, "keys"),
+    "a constant channel": lambda keys: keys + 100 * (torch.arange(keys.shape[3]) == 3),
+    "two large tokens": lambda keys: keys * torch.where(torch.arange(keys.shape[2]) % 64 < 2, 1e12, 1.0)[:, None],
+    "largest": lambda keys: packing_cases.hugest(keys, "keys"),
+    "tiny": lambda keys: keys * torch.linspace(1e-37, 1e-35, keys.shape[3]),
+    "zeros": torch.zeros_like,
+    "halves that turn": lambda keys: turning(keys, 2),
+    "neighbours that turn": lambda keys: turning(keys, 1),
+}
+
+
+@needs_kernel
+@pytest.mark.parametrize("kind", KEYS)
+@pytest.mark.parametrize("head_dim", [64, 30])
+def test_the_kernel_finds_the_factors_that_torch_finds(kind: str, head_dim: int) -> None:
+    torch.manual_seed(0)
+    keys = KEYS[kind](torch.randn(2, 3, 192, head_dim) * torch.linspace(1, 30, head_dim))
+    quantizer = backend("native").quantizer(SideOptions("keys", 4), head_dim)
+    with mock.patch.object(NativeLibrary, "get", return_value=None):
+        expected = KeySmoothing.for_keys(keys, quantizer, 64)
+    found = KeySmoothing.for_keys(keys, quantizer, 64)
+    assert found.factor is not None
+    assert expected.factor is not None
+    assert bool((expected.factor > 1).any()) == (kind not in ("zeros",))
+    torch.testing.assert_close(found.factor, expected.factor, rtol=1e-2, atol=0)
+    # Of keys that lie in memory in another way it finds the same.
+    other = keys.transpose(1, 2).contiguous().transpose(1, 2)
+    assert KeySmoothing.for_keys(other, quantizer, 64).is_same(found)
 
 
 @needs_kernel

@@ -30,11 +30,11 @@ GROWTH_DIVISOR = 128
 MINIMUM_GROWTH = 0
 """Fewest blocks by which they grow: moving a few blocks is cheap, and a spare block is not."""
 
-CPU_BLOCKS_AT_ONCE = 16
-"""Blocks that are quantized together on a CPU, which bounds the temporary memory of a long prefill."""
+TORCH_BLOCKS_AT_ONCE = 16
+"""Blocks that torch quantizes together on a CPU, which bounds the temporary memory of a long prefill."""
 
-ACCELERATOR_BLOCKS_AT_ONCE = 256
-"""Blocks that are quantized together on other devices: kernels need no temporary memory, but launches take time."""
+KERNEL_BLOCKS_AT_ONCE = 256
+"""Blocks that are quantized together otherwise: kernels need no temporary memory, but calls and launches take time."""
 
 SIDES: tuple[Side, Side] = ("keys", "values")
 
@@ -97,7 +97,11 @@ class PackedBlocks:
     @property
     def blocks_at_once(self) -> int:
         """Blocks to quantize together."""
-        return CPU_BLOCKS_AT_ONCE if self.device.type == "cpu" else ACCELERATOR_BLOCKS_AT_ONCE
+        torch_quantizes = self.device.type == "cpu" and any(
+            quantizer.kernel_search is None or not cpu_pack.takes(self._layouts[side])
+            for side, quantizer in self._quantizers.items()
+        )
+        return TORCH_BLOCKS_AT_ONCE if torch_quantizes else KERNEL_BLOCKS_AT_ONCE
 
     def prepare(self, blocks: int) -> None:
         """Make room for more blocks, in new memory if necessary, so that returned states never move."""
@@ -133,11 +137,12 @@ class PackedBlocks:
             if search is not None and is_here and self.obstacle(side) is None:
                 cuda_launch.pack_blocks(states, partner, codes, parameters, layout, search, of_side)
                 continue
-            states = of_side.applied(states)
-            if search is not None and is_here and cpu_pack.packs(layout, states, partner):
-                cpu_pack.pack_blocks(states, partner, codes, parameters, layout, search)
+            if search is not None and is_here and of_side.mean is None and cpu_pack.packs(layout, states, partner):
+                cpu_pack.pack_blocks(states, partner, codes, parameters, layout, search, of_side.factor)
                 continue
-            for target, found in zip((codes, parameters), self._quantized(side, states, finite()), strict=True):
+            for target, found in zip(
+                (codes, parameters), self._quantized(side, of_side.applied(states), finite()), strict=True
+            ):
                 target.copy_(found)
 
     def hold(self, blocks: int) -> None:

@@ -252,6 +252,10 @@ inline Register rounded_to<BFloat16>(Register numbers) {
 inline void store_bytes(uint8_t* to, IntRegister numbers) {
 #if defined(__AVX512F__)
     _mm_storeu_si128((__m128i*)to, _mm512_cvtepi32_epi8((__m512i)numbers));
+#elif defined(__AVX2__)
+    const __m256i all = (__m256i)numbers;
+    const __m128i halves = _mm_packus_epi32(_mm256_castsi256_si128(all), _mm256_extracti128_si256(all, 1));
+    _mm_storel_epi64((__m128i*)to, _mm_packus_epi16(halves, halves));
 #else
     typedef uint8_t Bytes __attribute__((vector_size(WIDTH)));
     const Bytes bytes = __builtin_convertvector(numbers, Bytes);

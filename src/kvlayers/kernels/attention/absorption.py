@@ -124,7 +124,9 @@ def attend(
             added = added.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else added + mask
         absorbed, only = _product(own, keys.weight), segments.only_dense
         if only is None or (heads * queries < CPU_MINIMUM_ROWS and on_cpu):
-            attended = dispatch.attend(absorbed, _latents(segments), added, scale, snapshot.paths)
+            dense = (segment for segment in segments.in_order if isinstance(segment, DenseSegment))
+            latents = KVSegments(tuple(DenseSegment(segment.keys, segment.keys, segment.rows) for segment in dense))
+            attended = dispatch.attend(absorbed, latents, added, scale, snapshot.paths)
         else:
             rows = absorbed.reshape(batch, 1, heads * queries, -1)
             of_rows = added.reshape(batch, 1, heads * queries, -1).to(query.dtype)
@@ -142,12 +144,6 @@ def by_products(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, *, sc
     # As in torch, a query that may attend to no token gets zeros.
     weights = torch.softmax(scores, dim=3).masked_fill((scores == -torch.inf).all(3, keepdim=True), 0.0)
     return torch.matmul(weights.to(query.dtype), values)
-
-
-def _latents(segments: KVSegments) -> KVSegments:
-    """The latents of dense segments, as keys and as values."""
-    dense = (segment for segment in segments.in_order if isinstance(segment, DenseSegment))
-    return KVSegments(tuple(DenseSegment(segment.keys, segment.keys, segment.rows) for segment in dense))
 
 
 def scores(query: Tensor, keys: HeadWeights) -> Tensor:

@@ -151,9 +151,8 @@ def _cut(argument: Argument, reserved: int | None, tokens: int) -> Argument:
 def marked_for_custom_masks(keys: Tensor, values: Tensor, columns: ReservedColumns) -> tuple[Tensor, Tensor]:
     """Keys and values `[batch, kv_heads, tokens, head_dim]` that cut masks of a reservation."""
     kind = type(keys)
-    if keys.shape[2] == columns.keys.reserved:
-        return keys, values
-    if torch.compiler.is_compiling() and not compat.COMPILES_TENSOR_SUBCLASSES:
+    is_marked = not torch.compiler.is_compiling() or compat.COMPILES_TENSOR_SUBCLASSES
+    if keys.shape[2] == columns.keys.reserved or not is_marked:
         return keys, values
     if kind is SharedStates:
         return keys.as_subclass(columns.shared), values

@@ -9,27 +9,22 @@
 #include "../../utils/hadamard.h"
 #include "../../utils/parallel.h"
 #include "../../utils/vectors.h"
+#include "key_statistics.h"
 #include "search.h"
+#include "states.h"
 
 extern "C" {
 
 // The fields below are those that `cpu_packing.py` packs, in the same order.
-struct States {
-    const void* states;
-    int64_t batch, head, token;  // strides, in numbers
-    int64_t head_dim;
-};
-
 struct Pack {
     States states, partner;
+    const float* factors;  // of the channels of each sequence and head, null without
     uint8_t* codes;
     void* parameters;
     int64_t code_batch, code_head, code_block;
     int64_t parameter_batch, parameter_head, parameter_block;
     int64_t batch, kv_heads, blocks, block_tokens;
     int64_t is_keys, dtype, group, rotation, row_bytes;
-    const int64_t* planes;
-    int64_t plane_count;
     double limit;
     Search search;
     int64_t threads;
@@ -90,32 +85,22 @@ class BlockPacker {
     std::vector<uint8_t> is_finite, codes, packed;
     GroupSearch<State> search;
 
-    static const State* token_of(const States& side, int64_t batch, int64_t head, int64_t token) {
-        return (const State*)side.states + batch * side.batch + head * side.head + token * side.token;
-    }
-
-    static bool are_finite(const State* numbers, int64_t count) {
-        Register zeros = {};
-        int64_t at = 0;
-        for (; at + WIDTH <= count; at += WIDTH) zeros += load_register(numbers + at) * 0.0f;
-        float zero = sum_of_lanes(zeros);
-        for (; at < count; ++at) zero += to_float(numbers[at]) * 0.0f;
-        return zero == 0;
-    }
-
     // Loads a token as zeros if it is not finite in one of the sides. Returns whether it is.
     bool load_token(int64_t batch, int64_t head, int64_t token, float* to) const {
-        const State* from = token_of(call.states, batch, head, token);
-        const State* partner = token_of(call.partner, batch, head, token);
-        if (!are_finite(from, head_dim) || !are_finite(partner, call.partner.head_dim)) {
+        const State* from = token_of<State>(call.states, batch, head, token);
+        const Register limit = spread(float(call.limit));
+        const float* factors = call.factors ? call.factors + (batch * call.kv_heads + head) * head_dim : nullptr;
+        Register zeros = zeros_of(token_of<State>(call.partner, batch, head, token), call.partner.head_dim);
+        for (int64_t at = 0; at < head_dim; at += WIDTH) {
+            Register numbers = load_first(from + at, head_dim - at);
+            zeros += numbers * 0.0f;
+            if (factors) numbers = rounded_to<State>(numbers / load_first(factors + at, head_dim - at));
+            store_register(to + at, lower(higher(numbers, -limit), limit));
+        }
+        if (!are_zeros(zeros)) {
             std::fill(to, to + head_dim, 0.0f);
             return false;
         }
-        const Register limit = spread(float(call.limit));
-        int64_t at = 0;
-        for (; at + WIDTH <= head_dim; at += WIDTH)
-            store_register(to + at, lower(higher(load_register(from + at), -limit), limit));
-        for (; at < head_dim; ++at) to[at] = std::min(std::max(to_float(from[at]), -limit[0]), limit[0]);
         if (call.rotation > 1) rotate(to, head_dim, call.rotation);
         return true;
     }
@@ -138,17 +123,16 @@ class BlockPacker {
         typedef uint8_t Bytes __attribute__((vector_size(WIDTH)));
         int64_t first = 0;
         int below = 0;
-        for (int64_t plane = 0; plane < call.plane_count; ++plane) {
-            const int width = int(call.planes[plane]);
-            const int64_t bytes = call.row_bytes * width / call.search.bits;
-            const Bytes mask = Bytes{} + uint8_t((1 << width) - 1);
-            for (int64_t byte = 0; byte < bytes; ++byte) {
-                Bytes joined = {};
-                for (int slot = 0; slot < 8 / width; ++slot) {
-                    const Bytes column = load<Bytes>(&codes[(byte + slot * bytes) * WIDTH]);
-                    joined |= (column >> below & mask) << (slot * width);
-                }
-                std::memcpy(&packed[(first + byte) * WIDTH], &joined, WIDTH);
+        for (int width = 8; width; width /= 2) {
+            if (!(call.search.bits & width)) continue;
+            const int64_t bytes = call.row_bytes * width / call.search.bits * WIDTH;
+            // Eight codes at once: shifts leave no bits in another byte, as they are masked in between.
+            const uint64_t mask = ((1 << width) - 1) * 0x0101010101010101u;
+            for (int64_t at = 0; at < bytes; at += sizeof(mask)) {
+                uint64_t joined = 0;
+                for (int slot = 0; slot < 8 / width; ++slot)
+                    joined |= (load<uint64_t>(&codes[slot * bytes + at]) >> below & mask) << (slot * width);
+                std::memcpy(&packed[first + at], &joined, sizeof(joined));
             }
             first += bytes;
             below += width;
@@ -158,9 +142,12 @@ class BlockPacker {
 #pragma GCC unroll 16
             for (int i = 0; i < WIDTH; ++i) square[i] = load<Bytes>(&packed[(byte + i) * WIDTH]);
             transpose(square);
-            const int64_t bytes = std::min<int64_t>(WIDTH, call.row_bytes - byte);
+            const int64_t bytes = call.row_bytes - byte;
             for (int64_t row = 0; row < count; ++row)
-                std::memcpy(to + row * call.row_bytes + byte, &square[row], bytes);
+                if (bytes >= WIDTH)  // a number of bytes that is known is copied at once
+                    std::memcpy(to + row * call.row_bytes + byte, &square[row], WIDTH);
+                else
+                    std::memcpy(to + row * call.row_bytes + byte, &square[row], bytes);
         }
     }
 };
@@ -175,10 +162,26 @@ void pack(const Pack& call) {
     });
 }
 
+template <typename State>
+void describe_keys(const KeyStatistics& call) {
+    parallel_for(call.batch * call.kv_heads * call.blocks, call.threads, [&] {
+        return [&, of_block = KeyBlock<State>(call)](int64_t index) mutable {
+            const int64_t heads = index / call.blocks;
+            of_block.describe(heads / call.kv_heads, heads % call.kv_heads, index % call.blocks);
+        };
+    });
+}
+
 }  // namespace
 
 extern "C" void kvlayers_pack(const Pack* call) {
     if (call->dtype == 0) pack<float>(*call);
     if (call->dtype == 1) pack<BFloat16>(*call);
     if (call->dtype == 2) pack<Float16>(*call);
+}
+
+extern "C" void kvlayers_describe_keys(const KeyStatistics* call) {
+    if (call->dtype == 0) describe_keys<float>(*call);
+    if (call->dtype == 1) describe_keys<BFloat16>(*call);
+    if (call->dtype == 2) describe_keys<Float16>(*call);
 }

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
+from kvlayers.kernels.codes import cpu_packing
 from kvlayers.kernels.codes.quantizer_contract import Quantizer
 
 LARGEST_ERROR = 0.44
@@ -182,8 +183,10 @@ class KeySmoothing:
 
     def emptied(self) -> Self:
         """Vectors of the same form that change nothing."""
-        factor = None if self.factor is None else torch.ones_like(self.factor)
-        return self.__class__(factor, None if self.mean is None else torch.zeros_like(self.mean))
+        return self.__class__(
+            None if self.factor is None else torch.ones_like(self.factor),
+            None if self.mean is None else torch.zeros_like(self.mean),
+        )
 
     @classmethod
     def of_state(cls, tensors: dict[str, Tensor]) -> Self:
@@ -267,9 +270,6 @@ def vectors_for(quantizer: Quantizer) -> tuple[bool, bool]:
 class _Blocks:
     """What blocks of keys say of vectors.
 
-    Means and variances are medians over pieces of a block. Pieces take turns, token by token, so that each has the
-    drift of the whole block. Tokens that are not finite, or far larger than those of most pieces, do not count.
-
     Args:
         keys: `[batch, kv_heads, tokens, head_dim]`.
         block_tokens: tokens of a block.
@@ -286,20 +286,9 @@ class _Blocks:
     def __init__(self, keys: Tensor, block_tokens: int, quantizer: Quantizer) -> None:
         self.spreads = quantizer.format.rotated and not quantizer.format.has_zero
         pieces = PIECES if block_tokens >= LEAST_TOKENS else 1
-        blocks: Tensor = torch.unflatten(keys, 2, (-1, block_tokens))
-        # A copy that is changed in place: every layer of a prompt waits for this.
-        exact = blocks[:, :, :, : block_tokens // pieces * pieces].to(torch.float32, copy=True)
-        largest = exact.abs().amax(4)
-        of_pieces = torch.unflatten(torch.where(largest.isfinite(), largest, 0.0), 3, (-1, pieces)).amax(3)
-        self.unit = _middle(of_pieces.unsqueeze(4)).clamp(min=torch.finfo(torch.float32).tiny)
-        counts = (largest / self.unit <= LARGEST_EXACT).unsqueeze(4)
-        exact.div_(self.unit.unsqueeze(4)).nan_to_num_(0.0, 0.0, 0.0).mul_(counts)
-        of_piece, which = (torch.unflatten(side, 3, (-1, pieces)) for side in (exact, counts))
-        tokens = which.sum(3).clamp(min=1)
-        mean = of_piece.sum(3) / tokens
-        squares = (of_piece - mean.unsqueeze(3)).square_().mul_(which)
-        self.mean, self.variance = _middle(mean), _middle(squares.sum(3) / tokens)
-        self._exact, self._counts = exact, counts
+        self.unit, self.mean, self.variance, self._around_circles = cpu_packing.describe_keys(
+            keys, block_tokens, pieces, LARGEST_EXACT, LARGEST_VARIATION
+        ) or _described(keys, block_tokens, pieces, has_factors=vectors_for(quantizer)[0])
         spread = self.variance.median(-1, keepdim=True).values.sqrt() * self.unit
         self.asked = spread >= SILENT * spread.amax(2, keepdim=True)
 
@@ -310,35 +299,13 @@ class _Blocks:
         Nothing says that the queries of a constant that turns are small, and attention goes by them. So a constant
         takes no part in what factors gain, and its factor takes out no more than the factors of the others do.
         """
-        tiny, varies = torch.finfo(torch.float32).tiny, self._around_circles()
+        tiny, varies = torch.finfo(torch.float32).tiny, self._around_circles
         middle = self.variance.median(-1, keepdim=True).values.clamp(min=tiny)
         relative = (torch.stack([varies, self.variance]) / middle).clamp(1.0, LARGEST_FACTOR**4)
         # Factors divide deviations, so the square of a factor divides a variance.
         squares, of_all = torch.maximum(relative.sqrt(), relative / LARGEST_VARIANCE).clamp(max=LARGEST_FACTOR**2)
         gain = (varies.sum(-1, keepdim=True) / (varies / squares).sum(-1, keepdim=True).clamp(min=tiny)).clamp(min=1.0)
         return torch.maximum(squares, torch.minimum(of_all, gain)).sqrt(), squares.mean(-1, keepdim=True) / gain
-
-    def _around_circles(self) -> Tensor:
-        """Variances of channels, without constants that positions turn, such as a bias in a fast rotary pair.
-
-        Around their mean, the two channels of such a pair go in a circle, and what varies is its radius. Of random
-        numbers the squared radius would vary as much as it is large. Pairs are neighbours or half a head apart. Other
-        pairs are not found.
-
-        Returns:
-            `[batch, kv_heads, blocks, head_dim]`.
-        """
-        found, head_dim = self.variance, self.variance.shape[3]
-        squares = (self._exact - self.mean.unsqueeze(3)).square_().mul_(self._counts)
-        for inner in (head_dim // 2, 1) if head_dim % 2 == 0 else ():
-            first, second = torch.unflatten(squares, 4, (-1, 2, inner)).unbind(5)
-            radius = first + second
-            mean = radius.mean(3)
-            turns = radius.square().mean(3) < (1 + LARGEST_VARIATION) * mean.square()
-            of_radius = (mean - radius.sqrt_().mean(3).square()).clamp(min=0.0)
-            of_pair = torch.where(turns, of_radius, torch.inf)
-            found = torch.minimum(found, of_pair.unsqueeze(4).expand(*of_pair.shape[:4], 2, inner).flatten(3))
-        return found
 
     def lowered(self, smoothing: KeySmoothing) -> KeySmoothing:
         """A smoothing without what costs a block, in float32."""
@@ -373,6 +340,64 @@ class _Blocks:
             )
         squares = factor.square()
         return (after / squares).sum(-1, keepdim=True) > LARGEST_LOSS * (before / squares).sum(-1, keepdim=True)
+
+
+def _described(keys: Tensor, block_tokens: int, pieces: int, has_factors: bool) -> tuple[Tensor, ...]:
+    """Unit, means, variances, and variances around circles, of the channels of blocks; see `_Blocks`.
+
+    Means and variances are medians over pieces of a block. Pieces take turns, token by token, so that each has the
+    drift of the whole block. Tokens that are not finite, or far larger than those of most pieces, do not count.
+
+    Args:
+        keys: `[batch, kv_heads, tokens, head_dim]`.
+        block_tokens: tokens of a block.
+        pieces: of a block.
+        has_factors: whether variances around circles are asked for, which take half of the time.
+    """
+    blocks: Tensor = torch.unflatten(keys, 2, (-1, block_tokens))
+    # A copy that is changed in place: every layer of a prompt waits for this.
+    exact = blocks[:, :, :, : block_tokens // pieces * pieces].to(torch.float32, copy=True)
+    largest = exact.abs().amax(4)
+    of_pieces = torch.unflatten(torch.where(largest.isfinite(), largest, 0.0), 3, (-1, pieces)).amax(3)
+    unit = _middle(of_pieces.unsqueeze(4)).clamp(min=torch.finfo(torch.float32).tiny)
+    counts = (largest / unit <= LARGEST_EXACT).unsqueeze(4)
+    exact.div_(unit.unsqueeze(4)).nan_to_num_(0.0, 0.0, 0.0).mul_(counts)
+    of_piece, which = (torch.unflatten(side, 3, (-1, pieces)) for side in (exact, counts))
+    tokens = which.sum(3).clamp(min=1)
+    mean = of_piece.sum(3) / tokens
+    squares = (of_piece - mean.unsqueeze(3)).square_().mul_(which)
+    mean, variance = _middle(mean), _middle(squares.sum(3) / tokens)
+    # In place: nothing else reads them.
+    around = (
+        _around_circles(exact.sub_(mean.unsqueeze(3)).square_().mul_(counts), variance) if has_factors else variance
+    )
+    return unit, mean, variance, around
+
+
+def _around_circles(squares: Tensor, variance: Tensor) -> Tensor:
+    """Variances of channels, without constants that positions turn, such as a bias in a fast rotary pair.
+
+    Around their mean, the two channels of such a pair go in a circle, and what varies is its radius. Of random
+    numbers the squared radius would vary as much as it is large. Pairs are neighbours or half a head apart. Other
+    pairs are not found.
+
+    Args:
+        squares: of the deviations from the mean, `[batch, kv_heads, blocks, tokens, head_dim]`.
+        variance: of channels, `[batch, kv_heads, blocks, head_dim]`.
+
+    Returns:
+        as `variance`.
+    """
+    found, head_dim = variance, variance.shape[3]
+    for inner in (head_dim // 2, 1) if head_dim % 2 == 0 else ():
+        first, second = torch.unflatten(squares, 4, (-1, 2, inner)).unbind(5)
+        radius = first + second
+        mean = radius.mean(3)
+        turns = radius.square().mean(3) < (1 + LARGEST_VARIATION) * mean.square()
+        of_radius = (mean - radius.sqrt_().mean(3).square()).clamp(min=0.0)
+        of_pair = torch.where(turns, of_radius, torch.inf)
+        found = torch.minimum(found, of_pair.unsqueeze(4).expand(*of_pair.shape[:4], 2, inner).flatten(3))
+    return found
 
 
 def _middle(of_pieces: Tensor) -> Tensor:

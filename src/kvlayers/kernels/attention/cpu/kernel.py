@@ -254,8 +254,12 @@ def obstacle(rows: Tensor, segments: KVSegments) -> str | None:
 
 def takes_many(query: Tensor, segments: KVSegments) -> bool:
     """Whether `MANY` computes attention of queries that `LIBRARY` does not take."""
-    is_many = query.shape[2] > CPU_MAXIMUM_QUERIES and query.dtype in DTYPES
-    return is_many and bool(query.numel() * segments.tokens) and MANY.get() is not None
+    return (
+        query.shape[2] > CPU_MAXIMUM_QUERIES
+        and query.dtype in DTYPES
+        and bool(query.numel() * segments.tokens)
+        and MANY.get() is not None
+    )
 
 
 def attend(query: Tensor, segments: KVSegments, mask: Tensor | None, scale: float) -> Tensor:
@@ -263,7 +267,7 @@ def attend(query: Tensor, segments: KVSegments, mask: Tensor | None, scale: floa
     if mask is not None and mask.dtype != torch.bool:
         mask = mask.float()
     query, out, numbers = _called(query, segments.kv_heads, segments.head_dims, len(segments.in_order), scale, mask)
-    _loaded().kvlayers_attend(numbers, *of_segments(segments, query.device))
+    cpu_packing.loaded(LIBRARY).kvlayers_attend(numbers, *of_segments(segments, query.device))
     return out
 
 
@@ -273,7 +277,7 @@ def attend_many(query: Tensor, segments: KVSegments, mask: Tensor | None, scale:
     query, out, numbers = _called(query, dense.kv_heads, dense.head_dims, len(dense.in_order), scale, mask)
     address = None if held is None else ctypes.c_void_p(held.data_ptr())
     described = of_segments(dense, query.device)
-    _loaded(MANY).kvlayers_attend_many(numbers, *described, ctypes.c_int64(False), address)
+    cpu_packing.loaded(MANY).kvlayers_attend_many(numbers, *described, ctypes.c_int64(False), address)
     return out
 
 
@@ -311,9 +315,9 @@ def attend_dense(
     scale = head_dims[0] ** -0.5 if scale is None else float(scale)
     query, out, numbers = _called(query, keys.size(1), head_dims, 1, scale, mask, softcap or 0.0, address)
     if many:
-        _loaded(MANY).kvlayers_attend_many(numbers, segment, NO_ROWS, ctypes.c_int64(is_causal), None)
+        cpu_packing.loaded(MANY).kvlayers_attend_many(numbers, segment, NO_ROWS, ctypes.c_int64(is_causal), None)
     else:
-        _loaded().kvlayers_attend(numbers, segment, NO_ROWS)
+        cpu_packing.loaded(LIBRARY).kvlayers_attend(numbers, segment, NO_ROWS)
     return out
 
 
@@ -341,7 +345,7 @@ def scores(query: Tensor, segments: KVSegments) -> Tensor:
     query = readable(query)
     # Nothing is written where a column of a gathered segment stands for no token.
     out = query.new_full((*query.shape[:3], segments.tokens), -torch.inf)
-    _loaded().kvlayers_score(*_call_without_mask(query, out, segments))
+    cpu_packing.loaded(LIBRARY).kvlayers_score(*_call_without_mask(query, out, segments))
     return out
 
 
@@ -349,7 +353,7 @@ def combine(weights: Tensor, segments: KVSegments) -> Tensor:
     """Sums of the values, weighted by `[batch, heads, queries, tokens]`: `[batch, heads, queries, value_head_dim]`."""
     weights = readable(weights)
     out = weights.new_empty((*weights.shape[:3], segments.head_dims[1]))
-    _loaded().kvlayers_combine(*_call_without_mask(weights, out, segments))
+    cpu_packing.loaded(LIBRARY).kvlayers_combine(*_call_without_mask(weights, out, segments))
     return out
 
 
@@ -357,13 +361,6 @@ def _call_without_mask(query: Tensor, out: Tensor, segments: KVSegments) -> tupl
     """What a function of the kernel is called with for a single product. The tensors must live until it returns."""
     numbers = of_call(query, out, segments.kv_heads, segments.head_dims, len(segments.in_order), 1.0)
     return numbers, *of_segments(segments, query.device)
-
-
-def _loaded(of: NativeLibrary = LIBRARY) -> ctypes.CDLL:
-    kernel = of.get()
-    if kernel is None:
-        raise RuntimeError("The CPU kernel is not loaded: call obstacle() first.")
-    return kernel
 
 
 def library() -> ctypes.CDLL | None:

@@ -127,7 +127,7 @@ class WindowLayer(TokenLayer):
         return self._store.length
 
     @override
-    def _check_held(self, held: int, seen: int) -> None:
+    def check_held(self, held: int, seen: int) -> None:
         if not min(seen, self.window - 1) <= held <= seen:
             raise StateMismatchError(
                 f"A state must have at least the newest {min(seen, self.window - 1)} of {seen} tokens, "

@@ -324,9 +324,9 @@ class TokenLayer(forwarding("_store", ANSWERED_BY_STORE), CacheLayer, CacheLayer
             raise StateMismatchError(
                 f"`state` must be dense tensors on one device, got {sorted(map(str, kinds))}: move them to one device."
             )
-        self._check_held(self._store.check_state(state.tensors), state.length)
+        self.check_held(self._store.check_state(state.tensors), state.length)
 
-    def _check_held(self, held: int, seen: int) -> None:
+    def check_held(self, held: int, seen: int) -> None:
         """Raise `StateMismatchError` if a layer that has seen `seen` tokens cannot go on from the newest `held`."""
         if held != seen:
             raise StateMismatchError(f"`state` must have all of its {seen} tokens, got {held}: take the state again.")

@@ -402,7 +402,7 @@ class EvictingLayer(TokenLayer):
         self._progress.of_state(state)
 
     @override
-    def _check_held(self, held: int, seen: int) -> None:
+    def check_held(self, held: int, seen: int) -> None:
         if not (held <= seen and (held or not seen)):
             raise StateMismatchError(
                 f"A state must hold at least one and at most all of its {seen} tokens, got {held}: take the state "

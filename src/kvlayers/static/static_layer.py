@@ -89,8 +89,8 @@ class ReservedLayer(TokenLayer):
         )
 
     @override
-    def _check_held(self, held: int, seen: int) -> None:
-        super()._check_held(held, seen)
+    def check_held(self, held: int, seen: int) -> None:
+        super().check_held(held, seen)
         if self.token_limit is not None and seen > self.token_limit:
             raise CapacityError(
                 f"`state` must be of at most {self.token_limit} tokens, which the layer may see, got {seen}: make the "

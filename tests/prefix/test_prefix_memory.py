@@ -167,9 +167,9 @@ def test_a_branch_moves_nothing_of_its_document(monkeypatch: pytest.MonkeyPatch)
     allocated: list[int] = []
     allocate = TokenBuffer.allocate.__func__  # type: ignore[attr-defined]
 
-    def counted(cls: type[TokenBuffer], form: StateForm, capacity: int) -> TokenBuffer:
+    def counted(cls: type[TokenBuffer], form: StateForm, capacity: int, *how: Any) -> TokenBuffer:
         allocated.append(capacity)
-        return allocate(cls, form, capacity)  # type: ignore[no-any-return]
+        return allocate(cls, form, capacity, *how)  # type: ignore[no-any-return]
 
     monkeypatch.setattr(TokenBuffer, "allocate", classmethod(counted))
     assert store.insert(prompt, hit.cache, model="m")  # type: ignore[arg-type]

@@ -38,8 +38,9 @@ MODULES = (
 PROBES = "upstream/supported.py"
 """The file that looks at the names before they are used."""
 
-NOT_PROBED = ("_commit_hash",)
-"""Names without which kvlayers works. A config has it if it comes from the hub."""
+NOT_PROBED = ("_commit_hash", "_mask_length")
+"""Names without which kvlayers works. A config has the first if it comes from the hub, and the second if `generate()`
+left out a mask."""
 
 NOT_OF_TRANSFORMERS = ("_hf_hook", "_replace")
 """Names that transformers uses as well: of accelerate, and of named tuples."""

@@ -139,12 +139,14 @@ def crop_target(tokens: int, length: int) -> int:
     return target
 
 
-def check_rollback(length: int, held: int) -> None:
-    """Raise `RollbackError` if layers of `held` tokens never had `length` tokens."""
-    if not 0 <= whole_number(length, "`length`") <= held:
+def check_rollback(length: int, held: int) -> int:
+    """The length as an `int`. Raises `RollbackError` if layers of `held` tokens never had `length` tokens."""
+    number = whole_number(length, "`length`")
+    if not 0 <= number <= held:
         raise RollbackError(
             f"`length` must be from 0 to the {held} tokens that are held, got {length}: pass a length among them."
         )
+    return number
 
 
 _FORM_PARTS = ("batch size", "kv_heads", "head_dim", "dtype", "device")

@@ -416,7 +416,7 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
         """Tokens that the cache has seen and not rolled back. Raises as `get_seq_length`, for which it is the name in
         kvlayers.
         """
-        return self.self_attention._seen_by(0)
+        return self._seen_by(0)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens that a layer has seen. If layer 0 does not attend, it stands for the first layer that does.
@@ -427,7 +427,7 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
                 that later layers have seen fewer tokens. `crop` to the length that they have, or `reset`.
         """
         seen = self._seen_by(layer_idx)
-        is_asked = not torch.compiler.is_compiling() and self._layer_at(layer_idx) is not None and self._is_in_prefill()
+        is_asked = not torch.compiler.is_compiling() and self._is_in_prefill()
         return SeenTokens.of(self, seen) if is_asked else seen
 
     def _seen_by(self, layer_idx: int) -> int:
@@ -490,7 +490,8 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
         """Position of the next token in a layer."""
-        return self.self_attention._seen_by(layer_idx)
+        seen = self.get_seq_length(layer_idx)
+        return seen if torch.compiler.is_compiling() else int(seen)
 
     # Memory
 

@@ -159,8 +159,7 @@ class LayerwiseOperations(LayerList):
         Raises:
             RollbackError: as `truncate`.
         """
-        check_rollback(length, self.most_seen())
-        length = whole_number(length, "`length`")
+        length = check_rollback(length, self.most_seen())
         counting = [layer for layer in self.adapted_layers() if layer.length and not layer.traits.is_upstream]
         while True:
             nearest = min([layer.nearest_restorable(length) for layer in counting], default=length)
@@ -170,8 +169,9 @@ class LayerwiseOperations(LayerList):
 
     def _removals(self, length: int) -> list[tuple[CacheLayer, int]]:
         """By how many tokens each layer must go back. An interrupted pass leaves some layers ahead of others."""
-        held = self.most_seen()
-        return [(layer, (layer.length or held) - length) for layer in self.adapted_layers()]
+        lengths = [(layer, layer.length) for layer in self.adapted_layers()]
+        held = max([own or 0 for _, own in lengths], default=0)
+        return [(layer, (own or held) - length) for layer, own in lengths]
 
     def _remove(self, removals: list[tuple[CacheLayer, int]]) -> None:
         if self._lacks_recurrent_states() and any(0 < tokens < self.most_seen() for _, tokens in removals):

@@ -57,6 +57,11 @@ class DynamicLayer(TokenLayer):
         self._store.count(tokens)
 
     @override
+    def mask_sizes(self, query_length: int) -> tuple[int, int]:
+        # Asked in each step: without the calls of layers that hold less than they saw.
+        return self._store.length + query_length, 0
+
+    @override
     def check_truncate(self, length: int) -> None:
         check_rollback(length, self._store.length)
 

@@ -238,7 +238,7 @@ class GivenToGenerate:
         self._cache = weakref.ref(cache)
         self._hooks: list[Any] = []
         self._thread = 0
-        self._began: PassStart | None = None
+        self._began: PassStart | None = cache.self_attention._pass.began
         self._seen: int | None = None
         self._model: nn.Module | None = None
 
@@ -253,10 +253,13 @@ class GivenToGenerate:
         """
         self.is_measured = True
         cache = self._cache()
-        # A model that asks within its pass (assisted decoding) has taken the cache, and hooks would see a later call.
         if cache is None or not cache_argument.HAS_OLD_NAMES or cache.is_compileable or in_module(ALL):
             return
-        self._thread, self._began = threading.get_ident(), cache.self_attention._pass.began
+        # A model that asks within its pass (assisted decoding), or somebody who asks behind the call: the cache was
+        # taken, and hooks would see a later call.
+        if cache.self_attention._pass.began is not self._began:
+            return
+        self._thread = threading.get_ident()
         self._hooks = [
             register_module_forward_pre_hook(self._before_module),
             register_module_forward_hook(self._after_module, always_call=True),

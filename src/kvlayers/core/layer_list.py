@@ -93,7 +93,10 @@ class LayerList(metaclass=CacheClass):
 
     def most_seen(self) -> int:
         """Tokens that the layer which has seen most has seen. After an interrupted pass, others have seen fewer."""
-        return max([layer.length or 0 for layer in self.adapted_layers()], default=0)
+        most = 0
+        for layer in self.adapted_layers():
+            most = max(most, layer.length or 0)
+        return most
 
     def _layer(self, layer_idx: int) -> CacheLayer:
         """As `adapted_layers()[layer_idx]`, without a look at the other layers.

@@ -123,6 +123,7 @@ class EncoderDecoderCache(Cache, transformers.EncoderDecoderCache):  # type: ign
     offloading_options = forwarded("self_attention_cache")
     is_compileable = forwarded("self_attention_cache")
     get_seq_length = forwarded("self_attention_cache")
+    _seen_by = forwarded("self_attention_cache")
 
     @override
     def parts(self) -> tuple[Cache, Cache]:

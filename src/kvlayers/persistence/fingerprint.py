@@ -298,29 +298,26 @@ def _weights_and_facts(model: torch.nn.Module) -> tuple[list[tuple[str, Tensor]]
         transient = own["_non_persistent_buffers_set"]
         # Frequencies that follow the length are those of the newest pass, as are attributes with these ends.
         left_out = transient if transient and _frequencies_change(own.get("rope_type")) else set()
-        attributes = [
-            (name, weight)
-            for registered in (own["_parameters"], own["_buffers"])
-            for name, weight in registered.items()
-            if weight is not None and name not in left_out
-        ]
-        attributes += [
-            (name, value)
-            for name, value in own.items()
-            if not (_is_passing(module.__class__, name) or (left_out and name.endswith(_OF_THE_LENGTH)))
-        ]
-        for name, value in attributes:
-            kind = type(value)
-            if kind in SIMPLE or (kind is tuple and SIMPLE.issuperset(map(type, value))):
-                facts.append((path, name, value))
-            elif kind in TENSORS and not (value.is_meta or value.is_quantized or value.layout is not torch.strided):
-                weights.append((dot + name, value.detach()))
-            else:
-                for end, leaf in _leaves(dot + name, "", value):
-                    if isinstance(leaf, Tensor):
-                        weights.append((dot + name + end, leaf.detach()))
-                    else:
-                        facts.append((dot + name, end, leaf))
+        # Without a comprehension: a call for each module would be what a look-up costs.
+        for is_registered, values in ((True, own["_parameters"]), (True, own["_buffers"]), (False, own)):
+            for name, value in values.items():
+                kind = type(value)
+                if is_registered and (value is None or name in left_out):
+                    continue
+                if not is_registered and (
+                    _is_passing(module.__class__, name) or (left_out and name.endswith(_OF_THE_LENGTH))
+                ):
+                    continue
+                if kind in SIMPLE or (kind is tuple and SIMPLE.issuperset(map(type, value))):
+                    facts.append((path, name, value))
+                elif kind in TENSORS and not (value.is_meta or value.is_quantized or value.layout is not torch.strided):
+                    weights.append((dot + name, value.detach()))
+                else:
+                    for end, leaf in _leaves(dot + name, "", value):
+                        if isinstance(leaf, Tensor):
+                            weights.append((dot + name + end, leaf.detach()))
+                        else:
+                            facts.append((dot + name, end, leaf))
     return weights, facts
 
 

@@ -66,6 +66,9 @@ class PackedBlocks:
         self._packed: dict[Side, DenseStore] = {
             side: DenseStore(hint, GROWTH_DIVISOR, MINIMUM_GROWTH) for side in SIDES
         }
+        self._sides_differ = False
+        """Whether keys and values may consist of different segments: there may have been memory for one side alone, and
+        two threads that wrote at the same time may have got the slots of one side each."""
         self.promote(*forms)
         self._count([])
 
@@ -105,8 +108,17 @@ class PackedBlocks:
 
     def prepare(self, blocks: int) -> None:
         """Make room for more blocks, in new memory if necessary, so that returned states never move."""
+        self._make_alike()
+        self._sides_differ = True
         for store in self.stores:
             store.prepare_slots(blocks)
+
+    def _make_alike(self) -> None:
+        """Have keys and values consist of the same segments, since each `PackedSegment` has both."""
+        if self._sides_differ:
+            for store in self.stores:
+                store.compact()
+            self._sides_differ = False
 
     @torch.no_grad()
     def smoothing_for(self, keys: Tensor, last: KeySmoothing | None = None) -> KeySmoothing:
@@ -150,6 +162,8 @@ class PackedBlocks:
         for store in self.stores:
             store.hold(blocks)
         self._count(self._ends + [self.block_tokens] * blocks, self._first)
+        lengths, of_values = ([piece.tokens for piece in store.pieces(len(self))] for store in self.stores)
+        self._sides_differ = lengths != of_values
 
     def obstacle(self, side: Side) -> str | None:
         """Why no kernel packs one side, `None` if one does."""
@@ -200,7 +214,10 @@ class PackedBlocks:
             block += 1
         ends = self._ends[block:]
         runs = runs or SmoothingRuns()
-        for keys, values in self._pieces(len(ends)):
+        if not ends:
+            return
+        self._make_alike()
+        for keys, values in zip(*(store.pieces(len(ends)) for store in self.stores), strict=True):
             for start, stop, smoothing in runs.within(block, block + keys.tokens):
                 some = slice(start - block, stop - block)
                 held = ends[some]
@@ -209,16 +226,6 @@ class PackedBlocks:
                 yield PackedSegment(*sides, first, None if all_full else tuple(held), keys.rows, smoothing)
                 first = 0
             ends, block = ends[keys.tokens :], block + keys.tokens
-
-    def _pieces(self, blocks: int) -> Iterator[tuple[DenseSegment, DenseSegment]]:
-        """Keys and values of the newest blocks, in the same pieces, since each `PackedSegment` has both."""
-        keys, values = (store.pieces(blocks) for store in self.stores)
-        if [piece.tokens for piece in keys] != [piece.tokens for piece in values]:
-            # There was memory for one side alone, or two threads that wrote at once got the slots of one side each.
-            for store in self.stores:
-                store.compact()
-            keys, values = (store.pieces(blocks) for store in self.stores)
-        return zip(keys, values, strict=True)
 
     def _side(self, side: Side, piece: DenseSegment, some: slice) -> PackedSide:
         return PackedSide(piece.keys[:, :, some], piece.values[:, :, some], self._layouts[side])

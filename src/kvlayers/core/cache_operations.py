@@ -151,7 +151,7 @@ class LayerwiseOperations(LayerList):
         """
         target = self.nearest_restorable(length)
         self._remove(self._removals(target))
-        return whole_number(length, "`length`") - target
+        return int(length) - target
 
     def nearest_restorable(self, length: int) -> int:
         """The greatest length, `length` at most, to which all layers can be put back.

@@ -306,11 +306,9 @@ class RowsManager:
 
     def _engine_for(self, config: Any, given: dict[str, Any]) -> "RowEngine[_Asked]":
         named = copy.copy(config)
-        cache_by_name.resolve_name(
-            self.model, named, cache_by_name.requested_name({"generation_config": config}), False
-        )
-        asked = named.cache_implementation
-        name = "dynamic" if asked in (None, cache_by_name.CONTINUOUS_BATCHING) else asked
+        requested = cache_by_name.requested_name({"generation_config": config})
+        asked = cache_by_name.resolve_name(self.model, named, requested, is_given_a_cache=False)
+        name = cache_by_name.DYNAMIC if asked == cache_by_name.CONTINUOUS_BATCHING else asked
         share = given.get("max_memory_percent")
         return RowEngine[_Asked](
             self.model,

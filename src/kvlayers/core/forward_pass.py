@@ -253,11 +253,11 @@ class GivenToGenerate:
         """
         self.is_measured = True
         cache = self._cache()
-        if cache is None or not cache_argument.HAS_OLD_NAMES or cache.is_compileable or in_module(ALL):
+        if cache is None or not cache_argument.HAS_OLD_NAMES or cache.is_compileable:
             return
-        # A model that asks within its pass (assisted decoding), or somebody who asks behind the call: the cache was
+        # A model that asks within its pass (assisted decoding), or somebody who asks after a pass, finds the cache
         # taken, and hooks would see a later call.
-        if cache.self_attention._pass.began is not self._began:
+        if in_module(ALL) or cache.self_attention._pass.began is not self._began:
             return
         self._thread = threading.get_ident()
         self._hooks = [

@@ -301,13 +301,13 @@ def _weights_and_facts(model: torch.nn.Module) -> tuple[list[tuple[str, Tensor]]
         # Without a comprehension: a call for each module would be what a look-up costs.
         for is_registered, values in ((True, own["_parameters"]), (True, own["_buffers"]), (False, own)):
             for name, value in values.items():
-                kind = type(value)
                 if is_registered and (value is None or name in left_out):
                     continue
                 if not is_registered and (
                     _is_passing(module.__class__, name) or (left_out and name.endswith(_OF_THE_LENGTH))
                 ):
                     continue
+                kind = type(value)
                 if kind in SIMPLE or (kind is tuple and SIMPLE.issuperset(map(type, value))):
                     facts.append((path, name, value))
                 elif kind in TENSORS and not (value.is_meta or value.is_quantized or value.layout is not torch.strided):

@@ -86,6 +86,7 @@ SPECIALIZED_SIZES = 2
 """TorchDynamo always treats sizes below this one as constants."""
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Slot:
     """A count of tokens in a reservation, which compiled code advances by one token without reading a number.
 
@@ -95,23 +96,13 @@ class Slot:
 
     Attributes:
         length: tokens held.
-        bucket: the smallest bucket that holds one token more, 0 at the end of the reservation.
+        bucket: the smallest bucket that holds one token more, `None` at the end of the reservation.
         next: the slot after one token more, `None` at the end of the reservation.
     """
 
-    __slots__ = ("bucket", "length", "next", "sizes")
-
-    def __init__(self, length: int, bucket: int, following: "Slot | None", sizes: tuple[int, ...]) -> None:
-        self.length = length
-        self.bucket = bucket
-        self.next = following
-        self.sizes = sizes
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Slots.at, (slots_of(self.sizes), self.length)
-
-    def __deepcopy__(self, memo: dict[int, object]) -> "Slot":
-        return self
+    length: int
+    bucket: int | None
+    next: "Slot | None"
 
 
 class Slots:
@@ -122,21 +113,15 @@ class Slots:
     """
 
     def __init__(self, sizes: tuple[int, ...]) -> None:
-        slot = Slot(sizes[-1], 0, None, sizes)
+        slot = Slot(sizes[-1], None, None)
         slots = {str(slot.length): slot}
         bounds = (0, *sizes)
         for lower, size in reversed(list(zip(bounds[:-1], sizes, strict=True))):
             for length in range(size - 1, lower - 1, -1):
-                slot = Slot(length, size, slot, sizes)
+                slot = Slot(length, size, slot)
                 slots[str(length)] = slot
         self.__dict__.update(slots)
         self.first = slot
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return slots_of, (self.first.sizes,)
-
-    def __deepcopy__(self, memo: dict[int, object]) -> "Slots":
-        return self
 
     def at(self, length: int) -> Slot:
         """The slot of `length` tokens."""

@@ -10,7 +10,7 @@ import transformers
 from typing_extensions import Self, override
 
 from kvlayers.core.cache import Cache
-from kvlayers.core.description import DescriptionContext, OptionsArgument
+from kvlayers.core.description import Argument, DescriptionContext, OptionsArgument
 from kvlayers.core.from_config import HYBRID, WINDOWED, CheckpointOptions, Checkpoints, Factory, layers_of
 from kvlayers.core.layer_list import adapted
 from kvlayers.core.named_caches import named, register, register_cache_class
@@ -144,7 +144,7 @@ class StaticCache(Cache, transformers.StaticCache):  # type: ignore[misc]
             compiled around such a cache (those with alibi).
     """
 
-    made_with = (OptionsArgument("reservation", "_reservation", options=Reservation),)
+    made_with = (OptionsArgument("reservation", "_reservation", options=Reservation), Argument("compiled"))
     is_static = True
 
     @checks_options
@@ -178,12 +178,8 @@ class StaticCache(Cache, transformers.StaticCache):  # type: ignore[misc]
                 "`config` must be of a model that attends to as many slots as its cache returns, got a "
                 f"{type(config).__name__}, whose alibi is made for all that are reserved: leave out compiled=True."
             )
-        is_open = compiled is None and torch.accelerator.is_available() and not of_all
-        self.compiled = None if is_open else bool(compiled)
-
-    @override
-    def describe(self) -> dict[str, Any]:
-        return {**super().describe(), "compiled": self.compiled}
+        # `None` is open until the first states show on which device they are.
+        self.compiled = None if compiled is None and torch.accelerator.is_available() and not of_all else bool(compiled)
 
     @classmethod
     @override

@@ -147,10 +147,7 @@ class StaticLayer(ReservedLayer, DynamicLayer):
         """The most tokens that the layer may see, `None` if it grows."""
         return None if self._store.grow else self._store.capacity
 
-    @property
-    @override
-    def capacity(self) -> int | None:  # type: ignore[override]
-        return self._store.capacity
+    capacity = max_cache_len
 
     @override
     def _recount(self, length: int) -> None:

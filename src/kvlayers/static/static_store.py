@@ -100,11 +100,10 @@ class StaticStore(DenseStore):
         self.whole_from = whole_from
         self.mask_extent = MaskExtent()
         self._set_capacity(capacity)
-        self._slot = self._slots.at(0)
-        self._unslotted = 0
         self._symbolic_offset = symbolic_number(0)
         self._cursor: Tensor | None = None
         self._offset_on_device: Tensor | None = None
+        # It sets `_end`, and so the slot.
         super().__init__()
 
     @classmethod
@@ -202,8 +201,7 @@ class StaticStore(DenseStore):
 
     def _set_capacity(self, capacity: int) -> None:
         self.capacity = capacity
-        self._sizes = self.buckets.sizes(capacity, self.whole_from)
-        self._slots = slots_of(self._sizes)
+        self._slots = slots_of(self.buckets.sizes(capacity, self.whole_from))
 
     # The count of tokens. Eager code reads numbers; compiled code reads slots and the count on the device. Methods set
     # it in compiled code, as TorchDynamo before 2.13 does not see what the setter of a property does.
@@ -302,7 +300,7 @@ class StaticStore(DenseStore):
         `None` if it returns the tokens that it is asked for. Updates of several tokens always do: they are few, and
         masks with the size of a bucket would cost more than they save.
         """
-        self.mask_extent.choose(self._slot, self._can_step(tokens))
+        self.mask_extent.choose(self._slot, self.is_step(tokens))
         return self.bucket_for(tokens)
 
     def bucket_for(self, tokens: int) -> int | None:
@@ -310,10 +308,7 @@ class StaticStore(DenseStore):
         if compat.may_be_exporting():
             # An exported program serves any number of tokens, which it is told when it runs.
             return self.capacity
-        return self._slot.bucket if self._can_step(tokens) and self.mask_extent.bucket_of is self._slot else None
-
-    def _can_step(self, tokens: int) -> bool:
-        return self.is_step(tokens) and self._slot.next is not None
+        return self._slot.bucket if self.is_step(tokens) and self.mask_extent.bucket_of is self._slot else None
 
     # The reservation
 
@@ -493,9 +488,9 @@ class StaticStore(DenseStore):
         if self._keys is not None and not self._tracks_gradients:
             self._allocate(capacity)
         else:
-            start, end = self._start, self._end
             self._set_capacity(capacity)
-            self._start, self._end = start, end
+            # The same count, as a slot of the new reservation.
+            self._set_end(self._end)
 
     @override
     def _adopt(
@@ -520,12 +515,8 @@ class StaticStore(DenseStore):
             for buffer in self._buffers():
                 buffer.tensor[:, :, :kept].copy_(buffer.tensor.narrow(2, start, kept).clone())
         else:
-            try:
-                for buffer in self._buffers():
-                    buffer.shift_to_front(start, kept)
-            except BaseException:
-                self._invalidate()
-                raise
+            self._start = start
+            self._shift_to_front()
         for buffer in self._buffers():
             buffer.tensor[:, :, kept:].zero_()
         self._set_position(kept, total)
@@ -549,8 +540,7 @@ class StaticStore(DenseStore):
         self._erase(0, self._end)
         self.mask_extent.forget()
         super().clear()
-        self._sync_cursor()
-        self.set_total(0)
+        self._set_position(0, 0)
 
     def _erase(self, start: int, end: int) -> None:
         """Fill slots with zeros. Attention reads the free slots of a bucket too: masked, but 0 times NaN is NaN."""
@@ -626,16 +616,17 @@ class StaticStore(DenseStore):
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        # Copies of the live tokens alone; `__setstate__` reserves memory again.
-        live = {**super().__getstate__(), "_reserved": None}
-        length = live.pop("_end")
-        live["_slot"], live["_unslotted"] = self._slots.at(length), 0
-        live["_symbolic_offset"] = symbolic_number(self.total - length)
-        live["_cursor"] = live["_offset_on_device"] = None
+        # Copies of the live tokens alone; `__setstate__` reserves memory again, and finds the slot by the count `_end`.
+        live = {**super().__getstate__(), "_reserved": None, "_cursor": None, "_offset_on_device": None}
+        live["_symbolic_offset"] = symbolic_number(self.total - live["_end"])
+        del live["_slots"], live["_slot"]
         return live
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        end = state.pop("_end")
         self.__dict__.update(state)
+        self._set_capacity(self.capacity)
+        self._set_end(end)
         if self._keys is not None and not self._tracks_gradients:
             self._allocate(self.capacity)
 

@@ -145,11 +145,9 @@ class CacheTrial:
         parts = _parts(self._make(tokens), len(self._shapes))
         for layers, alike, held in zip(parts, self._alike, (tokens, self._encoder_length), strict=False):
             costs = {index: layer_bytes(layers[index], self._shapes[index], held) for index in dict.fromkeys(alike)}
-            by_device: dict[torch.device | None, list[LayerBytes]] = {}
-            for device, tried in zip(self._devices, alike, strict=False):
-                by_device.setdefault(device, []).append(costs[tried])
-            for device, of_layers in by_device.items():
-                found.setdefault(device, []).append(_summed(of_layers))
+            for device in dict.fromkeys(self._devices[: len(alike)]):
+                there = [costs[tried] for tried, place in zip(alike, self._devices, strict=False) if place == device]
+                found.setdefault(device, []).append(_summed(there))
         return {device: _together(costs) for device, costs in found.items()}
 
 

@@ -156,13 +156,18 @@ class Plan:
         found: dict[tuple[str, ...], list[PlannedCache]] = {}
         for cache in self.caches:
             found.setdefault(self._figures(cache), []).append(cache)
-        preferred = (self.recommended.name, *PLAIN_NAMES)
-        places = {name: preferred.index(name) for name in preferred}
-        groups = [
-            tuple(sorted(same, key=lambda cache: (places.get(cache.name, len(preferred)), len(cache.name), cache.name)))
-            for same in found.values()
-        ]
-        return sorted(groups, key=lambda same: (same[0].device_bytes, same[0].host_bytes, same[0].bits))
+        for same in found.values():
+            same.sort(
+                key=lambda cache: (
+                    cache.name != self.recommended.name,
+                    [*PLAIN_NAMES, cache.name].index(cache.name),
+                    len(cache.name),
+                    cache.name,
+                )
+            )
+        return sorted(
+            map(tuple, found.values()), key=lambda same: (same[0].device_bytes, same[0].host_bytes, same[0].bits)
+        )
 
     def rows(self) -> list[tuple[str, ...]]:
         """A header, and a row for the first cache of each group."""
@@ -447,9 +452,10 @@ def _plan_of(
     memory, best = sum(budgets.values()) if budgets else None, best_of(caches)
     if best is None:
         raise nothing_fits(caches, left_out, request.length_hint, memory)
-    reasons = [cache.reason or why_not(cache, best) for cache in caches]
-    place = caches.index(best)
-    reasons[place] = why_recommended(best, caches, memory)
+    reasons = [
+        why_recommended(best, caches, memory) if cache is best else cache.reason or why_not(cache, best)
+        for cache in caches
+    ]
     reasoned = tuple(dataclasses.replace(cache, reason=reason) for cache, reason in zip(caches, reasons, strict=True))
     return Plan(
         request.length_hint,
@@ -457,7 +463,7 @@ def _plan_of(
         request.dtype,
         memory,
         reasoned,
-        reasoned[place],
+        reasoned[caches.index(best)],
         MappingProxyType(left_out),
         model_types.most_positions(request.config),
     )
@@ -589,5 +595,8 @@ def _encoder_length(config: PretrainedConfig, encoder_length: int | str | None) 
             "`encoder_length` is missing, and cross-attention caches the output of the model's encoder: pass the "
             "number of tokens in that output."
         )
-    name = "encoder_length"
-    return None if encoder_length is None else checked_count(tokens(encoder_length, name), name, "tokens")
+    return (
+        None
+        if encoder_length is None
+        else checked_count(tokens(encoder_length, "encoder_length"), "encoder_length", "tokens")
+    )

@@ -95,12 +95,9 @@ def _latent_shape(numbers: model_types.ConfigNumbers, layer_type: str) -> TokenS
 
 
 def _head_dim(numbers: model_types.ConfigNumbers, layer_type: str) -> int:
-    # Until transformers 5.13 gemma4 had a field of its own for it.
-    if layer_type == "full_attention":
-        of_full_attention = numbers.number_or_none("global_head_dim")
-        if of_full_attention is not None:
-            return of_full_attention
-    found = numbers.number_or_none("attention_head_dim", "head_dim", "d_kv")
+    # Until transformers 5.13 gemma4 had a field of its own for full attention.
+    own = ("global_head_dim",) if layer_type == "full_attention" else ()
+    found = numbers.number_or_none(*own, "attention_head_dim", "head_dim", "d_kv")
     return numbers.number("hidden_size") // numbers.number("num_attention_heads") if found is None else found
 
 

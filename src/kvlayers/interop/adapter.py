@@ -13,7 +13,7 @@ from torch import Tensor
 from typing_extensions import Self, override
 
 from kvlayers.core.arguments import as_batch_indices, no_room_for_tokens, whole_number
-from kvlayers.core.buffer import StateForm
+from kvlayers.core.buffer import StateForm, TokenBuffer
 from kvlayers.core.cache_layer import CacheLayer, LayerState, LayerTraits, forwarded
 from kvlayers.core.description import Fact
 from kvlayers.core.token_store import Fidelity
@@ -110,9 +110,12 @@ class TransformersLayer(CacheLayer):
         """Whether every token is in a reservation, in code that eager Python runs: a static indexer, or a model's own
         class.
         """
-        kind, layer = compat.STATIC_LAYER, self.layer
-        is_reserved = isinstance(layer, kind) and type(layer) is not kind and not layer.is_sliding
-        return is_reserved and not torch.compiler.is_compiling()
+        return (
+            isinstance(self.layer, compat.STATIC_LAYER)
+            and type(self.layer) is not compat.STATIC_LAYER
+            and not self.layer.is_sliding
+            and not torch.compiler.is_compiling()
+        )
 
     def _is_checked_on_host(self, states: Tensor) -> bool:
         """Whether an update checks that its states fit. On an accelerator it would have to wait for the count."""
@@ -149,8 +152,7 @@ class TransformersLayer(CacheLayer):
 
     @override
     def reserve_form(self, key_form: StateForm, value_form: StateForm) -> None:
-        batch, kv_heads, head_dim, dtype, device = key_form
-        no_tokens = torch.empty((batch, kv_heads, 0, head_dim), dtype=dtype, device=device)
+        no_tokens = TokenBuffer.allocate(key_form, 0).tensor
         self.layer.lazy_initialization(*([no_tokens] * (2 if compat.RESERVES_FOR_KEYS_AND_VALUES else 1)))
 
     @property
@@ -259,9 +261,12 @@ class TransformersLayer(CacheLayer):
         return self._says_it_is_croppable() and self._crops_every_state()
 
     def _says_it_is_croppable(self) -> bool:
-        # Before 5.17 no recurrent layer could do that.
-        is_without_past = self.traits.attends and not self.traits.is_recurrent
-        return bool(self.layer.is_croppable) if compat.LAYERS_SAY_WHAT_THEY_CAN_CROP else is_without_past
+        # Before 5.17 layers did not say, and no recurrent one could do that.
+        return (
+            bool(self.layer.is_croppable)
+            if compat.LAYERS_SAY_WHAT_THEY_CAN_CROP
+            else self.traits.attends and not self.traits.is_recurrent
+        )
 
     def _crops_every_state(self) -> bool:
         """Whether `crop` knows of every state that the layer holds: a class that adds states must define it anew.

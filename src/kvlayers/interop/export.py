@@ -54,8 +54,7 @@ def register_export_support() -> None:
     kinds: list[type[Cache]] = [Cache]
     for kind in kinds:
         kinds += kind.__subclasses__()
-        flatten, rebuild, names = _TREES.get(kind, (_refuse, _refuse_to_rebuild, ()))
-        _register(kind, flatten, rebuild, names)
+        _register(kind, *_TREES.get(kind, (_refuse, _refuse_to_rebuild, ())))
 
 
 def _register(

@@ -65,7 +65,9 @@ class EvictionRule(ABC):
 ENTRY_POINT_GROUP = "kvlayers.eviction_rules"
 """Entry points in this group are rules of other packages. The entry point's name is the rule's name."""
 
-RULES = FactoryRegistry("eviction rule", ENTRY_POINT_GROUP, "unregister_eviction_rule", EvictionRule)  # type: ignore[type-abstract]
+RULES: FactoryRegistry[EvictionRule] = FactoryRegistry(
+    "eviction rule", ENTRY_POINT_GROUP, "unregister_eviction_rule", EvictionRule
+)
 """The rules by their names."""
 
 

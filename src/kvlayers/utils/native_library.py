@@ -5,6 +5,7 @@ directory, one compiles at a time. The compiler itself holds the lock: it may go
 and the lock is free when the compiler ends, however it does.
 """
 
+import contextlib
 import ctypes
 import hashlib
 import logging
@@ -54,9 +55,8 @@ class Compilation:
     """
 
     def __init__(self, source: pathlib.Path, niceness: int = 0) -> None:
-        found = shutil.which("g++") or shutil.which("clang++")
-        # With arguments, as in "ccache g++".
-        compiler = shlex.split(os.environ.get("CXX") or found or "")
+        # `$CXX` may have arguments, as in "ccache g++".
+        compiler = shlex.split(os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++") or "")
         if not compiler:
             raise FileNotFoundError("no g++ or clang++ on the PATH")
         version = subprocess.run(
@@ -68,8 +68,7 @@ class Compilation:
         texts = [path.read_text() for path in (source, *headers(source))]
         # Not the path: what one checkout has compiled serves another one with the same sources.
         facts = "\n".join([*texts, version, cpu_features(), *options])
-        name = f"{source.stem}-{hashlib.sha256(facts.encode()).hexdigest()[:20]}.so"
-        self.library = cache_directory() / name
+        self.library = cache_directory() / f"{source.stem}-{hashlib.sha256(facts.encode()).hexdigest()[:20]}.so"
         self.was_kept = self.library.exists()
         self._process: subprocess.Popen[bytes] | None = None
         if not self.was_kept:
@@ -330,9 +329,7 @@ def _start_parallel() -> ctypes.c_void_p:
     """Address of the function that starts threads of torch's OpenMP runtime (`parallel.h`); null if it is not found."""
     # As torch's own calls find it: what is loaded for all libraries comes first, then what torch was linked with.
     for place in (None, *map(str, sorted((pathlib.Path(torch.__file__).parent / "lib").glob("libtorch_cpu.*")))):
-        try:
+        with contextlib.suppress(OSError, AttributeError):
             return ctypes.cast(ctypes.CDLL(place).GOMP_parallel, ctypes.c_void_p)
-        except (OSError, AttributeError):
-            continue
     logger.info("kvlayers' kernels run on one thread: torch's OpenMP runtime has no GOMP_parallel")
     return ctypes.c_void_p()

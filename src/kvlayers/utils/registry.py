@@ -26,14 +26,16 @@ class Registry(Generic[Entry]):
         what: noun for an entry in errors, such as "store".
         group: group of the entry points of other packages, which are entries under their own names.
         unregister: name of the public function that removes an entry, for errors.
+        base: the class that entries derive from, or that their objects have; not needed for any other entries.
     """
 
-    def __init__(self, what: str, group: str, unregister: str) -> None:
+    def __init__(self, what: str, group: str, unregister: str, base: type = object) -> None:
         self.what = what
+        self._base = base
         self.group = group
         self._unregister = unregister
         self._entries: dict[str, Entry] = {}
-        self._changing = threading.RLock()
+        self._adding = threading.RLock()
 
     def add(self, name: str, entry: Entry) -> None:
         """Add an entry.
@@ -41,7 +43,7 @@ class Registry(Generic[Entry]):
         Raises:
             RegistryError: the name is empty or taken.
         """
-        with self._changing:
+        with self._adding:
             # Another thread may have taken the name since it was checked.
             self.check_free(name)
             self._entries[name] = entry
@@ -65,9 +67,8 @@ class Registry(Generic[Entry]):
         Raises:
             RegistryError: the name is not registered.
         """
-        with self._changing:
-            if not isinstance(name, str) or self._entries.pop(name, None) is None:
-                raise RegistryError(self.unknown(name))
+        if not isinstance(name, str) or self._entries.pop(name, None) is None:
+            raise RegistryError(self.unknown(name))
 
     def unknown(self, name: object) -> str:
         """The error for a name that is not registered, which lists the names that are."""
@@ -97,12 +98,9 @@ class Registry(Generic[Entry]):
             return None
         if name not in self._entries:
             late.load_rooms()
-        entry = self._entries.get(name)
-        if entry is None and name in self._entry_points.names:
-            entry = self._loaded(self._entry_points[name])
-        return entry
-
-    def _loaded(self, point: importlib.metadata.EntryPoint) -> Entry:
+        if name in self._entries or name not in self._entry_points.names:
+            return self._entries.get(name)
+        point = self._entry_points[name]
         try:
             loaded: Entry = point.load()
         except Exception as error:
@@ -117,10 +115,10 @@ class Registry(Generic[Entry]):
     def check(self, entry: object) -> None:
         """Raise `RegistryError` if `entry` cannot be registered here."""
 
-    def _check_kind(self, entry: object, base: type) -> None:
-        """Raise `RegistryError` if `entry` is no class derived from `base`, or lacks members of its contract."""
-        named = f"{base.__module__}.{base.__name__}"
-        if not isinstance(entry, type) or not issubclass(entry, base):
+    def _check_kind(self, entry: object) -> None:
+        """Raise `RegistryError` if `entry` is no class derived from the base, or lacks members of its contract."""
+        named = f"{self._base.__module__}.{self._base.__name__}"
+        if not isinstance(entry, type) or not issubclass(entry, self._base):
             seen = f"the class {entry.__qualname__}" if isinstance(entry, type) else f"a {type(entry).__name__}"
             raise RegistryError(f"A {self.what} must be a class derived from {named}, got {seen}: derive it from that.")
         missing = sorted(getattr(entry, "__abstractmethods__", ()))
@@ -136,18 +134,7 @@ class Registry(Generic[Entry]):
 
 
 class FactoryRegistry(Registry[Callable[..., Made]], Generic[Made]):
-    """Factories without arguments, by the names that an option may have.
-
-    Args:
-        what: as for `Registry`.
-        group: as for `Registry`.
-        unregister: as for `Registry`.
-        base: the class of the objects that they make.
-    """
-
-    def __init__(self, what: str, group: str, unregister: str, base: type[Made]) -> None:
-        super().__init__(what, group, unregister)
-        self._base = base
+    """Factories without arguments, by the names that an option may have. They make objects of the base."""
 
     def register(self, name: str) -> Callable[[Factory], Factory]:
         """Decorator that adds a factory. Raises as `add`, and `RegistryError` for a factory that can make nothing."""
@@ -163,7 +150,7 @@ class FactoryRegistry(Registry[Callable[..., Made]], Generic[Made]):
     @override
     def check(self, entry: object) -> None:
         if isinstance(entry, type):
-            self._check_kind(entry, self._base)
+            self._check_kind(entry)
         try:
             inspect.signature(entry).bind()  # type: ignore[arg-type]
         except TypeError as error:
@@ -194,7 +181,7 @@ class FactoryRegistry(Registry[Callable[..., Made]], Generic[Made]):
         factory = self.get(name)
         if factory is None:
             raise OptionError(self.unknown(name))
-        made = factory()
+        made: Made = factory()
         if not isinstance(made, self._base):
             raise RegistryError(
                 f"The factory of the {self.what} '{name}' must return an object of {self._base.__name__}, but "
@@ -226,8 +213,7 @@ class ClassRegistry(Registry[type[Kind]], Generic[Kind]):
         base: type[Kind],
         check: Callable[[Any, Any], None] | None = None,
     ) -> None:
-        super().__init__(what, group, unregister)
-        self._base = base
+        super().__init__(what, group, unregister, base)
         self._check_class = check
         self._twins: dict[type, type] = {}
 
@@ -254,7 +240,7 @@ class ClassRegistry(Registry[type[Kind]], Generic[Kind]):
     @override
     def check(self, entry: object) -> None:
         """Raise `RegistryError` if a class lacks members of the contract, which the error names."""
-        self._check_kind(entry, self._base)
+        self._check_kind(entry)
         if self._check_class is not None:
             self._check_class(entry, self._base)
 

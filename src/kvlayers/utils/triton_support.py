@@ -170,16 +170,14 @@ class TritonKernel:
         key: list[Any] = []
         values: list[Any] = []
         for argument, grows in zip(arguments, self._growing, strict=False):
+            value = argument
             if isinstance(argument, Tensor):
-                address = argument.data_ptr()
-                key += argument.dtype, address % 16
-                values.append(address)
-                continue
-            values.append(argument)
-            if isinstance(argument, float):
-                continue
-            # Of a number that grows, only how many bits it needs.
-            key.append(argument >> 31 if grows else argument)
+                value = argument.data_ptr()
+                key += argument.dtype, value % 16
+            elif not isinstance(argument, float):
+                # Of a number that grows, only how many bits it needs.
+                key.append(argument >> 31 if grows else argument)
+            values.append(value)
         found = constants.kernels.get(tuple(key))
         if found is None:
             compiled = self.function[grid](*arguments, **constants)

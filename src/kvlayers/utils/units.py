@@ -14,9 +14,11 @@ MOST = 2**62
 
 _TOKENS = {"": 1, "k": 2**10, "m": 2**20}
 # A text without a unit may mean megabytes.
-_BYTES = {"b": 1}
-for _power, _letter in enumerate("kmgt", start=1):
-    _BYTES |= {_letter: 1024**_power, f"{_letter}ib": 1024**_power, f"{_letter}b": 1000**_power}
+_BYTES = {"b": 1} | {
+    letter + ending: base**power
+    for power, letter in enumerate("kmgt", start=1)
+    for ending, base in (("", 1024), ("ib", 1024), ("b", 1000))
+}
 
 
 def readable_bytes(count: float) -> str:

@@ -316,7 +316,9 @@ ENTRY_POINT_GROUP = "kvlayers.quantizers"
 
 Factory = TypeVar("Factory", bound=Callable[[], Backend])
 
-_backends = FactoryRegistry("quantization backend", ENTRY_POINT_GROUP, "unregister_quantizer", Backend)  # type: ignore[type-abstract]
+_backends: FactoryRegistry[Backend] = FactoryRegistry(
+    "quantization backend", ENTRY_POINT_GROUP, "unregister_quantizer", Backend
+)
 
 
 def register_quantizer(name: str) -> Callable[[Factory], Factory]:

@@ -148,14 +148,12 @@ class PackedBlocks:
             is_here = codes.device == states.device
             if search is not None and is_here and self.obstacle(side) is None:
                 cuda_launch.pack_blocks(states, partner, codes, parameters, layout, search, of_side)
-                continue
-            if search is not None and is_here and of_side.mean is None and cpu_pack.packs(layout, states, partner):
+            elif search is not None and is_here and of_side.mean is None and cpu_pack.packs(layout, states, partner):
                 cpu_pack.pack_blocks(states, partner, codes, parameters, layout, search, of_side.factor)
-                continue
-            for target, found in zip(
-                (codes, parameters), self._quantized(side, of_side.applied(states), finite()), strict=True
-            ):
-                target.copy_(found)
+            else:
+                packed = self._quantized(side, of_side.applied(states), finite())
+                for target, found in zip((codes, parameters), packed, strict=True):
+                    target.copy_(found)
 
     def hold(self, blocks: int) -> None:
         """Hold blocks that were written."""

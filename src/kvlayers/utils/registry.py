@@ -4,8 +4,9 @@ import contextlib
 import functools
 import importlib.metadata
 import inspect
+import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Generic, TypeVar
 
 from typing_extensions import override
@@ -128,6 +129,15 @@ class Registry(Generic[Entry]):
                 f"{', '.join(f'`{name}`' for name in missing)}."
             )
 
+    def _first(self, names: Iterable[str], is_meant: Callable[[str], bool]) -> str | None:
+        """The first of some names that is meant, `None` if none is."""
+        for name in names:
+            # What is wrong with an entry is said to those who ask for its name.
+            with contextlib.suppress(Exception):
+                if is_meant(name):
+                    return name
+        return None
+
     @functools.cached_property
     def _entry_points(self) -> importlib.metadata.EntryPoints:
         return importlib.metadata.entry_points(group=self.group)
@@ -164,12 +174,7 @@ class FactoryRegistry(Registry[Callable[..., Made]], Generic[Made]):
 
     def name_of(self, made: Made) -> str | None:
         """The name of a factory that makes an object equal to `made`, `None` if no factory does."""
-        for name in self.names():
-            # What is wrong with a factory is said to those who ask for its name.
-            with contextlib.suppress(Exception):
-                if self.make(name) == made:
-                    return name
-        return None
+        return self._first(self.names(), lambda name: self.make(name) == made)
 
     def make(self, name: object) -> Made:
         """An object of the factory called `name`.
@@ -247,12 +252,5 @@ class ClassRegistry(Registry[type[Kind]], Generic[Kind]):
     def name_of(self, cls: type) -> str:
         """The name of a class in files: the one that it was last registered by, else its module and name."""
         named = self._twins.get(cls, cls)
-        for name, entry in reversed(list(self._entries.items())):
-            if entry is named:
-                return name
-        for point in self._entry_points:
-            # What is wrong with an entry point is said to those who ask for its name.
-            with contextlib.suppress(RegistryError):
-                if self.get(point.name) is named:
-                    return point.name
-        return f"{cls.__module__}.{cls.__qualname__}"
+        names = itertools.chain(reversed(list(self._entries)), (point.name for point in self._entry_points))
+        return self._first(names, lambda name: self.get(name) is named) or f"{cls.__module__}.{cls.__qualname__}"

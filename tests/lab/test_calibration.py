@@ -445,7 +445,8 @@ def test_a_budget_that_the_most_bits_keep_is_kept_where_noise_promises_more_of_f
 
 
 @versions.kvlayers_recurrent_layers
-def test_models_that_take_tokens_one_by_one_are_read_one_by_one() -> None:
+def test_models_that_take_tokens_one_by_one_are_read_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvlayers_lab.calibration.calibrator.UNIFORM_MEASURED", 1)
     model = tiny_model("jamba").eval()
     ids = torch.randint(0, model.config.vocab_size, (136,), generator=torch.manual_seed(1))
     given = kvlayers.Quantization(sink_tokens=0, residual_length=0)

@@ -233,16 +233,6 @@ def test_costs_that_are_counted_coarsely_stay_within_the_budget(drawn: list[list
         assert sum(part[index].cost for part, index in zip(parts, chosen, strict=True)) <= Fraction(most, 7)
 
 
-def test_costs_without_a_useful_unit_stay_within_the_budget() -> None:
-    parts = [[PartChoice(Fraction(1, 7919), 1.0), PartChoice(Fraction(10_007, 3), 0.0)]] * 2
-    (first, *_), last = (
-        least_losses(parts, Fraction(10_007, 3) + 1)[0],
-        least_losses(parts, Fraction(10_007, 3) + 1)[-1],
-    )
-    assert first == 0
-    assert sorted(last) == [0, 1]
-
-
 def test_uniform_settings_are_all_that_are_within_the_budget() -> None:
     alike = [Sensitivity(layer, side, {2: 0.5, 4: 0.25}) for layer in (0, 2) for side in ("keys", "values")]
     costs = {(part.layer, part.side): {2: Fraction(2), 4: Fraction(4)} for part in alike}

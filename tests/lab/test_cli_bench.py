@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub.constants
 import pytest
 import torch
 import transformers as tf
@@ -22,8 +21,9 @@ from kvlayers_lab.cli.bench_results import BenchResults
 from kvlayers_lab.measuring import contenders, decoding
 from kvlayers_lab.measuring.text import rows
 from kvlayers_lab.models import RunFacts
-from model_directories import random_text, save_model
+from model_directories import save_model
 from models import tiny_model
+from other_values import OtherValues
 from web_page import check_self_contained
 
 HOSTILE = "<b onclick=alert(1)>&\"'$x_$"
@@ -36,13 +36,10 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is asked of the hub, and no report is made, which takes longer than all else, but for `reports`."""
-    monkeypatch.chdir(tmp_path)
+def _elsewhere(text_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No report is made, which takes longer than all else, but for `reports`."""
     monkeypatch.setattr(page, "missing_packages", lambda: ["matplotlib"])
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setenv("COLUMNS", "100")
-    (tmp_path / "text.txt").write_text(random_text(1000))
 
 
 @pytest.fixture
@@ -57,14 +54,6 @@ bench = functools.partial(command_line.run, "bench")
 
 def caches_of(result: Any) -> list[list[dict[str, Any]]]:
     return [each["caches"] for each in json.loads(result.stdout)["results"]]
-
-
-class OtherValues(kvlayers.DynamicCache):
-    """Returns values of the opposite sign, as no cache should."""
-
-    def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        keys, values = super().update(*args, **kwargs)
-        return keys, -values
 
 
 class Failing(kvlayers.DynamicCache):

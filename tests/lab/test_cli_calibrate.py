@@ -14,8 +14,7 @@ import kvlayers
 import kvlayers_lab
 from kvlayers_lab.calibration import MeasuredSetting
 from kvlayers_lab.measuring.text import passages
-from model_directories import random_text, save_with_tokenizer, word_tokenizer
-from models import fresh_model
+from model_directories import random_text, save_sharp_model, word_tokenizer
 
 pytestmark = pytest.mark.usefixtures("text_directory")
 
@@ -25,10 +24,7 @@ QUICK = ("--context", CONTEXT, "--scored", SCORED, "--passages", 1, "--bits", "2
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    model = fresh_model("llama", max_position_embeddings=512)
-    with torch.no_grad():
-        model.lm_head.weight.mul_(30)
-    return save_with_tokenizer(tmp_path_factory.mktemp("models") / "llama", model)
+    return save_sharp_model(tmp_path_factory.mktemp("models") / "llama", logits=30, max_position_embeddings=512)
 
 
 calibrate = functools.partial(command_line.run, "calibrate")

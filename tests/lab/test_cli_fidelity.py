@@ -26,8 +26,8 @@ from kvlayers_lab.measuring.contenders import kvlayers_contender, setting, setti
 from kvlayers_lab.measuring.fidelity import FidelityBudget, SettingFidelity
 from kvlayers_lab.measuring.nbytes import bytes_of
 from kvlayers_lab.measuring.text import passages
-from model_directories import random_text, save_with_tokenizer
-from models import COMMON, fresh_model
+from model_directories import random_text, save_sharp_model
+from models import COMMON
 from slow_fidelity import slow_tokens
 from web_page import check_self_contained
 
@@ -40,11 +40,7 @@ QUICK = ("--context", CONTEXT, "--scored", SCORED, "--passages", 2, "--chunk", C
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    model = fresh_model("llama")
-    with torch.no_grad():
-        # So that rounding moves distributions far enough to tell one divergence from another.
-        model.lm_head.weight.mul_(30)
-    return save_with_tokenizer(tmp_path_factory.mktemp("models") / "<i>llama", model)
+    return save_sharp_model(tmp_path_factory.mktemp("models") / "<i>llama", logits=30)
 
 
 fidelity = functools.partial(command_line.run, "fidelity")

@@ -13,8 +13,10 @@ from packaging.version import Version
 
 import command_line
 import versions
-from model_directories import random_text, save_with_tokenizer
+from model_directories import save_with_tokenizer
 from models import fresh_model
+
+pytestmark = pytest.mark.usefixtures("text_directory")
 
 COMMANDS = {
     "bench": ("--lengths", "16", "--steps", "2", "--trials", "1", "--cache", "dynamic"),
@@ -25,12 +27,6 @@ COMMANDS = {
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_with_tokenizer(tmp_path_factory.mktemp("models") / "llama", fresh_model("llama"))
-
-
-@pytest.fixture(autouse=True)
-def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "text.txt").write_text(random_text(600))
 
 
 def run(command: str, *arguments: object) -> Any:

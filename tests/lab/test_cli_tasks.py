@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-import torch
 
 import command_line
 import kvlayers_lab
@@ -19,7 +18,7 @@ from kvlayers_lab.cli.fidelity_run import fitting_lengths
 from kvlayers_lab.measuring.contenders import is_installed
 from kvlayers_lab.names import TASKS
 from kvlayers_lab.tasks import Needle, Task, TaskText, register_task, task_names, unregister_task
-from model_directories import random_text, save_with_tokenizer
+from model_directories import random_text, save_sharp_model
 from models import fresh_model
 from web_page import check_self_contained
 
@@ -60,12 +59,7 @@ class Echo(Task):
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    model = fresh_model("llama", max_position_embeddings=512)
-    with torch.no_grad():
-        # So that attention tells keys apart, and rounding them to 2 bits changes answers.
-        for layer in model.model.layers:
-            layer.self_attn.q_proj.weight.mul_(8)
-    return save_with_tokenizer(tmp_path_factory.mktemp("models") / "<i>llama", model)
+    return save_sharp_model(tmp_path_factory.mktemp("models") / "<i>llama", queries=8, max_position_embeddings=512)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -72,7 +72,7 @@ BROKEN: dict[str, Callable[[Path], None]] = {
 
 
 # Both commands find and load a model in the same way.
-@pytest.mark.parametrize(("command", "broken"), zip(itertools.cycle(COMMANDS), BROKEN, strict=False))
+@pytest.mark.parametrize(("command", "broken"), [*zip(itertools.cycle(COMMANDS), BROKEN, strict=False)])
 def test_a_model_that_cannot_be_loaded(llama: Path, tmp_path: Path, command: str, broken: str) -> None:
     model = shutil.copytree(llama, tmp_path / "model")
     BROKEN[broken](model)

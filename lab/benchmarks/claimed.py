@@ -422,9 +422,7 @@ def written(value: float, form: str) -> str:
     return f"{value:.{int(more[1]) + 1}{more[2]}}" if more else f"{value:{form}}"
 
 
-def _where(found: Mapping[str, Any] | None) -> str:
-    if not found:
-        return ""
+def _where(found: Mapping[str, Any]) -> str:
     at = found["at"]
     threads = found["threads"]
     return (
@@ -457,24 +455,22 @@ def readme_table(record: Mapping[str, Any], docs: str) -> str:
         record: what was measured.
         docs: path of the other pages, as links have it.
     """
-    found = ({} if name not in record else record[name]["cells"] for name in ("step", "fidelity", "baseline"))
-    steps, rounding, baseline = found
-    steps = {EXACT_STATIC: baseline[EXACT_STATIC], **steps} if baseline else steps
+    steps, rounding, baseline = (record[name]["cells"] for name in ("step", "fidelity", "baseline"))
+    steps = {**steps, EXACT_STATIC: baseline[EXACT_STATIC]}
     rows = [["transformers `DynamicCache`", "1", "1", "reference"]]
     for title, row in COMPARED:
-        if row in steps:
-            speed = steps[row][TIMES_AS_FAST]
-            step = f"{speed:.1f}" if speed >= 1 else f"{speed:.2f}"
-            kept = f"rounded, {rounding[row][AGREEMENT]:.1%} same top token" if row in rounding else "exact"
-            rows.append([title, f"{steps[row][OF_DENSE]:.2f}", step, kept])
+        speed = steps[row][TIMES_AS_FAST]
+        step = f"{speed:.1f}" if speed >= 1 else f"{speed:.2f}"
+        kept = f"rounded, {rounding[row][AGREEMENT]:.1%} same top token" if row in rounding else "exact"
+        rows.append([title, f"{steps[row][OF_DENSE]:.2f}", step, kept])
     return "\n\n".join(
         [
             markdown(["cache", "memory, as a share", "decode step, times as fast", "predictions"], rows),
-            f"At 16,384 tokens, relative to transformers' `DynamicCache`. {LLAMA}. {_where(record.get('step'))} \"Same "
+            f"At 16,384 tokens, relative to transformers' `DynamicCache`. {LLAMA}. {_where(record['step'])} \"Same "
             'top token": how often the most likely next token stays the same, for SmolLM2-135M-Instruct in float32 '
             f"({of_prompts.CONVERTED}) on 1,024 tokens of real text after 2,048. [More "
             f"figures]({docs}benchmarks.md#claims)",
-            *([BESIDE_STATIC.format(docs=docs)] if baseline else []),
+            BESIDE_STATIC.format(docs=docs),
         ]
     )
 
@@ -493,15 +489,11 @@ def headline(record: Mapping[str, Any], prompts: Mapping[str, Any]) -> str:
         (f"for {cell['tokens']:,}", 1 / cell["ratio"])
         for cell in of_prompts.find(of_prompts.cells_of(prompts), **prompt)
     ]
-    of_large = record.get("large", {}).get("cells", {})
-    large = [
-        (f"after {tokens:,}", of_large[length_row(DYNAMIC, tokens)][TIMES_AS_FAST])
-        for tokens in LARGE_LENGTHS
-        if of_large
-    ]
+    of_large = record["large"]["cells"]
+    large = [(f"after {tokens:,}", of_large[length_row(DYNAMIC, tokens)][TIMES_AS_FAST]) for tokens in LARGE_LENGTHS]
     lines = [
-        *([f"{of_prompts.SMOLLM2} reads a prompt {_times(read)}"] if read else []),
-        *([f"a random llama with 1.2 billion weights decodes {_times(large)}"] if large else []),
+        f"{of_prompts.SMOLLM2} reads a prompt {_times(read)}",
+        f"a random llama with 1.2 billion weights decodes {_times(large)}",
         f"a random llama of 8 layers decodes {_times(steps)}",
         f"`int4` holds {cells[INT4][OF_DENSE]:.0%} of the bytes of 16,384 tokens there, and decodes "
         f"{cells[INT4][OVER_DYNAMIC]:.1f} times as fast as kvlayers' own `dynamic`.",
@@ -510,7 +502,7 @@ def headline(record: Mapping[str, Any], prompts: Mapping[str, Any]) -> str:
     parts = [
         f"**On a CPU** ({threads} threads, bfloat16), beside transformers' `DynamicCache`:",
         "\n".join(f"- {line}" for line in lines),
-        *([f"({of_prompts.SMOLLM2} is the one that `make demo` downloads: {of_prompts.CONVERTED}.)"] if read else []),
+        f"({of_prompts.SMOLLM2} is the one that `make demo` downloads: {of_prompts.CONVERTED}.)",
     ]
     return "\n\n".join(parts)
 
@@ -523,11 +515,6 @@ def _times(figures: Sequence[tuple[str, float]]) -> str:
 
 DRAWN = ((TRANSFORMERS, TRANSFORMERS), ("kvlayers `DynamicCache`", DYNAMIC), ("kvlayers `int4`", INT4))
 """The caches whose steps are shown by length, with the names of their rows in the record."""
-
-
-def has_steps(record: Mapping[str, Any]) -> bool:
-    """Whether a record has decode steps by length."""
-    return length_row(TRANSFORMERS, LENGTHS[-1]) in record.get("step", {}).get("cells", {})
 
 
 def steps_table(record: Mapping[str, Any]) -> str:
@@ -551,8 +538,7 @@ def written_pages() -> pages.Pages:
     short = {README: readme_table(record, "docs/"), **dict.fromkeys((HOME, CHOOSING), readme_table(record, ""))}
     of_pages = {(page, "table"): text for page, text in short.items()}
     of_pages[BENCHMARKS, "claims"] = tables(record)
-    if has_steps(record):
-        of_pages[BENCHMARKS, "steps"] = steps_table(record)
-        for page in (README, HOME):
-            of_pages[page, "headline"] = headline(record, pages.parts("prompts"))
+    of_pages[BENCHMARKS, "steps"] = steps_table(record)
+    for page in (README, HOME):
+        of_pages[page, "headline"] = headline(record, pages.parts("prompts"))
     return pages.written("claims", of_pages)

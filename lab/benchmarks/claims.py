@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from rich.table import Column, Table
 
 import claimed
 import kvlayers
@@ -49,11 +50,11 @@ from lib.contenders import (
     REFERENCE,
     TRANSFORMERS_STATIC,
     compiled,
-    transformers_packed,
+    packed,
+    quanto,
 )
-from lib.internals import CacheMaker, NoRecord, cache_nbytes, default_text, quiet_clock, read
-from lib.quantized import FULL, RANDOM, Contender, load, measure_bytes
-from lib.quantized import REFERENCE as IN_FULL
+from lib.internals import NoRecord, cache_nbytes, default_text, quiet_clock, read
+from lib.quantized import RANDOM, load, measure_bytes
 from lib.timing import Disagreements, Trials, measure_decode, measure_update, summarise, times_as_fast
 from lib.workload import QUICK_SHAPE, RandomModel, RealModel, Shape
 
@@ -64,6 +65,8 @@ FINE = 16
 """Numbers of a group with which quanto holds more bytes than kvlayers' native backend with its groups of 64. A longer
 residual would take as many bytes, and leave quanto with more divergence."""
 
+
+NUM_SINK_TOKENS = 4
 
 SPARE = 64
 """Tokens that the smallest reservation has beyond those in the cache, unless more steps are timed."""
@@ -251,30 +254,26 @@ def measure_graphs(run: Run) -> Mapping[str, Cells]:
 
 def measure_fidelity(run: Run) -> Mapping[str, Cells]:
     """What quantized caches change in predictions, and their bytes; quanto also with more than kvlayers."""
-    rows = {
-        claimed.INT8: Contender("kvlayers", "native", 8),
-        claimed.FP8: Contender("kvlayers", "fp8", 8),
-        claimed.INT4: Contender("kvlayers", "native", 4),
-        claimed.INT2: Contender("kvlayers", "native", 2),
-        claimed.QUANTO_4: Contender("transformers", "quanto", 4),
-        claimed.QUANTO_2: Contender("transformers", "quanto", 2),
-        claimed.FINE_4: Contender("transformers", f"quanto, groups of {FINE}", 4),
-        claimed.FINE_2: Contender("transformers", f"quanto, groups of {FINE}", 2),
+    makers = {
+        claimed.INT8: packed(nbits=8),
+        claimed.FP8: packed("fp8"),
+        claimed.INT4: packed(nbits=4),
+        claimed.INT2: packed(nbits=2),
+        claimed.QUANTO_4: quanto(4),
+        claimed.QUANTO_2: quanto(2),
+        claimed.FINE_4: quanto(4, q_group_size=FINE),
+        claimed.FINE_2: quanto(2, q_group_size=FINE),
     }
-    makers: dict[Contender, CacheMaker] = {IN_FULL: FULL[IN_FULL], **{each: each.make for each in rows.values()}}
-    for row, nbits in ((claimed.FINE_4, 4), (claimed.FINE_2, 2)):
-        make = transformers_packed("quanto", nbits, q_group_size=FINE)
-        makers[rows[row]] = functools.partial(make, length=0)
     source = RANDOM if run.quick else str(run.given.model)
     context, scored, chunk = (640, 64, 64) if run.quick else (2048, 1024, 64)
-    model, texts = load(source, None, "float32", 1, context + scored + 1)
+    model, (text,) = load(source, 1, context + scored + 1)
     tick = run.ticking("fidelity", (context + scored) // chunk)
-    scores = read(model, texts, makers, context, chunk, NoRecord(), tick)
+    scores = read(model, [text], {REFERENCE: CONTENDERS[REFERENCE], **makers}, context, chunk, NoRecord(), tick)
     cells: dict[str, dict[str, float]] = {}
-    for row, contender in rows.items():
-        entry = scores[contender].summary()
+    for row, make in makers.items():
+        entry = scores[row].summary()
         if "failure" not in entry:
-            held = measure_bytes(makers[contender], model.config, context, scored, chunk)
+            held = measure_bytes(make, model.config, context, scored, chunk)
             cells[row] = {
                 claimed.KL: entry["kl"],
                 claimed.AGREEMENT: entry["agreement"],
@@ -306,8 +305,7 @@ def measure_updates(run: Run) -> Mapping[str, Cells]:
             asked = Trials(steps, trials, run.ticking)
             measured = measure_update(config, shape, makers, tokens, asked)
             check_tokens(asked.disagreements, makers)
-            of_transformers = times_as_fast(measured, REFERENCE, KVLAYERS)
-            cells[claimed.update_row(tokens)] = {claimed.TIME_OF_TRANSFORMERS: of_transformers}
+            cells[claimed.update_row(tokens)] = {claimed.TIME_OF_TRANSFORMERS: measured.ratio(KVLAYERS, REFERENCE)}
     return {"update": cells}
 
 
@@ -329,10 +327,16 @@ def measure_sinks(run: Run) -> Mapping[str, Cells]:
     window, windows = (16, 4) if run.quick else (64, 8)
     workload = run.needed(torch.float32)
     model, ids = workload.model, workload.prompt(windows * window + 1)
-    layers = [kvlayers.SlidingLayer(window) for _ in range(model.config.num_hidden_layers)]
-    with_sinks = kvlayers.SinkCache(window, cases.NUM_SINK_TOKENS, config=model.config)
-    times = cases.perplexity(model, ids, kvlayers.Cache(layers)) / cases.perplexity(model, ids, with_sinks)
-    return {"sinks": {claimed.SINK: {claimed.TIMES_PERPLEXITY: times}}}
+    makers = {
+        "window": lambda config: kvlayers.Cache(
+            [kvlayers.SlidingLayer(window) for _ in range(config.num_hidden_layers)]
+        ),
+        "sinks": lambda config: kvlayers.SinkCache(window, NUM_SINK_TOKENS, config=config),
+    }
+    tokens = windows * window
+    found = read(model, [ids], makers, tokens // 2, 1, NoRecord(), run.ticking("sinks", tokens))
+    perplexity = {name: each.summary()["perplexity"] for name, each in found.items()}
+    return {"sinks": {claimed.SINK: {claimed.TIMES_PERPLEXITY: perplexity["window"] / perplexity["sinks"]}}}
 
 
 def measure_offload(run: Run) -> Mapping[str, Cells]:
@@ -547,7 +551,7 @@ def table(found: Mapping[str, Any], record: Mapping[str, Any], names: Sequence[s
     With `bounds`, a bound decides; a figure of any size is enough otherwise. `names` are those of the measurements that
     were not skipped.
     """
-    made = report.new_table("Claims", "claim", "asked", "recorded", "now", "verdict")
+    made = Table("claim", *(Column(name, justify="right") for name in ("asked", "recorded", "now", "verdict")))
     failed = 0
     for group in GROUPS:
         if group.measurement not in names:
@@ -571,16 +575,12 @@ def keep(found: Mapping[str, Any], content: Mapping[str, Any]) -> pathlib.Path:
 
 def written_pages() -> pages.Pages:
     """The pages with the tables of the record. The picture is drawn."""
-    record = pages.parts("claims")
-    if claimed.has_steps(record):
-        plots.draw_picture(record["step"], plots.PICTURE)
+    plots.draw_picture(pages.parts("claims")["step"], plots.PICTURE)
     return claimed.written_pages()
 
 
 def parse(arguments: Sequence[str] | None) -> Any:
-    made = report.Options(
-        "claims", __doc__, quick="a small random model and few tokens, under a minute", writes=written_pages
-    )
+    made = report.Options("claims", __doc__, written_pages, quick="a small random model and few tokens, under a minute")
     made.some_of("--only", list(MEASUREMENTS), "measurements")
     made.real_model(report.default_model())
     usual = GEMMA if pathlib.Path(GEMMA).is_dir() else None

@@ -20,7 +20,7 @@ import random
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -40,7 +40,16 @@ ALL = "all of it"
 
 
 def options() -> report.Options:
-    made = report.Options("documents", __doc__, threads=2, quick="a random model and few tokens", writes=written_pages)
+    made = report.Options(
+        "documents",
+        __doc__,
+        written_pages,
+        threads=2,
+        quick="a random model and few tokens",
+        kind=lambda given: (
+            "documents-join" if "join" in given.only else f"documents-fidelity-{pathlib.Path(given.model).name}"
+        ),
+    )
     made.some_of("--only", ("join", "replace", "kl", "tasks"), "sections")
     made.real_model(in_quick="none")
     made.sized("--document-tokens", 512, 48, "tokens of each document of `join` and `kl`")
@@ -58,7 +67,7 @@ class Subject:
     def __init__(self, run: report.Session) -> None:
         real = run.real(torch.float32)
         chosen: Any = run.random(dtype=torch.float32) if real is None else real
-        self.model, self.name = chosen.model.eval(), run.given.model or "a random model"
+        self.model = chosen.model.eval()
         self.tokenizer = None if real is None else transformers.AutoTokenizer.from_pretrained(run.given.model)
         self._generator = torch.Generator().manual_seed(0)
 
@@ -124,10 +133,7 @@ def join(run: report.Session) -> dict[str, Any]:
     exact = kvlayers.generate(model, documents=order, question=question, beginning=beginning, **how)
     run.expect(bool((exact == expected).all()), "a full computation has other tokens than transformers")
     found = {name: {"seconds": turns.median(name), "share": turns.ratio(name, "transformers")} for name in names}
-    columns = {"s": report.shown("seconds", ".2f"), "of computing all": report.shown("share", ".3f")}
-    run.table(f"First token after {DOCUMENTS} documents of {length} tokens, {subject.name}", "", {"": found}, columns)
     nbytes = {"states": states, "memory": statistics.bytes, "files": statistics.file_bytes}
-    run.console.print({name: f"{value / states:.3f} of the states" for name, value in nbytes.items()})
     run.target("recompute 15%", found["15%"]["share"], at_most=0.25)
     run.target("recompute 0", found["0"]["share"], at_most=0.1)
     run.target("bytes in memory", statistics.bytes / states, at_most=1.05)
@@ -222,20 +228,13 @@ def replace(run: report.Session) -> dict[str, Any]:
         for name in contenders
     }
     run.expect(found["100%"]["kl"] < 1e-6, "recomputing all that follows the change differs from computing all")
-    columns = {
-        "s": report.shown("seconds", ".2f"),
-        "of computing all": report.shown("share", ".3f"),
-        "KL": report.shown("kl", ".2g"),
-        "same top-1": report.shown("agreement", ".1%"),
-    }
-    run.table(f"A changed line in the middle of {given.context} tokens, {subject.name}", "", {"": found}, columns)
     return found
 
 
 def fidelity(run: report.Session, *arguments: object) -> dict[str, Any]:
     """What `kvlayers fidelity --documents` finds for the model; nothing for a random one."""
     if run.given.model in (None, "none"):
-        run.console.print(report.NO_MODEL)
+        run.say(report.NO_MODEL)
         return {}
     asked = ["--documents", f"2,{DOCUMENTS}", "--threads", run.given.threads, *arguments]
     command = [sys.executable, "-m", "kvlayers", "fidelity", run.given.model, *map(str, asked), "--json"]
@@ -266,18 +265,11 @@ def tasks(run: report.Session) -> dict[str, Any]:
     return {name: said["summary"][name] for name in ("reference", "comparable")}
 
 
-SECTIONS: dict[str, Callable[[report.Session], dict[str, Any]]] = {
-    "join": join,
-    "replace": replace,
-    "kl": kl,
-    "tasks": tasks,
-}
-
 NAMES = {"SmolLM2-135M-Instruct": "SmolLM2", "gemma-3-270m": "Gemma"}
 
 
 def model_of(record: dict[str, Any]) -> str:
-    name = pathlib.Path(record["arguments"]["model"]).name
+    name = pathlib.Path(record["arguments"]["model"] or "a random model").name
     return NAMES.get(name, name)
 
 
@@ -288,25 +280,19 @@ def code(recompute: str) -> str:
 
 def join_table(record: dict[str, Any]) -> str:
     """Seconds to the first token, and bytes."""
-    found, nbytes = record["results"]["join"], record["results"]["join"]["bytes"]
-    rows = [
-        ["all of it, by transformers" if name == "transformers" else code(name), f"{entry['seconds']:.2f}"]
-        for name, entry in found["seconds"].items()
-    ]
-    for row, entry in zip(rows, found["seconds"].values(), strict=True):
-        row.append(f"{entry['share']:.3f}")
-    least, most = (found["seconds"][share]["share"] for share in ("0", "30%"))
-    return "\n".join(
-        [
-            f"**The first token comes after {least:.0%} of the time if nothing is recomputed, after {most:.0%} with "
-            f'`"30%"`.** {DOCUMENTS} documents of {record["arguments"]["document_tokens"]} tokens from a store, each '
-            f"time in a new order, {model_of(record)} in float32:",
-            "",
-            pages.markdown(["`recompute`", "s to the first token", "share"], rows, "---:"),
-            "",
-            f"In memory, the store takes {nbytes['memory'] / nbytes['states']:.3f} of the bytes of all states, in "
-            f"files {nbytes['files'] / nbytes['states']:.3f}.",
-        ]
+    found, nbytes = record["results"]["join"]["seconds"], record["results"]["join"]["bytes"]
+    least, most = (found[share]["share"] for share in ("0", "30%"))
+    named = {
+        "all of it, by transformers" if name == "transformers" else code(name): each for name, each in found.items()
+    }
+    columns = (pages.shown("s to the first token", "seconds"), pages.shown("share", "share", ".3f"))
+    return (
+        f"**The first token comes after {least:.0%} of the time if nothing is recomputed, after {most:.0%} with "
+        f'`"30%"`.** {DOCUMENTS} documents of {record["arguments"]["document_tokens"]} tokens from a store, each '
+        f"time in a new order, {model_of(record)} in float32:\n\n"
+        f"{pages.table('`recompute`', named, columns, '---:')}\n\n"
+        f"In memory, the store takes {nbytes['memory'] / nbytes['states']:.3f} of the bytes of all states, in "
+        f"files {nbytes['files'] / nbytes['states']:.3f}."
     )
 
 
@@ -382,6 +368,19 @@ def replace_table(records: Sequence[dict[str, Any]]) -> str:
             pages.markdown(head, rows, "---:"),
         ]
     )
+
+
+def of_one(name: str, table: Callable[[Sequence[dict[str, Any]]], str]) -> Callable[[Mapping[str, Any], Any], str]:
+    """A table of a section, of one run."""
+    return lambda arguments, found: table([{"arguments": arguments, "results": {name: found}}])
+
+
+SECTIONS: dict[str, report.Section] = {
+    "join": (join, of_one("join", lambda records: join_table(records[0]))),
+    "replace": (replace, of_one("replace", replace_table)),
+    "kl": (kl, of_one("kl", kl_table)),
+    "tasks": (tasks, of_one("tasks", loss_table)),
+}
 
 
 def command(record: dict[str, Any]) -> str:

@@ -1,11 +1,14 @@
-"""Writes what was measured on a GPU into README.md and docs/gpu.md, from the newest records of `gpu.py`.
+"""Records what `gpu.py` measured, and writes it into README.md and docs/gpu.md.
 
-    python lab/benchmarks/gpu_tables.py --write
+    python lab/benchmarks/gpu_tables.py --record results/first.json    # keep the figures in lab/benchmarks/recorded
+    python lab/benchmarks/gpu_tables.py --write                        # the newest record, into the pages
 
 It imports only the standard library, so that a test can compare the pages with the records.
 """
 
 import argparse
+import json
+import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -25,6 +28,28 @@ WIDE = 1.2
 
 Record = Mapping[str, Any]
 Figures = Mapping[str, Any]
+
+
+LONGEST_TEXT = 160
+"""Characters that are kept of a text: the rest of what CUDA says, if something is wrong, is advice."""
+
+
+def without_details(found: Any) -> Any:
+    """Results without the output of tests, the times of single steps and other details."""
+    if isinstance(found, str):
+        return found[:LONGEST_TEXT]
+    if isinstance(found, list):
+        return [without_details(each) for each in found]
+    if isinstance(found, dict):
+        return {name: without_details(each) for name, each in found.items() if name != "details"}
+    return found
+
+
+def record(results: pathlib.Path) -> None:
+    """Keep the file of the stage `first`."""
+    found = without_details(json.loads(results.read_text()))
+    path = pages.RECORDED / f"gpu-first-{found['date'][:10]}.json"
+    path.write_text(json.dumps(found, indent=1) + "\n")
 
 
 def read() -> Record:
@@ -129,6 +154,6 @@ def written_pages() -> pages.Pages:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--record", type=pathlib.Path, required=True, help="JSON file of the stage first")
     pages.add_write(parser, written_pages)
-    parser.parse_args()
-    parser.error("there is nothing to measure here: pass --write")
+    record(parser.parse_args().record)

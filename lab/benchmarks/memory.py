@@ -13,7 +13,6 @@ again: codes of 8 bits that are packed again to 4, after the prompt, beside 4 bi
 time: milliseconds of each step of giving way behind a prompt, and of a decode step before and after.
 """
 
-import datetime
 import pathlib
 import statistics
 import sys
@@ -24,16 +23,24 @@ from typing import Any
 import kvlayers
 import pages
 from lib import report
-from lib.internals import CacheMaker, NoRecord, newest_logits, quiet_clock, read
-from lib.quantized import EXACT, FULL, RANDOM, REFERENCE, load, own
-from lib.report import shown
+from lib.contenders import CONTENDERS, KVLAYERS, REFERENCE, Maker, packed
+from lib.internals import NoRecord, newest_logits, quiet_clock, read
+from lib.quantized import RANDOM, load
+from pages import shown
 
+EXACT = "kvlayers DynamicCache"
 STEPS = 16
 """Decode steps whose median is shown."""
 
 
 def options() -> report.Options:
-    made = report.Options("memory", __doc__, quick="a small random model and a short text", writes=written_pages)
+    made = report.Options(
+        "memory",
+        __doc__,
+        written_pages,
+        quick="a small random model and a short text",
+        kind=lambda given: f"memory-{pathlib.Path(given.model).name}",
+    )
     made.some_of("--only", list(SECTIONS), "sections")
     made.real_model(RANDOM, is_needed=True)
     made.sized("--prompt", 4096, 512, "tokens of the prompt")
@@ -41,8 +48,6 @@ def options() -> report.Options:
     made.sized("--chunk", 16, 16, "tokens of the text that are read at once")
     made.sized("--shares", [60, 40, 25], [70, 50], "budgets, in percent of full precision at the end", report.numbers)
     made.sized("--held", 8192, 600, "tokens of the prompt of `time`")
-    made.dtype("float32", ("float32", "bfloat16"))
-    made.add("--record", action="store_true", help="write the results into lab/benchmarks/recorded")
     return made
 
 
@@ -52,7 +57,7 @@ class Watched:
     def __init__(self, prompt: int) -> None:
         self.caches, self.peaks, self._prompt = dict[str, Any](), dict[str, int](), prompt
 
-    def maker(self, name: str, make: CacheMaker, then: Callable[[Any], None] = lambda cache: None) -> CacheMaker:
+    def maker(self, name: str, make: Maker, then: Callable[[Any], None] = lambda cache: None) -> Maker:
         def made(config: Any) -> Any:
             cache = self.caches[name] = make(config)
             update, waiting = cache.update, [then]
@@ -81,19 +86,17 @@ def exact_share(cache: Any) -> float:
     return sum(exact for exact, _ in held) / sum(length for _, length in held)
 
 
-def as_it_ends(cache: Any) -> CacheMaker:
+def as_it_ends(cache: Any) -> Maker:
     """Makes what a cache within a budget has become: its bits in each layer, and as many of the newest tokens exact."""
     stores = [layer.parts[0].unwrapped.store for layer in cache.adapted_layers()]
     bits = [store.bits[0] if store.bits else 8 for store in stores]
     kept = min((store.kept for store in stores if store.bits), default=128)
-    return own("native", nbits=bits, residual_length=kept, quantize_sliding=True)
+    return packed(nbits=bits, residual_length=kept, quantize_sliding=True)
 
 
-def figures(
-    run: report.Session, model: Any, ids: Any, makers: Mapping[str, CacheMaker], watched: Watched
-) -> dict[str, Any]:
+def figures(run: report.Session, model: Any, ids: Any, makers: Mapping[str, Maker], watched: Watched) -> dict[str, Any]:
     given = run.given
-    wanted = {REFERENCE.name: FULL[REFERENCE], **makers}
+    wanted = {REFERENCE: CONTENDERS[REFERENCE], **makers}
     tick = run.ticking("reading", -(-(ids.shape[1] - 1) // given.chunk))
     scores = read(model, [ids], wanted, given.prompt, given.chunk, NoRecord(), tick)
     found = dict[str, Any]()
@@ -114,19 +117,19 @@ def figures(
     return found
 
 
-COLUMNS = {
-    "KL": shown("kl", ".2g"),
-    "equal top": shown("agreement", ".1%"),
-    "exact": shown("exact", ".0%"),
-    "MB": shown("bytes", ".1f", 1e-6),
-    "peak MB": shown("peak", ".1f", 1e-6),
-    "of full": shown("of_full", ".0%"),
-}
+COLUMNS = (
+    shown("KL", "kl", ".2g"),
+    shown("equal top", "agreement", ".1%"),
+    shown("exact", "exact", ".0%"),
+    shown("MB", "bytes", ".1f", 1e-6),
+    shown("peak MB", "peak", ".1f", 1e-6),
+    shown("of full", "of_full", ".0%"),
+)
 
 
 def text_of(run: report.Session) -> tuple[Any, Any]:
     given = run.given
-    model, (ids,) = load(given.model, given.text, given.dtype, 1, given.prompt + given.answers + 1)
+    model, (ids,) = load(given.model, 1, given.prompt + given.answers + 1)
     return model, ids
 
 
@@ -138,10 +141,10 @@ def loss(run: report.Session) -> dict[str, Any]:
     watched = Watched(given.prompt)
     budgets = {f"within {share}%": share for share in given.shares}
 
-    def within(share: int) -> CacheMaker:
+    def within(share: int) -> Maker:
         return lambda config: kvlayers.DynamicCache(config=config, max_bytes=f"{share}%", length_hint=tokens)
 
-    makers = {EXACT.name: FULL[EXACT], "int8": own("native", nbits=8), "int4": own("native", nbits=4)}
+    makers = {EXACT: CONTENDERS[KVLAYERS], "int8": packed(nbits=8), "int4": packed(nbits=4)}
     makers |= {name: within(share) for name, share in budgets.items()}
     found = figures(run, model, ids, {name: watched.maker(name, make) for name, make in makers.items()}, watched)
     ended = {name: as_it_ends(watched.caches[name]) for name in budgets if "failure" not in found[name]}
@@ -149,7 +152,7 @@ def loss(run: report.Session) -> dict[str, Any]:
         f"{name}, from the start": watched.maker(f"{name}, from the start", make) for name, make in ended.items()
     }
     found |= figures(run, model, ids, from_start, watched) if from_start else {}
-    full = found[EXACT.name]["bytes"]
+    full = found[EXACT]["bytes"]
     for name, entry in found.items():
         if "failure" in entry:
             continue
@@ -167,7 +170,6 @@ def loss(run: report.Session) -> dict[str, Any]:
                 entry["kl"] / found[f"{name}, from the start"]["kl"],
                 at_most=1.02,
             )
-    run.table("What budgets lose", "cache", {"": found}, COLUMNS)
     return found
 
 
@@ -180,22 +182,21 @@ def again(run: report.Session) -> dict[str, Any]:
         cache.pack(8)
         cache.pack(4)
 
-    makers = {
-        "4 bits from the start": watched.maker("4 bits from the start", own("native", nbits=4)),
-        "4 bits behind the prompt": watched.maker("4 bits behind the prompt", FULL[EXACT], lambda cache: cache.pack(4)),
-        "8, then 4 bits behind the prompt": watched.maker("8, then 4 bits behind the prompt", FULL[EXACT], both),
-    }
+    exact, ways = CONTENDERS[KVLAYERS], dict[str, tuple[Any, ...]]()
+    ways["4 bits from the start"] = (packed(nbits=4),)
+    ways["4 bits behind the prompt"] = (exact, lambda cache: cache.pack(4))
+    ways["8, then 4 bits behind the prompt"] = (exact, both)
+    makers = {name: watched.maker(name, *way) for name, way in ways.items()}
     found = figures(run, model, ids, makers, watched)
     once, twice = (found[name]["kl"] for name in list(makers)[1:])
     run.target("KL of 8 and then 4 bits, of 4 at once", twice / once, at_most=1.05)
-    run.table("4 bits, and 4 bits after 8", "cache", {"": found}, COLUMNS)
     return found
 
 
 def times(run: report.Session) -> dict[str, Any]:
     """Milliseconds of giving way, and of a decode step before and after each step."""
     given = run.given
-    model, (ids,) = load(given.model, given.text, given.dtype, 1, given.held + 1)
+    model, (ids,) = load(given.model, 1, given.held + 1)
     cache = kvlayers.DynamicCache(config=model.config)
     token, found = ids[:, -1:], dict[str, Any]()
     with quiet_clock():
@@ -218,44 +219,37 @@ def times(run: report.Session) -> dict[str, Any]:
             if taken is None:
                 break
             found[taken] = {"giving way": seconds, "step": a_step(), "bytes": cache.nbytes}
-    columns = {
-        "giving way, ms": report.ms("giving way", ".1f"),
-        "a step after it, ms": report.ms("step"),
-        "MB": shown("bytes", ".1f", 1e-6),
-    }
-    run.table(f"Giving way behind {given.held:,} tokens", "", {"": found}, columns)
     return found
 
 
-SECTIONS = {"loss": loss, "again": again, "time": times}
+def figures_table(arguments: Mapping[str, Any], found: Mapping[str, Any]) -> str:
+    refused = [name for name, entry in found.items() if "failure" in entry]
+    table = pages.table("cache", {name: entry for name, entry in found.items() if name not in refused}, COLUMNS)
+    return f"{table}\n\nToo small, and refused by `CapacityError`: {', '.join(refused)}." if refused else table
+
+
+def times_table(arguments: Mapping[str, Any], found: Mapping[str, Any]) -> str:
+    columns = (shown("giving way, ms", "giving way", ".1f", 1e3), shown("a step, ms", "step", ".1f", 1e3))
+    return pages.table(f"{arguments['held']:,} tokens", found, columns)
+
+
+SECTIONS: dict[str, report.Section] = {
+    "loss": (loss, figures_table),
+    "again": (again, figures_table),
+    "time": (times, times_table),
+}
 
 
 def page_tables() -> str:
     parts = []
     for record in pages.records_by_model("memory"):
         arguments, results = record["arguments"], record["results"]
-        model = pathlib.Path(arguments["model"]).name
-        for section in ("loss", "again"):
-            found = results.get(section, {})
-            refused = [name for name, entry in found.items() if "failure" in entry]
-            rows = [
-                [name, *(cell(entry) for cell in COLUMNS.values())]
-                for name, entry in found.items()
-                if name not in refused
-            ]
-            parts += [pages.markdown(["cache", *COLUMNS], rows)] if rows else []
-            parts += [f"Too small, and refused by `CapacityError`: {', '.join(refused)}."] if refused else []
-        timed = [
-            [name, *(f"{entry[key] * 1e3:.1f}" if key in entry else "" for key in ("giving way", "step"))]
-            for name, entry in results.get("time", {}).items()
-        ]
-        if timed:
-            parts.append(pages.markdown([f"{arguments['held']:,} tokens", "giving way, ms", "a step, ms"], timed))
+        parts += [show(arguments, results[name]) for name, (_, show) in SECTIONS.items() if name in results]
         parts.append(
-            f"{model}, {arguments['dtype']}, {arguments['answers']:,} tokens behind a prompt of "
+            f"{pathlib.Path(arguments['model']).name}, float32, {arguments['answers']:,} tokens behind a prompt of "
             f"{arguments['prompt']:,}. {pages.measured_at(record)}."
         )
-    return "\n\n".join(parts) or "No figures are recorded yet."
+    return "\n\n".join(parts)
 
 
 def written_pages() -> pages.Pages:
@@ -267,9 +261,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = made.parse(arguments)
     if given.prompt % given.chunk:
         made.parser.error("--prompt must be a multiple of --chunk")
-    if given.record:
-        name = pathlib.Path(given.model).name
-        given.output = pages.RECORDED / f"memory-{name}-{datetime.date.today():%Y-%m-%d}.json"
     return report.run(given, SECTIONS)
 
 

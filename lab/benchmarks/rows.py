@@ -13,8 +13,7 @@ Contenders take turns, and figures are medians over the trials.
 and the most memory of the server. It needs `--model` and "transformers[serving]". It and `generate_batch` are recorded
 by themselves:
 
-    python lab/benchmarks/rows.py --only generate_batch,serve --threads 2 --trials 1 --least 12 --longest 256
-    python lab/benchmarks/record.py lab/benchmarks/results/rows-....json lab/benchmarks/recorded/serving-....json
+    python lab/benchmarks/rows.py --only generate_batch,serve --trials 1 --least 12 --longest 256 --record
 
 The exit code is 1 if more tokens differ from plain decoding than ties explain.
 """
@@ -30,7 +29,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -44,12 +43,20 @@ from lib import report
 from lib.internals import cache_nbytes, quiet_clock
 from lib.serving import NOTES, WAYS, Server, ask, serving
 from lib.timing import Turns
+from pages import shown
 
 ROWS = 8
 
 
 def options() -> report.Options:
-    made = report.Options("rows", __doc__, threads=2, quick="a random model and few tokens", writes=written_pages)
+    made = report.Options(
+        "rows",
+        __doc__,
+        written_pages,
+        threads=2,
+        quick="a random model and few tokens",
+        kind=lambda given: "rows" if "many" in given.only else "serving",
+    )
     usual = [name for name in SECTIONS if name != "serve"]
     made.some_of("--only", list(SECTIONS), "sections", usual)
     made.real_model(in_quick="none")
@@ -231,13 +238,6 @@ def generate_batch(run: report.Session) -> dict[str, Any]:
             for name, manager in zip((plain, by_rows), managers, strict=False)
         }
         found = compared(run, ways, plain, plain) if ways else {}
-    columns = {
-        "s": report.shown("seconds", ".1f"),
-        "s to a first token, median": report.shown("first", ".1f"),
-        "MB of states": report.mb("bytes", ".0f"),
-        "equal answers": report.shown("equal", ".0f"),
-    }
-    run.table(f"generate_batch of {run.given.prompts} prompts", "", {"": found}, columns)
     if found:
         seconds = (found[name]["seconds"] for name in (by_rows, plain))
         run.target("generate_batch by rows, of transformers' time", operator.truediv(*seconds), at_most=0.5)
@@ -286,16 +286,6 @@ def serve(run: report.Session) -> dict[str, Any]:
             }
     for name, way in found.items():
         run.expect(way["equal"] >= 0.8 * count, f"{count - way['equal']} of {count} texts of {name} differ")
-    columns = {
-        "s to the first token": report.shown("first"),
-        "95th percentile": report.shown("late_first"),
-        "ms a token": report.ms("token", ".0f"),
-        "95th percentile ": report.ms("late_token", ".0f"),
-        "MB of the server": report.mb("bytes", ".0f"),
-        "equal texts": report.shown("equal", "d"),
-    }
-    title = f"{count} requests, one in {run.given.interval} s on average, answers of {ANSWER} tokens"
-    run.table(title, "", {"": found}, columns)
     return found
 
 
@@ -310,103 +300,80 @@ def many(run: report.Session) -> dict[str, Any]:
         sorted_ones: lambda: work.batches(ROWS),
     }
     found = compared(run, ways, best, one)
-    columns = {
-        "s": report.shown("seconds", ".1f"),
-        "generate_many's share": report.shown("share", ".2f"),
-        "s to a first token, median": report.shown("first", ".1f"),
-        "MB of states": report.mb("bytes", ".0f"),
-        "answers as in one batch": report.shown("equal", ".0f"),
-    }
-    lengths = sorted(map(len, work.prompts))
-    run.table(
-        f"{count} prompts of {lengths[0]} to {lengths[-1]} tokens, answers of {min(work.wanted)} to "
-        f"{max(work.wanted)}, {run.given.model or 'a random model'}",
-        "",
-        {"": found},
-        columns,
-    )
     run.target("generate_many beside one batch", found[one]["share"], at_most=0.65)
     run.target("generate_many beside sorted batches", found[sorted_ones]["share"], at_most=0.8)
     return found
 
 
-def page_tables(record: dict[str, Any]) -> str:
-    found, arguments = record["results"], record["arguments"]
-    ways = [
-        [
-            name,
-            f"{way['seconds']:.1f}",
-            f"{way['share']:.2f}",
-            f"{way['first']:.1f}",
-            f"{way['bytes'] / 1e6:,.0f}",
-        ]
-        for name, way in found["many"].items()
-    ]
-    head = ["", "s", "`generate_many`'s time, as a share", "s to a first token (median)", "MB of states"]
-    flags = ("threads", "trials", "least", "longest")
-    sizes = " ".join(f"--{flag} {arguments[flag]}" for flag in flags)
-    model, least = pathlib.Path(arguments["model"]).name, arguments["least"]
-    return "\n".join(
-        [
-            f"{arguments['prompts']} prompts of {arguments['longest'] // 4} to {arguments['longest']} tokens, answers "
-            f"of {least} to {8 * least}, {model} in float32:",
-            "",
-            pages.markdown(head, ways, "---:"),
-            "",
-            f"`python lab/benchmarks/rows.py {sizes}`, {pages.measured_at(record)}.",
-        ]
+def many_table(arguments: Mapping[str, Any], found: Mapping[str, Any]) -> str:
+    columns = (
+        shown("s", "seconds", ".1f"),
+        shown("`generate_many`'s time, as a share", "share"),
+        shown("s to a first token (median)", "first", ".1f"),
+        shown("MB of states", "bytes", ",.0f", 1e-6),
+    )
+    longest, least = arguments["longest"], arguments["least"]
+    return (
+        f"{arguments['prompts']} prompts of {longest // 4} to {longest} tokens, answers of {least} to {8 * least}, "
+        f"{pathlib.Path(arguments['model'] or 'a random model').name} in float32:\n\n"
+        f"{pages.table('', found, columns, '---:')}"
     )
 
 
-def serving_tables(record: dict[str, Any]) -> str:
-    """What docs/rows.md shows of `generate_batch` and `serve`."""
-    found, arguments = record["results"], record["arguments"]
-    batches = [
-        [f"`generate_batch`, {name}", f"{way['seconds']:.1f}", f"{way['first']:.1f}", f"{way['bytes'] / 1e6:,.0f}"]
-        for name, way in found["generate_batch"].items()
-    ]
-    servers = [
-        [
-            name,
-            *(f"{way[key]:.2f}" for key in ("first", "late_first")),
-            *(f"{way[key] * 1e3:.0f}" for key in ("token", "late_token")),
-            f"{way['bytes'] / 1e6:,.0f}",
-        ]
-        for name, way in found["serve"].items()
-    ]
-    heads = ["", "s to the first token", "95th percentile", "ms a token", "95th percentile", "MB of the server"]
-    return "\n".join(
-        [
-            f"{arguments['prompts']} prompts, as below:",
-            "",
-            pages.markdown(["", "s", "s to a first token (median)", "MB of states"], batches, "---:"),
-            "",
-            f"`transformers serve`, {arguments['requests']} requests that arrive at random, one in "
-            f"{arguments['interval']} s on average, answers of {ANSWER} tokens, medians and 95th percentiles:",
-            "",
-            pages.markdown(heads, servers, "---:"),
-            "",
-            f"{pathlib.Path(arguments['model']).name} in float32, {pages.measured_at(record)}. transformers' own "
-            f"continuous batching reserves {BLOCKS} blocks here; by default it takes 60 % of the memory.",
-        ]
+def batch_table(arguments: Mapping[str, Any], found: Mapping[str, Any]) -> str:
+    columns = (
+        shown("s", "seconds", ".1f"),
+        shown("s to a first token (median)", "first", ".1f"),
+        shown("MB of states", "bytes", ",.0f", 1e-6),
+    )
+    named = {f"`generate_batch`, {name}": way for name, way in found.items()}
+    return f"{arguments['prompts']} prompts, as below:\n\n{pages.table('', named, columns, '---:')}"
+
+
+def serve_table(arguments: Mapping[str, Any], found: Mapping[str, Any]) -> str:
+    columns = (
+        shown("s to the first token", "first"),
+        shown("95th percentile", "late_first"),
+        shown("ms a token", "token", ".0f", 1e3),
+        shown("95th percentile", "late_token", ".0f", 1e3),
+        shown("MB of the server", "bytes", ",.0f", 1e-6),
+    )
+    return (
+        f"`transformers serve`, {arguments['requests']} requests that arrive at random, one in "
+        f"{arguments['interval']} s on average, answers of {ANSWER} tokens, medians and 95th percentiles:\n\n"
+        f"{pages.table('', found, columns, '---:')}"
     )
 
 
 def written_pages() -> pages.Pages:
-    made = {"rows": page_tables, "serving": serving_tables}
-    records = {name: pages.newest(name) for name in made}
-    found = {(pages.DOCS / "rows.md", name): made[name](record) for name, record in records.items() if record}
-    return pages.written("rows", found)
+    of_many, of_serving = pages.newest("rows"), pages.newest("serving")
+    arguments = of_many["arguments"]
+    sizes = " ".join(f"--{flag} {arguments[flag]}" for flag in ("threads", "trials", "least", "longest"))
+    rows = (
+        f"{many_table(arguments, of_many['results']['many'])}\n\n`python lab/benchmarks/rows.py {sizes}`, "
+        f"{pages.measured_at(of_many)}."
+    )
+    arguments, found = of_serving["arguments"], of_serving["results"]
+    serving = "\n\n".join(
+        [
+            batch_table(arguments, found["generate_batch"]),
+            serve_table(arguments, found["serve"]),
+            f"{pathlib.Path(arguments['model']).name} in float32, {pages.measured_at(of_serving)}. transformers' own "
+            f"continuous batching reserves {BLOCKS} blocks here; by default it takes 60 % of the memory.",
+        ]
+    )
+    page = pages.DOCS / "rows.md"
+    return pages.written("rows", {(page, "rows"): rows, (page, "serving"): serving})
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     return report.run(options().parse(arguments), SECTIONS)
 
 
-SECTIONS: dict[str, Callable[[report.Session], Any]] = {
-    "many": many,
-    "generate_batch": generate_batch,
-    "serve": serve,
+SECTIONS: dict[str, report.Section] = {
+    "many": (many, many_table),
+    "generate_batch": (generate_batch, batch_table),
+    "serve": (serve, serve_table),
 }
 
 

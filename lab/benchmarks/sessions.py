@@ -2,17 +2,15 @@
 
     python lab/benchmarks/sessions.py                          # all sections
     python lab/benchmarks/sessions.py --only chats --quick     # few families, to see that it runs
+    python lab/benchmarks/sessions.py --record                 # also keep the figures in lab/benchmarks/recorded
     python lab/benchmarks/sessions.py --write                  # the recorded figures, into docs/prefix.md
-    python lab/benchmarks/sessions.py --only trace --trace conversation_trace.jsonl
 
 chats: for each family of models, what the second turn of a chat finds whose template drops the thinking of the answer,
 and what other users find who share the system prompt. Answers must equal those without a store.
 agent: ten turns of an agent on a hybrid model of 100M parameters: tokens computed, seconds to the first token.
-trace: hit rates of a trace of conversations within budgets of bytes, beside an ideal tree of blocks from which the
-least recently used leaf goes first. The trace has a line of JSON for each request, with `hash_ids`, as Mooncake
-publishes it; without `--trace`, conversations are made up.
-entries: milliseconds of a look-up and of an insertion into a full store, by the number of its entries, and memory after
-many requests.
+trace: hit rates of conversations that are made up within budgets of bytes, beside an ideal tree of blocks from which
+the least recently used leaf goes first.
+entries: milliseconds of a look-up and of an insertion into a full store, by the number of its entries.
 snapshots: seconds of a prompt that a store reads with snapshots between messages, and with the last state alone.
 serve: rounds of several chats through `transformers serve`, with a store and without, by the package openai. It needs
 `--model` and "transformers[serving]".
@@ -22,14 +20,11 @@ Models are random, in float32. The exit code is 1 if a text differs.
 
 import collections
 import itertools
-import json
-import os
-import pathlib
 import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -40,7 +35,7 @@ import kvlayers
 import pages
 from lib import report, serving
 from lib.internals import quiet_clock, tiny_model
-from lib.report import shown
+from pages import shown
 
 START, END, LINE, WORDS = 1, 2, 3, range(10, 97)
 """Tokens that a template puts around messages, and all others."""
@@ -68,16 +63,19 @@ TOKEN_BYTES = 2 * 8 * 4
 
 def options() -> report.Options:
     made = report.Options(
-        "sessions", __doc__, threads=2, quick="few families, turns and requests", writes=written_pages
+        "sessions",
+        __doc__,
+        written_pages,
+        threads=2,
+        quick="few families, turns and requests",
+        kind=lambda given: "sessions",
     )
     made.some_of("--only", list(SECTIONS), "sections")
     made.real_model()
     made.sized("--families", list(FAMILIES), ["llama", "gemma3"], "families of `chats`", lambda text: text.split(","))
-    made.add("--trace", type=pathlib.Path, help="JSON lines with `hash_ids` (conversations that are made up)")
     made.sized("--requests", 2000, 100, "requests of `trace`")
     made.sized("--entries", [100, 1000, 10_000], [50], "entries of `entries`", report.numbers)
     made.sized("--trials", 15, 1, "trials of `snapshots`")
-    made.sized("--lasting", 10_000, 100, "requests after which memory is measured")
     return made
 
 
@@ -119,7 +117,7 @@ def chats(run: report.Session) -> dict[str, Any]:
     for family in run.given.families:
         model, store, made = tiny_model(family), kvlayers.PrefixStore("1GiB"), Chats()
         model.generation_config.eos_token_id = END
-        entry: dict[str, Any] = {"in_common": IN_COMMON}
+        entry = dict[str, Any]()
 
         def answer(
             what: str,
@@ -138,18 +136,15 @@ def chats(run: report.Session) -> dict[str, Any]:
         system = made.message(SYSTEM)
         chat = [*system, *made.message(QUESTION)]
         answered = answer("turn 1", [*chat, *GENERATION_PROMPT])
-        for turn in (2, 3):
-            kept = answered[THINKING:]
-            chat += [*GENERATION_PROMPT[:KEPT_OF_IT], *kept, END, LINE, *made.message(QUESTION)]
-            answered = answer(f"turn {turn}", [*chat, *GENERATION_PROMPT])
+        kept = answered[THINKING:]
+        chat += [*GENERATION_PROMPT[:KEPT_OF_IT], *kept, END, LINE, *made.message(QUESTION)]
+        answer("turn 2", [*chat, *GENERATION_PROMPT])
         for other in (1, 2):
             answer(f"user {other}", [*system, *made.message(QUESTION), *GENERATION_PROMPT])
         found[family] = entry
         run.target(f"{family}: found in turn 2", entry["turn 2"], at_least=LEAST_OF_TURN)
         run.target(f"{family}: found by the second other user", entry["user 2"], at_least=LEAST_OF_OTHERS)
         tick()
-    names = ("in_common", "turn 2", "turn 3", "user 1", "user 2")
-    run.table("Tokens found", "model", {"": found}, {name.replace("_", " "): shown(name, "") for name in names})
     return found
 
 
@@ -188,9 +183,6 @@ def agent(run: report.Session) -> dict[str, Any]:
     soon = statistics.median(row["with a store"] / row["reading all"] for row in later)
     run.target("tokens computed, of the new ones, from the second turn on", share, at_most=1.1)
     run.target("seconds to the first token, of reading all", soon, at_most=0.15)
-    columns = {name: shown(name, "") for name in ("tokens", "new", "computed")}
-    columns |= {f"{name}, s": shown(name, ".3f") for name in ("with a store", "reading all")}
-    run.table(f"An agent on {HYBRID}", "turn", {"": rows}, columns)
     return {"turns": rows, "computed_of_new": share, "first_token_of_all": soon}
 
 
@@ -223,8 +215,6 @@ def snapshots(run: report.Session) -> dict[str, Any]:
     rows = {name: {"seconds": statistics.median(own[1:]), "entries": entries[name]} for name, own in seconds.items()}
     share = rows["snapshots"]["seconds"] / rows["the last state alone"]["seconds"]
     run.target("seconds of a prompt with snapshots, of those without", share, at_most=1.02)
-    columns = {"s": shown("seconds", ".3f"), "entries": shown("entries", "")}
-    run.table(f"A prompt of {len(prompt)} tokens on {HYBRID}", "", {"": rows}, columns)
     return {"ways": rows, "of_without": share}
 
 
@@ -277,13 +267,6 @@ def made_up(requests: int) -> Iterator[Blocks]:
         yield blocks
 
 
-def requests_of(run: report.Session) -> list[Blocks]:
-    if run.given.trace is None:
-        return list(made_up(run.given.requests))
-    with run.given.trace.open() as lines:
-        return [tuple(json.loads(line)["hash_ids"]) for line in itertools.islice(lines, run.given.requests)]
-
-
 def passed(cache: kvlayers.Cache, tokens: int) -> None:
     states = torch.zeros(1, 1, tokens, 8)
     cache.update(states, states, 0)
@@ -318,13 +301,13 @@ def ask(store: kvlayers.PrefixStore, ids: Tensor, timed: Timed) -> int:
 
 
 def trace(run: report.Session) -> dict[str, Any]:
-    requests = requests_of(run)
+    requests = [*made_up(run.given.requests)]
     distinct = len({request[:end] for request in requests for end in range(1, len(request) + 1)})
     asked = sum(len(request) for request in requests)
     found, tick = dict[str, Any](), run.ticking("trace", len(BUDGETS) * len(requests))
     for budget in BUDGETS:
         most = int(budget * distinct)
-        ideal, timed = BlockTree(most), Timed([], [])
+        ideal = BlockTree(most)
         store = kvlayers.PrefixStore(most * BLOCK_TOKENS * TOKEN_BYTES)
         of_ideal = of_store = 0
         for request in requests:
@@ -333,24 +316,11 @@ def trace(run: report.Session) -> dict[str, Any]:
                 continue
             of_ideal += ideal.ask(request)
             ids = torch.tensor(request)[:, None] * BLOCK_TOKENS + torch.arange(BLOCK_TOKENS)
-            of_store += ask(store, ids.view(-1), timed) // BLOCK_TOKENS
+            of_store += ask(store, ids.view(-1), Timed([], [])) // BLOCK_TOKENS
         entry = {"ideal": of_ideal / asked, "store": of_store / asked, "of_ideal": of_store / max(of_ideal, 1)}
-        found[f"{budget:.0%}"] = {**entry, **timed.figures(), "entries": len(store)}
+        found[f"{budget:.0%}"] = entry
         run.target(f"hit rate within {budget:.0%}, of the ideal one", entry["of_ideal"], at_least=0.97)
-    columns = {"ideal": shown("ideal", ".3f"), "store": shown("store", ".3f"), "of ideal": shown("of_ideal", ".3f")}
-    run.table("Blocks found, of those asked for", "budget", {"": found}, {**columns, **milliseconds()})
     return found
-
-
-def milliseconds() -> dict[str, Callable[..., str]]:
-    names = Timed([1.0], [1.0]).figures()
-    return {f"{name}, ms": shown(name, ".2f") for name in names}
-
-
-def resident_bytes() -> int:
-    """Bytes of this process in memory, on Linux; 0 elsewhere."""
-    path = pathlib.Path("/proc/self/statm")
-    return int(path.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if path.exists() else 0
 
 
 def entries(run: report.Session) -> dict[str, Any]:
@@ -374,18 +344,7 @@ def entries(run: report.Session) -> dict[str, Any]:
     last = found[f"{run.given.entries[-1]:,}"]
     run.target("median of an insertion, ms", last["median of an insertion"], at_most=1.0)
     run.target("worst of an insertion, ms", last["worst of an insertion"], at_most=20.0)
-    run.table("Full stores of prompts of 64 tokens", "entries", {"": found}, milliseconds())
-    store, lasting = kvlayers.PrefixStore(200 * tokens * TOKEN_BYTES), run.given.lasting
-    tick, sizes = run.ticking("requests", lasting), list[int]()
-    for number in range(lasting):
-        ask(store, prompt(), Timed([], []))
-        if number in (lasting // 2, lasting - 1):
-            sizes.append(resident_bytes())
-        tick()
-    growth = (sizes[1] - sizes[0]) / 2**20
-    run.console.print(f"Memory of the process grew by {growth:.1f} MiB in the second half of {lasting:,} requests.")
-    run.target("MiB of growth in the second half", growth, at_most=4.0)
-    return {"full": found, "growth_mib": growth}
+    return {"full": found}
 
 
 SESSIONS, ROUNDS = 4, 4
@@ -414,56 +373,74 @@ def serve(run: report.Session) -> dict[str, Any]:
         texts[way] = said
         found[way] = {"seconds": time.perf_counter() - begin, "first": statistics.median(first)}
     run.expect(len({tuple(said) for said in texts.values()}) == 1, "a text through the server differs")
-    columns = {"s": shown("seconds", ".1f"), "median to the first token, s": shown("first", ".2f")}
-    run.table(f"{SESSIONS} chats of {ROUNDS} rounds through a server", "", {"": found}, columns)
     return found
 
 
-SECTIONS = {"chats": chats, "agent": agent, "snapshots": snapshots, "trace": trace, "entries": entries, "serve": serve}
+Arguments = Mapping[str, Any]
+Found = Mapping[str, Any]
 
 
-def page_tables(record: Mapping[str, Any]) -> str:
-    """What docs/prefix.md shows of a record."""
-    results = record["results"]
+def chats_table(arguments: Arguments, found: Found) -> str:
     names = {"turn 2": f"turn 2 of a chat, {IN_COMMON} tokens in common", "user 1": "first other user"}
     names["user 2"] = "second other user"
     alike: dict[tuple[int, ...], list[str]] = {}
-    for family, entry in results["chats"].items():
+    for family, entry in found.items():
         alike.setdefault(tuple(entry[name] for name in names), []).append(family)
-    found = [[", ".join(families), *map(str, tokens)] for tokens, families in alike.items()]
-    of_agent, full = results["agent"], results["entries"]["full"]
-    turns = len(of_agent["turns"])
-    times = [
-        [count, *(f"{figures[f'{how} of {what}']:.2f}" for what in OPERATIONS for how in ("median", "worst"))]
-        for count, figures in full.items()
-    ]
-    heads = [f"{what}, {how} ms" for what in OPERATIONS for how in ("median", "worst")]
-    hits = {budget: f"{entry['of_ideal']:.1%}" for budget, entry in results["trace"].items()}
-    budgets = " and ".join(", ".join(hits).rsplit(", ", 1))
-    every = set(hits.values()) == {"100.0%"}
-    plain, stored = results["serve"].values()
-    found_of_ideal = "every block" if every else f"{', '.join(hits.values())} of the blocks"
-    return "\n\n".join(
-        [
-            pages.markdown(["model", *names.values()], found),
-            f"An agent of {turns} turns on a random {HYBRID} of 100M parameters computes "
-            f"{of_agent['computed_of_new']:.2f} times its new tokens from the second turn on, and its first token "
-            f"comes after {of_agent['first_token_of_all']:.2f} of the time of reading all.",
-            f"In made-up conversations, the store found {found_of_ideal} that an ideal tree would find, with budgets "
-            f"of {budgets} of all bytes.",
-            f"With snapshots, a new prompt takes {results['snapshots']['of_without']:.2f} of the time without. "
-            f"Through `transformers serve`, {SESSIONS} chats of {ROUNDS} rounds take {stored['seconds']:.0f} s under "
-            f"`kvlayers run`, and {plain['seconds']:.0f} s without, with the same texts; the median first token comes "
-            f"after {stored['first']:.2f} and {plain['first']:.2f} s.",
-            "A full store of prompts of 64 tokens evicts one for each that comes:",
-            pages.markdown(["entries", *heads], times),
-            f"{pages.measured_at(record)}.",
-        ]
+    rows = [[", ".join(families), *map(str, tokens)] for tokens, families in alike.items()]
+    return pages.markdown(["model", *names.values()], rows)
+
+
+def agent_text(arguments: Arguments, found: Found) -> str:
+    return (
+        f"An agent of {len(found['turns'])} turns on a random {HYBRID} of 100M parameters computes "
+        f"{found['computed_of_new']:.2f} times its new tokens from the second turn on, and its first token comes after "
+        f"{found['first_token_of_all']:.2f} of the time of reading all."
     )
 
 
+def trace_text(arguments: Arguments, found: Found) -> str:
+    hits = {budget: f"{entry['of_ideal']:.1%}" for budget, entry in found.items()}
+    blocks = "every block" if set(hits.values()) == {"100.0%"} else f"{', '.join(hits.values())} of the blocks"
+    return (
+        f"In made-up conversations, the store found {blocks} that an ideal tree would find, with budgets of "
+        f"{' and '.join(', '.join(hits).rsplit(', ', 1))} of all bytes."
+    )
+
+
+def snapshots_text(arguments: Arguments, found: Found) -> str:
+    return f"With snapshots, a new prompt takes {found['of_without']:.2f} of the time without."
+
+
+def serve_text(arguments: Arguments, found: Found) -> str:
+    plain, stored = found.values()
+    return (
+        f"Through `transformers serve`, {SESSIONS} chats of {ROUNDS} rounds take {stored['seconds']:.0f} s under "
+        f"`kvlayers run`, and {plain['seconds']:.0f} s without, with the same texts; the median first token comes "
+        f"after {stored['first']:.2f} and {plain['first']:.2f} s."
+    )
+
+
+def entries_table(arguments: Arguments, found: Found) -> str:
+    columns = [shown(f"{what}, {how} ms", f"{how} of {what}") for what in OPERATIONS for how in ("median", "worst")]
+    return "A full store of prompts of 64 tokens evicts one for each that comes:\n\n" + pages.table(
+        "entries", found["full"], columns
+    )
+
+
+SECTIONS: dict[str, report.Section] = {
+    "chats": (chats, chats_table),
+    "agent": (agent, agent_text),
+    "trace": (trace, trace_text),
+    "snapshots": (snapshots, snapshots_text),
+    "serve": (serve, serve_text),
+    "entries": (entries, entries_table),
+}
+
+
 def written_pages() -> pages.Pages:
-    tables = page_tables(pages.newest("sessions"))
+    record = pages.newest("sessions")
+    texts = [show(record["arguments"], record["results"][name]) for name, (_, show) in SECTIONS.items()]
+    tables = "\n\n".join([*texts, f"{pages.measured_at(record)}."])
     return pages.written("sessions", {(pages.DOCS / "prefix.md", "sessions"): tables})
 
 

@@ -2,7 +2,6 @@
 
     python lab/benchmarks/tasks.py --model DIR --model DIR --record  # measure, record, and write the page
     python lab/benchmarks/tasks.py --write                       # write the records into the pages, and measure nothing
-    python lab/benchmarks/tasks.py --caches eviction --model DIR --only snapkv    # a part, which a later run ends
     python lab/benchmarks/tasks.py --model DIR --lengths 256 --samples 1 --tasks needle  # to see that it runs
 
 | caches | what they are | page |
@@ -12,8 +11,8 @@
 | recall | parts of the pages. The question is read token by token, as answers are | docs/scores/recall.md |
 
 Each model runs `kvlayers fidelity --tasks`, whose samples are seeded: the same versions give the same answers. Results
-are written as they come, so a second start goes on where the first one stopped, and may ask for more caches. The two
-models of docs/benchmarks.md took 20 minutes side by side, on a core each.
+are written as they come, so a second start goes on where the first one stopped. The two models of docs/benchmarks.md
+took 20 minutes side by side, on a core each.
 """
 
 import argparse
@@ -71,22 +70,17 @@ class TaskCaches:
         prefix: what the names of files begin with.
         page: the page with the table.
         lengths: usual lengths.
-        runs: the runs of the command, from the lengths and a text that the names of caches must contain.
+        runs: the runs of the command, from the lengths.
     """
 
     prefix: str
     page: pathlib.Path
     lengths: str
-    runs: Callable[[Sequence[int], str], list[Run]]
+    runs: Callable[[Sequence[int]], list[Run]]
 
 
 def as_arguments(names: Iterable[str]) -> list[str]:
     return [part for name in names for part in ("--cache", name)]
-
-
-def rounding_runs(lengths: Sequence[int], only: str) -> list[Run]:
-    """One run with all caches. They cannot be chosen from."""
-    return [Run(lengths, CACHES)]
 
 
 def eviction_names() -> list[str]:
@@ -104,11 +98,7 @@ def eviction_names() -> list[str]:
     return found
 
 
-def eviction_runs(lengths: Sequence[int], only: str) -> list[Run]:
-    return [Run(lengths, as_arguments(name for name in eviction_names() if only in name))]
-
-
-def recall_runs(lengths: Sequence[int], only: str) -> list[Run]:
+def recall_runs(lengths: Sequence[int]) -> list[Run]:
     """A run for each length, since a part of the pages is another number of them at each."""
     runs = []
     for length in lengths:
@@ -117,14 +107,18 @@ def recall_runs(lengths: Sequence[int], only: str) -> list[Run]:
             for name in ("recall", "int4")
             for part in PAGE_PARTS
         }
-        called = {asked: shown for asked, shown in called.items() if only in shown}
         runs.append(Run([length], [*as_arguments(called), "--question-chunk", "1"], called))
     return runs
 
 
 CACHES_OF = {
-    "rounding": TaskCaches("tasks", DOCS / "benchmarks.md", "1k,2k", rounding_runs),
-    "eviction": TaskCaches("eviction-tasks", DOCS / "scores" / "eviction.md", "1k,2k,4k", eviction_runs),
+    "rounding": TaskCaches("tasks", DOCS / "benchmarks.md", "1k,2k", lambda lengths: [Run(lengths, CACHES)]),
+    "eviction": TaskCaches(
+        "eviction-tasks",
+        DOCS / "scores" / "eviction.md",
+        "1k,2k,4k",
+        lambda lengths: [Run(lengths, as_arguments(eviction_names()))],
+    ),
     "recall": TaskCaches("recall-tasks", DOCS / "scores" / "recall.md", "1k,2k,4k", recall_runs),
 }
 
@@ -142,7 +136,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", action="append", default=[], help="directory or hub name; several times for several")
     parser.add_argument("--caches", choices=CACHES_OF, default="rounding", help="which caches (rounding)")
-    parser.add_argument("--only", default="", help="only caches whose names contain this text")
     parser.add_argument("--tasks", default="all", help="separated by commas (all)")
     parser.add_argument("--lengths", help="tokens of context and question (1k,2k; of eviction and recall also 4k)")
     parser.add_argument("--depths", default="10,50,90", help="percent, separated by commas (10,50,90)")
@@ -153,16 +146,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, help="threads of torch")
     parser.add_argument("--record", action="store_true", help="record the figures, and write them into the page")
     pages.add_write(parser, written_pages)
-    given = parser.parse_args(arguments)
-    if given.only and given.record:
-        parser.error("a record has all caches: leave out either --only or --record")
-    return given
+    return parser.parse_args(arguments)
 
 
 def measure(model: str, given: argparse.Namespace) -> dict[str, Any]:
     caches = CACHES_OF[given.caches]
     lengths = sorted({tokens(each, "--lengths") for each in (given.lengths or caches.lengths).split(",")})
-    return merged([(run, printed_by(run, model, given)) for run in caches.runs(lengths, given.only)], lengths)
+    return merged([(run, printed_by(run, model, given)) for run in caches.runs(lengths)], lengths)
 
 
 def printed_by(run: Run, model: str, given: argparse.Namespace) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from kvlayers_lab.measuring.scoring import is_tie
 DIRECTORY = pathlib.Path(
     os.environ.get("KVLAYERS_DEMO_MODEL", pathlib.Path(__file__).parents[2] / ".models" / "SmolLM2-135M-Instruct")
 )
-CONTEXT, NEW_TOKENS, WINDOW = 96, 12, 48
+CONTEXT, NEW_TOKENS, WINDOW = 64, 8, 32
 SINK_WINDOW = 64
 
 pytestmark = [
@@ -50,7 +50,7 @@ def expected(model: Any, text: torch.Tensor) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def windowed(model: Any) -> Any:
-    """The same weights with sliding attention in every other layer: a mistral is a llama with a window."""
+    """The same weights, in the same memory, with sliding attention in every other layer."""
     fields = model.config.to_dict()
     of_rope = versions.rope(rope_theta=1.0, rope_type="default")
     kept = {name: fields[name] for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
@@ -62,13 +62,15 @@ def windowed(model: Any) -> Any:
         use_sliding_window=True,
         layer_types=["sliding_attention", "full_attention"] * (kept["num_hidden_layers"] // 2),
     )
-    twin = transformers.Qwen2ForCausalLM.from_pretrained(DIRECTORY, config=config, dtype=model.dtype).eval()
-    missing = [name for name, _ in twin.named_parameters() if name not in model.state_dict()]
+    with torch.device("meta"):
+        twin = transformers.Qwen2ForCausalLM(config)
+    shared = model.state_dict()
+    missing = {name: each for name, each in twin.named_parameters() if name not in shared}
     assert all(name.endswith("proj.bias") for name in missing)
-    with torch.no_grad():
-        for name in missing:
-            twin.get_parameter(name).zero_()
-    return twin
+    biases = {name: torch.zeros(each.shape, dtype=model.dtype) for name, each in missing.items()}
+    twin.load_state_dict({**shared, **biases}, assign=True)
+    twin.model.rotary_emb = type(twin.model.rotary_emb)(config)
+    return twin.eval()
 
 
 def generated(model: Any, ids: torch.Tensor, **how: Any) -> torch.Tensor:

@@ -4,6 +4,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -24,6 +25,16 @@ def word_tokenizer() -> transformers.PreTrainedTokenizerFast:
 def save_model(directory: Path, family: str) -> Path:
     """A random model of a family."""
     return save_with_tokenizer(directory, fresh_model(family))
+
+
+def save_sharp_model(directory: Path, queries: float = 1, logits: float = 1, **options: Any) -> Path:
+    """A random llama with larger queries or logits, so that attention tells keys apart, and rounding is seen."""
+    model = fresh_model("llama", **options)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.q_proj.weight.mul_(queries)
+        model.lm_head.weight.mul_(logits)
+    return save_with_tokenizer(directory, model)
 
 
 def save_with_tokenizer(directory: Path, model: Any) -> Path:

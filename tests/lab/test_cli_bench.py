@@ -1,13 +1,13 @@
 """`kvlayers bench`: what it measures, how it judges, the report that it writes, and how it ends."""
 
 import functools
+import importlib.util
 import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub.constants
 import pytest
 import torch
 import transformers as tf
@@ -21,16 +21,13 @@ from kvlayers_lab.cli.bench_results import BenchResults
 from kvlayers_lab.measuring import contenders, decoding
 from kvlayers_lab.measuring.text import rows
 from kvlayers_lab.models import RunFacts
-from model_directories import random_text, save_model
+from model_directories import save_model
 from models import tiny_model
+from other_values import OtherValues
 from web_page import check_self_contained
 
 HOSTILE = "<b onclick=alert(1)>&\"'$x_$"
 QUICK = ("--dtype", "float32", "--steps", 4, "--trials", 1, "--against", "static")
-
-needs_a_report = pytest.mark.skipif(
-    bool(page.missing_packages()), reason="no matplotlib or jinja2 here: the extra 'report' brings them"
-)
 
 
 @pytest.fixture(scope="module")
@@ -39,12 +36,17 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reports go nowhere but there, and nothing is asked of the hub."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+def _elsewhere(text_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No report is made, which takes longer than all else, but for `reports`."""
+    monkeypatch.setattr(page, "missing_packages", lambda: ["matplotlib"])
     monkeypatch.setenv("COLUMNS", "100")
-    (tmp_path / "text.txt").write_text(random_text(1000))
+
+
+@pytest.fixture
+def reports(_elsewhere: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    if any(importlib.util.find_spec(name) is None for name in page.PACKAGES):
+        pytest.skip("no matplotlib or jinja2 here: the extra 'report' brings them")
+    monkeypatch.setattr(page, "missing_packages", list)
 
 
 bench = functools.partial(command_line.run, "bench")
@@ -52,14 +54,6 @@ bench = functools.partial(command_line.run, "bench")
 
 def caches_of(result: Any) -> list[list[dict[str, Any]]]:
     return [each["caches"] for each in json.loads(result.stdout)["results"]]
-
-
-class OtherValues(kvlayers.DynamicCache):
-    """Returns values of the opposite sign, as no cache should."""
-
-    def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        keys, values = super().update(*args, **kwargs)
-        return keys, -values
 
 
 class Failing(kvlayers.DynamicCache):
@@ -112,9 +106,9 @@ def test_the_json_is_all_of_stdout_and_has_what_was_measured(llama: Path) -> Non
     assert held["transformers", "dynamic"] == held["kvlayers", "dynamic"] == 3 * 24 * 2 * 2 * 2 * 8 * 4
 
 
-@needs_a_report
+@pytest.mark.usefixtures("reports")
 def test_the_report_is_one_file_that_needs_nothing_and_believes_no_name(llama: Path, tmp_path: Path) -> None:
-    result = bench(llama, "--lengths", "8,16", "--text", "text.txt", *QUICK)
+    result = bench(llama, "--lengths", "8,16", "--text", "text.txt", *QUICK, "--cache", "static", "--cache", "int4")
     assert result.exit_code == 0, result.output
     page = (tmp_path / "kvlayers-bench.html").read_text()
     parsed = check_self_contained(page)
@@ -132,16 +126,15 @@ def test_the_report_is_one_file_that_needs_nothing_and_believes_no_name(llama: P
 
 @pytest.mark.parametrize(("name", "words"), [("other-values", "others: "), ("failing", "failed")])
 def test_a_cache_that_is_wrong_ends_with_1(llama: Path, registered: None, name: str, words: str) -> None:
-    arguments = ("--lengths", 16, "--text", "text.txt", *QUICK, "--cache", "dynamic", "--cache", name)
-    result = bench(llama, *arguments)
+    result = bench(
+        llama, "--lengths", 16, "--text", "text.txt", *QUICK, "--cache", "dynamic", "--cache", name, "--json"
+    )
     assert result.exit_code == 1, result.output
-    assert any(f"kvlayers {name}" in line and words in line for line in result.output.splitlines())
-    assert ("Other tokens than transformers' DynamicCache: kvlayers other-values at 16." in result.output) == (
+    assert any(f"kvlayers {name}" in line and words in line for line in result.stderr.splitlines())
+    assert ("Other tokens than transformers' DynamicCache: kvlayers other-values at 16." in result.stderr) == (
         name == "other-values"
     )
-    right, wrong = (
-        row for row in caches_of(bench(llama, *arguments, "--json"))[0] if row["library"] == contenders.KVLAYERS
-    )
+    right, wrong = (row for row in caches_of(result)[0] if row["library"] == contenders.KVLAYERS)
     assert right["passed"]
     assert not wrong["passed"]
     assert wrong.get("failure") == ("RuntimeError: no more" if name == "failing" else None)
@@ -286,10 +279,7 @@ def test_what_is_within_noise_is_marked_and_no_winner(capsys: pytest.CaptureFixt
     )
 
 
-def test_without_the_packages_a_report_is_refused_if_asked_for_and_left_out_else(
-    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(page, "missing_packages", lambda: ["matplotlib"])
+def test_without_the_packages_a_report_is_refused_if_asked_for_and_left_out_else(llama: Path, tmp_path: Path) -> None:
     asked = bench(llama, "--report", "report.html")
     assert asked.exit_code == 2
     assert "`--report` needs matplotlib" in asked.stderr
@@ -305,7 +295,6 @@ def test_a_package_of_transformers_caches_that_is_missing_is_named(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(contenders.importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(page, "missing_packages", list)
     result = bench(llama, "--against", "hqq")
     assert result.exit_code == 2
     assert 'pip install ".[hqq]"' in result.stderr

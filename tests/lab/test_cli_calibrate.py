@@ -12,22 +12,19 @@ import transformers as tf
 import command_line
 import kvlayers
 import kvlayers_lab
+from kvlayers_lab.calibration import MeasuredSetting
 from kvlayers_lab.measuring.text import passages
-from model_directories import random_text, save_with_tokenizer, word_tokenizer
-from models import fresh_model
+from model_directories import random_text, save_sharp_model, word_tokenizer
 
 pytestmark = pytest.mark.usefixtures("text_directory")
 
-CONTEXT, SCORED = 272, 8
+CONTEXT, SCORED = 272, 34
 QUICK = ("--context", CONTEXT, "--scored", SCORED, "--passages", 1, "--bits", "2,8", "--text", "text.txt")
 
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    model = fresh_model("llama", max_position_embeddings=512)
-    with torch.no_grad():
-        model.lm_head.weight.mul_(30)
-    return save_with_tokenizer(tmp_path_factory.mktemp("models") / "llama", model)
+    return save_sharp_model(tmp_path_factory.mktemp("models") / "llama", logits=30, max_position_embeddings=512)
 
 
 calibrate = functools.partial(command_line.run, "calibrate")
@@ -45,6 +42,12 @@ def test_it_finds_what_calibrate_finds(llama: Path, tmp_path: Path) -> None:
     file = tmp_path / "new" / "directory" / "kvlayers_calibration.json"
     assert said["file"] == str(file)
     found = kvlayers_lab.Calibration.load(file)
+    assert f"keys: {' '.join(map(str, found.cache_config['key_nbits']))}\n" in result.stderr
+    assert re.search(r"calibrated +\d+ B", result.stderr)
+    assert f"\nWritten to {file}\n" in result.stderr
+    line = re.search(r"To use it: kvlayers.generate\(model, ..., (.*)\)\n", result.stderr)
+    assert line is not None
+    assert eval(f"dict({line[1]})")["cache_config"] == found.cache_config
     assert said["chosen"]["cache_config"] == found.cache_config == said["use"]["cache_config"]
     model = tf.AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32).eval()
     expected = kvlayers_lab.calibrate(
@@ -63,18 +66,13 @@ def test_it_finds_what_calibrate_finds(llama: Path, tmp_path: Path) -> None:
     kvlayers.make_cache("quantized", model, **said["use"]["cache_config"])
 
 
-def test_it_says_bits_by_layer_and_how_to_use_them(llama: Path, tmp_path: Path) -> None:
+def test_it_replaces_another_calibration_in_the_current_directory(llama: Path, tmp_path: Path) -> None:
+    other = MeasuredSetting({"nbits": 4}, 100.0, 0.1)
+    kvlayers_lab.Calibration(other, None, ()).save(tmp_path)
     result = calibrate(llama, "--max-kl", 100, *QUICK)
     assert result.exit_code == 0, result.output
-    found = kvlayers_lab.Calibration.load(tmp_path)
-    assert f"keys: {' '.join(map(str, found.cache_config['key_nbits']))}\n" in result.output
-    assert re.search(r"calibrated +\d+ B", result.output)
     assert "\nWritten to kvlayers_calibration.json\n" in result.output
-    line = re.search(r"To use it: kvlayers.generate\(model, ..., (.*)\)\n", result.output)
-    assert line is not None
-    assert eval(f"dict({line[1]})")["cache_config"] == found.cache_config
-    # Another time it replaces it.
-    assert calibrate(llama, "--max-kl", 100, *QUICK).exit_code == 0
+    assert kvlayers_lab.Calibration.load(tmp_path).chosen != other
 
 
 def test_a_divergence_that_cannot_be_met_ends_with_1(llama: Path, tmp_path: Path) -> None:

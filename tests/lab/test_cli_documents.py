@@ -12,7 +12,7 @@ import command_line
 import kvlayers
 from kvlayers_lab.documents import Apart, documents_of, measure_documents
 from kvlayers_lab.tasks import samples_of
-from model_directories import random_text, save_with_tokenizer, word_tokenizer
+from model_directories import random_text, save_sharp_model, word_tokenizer
 from models import fresh_model
 
 pytestmark = pytest.mark.usefixtures("text_directory")
@@ -23,12 +23,7 @@ QUICK = ("--text", "text.txt", "--document-tokens", LENGTH)
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    model = fresh_model("llama", max_position_embeddings=512)
-    with torch.no_grad():
-        # So that attention tells keys apart, and what is missing in states changes answers.
-        for layer in model.model.layers:
-            layer.self_attn.q_proj.weight.mul_(8)
-    return save_with_tokenizer(tmp_path_factory.mktemp("models") / "llama", model)
+    return save_sharp_model(tmp_path_factory.mktemp("models") / "llama", queries=8, max_position_embeddings=512)
 
 
 fidelity = functools.partial(command_line.run, "fidelity")

@@ -1,5 +1,6 @@
 """Commands on models, files and numbers that are none: one line, the exit code 2, and nothing left behind."""
 
+import itertools
 import json
 import shutil
 from collections.abc import Callable
@@ -12,8 +13,10 @@ from packaging.version import Version
 
 import command_line
 import versions
-from model_directories import random_text, save_with_tokenizer
+from model_directories import save_with_tokenizer
 from models import fresh_model
+
+pytestmark = pytest.mark.usefixtures("text_directory")
 
 COMMANDS = {
     "bench": ("--lengths", "16", "--steps", "2", "--trials", "1", "--cache", "dynamic"),
@@ -24,12 +27,6 @@ COMMANDS = {
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_with_tokenizer(tmp_path_factory.mktemp("models") / "llama", fresh_model("llama"))
-
-
-@pytest.fixture(autouse=True)
-def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "text.txt").write_text(random_text(600))
 
 
 def run(command: str, *arguments: object) -> Any:
@@ -74,8 +71,8 @@ BROKEN: dict[str, Callable[[Path], None]] = {
 }
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-@pytest.mark.parametrize("broken", BROKEN)
+# Both commands find and load a model in the same way.
+@pytest.mark.parametrize(("command", "broken"), [*zip(itertools.cycle(COMMANDS), BROKEN, strict=False)])
 def test_a_model_that_cannot_be_loaded(llama: Path, tmp_path: Path, command: str, broken: str) -> None:
     model = shutil.copytree(llama, tmp_path / "model")
     BROKEN[broken](model)

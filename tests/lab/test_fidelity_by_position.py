@@ -21,8 +21,8 @@ from kvlayers_lab.measuring.fidelity import FidelityBudget, SettingFidelity, by_
 from kvlayers_lab.measuring.nbytes import bytes_of, held_nbytes
 from kvlayers_lab.measuring.run_file import PassageFile
 from kvlayers_lab.measuring.scoring import LastPacking, PassageScores
-from model_directories import random_text, save_with_tokenizer
-from models import COMMON, fresh_model
+from model_directories import save_sharp_model
+from models import COMMON
 from slow_fidelity import SlowToken, slow_tokens
 
 CONTEXT, SCORED, CHUNK = 224, 24, 8
@@ -44,20 +44,13 @@ def failing(config):
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    model = fresh_model("llama")
-    with torch.no_grad():
-        # So that rounding moves distributions far enough to tell one divergence from another.
-        model.lm_head.weight.mul_(30)
-    return save_with_tokenizer(tmp_path_factory.mktemp("models") / "llama", model)
+    return save_sharp_model(tmp_path_factory.mktemp("models") / "llama", logits=30)
 
 
 @pytest.fixture(autouse=True)
-def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setenv("COLUMNS", "80")
-    (tmp_path / "text.txt").write_text(random_text(600))
-    (tmp_path / "caches_of_a_user.py").write_text(CACHES)
+def _caches(text_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(text_directory)
+    (text_directory / "caches_of_a_user.py").write_text(CACHES)
 
 
 def fidelity(model: Path, *arguments: object) -> Any:

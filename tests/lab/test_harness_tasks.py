@@ -4,12 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from kvlayers.errors import OptionError
 from kvlayers_lab.tasks import HARNESS_TASKS, samples_of, task_names
-from model_directories import random_text, save_with_tokenizer, word_tokenizer
-from models import fresh_model
+from model_directories import random_text, save_sharp_model, word_tokenizer
 
 lm_eval = pytest.importorskip("lm_eval", reason="lm-eval is not installed: it comes with the extra 'eval'")
 
@@ -24,12 +22,7 @@ def test_the_tasks_are_those_of_kvlayers_and_a_cache_changes_their_scores(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.utils.collect_env.get_pretty_env_info", str)
-    model = fresh_model("llama", max_position_embeddings=512)
-    with torch.no_grad():
-        # So that attention tells keys apart, and rounding them to 2 bits changes answers.
-        for layer in model.model.layers:
-            layer.self_attn.q_proj.weight.mul_(8)
-    directory, text = save_with_tokenizer(tmp_path / "model", model), random_text(600)
+    directory, text = save_sharp_model(tmp_path / "model", queries=8, max_position_embeddings=512), random_text(600)
     (tmp_path / "text.txt").write_text(text)
     asked = {"lengths": [400], "depths": [0, 50], "samples": 2, "seed": 3, "text": str(tmp_path / "text.txt")}
     names = [f"kvlayers_{name}" for name in task_names()]

@@ -1,6 +1,5 @@
 """`kvlayers_lab.score`: what it returns, and what it leaves as it was."""
 
-import copy
 from typing import Any
 
 import pytest
@@ -87,14 +86,6 @@ def test_a_name_and_an_instance_give_the_same_scores(model: Any, chunk: int | No
     assert cache.get_seq_length() == 0
 
 
-def test_without_chunk_the_context_is_attended_to_exactly(model: Any) -> None:
-    # The first pass of a cache attends to exact states, so the first token has an exact score.
-    long, options = [prompt(tokens=100)[0].tolist()], {"nbits": 2, "residual_length": 16}
-    exact = kvlayers_lab.score(model, long, [[[5]]])
-    rounded = kvlayers_lab.score(model, long, [[[5]]], "quantized", cache_config=options)
-    assert logprobs(rounded) == pytest.approx(logprobs(exact), abs=1e-5)
-
-
 INSTANCES = {
     "kvlayers dynamic": lambda config: kvlayers.DynamicCache(config=config),
     "kvlayers without a config": lambda config: kvlayers.DynamicCache(),
@@ -136,14 +127,6 @@ def test_a_static_cache_by_name_reserves_the_longest_request(model: Any) -> None
     assert logprobs(scores) == pytest.approx(
         logprobs(kvlayers_lab.score(model, contexts, [[[5]] * 2, [[8, 9]]])), abs=1e-5
     )
-
-
-@pytest.mark.parametrize("family", ["gpt2", "gemma3", "mamba"])
-def test_other_families(family: str) -> None:
-    model = tiny_model(family)
-    scores = kvlayers_lab.score(model, CONTEXTS[:1], [[[5, 8, 13]]])
-    expected = alone(model, ScoringRequest(tuple(CONTEXTS[0]), (5, 8, 13)))
-    assert scores[0][0].token_logprobs == pytest.approx(expected.token_logprobs, abs=1e-4)
 
 
 def test_a_compiled_model_scores(model: Any) -> None:
@@ -245,9 +228,3 @@ def test_a_document_that_generate_has_read_is_not_computed_again() -> None:
     with passes_of(model) as passes:
         kvlayers_lab.score(model, [[*document[0].tolist(), 7]], [[[5], [8]]], prefix_store=store)
     assert sum(rows * tokens for rows, tokens in passes) <= 8
-
-
-def test_a_copy_of_the_model_is_scored_alike(model: Any) -> None:
-    assert kvlayers_lab.score(copy.deepcopy(model), CONTEXTS, CONTINUATIONS) == kvlayers_lab.score(
-        model, CONTEXTS, CONTINUATIONS
-    )

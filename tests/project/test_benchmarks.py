@@ -14,17 +14,17 @@ pytestmark = [pytest.mark.slow, versions.benchmarks_of_transformers]
 
 def test_bytes_of_transformers_quantized_layers_are_those_of_codes_scales_zeros_and_residual(script: Any) -> None:
     pytest.importorskip("optimum.quanto")
-    from lib.quantized import Contender, measure_bytes
+    from lib.contenders import quanto
+    from lib.quantized import measure_bytes
     from lib.workload import RandomModel, Shape
 
     config = RandomModel(Shape(layers=2, heads=2, kv_heads=2, head_dim=64, intermediate=64, vocab=64)).model.config
-    make = Contender("transformers", "quanto", 4).make
     tokens = 32 + 128 + 64
     # The first chunk is quantized at once, the next four when their residual is full, the last two not yet.
     quantized, residual = 32 + 128, 64
     of_a_vector = 64 // 2 + 2 + 2
     expected = 2 * 2 * 2 * (quantized * of_a_vector + residual * 64 * 2) / tokens
-    assert measure_bytes(make, config, tokens - 64, 64, 32)["last_bytes"] == expected
+    assert measure_bytes(quanto(4), config, tokens - 64, 64, 32)["last_bytes"] == expected
 
 
 def test_outliers_are_in_two_key_channels_and_only_while_asked_for(script: Any) -> None:

@@ -11,6 +11,7 @@ import torch
 
 import kvlayers
 import versions
+from other_values import OtherValues
 
 ROOT = pathlib.Path(__file__).parents[2]
 FIGURE = re.compile(r"\d[\d.,]*\s?(?:times|%|ms\b|us\b|of\s(?:the|their|its)\b|graphs|tokens/s|MB\b(?! from PyPI))")
@@ -35,6 +36,12 @@ def record(claimed: Any) -> Any:
 @pytest.fixture
 def claims(script: Any) -> Any:
     return script("claims")
+
+
+@pytest.fixture
+def plots(script: Any) -> Any:
+    pytest.importorskip("matplotlib", reason="no matplotlib here: the extra 'report' brings it")
+    return script("plots")
 
 
 def without(text: str, begin: str, end: str) -> str:
@@ -63,32 +70,24 @@ def test_every_claim_holds_for_the_record(claimed: Any, record: Any) -> None:
             assert claim.holds(value), where
 
 
-def test_only_what_was_measured_is_claimed(claimed: Any, record: Any) -> None:
-    without_baseline = {name: found for name, found in record.items() if name != "baseline"}
+def test_the_pages_claim_what_was_measured_and_no_other_group(claimed: Any, record: Any) -> None:
     cells = {
         claimed.EXACT_STATIC: {claimed.TIMES_AS_FAST: 2.5, claimed.OF_DENSE: 1.0},
         claimed.DYNAMIC: {claimed.OVER_EXACT_STATIC: 1.5},
         claimed.INT4: {claimed.OVER_EXACT_STATIC: 1.75},
     }
-    measured = {**without_baseline, "baseline": {**record["step"], "cells": cells}}
-    row = f"| {claimed.EXACT_STATIC} | 1.00 | 2.5 | exact |"
-    assert (row in claimed.readme_table(without_baseline, "")) is False
-    assert (row in claimed.readme_table(measured, "")) is True
-    assert "≥ 1.2 (1.50)" in claimed.tables(measured)
-    titles = [group.title for group in claimed.GROUPS if group.name in measured]
-    assert claimed.tables(measured).count("### ") == len(titles)
-    assert claimed.tables(without_baseline).count("### ") == len(titles) - 1
-
-
-def test_the_headline_names_a_large_model_if_it_was_measured(claimed: Any, record: Any) -> None:
     ratios = zip(claimed.LARGE_LENGTHS, (1.24, 1.96), strict=True)
-    cells = {claimed.length_row(claimed.DYNAMIC, tokens): {claimed.TIMES_AS_FAST: ratio} for tokens, ratio in ratios}
-    others = {name: found for name, found in record.items() if name != "large"}
-    line = (
+    large = {claimed.length_row(claimed.DYNAMIC, tokens): {claimed.TIMES_AS_FAST: ratio} for tokens, ratio in ratios}
+    measured = {**record, "baseline": {**record["step"], "cells": cells}, "large": {**record["step"], "cells": large}}
+    assert f"| {claimed.EXACT_STATIC} | 1.00 | 2.5 | exact |" in claimed.readme_table(measured, "")
+    assert (
         "- a random llama with 1.2 billion weights decodes 1.2 times as fast after 4,096 tokens and 2.0 after 16,384;"
-    )
-    assert line in claimed.headline({**others, "large": {"cells": cells}}, {}).splitlines()
-    assert "billion" not in claimed.headline(others, {})
+    ) in claimed.headline(measured, claimed.pages.parts("prompts")).splitlines()
+    tables = claimed.tables(measured)
+    assert "≥ 1.2 (1.50)" in tables
+    assert tables.count("### ") == sum(group.name in measured for group in claimed.GROUPS)
+    del measured["baseline"]
+    assert claimed.tables(measured).count("### ") == tables.count("### ") - 1
 
 
 def test_the_section_for_choosing_claims_only_what_is_recorded(claimed: Any) -> None:
@@ -121,52 +120,33 @@ def test_a_bound_decides(claimed: Any) -> None:
     assert [most.holds(value) for value in (1.9, 2, 2.1, math.nan, -math.inf)] == [True, True, False, False, False]
 
 
-@pytest.mark.nightly
-@pytest.mark.slow
-@versions.benchmarks_of_transformers
-def test_a_quick_run_measures_every_claim(claims: Any, claimed: Any, tmp_path: pathlib.Path) -> None:
-    output = tmp_path / "quick.json"
-    threads = torch.get_num_threads()
-    assert claims.main(["--quick", "--output", str(output)]) == 0
-    assert torch.get_num_threads() == threads
-    written = json.loads(output.read_text())
-    assert written["failures"] == {}
-    found = written["results"]["claims"]
-    for group in claimed.GROUPS:
-        for claim in group.claims:
-            value = claimed.value_of(found, group, claim)
-            assert value is not None, (group.name, claim.row, claim.column)
-            assert math.isfinite(value)
-    assert set(claims.MEASUREMENTS) == {group.measurement for group in claimed.GROUPS}
-    # Counts and bytes are those of any model.
-    for group in claimed.GROUPS:
-        if group.name in ("graphs", "window"):
-            assert all(claim.holds(claimed.value_of(found, group, claim)) for claim in group.claims)
-
-
 @versions.benchmarks_of_transformers
 def test_what_is_recorded_is_replaced_measurement_by_measurement(
-    claims: Any, claimed: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+    claims: Any, claimed: Any, record: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
 ) -> None:
     def failing(run: Any) -> Any:
         raise RuntimeError("no more")
 
-    for name, marked in {"BENCHMARKS": "claims", "README": "table", "HOME": "table", "CHOOSING": "table"}.items():
+    for name in ("BENCHMARKS", "README", "HOME", "CHOOSING"):
         path = tmp_path / f"{name}.md"
-        path.write_text("\n".join(["before", *claimed.pages.markers(marked, "claims"), "after"]))
+        markers = [
+            line for part in ("claims", "steps", "table", "headline") for line in claimed.pages.markers(part, "claims")
+        ]
+        path.write_text("\n".join(["before", *markers, "after"]))
         monkeypatch.setattr(claimed, name, path)
-    page = claimed.BENCHMARKS
+    page, prompts = claimed.BENCHMARKS, claimed.pages.newest("prompts")
     window = {"window": {claimed.DYNAMIC: {claimed.BYTES_OF_TRANSFORMERS: 0.125}}}
     monkeypatch.setattr(claimed.pages, "RECORDED", tmp_path)
     monkeypatch.setattr(claims, "MEASUREMENTS", {"window": lambda run: window, "offload": failing})
-    old = {"step": {"cells": {}, "threads": 2, "at": claims.report.environment()}, "window": {"cells": {}}}
-    (tmp_path / "claims-2020-01-01.json").write_text(json.dumps({"results": {"claims": old}}))
+    monkeypatch.setattr(claims.plots, "PICTURE", tmp_path / "readme.svg")
+    (tmp_path / "claims-2020-01-01.json").write_text(json.dumps({"results": {"claims": record}}))
+    (tmp_path / "prompts-2020-01-01.json").write_text(json.dumps(prompts))
     assert claims.main(["--record", "--output", str(tmp_path / "found.json")]) == 1
     (path,) = tmp_path.glob("claims-*.json")
     assert path.name != "claims-2020-01-01.json"
     kept = json.loads(path.read_text())["results"]["claims"]
-    assert list(kept) == ["step", "window"]
-    assert kept["window"]["cells"] == window["window"]
+    assert kept == {**record, "window": {**kept["window"], "cells": window["window"]}}
+    assert "</svg>" in (tmp_path / "readme.svg").read_text()
     assert json.loads((tmp_path / "found.json").read_text())["failures"] == {"offload": "RuntimeError: no more"}
     assert page.read_text().startswith("before\n")
     assert page.read_text().endswith("after")
@@ -191,24 +171,22 @@ QUICK = ("window", "offload", "update", "sinks", "latents", "prefix", "gemma", "
 
 
 @versions.benchmarks_of_transformers
-def test_quick_runs_measure_the_claims(claims: Any, claimed: Any, tmp_path: pathlib.Path) -> None:
-    output = tmp_path / "found.json"
-    assert claims.main(["--quick", "--only", ",".join(QUICK), "--threads", "1", "--output", str(output)]) == 0
-    found = json.loads(output.read_text())["results"]["claims"]
-    for group in (each for each in claimed.GROUPS if each.name in QUICK):
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=[pytest.mark.nightly, pytest.mark.slow])])
+def test_quick_runs_measure_the_claims(claims: Any, claimed: Any, every: bool, tmp_path: pathlib.Path) -> None:
+    output, threads = tmp_path / "found.json", torch.get_num_threads()
+    assert set(claims.MEASUREMENTS) == {group.measurement for group in claimed.GROUPS}
+    names = tuple(claims.MEASUREMENTS) if every else QUICK
+    assert claims.main(["--quick", "--only", ",".join(names), "--threads", "1", "--output", str(output)]) == 0
+    assert torch.get_num_threads() == threads
+    written = json.loads(output.read_text())
+    assert written["failures"] == {}
+    for group in (each for each in claimed.GROUPS if each.measurement in names):
         for claim in group.claims:
-            value = claimed.value_of(found, group, claim)
+            value = claimed.value_of(written["results"]["claims"], group, claim)
+            assert value is not None, (group.name, claim.row, claim.column)
             assert math.isfinite(value), claim
-            # Bytes are those of any model.
-            assert group.name != "window" or claim.holds(value), claim
-
-
-class OtherValues(kvlayers.DynamicCache):
-    """Returns values of the opposite sign, as no cache should."""
-
-    def update(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        keys, values = super().update(*args, **kwargs)
-        return keys, -values
+            # Counts and bytes are those of any model.
+            assert group.name not in ("graphs", "window") or claim.holds(value), claim
 
 
 class OtherKeys(kvlayers.DynamicCache):
@@ -272,3 +250,41 @@ def test_a_cache_with_other_states_fails(
 def test_arguments_that_mean_nothing_are_refused(claims: Any, arguments: list[str]) -> None:
     with pytest.raises(SystemExit):
         claims.main(arguments)
+
+
+@versions.benchmarks_of_transformers
+def test_the_picture_of_the_readme_is_drawn_from_the_record_of_its_table(
+    plots: Any, record: Any, tmp_path: pathlib.Path
+) -> None:
+    claimed, found = plots.claimed, record["step"]
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    plots.draw(figure, found)
+    steps, held = figure.axes
+    for axes, column in ((steps, claimed.MILLISECONDS), (held, claimed.MEGABYTES)):
+        shown = {line.get_label(): list(line.get_ydata()) for line in axes.lines}
+        for row, (label, _) in plots.CACHES.items():
+            assert shown[label] == [
+                found["cells"][claimed.length_row(row, tokens)][column] for tokens in claimed.LENGTHS
+            ]
+    plots.draw_picture(found, tmp_path / "readme.svg")
+    drawn = (tmp_path / "readme.svg").read_text()
+    assert "prefers-color-scheme:dark" in drawn
+    for line in plots.provenance(found["at"]).splitlines():
+        assert line in drawn
+        assert line in plots.PICTURE.read_text(), "run lab/benchmarks/claims.py --write"
+
+
+@versions.benchmarks_of_transformers
+def test_table_and_picture_say_the_same(plots: Any, record: Any) -> None:
+    """At the greatest length, the ratio in the table is that of the times in the picture, and so are the bytes."""
+    claimed, cells = plots.claimed, record["step"]["cells"]
+    base = cells[claimed.length_row(claimed.TRANSFORMERS, claimed.LENGTHS[-1])]
+    for row in (claimed.DYNAMIC, claimed.INT4):
+        drawn = cells[claimed.length_row(row, claimed.LENGTHS[-1])]
+        assert drawn[claimed.TIMES_AS_FAST] == cells[row][claimed.TIMES_AS_FAST]
+        # The median of ratios beside the ratio of medians.
+        ratio = base[claimed.MILLISECONDS] / drawn[claimed.MILLISECONDS]
+        assert ratio == pytest.approx(drawn[claimed.TIMES_AS_FAST], rel=0.1)
+        assert drawn[claimed.MEGABYTES] / base[claimed.MEGABYTES] == pytest.approx(
+            cells[row][claimed.OF_DENSE], rel=0.02
+        )

@@ -3,11 +3,11 @@
 import ast
 import importlib
 import pathlib
-from collections.abc import Iterator
 
 import pytest
 
 import kvlayers
+from sources import source
 
 try:
     import tomllib
@@ -28,15 +28,6 @@ PUBLIC = (
 """Modules with public names: those in `__all__`, and every class of errors."""
 
 
-def imported(path: pathlib.Path) -> Iterator[tuple[str, str]]:
-    """The modules that a file imports, and the names from them; "" for the module itself."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom):
-            yield from ((node.module or "", alias.name) for alias in node.names)
-        elif isinstance(node, ast.Import):
-            yield from ((alias.name, "") for alias in node.names)
-
-
 def is_public(module: str, name: str) -> bool:
     """Whether a name of the library is public."""
     if f"{module}.{name}" in PUBLIC or (not name and module in PUBLIC):
@@ -49,7 +40,7 @@ def is_public(module: str, name: str) -> bool:
 def private_names(path: pathlib.Path) -> list[str]:
     return [
         f"{path.relative_to(ROOT)}: {module}.{name}".rstrip(".")
-        for module, name in imported(path)
+        for module, name in source(path).imports
         if module.partition(".")[0] == "kvlayers" and not is_public(module, name)
     ]
 
@@ -73,8 +64,9 @@ def test_attributes_of_a_public_module_are_public_too() -> None:
     """Of what a file of the lab imports as a module, such as `models.config_of`."""
     for path in sorted(LAB.rglob("*.py")):
         tree = ast.parse(path.read_text())
-        modules = {name: f"{module}.{name}" for module, name in imported(path) if f"{module}.{name}" in PUBLIC}
-        modules |= {"kvlayers": "kvlayers"} if ("kvlayers", "") in set(imported(path)) else {}
+        imports = source(path).imports
+        modules = {name: f"{module}.{name}" for module, name in imports if f"{module}.{name}" in PUBLIC}
+        modules |= {"kvlayers": "kvlayers"} if ("kvlayers", "") in imports else {}
         for node in ast.walk(tree):
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in modules:
                 assert is_public(modules[node.value.id], node.attr), f"{path.name}: {ast.unparse(node)}"
@@ -82,7 +74,8 @@ def test_attributes_of_a_public_module_are_public_too() -> None:
 
 def test_the_library_never_imports_its_lab() -> None:
     files = [*LIBRARY.rglob("*.py"), *LIBRARY.rglob("*.pyi")]
-    assert [path for path in files for module, _ in imported(path) if module.partition(".")[0] == "kvlayers_lab"] == []
+    imports = [(path, module) for path in files for module, _ in source(path).imports]
+    assert [path for path, module in imports if module.partition(".")[0] == "kvlayers_lab"] == []
 
 
 def test_the_lab_pins_the_version_of_the_library() -> None:

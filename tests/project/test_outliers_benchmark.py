@@ -59,7 +59,8 @@ def test_a_quick_run_has_a_row_for_each_kind(outliers: Any, tmp_path: pathlib.Pa
     output = tmp_path / "found.json"
     smoothed = ("native", "turboquant", "nf4")
     caches = ",".join(f"{name},{name} plain" for name in smoothed)
-    assert outliers.main(["--quick", "--caches", caches, "--output", str(output)]) == 0
+    sizes = ("--context", "256", "--scored", "64")
+    assert outliers.main(["--quick", *sizes, "--caches", caches, "--output", str(output)]) == 0
     found = json.loads(output.read_text())["results"]["outliers"]
     assert len(found["rows"]) == 6
     assert found["bytes"]["native"]["bytes"] > 0

@@ -1,11 +1,11 @@
 """Pages and code are in plain English: no file has one of a few phrases that only the old style used."""
 
-import ast
 import pathlib
 import re
-from collections.abc import Iterator
 
 import pytest
+
+from sources import source
 
 ROOT = pathlib.Path(__file__).parents[2]
 OLD_STYLE = re.compile(
@@ -80,20 +80,9 @@ def test_errors_have_one_grammar() -> None:
     assert [name_of(path) for path in files if "but saw" in " ".join(path.read_text().split())] == []
 
 
-def beginnings_of_errors(path: pathlib.Path) -> Iterator[str]:
-    """How the messages begin that a file raises, or returns as errors: the first text of each call of an error."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if not isinstance(node, ast.Call) or not node.args or not ast.unparse(node.func).endswith("Error"):
-            continue
-        message = node.args[0]
-        first = message.values[0] if isinstance(message, ast.JoinedStr) else message
-        if isinstance(first, ast.Constant) and isinstance(first.value, str):
-            yield first.value
-
-
 def test_errors_say_what_must_be_and_not_what_was_expected() -> None:
     package = ROOT / "src" / "kvlayers"
     files = sorted(package.rglob("*.py"))
-    found = [(name_of(path), beginning) for path in files for beginning in beginnings_of_errors(path)]
+    found = [(name_of(path), beginning) for path in files for beginning in source(path).errors]
     assert len(found) > 100
     assert [each for each in found if each[1].lower().startswith("expected")] == []

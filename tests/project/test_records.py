@@ -52,20 +52,19 @@ def test_other_figures_make_another_page(gpu_tables: Any, monkeypatch: pytest.Mo
 
 
 def test_of_a_stage_figures_and_what_is_wrong_are_recorded(
-    script: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+    gpu_tables: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
 ) -> None:
-    record = script("record")
     figures = {"ms a step": {"int4": {"8 x 1": 12.35}}, "GB/s": {"a copy": 3.0}}
     step = {"status": "wrong", "figures": figures, "wrong": ["int4: an error " + 500 * "."]}
-    found = {"date": "today", "versions": {}, "hardware": {"gpu": "GPU"}, "stage": "first"}
+    found = {"date": "2026-11-30 01:00", "versions": {}, "hardware": {"gpu": "GPU"}, "stage": "first"}
     details = {"8 x 1": {"ms": {"int4": [1.0, 2.0, 3.0, 4.0]}}, "test.py": {"output": 5000 * "."}}
     (tmp_path / "first.json").write_text(
         json.dumps({**found, "results": {"gpu": {"decoding": {**step, "details": details}}}})
     )
-    monkeypatch.setattr("sys.argv", ["record.py", str(tmp_path / "first.json"), str(tmp_path / "recorded.json")])
-    record.main()
-    kept = {**step, "wrong": [step["wrong"][0][: record.LONGEST_TEXT]]}  # type: ignore[index]
-    assert json.loads((tmp_path / "recorded.json").read_text()) == {**found, "results": {"gpu": {"decoding": kept}}}
+    monkeypatch.setattr(gpu_tables.pages, "RECORDED", tmp_path)
+    gpu_tables.record(tmp_path / "first.json")
+    kept = {**step, "wrong": [step["wrong"][0][: gpu_tables.LONGEST_TEXT]]}  # type: ignore[index]
+    assert gpu_tables.read() == {**found, "results": {"gpu": {"decoding": kept}}}
 
 
 PRINTED = """

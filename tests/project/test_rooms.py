@@ -1,6 +1,5 @@
 """Imports follow the arrows, late ones included, each class has a name of its own, and nothing grows unseen."""
 
-import ast
 import collections
 import functools
 import json
@@ -11,6 +10,7 @@ import pytest
 
 from kvlayers import rooms
 from kvlayers.utils import late
+from sources import source
 
 PACKAGE = pathlib.Path(__file__).parents[2] / "src" / "kvlayers"
 LAB = pathlib.Path(__file__).parents[2] / "lab" / "src" / "kvlayers_lab"
@@ -81,14 +81,11 @@ MODULES = modules()
 
 def imports_of(module: str) -> Iterator[str]:
     """The modules of the package that a module imports, at its top or later."""
-    for node in ast.walk(ast.parse(MODULES[module].read_text())):
-        if isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{module}: expected absolute imports"
-            for alias in node.names:
-                whole = f"{node.module}.{alias.name}"
-                yield whole if whole in MODULES else str(node.module)
-        elif isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+    found = source(MODULES[module])
+    assert not found.has_relative_imports, f"{module}: expected absolute imports"
+    for imported, name in found.imports:
+        whole = f"{imported}.{name}"
+        yield whole if whole in MODULES else imported
 
 
 def room_of(module: str) -> str:
@@ -153,9 +150,8 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
 def test_each_class_has_a_name_of_its_own() -> None:
     homes = collections.defaultdict(list)
     for module, path in MODULES.items():
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ClassDef):
-                homes[node.name].append(module)
+        for name, _ in source(path).classes:
+            homes[name].append(module)
     assert {name: where for name, where in homes.items() if len(where) > 1} == {}
 
 
@@ -163,15 +159,6 @@ BUDGETS: dict[str, int] = json.loads(pathlib.Path(__file__).with_name("budgets.j
 """The most statements of each room, of the rest of the package, and of the lab. A change may only lower them."""
 MOST_FILES = 241
 LONGEST_CHAIN = 5
-
-
-def is_docstring(node: ast.stmt) -> bool:
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
-
-
-def statements_in(path: pathlib.Path) -> int:
-    nodes = ast.walk(ast.parse(path.read_text()))
-    return sum(isinstance(node, ast.stmt) and not is_docstring(node) for node in nodes)
 
 
 def folder_of(module: str) -> str:
@@ -185,8 +172,8 @@ def counted() -> dict[str, int]:
     """The statements of each room, of the rest of the package, and of the lab."""
     found: collections.Counter[str] = collections.Counter()
     for module, path in MODULES.items():
-        found[folder_of(module)] += statements_in(path)
-    found["lab"] = sum(map(statements_in, LAB.rglob("*.py")))
+        found[folder_of(module)] += source(path).statements
+    found["lab"] = sum(source(path).statements for path in LAB.rglob("*.py"))
     return dict(found)
 
 
@@ -201,12 +188,7 @@ def test_every_room_has_a_budget() -> None:
 
 
 def test_no_chain_of_classes_is_longer_than_it_was() -> None:
-    bases = {
-        node.name: [base.id if isinstance(base, ast.Name) else getattr(base, "attr", "") for base in node.bases]
-        for path in MODULES.values()
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.ClassDef)
-    }
+    bases = {name: names for path in MODULES.values() for name, names in source(path).classes}
 
     def chain(name: str, below: tuple[str, ...] = ()) -> tuple[str, ...]:
         if name not in bases or name in below:
@@ -233,10 +215,5 @@ SPELL_ITS_LENGTH = {
 
 
 def test_rooms_ask_a_cache_for_its_length_by_the_name_of_kvlayers() -> None:
-    found = {
-        path.relative_to(PACKAGE).as_posix()
-        for path in MODULES.values()
-        for node in ast.walk(ast.parse(path.read_text()))
-        if "get_seq_length" in (getattr(node, "attr", ""), getattr(node, "name", ""), getattr(node, "id", ""))
-    }
-    assert found == SPELL_ITS_LENGTH
+    spelling = (path for path in MODULES.values() if "get_seq_length" in source(path).names)
+    assert {path.relative_to(PACKAGE).as_posix() for path in spelling} == SPELL_ITS_LENGTH

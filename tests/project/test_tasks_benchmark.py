@@ -52,9 +52,9 @@ def test_each_rule_is_measured_at_each_part_with_budgets_of_heads_and_without(ta
     assert len(set(names)) == len(names)
     assert {"snapkv:keep=0.25", "snapkv:keep=0.25,per_head=false", "random:keep=0.75"} <= set(names)
     assert "tova:keep=0.5,per_head=false" not in names
-    [run] = tasks.eviction_runs([1024], "snapkv:keep=0.5")
-    assert run.arguments[::2] == ["--cache"] * 3
-    assert [tasks.label(f"kvlayers {name}", "") for name in run.arguments[1::2]] == [
+    [run] = tasks.CACHES_OF["eviction"].runs([1024])
+    assert run.arguments == tasks.as_arguments(names)
+    assert [tasks.label(f"kvlayers {name}", "") for name in names if name.startswith("snapkv:keep=0.5")] == [
         "`snapkv`, 0.5 kept",
         "`snapkv`, 0.5 kept, even heads",
         "`snapkv`, 0.5 kept, 4 bits",
@@ -62,7 +62,7 @@ def test_each_rule_is_measured_at_each_part_with_budgets_of_heads_and_without(ta
 
 
 def test_recall_of_a_part_of_the_pages_is_one_cache_at_all_lengths(tasks: Any) -> None:
-    short, long = tasks.recall_runs([1024, 4096], "recall:")
+    short, long = tasks.recall_runs([1024, 4096])
     assert short.called["recall:recall.pages=4"] == long.called["recall:recall.pages=16"] == "recall:part=1/4"
     assert tasks.label("kvlayers recall:part=1/4", "") == "`recall`, 1/4 of the pages"
 

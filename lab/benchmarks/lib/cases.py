@@ -1,4 +1,4 @@
-"""What claims measure beside steps of a llama: traffic of offloaded caches, texts with sinks, models with latents."""
+"""What claims measure beside steps of a llama: traffic of offloaded caches, models with latents."""
 
 import statistics
 from collections.abc import Callable
@@ -17,7 +17,6 @@ OFFLOADED: dict[str, Callable[[Any, bool], kvlayers.Cache]] = {
     "dynamic": lambda config, offloading: kvlayers.DynamicCache(config=config, offloading=offloading),
     "int4": lambda config, offloading: kvlayers.QuantizedCache(config=config, nbits=4, offloading=offloading),
 }
-NUM_SINK_TOKENS = 4
 
 
 def traffic_of(model: Any, name: str, prompt: Tensor, new: int) -> dict[str, Any]:
@@ -46,15 +45,6 @@ def traffic_of(model: Any, name: str, prompt: Tensor, new: int) -> dict[str, Any
         "peak_on_device": peak(),
         "held": cache.nbytes,
     }
-
-
-def perplexity(model: Any, ids: Tensor, cache: kvlayers.Cache) -> float:
-    """That of the second half of a text `[1, tokens]`, which is read token by token."""
-    tokens = ids.shape[1] - 1
-    with torch.inference_mode():
-        logits = [model(input_ids=ids[:, at : at + 1], past_key_values=cache).logits[0] for at in range(tokens)]
-        half = tokens // 2
-        return float(torch.nn.functional.cross_entropy(torch.cat(logits[half:]).double(), ids[0, half + 1 :]).exp())
 
 
 class LatentModel:

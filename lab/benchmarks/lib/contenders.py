@@ -10,8 +10,8 @@ from transformers.cache_utils import CacheLayerMixin
 import kvlayers
 from lib.internals import marked_for_sdpa
 
-Maker = Callable[[Any, int], Any]
-"""Makes an empty cache from a model config and the final number of tokens."""
+Maker = Callable[..., Any]
+"""Makes an empty cache from a model config and the final number of tokens, which only static caches need."""
 
 REFERENCE = "transformers.DynamicCache"
 KVLAYERS = "kvlayers.DynamicCache"
@@ -83,28 +83,20 @@ def preallocated(config: Any, length: int) -> transformers.Cache:
     return transformers.Cache(layers=layers)
 
 
-def packed(nbits: int = 4, backend: str = "native") -> Maker:
+def packed(backend: str = "native", **options: Any) -> Maker:
     """Makes kvlayers' quantized caches."""
-    return lambda config, length: kvlayers.QuantizedCache(backend, config, **backend_options(backend, nbits))
+    return lambda config, length=0: kvlayers.QuantizedCache(backend, config=config, **options)
 
 
-def backend_options(backend: str, nbits: int) -> dict[str, int]:
-    # transformers' fp8 refuses all options, including the bits.
-    if backend == "fp8":
-        return {}
-    # The axis for keys and for values that transformers' documentation recommends.
-    return {"nbits": nbits, **({"axis_key": 0, "axis_value": 0} if backend == "quanto" else {})}
-
-
-def transformers_packed(backend: str, nbits: int = 4, **options: int) -> Maker:
-    """Makes transformers' quantized caches."""
-    options = {**backend_options(backend, nbits), **options}
-    return lambda config, length: transformers.QuantizedCache(backend, config, **options)
+def quanto(nbits: int, **options: int) -> Maker:
+    """Makes transformers' quantized caches, with the axes that transformers' documentation recommends."""
+    options |= {"nbits": nbits, "axis_key": 0, "axis_value": 0}
+    return lambda config, length=0: transformers.QuantizedCache("quanto", config, **options)
 
 
 CONTENDERS: dict[str, Maker] = {
-    REFERENCE: lambda config, length: transformers.DynamicCache(config=config),
-    KVLAYERS: lambda config, length: kvlayers.DynamicCache(config=config),
+    REFERENCE: lambda config, length=0: transformers.DynamicCache(config=config),
+    KVLAYERS: lambda config, length=0: kvlayers.DynamicCache(config=config),
     KVLAYERS_STATIC: lambda config, length: kvlayers.StaticCache(config, max_cache_len=length),
     TRANSFORMERS_STATIC: lambda config, length: transformers.StaticCache(config, max_cache_len=length),
     FLOOR: preallocated,
@@ -116,9 +108,9 @@ KVLAYERS_4_BITS, QUANTO_4_BITS = "kvlayers 4 bits", "transformers quanto, 4 bits
 QUANTIZED: dict[str, Maker] = {
     REFERENCE: CONTENDERS[REFERENCE],
     KVLAYERS: CONTENDERS[KVLAYERS],
-    **{f"kvlayers {nbits} bits": packed(nbits) for nbits in (4, 2, 8)},
-    "kvlayers fp8": packed(backend="fp8"),
-    QUANTO_4_BITS: transformers_packed("quanto"),
+    **{f"kvlayers {nbits} bits": packed(nbits=nbits) for nbits in (4, 2, 8)},
+    "kvlayers fp8": packed("fp8"),
+    QUANTO_4_BITS: quanto(4),
 }
 """Quantized caches, and two caches in full precision."""
 

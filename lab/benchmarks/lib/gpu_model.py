@@ -34,9 +34,9 @@ CACHES: dict[str, Maker] = {
     REFERENCE: contenders.CONTENDERS[contenders.REFERENCE],
     WITHOUT_CUDNN: contenders.CONTENDERS[contenders.REFERENCE],
     DYNAMIC: contenders.CONTENDERS[contenders.KVLAYERS],
-    INT4: contenders.packed(4),
-    INT8: contenders.packed(8),
-    FP8: contenders.packed(backend="fp8"),
+    INT4: contenders.packed(nbits=4),
+    INT8: contenders.packed(nbits=8),
+    FP8: contenders.packed("fp8"),
     "kvlayers static": contenders.CONTENDERS[contenders.KVLAYERS_STATIC],
     "transformers static": contenders.CONTENDERS[contenders.TRANSFORMERS_STATIC],
 }

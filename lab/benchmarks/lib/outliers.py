@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -67,10 +67,7 @@ class KeyOutliers:
                 for module, where, factor in ((keys, change, self.size), (queries, of_queries, 1 / self.size)):
                     factors = torch.where(where > 0, factor, 1.0)
                     handles.append(module.register_forward_hook(functools.partial(_multiplied, factors)))
-        with ExitStack() as stack:
-            for handle in handles:
-                stack.callback(handle.remove)
-            yield
+        yield from _until_removed(handles)
 
 
 @dataclass(frozen=True)
@@ -117,10 +114,16 @@ class ValueOutliers:
                 handles.append(module.register_forward_hook(change))
             if name.endswith(".o_proj") and self.kind == "varying":
                 handles.append(module.register_forward_pre_hook(divided))
-        with ExitStack() as stack:
-            for handle in handles:
-                stack.callback(handle.remove)
-            yield
+        yield from _until_removed(handles)
+
+
+def _until_removed(handles: list[Any]) -> Iterator[None]:
+    """Hooks of a model go when the block ends."""
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _added(change: Tensor, module: Any, arguments: Any, output: Tensor) -> Tensor:

@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
 
 import pages
 from lib.internals import default_text
@@ -21,7 +20,6 @@ from lib.timing import Tick
 from lib.workload import QUICK_SHAPE, RandomModel, RealModel, Shape, default_model
 
 RESULTS = pathlib.Path(__file__).parents[1] / "results"
-MILLI = 1e3
 NO_MODEL = "there is no model: set KVLAYERS_DEMO_MODEL, bring it with `make demo`, or pass --model"
 
 
@@ -37,29 +35,33 @@ class Options:
         doc: its docstring.
         threads: how many threads torch takes if nothing else is asked for.
         quick: what a quick run is; `None` if there is none.
-        writes: the pages with the records of this benchmark, for `--write`; `None` if it writes none.
+        writes: the pages with the records of this benchmark, for `--write`.
+        kind: what the name of a record begins with, from the arguments; `None` if the benchmark records by itself.
     """
 
     def __init__(
         self,
         name: str,
         doc: str | None,
+        writes: Callable[[], pages.Pages],
         *,
         threads: int | None = None,
         quick: str | None = None,
-        writes: Callable[[], pages.Pages] | None = None,
+        kind: Callable[[argparse.Namespace], str] | None = None,
     ) -> None:
         self.parser = argparse.ArgumentParser(
             description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
         )
-        self._name, self._of_run, self._needs_model = name, dict[str, tuple[Any, Any]](), False
+        self._name, self._kind = name, kind
+        self._of_run, self._needs_model = dict[str, tuple[Any, Any]](), False
         self.add = self.parser.add_argument
         self.add("--threads", type=int, default=threads, help="threads of torch")
         self.add("--output", type=pathlib.Path, help=f"JSON file (lab/benchmarks/results/{name}-<date>.json)")
         if quick is not None:
             self.add("--quick", action="store_true", help=quick)
-        if writes is not None:
-            pages.add_write(self.parser, writes)
+        if kind is not None:
+            self.add("--record", action="store_true", help="write the results into lab/benchmarks/recorded")
+        pages.add_write(self.parser, writes)
 
     def sized(self, flag: str, usual: Any, quick: Any, what: str, kind: Callable[[str], Any] = int) -> None:
         """Add an option whose default is another one in a quick run."""
@@ -79,14 +81,10 @@ class Options:
         self.add(flag, type=chosen, default=usual, help=f"{what} ({','.join(known)})")
 
     def real_model(self, in_quick: str | None = "none", is_needed: bool = False) -> None:
-        """Add `--model` and `--text`. The usual model is the demo model; `in_quick` is that of a quick run."""
+        """Add `--model`. The usual model is the demo model; `in_quick` is that of a quick run."""
         self._needs_model = is_needed
         self.add("--model", help="directory or hub name of the model" + ("" if is_needed else "; 'none' for none"))
         self._of_run["model"] = default_model(), in_quick
-        self.add("--text", type=pathlib.Path, help="what the model reads (the topics of Python's help)")
-
-    def dtype(self, default: str, known: Sequence[str] = ("bfloat16", "float16", "float32")) -> None:
-        self.add("--dtype", choices=known, default=default, help=f"of the model ({default})")
 
     def parse(self, arguments: Sequence[str] | None) -> argparse.Namespace:
         given = self.parser.parse_args(arguments)
@@ -95,25 +93,10 @@ class Options:
                 setattr(given, name, quick if getattr(given, "quick", False) else usual)
         if self._needs_model and given.model is None:
             self.parser.error(NO_MODEL)
+        if self._kind is not None and given.record:
+            given.output = pages.RECORDED / f"{self._kind(given)}-{datetime.date.today()}.json"
         given.output = given.output or RESULTS / f"{self._name}-{datetime.datetime.now():%Y-%m-%d-%H%M%S}.json"
         return given
-
-
-Cell = Callable[[Mapping[str, Any]], str]
-"""What a table shows of an entry."""
-
-
-def shown(key: str, form: str = ".2f", scale: float = 1) -> Cell:
-    """A figure of an entry; empty if the entry lacks it."""
-    return lambda entry: "" if entry.get(key) is None else f"{entry[key] if scale == 1 else entry[key] * scale:{form}}"
-
-
-def ms(key: str, form: str = ".2f") -> Cell:
-    return shown(key, form, MILLI)
-
-
-def mb(key: str, form: str = ".1f") -> Cell:
-    return shown(key, form, 1e-6)
 
 
 class Session:
@@ -146,12 +129,12 @@ class Session:
         return RandomModel(QUICK_SHAPE if self.quick else shape or Shape(), dtype=dtype, **options)
 
     def real(self, dtype: torch.dtype = torch.bfloat16) -> RealModel | None:
-        """The model of `--model` with the text of `--text`; `None` if there is no model."""
+        """The model of `--model` with the topics of Python's help; `None` if there is no model."""
         if self.given.model is None:
             self.console.print(NO_MODEL)
         if self.given.model in (None, "none"):
             return None
-        return RealModel(self.given.model, self.given.text.read_text() if self.given.text else default_text(), dtype)
+        return RealModel(self.given.model, default_text(), dtype)
 
     def expect(self, is_right: bool, otherwise: str) -> None:
         if not is_right:
@@ -163,23 +146,9 @@ class Session:
         asked = f">= {at_least}" if at_least is not None else f"<= {at_most}"
         self.targets.append({"what": what, "asked": asked, "value": value, "met": is_met})
 
-    def table(
-        self, title: str, first: str, groups: Mapping[Any, Mapping[Any, Any]], columns: Mapping[str, Cell]
-    ) -> None:
-        """Print a table: a section for each group, a row for each of its entries, and a column for each cell.
-
-        Args:
-            title: of the table.
-            first: the heading of the names, which consist of the group's and the entry's.
-            groups: entries by group and name; the only group of a table without groups is called "".
-            columns: cells by heading.
-        """
-        table = new_table(title, first, *columns)
-        for group, entries in groups.items():
-            for name, entry in entries.items():
-                table.add_row(f"{group:>7} {name}".strip(), *(cell(entry) for cell in columns.values()))
-            table.add_section()
-        self.console.print(table)
+    def say(self, text: str) -> None:
+        """Print a text as it is."""
+        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def write(self, results: Any, **more: Any) -> None:
         """Write the JSON file of what was found so far."""
@@ -221,21 +190,21 @@ def session(given: argparse.Namespace, kind: type[Kind] = Session) -> Iterator[K
         yield kind(given, progress)
 
 
-def run(given: argparse.Namespace, sections: Mapping[str, Callable[[Session], Any]]) -> int:
-    """Measure the sections that `--only` names, and write what they found by section.
+Section = tuple[Callable[[Session], Any], Callable[[Mapping[str, Any], Any], str]]
+"""What measures a section, and what its page says of it, from the arguments and of what was found."""
+
+
+def run(given: argparse.Namespace, sections: Mapping[str, Section]) -> int:
+    """Measure the sections that `--only` names, show them as the page does, and write what they found by section.
 
     Returns:
         The exit code: 1 if something was wrong.
     """
-    chosen = [name for name in sections if name in getattr(given, "only", sections)]
+    results: dict[str, Any] = {}
     with session(given) as running:
-        results = {name: sections[name](running) for name in chosen}
+        for name in (each for each in sections if each in given.only):
+            measure, show = sections[name]
+            results[name] = measure(running)
+            if results[name]:
+                running.say(f"\n{name}: {show(vars(given), results[name])}\n")
     return running.finish(results)
-
-
-def new_table(title: str, *columns: str) -> Table:
-    """An empty table whose first column names the rows."""
-    table = Table(title=title, title_justify="left")
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="left" if index == 0 else "right", no_wrap=index == 0)
-    return table

@@ -79,11 +79,10 @@ class Disagreements:
 
     Args:
         dtype: the models' dtype.
-        roundings_of: by how many roundings a logit may differ with a cache of some name.
     """
 
-    def __init__(self, dtype: torch.dtype = torch.bfloat16, roundings_of: Callable[[str], int] = roundings) -> None:
-        self.dtype, self.roundings_of = dtype, roundings_of
+    def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
+        self.dtype = dtype
         self.found: list[dict[str, Any]] = []
 
     def compare_step(self, where: dict[str, Any], expected: Tensor, logits: Tensor) -> float:
@@ -98,7 +97,7 @@ class Disagreements:
         if seen == greedy:
             return
         gap = float(expected[greedy] - expected[seen])
-        allowed = self.roundings_of(where["cache"])
+        allowed = roundings(where["cache"])
         tie = allowed > 0 and is_tie(expected, greedy, seen, self.dtype, allowed)
         self.found.append({**where, "expected": greedy, "seen": seen, "logit_gap": gap, "tie": tie})
 
@@ -215,34 +214,29 @@ def time_updates(cache: Any, keys: Tensor, values: Tensor, count: int) -> tuple[
     return seconds, attended
 
 
-def measure_update(config: Any, shape: Shape, makers: Mapping[str, Maker], length: int, trials: Trials) -> Measured:
-    """Time one layer's update of one token, from `length` tokens on, Python included."""
-    names, steps = list(makers), trials.steps
-    seconds: dict[str, list[list[float]]] = {name: [] for name in names}
-    shape = replace(shape, layers=1)
+def measure_update(config: Any, shape: Shape, makers: Mapping[str, Maker], length: int, trials: Trials) -> Turns:
+    """Time one layer's update of one token, from `length` tokens on, Python included: the median in each turn."""
+    turns, steps, shape = Turns(makers), trials.steps, replace(shape, layers=1)
     prompt, (keys, values) = shape.states(length, torch.bfloat16), shape.states(1, torch.bfloat16, seed=1)[0]
     expected = torch.cat([prompt[0][0], keys.expand(-1, -1, steps, -1)], dim=2)
-    # Short updates are all Python, and one in a thousand is interrupted: repeats stabilise the mean.
-    repeats = max(1, min(16, 4096 // length))
+
+    def update(name: str) -> tuple[float, None]:
+        cache = makers[name](config, length + steps)
+        with quiet_clock():
+            fill(cache, prompt, FILL_CHUNK)
+            took, attended = time_updates(cache, keys, values, steps)
+        where = {"model": "one layer", "cache": name, "tokens": length, "trial": turns.next}
+        trials.disagreements.compare_states(where, expected, attended)
+        return statistics.median(took), None
+
     tick = trials.ticking(f"updates at {length:,} tokens", trials.count)
-    for trial in range(trials.count):
+    for _ in range(trials.count):
         gc.collect()
-        for name in names:
-            seconds[name].append([])
-        for repeat in range(repeats):
-            for name in interleaved(names, trial + repeat):
-                cache = makers[name](config, length + steps)
-                with quiet_clock():
-                    fill(cache, prompt, FILL_CHUNK)
-                    took, attended = time_updates(cache, keys, values, steps)
-                seconds[name][trial] += took
-                where = {"model": "one layer", "cache": name, "tokens": length, "trial": trial}
-                # Layers with windows return the newest tokens alone: decode steps are compared there.
-                if getattr(config, "sliding_window", None) is None:
-                    trials.disagreements.compare_states(where, expected, attended)
-                del cache, attended
+        # Short updates are all Python, and one in a thousand is interrupted: repeats stabilise the figure.
+        for _ in range(max(1, min(16, 4096 // length))):
+            turns.take_timed(update)
         tick()
-    return {name: {"seconds": seconds[name]} for name in names}
+    return turns
 
 
 # Medians and ratios of what was measured

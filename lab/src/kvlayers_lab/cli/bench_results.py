@@ -12,9 +12,16 @@ from kvlayers.commands.common import NO_OPTIONS, Dtype
 from kvlayers.commands.console import plain, table
 from kvlayers.errors import KVLayersError, OptionError
 from kvlayers.models import most_positions
-from kvlayers.options import readable_bytes, tokens
+from kvlayers.options import readable_bytes
 from kvlayers.stores import Fidelity
-from kvlayers_lab.cli.console import bar_between_runs, measuring, print_sentences, read_text, usage_line
+from kvlayers_lab.cli.console import (
+    bar_between_runs,
+    checked_lengths,
+    measuring,
+    print_sentences,
+    read_text,
+    usage_line,
+)
 from kvlayers_lab.cli.report import Report, ReportPlot, ReportTable, conclude, line_plot, report_path
 from kvlayers_lab.measuring.contenders import Contender, Key, exact_names, is_installed, make_contender
 from kvlayers_lab.measuring.decoding import ContenderResult, measure, warm_up
@@ -57,7 +64,7 @@ def run(
 ) -> bool:
     """Measure and show. The arguments are the options of the command. Returns whether every cache passed."""
     with measuring("bench", NO_OPTIONS, as_json, threads) as console:
-        asked_lengths = [tokens(each, "--lengths") for each in lengths.split(",")]
+        asked_lengths = checked_lengths(lengths)
         against_names = transformers_names(against)
         path = report_path(console, report, Path(BENCH_REPORT))
         content = read_text(text)
@@ -132,13 +139,11 @@ def fitting_lengths(config: Any, asked: Sequence[int], steps: int) -> list[int]:
     """The prompt lengths, sorted, each cut so that the model has positions for the steps as well.
 
     Raises:
-        OptionError: a length is not positive, or the model has no positions for the steps.
+        OptionError: the model has no positions for the steps.
     """
-    if min(asked) < 1:
-        raise OptionError(f"`--lengths` must be at least 1 token each, got {min(asked)}.")
     most = most_positions(config)
     if most is None:
-        return sorted(set(asked))
+        return list(asked)
     if most <= steps:
         raise OptionError(f"`--steps` must be fewer than the {most} positions of the model, got {steps}.")
     return sorted({min(length, most - steps) for length in asked})

@@ -18,6 +18,8 @@ from rich.progress import (
 
 from kvlayers.commands.common import one_line_errors
 from kvlayers.commands.console import FileError, home_expanded, quiet_libraries
+from kvlayers.errors import OptionError
+from kvlayers.options import tokens
 from kvlayers_lab.measuring.text import default_text
 
 USAGE_PREFIX = "To use it: "
@@ -110,6 +112,18 @@ def read_text(path: Path | None) -> str:
     if not text.strip():
         raise FileError(f"`--text` must not be empty, but {path} is empty: name another file.")
     return text
+
+
+def checked_lengths(text: str) -> list[int]:
+    """The lengths in tokens that `--lengths` names, ascending.
+
+    Raises:
+        OptionError: a length is not a positive number of tokens.
+    """
+    found = sorted({tokens(each, "--lengths") for each in text.split(",")})
+    if found[0] < 1:
+        raise OptionError(f"`--lengths` must be at least 1 token each, got {found[0]}.")
+    return found
 
 
 def check_writable(path: Path, option: str = "--report") -> None:

@@ -116,7 +116,10 @@ class DocumentsResults:
 
         def of(name: str) -> Mapping[str, Mapping[float, float]]:
             return {
-                line: {100 * each.recomputed: getattr(each, name) for each in sorted(found, key=_recomputed)}
+                line: {
+                    100 * each.recomputed: getattr(each, name)
+                    for each in sorted(found, key=lambda each: each.recomputed)
+                }
                 for line, found in lines.items()
             }
 
@@ -146,10 +149,6 @@ class DocumentsResults:
             f"{measured.perplexity:#.4g}",
             f"{measured.of_full:.3f}",
         ]
-
-
-def _recomputed(measured: DocumentFidelity) -> float:
-    return measured.recomputed
 
 
 OPTIONS = {

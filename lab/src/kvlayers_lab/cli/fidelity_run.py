@@ -17,7 +17,7 @@ from kvlayers.errors import KVLayersError, OptionError
 from kvlayers.models import most_positions, tokens_at_once
 from kvlayers.options import bytes_or_share, tokens
 from kvlayers_lab.calibration import Calibration
-from kvlayers_lab.cli.console import bar_between_runs, measuring, read_text, results_path
+from kvlayers_lab.cli.console import bar_between_runs, checked_lengths, measuring, read_text, results_path
 from kvlayers_lab.cli.fidelity_tasks_view import TaskResults
 from kvlayers_lab.cli.fidelity_view import FidelityResults
 from kvlayers_lab.cli.report import conclude, report_path
@@ -120,20 +120,6 @@ def chosen_depths(text: str) -> list[float]:
     return sorted(found)
 
 
-def chosen_lengths(text: str | None) -> list[int] | None:
-    """Lengths in tokens, ascending, `None` if the user named none.
-
-    Raises:
-        OptionError: a length is not a positive number of tokens.
-    """
-    if text is None:
-        return None
-    found = sorted({tokens(each, "--lengths") for each in text.split(",")})
-    if found[0] < 1:
-        raise OptionError(f"`--lengths` must be at least 1 token each, got {found[0]}.")
-    return found
-
-
 def fitting_lengths(config: Any, asked: Sequence[int] | None) -> list[int]:
     """The lengths as asked, or the default lengths that the model has positions for.
 
@@ -142,7 +128,7 @@ def fitting_lengths(config: Any, asked: Sequence[int] | None) -> list[int]:
     """
     most = most_positions(config)
     if asked is None:
-        default = [tokens(each, "--lengths") for each in TASK_LENGTHS.split(",")]
+        default = checked_lengths(TASK_LENGTHS)
         # Some positions are left for the answer.
         return default if most is None else [each for each in default if each < most] or [most * 3 // 4]
     if most is not None and asked[-1] > most:
@@ -310,7 +296,7 @@ class FidelityRun:
             target = find_device(self.device)
             check_points(budget)
             tasks, depths = chosen_tasks(asked_tasks), chosen_depths(asked_depths)
-            wanted = chosen_lengths(asked_lengths)
+            wanted = None if asked_lengths is None else checked_lengths(asked_lengths)
             content = read_text(self.text)
             found = find(console, self.model, "MODEL")
             config, lengths = found.config, fitting_lengths(found.config, wanted)

@@ -4,13 +4,16 @@
     python lab/benchmarks/sessions.py --only chats --quick     # few families, to see that it runs
     python lab/benchmarks/sessions.py --record                 # also keep the figures in lab/benchmarks/recorded
     python lab/benchmarks/sessions.py --write                  # the recorded figures, into docs/prefix.md
+    python lab/benchmarks/sessions.py --only trace --trace conversation_trace.jsonl
 
-chats: for each family of models, what the second turn of a chat finds whose template drops the thinking of the answer,
-and what other users find who share the system prompt. Answers must equal those without a store.
+chats: for each family of models, what later turns of a chat find whose template drops the thinking of the answer, and
+what other users find who share the system prompt. Answers must equal those without a store.
 agent: ten turns of an agent on a hybrid model of 100M parameters: tokens computed, seconds to the first token.
-trace: hit rates of conversations that are made up within budgets of bytes, beside an ideal tree of blocks from which
-the least recently used leaf goes first.
-entries: milliseconds of a look-up and of an insertion into a full store, by the number of its entries.
+trace: hit rates of a trace of conversations within budgets of bytes, beside an ideal tree of blocks from which the
+least recently used leaf goes first. The trace has a line of JSON for each request, with `hash_ids`, as Mooncake
+publishes it; without `--trace`, conversations are made up.
+entries: milliseconds of a look-up and of an insertion into a full store, by the number of its entries, and memory after
+many requests.
 snapshots: seconds of a prompt that a store reads with snapshots between messages, and with the last state alone.
 serve: rounds of several chats through `transformers serve`, with a store and without, by the package openai. It needs
 `--model` and "transformers[serving]".
@@ -20,6 +23,9 @@ Models are random, in float32. The exit code is 1 if a text differs.
 
 import collections
 import itertools
+import json
+import os
+import pathlib
 import random
 import statistics
 import sys
@@ -73,9 +79,11 @@ def options() -> report.Options:
     made.some_of("--only", list(SECTIONS), "sections")
     made.real_model()
     made.sized("--families", list(FAMILIES), ["llama", "gemma3"], "families of `chats`", lambda text: text.split(","))
+    made.add("--trace", type=pathlib.Path, help="JSON lines with `hash_ids` (conversations that are made up)")
     made.sized("--requests", 2000, 100, "requests of `trace`")
     made.sized("--entries", [100, 1000, 10_000], [50], "entries of `entries`", report.numbers)
     made.sized("--trials", 15, 1, "trials of `snapshots`")
+    made.sized("--lasting", 10_000, 100, "requests after which memory is measured")
     return made
 
 
@@ -136,9 +144,10 @@ def chats(run: report.Session) -> dict[str, Any]:
         system = made.message(SYSTEM)
         chat = [*system, *made.message(QUESTION)]
         answered = answer("turn 1", [*chat, *GENERATION_PROMPT])
-        kept = answered[THINKING:]
-        chat += [*GENERATION_PROMPT[:KEPT_OF_IT], *kept, END, LINE, *made.message(QUESTION)]
-        answer("turn 2", [*chat, *GENERATION_PROMPT])
+        for turn in (2, 3):
+            kept = answered[THINKING:]
+            chat += [*GENERATION_PROMPT[:KEPT_OF_IT], *kept, END, LINE, *made.message(QUESTION)]
+            answered = answer(f"turn {turn}", [*chat, *GENERATION_PROMPT])
         for other in (1, 2):
             answer(f"user {other}", [*system, *made.message(QUESTION), *GENERATION_PROMPT])
         found[family] = entry
@@ -267,6 +276,13 @@ def made_up(requests: int) -> Iterator[Blocks]:
         yield blocks
 
 
+def requests_of(run: report.Session) -> list[Blocks]:
+    if run.given.trace is None:
+        return [*made_up(run.given.requests)]
+    with run.given.trace.open() as lines:
+        return [tuple(json.loads(line)["hash_ids"]) for line in itertools.islice(lines, run.given.requests)]
+
+
 def passed(cache: kvlayers.Cache, tokens: int) -> None:
     states = torch.zeros(1, 1, tokens, 8)
     cache.update(states, states, 0)
@@ -301,7 +317,7 @@ def ask(store: kvlayers.PrefixStore, ids: Tensor, timed: Timed) -> int:
 
 
 def trace(run: report.Session) -> dict[str, Any]:
-    requests = [*made_up(run.given.requests)]
+    requests = requests_of(run)
     distinct = len({request[:end] for request in requests for end in range(1, len(request) + 1)})
     asked = sum(len(request) for request in requests)
     found, tick = dict[str, Any](), run.ticking("trace", len(BUDGETS) * len(requests))
@@ -321,6 +337,12 @@ def trace(run: report.Session) -> dict[str, Any]:
         found[f"{budget:.0%}"] = entry
         run.target(f"hit rate within {budget:.0%}, of the ideal one", entry["of_ideal"], at_least=0.97)
     return found
+
+
+def resident_bytes() -> int:
+    """Bytes of this process in memory, on Linux; 0 elsewhere."""
+    path = pathlib.Path("/proc/self/statm")
+    return int(path.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if path.exists() else 0
 
 
 def entries(run: report.Session) -> dict[str, Any]:
@@ -344,7 +366,14 @@ def entries(run: report.Session) -> dict[str, Any]:
     last = found[f"{run.given.entries[-1]:,}"]
     run.target("median of an insertion, ms", last["median of an insertion"], at_most=1.0)
     run.target("worst of an insertion, ms", last["worst of an insertion"], at_most=20.0)
-    return {"full": found}
+    store, lasting, sizes = kvlayers.PrefixStore(200 * tokens * TOKEN_BYTES), run.given.lasting, list[int]()
+    for number in range(lasting):
+        ask(store, prompt(), Timed([], []))
+        if number in (lasting // 2, lasting - 1):
+            sizes.append(resident_bytes())
+    growth = (sizes[1] - sizes[0]) / 2**20
+    run.target("MiB of growth in the second half of many requests", growth, at_most=4.0)
+    return {"full": found, "growth_mib": growth}
 
 
 SESSIONS, ROUNDS = 4, 4
@@ -381,8 +410,12 @@ Found = Mapping[str, Any]
 
 
 def chats_table(arguments: Arguments, found: Found) -> str:
-    names = {"turn 2": f"turn 2 of a chat, {IN_COMMON} tokens in common", "user 1": "first other user"}
-    names["user 2"] = "second other user"
+    names = {
+        "turn 2": f"turn 2 of a chat, {IN_COMMON} tokens in common",
+        "turn 3": "turn 3",
+        "user 1": "first other user",
+        "user 2": "second other user",
+    }
     alike: dict[tuple[int, ...], list[str]] = {}
     for family, entry in found.items():
         alike.setdefault(tuple(entry[name] for name in names), []).append(family)
@@ -401,8 +434,9 @@ def agent_text(arguments: Arguments, found: Found) -> str:
 def trace_text(arguments: Arguments, found: Found) -> str:
     hits = {budget: f"{entry['of_ideal']:.1%}" for budget, entry in found.items()}
     blocks = "every block" if set(hits.values()) == {"100.0%"} else f"{', '.join(hits.values())} of the blocks"
+    kind = "made-up conversations" if arguments["trace"] is None else "a trace of conversations"
     return (
-        f"In made-up conversations, the store found {blocks} that an ideal tree would find, with budgets of "
+        f"In {kind}, the store found {blocks} that an ideal tree would find, with budgets of "
         f"{' and '.join(', '.join(hits).rsplit(', ', 1))} of all bytes."
     )
 
@@ -422,8 +456,12 @@ def serve_text(arguments: Arguments, found: Found) -> str:
 
 def entries_table(arguments: Arguments, found: Found) -> str:
     columns = [shown(f"{what}, {how} ms", f"{how} of {what}") for what in OPERATIONS for how in ("median", "worst")]
-    return "A full store of prompts of 64 tokens evicts one for each that comes:\n\n" + pages.table(
-        "entries", found["full"], columns
+    return "\n\n".join(
+        [
+            "A full store of prompts of 64 tokens evicts one for each that comes:",
+            pages.table("entries", found["full"], columns),
+            f"In the second half of {arguments['lasting']:,} requests, its process grew by {found['growth_mib']:.1f} MiB.",
+        ]
     )
 
 

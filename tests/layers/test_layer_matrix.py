@@ -11,7 +11,8 @@ from oracle import Oracle, states
 from rounds import NIGHTLY
 
 
-@pytest.mark.parametrize("past", STATES)
+# The others are on the way into one of these.
+@pytest.mark.parametrize("past", [*STATES][3:])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_layer_agrees_with_the_oracle_on_its_way_into_every_state(kind: str, past: str) -> None:
     layer, oracle = KINDS[kind]()

@@ -1,6 +1,5 @@
 """`extend_and_evict` returns the tokens that queries attend to, and holds the newest ones, whichever are more."""
 
-import itertools
 from typing import Any
 
 import pytest
@@ -49,16 +48,8 @@ def compiled(store: Any) -> Any:
     return call
 
 
-COMPILED = ("attends to more than it keeps", "keeps more than it attends to", "nothing held")
-
-
-@pytest.mark.parametrize(
-    ("kind", "case"),
-    [
-        *itertools.product(("dense", "static"), CASES),
-        *(pytest.param("compiled", case, marks=() if case in COMPILED else pytest.mark.nightly) for case in CASES),
-    ],
-)
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("kind", ["dense", "static", "compiled"])
 def test_attended_tokens_and_kept_ones_are_those_of_a_list(kind: str, case: str) -> None:
     torch.compiler.reset()
     held, new, past, kept = CASES[case]

@@ -82,6 +82,7 @@ def test_a_packed_window_holds_no_more_than_a_dense_one(window: int) -> None:
     config = tf.LlamaConfig(**{**COMMON, "head_dim": HEAD_DIM})
     options = {"config": config, "window_length": window, "num_sink_tokens": 4}
     packed = kvlayers.SinkCache(**options, quantization={"nbits": 8, "residual_length": 32})
+    assert packed.layers[0].bits == (8, 8)
     dense = kvlayers.SinkCache(**options)
     check_beside_dense(packed.layers[0], dense.layers[0], [1] * LONGEST, torch.bfloat16)
 

@@ -4,7 +4,7 @@ import copy
 import math
 import pathlib
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -534,11 +534,12 @@ def test_blocks_that_agree_find_the_same_vectors_in_any_chunks(name: str) -> Non
 # Runs of blocks with vectors of their own
 
 
-def bordered(batch: int, tokens: int = 400, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """As `pair`, but what is large is so in the first 130 tokens alone."""
+def bordered(batch: int, tokens: int = 400, seed: int = 0, other: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
+    """As `pair`, but what is large is so in the first 130 tokens alone, and other channels of the `other` sequences."""
     keys, values = pair(batch, tokens, seed)
     keys[:, 0, 130:, 5] /= 30
     keys[:, 1, 130:, 40] -= 200
+    keys[list(other)] = keys[list(other)].flip(-1)
     return keys, values
 
 
@@ -602,7 +603,7 @@ CHANGES: dict[str, tuple[Callable[[QuantizedStore], QuantizedStore | None], list
 def test_runs_go_on_after_a_change(name: str, change: str, kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not kernel:
         monkeypatch.setattr("kvlayers.utils.native_library.NativeLibrary.get", lambda self: None)
-    states = bordered(2)
+    states = bordered(2, other=[1])
     store = in_chunks(states, name)
     assert len(store.runs) > 1
     check_runs(store, states, name)
@@ -611,7 +612,9 @@ def test_runs_go_on_after_a_change(name: str, change: str, kernel: bool, monkeyp
     states = states[0][rows][:, :, tokens], states[1][rows][:, :, tokens]
     assert (len(store.runs) > 1) is several
     check_runs(store, states, name)
-    more = tuple(side[:, :, 200:] for side in bordered(states[0].shape[0], seed=3))
+    more = tuple(
+        side[:, :, 200:] for side in bordered(len(rows), seed=3, other=[at for at, row in enumerate(rows) if row])
+    )
     for some in zip(*(side.split(1, 2) for side in more), strict=True):
         store.validate(*some)
         store.extend(*some)

@@ -29,9 +29,11 @@ def test_tokens_of_all_layers_are_as_many_as_were_asked_for(kind: str | list[flo
     assert min(found) >= 68
 
 
-def test_uniform_layers_are_equal() -> None:
+def test_uniform_layers_are_equal_and_a_pyramid_of_one_layer_is_the_average() -> None:
     assert layer_keeps("uniform", 3, 0.5) == [0.5, 0.5, 0.5]
     assert layer_tokens("uniform", 3, 100) == [100, 100, 100]
+    assert layer_keeps("pyramid", 1, 0.3) == [0.3]
+    assert layer_tokens("pyramid", 1, 77) == [77]
 
 
 @pytest.mark.parametrize(
@@ -43,11 +45,6 @@ def test_a_pyramid_falls_by_the_same_amount(keep: float, first: float, last: flo
     assert math.isclose(found[-1], last, abs_tol=1e-12)
     steps = [one - next_one for one, next_one in itertools.pairwise(found)]
     assert all(math.isclose(step, steps[0], abs_tol=1e-12) for step in steps)
-
-
-def test_a_pyramid_of_one_layer_is_the_average() -> None:
-    assert layer_keeps("pyramid", 1, 0.3) == [0.3]
-    assert layer_tokens("pyramid", 1, 77) == [77]
 
 
 def test_a_pyramid_of_tokens_ends_at_the_least() -> None:

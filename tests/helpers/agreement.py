@@ -1,12 +1,15 @@
 """How the tests compare a layer with the oracle, and what memory they find in it."""
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from kvlayers import CacheLayer, OffloadedLayer
+from kvlayers.errors import RollbackError
 from kvlayers.eviction.eviction_progress import EvictionProgress
 from kvlayers.kernels.attention.packed_tensor import Version
 from kvlayers.rope.rotary import Rotary
@@ -83,14 +86,30 @@ def step(layer: CacheLayer, oracle: Oracle, tokens: int, generator: torch.Genera
     if oracle.length:
         batch = oracle.keys.shape[0]
     keys, values = states(batch, tokens, generator)
-    kv_length, kv_offset = layer.get_mask_sizes(tokens)
-    assert kv_offset == oracle.first_attended(oracle.length)
-    seen_keys, seen_values = layer.update(keys, values)
-    expected_keys, expected_values = oracle.update(keys, values)
-    assert seen_keys.shape[2] == seen_values.shape[2] == kv_length == expected_keys.shape[2]
-    oracle.check_states(seen_keys, expected_keys)
-    oracle.check_states(seen_values, expected_values)
+    # Where gradients may be followed, nothing reads buckets.
+    with torch.set_grad_enabled(not oracle.reads_buckets):
+        kv_length, kv_offset = layer.get_mask_sizes(tokens)
+        attended = layer.update(keys, values)
+    hidden = oracle.first_attended(oracle.length) - kv_offset
+    for seen, expected in zip(attended, oracle.update(keys, values), strict=True):
+        assert seen.shape[2] == kv_length
+        oracle.check_states(oracle.unmasked(seen, hidden, expected.shape[2]), expected)
     check_at_rest(layer, oracle)
+
+
+def roll_back(layer: CacheLayer, oracle: Oracle, length: int, act: Callable[[], None]) -> None:
+    """Take both back to a length, or see that the layer refuses what the oracle says it cannot do."""
+    if oracle.can_truncate(length):
+        act()
+        oracle.truncate(length)
+    elif oracle.reads_buckets and 0 <= length <= oracle.length:
+        # Tokens that a window has passed are there until it moves: more can be taken back than must be.
+        with contextlib.suppress(RollbackError):
+            act()
+            oracle.truncate(length)
+    else:
+        with pytest.raises(RollbackError):
+            act()
 
 
 def continue_decoding(layer: CacheLayer, oracle: Oracle, generator: torch.Generator) -> None:

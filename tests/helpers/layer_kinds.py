@@ -5,11 +5,10 @@ import dataclasses
 import pickle
 from collections.abc import Callable
 
-import pytest
 import torch
 
 import kvlayers
-from agreement import check_at_rest, continue_decoding, step
+from agreement import check_at_rest, continue_decoding, roll_back, step
 from kept_oracle import KeptOracle
 from kvlayers import (
     CacheLayer,
@@ -22,12 +21,11 @@ from kvlayers import (
     StaticLayer,
     StaticSlidingLayer,
 )
-from kvlayers.errors import RollbackError
 from kvlayers.layers import TokenLayer, layer_names
 from kvlayers.offload import Prefetcher
 from kvlayers.rope.rotary import Rotary
-from kvlayers.stores import QuantizedStore
-from oracle import Oracle
+from kvlayers.stores import Buckets, QuantizedStore
+from oracle import BucketOracle, Oracle
 from other_package import RecentLayer, SteppedStore
 from other_package.recent_oracle import RecentOracle
 from quantized_oracle import QuantizedOracle
@@ -82,6 +80,13 @@ def _sink(window: int, sinks: int, padding: list[int] | None = None) -> tuple[Ca
     return layer, SinkOracle(window, sinks, padding)
 
 
+def _reading_buckets(
+    layer: StaticLayer | StaticSlidingLayer, window: int | None = None, capacity: int | None = None
+) -> tuple[CacheLayer, Oracle]:
+    layer.reserved.mask_extent.mode.compiled = True
+    return layer, BucketOracle(window, capacity)
+
+
 KINDS: dict[str, Callable[[], tuple[CacheLayer, Oracle]]] = {
     "dynamic": lambda: (DynamicLayer(), Oracle()),
     "dynamic with a hint": lambda: (DynamicLayer(length_hint=20), Oracle()),
@@ -99,6 +104,25 @@ KINDS: dict[str, Callable[[], tuple[CacheLayer, Oracle]]] = {
         Oracle(500, capacity=90),
     ),
     "static sliding that grows": lambda: (StaticSlidingLayer(4, WINDOW, grow=True), Oracle(WINDOW)),
+    "static reading buckets": lambda: _reading_buckets(
+        StaticLayer(90, max_batch_size=8, buckets=Buckets(minimum=4, factor=1.7)), capacity=90
+    ),
+    "static sliding reading buckets": lambda: _reading_buckets(
+        StaticSlidingLayer(400, WINDOW, max_batch_size=8, buckets=Buckets(minimum=4)), WINDOW
+    ),
+    "static sliding over one token reading buckets": lambda: _reading_buckets(
+        StaticSlidingLayer(400, 1, max_batch_size=8), 1
+    ),
+    # Fills several buckets before it slides.
+    "static sliding over a long window reading buckets": lambda: _reading_buckets(
+        StaticSlidingLayer(400, 40, max_batch_size=8, buckets=Buckets(minimum=8, factor=1.5)), 40
+    ),
+    "static sliding over less than the window reading buckets": lambda: _reading_buckets(
+        StaticSlidingLayer(50, 500, max_batch_size=8, buckets=Buckets(minimum=8)), 500, capacity=50
+    ),
+    "static sliding up to a limit reading buckets": lambda: _reading_buckets(
+        StaticSlidingLayer(70, WINDOW, token_limit=70, max_batch_size=8), WINDOW, capacity=70
+    ),
     "sink": lambda: _sink(WINDOW, 3),
     "sink over a long window": lambda: _sink(40, 4),
     "sink that is nearly all of the window": lambda: _sink(WINDOW, WINDOW - 1),
@@ -168,13 +192,7 @@ def _reset(layer: CacheLayer, oracle: Oracle) -> CacheLayer:
 def _crop_to(length_of: Callable[[int], int]) -> Operation:
     def crop(layer: CacheLayer, oracle: Oracle) -> CacheLayer:
         length = length_of(oracle.length)
-        argument = length if length > 0 else -oracle.length
-        if oracle.can_truncate(length):
-            layer.crop(argument)
-            oracle.truncate(length)
-        else:
-            with pytest.raises(RollbackError):
-                layer.crop(argument)
+        roll_back(layer, oracle, length, lambda: layer.crop(length if length > 0 else -oracle.length))
         return layer
 
     return crop
@@ -183,12 +201,7 @@ def _crop_to(length_of: Callable[[int], int]) -> Operation:
 def _remove(count_of: Callable[[int], int]) -> Operation:
     def remove(layer: CacheLayer, oracle: Oracle) -> CacheLayer:
         count = count_of(oracle.length)
-        if oracle.can_truncate(oracle.length - count):
-            layer.crop(-count)
-            oracle.truncate(oracle.length - count)
-        else:
-            with pytest.raises(RollbackError):
-                layer.crop(-count)
+        roll_back(layer, oracle, oracle.length - count, lambda: layer.crop(-count))
         return layer
 
     return remove

@@ -32,6 +32,8 @@ class Oracle:
         capacity: the most tokens that fit; `None` for any number.
     """
 
+    reads_buckets = False
+
     def __init__(self, window: int | None = None, capacity: int | None = None) -> None:
         self.window = window
         self.capacity = capacity
@@ -97,11 +99,16 @@ class Oracle:
 
     def empty(self) -> "Oracle":
         """An oracle of the same settings that has seen nothing."""
-        return Oracle(self.window, self.capacity)
+        return type(self)(self.window, self.capacity)
 
     def peeked(self, layer: CacheLayer) -> tuple[Tensor, Tensor]:
         """The keys and values that a layer holds."""
         return layer.peek()
+
+    def unmasked(self, seen: Tensor, hidden: int, tokens: int) -> Tensor:
+        """Of the states that are returned, those that a mask shows: so many, behind those that it hides. Here all."""
+        assert (hidden, tokens) == (0, seen.shape[2])
+        return seen
 
     def check_states(self, seen: Tensor, expected: Tensor) -> None:
         """Fail where a layer's states are not those expected: to the last bit, as nothing is computed."""
@@ -110,3 +117,15 @@ class Oracle:
     def least_bytes(self, tokens: int) -> int:
         """Bytes that so many tokens take at least: all of them, in float32."""
         return 0 if self.keys is None else tokens * self.keys.shape[0] * KV_HEADS * (KEY_DIM + VALUE_DIM) * 4
+
+
+class BucketOracle(Oracle):
+    """What a static layer must be equal to whose attention reads buckets, as compiled code does."""
+
+    reads_buckets = True
+
+    def unmasked(self, seen: Tensor, hidden: int, tokens: int) -> Tensor:
+        # A NaN in a slot that is masked would not be masked by a zero.
+        assert seen.isfinite().all()
+        assert 0 <= hidden <= seen.shape[2] - tokens
+        return seen[:, :, hidden : hidden + tokens]

@@ -11,6 +11,7 @@ import kvlayers
 from agreement import check_at_rest, step
 from kvlayers.errors import StateMismatchError
 from layer_kinds import KINDS
+from matrix import once
 from models import fresh_model, prompt, tiny_model
 from oracle import Oracle, states
 
@@ -182,8 +183,7 @@ USES = {
 }
 
 
-@pytest.mark.parametrize("kind", [*FULL, "sliding over a long window", "quantized"])
-@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize(("kind", "use"), once([*FULL, "sliding over a long window", "quantized"], USES, times=2))
 def test_halves_that_do_not_match_are_noticed_at_the_next_use(kind: str, use: str) -> None:
     generator = torch.Generator().manual_seed(0)
     layer, oracle = KINDS[kind]()

@@ -20,19 +20,15 @@ from kvlayers import (
     Quantization,
     QuantizedLayer,
     SlidingLayer,
-    StaticLayer,
-    StaticSlidingLayer,
 )
 from kvlayers.eviction.flat_tokens import split_state
 from kvlayers.eviction.held_tokens import held_tokens
-from kvlayers.offload import Prefetcher
 from kvlayers.rope.rotary import Rotary
 from kvlayers.stores import QuantizedStore
 from kvlayers.utils.tensor_memory import storages_of
 from layer_kinds import KINDS
 from oracle import KV_HEADS, TOLERANCE
 from ragged_reference import of_head
-from recording_transfers import RecordingTransfers
 from rounds import NIGHTLY
 
 
@@ -58,11 +54,11 @@ def attend(key_head_dim: int, value_head_dim: int) -> Callable[[CacheLayer, int,
 
 
 LAYERS: dict[str, Kind] = {
-    # Padding is given for the sequences that a batch begins with.
+    # Padding is given for the sequences that a batch begins with, and reservations are copied.
     **{
         kind: Kind(lambda make=make: make()[0], attend(4, 6), TOLERANCE)
         for kind, make in KINDS.items()
-        if "padded" not in kind
+        if "padded" not in kind and "static" not in kind
     },
     "int8": Kind(packed(nbits=8), attend(16, 16), TOLERANCE),
     "int4": Kind(packed(nbits=4), attend(16, 16), TOLERANCE),
@@ -122,15 +118,6 @@ SHARING: dict[str, Callable[[], CacheLayer]] = {
     "on the host that computes": lambda: OffloadedLayer(DynamicLayer()),
 }
 
-COPYING: dict[str, tuple[Callable[[], CacheLayer], str]] = {
-    "static": (lambda: StaticLayer(PREFIX + OWN), "a reservation has one address, which compiled code writes to"),
-    "static sliding": (lambda: StaticSlidingLayer(PREFIX + OWN, WINDOW), "as static"),
-    "offloaded": (
-        lambda: OffloadedLayer(DynamicLayer(), Prefetcher(transfers=lambda device: RecordingTransfers())),
-        "transfers between host and device write to buffers of one owner",
-    ),
-}
-
 
 def states_of_one(tokens: int, rows: int = 1) -> tuple[Tensor, Tensor]:
     return torch.randn(rows, 1, tokens, HEAD_DIM), torch.randn(rows, 1, tokens, HEAD_DIM)
@@ -176,12 +163,3 @@ def test_sequences_of_a_batch_take_the_memory_of_one_prefix_and_of_their_own_tok
         layer.update(*states_of_one(1, BRANCHES))
     layer.trim()
     assert layer.nbytes <= before + 1.05 * BRANCHES * own_bytes(layer)
-
-
-@pytest.mark.parametrize("kind", COPYING)
-def test_a_fork_of_another_kind_copies_what_it_holds_at_once(kind: str) -> None:
-    make, _ = COPYING[kind]
-    layer = make()
-    layer.update(*states_of_one(PREFIX))
-    fork = layer.fork()
-    assert bytes_of_all([layer, fork]) >= layer.nbytes + (layer.held_tokens or 0) * TOKEN_BYTES

@@ -13,6 +13,7 @@ import kvlayers
 from kvlayers import Cache
 from kvlayers.errors import StateMismatchError
 from layer_kinds import KINDS
+from matrix import once, product
 from models import fresh_model, given, prompt
 
 LAYERS = 1
@@ -78,10 +79,8 @@ def test_forks_go_their_own_ways(first: torch.dtype, then: torch.dtype) -> None:
     assert twin.get_seq_length() == 203
 
 
-@pytest.mark.parametrize("forked", [False, True])
-@pytest.mark.parametrize(("first", "then"), CHANGES, ids=str)
-@pytest.mark.parametrize("nbits", [2, 4, 8])
-def test_packed_tokens_stay_what_they_are(nbits: int, first: torch.dtype, then: torch.dtype, forked: bool) -> None:
+@pytest.mark.parametrize(("first", "then", "nbits", "forked"), product(CHANGES, [2, 4, 8], [False, True]))
+def test_packed_tokens_stay_what_they_are(first: torch.dtype, then: torch.dtype, nbits: int, forked: bool) -> None:
     cache = kvlayers.QuantizedCache(config=config(), nbits=nbits, residual_length=8, sink_tokens=4)
     cache.layers[0].update(*states(200, first))
     before = attended((cache.layers[0].keys, cache.layers[0].values))
@@ -223,8 +222,7 @@ def filled(cache: Any, rows: int) -> Any:
     return cache
 
 
-@pytest.mark.parametrize("change", OTHER_STATES)
-@pytest.mark.parametrize("name", WHOLE_CACHES)
+@pytest.mark.parametrize(("name", "change"), once(WHOLE_CACHES, OTHER_STATES))
 def test_states_that_attention_cannot_read_are_refused_before_anything_changes(name: str, change: str) -> None:
     cache, model = WHOLE_CACHES[name](), Attending()
     model(cache, *states(7, torch.float32))

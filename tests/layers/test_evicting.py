@@ -20,7 +20,7 @@ from kvlayers.eviction.eviction_progress import EvictionProgress
 from kvlayers.eviction.held_tokens import held_tokens
 from kvlayers.eviction.selection import HEAD_FLOOR, select
 from kvlayers.stores import StaticStore
-from matrix import product
+from matrix import once, product
 from ragged_reference import of_head
 from short_steps import STEP, shorten_steps
 
@@ -60,7 +60,6 @@ def _few_tokens_between_evictions(monkeypatch: pytest.MonkeyPatch) -> None:
     shorten_steps(monkeypatch)
 
 
-RULES = [*BUILTIN_RULES, "test_window", "test_all_queries"]
 AMOUNTS: dict[str, dict[str, Any]] = {"keep": {"keep": 0.4}, "budget": {"budget": 48}}
 
 
@@ -154,14 +153,21 @@ READINGS: dict[str, tuple[list[int], list[int] | None]] = {
     "token by token": ([1] * (48 + 2 * STEP + 4), None),
     "a short prompt": ([10, 1, 5, 1, 20, *[1] * (STEP + 16)], None),
     "padding that is evicted with the prompt": ([100, *[1] * (2 * STEP + 4), 20, 1], [0, 30]),
-    "padding that is longer than the first chunks": ([60, 60, 1, 30, 1, 60, *[1] * 70], [0, 130]),
+    "padding that is longer than the first chunks": ([30, 25, 1, 30, 1, 40, *[1] * 40], [0, 65]),
 }
 """How tokens come, and the padding before each sequence."""
 
 
+HOW = AMOUNTS, [False, True], [attend_by_sdpa, attend_by_products, attend_by_groups], READINGS
+WITHOUT_AND_WITH_QUERIES = ["knorm", "test_window", "test_all_queries"]
+
+
 @pytest.mark.parametrize(
     ("rule", "amount", "per_head", "attend", "reading"),
-    product(RULES, AMOUNTS, [False, True], [attend_by_sdpa, attend_by_products, attend_by_groups], READINGS),
+    [
+        *product(WITHOUT_AND_WITH_QUERIES, *HOW),
+        *once([rule for rule in BUILTIN_RULES if rule not in WITHOUT_AND_WITH_QUERIES], *HOW),
+    ],
 )
 def test_attention_is_that_over_the_kept_tokens(
     rule: str, amount: str, per_head: bool, attend: Callable[..., Tensor], reading: str
@@ -229,18 +235,17 @@ def operate(together: Pair, operation: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rule", "amount", "operation"), product(["knorm", "test_window", "test_all_queries"], AMOUNTS, OPERATIONS)
+    ("rule", "amount", "operation", "chunks"),
+    product(["test_window", "test_all_queries"], AMOUNTS, OPERATIONS, [[100], [100, *[1] * (STEP + 4)], [RECENT, 1]]),
 )
-def test_decoding_goes_on_after(rule: str, amount: str, operation: str) -> None:
-    for reading in ([100], [100, *[1] * (STEP + 4)], [10, 1]):
-        together = pair(rule, **AMOUNTS[amount])
-        for tokens in reading:
-            together.step(tokens)
-        if operation == "crop many" and sum(reading) < RECENT:
-            continue
-        operate(together, operation)
-        together.check()
-        together.go_on()
+def test_decoding_goes_on_after(rule: str, amount: str, operation: str, chunks: list[int]) -> None:
+    """The layer matrix has the same of a rule that reads no queries."""
+    together = pair(rule, **AMOUNTS[amount])
+    for tokens in chunks:
+        together.step(tokens)
+    operate(together, operation)
+    together.check()
+    together.go_on()
 
 
 def test_a_crop_beyond_what_every_head_holds_is_refused() -> None:
@@ -299,22 +304,6 @@ def test_announced_columns_stand_for_no_token(per_head: bool, tokens: int) -> No
     expected = attend_by_sdpa(query, *layer.update(keys, values), mask)
     visible = torch.cat([torch.ones(2, 1, tokens, 9, dtype=torch.bool), mask], 3)
     torch.testing.assert_close(attend_by_sdpa(query, *wider.update(keys, values), visible), expected)
-
-
-@pytest.mark.parametrize("rule", ["test_window", "test_all_queries"])
-def test_observed_queries_are_those_of_the_newest_tokens(rule: str) -> None:
-    held = EvictionProgress(EvictingLayer(rule, keep=0.5).options)
-    all_queries, seen = torch.randn(1, HEADS, 400, HEAD_DIM), 0
-    for tokens in (100, *[1] * 60, 5, *[1] * 30):
-        held, seen = held.with_queries(all_queries[:, :, seen : seen + tokens]), seen + tokens
-        if tokens == 5:
-            held, seen = held.without_queries(7), seen - 7
-        most = seen if rule == "test_all_queries" else 8
-        for count in (1, 5, 20, seen):
-            assert torch.equal(
-                held.queries(count), all_queries[:, :, seen - min(count, most, held.shown_tokens) : seen]
-            )
-    assert held.without_queries(seen).queries(1) is None
 
 
 def test_the_queries_of_a_prompt_are_not_copied_for_each_later_token() -> None:

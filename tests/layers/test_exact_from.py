@@ -7,24 +7,14 @@ import pytest
 import torch
 
 import kvlayers
+from kvlayers.errors import UnsupportedLayerError
 from oracle import states
 from other_package import SteppedStore
 
 
-def positions(layer: kvlayers.CacheLayer, updates: list[int]) -> list[int | None]:
-    """`exact_from` after updates of so many tokens."""
-    generator = torch.Generator().manual_seed(0)
-    found = []
-    for tokens in updates:
-        layer.update(*states(1, tokens, generator))
-        found.append(layer.exact_from)
-    return found
-
-
 def test_recurrent_layers_and_those_with_both_parts_have_none() -> None:
-    assert kvlayers.LinearAttentionLayer().exact_from == 0
-    hybrid = kvlayers.HybridLayer(kvlayers.QuantizedLayer(), kvlayers.LinearAttentionLayer())
-    assert hybrid.exact_from == 0
+    recurrent = kvlayers.LinearAttentionLayer()
+    assert recurrent.exact_from == kvlayers.HybridLayer(kvlayers.QuantizedLayer(), recurrent).exact_from == 0
 
 
 class RoundingStore(SteppedStore):
@@ -36,6 +26,9 @@ class SilentStore(SteppedStore):
 
 
 def test_a_kind_that_does_not_say_is_not_taken_for_exact() -> None:
-    assert positions(kvlayers.DynamicLayer(store=RoundingStore(64)), [1]) == [None]
-    with pytest.raises(kvlayers.errors.UnsupportedLayerError, match="has no `fidelity`"):
-        positions(kvlayers.DynamicLayer(store=SilentStore(64)), [1])
+    rounding, silent = (kvlayers.DynamicLayer(store=kind(64)) for kind in (RoundingStore, SilentStore))
+    for layer in (rounding, silent):
+        layer.update(*states(1, 1, torch.Generator()))
+    assert rounding.exact_from is None
+    with pytest.raises(UnsupportedLayerError, match="has no `fidelity`"):
+        silent.exact_from  # noqa: B018

@@ -87,22 +87,18 @@ def test_tokens_are_those_of_transformers(family: str, kind: str, way: str) -> N
     assert type(seen.past_key_values) is type(cache_of(family, kind))
 
 
-@pytest.mark.parametrize(("family", "kind"), cases())
-def test_drafts_are_verified_as_transformers_verifies_them(family: str, kind: str) -> None:
+@pytest.mark.parametrize(("family", "kind", "draft"), once(cases(), ["of the prompt", "of a model"]))
+def test_drafts_are_verified_as_transformers_verifies_them(family: str, kind: str, draft: str) -> None:
     ids = torch.cat([prompt(1, 6)] * 4, dim=1)
     versions.need_since("5.14", "drafts with windows, whose past its caches record")
-    for draft in ({"prompt_lookup_num_tokens": 4}, {"assistant_model": model_of(family, seed=1)}):
-        expected = generate(family, ids, past_key_values=of_transformers(family, "dynamic"), **draft)
-        cache = cache_of(family, kind)
-        if family in INDEXERS and kind == "static" and not versions.CROPS_STATIC_LAYERS:
-            # Transformers refuses static caches by their name, and then fails on a missing method.
-            with pytest.raises(kvlayers.errors.RollbackError, match="StaticIndexedLayer"):
-                generate(family, ids, past_key_values=cache, **draft)
-            continue
-        assert torch.equal(generate(family, ids, past_key_values=cache, **draft), expected)
-        with kvlayers.installed():
-            seen = generate(family, ids, cache_implementation=kind, **draft)
-        assert torch.equal(seen, expected)
+    how = {"prompt_lookup_num_tokens": 4} if draft == "of the prompt" else {"assistant_model": model_of(family, seed=1)}
+    if family in INDEXERS and kind == "static" and not versions.CROPS_STATIC_LAYERS:
+        # Transformers refuses static caches by their name, and then fails on a missing method.
+        with pytest.raises(kvlayers.errors.RollbackError, match="StaticIndexedLayer"):
+            generate(family, ids, past_key_values=cache_of(family, kind), **how)
+        return
+    expected = generate(family, ids, past_key_values=of_transformers(family, "dynamic"), **how)
+    assert torch.equal(generate(family, ids, past_key_values=cache_of(family, kind), **how), expected)
 
 
 # Operations

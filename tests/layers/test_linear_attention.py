@@ -576,20 +576,6 @@ def test_indices_out_of_range_are_named_errors() -> None:
         kvlayers.DynamicCache(config=tiny_model("llama").config).has_previous_state()
 
 
-def test_a_cache_of_recurrent_layers_counts_its_tokens() -> None:
-    model = tiny_model("mamba")
-    cache = kvlayers.DynamicCache(config=model.config)
-    assert cache.get_seq_length() == 0
-    with torch.no_grad():
-        for ids in (prompt(2, 7), prompt(2, 1), prompt(2, 1)):
-            model(ids, cache_params=cache, use_cache=True)
-    assert cache.get_seq_length() == cache.get_seq_length(1) == 9
-    assert cache.is_linear == [True, True]
-    assert cache.is_sliding == cache.is_dummy == [False, False]
-    assert cache.batch_size == 2
-    assert cache.nbytes == bytes_reached(cache.layers)
-
-
 # Names of transformers 4
 
 

@@ -1,5 +1,6 @@
 """Members of a layer that are called by hand name what they were given, and change nothing."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,34 +10,17 @@ from transformers import LlamaConfig
 
 import kvlayers
 from agreement import step
-from kvlayers.errors import KVLayersError, OptionError, RegistryError
+from kvlayers.errors import BatchIndexError, KVLayersError, OptionError, RegistryError
 from kvlayers.stores import DenseStore
 from layer_kinds import KINDS
-from matrix import once
 
-NOT_NUMBERS: dict[str, Any] = {
-    "nothing": None,
-    "a text": "3",
-    "a truth": True,
-    "half": 1.5,
-    "a list": [1],
-    "no data": torch.tensor(1, device="meta"),
-    "a truth of torch": torch.tensor(True),
-}
 NUMBERS = (
     *("truncate", "check_truncate", "nearest_restorable", "remove_newest", "check_removal"),
     *("row", "get_mask_sizes", "crop"),
 )
-OWN_KINDS = [kind for kind in KINDS if "another package" not in kind]
-"""A layer of another package checks its own lengths."""
-NOT_INDICES: dict[str, Any] = {
-    "nothing": None,
-    "a text": "3",
-    "a number": 1,
-    "halves": torch.tensor([0.5]),
-    "beyond": torch.tensor([7]),
-    "a table": torch.zeros(1, 1, dtype=torch.int64),
-}
+NOT_NUMBERS = (None, "3", True, 1.5, [1], torch.tensor(1, device="meta"), torch.tensor(True))
+INDICES = ("select", "batch_select_indices", "reorder_cache")
+NOT_INDICES = (None, "3", 1, torch.tensor([0.5]), torch.tensor([7]), torch.zeros(1, 1, dtype=torch.int64))
 
 
 def filled(kind: str) -> Any:
@@ -46,36 +30,19 @@ def filled(kind: str) -> Any:
     return layer
 
 
-def facts_and_tensors(layer: Any) -> tuple[object, dict[str, torch.Tensor]]:
-    state = layer.state()
-    return state.facts, state.tensors
-
-
-def check_unchanged(layer: Any, before: tuple[object, dict[str, torch.Tensor]]) -> None:
-    facts, tensors = facts_and_tensors(layer)
-    assert facts == before[0]
-    assert tensors.keys() == before[1].keys()
-    assert all(torch.equal(tensors[name], own) for name, own in before[1].items())
-
-
-@pytest.mark.parametrize(("kind", "number"), once(OWN_KINDS, NOT_NUMBERS))
-@pytest.mark.parametrize("member", NUMBERS)
-def test_what_is_no_number_is_named(kind: str, number: str, member: str) -> None:
+# A layer of another package checks its own lengths.
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "another package" not in kind])
+def test_what_is_no_number_and_what_are_no_indices_is_named(kind: str) -> None:
     layer = filled(kind)
-    before = facts_and_tensors(layer)
-    with pytest.raises(KVLayersError, match="must be .* got "):
-        getattr(layer, member)(NOT_NUMBERS[number])
-    check_unchanged(layer, before)
-
-
-@pytest.mark.parametrize(("kind", "indices"), once(OWN_KINDS, NOT_INDICES))
-@pytest.mark.parametrize("member", ["select", "batch_select_indices", "reorder_cache"])
-def test_what_are_no_indices_is_named(kind: str, indices: str, member: str) -> None:
-    layer = filled(kind)
-    before = facts_and_tensors(layer)
-    with pytest.raises(kvlayers.errors.BatchIndexError, match=r"must .* got "):
-        getattr(layer, member)(NOT_INDICES[indices])
-    check_unchanged(layer, before)
+    before = layer.state()
+    for member, wrong in [*itertools.product(NUMBERS, NOT_NUMBERS), *itertools.product(INDICES, NOT_INDICES)]:
+        error, said = (KVLayersError, "must be .* got ") if member in NUMBERS else (BatchIndexError, "must .* got ")
+        with pytest.raises(error, match=said):
+            getattr(layer, member)(wrong)
+    after = layer.state()
+    assert after.facts == before.facts
+    assert after.tensors.keys() == before.tensors.keys()
+    assert all(torch.equal(after.tensors[name], own) for name, own in before.tensors.items())
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -9,6 +9,7 @@ import transformers
 
 import kvlayers
 from kvlayers.upstream.model_layers import layer_devices
+from matrix import once
 from models import fresh_model, prompt
 
 pytest.importorskip("accelerate", reason="accelerate is not installed")
@@ -24,6 +25,7 @@ def continuation(model: Any, **options: Any) -> torch.Tensor:
     return model.generate(ids, attention_mask=mask, max_new_tokens=12, do_sample=False, **options)
 
 
+# Neighbours that ask for the same family share its models.
 @pytest.fixture(scope="module", params=FAMILIES)
 def models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
     """A model in memory, and the same one with every other layer on disk."""
@@ -42,21 +44,15 @@ def models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return whole, split
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_tokens_by_name(models: tuple[Any, Any], name: str, installed: None) -> None:
-    whole, split = models
-    expected = continuation(whole, cache_implementation=name)
-    assert torch.equal(continuation(split, cache_implementation=name), expected)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_tokens_from_a_cache_that_is_given(models: tuple[Any, Any], name: str) -> None:
+@pytest.mark.parametrize(("models", "name"), once(FAMILIES, NAMES), indirect=["models"])
+def test_tokens_by_name_and_from_a_cache_that_is_given(models: tuple[Any, Any], name: str) -> None:
     whole, split = models
     reserved = {"max_cache_len": 64} if "static" in name or name == "hybrid" else {}
-    expected, seen = (
-        continuation(model, past_key_values=kvlayers.make_cache(name, model, **reserved)) for model in (whole, split)
-    )
-    assert torch.equal(seen, expected)
+    with kvlayers.installed():
+        expected = continuation(whole, cache_implementation=name)
+        assert torch.equal(continuation(split, cache_implementation=name), expected)
+    cache = kvlayers.make_cache(name, split, **reserved)
+    assert torch.equal(continuation(split, past_key_values=cache), expected)
 
 
 def test_tokens_from_a_cache_with_sinks(models: tuple[Any, Any]) -> None:
@@ -75,7 +71,7 @@ def test_tokens_from_states_on_disk_behind_weights_on_disk(models: tuple[Any, An
     assert torch.equal(continuation(split, past_key_values=cache), expected)
 
 
-@pytest.mark.parametrize("name", [*NAMES, "auto"])
+@pytest.mark.parametrize("name", ["dynamic", "offloaded_static", "quantized", "auto"])
 def test_a_model_whose_first_weights_are_on_disk_has_the_device_of_the_others(
     name: str, installed: None, tmp_path: pathlib.Path
 ) -> None:

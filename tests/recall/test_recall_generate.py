@@ -116,11 +116,3 @@ def test_other_caches_have_no_recall(name: str) -> None:
     options = {"max_cache_len": 64} if name == "static" else {}
     with pytest.raises(OptionError, match="recall"):
         kvlayers.make_cache(name, tiny_model("llama").config, recall=RECALL, **options)
-
-
-def test_a_wrong_option_is_refused_by_name() -> None:
-    for make in (DynamicCache, QuantizedCache):
-        with pytest.raises(OptionError, match="pages"):
-            make(recall={"pages": -1})
-        with pytest.raises(OptionError, match="`recall`"):
-            make(recall=64)

@@ -1,29 +1,24 @@
 """Buckets: their sizes, the places in them, and the contract of static layers whose attention reads them."""
 
-import contextlib
 import copy
 import itertools
 import pickle
 from collections.abc import Callable
+from typing import Any
 
 import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given
-from hypothesis.stateful import initialize, invariant, precondition, rule
 
-from agreement import check_at_rest
-from kvlayers import CapacityError, OptionError, StaticLayer, StaticSlidingLayer
-from kvlayers.errors import RollbackError
+from agreement import step
+from kvlayers import CacheLayer, CapacityError, OptionError, StaticLayer, StaticSlidingLayer
+from kvlayers.layers import LayerState
 from kvlayers.static.slots import ALIGNMENT, slots_of
 from kvlayers.stores import Buckets
-from layer_rules import MOST_ROWS, LayerRules
+from layer_kinds import KINDS
 from matrix import product
-from oracle import Oracle, states
-
-WINDOW = 6
-Layer = StaticLayer | StaticSlidingLayer
-
+from oracle import states
 
 # Sizes
 
@@ -113,295 +108,77 @@ def test_buckets_that_do_not_grow_are_refused(options: dict[str, object]) -> Non
         Buckets(**options)
 
 
-# Layers that read buckets
+# Layers that read buckets: what they do as all layers do is in the layer matrix
 
-KINDS: dict[str, Callable[[], tuple[Layer, Oracle]]] = {
-    "static": lambda: (
-        StaticLayer(90, max_batch_size=MOST_ROWS, buckets=Buckets(minimum=4, factor=1.7)),
-        Oracle(capacity=90),
-    ),
-    "static in one bucket": lambda: (StaticLayer(40, max_batch_size=MOST_ROWS), Oracle(capacity=40)),
-    "sliding": lambda: (
-        StaticSlidingLayer(400, WINDOW, max_batch_size=MOST_ROWS, buckets=Buckets(minimum=4)),
-        Oracle(WINDOW),
-    ),
-    "sliding over one token": lambda: (StaticSlidingLayer(400, 1, max_batch_size=MOST_ROWS), Oracle(1)),
-    # Fills several buckets before it slides.
-    "sliding over a long window": lambda: (
-        StaticSlidingLayer(400, 40, max_batch_size=MOST_ROWS, buckets=Buckets(minimum=8, factor=1.5)),
-        Oracle(40),
-    ),
-    "sliding over less than the window": lambda: (
-        StaticSlidingLayer(50, 500, max_batch_size=MOST_ROWS, buckets=Buckets(minimum=8)),
-        Oracle(500, capacity=50),
-    ),
-    "sliding up to a limit": lambda: (
-        StaticSlidingLayer(70, WINDOW, token_limit=70, max_batch_size=MOST_ROWS),
-        Oracle(WINDOW, capacity=70),
-    ),
+READERS = {kind: make for kind, make in KINDS.items() if "reading buckets" in kind}
+
+
+@torch.no_grad()
+def test_a_step_reads_the_smallest_bucket_that_holds_its_token_from_the_first_slot_on() -> None:
+    for layer, expected in (
+        (StaticLayer(90, buckets=Buckets(minimum=16)), [16] * 16 + [32] * 16 + [64] * 32 + [90] * 26),
+        # A window, and room for it to move.
+        (StaticSlidingLayer(90, 6), [21] * 90),
+    ):
+        layer.reserved.mask_extent.mode.compiled = True
+        sizes, addresses = [], set()
+        for _ in range(90):
+            sizes.append(layer.get_mask_sizes(1)[0])
+            keys, values = layer.update(*states(2, 1, torch.Generator()))
+            assert keys.shape[2] == values.shape[2] == sizes[-1]
+            addresses.add((keys.data_ptr(), values.data_ptr()))
+        assert sizes == expected
+        assert len(addresses) == 1
+
+
+def overfill(layer: CacheLayer, generator: torch.Generator) -> None:
+    """A full layer refuses to say how tokens are masked, a window to take them in."""
+    layer.get_mask_sizes(2)
+    layer.update(*states(2, 2, generator))
+
+
+@pytest.mark.parametrize("kind", ["static reading buckets", "static sliding up to a limit reading buckets"])
+def test_tokens_that_do_not_fit_change_nothing(kind: str) -> None:
+    generator = torch.Generator().manual_seed(2)
+    layer, oracle = READERS[kind]()
+    step(layer, oracle, oracle.capacity - 1, generator)
+    message = rf"at most {oracle.capacity} tokens.*{oracle.length} held and 2 new"
+    with torch.no_grad(), pytest.raises(CapacityError, match=message):
+        overfill(layer, generator)
+    step(layer, oracle, 1, generator)
+
+
+def _reset_fork(layer: CacheLayer) -> CacheLayer:
+    twin = layer.fork()
+    twin.reset()
+    return twin
+
+
+WAYS: dict[str, Callable[[CacheLayer, LayerState], Any]] = {
+    "reset": lambda layer, clean: layer.reset(),
+    # Rows that are not in use keep what they held, until they are.
+    "fewer rows, then more": lambda layer, clean: (layer.batch_select_indices([0]), layer.reset())[1],
+    "fork": lambda layer, clean: _reset_fork(layer),
+    "crop": lambda layer, clean: layer.crop(2),
+    "load_state": lambda layer, clean: layer.load_state(clean),
 }
 
 
-def reading_buckets(kind: str) -> tuple[Layer, Oracle]:
-    """A layer of a kind that reads buckets where no gradients are followed, and its oracle."""
-    layer, oracle = KINDS[kind]()
-    layer.reserved.mask_extent.mode.compiled = True
-    return layer, oracle
-
-
-def address(layer: Layer) -> int | None:
-    """Where the keys of a layer are: the reservation, whichever tokens of it are held."""
-    return None if layer.keys is None else layer.keys.untyped_storage().data_ptr()
-
-
-def bucket_step(
-    layer: Layer, oracle: Oracle, tokens: int, generator: torch.Generator, batch: int = 2, fill: float | None = None
-) -> None:
-    """An update of both: what is returned is as long as was told, and right wherever a mask lets a query look."""
-    if oracle.length:
-        batch = oracle.keys.shape[0]
-    keys, values = states(batch, tokens, generator)
-    if fill is not None:
-        keys, values = torch.full_like(keys, fill), torch.full_like(values, fill)
-    kv_length, kv_offset = layer.get_mask_sizes(tokens)
-    seen = layer.update(keys, values)
-    first = oracle.first_attended(oracle.length)
-    oracle.update(keys, values)
-    assert seen[0].shape[2] == seen[1].shape[2] == kv_length
-    # The token at position p is in slot p - kv_offset: that is what a mask goes by.
-    assert kv_offset <= first
-    assert kv_length >= oracle.length - kv_offset
-    expected = oracle.keys[:, :, first:], oracle.values[:, :, first:]
-    for side, right in zip(seen, expected, strict=True):
-        attended = side[:, :, first - kv_offset : oracle.length - kv_offset]
-        torch.testing.assert_close(attended, right, rtol=0, atol=0, equal_nan=True)
-
-
-def overfill(layer: Layer, batch: int, tokens: int, generator: torch.Generator) -> None:
-    """More tokens than fit: a full layer refuses to say how they are masked, a window to take them in."""
-    layer.get_mask_sizes(tokens)
-    layer.update(*states(batch, tokens, generator))
-
-
-def check_finite_where_no_token_is(layer: Layer, oracle: Oracle, generator: torch.Generator) -> None:
-    """Free slots of a bucket are masked, and a NaN is not masked by a zero: there must be none."""
-    twin, twin_oracle = layer.fork(), oracle.copy()
-    for some, its_oracle in ((layer, oracle), (twin, twin_oracle)):
-        if its_oracle.fits(1):
-            batch = its_oracle.keys.shape[0] if its_oracle.length else 2
-            some.get_mask_sizes(1)
-            keys, values = states(batch, 1, generator)
-            seen = some.update(keys, values)
-            its_oracle.update(keys, values)
-            assert all(bool(side.isfinite().all()) for side in seen)
-
-
-class BucketMachine(LayerRules):
-    """A layer that reads buckets, its oracle, and forks of both, through everything that is done to a cache."""
-
-    layer: Layer
-
-    @initialize(kind=st.sampled_from(sorted(KINDS)), seed=st.integers(0, 2**20))
-    def begin(self, kind: str, seed: int) -> None:
-        self.layer, self.oracle = reading_buckets(kind)
-        self.generator = torch.Generator().manual_seed(seed)
-        self.address: int | None = None
-        self.may_move = False
-        self.forks = []
-
-    def add(self, tokens: int) -> None:
-        if self.oracle.fits(tokens):
-            with torch.no_grad():
-                bucket_step(self.layer, self.oracle, tokens, self.generator)
-        else:
-            with torch.no_grad(), pytest.raises(CapacityError):
-                overfill(self.layer, self.rows, tokens, self.generator)
-
-    @rule(tokens=st.one_of(st.just(1), st.integers(0, 30), st.integers(60, 90)))
-    def update(self, tokens: int) -> None:
-        self.add(tokens)
-
-    @rule(count=st.integers(2, 25))
-    def decode(self, count: int) -> None:
-        for _ in range(count):
-            self.add(1)
-
-    @rule()
-    def update_under_autograd(self) -> None:
-        # Masks are those of tokens then; the states have no gradient, and go where the others are.
-        if self.oracle.fits(1):
-            kv_length, kv_offset = self.layer.get_mask_sizes(1)
-            first = self.oracle.first_attended(self.oracle.length)
-            new = states(self.rows, 1, self.generator)
-            seen, expected = self.layer.update(*new), self.oracle.update(*new)
-            assert (kv_length, kv_offset) == (expected[0].shape[2], first)
-            assert torch.equal(seen[0], expected[0])
-            assert torch.equal(seen[1], expected[1])
-
-    def roll_back(self, length: int, roll_back: Callable[[], None]) -> None:
-        # A token that a window has passed is there until the window moves, so that more can be taken back than must be.
-        more = 0 <= length <= self.oracle.length and not self.oracle.can_truncate(length)
-        if self.oracle.can_truncate(length):
-            roll_back()
-        else:
-            with contextlib.suppress(RollbackError) if more else pytest.raises(RollbackError):
-                roll_back()
-        if self.layer.length == length:
-            self.oracle.truncate(length)
-
-    @rule(length=st.integers(0, 250))
-    def truncate(self, length: int) -> None:
-        self.roll_back(length, lambda: self.layer.truncate(length))
-
-    @rule(count=st.integers(0, 8))
-    def remove(self, count: int) -> None:
-        self.roll_back(self.oracle.length - count, lambda: self.layer.crop(-count))
-
-    @rule(swap=st.booleans())
-    def fork(self, swap: bool) -> None:
-        twin, twin_oracle = self.layer.fork(), self.oracle.copy()
-        kept = (self.layer, self.oracle) if swap else (twin, twin_oracle)
-        if swap:
-            self.layer, self.oracle = twin, twin_oracle
-            self.address, self.may_move = address(twin), False
-        self.forks = [*self.forks[-2:], kept]
-
-    @rule()
-    def deepcopy(self) -> None:
-        self.layer = copy.deepcopy(self.layer)
-        self.address = address(self.layer)
-
-    @rule()
-    def travel(self) -> None:
-        # Only tokens travel, and the reservation is taken again when more come.
-        self.layer = pickle.loads(pickle.dumps(self.layer))
-        self.address, self.may_move = address(self.layer), True
-
-    @rule()
-    def save_and_load(self) -> None:
-        state = self.layer.state()
-        self.layer.reset()
-        with torch.no_grad():
-            self.layer.get_mask_sizes(2)
-            self.layer.update(*states(1, 2, self.generator))
-        self.layer.load_state(state)
-
-    @precondition(lambda self: self.oracle.fits(4))
-    @rule(fill=st.sampled_from([float("nan"), float("inf"), -float("inf")]), tokens=st.integers(1, 4))
-    def take_in_what_is_not_finite_and_take_it_back(self, fill: float, tokens: int) -> None:
-        length, can_crop = self.oracle.length, self.oracle.recording or not self.layer.is_sliding
-        with torch.no_grad():
-            bucket_step(self.layer, self.oracle, tokens, self.generator, fill=fill)
-        if can_crop:
-            self.layer.truncate(length)
-            self.oracle.truncate(length)
-        else:
-            self.layer.reset()
-            self.oracle.reset()
-        with torch.no_grad():
-            check_finite_where_no_token_is(self.layer, self.oracle, self.generator)
-
-    @invariant()
-    def agrees(self) -> None:
-        for layer, oracle in [(self.layer, self.oracle), *self.forks]:
-            check_at_rest(layer, oracle)
-
-    @invariant()
-    def memory_stays_where_it_is(self) -> None:
-        now = address(self.layer)
-        if self.address is not None and now != self.address:
-            # What is recorded may take more memory than was reserved.
-            assert self.may_move or self.oracle.recording
-            self.may_move = False
-        self.address = now
-
-
-TestLayersThatReadBuckets = BucketMachine.TestCase
-
-
-@pytest.mark.parametrize("tokens", [1, 3])
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_layer_that_reads_buckets_agrees_with_the_oracle_at_every_length(kind: str, tokens: int) -> None:
-    layer, oracle = reading_buckets(kind)
-    generator = torch.Generator().manual_seed(2)
-    with torch.no_grad():
-        while oracle.fits(tokens) and oracle.length < 150:
-            bucket_step(layer, oracle, tokens, generator)
-            check_at_rest(layer, oracle)
-        assert oracle.length > 30
-        if not oracle.fits(tokens):
-            held = layer.state()
-            with pytest.raises(CapacityError, match=rf"at most {oracle.capacity} tokens.*{oracle.length} held and"):
-                overfill(layer, 2, tokens, generator)
-            assert torch.equal(layer.state().tensors["keys"], held.tensors["keys"])
-            check_at_rest(layer, oracle)
-
-
-def test_a_step_reads_the_smallest_bucket_that_holds_its_token() -> None:
-    layer, oracle = StaticLayer(90, buckets=Buckets(minimum=16)), Oracle(capacity=90)
-    layer.reserved.mask_extent.mode.compiled = True
-    generator = torch.Generator().manual_seed(0)
-    sizes = []
-    with torch.no_grad():
-        for _ in range(90):
-            sizes.append(layer.get_mask_sizes(1)[0])
-            bucket_step(layer, oracle, 1, generator)
-    assert sizes == [16] * 16 + [32] * 16 + [64] * 32 + [90] * 26
-
-
-def test_what_a_step_reads_is_in_the_reservation_and_starts_at_its_first_slot() -> None:
-    for layer in (StaticLayer(90, buckets=Buckets(minimum=16)), StaticSlidingLayer(90, WINDOW)):
-        layer.reserved.mask_extent.mode.compiled = True
-        seen = set()
-        with torch.no_grad():
-            for _ in range(80):
-                layer.get_mask_sizes(1)
-                keys, values = layer.update(*states(2, 1, torch.Generator()))
-                seen.add((keys.data_ptr(), values.data_ptr()))
-        assert len(seen) == 1
-
-
-@pytest.mark.parametrize(
-    ("kind", "way", "fill"),
-    product(
-        KINDS,
-        ["reset", "crop", "fewer rows, then more", "load_state", "fork"],
-        [float("nan"), float("inf"), -float("inf")],
-    ),
-)
+@pytest.mark.parametrize(("kind", "way", "fill"), product(READERS, WAYS, [float("nan"), float("inf"), -float("inf")]))
 def test_no_free_slot_keeps_what_is_not_finite(kind: str, way: str, fill: float) -> None:
-    layer, oracle = reading_buckets(kind)
     generator = torch.Generator().manual_seed(4)
+    layer, oracle = READERS[kind]()
+    step(layer, oracle, 2, generator)
+    clean = layer.state()
+    if way == "crop":
+        layer.activate_past_recording()
     with torch.no_grad():
-        bucket_step(layer, oracle, 2, generator)
-        clean = layer.state()
-        if way == "crop" and layer.is_sliding:
-            layer.activate_past_recording()
-            oracle.recording = True
-        length = oracle.length
         for tokens in (3, 1, 1, 1):
-            bucket_step(layer, oracle, tokens, generator, fill=fill)
-        if way == "crop":
-            layer.crop(length)
-            oracle.truncate(length)
-            if layer.is_sliding:
-                layer.deactivate_past_recording()
-                oracle.recording = False
-        elif way == "load_state":
-            layer.load_state(clean)
-            oracle.truncate(length)
-            oracle.held_from = 0
-        elif way == "fewer rows, then more":
-            # Rows that are not in use keep what they held, until they are.
-            layer.batch_select_indices([0])
-            layer.reset()
-            oracle.reset()
-            bucket_step(layer, oracle, 1, generator, batch=MOST_ROWS)
-        elif way == "fork":
-            layer = layer.fork()
-            layer.reset()
-            oracle.reset()
-        else:
-            layer.reset()
-            oracle.reset()
-        check_finite_where_no_token_is(layer, oracle, generator)
+            layer.get_mask_sizes(tokens)
+            layer.update(*(torch.full_like(side, fill) for side in states(2, tokens, generator)))
+    layer = WAYS[way](layer, clean) or layer
+    layer.deactivate_past_recording()
+    oracle = oracle if way in ("crop", "load_state") else oracle.empty()
+    # The oracle looks for them in what each update returns.
+    step(layer.fork(), oracle.copy(), 1, generator, batch=8)
+    step(layer, oracle, 1, generator, batch=8)

@@ -24,7 +24,6 @@ QUANTIZATIONS = [
     *(Quantization("hqq", nbits=nbits) for nbits in (4, 8)),
     Quantization("quanto", nbits=4),
 ]
-IDS = [f"{quantization.backend}{quantization.keys.nbits}" for quantization in QUANTIZATIONS]
 
 
 def states(tokens: int, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, torch.Tensor]:
@@ -42,41 +41,35 @@ def check_beside_dense(packed: Any, dense: Any, updates: Iterable[int], dtype: t
         assert packed.nbytes <= TOLERANCE * dense.nbytes, packed.length
 
 
-@pytest.mark.parametrize(("quantization", "dtype"), once(QUANTIZATIONS, [torch.bfloat16, torch.float32]))
+WITH_DTYPES = once(QUANTIZATIONS, [torch.bfloat16, torch.float32])
+
+
+@pytest.mark.parametrize(("quantization", "dtype"), WITH_DTYPES)
 def test_a_packed_layer_holds_no_more_than_a_dense_one(quantization: Quantization, dtype: torch.dtype) -> None:
-    # A hint within the first block, one within the second, one that is passed, and none.
-    for hint in (None, 150, 230, LONGEST):
+    # A hint within the first block, one within the second, and one that is passed.
+    for hint in (150, 230, LONGEST):
         packed, dense = QuantizedLayer(quantization, hint), DynamicLayer(hint)
         check_beside_dense(packed, dense, [1] * LONGEST, dtype)
     # A dense layer is full, without spare room, 128 tokens after its prompt.
     for prompt in (1, 72, 81, 113, 145, 208, 209):
         check_beside_dense(QuantizedLayer(quantization), DynamicLayer(), [prompt, *[1] * 128], dtype)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("quantization", QUANTIZATIONS, ids=IDS)
-def test_once_packed_a_layer_takes_the_bytes_of_its_tokens_at_most(
-    quantization: Quantization, dtype: torch.dtype
-) -> None:
-    """Without the spare room that a dense layer would have besides."""
-    layer = QuantizedLayer(quantization)
+    # Once packed, it takes the bytes of its tokens at most, without the spare room that a dense layer has besides.
+    packed, dense = QuantizedLayer(quantization), DynamicLayer()
     for length in range(1, LONGEST + 1):
-        layer.update(*states(1, dtype))
-        if length > 208:
-            assert layer.nbytes <= TOLERANCE * bytes_of(length, dtype), length
+        check_beside_dense(packed, dense, [1], dtype)
+        assert length <= 208 or packed.nbytes <= TOLERANCE * bytes_of(length, dtype), length
 
 
-@pytest.mark.parametrize("quantization", QUANTIZATIONS, ids=IDS)
-def test_a_plan_says_so_at_every_length(quantization: Quantization) -> None:
-    for dtype in (torch.bfloat16, torch.float32):
-        for tokens in (length for length in range(1, LONGEST + 1) if length % 40 in (1, 9, 32)):
-            for hint in (tokens, None):
-                layer, planned = QuantizedLayer(quantization, hint), QuantizedLayer(quantization, hint)
-                dense = kvlayers.DynamicLayer(length_hint=hint)
-                layer.update(*states(tokens, dtype))
-                for on_meta in (planned, dense):
-                    on_meta.update(*(each.to("meta") for each in states(tokens, dtype)))
-                assert layer.nbytes == planned.nbytes <= TOLERANCE * dense.nbytes, tokens
+@pytest.mark.parametrize(("quantization", "dtype"), WITH_DTYPES)
+def test_a_plan_says_so_at_every_length(quantization: Quantization, dtype: torch.dtype) -> None:
+    for tokens in (length for length in range(1, LONGEST + 1) if length % 40 in (1, 9, 32)):
+        for hint in (tokens, None):
+            layer, planned = QuantizedLayer(quantization, hint), QuantizedLayer(quantization, hint)
+            dense = kvlayers.DynamicLayer(length_hint=hint)
+            layer.update(*states(tokens, dtype))
+            for on_meta in (planned, dense):
+                on_meta.update(*(each.to("meta") for each in states(tokens, dtype)))
+            assert layer.nbytes == planned.nbytes <= TOLERANCE * dense.nbytes, tokens
 
 
 @pytest.mark.parametrize("window", [40, 160, 400])
@@ -89,6 +82,7 @@ def test_a_packed_window_holds_no_more_than_a_dense_one(window: int) -> None:
     config = tf.LlamaConfig(**{**COMMON, "head_dim": HEAD_DIM})
     options = {"config": config, "window_length": window, "num_sink_tokens": 4}
     packed = kvlayers.SinkCache(**options, quantization={"nbits": 8, "residual_length": 32})
+    assert packed.layers[0].bits == (8, 8)
     dense = kvlayers.SinkCache(**options)
     check_beside_dense(packed.layers[0], dense.layers[0], [1] * LONGEST, torch.bfloat16)
 

@@ -18,10 +18,9 @@ from kvlayers.core.dense_store import DenseStore
 from kvlayers.errors import StateMismatchError
 from kvlayers.kernels.attention.packed_tensor import PackedStates
 from kvlayers.kernels.attention.segments import Segment
-from kvlayers.quantizers import Backend, CodeFormat, QuantizedGroups, Quantizer, SideOptions, dequantize
+from kvlayers.quantizers import CodeFormat, QuantizedGroups, Quantizer, dequantize
 from kvlayers.stores import QuantizedStore
-from matrix import product
-from models import prompt, tiny_model
+from other_package import HalvesBackend
 
 BLOCK = 64
 SMALL = Quantization(nbits=4, residual_length=8, sink_tokens=4)
@@ -66,29 +65,6 @@ def coded(store: QuantizedStore) -> int:
 # What is held
 
 
-@pytest.mark.parametrize("prefill", [1, 75, 76, 77, 140, 141, 500])
-@pytest.mark.parametrize("new", [1, 7, 64, 65, 300])
-def test_any_number_of_tokens_is_held_in_its_order(prefill: int, new: int) -> None:
-    store, keys, values = filled(SMALL, prefill, batch=2)
-    for tokens in (new, 1, 0, new):
-        more = some_states(tokens, batch=2)
-        keys, values = torch.cat([keys, more[0]], 2), torch.cat([values, more[1]], 2)
-        seen_keys, seen_values = add(store, *more)
-        assert store.length == seen_keys.shape[2] == seen_values.shape[2] == keys.shape[2]
-        assert torch.equal(seen_keys[:, :, keys.shape[2] - tokens :], more[0])
-        packed = coded(store) if "block_ends" in store.state() else 0
-        assert packed % BLOCK == 0
-        residual = store.length - packed - (SMALL.sink_tokens if packed else 0)
-        assert residual <= SMALL.residual_length + BLOCK + (0 if packed else SMALL.sink_tokens)
-        assert not packed or residual >= SMALL.residual_length
-        for seen, states in zip(held(store), (keys, values), strict=True):
-            # Four bits of normal numbers, by groups of 8 and of 64: within a quarter of their deviation, all in all.
-            assert (seen - states).norm() <= 0.25 * states.norm()
-            assert torch.equal(seen[:, :, : SMALL.sink_tokens], states[:, :, : SMALL.sink_tokens])
-            exact = min(SMALL.residual_length, store.length)
-            assert torch.equal(seen[:, :, -exact:], states[:, :, -exact:])
-
-
 def test_blocks_are_quantized_as_the_quantizer_does_each_alone() -> None:
     quantization = Quantization(nbits=3, residual_length=0, sink_tokens=5)
     store, keys, values = filled(quantization, 5 + 3 * BLOCK + 1, kv_heads=2, dims=(16, 24))
@@ -127,56 +103,6 @@ def attended_segments(store: QuantizedStore) -> tuple[Segment, ...]:
 
 
 # Memory
-
-
-def block_bytes(nbits: int, head_dim: int, itemsize: int) -> tuple[int, int]:
-    """Bytes of a block of one head of keys, and of values, for the native backend by default."""
-    group_channels = max(size for size in range(1, 65) if head_dim % size == 0)
-    keys = head_dim * (BLOCK * nbits // 8) + 2 * head_dim * itemsize
-    # Rows are padded to whole bytes in every plane of bits: to 8 columns, but where a code is a byte already.
-    columns = head_dim if nbits == 8 else math.ceil(head_dim / 8) * 8
-    values = BLOCK * (columns * nbits // 8) + 2 * BLOCK * (head_dim // group_channels) * itemsize
-    return keys, values
-
-
-class Room:
-    """Capacity of a buffer that grows only when it must, as the design says."""
-
-    def __init__(self, divisor: int, minimum: int, hint: int | None = None) -> None:
-        self.divisor, self.minimum, self.hint, self.capacity = divisor, minimum, hint, 0
-
-    def take(self, needed: int) -> None:
-        if needed > self.capacity:
-            minimum = self.minimum if self.capacity else min(self.minimum, needed)
-            grown = needed + max(needed // self.divisor, minimum)
-            fits = self.hint is not None and needed <= self.hint
-            self.capacity = min(grown, self.hint) if fits else grown  # type: ignore[type-var]
-
-
-@pytest.mark.parametrize(("head_dim", "nbits", "hint"), product([64, 80, 12], [1, 2, 3, 4, 5, 6, 8], [None, 2000]))
-def test_memory_is_that_of_the_specification(head_dim: int, nbits: int, hint: int | None) -> None:
-    residual, sinks, batch, kv_heads = 32, 16, 2, 3
-    store = QuantizedStore(Quantization(nbits=nbits, residual_length=residual, sink_tokens=sinks), hint)
-    blocks = Room(128, 0, None if hint is None else math.ceil((hint - sinks - residual - BLOCK) / BLOCK))
-    recent = Room(8, 128, sinks + residual + BLOCK)
-    length = packed = 0
-    for tokens in (1, 50, 61, 1, 64, 65, 700, *[1] * 70, 1000):
-        add(store, *some_states(tokens, batch, kv_heads, (head_dim, head_dim), torch.bfloat16))
-        length += tokens
-        wanted = max(math.ceil((length - sinks - residual - BLOCK) / BLOCK), 0)
-        if wanted > packed:
-            blocks.take(wanted)
-            packed = wanted
-            # No further than to the hint, as long as it holds.
-            before = sinks + packed * BLOCK
-            recent = Room(16, BLOCK // 2, residual + BLOCK)
-            if hint is not None and hint >= length:
-                recent.hint = min(residual + BLOCK, hint - before)
-        recent.take(length - (packed * BLOCK + sinks if packed else 0))
-        of_blocks = blocks.capacity * sum(block_bytes(nbits, head_dim, itemsize=2))
-        of_tokens = (recent.capacity + (sinks if packed else 0)) * 2 * head_dim * 2
-        factors = head_dim * 2 if packed else 0
-        assert store.nbytes == batch * kv_heads * (of_blocks + of_tokens + factors)
 
 
 @pytest.mark.parametrize("hint", [None, 16384])
@@ -457,66 +383,32 @@ def test_an_axis_that_is_not_taken_is_refused_at_once(backend: str, axis: int, l
 # Quantizers of others
 
 
-class SignQuantizer(Quantizer):
-    """One bit: the sign, times the mean magnitude of a token."""
-
-    def quantize(self, states: Tensor) -> QuantizedGroups:
-        size = states.float().abs().mean(-1, keepdim=True)
-        return QuantizedGroups((states > 0).to(torch.uint8), (2 * size).to(states.dtype), (-size).to(states.dtype))
-
-
-class SignBackend(Backend):
-    name = "sign"
-    widths = (1,)
-
-    def quantizer(self, options: SideOptions, head_dim: int) -> SignQuantizer:
-        return SignQuantizer(CodeFormat(options.nbits, 1, head_dim))
-
-
 @pytest.fixture
-def sign_backend() -> Iterator[None]:
-    kvlayers.quantizers.register_quantizer("sign")(SignBackend)
+def halves() -> Iterator[None]:
+    kvlayers.quantizers.register_quantizer("halves")(HalvesBackend)
     yield
-    kvlayers.quantizers.unregister_quantizer("sign")
+    kvlayers.quantizers.unregister_quantizer("halves")
 
 
-def test_a_quantizer_of_another_package_works_from_end_to_end(sign_backend: None) -> None:
-    layer = QuantizedLayer(Quantization("sign", residual_length=8, sink_tokens=4))
-    keys, values = some_states(300, 2, 2, (16, 24))
-    layer.update(keys, values)
-    new = some_states(1, 2, 2, (16, 24))
-    seen_keys, seen_values = layer.update(*new)
-    expected = []
-    for old, own in zip((keys, values), new, strict=True):
-        states = torch.cat([old, own], 2)
-        signs = old.abs().mean(-1, keepdim=True) * torch.where(old > 0, 1.0, -1.0)
-        states[:, :, 4 : 4 + 4 * BLOCK] = signs[:, :, 4 : 4 + 4 * BLOCK]
-        expected.append(states)
-    torch.testing.assert_close(seen_keys.clone(), expected[0], rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(seen_values.clone(), expected[1], rtol=1e-6, atol=1e-6)
+@pytest.mark.usefixtures("halves")
+def test_attention_reads_the_codes_of_a_quantizer_of_another_package() -> None:
+    layer = QuantizedLayer(Quantization("halves", nbits=1, residual_length=8, sink_tokens=4))
+    expected = [*some_states(301, 2, 2, (16, 24))]
+    layer.update(*(side[:, :, :300] for side in expected))
+    attended = layer.update(*(side[:, :, 300:] for side in expected))
+    for seen, states in zip(attended, expected, strict=True):
+        coded = states[:, :, 4 : 4 + 4 * BLOCK]
+        low, high = coded.amin(-1, keepdim=True), coded.amax(-1, keepdim=True)
+        coded.copy_(torch.where(coded > (low + high) / 2, high, low))
+        torch.testing.assert_close(seen.clone(), states, rtol=1e-6, atol=1e-6)
     query = torch.randn(2, 4, 1, 16)
     # Sums of 301 tokens in float32, in another order.
     torch.testing.assert_close(
-        scaled_dot_product_attention(query, seen_keys, seen_values, enable_gqa=True),
+        scaled_dot_product_attention(query, *attended, enable_gqa=True),
         scaled_dot_product_attention(query, *expected, enable_gqa=True),
         rtol=1e-5,
         atol=1e-5,
     )
-    model = tiny_model("llama")
-    cache = kvlayers.QuantizedCache("sign", config=model.config, residual_length=0, sink_tokens=0)
-    ids = prompt(1, 20)
-    model.generate(ids, past_key_values=cache, max_new_tokens=80, do_sample=False, attention_mask=torch.ones_like(ids))
-    assert cache.get_seq_length() == 99
-    state = cache.layers[0].state()
-    assert state.facts["backend"] == "sign"
-    assert state.tensors["keys_codes"].shape[2] == 1
-
-
-def test_a_name_that_is_gone_is_refused(sign_backend: None) -> None:
-    kvlayers.quantizers.unregister_quantizer("sign")
-    with pytest.raises(OptionError, match="fp8, hqq, kivi, native, nf4, quanto, turboquant"):
-        kvlayers.QuantizedCache("sign")
-    kvlayers.quantizers.register_quantizer("sign")(SignBackend)
 
 
 def test_no_more_tokens_than_the_hint_take_no_spare_blocks() -> None:

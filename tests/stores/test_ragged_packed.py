@@ -104,6 +104,18 @@ def test_codes_move_and_are_never_packed_again(ragged_from_the_start: bool) -> N
             step(store, lists, tokens)
 
 
+def keeping(store: TokenStore, lists: RaggedLists, places: list[list[int]]) -> TokenStore:
+    """The store with the tokens at these places of each head of its one sequence, which the lists follow."""
+    held = held_tokens(store)
+    assert held.blocks is not None
+    was_packed = [[(held.blocks[0, head, own] >= 0).tolist() for head, own in enumerate(places)]]
+    kept = kept_tokens([places], lists.counts, store.length)
+    lists.keep([places])
+    after = evicted(store, held, kept)
+    follow(after, lists, was_packed)
+    return after
+
+
 def test_whole_blocks_may_leave_heads_even() -> None:
     lists = RaggedLists(1)
     store: TokenStore = QuantizedStore(quantization())
@@ -115,14 +127,10 @@ def test_whole_blocks_may_leave_heads_even() -> None:
     for head in range(KV_HEADS):
         gone = [number == head for number in held.blocks[0, head].tolist()]
         places.append([place for place, is_gone in enumerate(gone) if not is_gone])
-    was_packed = [[[held.blocks[0, head, place] >= 0 for place in places[head]] for head in range(KV_HEADS)]]
-    kept = kept_tokens([places], lists.counts, store.length)
-    lists.keep([places])
-    after = evicted(store, held_tokens(store), kept)
+    after = keeping(store, lists, places)
     assert type(after) is QuantizedStore
     assert after.blocks is not None
     assert len(after.blocks) == blocks - 1
-    follow(after, lists, was_packed)
     for tokens in (1, 80, 1):
         step(after, lists, tokens)
 
@@ -172,15 +180,8 @@ def test_heads_that_keep_as_many_tokens_of_other_blocks_are_rolled_back_within_t
     # A block of one head, and as many single tokens of the other, which keeps the newest.
     del places[0][SINKS : SINKS + BLOCK]
     del places[1][SINKS + 4 * BLOCK : SINKS + 5 * BLOCK]
-    kept = kept_tokens([places], lists.counts, store.length)
-    assert kept.are_even
-    held = held_tokens(store)
-    assert held.blocks is not None
-    was_packed = [[[held.blocks[0, head, place] >= 0 for place in own] for head, own in enumerate(places)]]
-    lists.keep([places])
-    after = evicted(store, held, kept)
+    after = keeping(store, lists, places)
     assert isinstance(after, RaggedStore)
-    follow(after, lists, was_packed)
     assert after.length - after.first_common == lists.common == RESIDUAL - 4
     after.truncate(after.first_common)
     lists.crop(lists.common)

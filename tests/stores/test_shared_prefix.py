@@ -10,66 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import kvlayers
 from kvlayers import DynamicCache, DynamicLayer
-from kvlayers.kernels.attention.packed_tensor import PackedStates
-from matrix import product
 from models import fresh_model, prompt
-
-CHOICES = {
-    "as they were": [0, 1, 2, 3, 4, 5],
-    "within their prefix": [2, 2, 0, 3, 3, 5],
-    "across prefixes": [5, 0, 3, 1, 1, 4],
-    "unevenly": [0, 0, 0, 0, 5],
-    "of one prefix": [4, 5],
-    "of the other": [1],
-}
-
-
-@pytest.mark.parametrize(
-    ("choice", "heads", "kv_heads", "mask", "queries", "dtype"),
-    product(
-        CHOICES, [(2, 2), (6, 2), (4, 1)], ["none", "bool", "float", "causal"], [1, 3], [torch.float32, torch.bfloat16]
-    ),
-)
-def test_attention_is_that_over_all_of_it(
-    choice: str, heads: int, kv_heads: int, mask: str, queries: int, dtype: torch.dtype
-) -> None:
-    torch.manual_seed(0)
-    layer = DynamicLayer()
-    layer.update(torch.randn(2, kv_heads, 50, 16, dtype=dtype), torch.randn(2, kv_heads, 50, 24, dtype=dtype))
-    layer.expand(3)
-    rows = CHOICES[choice]
-    layer.update(torch.randn(6, kv_heads, 5, 16, dtype=dtype), torch.randn(6, kv_heads, 5, 24, dtype=dtype))
-    layer.batch_select_indices(rows)
-    new = (
-        torch.randn(len(rows), kv_heads, queries, 16, dtype=dtype),
-        torch.randn(len(rows), kv_heads, queries, 24, dtype=dtype),
-    )
-    keys, values = layer.update(*new)
-    assert isinstance(keys, PackedStates)
-    query = torch.randn(len(rows), heads, queries, 16, dtype=dtype)
-    tokens = 55 + queries
-    allowed = torch.rand(len(rows), 1, queries, tokens) > 0.3
-    allowed[..., -1] = True
-    options: dict[str, Any] = {
-        "none": {},
-        "bool": {"attn_mask": allowed},
-        "float": {"attn_mask": torch.randn(len(rows), 1, queries, tokens, dtype=dtype)},
-        "causal": {"is_causal": True},
-    }[mask]
-    seen = scaled_dot_product_attention(query, keys, values, enable_gqa=True, **options)
-    if "attn_mask" in options and options["attn_mask"].dtype != torch.bool:
-        options["attn_mask"] = options["attn_mask"].double()
-    exact = scaled_dot_product_attention(
-        query.double(), keys.dense().double(), values.dense().double(), enable_gqa=True, **options
-    )
-    # Sums are in float32; in bfloat16 the result is rounded once, to 8 bits.
-    close = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 1e-2, "atol": 1e-2}
-    torch.testing.assert_close(seen.double(), exact, **close)
-    weights = torch.softmax(
-        query.float() @ keys.repeat_interleave(heads // kv_heads, 1).transpose(2, 3).float() / 4, -1
-    )
-    plain = (query @ keys.repeat_interleave(heads // kv_heads, 1).transpose(2, 3)).float() / 4
-    torch.testing.assert_close(torch.softmax(plain, -1), weights, rtol=2e-2, atol=2e-2)
 
 
 def loop(model: Any, cache: Any, ids: Tensor, steps: int) -> Tensor:

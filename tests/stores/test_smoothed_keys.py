@@ -4,7 +4,7 @@ import copy
 import math
 import pathlib
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -25,6 +25,7 @@ from kvlayers.quantized.quantization import Quantization
 from kvlayers.quantized.smoothing_runs import SmoothingRuns
 from kvlayers.quantizers import NativeQuantizer, SideOptions, backend
 from kvlayers.stores import QuantizedStore
+from matrix import product
 from packed_reference import attention, relative_error
 
 BACKENDS = ("native", "fp8", "nf4", "turboquant")
@@ -75,27 +76,6 @@ def test_attention_reads_smoothed_keys(name: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-def test_attention_without_a_kernel_reads_smoothed_keys(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvlayers.utils.native_library.NativeLibrary.get", lambda self: None)
-    states = pair(2, 300)
-    store = filled(states, name)
-    check_attention(store, states, 0.05 if name == "fp8" else 0.2)
-    many = torch.randn(2, 4, 40, HEAD_DIM)
-    keys, values = store.newest(store.length)
-    seen = scaled_dot_product_attention(many, keys, values, enable_gqa=True)
-    assert relative_error(seen, attention(many, as_dense(keys), as_dense(values), None)) < 1e-5
-
-
-@pytest.mark.parametrize("name", BACKENDS)
-def test_products_of_eager_attention_read_smoothed_keys(name: str) -> None:
-    store = filled(pair(2, 300), name)
-    keys, _ = store.newest(store.length)
-    query = torch.randn(2, KV_HEADS, 3, HEAD_DIM)
-    expected = query.double() @ as_dense(keys).double().transpose(2, 3)
-    assert relative_error(query @ keys.transpose(2, 3), expected) < 1e-5
-
-
-@pytest.mark.parametrize("name", BACKENDS)
 def test_each_sequence_of_a_batch_is_smoothed_as_if_it_were_alone(name: str) -> None:
     first, second = pair(1, 300), tuple(3 * side for side in pair(1, 300, seed=1))
     both = filled(tuple(torch.cat(sides) for sides in zip(first, second, strict=True)), name)  # type: ignore[arg-type]
@@ -103,65 +83,6 @@ def test_each_sequence_of_a_batch_is_smoothed_as_if_it_were_alone(name: str) -> 
         alone = filled(states, name)  # type: ignore[arg-type]
         for ours, expected in zip(both.newest(300), alone.newest(300), strict=True):
             assert torch.equal(as_dense(ours)[row : row + 1], as_dense(expected))
-
-
-def _crop(store: QuantizedStore, states: tuple[Tensor, Tensor]) -> tuple[QuantizedStore, tuple[Tensor, Tensor]]:
-    store.truncate(90)
-    return store, (states[0][:, :, :90], states[1][:, :, :90])
-
-
-def _crop_all(store: QuantizedStore, states: tuple[Tensor, Tensor]) -> tuple[QuantizedStore, tuple[Tensor, Tensor]]:
-    store.truncate(2)
-    return store, (states[0][:, :, :2], states[1][:, :, :2])
-
-
-def _reorder(store: QuantizedStore, states: tuple[Tensor, Tensor]) -> tuple[QuantizedStore, tuple[Tensor, Tensor]]:
-    order = torch.tensor([1, 1, 0])
-    store.select(order)
-    return store, (states[0][order], states[1][order])
-
-
-def _expand(store: QuantizedStore, states: tuple[Tensor, Tensor]) -> tuple[QuantizedStore, tuple[Tensor, Tensor]]:
-    store.expand(2)
-    return store, (states[0].repeat_interleave(2, 0), states[1].repeat_interleave(2, 0))
-
-
-def _fork(store: QuantizedStore, states: tuple[Tensor, Tensor]) -> tuple[QuantizedStore, tuple[Tensor, Tensor]]:
-    twin = store.fork()
-    store.clear()
-    return twin, states
-
-
-def _copy(store: QuantizedStore, states: tuple[Tensor, Tensor]) -> tuple[QuantizedStore, tuple[Tensor, Tensor]]:
-    return copy.deepcopy(store), states
-
-
-def _save(store: QuantizedStore, states: tuple[Tensor, Tensor]) -> tuple[QuantizedStore, tuple[Tensor, Tensor]]:
-    twin = QuantizedStore(store.quantization)
-    tensors = store.state()
-    twin.check_state(tensors)
-    twin.load_state(tensors)
-    return twin, states
-
-
-def _drop(store: QuantizedStore, states: tuple[Tensor, Tensor]) -> tuple[QuantizedStore, tuple[Tensor, Tensor]]:
-    store.drop_oldest(100)
-    return store, (states[0][:, :, 100:], states[1][:, :, 100:])
-
-
-CHANGES = (_crop, _crop_all, _reorder, _expand, _fork, _copy, _save, _drop)
-
-
-@pytest.mark.parametrize("name", BACKENDS)
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_store_goes_on_after_a_change(change: Callable[..., Any], name: str) -> None:
-    states = pair(2, 300)
-    store, states = change(filled(states, name), states)
-    more = pair(states[0].shape[0], 150, seed=3)
-    store.validate(*more)
-    store.extend(*more)
-    whole = torch.cat([states[0], more[0]], 2), torch.cat([states[1], more[1]], 2)
-    check_attention(store, whole, 0.05 if name == "fp8" else 0.2)
 
 
 @pytest.mark.parametrize("name", BACKENDS)
@@ -173,45 +94,6 @@ def test_the_dtype_of_the_vectors_is_promoted_with_the_states(name: str) -> None
     store.append(*more)
     whole = tuple(torch.cat([ours.float(), new], 2) for ours, new in zip(states, more, strict=True))
     check_attention(store, whole, 0.05 if name == "fp8" else 0.2)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("per_head", [False, True])
-@pytest.mark.parametrize("name", BACKENDS)
-def test_evicted_stores_read_the_keys_that_they_kept(name: str, per_head: bool) -> None:
-    states = pair(2, 400)
-    store: Any = filled(states, name)
-    held = held_tokens(store)
-    assert held.blocks is not None
-    kept = torch.ones(2, KV_HEADS, 400, dtype=torch.bool)
-    kept[held.blocks == 1] = False
-    if per_head:
-        kept[0, 1][held.blocks[0, 1] == 2] = False
-        kept[1, 0, 380:385] = False
-    store = evicted(store, held, KeptTokens(kept, kept.sum(2)))
-    keys, values = store.attended_states() if per_head else store.newest(store.length)
-    query = query_for(2)
-    seen = scaled_dot_product_attention(query, keys, values, enable_gqa=True)
-    for row in range(2):
-        for head in range(KV_HEADS):
-            own = [side[row : row + 1, head : head + 1, kept[row, head]] for side in states]
-            group = slice(row, row + 1), slice(2 * head, 2 * head + 2)
-            error = relative_error(seen[group], attention(query[group], own[0], own[1], None))
-            assert error < (0.05 if name == "fp8" else 0.2)
-    # What is packed later has the same vectors.
-    more = pair(2, 200, seed=5)
-    store.validate(*more)
-    keys, values = store.extend(*more)
-    seen = scaled_dot_product_attention(query, keys, values, enable_gqa=True)
-    for row in range(2):
-        for head in range(KV_HEADS):
-            one = slice(row, row + 1), slice(head, head + 1)
-            own = [
-                torch.cat([side[one][:, :, kept[row, head]], new[one]], 2)
-                for side, new in zip(states, more, strict=True)
-            ]
-            group = slice(row, row + 1), slice(2 * head, 2 * head + 2)
-            error = relative_error(seen[group], attention(query[group], own[0], own[1], None))
-            assert error < (0.05 if name == "fp8" else 0.2)
 
 
 def test_a_state_without_vectors_is_read_and_goes_on_as_it_was() -> None:
@@ -353,9 +235,9 @@ def test_the_head_that_has_a_large_channel_gets_a_factor() -> None:
 
 
 @pytest.mark.usefixtures("usual_smoothing")
-@pytest.mark.parametrize("channels", [2, 8, 16, 24])
-@pytest.mark.parametrize("size", [3, 5, 10, 30])
-@pytest.mark.parametrize("name", ["native", "turboquant"])
+@pytest.mark.parametrize(
+    ("name", "size", "channels"), product(["native", "turboquant"], [3, 5, 10, 30], [2, 8, 16, 24])
+)
 def test_factors_cost_little_where_queries_are_large(name: str, size: int, channels: int) -> None:
     keys = torch.randn(1, 1, 512, HEAD_DIM, generator=torch.Generator().manual_seed(0))
     keys[..., :channels] *= size
@@ -376,9 +258,14 @@ def test_factors_cost_little_where_queries_are_large(name: str, size: int, chann
     assert errors[0] <= LIMIT * errors[1]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", BACKENDS)
-@pytest.mark.parametrize("kind", ["zeros", "constant", "largest", "opposite", "tiny", "one channel"])
+@pytest.mark.parametrize(
+    ("kind", "name", "dtype"),
+    product(
+        ["zeros", "constant", "largest", "opposite", "tiny", "one channel"],
+        BACKENDS,
+        [torch.float32, torch.bfloat16, torch.float16],
+    ),
+)
 def test_extreme_keys_have_finite_vectors_and_come_back(kind: str, name: str, dtype: torch.dtype) -> None:
     most = torch.finfo(dtype).max
     keys = {
@@ -541,9 +428,7 @@ LIMIT = 1.1
 
 
 @pytest.mark.usefixtures("usual_smoothing")
-@pytest.mark.parametrize("at_once", [SINKS + BLOCK * BLOCKS, BLOCK, 37, 1])
-@pytest.mark.parametrize("row", UNLIKE)
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize(("name", "row", "at_once"), product(BACKENDS, UNLIKE, [SINKS + BLOCK * BLOCKS, BLOCK, 37, 1]))
 def test_vectors_cost_nothing_behind_an_unusual_first_block(name: str, row: str, at_once: int) -> None:
     states = of_a_row(row)
     smoothed, plain = (divergence(name, states, at_once, smooths) for smooths in (True, False))
@@ -649,11 +534,12 @@ def test_blocks_that_agree_find_the_same_vectors_in_any_chunks(name: str) -> Non
 # Runs of blocks with vectors of their own
 
 
-def bordered(batch: int, tokens: int = 400, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """As `pair`, but what is large is so in the first 130 tokens alone."""
+def bordered(batch: int, tokens: int = 400, seed: int = 0, other: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
+    """As `pair`, but what is large is so in the first 130 tokens alone, and other channels of the `other` sequences."""
     keys, values = pair(batch, tokens, seed)
     keys[:, 0, 130:, 5] /= 30
     keys[:, 1, 130:, 40] -= 200
+    keys[list(other)] = keys[list(other)].flip(-1)
     return keys, values
 
 
@@ -681,53 +567,54 @@ def check_runs(store: Any, states: tuple[Tensor, Tensor], name: str) -> None:
     assert relative_error(query @ store.newest(store.length)[0].transpose(2, 3), expected) < 1e-5
 
 
-def _crop_before(store: QuantizedStore, states: tuple[Tensor, Tensor]) -> tuple[QuantizedStore, tuple[Tensor, Tensor]]:
-    store.truncate(100)
-    assert len(store.runs) == 1
-    return store, (states[0][:, :, :100], states[1][:, :, :100])
+def _forked(store: QuantizedStore) -> QuantizedStore:
+    twin = store.fork()
+    store.clear()
+    return twin
 
 
-def _crop_behind(store: QuantizedStore, states: tuple[Tensor, Tensor]) -> tuple[QuantizedStore, tuple[Tensor, Tensor]]:
-    store.truncate(300)
-    assert len(store.runs) > 1
-    return store, (states[0][:, :, :300], states[1][:, :, :300])
+def _loaded(store: QuantizedStore) -> QuantizedStore:
+    twin, tensors = QuantizedStore(store.quantization), store.state()
+    twin.check_state(tensors)
+    twin.load_state(tensors)
+    return twin
 
 
-def _drop_a_run(store: QuantizedStore, states: tuple[Tensor, Tensor]) -> tuple[QuantizedStore, tuple[Tensor, Tensor]]:
-    before = len(store.runs)
-    store.drop_oldest(280)
-    assert len(store.runs) < before
-    return store, (states[0][:, :, 280:], states[1][:, :, 280:])
-
-
-def _drop_some(store: QuantizedStore, states: tuple[Tensor, Tensor]) -> tuple[QuantizedStore, tuple[Tensor, Tensor]]:
-    store.drop_oldest(75)
-    return store, (states[0][:, :, 75:], states[1][:, :, 75:])
-
-
-def _pickle(store: QuantizedStore, states: tuple[Tensor, Tensor]) -> tuple[QuantizedStore, tuple[Tensor, Tensor]]:
-    return pickle.loads(pickle.dumps(store)), states
+CHANGES: dict[str, tuple[Callable[[QuantizedStore], QuantizedStore | None], list[int], slice, bool]] = {
+    "crop before the border": (lambda store: store.truncate(100), [0, 1], slice(100), False),
+    "crop behind it": (lambda store: store.truncate(300), [0, 1], slice(300), True),
+    "drop a run": (lambda store: store.drop_oldest(280), [0, 1], slice(280, None), False),
+    "drop some": (lambda store: store.drop_oldest(75), [0, 1], slice(75, None), True),
+    "reorder": (lambda store: store.select(torch.tensor([1, 1, 0])), [1, 1, 0], slice(None), True),
+    "expand": (lambda store: store.expand(2), [0, 0, 1, 1], slice(None), True),
+    "fork": (_forked, [0, 1], slice(None), True),
+    "deepcopy": (copy.deepcopy, [0, 1], slice(None), True),
+    "state": (_loaded, [0, 1], slice(None), True),
+    "pickle": (lambda store: pickle.loads(pickle.dumps(store)), [0, 1], slice(None), True),
+}
+"""What is done to a store, the sequences and tokens that are left, and whether their blocks are of several runs."""
 
 
 @pytest.mark.usefixtures("usual_smoothing")
-@pytest.mark.parametrize("kernel", [True, False])
 @pytest.mark.parametrize(
-    "change",
-    [_crop_before, _crop_behind, _drop_a_run, _drop_some, _reorder, _expand, _fork, _copy, _save, _pickle],
+    ("name", "change", "kernel"),
+    product(BACKENDS, CHANGES, [True, False]),
 )
-@pytest.mark.parametrize("name", BACKENDS)
-def test_runs_go_on_after_a_change(
-    name: str, change: Callable[..., Any], kernel: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_runs_go_on_after_a_change(name: str, change: str, kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not kernel:
         monkeypatch.setattr("kvlayers.utils.native_library.NativeLibrary.get", lambda self: None)
-    states = bordered(2)
+    states = bordered(2, other=[1])
     store = in_chunks(states, name)
     assert len(store.runs) > 1
     check_runs(store, states, name)
-    store, states = change(store, states)
+    act, rows, tokens, several = CHANGES[change]
+    store = act(store) or store
+    states = states[0][rows][:, :, tokens], states[1][rows][:, :, tokens]
+    assert (len(store.runs) > 1) is several
     check_runs(store, states, name)
-    more = tuple(side[:, :, 200:] for side in bordered(states[0].shape[0], seed=3))
+    more = tuple(
+        side[:, :, 200:] for side in bordered(len(rows), seed=3, other=[at for at, row in enumerate(rows) if row])
+    )
     for some in zip(*(side.split(1, 2) for side in more), strict=True):
         store.validate(*some)
         store.extend(*some)

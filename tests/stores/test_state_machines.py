@@ -3,18 +3,44 @@
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis.stateful import initialize, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from agreement import check_at_rest, step
-from kvlayers import CapacityError
-from kvlayers.errors import RollbackError
+from agreement import check_at_rest, roll_back, step
+from kvlayers import CacheLayer, CapacityError
 from layer_kinds import KINDS
-from layer_rules import MOST_ROWS, LayerRules
-from oracle import states
+from oracle import Oracle, states
+
+MOST_ROWS = 5
 
 
-class LayerMachine(LayerRules):
+class LayerMachine(RuleBasedStateMachine):
     """A layer and its oracle, and forks of both that must not notice what happens to them."""
+
+    layer: CacheLayer
+    oracle: Oracle
+    generator: torch.Generator
+    forks: list[tuple[CacheLayer, Oracle]]
+
+    @property
+    def rows(self) -> int:
+        return self.oracle.keys.shape[0] if self.oracle.length else 2
+
+    @rule()
+    def record(self) -> None:
+        self.layer.activate_past_recording()
+        self.oracle.recording = True
+
+    @precondition(lambda self: self.oracle.length)
+    @rule(data=st.data())
+    def select(self, data: st.DataObject) -> None:
+        chosen = data.draw(st.lists(st.integers(0, self.rows - 1), min_size=1, max_size=MOST_ROWS))
+        self.layer.batch_select_indices(chosen)
+        self.oracle.select(chosen)
+
+    @rule()
+    def reset(self) -> None:
+        self.layer.reset()
+        self.oracle.reset()
 
     @initialize(kind=st.sampled_from(sorted(KINDS)), seed=st.integers(0, 2**20))
     def begin(self, kind: str, seed: int) -> None:
@@ -32,21 +58,11 @@ class LayerMachine(LayerRules):
 
     @rule(length=st.integers(0, 250))
     def truncate(self, length: int) -> None:
-        if self.oracle.can_truncate(length):
-            self.layer.truncate(length)
-            self.oracle.truncate(length)
-        else:
-            with pytest.raises(RollbackError):
-                self.layer.truncate(length)
+        roll_back(self.layer, self.oracle, length, lambda: self.layer.truncate(length))
 
     @rule(count=st.integers(0, 8))
     def remove(self, count: int) -> None:
-        if self.oracle.can_truncate(self.oracle.length - count):
-            self.layer.crop(-count)
-            self.oracle.truncate(self.oracle.length - count)
-        else:
-            with pytest.raises(RollbackError):
-                self.layer.crop(-count)
+        roll_back(self.layer, self.oracle, self.oracle.length - count, lambda: self.layer.crop(-count))
 
     @precondition(lambda self: self.oracle.length and self.rows * 2 <= MOST_ROWS)
     @rule()

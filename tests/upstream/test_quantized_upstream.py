@@ -153,12 +153,6 @@ def test_positional_arguments_are_those_of_transformers() -> None:
     assert (facts["backend"], facts["key_nbits"], facts["axis_key"]) == ("quanto", theirs.nbits, theirs.axis_key)
     assert (facts["axis_value"], facts["key_group_size"]) == (theirs.axis_value, theirs.q_group_size)
     assert facts["residual_length"] == theirs.residual_length
-
-
-def test_names_and_values_of_options_are_those_of_transformers() -> None:
-    needs("quanto")
-    cache = kvlayers.QuantizedCache("quanto", CONFIG, nbits=4, axis_key=0, axis_value=0, q_group_size=64)
-    assert cache.layers[0].describe()["key_group_size"] == 64
     assert type(kvlayers.QuantizedCache(backend="quanto", config=CONFIG)) is kvlayers.QuantizedCache
 
 
@@ -292,8 +286,7 @@ def test_a_crop_at_any_depth_leaves_what_was_held_before(backend: str, removed: 
 # Wrong costs
 
 
-@pytest.mark.parametrize("requires_grad", [False, True])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("backend", "requires_grad"), once(BACKENDS, [False, True]))
 def test_a_deep_copy_goes_on_by_itself(backend: str, requires_grad: bool) -> None:
     cache = cache_of(backend, residual_length=16)
     pair = [side.requires_grad_(requires_grad) for side in states(200)]

@@ -54,17 +54,6 @@ LLAMA = transformers.LlamaConfig(**COMMON)
 GEMMA = transformers.Gemma3TextConfig(**COMMON, sliding_window=8, layer_types=["sliding_attention", "full_attention"])
 
 
-def test_the_length_of_a_static_cache_is_an_int_that_stays() -> None:
-    cache = kvlayers.StaticCache(LLAMA, max_cache_len=64)
-    assert cache.get_seq_length() == 0
-    assert isinstance(cache.get_seq_length(), int)
-    cache.update(*states(40), 0)
-    saved = cache.get_seq_length()
-    cache.update(*states(1), 0)
-    assert isinstance(saved, int)
-    assert saved == 40
-
-
 def test_a_cache_with_one_unbounded_layer_is_unbounded() -> None:
     assert kvlayers.DynamicCache(config=GEMMA).get_max_length() == -1
     assert kvlayers.DynamicCache(config=GEMMA).get_max_length(0) == 8
@@ -77,20 +66,6 @@ def test_an_encoder_decoder_cache_answers_for_the_pair() -> None:
     cache.early_initialization(3, 2, 8, torch.float32, "cpu")
     assert cache.batch_size == 3
     assert cache.is_initialized
-
-
-def test_a_dynamic_cache_knows_its_batch_size() -> None:
-    cache = kvlayers.DynamicCache()
-    assert cache.batch_size == -1
-    cache.update(*states(4, batch=3), 0)
-    assert cache.batch_size == 3
-
-
-def test_a_window_of_one_token_keeps_nothing() -> None:
-    """In transformers, `-window + 1` is zero, and a slice from zero keeps everything."""
-    layer = kvlayers.SlidingLayer(1)
-    for _ in range(5):
-        assert layer.update(*states(1))[0].shape[2] == 1
 
 
 def test_an_encoder_decoder_cache_is_saved_before_there_is_an_encoder() -> None:
@@ -113,12 +88,6 @@ def test_an_encoder_decoder_cache_with_one_empty_part_is_repeated() -> None:
     with pytest.raises(kvlayers.errors.BatchIndexError):
         uneven.batch_select_indices([3, 2])
     assert (uneven.self_attention_cache.batch_size, cross.batch_size) == (4, 6)
-
-
-def test_cache_types_are_those_that_modelling_code_asks_for() -> None:
-    assert isinstance(kvlayers.StaticCache(LLAMA, 4), transformers.StaticCache)
-    assert isinstance(kvlayers.DynamicCache(), transformers.DynamicCache)
-    assert not isinstance(kvlayers.DynamicCache(), transformers.StaticCache)
 
 
 @pytest.mark.parametrize("library", [upstream, kvlayers], ids=["transformers", "kvlayers"])

@@ -577,10 +577,11 @@ class StaticStore(DenseStore):
         self.check_batch(batch_size)
         self.mask_extent.forget()
         held = None
-        if length:
+        if self._keys is not None:
+            # Of no tokens too: a sequence that is not there is noticed here.
             keys, values = self.newest(length)
             held = keys.index_select(0, indices.to(keys.device)), values.index_select(0, indices.to(values.device))
-        if self._tracks_gradients and held is not None:
+        if self._tracks_gradients and held is not None and length:
             self._adopt(*held, forms=forms)
         else:
             reserved = self._reservation(forms, self.capacity)

@@ -17,6 +17,7 @@ from histories import (
     KINDS,
     KV_HEADS,
     MASKS,
+    ROUNDED,
     Draws,
     History,
     dense_source,
@@ -26,6 +27,7 @@ from histories import (
     packed_source,
     random_mask,
     side_by_side,
+    sinks_codes_and_residual,
     source_of,
 )
 from kvlayers.errors import StateMismatchError, UnsupportedLayerError
@@ -40,8 +42,6 @@ from matrix import once, product
 needs_compiler = pytest.mark.skipif(kernel.library() is None, reason="there is no C++ compiler for the kernel")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 WAYS = [pytest.param("kernel", marks=needs_compiler), "plain torch", "accelerator"]
-ROUNDED = {torch.float32: None, torch.bfloat16: 0.004, torch.float16: 0.0005}
-"""As `SUMS`, where weights are rounded to the dtype of the states, as in torch's attention."""
 
 
 @pytest.fixture
@@ -103,6 +103,26 @@ def test_masks_reach_the_tokens_that_they_are_for(way: str, mask: str, kind: str
         query = held.query(3, queries)
         given = random_mask(mask, query, held.segments.tokens)
         held.check(query, given, attend(query, held, given))
+
+
+@pytest.mark.parametrize(
+    ("way", "dtype", "group", "kind"),
+    product(WAYS, DTYPES, [1, 3], ["bool", "float32", "bfloat16", "own dtype", "with -inf"]),
+    indirect=["way"],
+)
+def test_masks_of_every_shape_and_kind(way: str, dtype: torch.dtype, group: int, kind: str) -> None:
+    for batch, queries in itertools.product((1, 3), (1, 4)):
+        held = sinks_codes_and_residual(batch, dtype)
+        query = held.query(group, queries)
+        for sizes in itertools.product({1, batch}, {1, query.shape[1]}, {1, queries}):
+            mask = torch.randn(*sizes, held.segments.tokens)
+            if kind == "bool":
+                mask = mask > 0
+            elif kind == "with -inf":
+                mask = mask.masked_fill(mask > 0, -torch.inf)
+            elif kind != "float32":
+                mask = mask.to(torch.bfloat16 if kind == "bfloat16" else dtype)
+            held.check(query, mask, attend(query, held, mask), rounded(way, dtype))
 
 
 @pytest.mark.parametrize(

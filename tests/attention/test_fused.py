@@ -1,26 +1,30 @@
 """Attention by torch's fused kernels over slabs is that of the states: on a CPU, by its own fused kernel."""
 
-import itertools
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from histories import BLOCK, KV_HEADS, History, dense_source, ordinary, packed_source, side_by_side
+from histories import (
+    BLOCK,
+    KV_HEADS,
+    RESIDUAL,
+    ROUNDED,
+    SINKS,
+    History,
+    dense_source,
+    ordinary,
+    side_by_side,
+    sinks_codes_and_residual,
+)
 from kvlayers.kernels.attention import dispatch, fused, slabs
 from kvlayers.kernels.attention.cuda import kernel as cuda_kernel
 from kvlayers.kernels.attention.dispatch import PathCounter
 from kvlayers.kernels.attention.segment_kinds import DenseSegment
 from kvlayers.kernels.attention.segments import KVSegments
-from kvlayers.kernels.codes.smoothing import UNSMOOTHED, KeySmoothing
-from matrix import product
+from kvlayers.kernels.codes.smoothing import KeySmoothing
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-SINKS, RESIDUAL = 5, 70
-ROUNDED = {torch.float32: None, torch.bfloat16: 0.004, torch.float16: 0.0005}
-"""As `SUMS`, where weights are rounded to the dtype of the states."""
 
 
 @pytest.fixture(autouse=True)
@@ -30,17 +34,6 @@ def small_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slabs, "MINIMUM_SLAB_TOKENS", 2 * BLOCK)
     monkeypatch.setattr(slabs, "PARTS_AT_ONCE", 3)
     monkeypatch.setattr(slabs, "INTERPRETED", True)
-
-
-def sinks_codes_and_residual(
-    batch: int, dtype: torch.dtype, cut: bool = True, smoothing: KeySmoothing = UNSMOOTHED
-) -> History:
-    """Sinks, packed blocks (with evicted and cropped tokens if `cut`), and a residual."""
-    ends = (BLOCK, 0, BLOCK - 7, BLOCK) if cut else None
-    packed, keys, values = packed_source(batch, 4, dtype, first=3 if cut else 0, ends=ends)
-    smoothed = replace(packed, smoothing=smoothing), smoothing.restored(keys), values
-    sinks, residual = (ordinary(dense_source(batch, tokens, dtype)) for tokens in (SINKS, RESIDUAL))
-    return side_by_side([sinks, ordinary(smoothed), residual], dtype)
 
 
 def check(query: Tensor, held: History, mask: Tensor | None) -> None:
@@ -56,22 +49,6 @@ def test_smoothed_keys_are_scored_as_they_were(dtype: torch.dtype) -> None:
         query = held.query(4, queries)
         check(query, held, None)
         check(query.contiguous(), held, torch.rand(2, 1, queries, held.segments.tokens) > 0.4)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "group", "kind"), product(DTYPES, [1, 4], ["bool", "float32", "own dtype", "with -inf"])
-)
-def test_masks_of_every_shape_and_kind(dtype: torch.dtype, group: int, kind: str) -> None:
-    for batch, queries in itertools.product((1, 3), (1, 4)):
-        held = sinks_codes_and_residual(batch, dtype)
-        query = held.query(group, queries)
-        for sizes in itertools.product({1, batch}, {1, query.shape[1]}, {1, queries}):
-            mask = torch.randn(*sizes, held.segments.tokens)
-            if kind == "bool":
-                mask = mask > 0
-            elif kind == "with -inf":
-                mask = mask.masked_fill(mask > 0, -torch.inf)
-            check(query, held, mask.to(dtype) if kind == "own dtype" else mask)
 
 
 @pytest.mark.parametrize("hidden", ["bool", "-inf", "lowest number"])

@@ -153,33 +153,6 @@ def test_any_number_of_queries_and_of_heads_that_share_keys(attend: Callable[...
         check(attend(query, case.segments, full(mask, query, case.segments.tokens), 0.4), *exact)
 
 
-MASK_SHAPES = {
-    "for all": (1, 1, 1),
-    "by sequence": (2, 1, 1),
-    "by head": (1, 6, 1),
-    "by query": (1, 1, 3),
-    "by sequence and query": (2, 1, 3),
-    "by sequence, head and query": (2, 6, 3),
-}
-
-
-@pytest.mark.parametrize(
-    ("attend", "shape", "kind"), product(KERNELS, MASK_SHAPES, ["bool", "float", "float with -inf", "bfloat16"])
-)
-def test_masks_of_every_shape_and_kind(attend: Callable[..., Tensor], shape: str, kind: str) -> None:
-    case = case_of()
-    query = case.query(3, 3)
-    mask = torch.randn(*MASK_SHAPES[shape], case.segments.tokens)
-    if kind == "bool":
-        mask = mask > 0
-    elif kind == "float with -inf":
-        mask = mask.masked_fill(mask > 0.5, -torch.inf)
-    elif kind == "bfloat16":
-        mask = mask.bfloat16()
-    exact = case.attended(query, mask, 0.2)
-    check(attend(query, case.segments, full(mask, query, case.segments.tokens), 0.2), *exact)
-
-
 @needs_compiler
 @pytest.mark.parametrize("width", [3, 4, 8])
 def test_a_row_that_sees_nothing_leaves_the_rows_beside_it_alone(width: int) -> None:

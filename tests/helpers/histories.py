@@ -1,17 +1,20 @@
 """Random histories of segments of every kind, and attention to them in float64."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from kvlayers.kernels.attention.segment_kinds import DenseSegment, PackedSegment, SegmentRows, of_repeats
 from kvlayers.kernels.attention.segments import GatheredSegment, KVSegments, Segment
+from kvlayers.kernels.codes.smoothing import UNSMOOTHED, KeySmoothing
 from random_states import check, code_format, packed_states
 
 BLOCK = 16
 KV_HEADS = 2
+ROUNDED = {torch.float32: None, torch.bfloat16: 0.004, torch.float16: 0.0005}
+"""As `SUMS`, where weights are rounded to the dtype of the states, as in torch's attention."""
 
 
 @dataclass
@@ -241,6 +244,20 @@ class Draws:
             return block, self.one_of((held, self.below(held + 1)))
 
         return [[[piece() for _ in range(self.below(most + 1))] for _ in range(KV_HEADS)] for _ in range(batch)]
+
+
+SINKS, RESIDUAL = 5, 70
+
+
+def sinks_codes_and_residual(
+    batch: int, dtype: torch.dtype, cut: bool = True, smoothing: KeySmoothing = UNSMOOTHED
+) -> History:
+    """Sinks, packed blocks (with evicted and cropped tokens if `cut`), and a residual."""
+    ends = (BLOCK, 0, BLOCK - 7, BLOCK) if cut else None
+    packed, keys, values = packed_source(batch, 4, dtype, first=3 if cut else 0, ends=ends)
+    smoothed = replace(packed, smoothing=smoothing), smoothing.restored(keys), values
+    sinks, residual = (ordinary(dense_source(batch, tokens, dtype)) for tokens in (SINKS, RESIDUAL))
+    return side_by_side([sinks, ordinary(smoothed), residual], dtype)
 
 
 SOURCES = [

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaConfig
 
+from histories import Held, side_by_side
 from kvlayers import QuantizedCache
 from kvlayers.kernels.attention import dispatch, slabs
 from kvlayers.kernels.attention.cuda import kernel, plan
@@ -385,20 +386,10 @@ def states_in_float64(segment: Segment, side: Side) -> Tensor:
     return segment.source.smoothing.restored(states) if side == "keys" else states
 
 
-def reference(
-    query: Tensor, segments: KVSegments, mask: Tensor | None, options: dict[str, Any]
-) -> tuple[Tensor, Tensor]:
-    """Attention by its definition, in float64."""
-    groups = query.shape[1] // segments.kv_heads
-    sides = []
-    for side in SIDES:
-        parts = [states_in_float64(segment, side) for segment in segments.in_order]
-        sides.append(torch.cat(parts, 2).repeat_interleave(groups, 1))
-    scores = query.double() @ sides[0].transpose(2, 3) * options.get("scale", query.shape[3] ** -0.5)
-    if mask is not None:
-        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask.double()
-    # Where all are hidden, softmax gives nan.
-    return torch.softmax(scores, -1).nan_to_num(0) @ sides[1], torch.logsumexp(scores, -1)
+def held_in_float64(segment: Segment) -> Held:
+    """A segment with the states of its columns in float64, all of which are tokens."""
+    keys, values = (states_in_float64(segment, side) for side in SIDES)
+    return Held(segment, keys, values, torch.ones(keys.shape[:3], dtype=torch.bool))
 
 
 def mask_of(case: Case, segments: KVSegments) -> Tensor | None:
@@ -448,9 +439,11 @@ def errors_of(case: Case) -> dict[str, float]:
     mask = mask_of(case, segments)
     scale = case.options.get("scale", case.key_dim**-0.5)
     out = attended_in_float32(query, segments, mask, scale)
-    expected, expected_lse = reference(query, segments, mask, case.options)
+    parts = [held_in_float64(segment) for segment in segments.in_order]
+    expected, size = side_by_side(parts, case.dtype).attended(query, mask, scale)
     assert out.dtype == torch.float32
-    assert not out[expected_lse == -torch.inf].any()
+    # Of a query that sees nothing.
+    assert not out[(size == 0).expand_as(out)].any()
     if case.after and case.dtype != torch.float32:
         rounded = attended(query, segments, mask, scale)
         assert isinstance(rounded, Tensor), rounded
@@ -466,9 +459,8 @@ def errors_of(case: Case) -> dict[str, float]:
         # Random factors are below it.
         spread = spread * 2
     score_limit = rounding * (1 + 2 * abs(float(spread)))
-    sizes = [states_in_float64(segment, "values").nan_to_num(0) for segment in segments.in_order]
-    size = max((float(states.abs().amax()) for states in sizes if states.numel()), default=1.0)
-    return {"out": float((out - expected).abs().amax() / (size * (score_limit + rounding))) if out.numel() else 0.0}
+    largest = max((float(part.values.nan_to_num(0).abs().amax()) for part in parts if part.values.numel()), default=1.0)
+    return {"out": float((out - expected).abs().amax() / (largest * (score_limit + rounding))) if out.numel() else 0.0}
 
 
 def check_cases() -> dict[str, Any]:

@@ -1,11 +1,10 @@
-"""Attention to tokens in any number of segments, dense and packed, and shared by sequences, against float64."""
+"""Attention to any number of segments, dense and packed, shared by sequences and gathered by heads, against float64."""
 
 import copy
 import itertools
 import pickle
-import random
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,212 +12,165 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from histories import (
+    BLOCK,
+    KINDS,
+    KV_HEADS,
+    MASKS,
+    ROUNDED,
+    Draws,
+    History,
+    dense_source,
+    gathered,
+    history,
+    ordinary,
+    packed_source,
+    random_mask,
+    side_by_side,
+    sinks_codes_and_residual,
+    source_of,
+)
+from kvlayers.errors import StateMismatchError, UnsupportedLayerError
 from kvlayers.kernels.attention import dispatch, slabs
 from kvlayers.kernels.attention.cpu import kernel
 from kvlayers.kernels.attention.dispatch import PathCounter
 from kvlayers.kernels.attention.packed_tensor import Snapshot, Version, packed_pair
-from kvlayers.kernels.attention.segment_kinds import DenseSegment, PackedSegment, SegmentRows, of_repeats
-from kvlayers.kernels.attention.segments import KVSegments, Segment
-from kvlayers.kernels.codes.quantizer_contract import Side
-from random_states import check, code_format, packed_states
+from kvlayers.kernels.attention.segment_kinds import DenseSegment, SegmentRows
+from kvlayers.kernels.attention.segments import GatheredSegment, KVSegments, Segment
+from matrix import once, product
 
 needs_compiler = pytest.mark.skipif(kernel.library() is None, reason="there is no C++ compiler for the kernel")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-SIDES: tuple[Side, Side] = ("keys", "values")
-BLOCK = 16
+WAYS = [pytest.param("kernel", marks=needs_compiler), "plain torch", "accelerator"]
 
 
-@pytest.fixture(params=[pytest.param(True, marks=needs_compiler, id="kernel"), pytest.param(False, id="plain torch")])
-def with_kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    if not request.param:
+@pytest.fixture
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Attention by one of the ways that there are. Those of accelerators go slab by slab."""
+    if request.param != "kernel":
         monkeypatch.setattr(kernel, "library", lambda: None)
         monkeypatch.setattr(kernel.MANY, "get", lambda: None)
-    return bool(request.param)
+    if request.param == "accelerator":
+        monkeypatch.setattr(slabs, "INTERPRETED", True)
+        monkeypatch.setattr(slabs, "MINIMUM_SLAB_TOKENS", 2 * BLOCK)
+        monkeypatch.setattr(slabs, "SLAB_BYTES", 1)
+        monkeypatch.setattr(slabs, "PARTS_AT_ONCE", 3)
+    return str(request.param)
 
 
-@dataclass
-class History:
-    """Segments, and the states that each sequence of the batch reads, in float64."""
-
-    segments: KVSegments
-    keys: Tensor
-    values: Tensor
-    dtype: torch.dtype
-
-    def query(self, group: int, queries: int) -> Tensor:
-        """As models have it: heads inside of tokens."""
-        batch, kv_heads, _, head_dim = self.keys.shape
-        return torch.randn(batch, queries, kv_heads * group, head_dim).to(self.dtype).transpose(1, 2)
-
-    def check(self, query: Tensor, mask: Tensor | None, seen: Tensor) -> None:
-        """Compare attention with exact attention."""
-        group = query.shape[1] // self.keys.shape[1]
-        keys, values = (side.repeat_interleave(group, 1) for side in (self.keys, self.values))
-        scores = query.double() @ keys.transpose(2, 3) * 0.2
-        if mask is not None:
-            scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask.double()
-        weights = torch.nan_to_num(scores.softmax(-1))
-        check(seen, weights @ values, weights @ values.norm(dim=-1, keepdim=True))
+every_way = pytest.mark.parametrize("way", WAYS, indirect=True)
 
 
-def history(
-    seed: int, count: int, dtype: torch.dtype = torch.float32, head_dim: int = 64, kinds: str = "dense packed rows"
-) -> History:
-    """So many random segments; as `kinds` says, some are packed, and sequences share some of them.
-
-    Some sequences of shared segments have several readers, and some have none; some segments have no token.
-    """
-    random.seed(seed)
-    torch.manual_seed(seed)
-    batch = random.choice([1, 2, 4])
-    segments: list[Segment] = []
-    exact: list[tuple[Tensor, Tensor]] = []
-    while len(segments) < count:
-        rows = None
-        if "rows" in kinds and random.random() < 0.6:
-            rows = random_rows(batch)
-        # The next segments have the same rows.
-        for _ in range(min(random.choice([1, 1, 2, 3]), count - len(segments))):
-            held = batch if rows is None else rows.sequences
-            packed = "packed" in kinds and ("dense" not in kinds or random.random() < 0.5)
-            segment, keys, values = (random_packed if packed else random_dense)(held, dtype, head_dim)
-            segments.append(segment.with_rows(rows))
-            chosen = list(range(batch)) if rows is None else list(rows.known or ())
-            exact.append((keys[chosen], values[chosen]))
-    keys, values = (torch.cat(sides, 2) for sides in zip(*exact, strict=True))
-    return History(KVSegments(tuple(segments)), keys, values, dtype)
+def attend(query: Tensor, held: History, mask: Tensor | None = None) -> Tensor:
+    return dispatch.attend(query, held.segments, mask, 0.2, PathCounter())
 
 
-def random_rows(batch: int) -> SegmentRows:
-    sequences = random.choice([number for number in (1, 2, 4) if number <= batch])
-    if random.random() < 0.4:
-        return SegmentRows(sequences, of_repeats(sequences, batch // sequences))
-    return SegmentRows(sequences, tuple(random.randrange(sequences) for _ in range(batch)))
+def eager(query: Tensor, held: History) -> Tensor:
+    """Attention by the products of eager attention."""
+    weights = dispatch.scores(query, held.segments, PathCounter()).mul(0.2).softmax(-1)
+    return dispatch.combine(weights, held.segments, PathCounter())
 
 
-def random_dense(batch: int, dtype: torch.dtype, head_dim: int) -> tuple[DenseSegment, Tensor, Tensor]:
-    tokens = random.choice([0, 1, 5, 64, 70, 130])
-    # In larger buffers, as a store has them: views, or the buffers themselves.
-    buffers = [torch.randn(batch, 2, tokens + 9, head_dim).to(dtype) for _ in SIDES]
-    start = random.randrange(9)
-    keys, values = (buffer[:, :, start : start + tokens] for buffer in buffers)
-    segment = DenseSegment(keys, values)
-    if random.random() < 0.5:
-        segment = DenseSegment(*buffers, slots=(start, tokens))
-    return segment, keys.double(), values.double()
+def reads_as_torch(held: History) -> bool:
+    """Whether plain torch reads several queries by its own attention, which is as exact as `test_many_queries` asks."""
+    return held.segments.are_dense and not held.segments.shares_rows
 
 
-def random_packed(batch: int, dtype: torch.dtype, head_dim: int) -> tuple[PackedSegment, Tensor, Tensor]:
-    widths: list[int | str] = [3, 4, 8, "fp8"]
-    blocks, width, rotated = random.choice([1, 2, 5]), random.choice(widths), random.random() < 0.5
-    shape = (batch, 2, blocks * BLOCK, head_dim)
-    packed_keys, keys = packed_states(code_format(width, (BLOCK, 1), rotated), "keys", shape, BLOCK, dtype)
-    packed_values, values = packed_states(code_format(width, (1, 8), rotated), "values", shape, BLOCK, dtype)
-    if random.random() < 0.4:
-        return PackedSegment(packed_keys, packed_values), keys, values
-    first, ends = random.randrange(3), [random.randrange(3, BLOCK + 1) for _ in range(blocks)]
-    held = [block * BLOCK + token for block, end in enumerate(ends) for token in range(0 if block else first, end)]
-    return PackedSegment(packed_keys, packed_values, first, tuple(ends)), keys[:, :, held], values[:, :, held]
+def rounded(way: str, dtype: torch.dtype) -> float | None:
+    return ROUNDED[dtype] if way == "accelerator" else None
 
 
-def random_mask(kind: str, query: Tensor, tokens: int) -> Tensor | None:
-    batch, heads, queries, _ = query.shape
-    if kind == "none":
-        return None
-    if kind == "additive":
-        return torch.randn(batch, 1, queries, tokens).masked_fill(torch.rand(1, 1, 1, tokens) > 0.7, -torch.inf)
-    if kind == "by head":
-        return torch.rand(1, heads, 1, tokens) > 0.3
-    seen = torch.ones(batch, 1, queries, tokens, dtype=torch.bool)
-    if kind == "causal":
-        return seen.tril(tokens - queries)
-    if kind == "window":
-        return seen.tril(tokens - queries).triu(tokens - queries - 40)
-    # Left padding beyond whole segments; the first sequence sees nothing.
-    for sequence in range(batch):
-        seen[sequence, :, :, : tokens - tokens * sequence // batch] = False
-    return seen
-
-
-MASKS = ["none", "additive", "by head", "causal", "window", "left padding"]
-KINDS = ["dense", "packed", "dense packed", "dense rows", "dense packed rows"]
-
-
-@pytest.mark.parametrize("kinds", KINDS)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_attention_is_that_to_the_states_of_all_segments(with_kernel: bool, dtype: torch.dtype, kinds: str) -> None:
-    for seed, count in enumerate((1, 2, 3, 5, 8, 12)):
-        held = history(seed, count, dtype, (64, 80, 128)[seed % 3], kinds)
-        if not held.segments.tokens:
-            continue
-        for queries, group in ((1, 1 + seed % 4), (3, 2)):
+@pytest.mark.parametrize(("way", "dtype", "kind"), product(WAYS, DTYPES, KINDS), indirect=["way"])
+def test_attention_is_that_to_the_states_of_all_segments(way: str, dtype: torch.dtype, kind: str) -> None:
+    for seed, count in enumerate((1, 2, 5, 12)):
+        held = history(kind, seed, dtype, count, (64, 80, 128)[seed % 3])
+        for queries, group in ((1, 1 + seed), (3, 2)):
             query = held.query(group, queries)
-            if not with_kernel and queries > 1 and held.segments.are_dense and not held.segments.shares_rows:
-                # As exact as torch, hence compared with torch below.
+            if not held.segments.tokens or (way == "plain torch" and queries > 1 and reads_as_torch(held)):
                 continue
-            mask = random_mask(MASKS[seed % len(MASKS)], query, held.segments.tokens)
-            held.check(query, mask, dispatch.attend(query, held.segments, mask, 0.2, PathCounter()))
+            mask = random_mask(MASKS[(seed + queries) % len(MASKS)], query, held.segments.tokens)
+            held.check(query, mask, attend(query, held, mask), rounded(way, dtype))
 
 
-@pytest.mark.parametrize("kind", MASKS)
-def test_masks_reach_the_tokens_that_they_are_for(with_kernel: bool, kind: str) -> None:
-    for seed, queries in ((11, 1), (12, 4)):
-        held = history(seed, 6)
+@every_way
+@pytest.mark.parametrize("kind", ["dense packed rows", "pieces of dense", "pieces of cut packed"])
+def test_masks_reach_the_tokens_that_they_are_for(way: str, kind: str) -> None:
+    for seed, queries in ((1, 1), (2, 4)):
+        held = history(kind, seed)
         query = held.query(3, queries)
-        mask = random_mask(kind, query, held.segments.tokens)
-        held.check(query, mask, dispatch.attend(query, held.segments, mask, 0.2, PathCounter()))
+        for name in MASKS:
+            mask = random_mask(name, query, held.segments.tokens)
+            held.check(query, mask, attend(query, held, mask))
 
 
-@pytest.mark.parametrize("kinds", KINDS)
-def test_the_products_of_eager_attention_are_those_of_all_segments(with_kernel: bool, kinds: str) -> None:
-    for seed, dtype in ((1, torch.float32), (2, torch.bfloat16)):
-        held = history(seed, 6, dtype, 64, kinds)
-        query = held.query(2, 2)
-        keys, values = (side.repeat_interleave(2, 1) for side in (held.keys, held.values))
-        products = dispatch.scores(query, held.segments, PathCounter())
-        sizes = query.double().norm(dim=-1, keepdim=True) * keys.norm(dim=-1).unsqueeze(2)
-        check(products, query.double() @ keys.transpose(2, 3), sizes)
-        weights = torch.rand(*query.shape[:3], held.segments.tokens).to(dtype)
-        sums = dispatch.combine(weights, held.segments, PathCounter())
-        sizes = weights.double() @ values.norm(dim=-1, keepdim=True)
-        check(sums, weights.double() @ values, sizes)
+@pytest.mark.parametrize(
+    ("way", "dtype", "group", "kind"),
+    product(WAYS, DTYPES, [1, 3], ["bool", "float32", "bfloat16", "own dtype", "with -inf"]),
+    indirect=["way"],
+)
+def test_masks_of_every_shape_and_kind(way: str, dtype: torch.dtype, group: int, kind: str) -> None:
+    for batch, queries in itertools.product((1, 3), (1, 4)):
+        held = sinks_codes_and_residual(batch, dtype)
+        query = held.query(group, queries)
+        for sizes in itertools.product({1, batch}, {1, query.shape[1]}, {1, queries}):
+            mask = torch.randn(*sizes, held.segments.tokens)
+            if kind == "bool":
+                mask = mask > 0
+            elif kind == "with -inf":
+                mask = mask.masked_fill(mask > 0, -torch.inf)
+            elif kind != "float32":
+                mask = mask.to(torch.bfloat16 if kind == "bfloat16" else dtype)
+            held.check(query, mask, attend(query, held, mask), rounded(way, dtype))
 
 
-@pytest.mark.parametrize("kind", MASKS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_many_queries_are_computed_as_on_a_contiguous_cache(with_kernel: bool, dtype: torch.dtype, kind: str) -> None:
-    held = history(6, 5, dtype, kinds="dense")
-    query = held.query(3, kernel.CPU_MAXIMUM_DENSE_ROWS // 3 + 1)
-    mask, paths = random_mask(kind, query, held.segments.tokens), PathCounter()
-    seen = dispatch.attend(query, held.segments, mask, 0.2, paths)
-    keys, values = held.keys.to(dtype), held.values.to(dtype)
-    wanted = scaled_dot_product_attention(query, keys, values, mask, scale=0.2, enable_gqa=True)
-    exact = scaled_dot_product_attention(
-        query.double(),
-        held.keys,
-        held.values,
-        mask if mask is None or mask.dtype == torch.bool else mask.double(),
-        scale=0.2,
-        enable_gqa=True,
+@pytest.mark.parametrize(
+    ("way", "dtype", "kind"), product(WAYS, [torch.float32, torch.bfloat16], KINDS), indirect=["way"]
+)
+def test_the_products_of_eager_attention_are_those_of_all_segments(way: str, dtype: torch.dtype, kind: str) -> None:
+    held, paths = history(kind, 3, dtype), PathCounter()
+    held.check_products(
+        held.query(2, 3),
+        lambda query, segments: dispatch.scores(query, segments, paths),
+        lambda weights, segments: dispatch.combine(weights, segments, paths),
+        rounded(way, dtype),
     )
-    # The kernel for many queries adds up in another order than torch's attention.
-    assert (seen - exact).abs().max() <= 2 * (wanted - exact).abs().max() + 1e-6
-    expected = dispatch.COPY if kernel.MANY.get() is None else dispatch.MANY
+
+
+@pytest.mark.parametrize(("way", "dtype", "kind"), once(WAYS[:2], DTYPES, KINDS), indirect=["way"])
+def test_many_queries(way: str, dtype: torch.dtype, kind: str) -> None:
+    held = history(kind, 7, dtype, 5)
+    limit = kernel.CPU_MAXIMUM_ROWS if held.segments.holds_packed else kernel.CPU_MAXIMUM_DENSE_ROWS
+    query = held.query(3, limit // 3 + 1)
+    for mask in MASKS:
+        check_many(held, query, random_mask(mask, query, held.segments.tokens))
+
+
+def check_many(held: History, query: Tensor, mask: Tensor | None) -> None:
+    """Weights are rounded to bfloat16, as in torch's attention, and so are codes and queries that are not."""
+    paths = PathCounter()
+    seen = dispatch.attend(query, held.segments, mask, 0.2, paths)
+    held.check(query, mask, seen, {torch.bfloat16: 0.03, torch.float16: 0.004}.get(held.dtype))
+    expected = dispatch.COPY
+    if held.segments.holds_gathered or held.dtype == torch.float16:
+        expected = dispatch.BLOCKS
+    if held.segments.shares_rows:
+        expected = dispatch.SHARED
+    if kernel.MANY.get() is not None:
+        expected = dispatch.MANY
     assert [path.startswith(expected) for path in paths.counts] == [True]
 
 
-@pytest.mark.parametrize("kinds", ["dense rows", "packed rows", "dense packed rows"])
-def test_many_queries_to_segments_that_sequences_share(with_kernel: bool, kinds: str) -> None:
-    held = history(7, 5, kinds=kinds)
-    for queries in (kernel.CPU_MAXIMUM_ROWS // 4 + 1, kernel.CPU_MAXIMUM_DENSE_ROWS // 3 + 1):
-        query = held.query(3, queries)
-        for kind in ("causal", "left padding", "none"):
-            mask, paths = random_mask(kind, query, held.segments.tokens), PathCounter()
-            held.check(query, mask, dispatch.attend(query, held.segments, mask, 0.2, paths))
-            expected = dispatch.SHARED if kernel.MANY.get() is None else dispatch.MANY
-            # The kernel for few queries takes the first number of them, unless they read packed tokens.
-            first = "packed" not in kinds and queries < kernel.CPU_MAXIMUM_ROWS and with_kernel
-            assert [path.startswith(dispatch.CPU if first else expected) for path in paths.counts] == [True]
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_many_queries_of_right_aligned_heads(dtype: torch.dtype) -> None:
+    """As a store of evicted tokens has them: each head one run, in left-padded sequences, and new tokens behind it."""
+    pieces = [[[(0, 64), (64, 31)], [(95, 64), (159, 64), (223, 2)]], [[(225, 40)], []]]
+    evicted = gathered(dense_source(2, 300, dtype, flat=True), pieces)
+    held = side_by_side([evicted, ordinary(dense_source(2, 50, dtype))], dtype)
+    tokens, query = held.segments.tokens, held.query(2, 50)
+    padded = torch.ones(2, 1, 50, tokens, dtype=torch.bool).tril(tokens - 50)
+    padded[1, :, :, : tokens - 70] = False
+    for mask in (padded, torch.zeros(padded.shape).masked_fill_(~padded, -torch.inf), None):
+        check_many(held, query, mask)
 
 
 @needs_compiler
@@ -232,9 +184,9 @@ def test_the_compiled_kernel_takes_what_it_is_fastest_for() -> None:
         dispatch.attend(query, segments_of, None, 0.2, paths)
         return list(paths.counts) == [dispatch.CPU]
 
-    dense, (packed, _, _) = random_states_of(2, 20, torch.float32), packed_run(torch.float32, 2)
+    dense, packed = dense_source(2, 20, torch.float32)[0], packed_source(2, 2, torch.float32)[0]
     rows = SegmentRows(2, (0, 1, 1, 1))
-    own = random_states_of(4, 5, torch.float32)
+    own = dense_source(4, 5, torch.float32)[0]
     limit, dense_limit = kernel.CPU_MAXIMUM_ROWS, kernel.CPU_MAXIMUM_DENSE_ROWS
     assert taken(limit, packed, dense)
     assert not taken(limit + 1, packed, dense)
@@ -244,18 +196,37 @@ def test_the_compiled_kernel_takes_what_it_is_fastest_for() -> None:
     assert not taken(limit // 3 + 1, packed.with_rows(rows), own)
     assert not taken(dense_limit + 1, dense.with_rows(rows), own)
     many_rows = SegmentRows(2, (0,) * (dense_limit // kernel.CPU_MAXIMUM_QUERIES) + (1,))
-    own = random_states_of(len(many_rows), 5, torch.float32)
+    own = dense_source(len(many_rows), 5, torch.float32)[0]
     assert taken(kernel.CPU_MAXIMUM_QUERIES, dense.with_rows(many_rows), own)
+
+
+@pytest.mark.parametrize("kind", ["dense packed rows", "pieces of dense", "pieces of flat packed"])
+@pytest.mark.parametrize("queries", [1, 3])
+def test_threads_change_nothing_but_the_order_of_sums(queries: int, kind: str) -> None:
+    for seed in (3, 5):
+        held = history(kind, seed, count=8, most=15)
+        query, before = held.query(3, queries), torch.get_num_threads()
+        mask, seen = random_mask("causal", query, held.segments.tokens), []
+        try:
+            for threads in (1, 2):
+                torch.set_num_threads(threads)
+                seen.append(attend(query, held, mask))
+        finally:
+            torch.set_num_threads(before)
+        for result in seen:
+            held.check(query, mask, result)
+
+
+# Ordinary segments
 
 
 def test_states_in_full_precision_are_those_of_each_sequence() -> None:
     for seed in range(6):
-        held = history(seed, 5)
+        held = history("dense packed rows", seed, count=5)
         assert held.segments.batch == held.keys.shape[0]
-        assert (held.segments.kv_heads, held.segments.head_dims) == (2, (64, 64))
-        keys, values = (held.segments.dense(side, torch.float32).double() for side in SIDES)
-        torch.testing.assert_close(keys, held.keys, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(values, held.values, rtol=1e-5, atol=1e-5)
+        assert (held.segments.kv_heads, held.segments.head_dims) == (KV_HEADS, (64, 64))
+        torch.testing.assert_close(held.segments.dense("keys", torch.float32), held.keys.float())
+        torch.testing.assert_close(held.segments.dense("values", torch.float32), held.values.float())
 
 
 @needs_compiler
@@ -264,50 +235,19 @@ def test_segments_that_are_cut_are_read_bit_by_bit_as_one(threads: int) -> None:
     torch.set_num_threads(threads)
     try:
         for dtype in (torch.float32, torch.bfloat16):
-            packed, _, _ = packed_run(dtype, 12)
+            packed = packed_source(2, 12, dtype)[0]
             # Cut where units of dense tokens end (`UNIT_TOKENS` of plan.h), as blocks do of packed ones.
-            dense = random_states_of(2, 1280, dtype)
+            dense = dense_source(2, 1280, dtype)[0]
             whole = KVSegments((packed, dense))
             query = torch.randn(2, 6, 2, 64).to(dtype)
             mask = torch.rand(2, 1, 2, whole.tokens) > 0.2
             for pieces, cuts in ((1, (256,)), (5, (256, 512, 1024)), (4, (768,))):
-                tokens = [0, *cuts, 1280]
-                cut = KVSegments(
-                    (
-                        *packed.pieces(pieces * BLOCK),
-                        *(
-                            DenseSegment(dense.keys[:, :, start:end], dense.values[:, :, start:end])
-                            for start, end in itertools.pairwise(tokens)
-                        ),
-                    )
-                )
+                bounds = itertools.pairwise((0, *cuts, 1280))
+                parts = (DenseSegment(*(side[:, :, start:end] for side in dense.tensors)) for start, end in bounds)
+                cut = KVSegments((*packed.pieces(pieces * BLOCK), *parts))
                 assert len(cut.in_order) == -(-12 // pieces) + len(cuts) + 1
                 for given in (None, mask.expand(2, 6, 2, whole.tokens)):
                     assert torch.equal(kernel.attend(query, cut, given, 0.2), kernel.attend(query, whole, given, 0.2))
-    finally:
-        torch.set_num_threads(1)
-
-
-def packed_run(dtype: torch.dtype, blocks: int) -> tuple[PackedSegment, Tensor, Tensor]:
-    shape = (2, 2, blocks * BLOCK, 64)
-    packed_keys, keys = packed_states(code_format(4, (BLOCK, 1), True), "keys", shape, BLOCK, dtype)
-    packed_values, values = packed_states(code_format(4, (1, 8), True), "values", shape, BLOCK, dtype)
-    return PackedSegment(packed_keys, packed_values), keys, values
-
-
-def random_states_of(batch: int, tokens: int, dtype: torch.dtype) -> DenseSegment:
-    keys, values = (torch.randn(batch, 2, tokens, 64).to(dtype) for _ in range(2))
-    return DenseSegment(keys, values)
-
-
-@needs_compiler
-def test_threads_split_shared_and_own_segments() -> None:
-    torch.set_num_threads(2)
-    try:
-        for seed in range(6):
-            held = history(seed, 8, kinds="dense packed rows")
-            query = held.query(3, 1)
-            held.check(query, None, kernel.attend(query, held.segments, None, 0.2))
     finally:
         torch.set_num_threads(1)
 
@@ -317,7 +257,7 @@ def test_a_shared_sequence_is_read_once_for_all_that_read_it(monkeypatch: pytest
     """Each other way of reading would need a copy for each sequence, or fail here."""
     monkeypatch.setattr(KVSegments, "dense", lambda *arguments: pytest.fail("a copy was made"))
     for plain in (slabs.attend, kernel.attend):
-        held = history(5, 6, kinds="dense rows")
+        held = history("dense rows", 5)
         query = held.query(2, 1)
         held.check(query, None, plain(query, held.segments, None, 0.2))
 
@@ -326,10 +266,10 @@ def test_groups_are_read_in_few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plain torch reads a run of segments with the same even rows in one call, and others in another."""
     even, uneven = SegmentRows(2, (0, 0, 1, 1)), SegmentRows(3, (2, 0, 0, 2))
     shared = [
-        random_states_of(sequences, 20, torch.float32).with_rows(rows)
+        dense_source(sequences, 20, torch.float32)[0].with_rows(rows)
         for sequences, rows in ((2, even), (2, even), (3, uneven), (2, even))
     ]
-    segments = KVSegments((*shared, random_states_of(4, 7, torch.float32), random_states_of(4, 0, torch.float32)))
+    own = (dense_source(4, tokens, torch.float32)[0] for tokens in (7, 0))
     read: list[tuple[int, int]] = []
     of_part = slabs._attended
 
@@ -338,22 +278,21 @@ def test_groups_are_read_in_few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
         return of_part(query, part, *rest)
 
     monkeypatch.setattr(slabs, "_attended", counted)
-    slabs.attend(torch.randn(4, 4, 1, 64), segments, None, 0.2)
+    slabs.attend(torch.randn(4, 4, 1, 64), KVSegments((*shared, *own)), None, 0.2)
     assert read == [(2, 40), (4, 20), (2, 20), (4, 7)]
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda segments: pickle.loads(pickle.dumps(segments))])
 @needs_compiler
 def test_a_copy_of_a_segment_is_read_at_its_own_address(duplicate: Callable[[KVSegments], KVSegments]) -> None:
-    held = history(3, 4)
+    held = history("dense packed rows", 3)
     query = held.query(2, 1)
     kernel.attend(query, held.segments, None, 0.2)
     copied = duplicate(held.segments)
     for segment in held.segments.in_order:
-        if isinstance(segment, DenseSegment):
-            segment.keys.fill_(torch.nan)
-        else:
-            segment.keys.parameters.fill_(torch.nan)
+        for states in segment.tensors:
+            if states.is_floating_point():
+                states.fill_(torch.nan)
     held.check(query, None, kernel.attend(query, copied, None, 0.2))
     assert kernel.attend(query, held.segments, None, 0.2).isnan().all()
 
@@ -363,40 +302,166 @@ def test_the_kernel_is_given_as_many_bytes_as_its_structures_have() -> None:
     # The numbers are those of `call.h`, where a compiler checks them.
     query = torch.randn(1, 2, 1, 64)
     assert len(kernel.of_call(query, query, 2, (64, 64), 1, 1.0)) == 208
-    for make in (random_dense, random_packed):
-        segments = KVSegments((make(1, torch.float32, 64)[0],))
-        assert [len(part) for part in kernel.of_segments(segments, query.device)] == [472, 8]
+    for source in (dense_source(1, 5, torch.float32), packed_source(1, 2, torch.float32)):
+        assert [len(part) for part in kernel.of_segments(KVSegments((source[0],)), query.device)] == [472, 8]
 
 
 @needs_compiler
 def test_another_segment_made_from_one_has_its_own_arguments() -> None:
-    one = random_states_of(2, 30, torch.float32)
+    one, other = (dense_source(2, 30, torch.float32) for _ in range(2))
     query = torch.randn(2, 2, 1, 64)
-    kernel.attend(query, KVSegments((one,)), None, 0.2)
-    other = one.with_tensors((torch.randn(2, 2, 30, 64), one.values))
-    seen = kernel.attend(query, KVSegments((other,)), None, 0.2)
-    History(KVSegments((other,)), other.keys.double(), other.values.double(), torch.float32).check(query, None, seen)
+    kernel.attend(query, KVSegments((one[0],)), None, 0.2)
+    made = one[0].with_tensors(other[0].tensors)
+    held = side_by_side([ordinary((made, *other[1:]))], torch.float32)
+    held.check(query, None, kernel.attend(query, held.segments, None, 0.2))
 
 
-@pytest.fixture
-def compiled_anew() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+def handed_out(held: History) -> tuple[Tensor, Tensor, PathCounter]:
+    """Keys and values as a store returns them, and the ways that attention to them takes."""
+    version, paths = Version(), PathCounter()
+    tokens, cpu = held.segments.tokens, torch.device("cpu")
+    snapshot = Snapshot(held.segments, torch.float32, cpu, version, version.number, tokens, paths)
+    shape = held.segments.batch, KV_HEADS, tokens, 64
+    return *packed_pair(snapshot, shape, shape), paths
 
 
-@pytest.mark.parametrize("kinds", ["dense", "dense packed rows"])
-def test_compiled_code_reads_segments(with_kernel: bool, compiled_anew: None, kinds: str) -> None:
-    held = history(4, 6, kinds=kinds)
-    version, paths, tokens = Version(), PathCounter(), held.segments.tokens
-    snapshot = Snapshot(held.segments, torch.float32, torch.device("cpu"), version, version.number, tokens, paths)
-    query, shape = held.query(2, 1), (held.segments.batch, 2, tokens, 64)
-    mask = torch.rand(query.shape[0], 1, 1, tokens) > 0.3
+@pytest.mark.parametrize("way", WAYS[:2], indirect=True)
+@pytest.mark.parametrize("kind", ["dense", "dense packed rows"])
+def test_compiled_code_reads_segments(way: str, kind: str) -> None:
+    held = history(kind, 4)
+    query = held.query(2, 1)
+    keys, values, paths = handed_out(held)
+    mask = torch.rand(query.shape[0], 1, 1, held.segments.tokens) > 0.3
 
     @torch.compile(backend="eager", fullgraph=True)
     def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
         return scaled_dot_product_attention(query, keys, values, mask, scale=0.2, enable_gqa=True)
 
-    with torch.no_grad():
-        held.check(query, mask, attend(query, *packed_pair(snapshot, shape, shape), mask))
+    torch._dynamo.reset()
+    try:
+        with torch.no_grad():
+            held.check(query, mask, attend(query, keys, values, mask))
+    finally:
+        torch._dynamo.reset()
     assert sum(paths.counts.values()) == 1
+
+
+# Pieces
+
+
+@pytest.mark.parametrize("way", WAYS[:2], indirect=True)
+def test_models_read_pieces_by_both_implementations(way: str) -> None:
+    held = history("pieces of dense", 3)
+    keys, values, _ = handed_out(held)
+    query = held.query(1, 1)
+    held.check(query, None, scaled_dot_product_attention(query, keys, values, scale=0.2))
+    held.check(query, None, ((query @ keys.transpose(2, 3)) * 0.2).softmax(-1) @ values)
+
+
+@every_way
+@pytest.mark.parametrize("name", ["dense", "flat packed"])
+def test_a_head_without_tokens_gets_zeros(way: str, name: str) -> None:
+    source = source_of(name, 2, torch.float32)
+    held = side_by_side([gathered(source, [[[(1, 9)], []], [[], [(2, 5), (0, 3)]]])], torch.float32)
+    query = held.query(2, 2)
+    for mask in (None, torch.ones(2, 1, 2, 9, dtype=torch.bool)):
+        seen = attend(query, held, mask)
+        held.check(query, mask, seen)
+        assert not seen[0, 2:].any()
+        assert not seen[1, :2].any()
+
+
+@every_way
+def test_segments_of_which_no_head_reads_a_token(way: str) -> None:
+    empty, newest = (ordinary(dense_source(2, tokens, torch.float32)) for tokens in (0, 5))
+    for nothing in (
+        gathered(dense_source(2, 70, torch.float32), [[[], []], [[], []]]),
+        gathered(dense_source(2, 70, torch.float32), [[[(0, 0)], []], [[], []]], gap=3),
+        gathered(dense_source(2, 0, torch.float32), [[[(0, 0)], []], [[], []]], gap=3),
+    ):
+        held = side_by_side([empty, nothing, empty, newest, empty], torch.float32)
+        query = held.query(2, 2)
+        held.check(query, None, attend(query, held))
+        held.check(query, None, eager(query, held))
+
+
+@pytest.mark.parametrize("way", WAYS[:2], indirect=True)
+def test_fixed_scales_for_other_heads_are_refused(way: str) -> None:
+    """Those of all heads beside the codes of one: the numbers would be wrong, or beside the memory."""
+    segment = packed_source(1, 9, torch.float32, width="heads")[0]
+    one = segment.with_tensors(states[:, :1] for states in segment.tensors)
+    with pytest.raises(StateMismatchError, match="one for each of 1 KV heads, got 2"):
+        dispatch.attend(torch.randn(1, 1, 1, 64), KVSegments((one,)), None, 0.2, PathCounter())
+    with pytest.raises(StateMismatchError, match="one for each of 1 KV heads, got 2"):
+        one.states("keys", torch.float32)
+
+
+@every_way
+@pytest.mark.parametrize("name", ["dense", "packed 4"])
+def test_sequences_may_share_a_source(way: str, name: str) -> None:
+    """As beams do, and sequences with the same prefix."""
+    rows = SegmentRows(2, (1, 0, 1))
+    segment, *exact = source_of(name, 2, torch.float32)
+    pieces = gathered((segment.with_rows(rows), *exact), Draws(1).pieces(segment, 3, 5))
+    beside = ordinary(dense_source(2, 30, torch.float32), rows)
+    held = side_by_side([beside, pieces, ordinary(dense_source(3, 7, torch.float32))], torch.float32)
+    for queries in (1, 3, kernel.CPU_MAXIMUM_ROWS):
+        query = held.query(2, queries)
+        mask = random_mask("causal", query, held.segments.tokens)
+        held.check(query, mask, attend(query, held, mask))
+        held.check(query, None, eager(query, held))
+
+
+@every_way
+@pytest.mark.parametrize("name", ["dense", "flat packed"])
+def test_what_stands_beside_the_pieces_is_not_read(way: str, name: str) -> None:
+    """It may be nan, as memory that nobody has written."""
+    segment, *exact = source_of(name, 1, torch.float32)
+    pieces = [[[(3, 7), (6, 10)], [(4, 16)]]]
+    newest = ordinary(dense_source(1, 3, torch.float32))
+    held = side_by_side([gathered((segment, *exact), pieces), newest], torch.float32)
+    chosen = torch.zeros(300, dtype=torch.bool)
+    for start, count in itertools.chain(*pieces[0]):
+        chosen[start : start + (count if isinstance(segment, DenseSegment) else 1)] = True
+    if isinstance(segment, DenseSegment):
+        for states in segment.tensors:
+            states[:, :, ~chosen] = torch.nan
+    else:
+        for side in (segment.keys, segment.values):
+            side.parameters[:1, :1, ~chosen[: segment.blocks]] = torch.nan
+    query = held.query(2, 2)
+    held.check(query, None, attend(query, held))
+    held.check(query, None, eager(query, held))
+
+
+def test_states_in_full_precision_if_all_heads_have_as_many_tokens() -> None:
+    for name in ("flat", "cut packed"):
+        source = source_of(name, 2, torch.float32)
+        even = gathered(source, [[[(5, 7), (0, 4)], [(1, 5), (3, 6)]], [[(6, 11)], [(0, 11)]]])
+        segments = KVSegments((even.segment,))
+        torch.testing.assert_close(segments.dense("keys", torch.float32), even.keys.float())
+        torch.testing.assert_close(segments.dense("values", torch.float32), even.values.float())
+    uneven = gathered(dense_source(1, 70, torch.float32), [[[(1, 9)], [(0, 4)]]])
+    with pytest.raises(UnsupportedLayerError, match="different numbers of tokens"):
+        KVSegments((uneven.segment,)).dense("keys", torch.float32)
+
+
+def test_sizes_are_those_of_the_pieces() -> None:
+    held = gathered(packed_source(3, 4, torch.bfloat16, flat=True), [[[(1, 9)], [(0, 4)]], [[], []], [[], [(2, 5)]]])
+    segments = KVSegments((held.segment,))
+    assert (segments.batch, segments.kv_heads, segments.tokens, segments.head_dims) == (3, KV_HEADS, 9, (64, 64))
+    assert not segments.are_dense
+    assert not segments.shares_rows
+    assert segments.device == torch.device("cpu")
+
+
+@every_way
+def test_a_copy_has_tables_of_its_own(way: str) -> None:
+    held = history("pieces of dense", 4)
+    query = held.query(2, 1)
+    attend(query, held)
+    copied = replace(held, segments=copy.deepcopy(held.segments))
+    segment = held.segments.in_order[1]
+    assert isinstance(segment, GatheredSegment)
+    segment.counts.zero_()
+    held.check(query, None, attend(query, copied))

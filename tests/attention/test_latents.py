@@ -15,7 +15,7 @@ from kvlayers.kernels.attention.absorption import COPY, by_products
 from kvlayers.kernels.attention.latents import DeferredStates, LatentStates, NewKeys, as_latents
 from kvlayers.kernels.attention.packed_tensor import PackedStates
 from kvlayers.upstream import compat
-from matrix import product
+from matrix import once, product
 from models import COMMON, prompt
 
 if not compat.CACHES_LATENTS:
@@ -132,9 +132,9 @@ def test_the_products_of_transformers_are_noticed() -> None:
     assert products.tokens == 2 * 51
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize(
-    "options", [{"nbits": 4}, {"nbits": 8}, {"nbits": 2}, {"backend": "fp8"}, {"backend": "turboquant"}], ids=str
+    ("options", "implementation"),
+    once([{"nbits": 4}, {"nbits": 8}, {"nbits": 2}, {"backend": "fp8"}, {"backend": "turboquant"}], ["sdpa", "eager"]),
 )
 def test_packed_latents_are_read_as_if_in_full_precision(
     options: dict[str, Any], implementation: str, monkeypatch: pytest.MonkeyPatch

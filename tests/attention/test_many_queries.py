@@ -1,6 +1,5 @@
 """Attention of many queries, as in a prompt, is as exact as torch's, whatever the mask hides."""
 
-import pathlib
 import re
 import struct
 from typing import Any
@@ -11,11 +10,12 @@ import transformers
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-import fresh_process
 import kvlayers
-import models
 from kvlayers.kernels.attention import dense_kernels, gqa
 from kvlayers.kernels.attention.cpu import kernel
+from kvlayers.kernels.attention.dispatch import BLOCKS, COPY
+from kvlayers.utils.native_library import NativeLibrary
+from matrix import product
 from models import fresh_model, given, prompt
 
 needs_kernel = pytest.mark.skipif(kernel.MANY.get() is None, reason="no C++ compiler")
@@ -322,9 +322,7 @@ def last_logits(model: Any, cache: Any, ids: Tensor, mask: Tensor) -> Tensor:
 
 
 @needs_kernel
-@pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
-@pytest.mark.parametrize("pads", [False, True])
+@pytest.mark.parametrize(("family", "cache", "pads"), product(["llama", "gemma3"], CACHES, [False, True]))
 def test_prompts_and_second_turns_of_models(family: str, cache: str, pads: bool, monkeypatch: Any) -> None:
     counted = Counted(monkeypatch)
     model, ids = fresh_model(family), prompt(2, 383, 1)
@@ -407,23 +405,14 @@ def test_chunks_and_rows_of_many_prompts(monkeypatch: pytest.MonkeyPatch) -> Non
     assert [answer.ids.tolist() for answer in kvlayers.generate_many(model, prompts, **how)] == found
 
 
-def test_a_process_that_never_compiles_computes_the_same() -> None:
-    script = """
-import sys
-sys.path.insert(0, {helpers!r})
-import torch, transformers, kvlayers
-from models import fresh_model, given, prompt
-from kvlayers.kernels.attention.cpu import kernel
-model, ids = fresh_model("gemma3"), prompt(2, 700, 1)
-with torch.no_grad():
-    expected = model(ids, **given(transformers.DynamicCache(config=model.config))).logits
-    for cache in (kvlayers.DynamicCache(config=model.config), kvlayers.QuantizedCache(config=model.config, nbits=8)):
-        torch.testing.assert_close(model(ids, **given(cache)).logits, expected, rtol=1e-4, atol=2e-4)
-        model(ids[:, :20], **given(cache))
-assert kernel.MANY.get() is None and kernel.LIBRARY.get() is None
-assert "never" in kernel.MANY.obstacle
-"""
-    helpers = str(pathlib.Path(models.__file__).parent)
-    # No library of a wheel either, if there is one.
-    ended = fresh_process.run(script.format(helpers=helpers), KVLAYERS_COMPILE="never")
-    assert ended.returncode == 0, ended.stderr
+def test_models_compute_the_same_without_any_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(NativeLibrary, "get", lambda self: None)
+    model, ids = fresh_model("gemma3"), prompt(2, 300, 1)
+    with torch.no_grad():
+        expected = model(ids, **given(transformers.DynamicCache(config=model.config))).logits
+        packed = kvlayers.QuantizedCache(config=model.config, nbits=8)
+        for cache in (kvlayers.DynamicCache(config=model.config), packed):
+            torch.testing.assert_close(model(ids, **given(cache)).logits, expected, rtol=1e-4, atol=2e-4)
+        # What is packed by then.
+        model(ids[:, :20], **given(packed))
+    assert any(path.startswith((BLOCKS, COPY)) for path in packed.explain().attention)

@@ -47,8 +47,9 @@ def reads_codes(cache: Any) -> bool:
     return bool(paths) and all(path.startswith((*CODES, SHARED)) for path in paths)
 
 
-@pytest.mark.parametrize("name", CACHES)
-@pytest.mark.parametrize("family", ["llama", "mistral"])
+@pytest.mark.parametrize(
+    ("family", "name"), [*(("llama", name) for name in CACHES), ("mistral", "dynamic"), ("mistral", "int4")]
+)
 def test_every_cache_gives_the_tokens_of_sdpa(family: str, name: str, installed: None) -> None:
     model = fresh_model(family)
     expected = generated(model, name)

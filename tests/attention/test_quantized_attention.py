@@ -18,6 +18,7 @@ from transformers.integrations.sdpa_attention import repeat_kv
 from transformers.models.llama.modeling_llama import repeat_kv as eager_repeat_kv
 
 import kvlayers
+from histories import History, dense_source, ordinary, side_by_side
 from kvlayers.kernels.attention import dispatch, slabs
 from kvlayers.kernels.attention.cpu import kernel
 from kvlayers.kernels.attention.dispatch import PathCounter
@@ -26,11 +27,13 @@ from kvlayers.kernels.attention.segment_kinds import DenseSegment, PackedSegment
 from kvlayers.kernels.attention.segments import KVSegments
 from kvlayers.kernels.codes import packed_side
 from kvlayers.kernels.codes.groups import rotate
+from kvlayers.kernels.codes.quantizer_contract import Side
 from matrix import product
 from random_states import SUMS, Rule, check, code_format, packed_states
 
 needs_compiler = pytest.mark.skipif(kernel.library() is None, reason="there is no C++ compiler for the kernel")
 KERNELS = [pytest.param(kernel.attend, marks=needs_compiler, id="cpu"), pytest.param(slabs.attend, id="blocks")]
+SIDES: tuple[Side, Side] = ("keys", "values")
 WIDTHS: list[int | str] = [1, 2, 3, 4, 5, 6, 8, "fp8", *(f"codebook {bits}" for bits in (1, 2, 3, 4))]
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -49,77 +52,32 @@ LAYOUTS: dict[str, tuple[int, int, int, Rule, Rule]] = {
 }
 
 
-class Case:
-    """A history of dense and packed runs, with its states in float64.
+def case_of(
+    width: int | str = 4,
+    layout: str = "two groups in a block",
+    dtype: torch.dtype = torch.float32,
+    rotated: tuple[bool, bool] = (True, True),
+    batch: int = 2,
+    kv_heads: int = 2,
+    block_count: int = 4,
+    dense: tuple[int, ...] = (7, 70, 3),
+    cut: bool = True,
+) -> History:
+    """A history of packed blocks behind the first dense run and before the others.
 
     The first packed block lacks its first tokens and others their last, as after windows and crops.
     """
-
-    def __init__(
-        self,
-        width: int | str = 4,
-        layout: str = "two groups in a block",
-        dtype: torch.dtype = torch.float32,
-        rotated: tuple[bool, bool] = (True, True),
-        batch: int = 2,
-        kv_heads: int = 2,
-        block_count: int = 4,
-        dense: tuple[int, ...] = (7, 70, 3),
-        cut: bool = True,
-    ) -> None:
-        self.dtype, self.batch, self.kv_heads = dtype, batch, kv_heads
-        self.key_dim, self.value_dim, size, key_group, value_group = LAYOUTS[layout]
-        shape = (batch, kv_heads, block_count * size)
-        key_form, value_form = (
-            code_format(width, group, mixed) for group, mixed in zip((key_group, value_group), rotated, strict=True)
-        )
-        packed_keys, keys = packed_states(key_form, "keys", (*shape, self.key_dim), size, dtype)
-        packed_values, values = packed_states(value_form, "values", (*shape, self.value_dim), size, dtype)
-        first, ends = (3, [size, size - 2, 1, *[size] * (block_count - 3)]) if cut else (0, [size] * block_count)
-        held = [block * size + i for block, end in enumerate(ends) for i in range(0 if block else first, end)]
-        packed = PackedSegment(packed_keys, packed_values, first, tuple(ends) if cut else None)
-        runs = [self._dense_run(tokens) for tokens in dense]
-        self.segments = KVSegments((*runs[:1], *(() if packed is None else (packed,)), *runs[1:]))
-        self.keys, self.values = (
-            torch.cat([part.double() for part in parts], 2)
-            for parts in (
-                [*(run.keys for run in runs[:1]), keys[:, :, held], *(run.keys for run in runs[1:])],
-                [*(run.values for run in runs[:1]), values[:, :, held], *(run.values for run in runs[1:])],
-            )
-        )
-        self.tokens = self.keys.shape[2]
-        assert self.segments.tokens == self.tokens
-
-    def _dense_run(self, tokens: int) -> DenseSegment:
-        # Views of larger buffers, as a store has them.
-        keys = torch.randn(self.batch, self.kv_heads, tokens + 9, self.key_dim).to(self.dtype)
-        values = torch.randn(self.batch, self.kv_heads, tokens + 5, self.value_dim).to(self.dtype)
-        return DenseSegment(keys[:, :, 4 : tokens + 4], values[:, :, 2 : tokens + 2])
-
-    def query(self, groups: int = 2, queries: int = 1) -> Tensor:
-        return torch.randn(self.batch, self.kv_heads * groups, queries, self.key_dim).to(self.dtype)
-
-    def attended(self, query: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-        """Exact attention, and how large the numbers are that were added up for it."""
-        keys, values = self.of_query_heads(query)
-        scores = query.double() @ keys.transpose(2, 3) * scale
-        if mask is not None:
-            scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask.double()
-        weights = torch.nan_to_num(scores.softmax(-1))
-        return weights @ values, weights @ values.norm(dim=-1, keepdim=True)
-
-    def of_query_heads(self, query: Tensor) -> tuple[Tensor, Tensor]:
-        copies = query.shape[1] // self.kv_heads
-        return self.keys.repeat_interleave(copies, 1), self.values.repeat_interleave(copies, 1)
-
-
-def check_products(case: Case, query: Tensor, weights: Tensor) -> None:
-    """Compare the products of eager attention by the compiled kernel with exact ones."""
-    keys, values = case.of_query_heads(query)
-    sizes = query.double().norm(dim=-1, keepdim=True) * keys.norm(dim=-1).unsqueeze(2)
-    check(kernel.scores(query, case.segments), query.double() @ keys.transpose(2, 3), sizes)
-    sizes = weights.double() @ values.norm(dim=-1, keepdim=True)
-    check(kernel.combine(weights, case.segments), weights.double() @ values, sizes)
+    key_dim, value_dim, size, *groups = LAYOUTS[layout]
+    first, ends = (3, (size, size - 2, 1, *[size] * (block_count - 3))) if cut else (0, None)
+    sides, exact = [], []
+    for side, group, mixed, head_dim in zip(SIDES, groups, rotated, (key_dim, value_dim), strict=True):
+        shape = (batch, kv_heads, block_count * size, head_dim)
+        packed, states = packed_states(code_format(width, group, mixed), side, shape, size, dtype)
+        sides.append(packed)
+        exact.append(states)
+    runs = [ordinary(dense_source(batch, tokens, dtype, key_dim, value_dim, kv_heads)) for tokens in dense]
+    packed_run = ordinary((PackedSegment(*sides, first, ends), *exact))
+    return side_by_side([*runs[:1], packed_run, *runs[1:]], dtype)
 
 
 def full(mask: Tensor | None, query: Tensor, tokens: int) -> Tensor | None:
@@ -141,7 +99,7 @@ def test_attention_is_that_of_the_states_that_the_codes_stand_for(
     attend: Callable[..., Tensor], width: int | str, dtype: torch.dtype, layout: str
 ) -> None:
     for rotated, groups, queries in (((True, True), 1, 1), ((False, False), 3, 2), ((True, False), 2, 3)):
-        case = Case(width, layout, dtype, rotated, kv_heads=1)
+        case = case_of(width, layout, dtype, rotated, kv_heads=1)
         query = case.query(groups, queries)
         check(attend(query, case.segments, None, 0.1), *case.attended(query, None, 0.1))
 
@@ -152,7 +110,7 @@ def test_attention_is_that_of_the_states_that_the_codes_stand_for(
 def test_whole_blocks_in_half_precision_for_any_number_of_heads_that_share_keys(layout: str, width: int) -> None:
     """The kernel multiplies these as integers, if the CPU can: other numbers of queries are other loops."""
     for groups in range(1, 6):
-        case = Case(width, layout, torch.bfloat16, batch=1, kv_heads=1, cut=False)
+        case = case_of(width, layout, torch.bfloat16, batch=1, kv_heads=1, cut=False)
         query = case.query(groups)
         check(kernel.attend(query, case.segments, None, 0.1), *case.attended(query, None, 0.1))
 
@@ -161,9 +119,9 @@ def test_whole_blocks_in_half_precision_for_any_number_of_heads_that_share_keys(
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_nothing_of_a_call_is_left_for_the_next(dtype: torch.dtype) -> None:
     """Threads keep their memory from one call to the next."""
-    case = Case(4, "native", dtype, cut=False)
+    case = case_of(4, "native", dtype, cut=False)
     query = case.query(2)
-    mask = full(torch.rand(2, 1, 1, case.tokens) > 0.3, query, case.tokens)
+    mask = full(torch.rand(2, 1, 1, case.segments.tokens) > 0.3, query, case.segments.tokens)
     expected = [kernel.attend(query, case.segments, given, 0.1) for given in (None, mask)]
     lost = torch.full((2, 2, 600, 64), torch.nan, dtype=dtype)
     for given in (None, mask):
@@ -179,71 +137,27 @@ def test_the_products_of_eager_attention_are_those_of_the_states(
     width: int | str, dtype: torch.dtype, layout: str
 ) -> None:
     for rotated, groups, queries in (((True, True), 3, 2), ((False, True), 1, 1)):
-        case = Case(width, layout, dtype, rotated)
+        case = case_of(width, layout, dtype, rotated)
         query = case.query(groups, queries)
-        check_products(case, query, torch.rand(*query.shape[:3], case.tokens).to(dtype))
+        case.check_products(query, kernel.scores, kernel.combine)
 
 
 @pytest.mark.parametrize("queries", range(1, 10))
 @pytest.mark.parametrize("attend", KERNELS)
 def test_any_number_of_queries_and_of_heads_that_share_keys(attend: Callable[..., Tensor], queries: int) -> None:
     for groups in range(1, 6):
-        case = Case(3, "no multiple of anything", batch=1 + groups % 2)
+        case = case_of(3, "no multiple of anything", batch=1 + groups % 2)
         query = case.query(groups, queries)
-        mask = torch.rand(query.shape[0], 1, queries, case.tokens) > 0.3
+        mask = torch.rand(query.shape[0], 1, queries, case.segments.tokens) > 0.3
         exact = case.attended(query, mask, 0.4)
-        check(attend(query, case.segments, full(mask, query, case.tokens), 0.4), *exact)
-
-
-MASK_SHAPES = {
-    "for all": (1, 1, 1),
-    "by sequence": (2, 1, 1),
-    "by head": (1, 6, 1),
-    "by query": (1, 1, 3),
-    "by sequence and query": (2, 1, 3),
-    "by sequence, head and query": (2, 6, 3),
-}
-
-
-@pytest.mark.parametrize(
-    ("attend", "shape", "kind"), product(KERNELS, MASK_SHAPES, ["bool", "float", "float with -inf", "bfloat16"])
-)
-def test_masks_of_every_shape_and_kind(attend: Callable[..., Tensor], shape: str, kind: str) -> None:
-    case = Case()
-    query = case.query(3, 3)
-    mask = torch.randn(*MASK_SHAPES[shape], case.tokens)
-    if kind == "bool":
-        mask = mask > 0
-    elif kind == "float with -inf":
-        mask = mask.masked_fill(mask > 0.5, -torch.inf)
-    elif kind == "bfloat16":
-        mask = mask.bfloat16()
-    exact = case.attended(query, mask, 0.2)
-    check(attend(query, case.segments, full(mask, query, case.tokens), 0.2), *exact)
-
-
-@pytest.mark.parametrize("as_bool", [True, False])
-@pytest.mark.parametrize("attend", KERNELS)
-def test_left_padding_and_queries_that_may_attend_to_nothing(attend: Callable[..., Tensor], as_bool: bool) -> None:
-    case = Case()
-    query = case.query(2, 3)
-    mask = torch.ones(2, 1, 3, case.tokens, dtype=torch.bool)
-    # Padding into the third block, so that whole runs are masked before the first token counts.
-    mask[0, :, :, :150] = False
-    mask[1, :, 1] = False
-    mask[1, :, 2, :-2] = False
-    if not as_bool:
-        mask = torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)
-    seen = attend(query, case.segments, full(mask, query, case.tokens), 0.2)
-    check(seen, *case.attended(query, mask, 0.2))
-    assert torch.equal(seen[1, :, 1], torch.zeros_like(seen[1, :, 1]))
+        check(attend(query, case.segments, full(mask, query, case.segments.tokens), 0.4), *exact)
 
 
 @needs_compiler
 @pytest.mark.parametrize("width", [3, 4, 8])
 def test_a_row_that_sees_nothing_leaves_the_rows_beside_it_alone(width: int) -> None:
-    case = Case(width, "native", torch.bfloat16, batch=1, kv_heads=1)
-    query, mask = case.query(4), torch.ones(1, 4, 1, case.tokens, dtype=torch.bool)
+    case = case_of(width, "native", torch.bfloat16, batch=1, kv_heads=1)
+    query, mask = case.query(4), torch.ones(1, 4, 1, case.segments.tokens, dtype=torch.bool)
     expected = kernel.attend(query, case.segments, mask, 0.2)
     mask[:, 1] = False
     seen = kernel.attend(query, case.segments, mask, 0.2)
@@ -253,11 +167,11 @@ def test_a_row_that_sees_nothing_leaves_the_rows_beside_it_alone(width: int) -> 
 
 @pytest.mark.parametrize("attend", KERNELS)
 def test_a_finite_mask_that_is_as_low_as_it_gets_gives_all_tokens_one_weight(attend: Callable[..., Tensor]) -> None:
-    case = Case()
+    case = case_of()
     query = case.query()
-    mask = torch.full((1, 1, 1, case.tokens), torch.finfo(torch.float32).min)
+    mask = torch.full((1, 1, 1, case.segments.tokens), torch.finfo(torch.float32).min)
     check(
-        attend(query, case.segments, full(mask, query, case.tokens), 0.2),
+        attend(query, case.segments, full(mask, query, case.segments.tokens), 0.2),
         case.values.mean(2, keepdim=True).repeat_interleave(2, 1),
         case.values.norm(dim=-1).mean(2)[:, :, None, None].repeat_interleave(2, 1),
     )
@@ -266,48 +180,39 @@ def test_a_finite_mask_that_is_as_low_as_it_gets_gives_all_tokens_one_weight(att
 @needs_compiler
 @pytest.mark.parametrize("width", [3, 4, "fp8"])
 def test_threads_that_share_one_head_split_its_tokens(two_threads: None, width: int | str) -> None:
-    case = Case(width, batch=1, kv_heads=1, block_count=40, dense=(16, 130))
+    case = case_of(width, batch=1, kv_heads=1, block_count=40, dense=(16, 130))
     query = case.query(3, 2)
     # Whole splits are masked in the first row.
-    mask = torch.ones(1, 1, 2, case.tokens, dtype=torch.bool)
+    mask = torch.ones(1, 1, 2, case.segments.tokens, dtype=torch.bool)
     mask[..., 0, :1500] = False
     for given in (None, mask):
         exact = case.attended(query, given, 0.2)
-        check(kernel.attend(query, case.segments, full(given, query, case.tokens), 0.2), *exact)
-    check_products(case, query, torch.rand(*query.shape[:3], case.tokens))
+        check(kernel.attend(query, case.segments, full(given, query, case.segments.tokens), 0.2), *exact)
+    case.check_products(query, kernel.scores, kernel.combine)
 
 
 @pytest.mark.parametrize("attend", KERNELS)
-def test_queries_that_are_not_contiguous(attend: Callable[..., Tensor]) -> None:
-    case = Case(dtype=torch.bfloat16)
+def test_queries_may_lie_in_memory_in_any_way(attend: Callable[..., Tensor]) -> None:
+    case = case_of(dtype=torch.bfloat16)
     query = case.query(2, 3)
     exact = case.attended(query, None, 0.2)
-    as_models_have_it = query.transpose(1, 2).contiguous().transpose(1, 2)
     with_channels_apart = query.transpose(2, 3).contiguous().transpose(2, 3)
-    part_of_more = torch.cat([query, query], 3)[..., : case.key_dim]
-    for layout in (as_models_have_it, with_channels_apart, part_of_more):
-        assert not layout.is_contiguous()
+    part_of_more = torch.cat([query, query], 3)[..., : case.segments.head_dims[0]]
+    for layout in (query.contiguous(), with_channels_apart, part_of_more):
         check(attend(layout, case.segments, None, 0.2), *exact)
 
 
 @needs_compiler
 def test_factors_of_products_that_are_not_contiguous() -> None:
-    case = Case()
-    query, weights = torch.randn(2, 4, case.key_dim, 2), torch.rand(2, 4, case.tokens, 2)
-    check_products(case, query.transpose(2, 3), weights.transpose(2, 3))
-
-
-@pytest.mark.parametrize("attend", KERNELS)
-def test_packed_blocks_alone(attend: Callable[..., Tensor]) -> None:
-    case = Case(dense=(), cut=False)
-    query = case.query()
-    check(attend(query, case.segments, None, 0.2), *case.attended(query, None, 0.2))
+    case = case_of()
+    query = torch.randn(2, 4, case.segments.head_dims[0], 2).transpose(2, 3)
+    case.check_products(query, kernel.scores, kernel.combine)
 
 
 @pytest.mark.parametrize("attend", KERNELS)
 def test_scores_far_apart_leave_one_token(attend: Callable[..., Tensor]) -> None:
     # Products of some hundreds: the exponentials of all but a few are zero, and none may overflow.
-    case = Case()
+    case = case_of()
     query = case.query() * 100
     exact, magnitude = case.attended(query, None, 1.0)
     # The error of a score grows with it: |q| |k| is up to 8,000 here, and the score goes into the exponent.
@@ -321,7 +226,7 @@ def test_scores_far_apart_leave_one_token(attend: Callable[..., Tensor]) -> None
 def test_a_query_over_a_state_that_is_not_finite_is_not_a_number(
     attend: Callable[..., Tensor], bad: float, where: str
 ) -> None:
-    case = Case(kv_heads=1)
+    case = case_of(kv_heads=1)
     query = case.query().abs()
     run = case.segments.in_order[0 if where == "before" else 2]
     run.keys[0, 0, 2, 1] = bad
@@ -330,12 +235,12 @@ def test_a_query_over_a_state_that_is_not_finite_is_not_a_number(
     assert seen[1].isfinite().all()
     # A mask that hides the token may hide this too, or not, as torch's own attention does not: it is never another
     # number.
-    mask = torch.ones(1, 1, 1, case.tokens, dtype=torch.bool)
-    mask[..., 2 if where == "before" else case.tokens - 73 + 2] = False
-    alone = attend(query, case.segments, full(~mask, query, case.tokens), 0.2)
+    mask = torch.ones(1, 1, 1, case.segments.tokens, dtype=torch.bool)
+    mask[..., 2 if where == "before" else case.segments.tokens - 73 + 2] = False
+    alone = attend(query, case.segments, full(~mask, query, case.segments.tokens), 0.2)
     assert alone[0].isnan().all()
     assert alone[1].isfinite().all()
-    hidden = attend(query, case.segments, full(mask, query, case.tokens), 0.2)
+    hidden = attend(query, case.segments, full(mask, query, case.segments.tokens), 0.2)
     run.keys[0, 0, 2, 1] = 0
     case.keys.nan_to_num_(0, 0, 0)
     exact, magnitude = case.attended(query, mask, 0.2)
@@ -922,10 +827,10 @@ def test_the_measure_of_memory_sees_a_dense_copy(long_layer: kvlayers.QuantizedL
 @pytest.mark.parametrize("scale", [None, 0.5])
 @pytest.mark.parametrize("queries", [2, kernel.CPU_MAXIMUM_ROWS // 2 + 1], ids=["few", "more than the kernel is for"])
 def test_the_scale_is_that_of_torch_where_it_is_not_given(queries: int, scale: float | None) -> None:
-    case = Case(kv_heads=1)
+    case = case_of(kv_heads=1)
     query = case.query(2, queries)
-    mask = torch.rand(1, 1, queries, case.tokens) > 0.5
-    used = case.key_dim**-0.5 if scale is None else scale
+    mask = torch.rand(1, 1, queries, case.segments.tokens) > 0.5
+    used = case.segments.head_dims[0] ** -0.5 if scale is None else scale
     check(dispatch.attend(query, case.segments, mask, scale, PathCounter()), *case.attended(query, mask, used))
 
 
@@ -933,12 +838,12 @@ def test_the_scale_is_that_of_torch_where_it_is_not_given(queries: int, scale: f
 def test_slabs_are_one_softmax(queries: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("CPU_SCORES_AT_ONCE", "CPU_CODES_AT_ONCE"):
         monkeypatch.setattr(slabs, name, 1)
-    case = Case(block_count=4)
-    query, mask = case.query(2, queries), torch.ones(1, 1, queries, case.tokens, dtype=torch.bool)
+    case = case_of(block_count=4)
+    query, mask = case.query(2, queries), torch.ones(1, 1, queries, case.segments.tokens, dtype=torch.bool)
     # The first slab shows no token, or all slabs do.
     mask[..., 0, :70] = False
     for given in (None, mask):
-        seen = slabs.attend(query, case.segments, full(given, query, case.tokens), 0.2)
+        seen = slabs.attend(query, case.segments, full(given, query, case.segments.tokens), 0.2)
         check(seen, *case.attended(query, given, 0.2))
 
 
@@ -950,9 +855,11 @@ def test_slabs_rotate_what_is_smaller_and_once(queries: int, cut: bool, monkeypa
     rotated = []
     for module in (slabs, packed_side):
         monkeypatch.setattr(module, "rotate", lambda states: rotated.append(states.numel()) or rotate(states))
-    case = Case(block_count=8, cut=cut)
+    case = case_of(block_count=8, cut=cut)
     query, rows = case.query(2, queries), 2 * queries
     check(slabs.attend(query, case.segments, None, 0.2), *case.attended(query, None, 0.2))
     # The queries and the sums of the values, whatever the number of slabs; or the states of all blocks.
     of_each = min(rows, 8 * 64)
-    assert sum(rotated) == case.batch * case.kv_heads * of_each * (case.key_dim + case.value_dim)
+    assert sum(rotated) == case.segments.batch * case.segments.kv_heads * of_each * (
+        case.segments.head_dims[0] + case.segments.head_dims[1]
+    )

@@ -10,6 +10,7 @@ from torch import Tensor
 import kvlayers
 from branches import Kind, check_branches
 from families import FAMILIES, model_and_inputs
+from matrix import seeds
 from models import prompt, tiny_model
 
 TOLERANCE = 1e-4
@@ -79,7 +80,7 @@ CACHES: dict[str, Callable[[], Kind]] = {
 }
 
 
+@pytest.mark.parametrize("seed", seeds(1, 3))
 @pytest.mark.parametrize("kind", CACHES)
-def test_a_model_continues_branches_as_it_continues_caches_that_share_nothing(kind: str) -> None:
-    for seed in range(2):
-        check_branches(CACHES[kind](), f"{kind} {seed}", prefix=50, changes=20)
+def test_a_model_continues_branches_as_it_continues_caches_that_share_nothing(kind: str, seed: int) -> None:
+    check_branches(CACHES[kind](), f"{kind} {seed}", prefix=50, changes=20)

@@ -129,10 +129,10 @@ def test_any_two_caches_give_the_tokens_of_transformers(family: str, way: str) -
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_pair_of_transformers_may_have_parts_of_ours(family: str) -> None:
     config = model_of(family).config
-    ways = [*WAYS]
-    for index, kind in enumerate(KINDS):
-        # Across the families, each kind meets each way.
-        way = ways[(index + FAMILIES.index(family)) % len(ways)]
+    ways, place = [*WAYS], FAMILIES.index(family)
+    # Each kind with two families, and each way.
+    for index, kind in enumerate([*KINDS][place % 2 :: 2]):
+        way = ways[(index + place) % len(ways)]
         pair = transformers.EncoderDecoderCache(KINDS[kind](config), KINDS[kind](config))
         seen = generate(family, past_key_values=pair, **WAYS[way])
         assert torch.equal(seen, tokens_of_transformers(family, way)), kind
@@ -211,7 +211,7 @@ def test_drafts_are_verified_and_rolled_back_with_any_pair(family: str) -> None:
 def test_a_pair_goes_on_where_generate_left_it(family: str) -> None:
     given = {**inputs(family), "decoder_input_ids": prompt(2, 3, seed=7)}
     whole = generate(family, given, past_key_values=upstream_pair(), max_new_tokens=9)[:, -9:]
-    for own, cross in MIXED:
+    for own, cross in MIXED[FAMILIES.index(family) % 2 :: 2]:
         pair = pair_of(family, own, cross)
         first = generate(family, given, past_key_values=pair, max_new_tokens=4)[:, -4:]
         # All tokens but the last one are held; whisper puts no token of its own before those that it is given.
@@ -242,7 +242,7 @@ def test_steps_around_reserved_self_attention_are_one_graph(installed: None, cro
 def test_another_input_is_refused_until_the_first_one_is_forgotten(family: str, installed: None) -> None:
     given, other = inputs(family), inputs(family, seed=5)
     others = [other] if family == "whisper" else [other, inputs(family, batch=1), inputs(family, tokens=9)]
-    for kind in KINDS:
+    for kind in [*KINDS][FAMILIES.index(family) % 2 :: 2]:
         pair = pair_of(family, kind, kind)
         decoded = generate(family, given, past_key_values=pair)
         # Whisper returns no start tokens.

@@ -86,11 +86,14 @@ def check_decoding(program: Any, model: Any, ids: Tensor) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_one_program_decodes_behind_any_number_of_tokens(family: str) -> None:
+@pytest.mark.parametrize(("family", "by_tensors"), [("llama", True), ("gemma2", False)])
+def test_one_program_decodes_behind_any_number_of_tokens(family: str, by_tensors: bool) -> None:
     """gemma2 has a window, which has dropped tokens: transformers' own cache forgets how many."""
     model, ids = small_model(family), prompt(1, LENGTH + 3, seed=4)
-    program = step_program(model, filled(model, ids[:, :PROMPT]))
+    cache, shapes = filled(model, ids[:, :PROMPT]), torch.export.ShapesCollection()
+    for layer in cache.layers:
+        shapes[layer.keys] = shapes[layer.values] = {2: AUTO}
+    program = step_program(model, cache, shapes if by_tensors else None)
     assert len(program.graph_signature.output_specs) == 1 + 2 * model.config.num_hidden_layers
     check_decoding(program, model, ids)
     # torch would pickle the cache, and not read it again.
@@ -99,14 +102,6 @@ def test_one_program_decodes_behind_any_number_of_tokens(family: str) -> None:
     torch.export.save(program, file)
     file.seek(0)
     check_decoding(torch.export.load(file), model, ids)
-
-
-def test_shapes_are_found_by_the_tensors_of_layers() -> None:
-    model, ids = small_model("llama"), prompt(1, LENGTH + 3, seed=4)
-    cache, shapes = filled(model, ids[:, :PROMPT]), torch.export.ShapesCollection()
-    for layer in cache.layers:
-        shapes[layer.keys] = shapes[layer.values] = {2: AUTO}
-    check_decoding(step_program(model, cache, shapes), model, ids)
 
 
 def test_a_program_takes_a_prompt_in_and_returns_its_cache() -> None:

@@ -1,6 +1,7 @@
 """Static caches in compiled code: the logits of eager code, from a few graphs, whatever happens between the steps."""
 
 import copy
+import dataclasses
 import functools
 import pickle
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from torch import Tensor
 import kvlayers
 import versions
 from counted_graphs import COUNTS, CUDA_GRAPHS, MODELS, backend, graphs, recording_backend
+from decodings import OPERATIONS, Decoding, Operation, check_goes_on_after, deepcopy, fork, pickled, reorder, saved
 from kvlayers import CapacityError, KVLayersError, StaticCache
 from kvlayers.errors import StateMismatchError
 from kvlayers.stores import Buckets
@@ -307,7 +309,6 @@ def test_attention_in_plain_torch_reads_buckets_too() -> None:
 # Between compiled steps
 
 
-Operation = Callable[[StaticCache], StaticCache]
 TURNS: dict[str, str] = {
     "eager after compiled": "cccceeee" * 5,
     "one by one": "ce" * 20,
@@ -328,23 +329,38 @@ def test_eager_and_compiled_steps_may_take_turns(family: str, turns: str) -> Non
     check(torch.cat(logits), expected[: len(steps) + 1])
 
 
-def test_tokens_are_taken_back_between_compiled_steps() -> None:
-    family = "qwen2"
-    inputs, expected = reference(family)
-    forward, cache = shared(family), static_cache(family)
-    check(decode(forward, cache, inputs, prefill=small_model(family)), expected)
-    compiled_once = graphs()
-    for length in (29, 22, 16, 12):
-        cache.crop(length)
-        first = length - PROMPT + 1
-        check(decode(forward, cache, inputs[first : first + 8]), expected[first : first + 8])
-        # Drafts that are wrong: written, and taken back.
+@dataclasses.dataclass
+class CompiledDecoding(Decoding):
+    """Of a model whose single tokens are passed in compiled code."""
+
+    family: str
+
+    def logits(self, tokens: Tensor, cache: Any) -> Tensor:
+        model = small_model(self.family) if cache is None or tokens.shape[1] > 1 else shared(self.family)
         with torch.no_grad():
-            for ids in prompt(2, 3, seed=length).split(1, dim=1):
-                forward(ids.contiguous(), **given(cache))
-        cache.crop(-3)
-        check(decode(forward, cache, inputs[first + 8 : first + 12]), expected[first + 8 : first + 12])
-    assert graphs() == compiled_once
+            return model(tokens, **(given(cache) if cache is not None else {})).logits.clone()
+
+    def check_at_rest(self) -> None:
+        length = self.cache.get_seq_length()
+        assert isinstance(length, int)
+        assert length == self.tokens.shape[1] - 1
+
+    def begin_anew(self) -> None:
+        self.tokens = prompt(2, 5, seed=4)
+
+
+@pytest.mark.parametrize(("operation", "family"), once(OPERATIONS, ["qwen2", "hybrid"], times=2))
+def test_decoding_goes_on_after_every_operation(family: str, operation: Operation) -> None:
+    make = functools.partial(static_cache, family, max_batch_size=4)
+    # The window moves at the next token but one.
+    decoding = CompiledDecoding(prompt(2, 21), make(), make, family)
+    for _ in range(3):
+        decoding.step()
+    compiled_once, address = graphs(), decoding.cache.layers[-1].keys.untyped_storage().data_ptr()
+    check_goes_on_after(decoding, operation)
+    assert decoding.cache.layers[-1].keys.untyped_storage().data_ptr() == address
+    if operation in (reorder, fork, deepcopy, pickled, saved):
+        assert graphs() == compiled_once
 
 
 @pytest.mark.parametrize("reads_buckets", [False, True])
@@ -387,66 +403,6 @@ def test_a_cache_that_reads_buckets_outside_of_compiled_code_gives_the_same_logi
     cache = static_cache(family, compiled=True)
     seen = [small_model(family)(ids, **given(cache)).logits[:, -1].detach() for ids in inputs[:30]]
     check(torch.stack(seen), expected[:30])
-
-
-@pytest.mark.parametrize("family", ["qwen2", "hybrid"])
-def test_sequences_are_reordered_between_compiled_steps(family: str) -> None:
-    inputs, _ = reference(family)
-    model, forward, cache = small_model(family), shared(family), static_cache(family)
-    upstream = transformers.DynamicCache(config=model.config)
-    address = None
-    with torch.no_grad():
-        for index, ids in enumerate(inputs):
-            expected = model(ids, **given(upstream)).logits[:, -1]
-            check((forward if index else model)(ids, **given(cache)).logits[:, -1], expected)
-            if index in (5, 14, 15, 30, 36):
-                rows = torch.tensor([[1, 0], [0, 0], [1, 1]][index % 3])
-                upstream.reorder_cache(rows)
-                cache.reorder_cache(rows)
-            now = cache.layers[-1].keys.untyped_storage().data_ptr()
-            assert address in (None, now)
-            address = now
-
-
-@pytest.mark.parametrize(
-    "twin_of",
-    [lambda cache: cache.fork(), copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))],
-    ids=["fork", "deepcopy", "pickle"],
-)
-@pytest.mark.parametrize("family", ["qwen2", "hybrid"])
-def test_copies_made_between_compiled_steps_go_their_own_ways(family: str, twin_of: Operation) -> None:
-    inputs, expected = reference(family)
-    forward, cache = shared(family), static_cache(family)
-    others, _ = reference(family, seed=7)
-    check(decode(forward, cache, inputs[:12], prefill=small_model(family)), expected[:12])
-    twin, other = twin_of(cache), twin_of(cache)
-    assert twin.get_seq_length() == cache.get_seq_length()
-    # The window moves at the 16th of all inputs, the bucket is left at the 25th, and the window moves at the 32nd.
-    decode(forward, other, others[1:20])
-    check(decode(forward, twin, inputs[12:28]), expected[12:28])
-    check(decode(forward, cache, inputs[12:26]), expected[12:26])
-    decode(forward, twin_of(cache), others[1:8])
-    check(decode(forward, cache, inputs[26:34]), expected[26:34])
-    third = twin_of(cache)
-    third.reset()
-    check(decode(forward, third, inputs[:20], prefill=small_model(family)), expected[:20])
-
-
-@pytest.mark.parametrize("family", ["qwen2", "hybrid"])
-def test_a_saved_state_goes_on_in_compiled_code(family: str) -> None:
-    inputs, expected = reference(family)
-    forward, cache = shared(family), static_cache(family)
-    check(decode(forward, cache, inputs[:27], prefill=small_model(family)), expected[:27])
-    state, compiled_once = cache.state(), graphs()
-    decode(forward, cache, inputs[27:30])
-    address = cache.layers[-1].keys.untyped_storage().data_ptr()
-    cache.load_state(state)
-    assert cache.layers[-1].keys.untyped_storage().data_ptr() == address
-    check(decode(forward, cache, inputs[27:30]), expected[27:30])
-    fresh = static_cache(family)
-    fresh.load_state(state)
-    check(decode(forward, fresh, inputs[27:30]), expected[27:30])
-    assert graphs() == compiled_once
 
 
 def test_inference_mode_and_no_grad_may_take_turns() -> None:

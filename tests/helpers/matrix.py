@@ -1,8 +1,7 @@
 """Which cases the gate runs: all combinations of parameters are for the night, and few have every pair of values."""
 
-import dataclasses
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -75,13 +74,22 @@ def to_run(cases: dict[str, Any]) -> list[str]:
 
 def telling(cases: dict[str, Any]) -> set[str]:
     """Names of few cases, which are dataclasses, that have all values of their fields between them."""
-    values = {name: set(map(repr, dataclasses.asdict(case).items())) for name, case in cases.items()}
+    values = {name: set(_values(vars(case))) for name, case in cases.items()}
     kept, missing = set(), set.union(*values.values())
     while missing:
         most = max(cases, key=lambda name: len(values[name] & missing))
         kept.add(most)
         missing -= values[most]
     return kept
+
+
+def _values(fields: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """What a case has in each field, and in each entry of a field that is a dictionary of options."""
+    for name, value in fields.items():
+        if isinstance(value, dict):
+            yield from _values({f"{name} {option}": chosen for option, chosen in value.items()})
+        else:
+            yield name, repr(value)
 
 
 def covering(sizes: Sequence[int]) -> set[tuple[int, ...]]:

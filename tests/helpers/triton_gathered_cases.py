@@ -3,6 +3,7 @@
 As in `triton_decode_cases`, triton decides at its import whether it interprets.
 """
 
+import itertools
 import json
 import sys
 from dataclasses import dataclass, field, replace
@@ -12,6 +13,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from histories import Held, side_by_side
 from kvlayers.kernels.attention.cuda import plan
 from kvlayers.kernels.attention.cuda.plan import Launch
 from kvlayers.kernels.attention.segment_kinds import DenseSegment, PackedSegment, SegmentRows
@@ -19,15 +21,15 @@ from kvlayers.kernels.attention.segments import GatheredSegment, KVSegments, Seg
 from kvlayers.kernels.codes.quantizer_contract import Side
 from matrix import to_run
 from packed_reference import counted_launches
+from random_states import hadamard
 from triton_decode_cases import (
     FLOAT8,
     SIDES,
     Case,
     attended_in_float32,
-    hadamard,
+    held_in_float64,
     native,
     quantized,
-    states_in_float64,
 )
 
 PIECE_TOKENS = 64
@@ -81,19 +83,19 @@ CASES: dict[str, Gathered] = {
     "dense, other head_dims": Gathered(None, case={"key_dim": 80, "value_dim": 48}),
     "dense, alone": Gathered(None, case={"after": ()}),
     "dense, between": Gathered(None, case={"before": (5,), "after": (70,)}),
-    "dense, four segments around": Gathered(None, case={"before": (5, 3), "after": (7, 70)}),
+    "dense, four segments around": Gathered(None, case={"before": (5, 3), "after": (9, 70)}),
     "dense, flat": Gathered(None, flat=True, case=BATCH),
-    "dense, uneven heads": Gathered(None, (34, 0, 5), 34, flat=True, case={"blocks": 40}),
+    "dense, uneven heads": Gathered(None, (34, 0), 34, flat=True, case={"blocks": 40}),
     "dense, no head has a piece": Gathered(None, (0, 0)),
     "dense, no entry": Gathered(None, (0, 0), 0),
-    "dense, several queries": Gathered(None, case={"q_tokens": 5, "groups": 3, **BATCH}),
-    "dense, rows of several programs": Gathered(None, case={"q_tokens": 16, "groups": 5}),
+    "dense, several queries": Gathered(None, case={"q_tokens": 5, "groups": 3}),
+    "dense, rows of several programs": Gathered(None, case={"q_tokens": 7, "groups": 5}),
     "dense, gaps": Gathered(None, right_aligned=False, case={**MASKED, "q_tokens": 2}),
-    "dense, mask": Gathered(None, case={**MASKED, "q_tokens": 3, "before": (5,)}),
+    "dense, mask": Gathered(None, case={**MASKED, "q_tokens": 2, "before": (5,)}),
     "dense, mask of heads": Gathered(None, flat=True, case={"batch": 2, "mask_shape": (2, 4, 2), "q_tokens": 2}),
     "dense, added mask": Gathered(None, case={**MASKED, "mask_dtype": torch.float32}),
     "dense, sequences read others": Gathered(None, case={"batch": 2, "rows": (1, 0, 1), "mask_shape": (3, 1, 1)}),
-    "dense, shared tail": Gathered(None, case={"batch": 4}, tail_rows=(0, 0, 1, 1)),
+    "dense, shared tail": Gathered(None, (1, 1), 1, case={"batch": 4}, tail_rows=(0, 0, 1, 1)),
     "dense, unevenly shared tail": Gathered(None, case={"batch": 3}, tail_rows=(1, 0, 1)),
     "dense, two gathered segments": Gathered(None, gathered_after=True, case=MASKED),
     "2 bits": Gathered(native(2)),
@@ -102,7 +104,7 @@ CASES: dict[str, Gathered] = {
     "4 bits, bfloat16, head_dim 128": Gathered(
         native(4), case={"dtype": torch.bfloat16, "key_dim": 128, "value_dim": 128}
     ),
-    "4 bits, flat": Gathered(native(4), flat=True, case={"batch": 2, "groups": 4}),
+    "4 bits, flat": Gathered(native(4), flat=True, case={"batch": 2}),
     "4 bits, uneven heads": Gathered(native(4), (7, 0, 2), 7, flat=True, case={"blocks": 9, "before": (5,)}),
     "4 bits, no head has a piece": Gathered(native(4), (0, 0)),
     "4 bits, gaps": Gathered(native(4), right_aligned=False, case={"mask_shape": (1, 1, 1)}),
@@ -219,56 +221,39 @@ def states_of(gathered: Gathered) -> KVSegments:
     return KVSegments((*segments, *map(dense, case.after)))
 
 
-def columns_in_float64(segment: Segment, side: Side) -> tuple[Tensor, Tensor]:
-    """States of all columns, zeros where there is no token, and bool `[batch, kv_heads, columns]`, which have one."""
+def columns_in_float64(segment: Segment) -> Held:
+    """A segment with the states of its columns, zeros where there is no token."""
     if not isinstance(segment, GatheredSegment):
-        states = states_in_float64(segment, side)
-        return states, torch.ones(states.shape[:3], dtype=torch.bool)
+        return held_in_float64(segment)
     source = segment.source
-    block_tokens = 1
-    if isinstance(source, PackedSegment):
-        packed = source.side(side)
-        block_tokens = packed.layout.block_tokens
-        states = packed.dequantized().double()
-        states = states @ hadamard(packed.layout.head_dim) if packed.layout.format.rotated else states
-    else:
-        states = source.states(side, torch.float64)
+    block_tokens = source.keys.layout.block_tokens if isinstance(source, PackedSegment) else 1
+    states = [states_of_source(source, side) for side in SIDES]
     batch, heads, pieces = segment.starts.shape
-    found = torch.zeros(batch, heads, segment.width, states.shape[3], dtype=torch.float64)
-    held = torch.zeros(batch, heads, segment.width, dtype=torch.bool)
-    for sequence in range(batch):
+    found = [torch.zeros(batch, heads, segment.width, side.shape[3], dtype=torch.float64) for side in states]
+    is_token = torch.zeros(batch, heads, segment.width, dtype=torch.bool)
+    for sequence, head, piece in itertools.product(range(batch), range(heads), range(pieces)):
         of_source = sequence if source.rows is None else (source.rows.known or ())[sequence]
-        for head in range(heads):
-            for piece in range(pieces):
-                start, count, column = (
-                    int(table[sequence, head, piece]) for table in (segment.starts, segment.counts, segment.columns)
-                )
-                token = start * block_tokens
-                if isinstance(source, PackedSegment) and start == 0:
-                    token += source.first
-                for _ in range(count):
-                    assert not held[sequence, head, column]
-                    found[sequence, head, column] = states[of_source, head, token]
-                    held[sequence, head, column] = True
-                    token, column = token + 1, column + 1
-    return found, held
+        start, count, column = (
+            int(table[sequence, head, piece]) for table in (segment.starts, segment.counts, segment.columns)
+        )
+        token = start * block_tokens
+        if isinstance(source, PackedSegment) and start == 0:
+            token += source.first
+        for place in range(count):
+            assert not is_token[sequence, head, column + place]
+            is_token[sequence, head, column + place] = True
+            for of_columns, side in zip(found, states, strict=True):
+                of_columns[sequence, head, column + place] = side[of_source, head, token + place]
+    return Held(segment, *found, is_token)
 
 
-def reference(query: Tensor, segments: KVSegments, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-    """Attention by its definition, in float64."""
-    sides = []
-    held = []
-    for side in SIDES:
-        parts = [columns_in_float64(segment, side) for segment in segments.in_order]
-        states = torch.cat([part for part, _ in parts], 2)
-        held = torch.cat([part for _, part in parts], 2)
-        groups = query.shape[1] // states.shape[1]
-        sides.append(states.repeat_interleave(groups, 1))
-    scores = query.double() @ sides[0].transpose(2, 3) * scale
-    scores = scores.masked_fill(~held.repeat_interleave(groups, 1).unsqueeze(2), -torch.inf)
-    if mask is not None:
-        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask.double()
-    return torch.softmax(scores, -1).nan_to_num(0) @ sides[1], torch.logsumexp(scores, -1)
+def states_of_source(source: DenseSegment | PackedSegment, side: Side) -> Tensor:
+    """All states of a source in float64, as they were before they were packed."""
+    if isinstance(source, DenseSegment):
+        return source.states(side, torch.float64)
+    packed = source.side(side)
+    states = packed.dequantized().double()
+    return states @ hadamard(packed.layout.head_dim) if packed.layout.format.rotated else states
 
 
 def mask_of(case: Case, tokens: int) -> Tensor | None:
@@ -293,15 +278,15 @@ def errors(gathered: Gathered) -> dict[str, float]:
     scale = case.key_dim**-0.5
     with counted_launches() as launches:
         out = attended_in_float32(query, segments, mask, scale)
-    expected, expected_lse = reference(query, segments, mask, scale)
-    assert not out[expected_lse == -torch.inf].any()
+    parts = [columns_in_float64(segment) for segment in segments.in_order]
+    expected, size = side_by_side(parts, case.dtype).attended(query, mask, scale)
+    assert not out[(size == 0).expand_as(out)].any()
     # As in the cases of packed segments.
     rounding = torch.finfo(case.dtype).eps if case.dtype != torch.float32 else 8 * torch.finfo(torch.float32).eps
     score_limit = rounding * (1 + 2 * abs(float(query.double().norm(dim=-1).amax() * scale)))
-    parts = [columns_in_float64(segment, "values")[0] for segment in segments.in_order]
-    size = max((float(states.nan_to_num(0).abs().amax()) for states in parts if states.numel()), default=1.0)
+    largest = max((float(part.values.nan_to_num(0).abs().amax()) for part in parts if part.values.numel()), default=1.0)
     return {
-        "out": float((out - expected).abs().amax() / (max(size, 1e-9) * (score_limit + rounding))),
+        "out": float((out - expected).abs().amax() / (max(largest, 1e-9) * (score_limit + rounding))),
         "launches": sum(launches.values()),
     }
 

@@ -19,9 +19,9 @@ VERSIONS = ("4.57.6", "5.0.0", "5.6.2", "5.12.1", "5.17.0", "5.23.0", "5.24.0")
 
 CORE = (
     *("caches/test_bad_input", "caches/test_legacy", "caches/test_old_documents", "generation/test_families"),
-    *("generation/test_generate", "generation/test_legacy_names", "generation/test_legacy_tuples"),
-    *("generation/test_registry", "sinks/test_sink", "persistence/test_persistence", "rope/test_rotary"),
-    *("upstream/test_cache_argument", "upstream/test_compat", "upstream/test_upstream"),
+    *("generation/test_generate", "generation/test_install", "generation/test_legacy_names"),
+    *("generation/test_legacy_tuples", "generation/test_registry", "sinks/test_sink", "persistence/test_persistence"),
+    *("rope/test_rotary", "upstream/test_cache_argument", "upstream/test_compat", "upstream/test_upstream"),
 )
 """Files with tests of what versions of transformers differ in, which `oldest` runs without the slow tests."""
 

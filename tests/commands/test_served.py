@@ -2,6 +2,7 @@
 
 import asyncio
 import contextvars
+import functools
 import socket
 import sys
 import threading
@@ -9,7 +10,6 @@ import time
 import types
 import urllib.request
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -97,9 +97,9 @@ TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
 TEXT = "the sea is a sea of the sea and a sea . " * 8
 
 
-@pytest.fixture
-def serve(tmp_path: Path) -> Iterator[Any]:
-    """Starts `transformers serve` in a thread, and returns a client and the name of each model.
+@pytest.fixture(scope="module")
+def start() -> Iterator[Any]:
+    """Starts `transformers serve` in a thread, once for the same options, and returns a client.
 
     With a store, each key has a namespace of its own.
     """
@@ -108,37 +108,52 @@ def serve(tmp_path: Path) -> Iterator[Any]:
     serving = pytest.importorskip("transformers.cli.serve", reason="this transformers has another server")
     import openai
 
-    started: list[Any] = []
-    changed: list[Any] = []
+    servers: list[Any] = []
+    changed = served.report_reuse()
 
-    def start(*families: str, by_key: PrefixStore | None = None, **options: Any) -> tuple[Any, list[str]]:
-        names = []
-        for family in families:
-            directory = save_model(tmp_path / family, family)
-            tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
-            tokenizer.chat_template = TEMPLATE
-            tokenizer.save_pretrained(directory)
-            names.append(str(directory))
+    @functools.cache
+    def started(by_key: PrefixStore | None = None, **options: Any) -> Any:
         with socket.socket() as free:
             free.bind(("localhost", 0))
             port = free.getsockname()[1]
-        changed.extend(served.report_reuse())
-        if by_key is not None:
-            changed.append(served.separate_keys(by_key, "mine"))
-        started.append(serving.Serve(port=port, device="cpu", dtype="float32", non_blocking=True, **options))
-        for _ in range(100):
+        patches = [] if by_key is None else [served.separate_keys(by_key, "mine")]
+        servers.append(serving.Serve(port=port, device="cpu", dtype="float32", non_blocking=True, **options))
+        for patch in patches:
+            patch.remove()
+        for _ in range(1000):
             try:
                 urllib.request.urlopen(f"http://localhost:{port}/health")
                 break
             except OSError:
-                time.sleep(0.1)
-        return openai.OpenAI(base_url=f"http://localhost:{port}/v1", api_key="none", max_retries=0), names
+                time.sleep(0.01)
+        return openai.OpenAI(base_url=f"http://localhost:{port}/v1", api_key="none", max_retries=0)
 
-    yield start
-    for server in started:
+    yield started
+    for server in servers:
         server.kill_server()
     for patch in changed:
         patch.remove()
+
+
+@pytest.fixture(scope="module")
+def name_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The name of a model of a family, by which a server finds it."""
+
+    @functools.cache
+    def saved(family: str) -> str:
+        directory = save_model(tmp_path_factory.mktemp(family) / family, family)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
+        tokenizer.chat_template = TEMPLATE
+        tokenizer.save_pretrained(directory)
+        return str(directory)
+
+    return saved
+
+
+@pytest.fixture
+def serve(start: Any, name_of: Any) -> Iterator[Any]:
+    """Returns a client and the name of each model."""
+    yield lambda *families, **options: (start(**options), [name_of(family) for family in families])
     kvlayers.uninstall()
 
 

@@ -14,13 +14,12 @@ from eviction_oracle_model import OracleCache, oracle_logits, oracle_model, orac
 from kvlayers import DynamicCache, EvictingCache
 from kvlayers.errors import UnsupportedLayerError
 from kvlayers.eviction import BUILTIN_RULES, EvictionRule, register_eviction_rule, unregister_eviction_rule
+from matrix import once
 from models import fresh_model, prompt, tiny_model
 
 PROTECTED = {"sink_tokens": 2, "recent_tokens": 8}
 OPTIONS = {"keep": 0.4, **PROTECTED}
 LAYERS = 2
-BY_SCORES_OF_STATES = [rule for rule in BUILTIN_RULES if rule != "expected_attention"]
-"""The oracle does not know how a model rotates."""
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +32,19 @@ def slow(model: Any) -> Any:
     return oracle_model(model)
 
 
+@pytest.fixture
+def backwards() -> Iterator[None]:
+    @register_eviction_rule("test_backwards")
+    class Backwards(EvictionRule):
+        """Evicts the newest tokens first."""
+
+        def scores(self, keys: Tensor, values: Tensor, queries: Tensor | None) -> Tensor:
+            return -torch.arange(keys.shape[2], dtype=keys.dtype).expand(keys.shape[:3])
+
+    yield
+    unregister_eviction_rule("test_backwards")
+
+
 def oracles(rule: str, keep: float | None = 0.4, per_head: bool = True, **options: Any) -> OracleCache:
     return OracleCache(LAYERS, rule, keep=keep, sinks=2, recent=8, per_head=per_head, **options)
 
@@ -43,37 +55,30 @@ def generated(model: Any, ids: Tensor, tokens: int = 10, **how: Any) -> Any:
     return model.generate(ids, return_dict_in_generate=True, **options)
 
 
-@pytest.mark.parametrize("rule", BY_SCORES_OF_STATES)
-def test_every_rule_by_its_name_and_given_is_the_oracle(model: Any, slow: Any, rule: str) -> None:
-    ids = prompt(1, 60)
-    expected = oracle_tokens(slow, oracles(rule), ids, 10)
-    given = EvictingCache(model.config, rule=rule, **OPTIONS)
-    assert torch.equal(generated(model, ids, past_key_values=given).sequences, expected)
-    with kvlayers.installed():
-        output = generated(model, ids, cache_implementation=rule, cache_config=OPTIONS)
-        assert type(output.past_key_values) is EvictingCache
-        assert output.past_key_values.rule == rule
-        assert torch.equal(output.sequences, expected)
-        bare = EvictingCache(rule=rule, **OPTIONS)
-        assert torch.equal(generated(model, ids, past_key_values=bare).sequences, expected)
+@pytest.mark.parametrize("rule", [*BUILTIN_RULES, "test_backwards"])
+def test_every_rule_by_its_name_and_given_is_the_oracle(model: Any, slow: Any, backwards: None, rule: str) -> None:
+    """The oracle does not know how a model rotates, which `expected_attention` learns."""
+    ids, given = prompt(1, 60), EvictingCache(model.config, rule=rule, **OPTIONS)
+    expected = generated(model, ids, past_key_values=given).sequences
     assert given.get_seq_length() == 69
     assert given.layers[0].held_tokens < 40
-
-
-def test_expected_attention_learns_the_rotation(model: Any) -> None:
-    ids = prompt(1, 60)
-    given = EvictingCache(model.config, rule="expected_attention", **OPTIONS)
-    expected = generated(model, ids, past_key_values=given).sequences
+    if rule == "expected_attention":
+        assert all(layer.rotary is not None for layer in given.layers)
+    else:
+        assert torch.equal(expected, oracle_tokens(slow, oracles(rule), ids, 10))
+    asked = {"cache_implementation": rule, "cache_config": OPTIONS}
+    if rule not in BUILTIN_RULES:
+        asked = {"cache_implementation": "evicting", "cache_config": {"rule": rule, **OPTIONS}}
     with kvlayers.installed():
-        named = generated(model, ids, cache_implementation="expected_attention", cache_config=OPTIONS)
-        bare = generated(model, ids, past_key_values=EvictingCache(rule="expected_attention", **OPTIONS))
-    assert torch.equal(named.sequences, expected)
+        output = generated(model, ids, **asked)
+        bare = generated(model, ids, past_key_values=EvictingCache(rule=rule, **OPTIONS))
+    assert type(output.past_key_values) is EvictingCache
+    assert output.past_key_values.rule == rule
+    assert torch.equal(output.sequences, expected)
     assert torch.equal(bare.sequences, expected)
-    assert all(layer.rotary is not None for layer in given.layers)
 
 
-@pytest.mark.parametrize("per_head", [True, False])
-@pytest.mark.parametrize("rule", ["keydiff", "snapkv"])
+@pytest.mark.parametrize(("rule", "per_head"), once(["keydiff", "snapkv"], [True, False]))
 def test_a_budget_evicts_while_decoding(model: Any, slow: Any, rule: str, per_head: bool) -> None:
     # Not by knorm: a token that the text repeats has the same norm in the first layer, whatever its position.
     ids = prompt(1, 40)
@@ -133,19 +138,20 @@ def test_the_score_of_beams_is_that_of_the_oracle(model: Any, slow: Any, rule: s
         assert abs(score.item() - total / 10) < 1e-4
 
 
-@pytest.mark.parametrize("rule", ["keydiff", "snapkv", "h2o"])
 @pytest.mark.parametrize(
-    "how",
-    [
-        {},
-        {"num_beams": 3},
-        {"do_sample": True, "num_return_sequences": 2},
-        {"prefill_chunk_size": 16},
-        {"prompt_lookup_num_tokens": 3},
-    ],
-    ids=str,
+    ("how", "rule"),
+    once(
+        [
+            {},
+            {"num_beams": 3},
+            {"do_sample": True, "num_return_sequences": 2},
+            {"prefill_chunk_size": 16},
+            {"prompt_lookup_num_tokens": 3},
+        ],
+        ["keydiff", "snapkv", "h2o"],
+    ),
 )
-def test_all_tokens_kept_are_those_of_a_dynamic_cache(rule: str, how: dict[str, Any]) -> None:
+def test_all_tokens_kept_are_those_of_a_dynamic_cache(how: dict[str, Any], rule: str) -> None:
     model, ids = tiny_model("llama"), prompt(1, 30).repeat(1, 2)
     dense = generated(model, ids, past_key_values=DynamicCache(config=model), **how).sequences
     with kvlayers.installed():
@@ -178,29 +184,6 @@ def test_drafts_are_taken_back(rule: str, options: dict[str, Any]) -> None:
     # Until 5.13, look-up may go on beyond the length that is asked for.
     assert found.sequences.shape[1] >= 100
     assert found.sequences.shape[1] - 2 <= cache.get_seq_length() <= found.sequences.shape[1]
-
-
-@pytest.fixture
-def backwards() -> Iterator[str]:
-    @register_eviction_rule("test_backwards")
-    class Backwards(EvictionRule):
-        """Evicts the newest tokens first."""
-
-        def scores(self, keys: Tensor, values: Tensor, queries: Tensor | None) -> Tensor:
-            return -torch.arange(keys.shape[2], dtype=keys.dtype).expand(keys.shape[:3])
-
-    yield "test_backwards"
-    unregister_eviction_rule("test_backwards")
-
-
-def test_a_rule_of_another_package(model: Any, slow: Any, backwards: str) -> None:
-    ids = prompt(1, 60)
-    expected = oracle_tokens(slow, oracles(backwards), ids, 10)
-    with kvlayers.installed():
-        named = generated(model, ids, cache_implementation="evicting", cache_config={"rule": backwards, **OPTIONS})
-    given = EvictingCache(model.config, rule=kvlayers.eviction.eviction_rule(backwards), **OPTIONS)
-    assert torch.equal(named.sequences, expected)
-    assert torch.equal(generated(model, ids, past_key_values=given).sequences, expected)
 
 
 def copying_attention(

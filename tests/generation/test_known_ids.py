@@ -11,6 +11,7 @@ import torch
 
 import kvlayers
 from kvlayers.upstream import compat
+from matrix import once
 from models import prompt, tiny_model
 
 MAKERS: dict[str, Callable[[Any], Any]] = {
@@ -98,22 +99,14 @@ def test_a_cache_goes_on_with_its_model_or_an_equal_one_alone(family: str) -> No
 
 
 @pytest.mark.parametrize("kind", MAKERS)
-def test_a_chat_that_goes_on_is_no_cause_for_alarm(kind: str, strict: None) -> None:
-    cache = MAKERS[kind](tiny_model("llama"))
-    ids = generate(prompt(2, 8), cache)
-    assert torch.equal(cache.known_ids, ids[:, : cache.get_seq_length()])
-    ids = generate(behind(ids), cache)
-    assert torch.equal(cache.known_ids, ids[:, : cache.get_seq_length()])
-    with pytest.raises(kvlayers.errors.PromptMismatchError, match=r"token 9 of sequence 1 is .*: crop\(9\) the cache"):
-        generate(changed(behind(ids), 9, row=1), cache)
-    assert torch.equal(cache.known_ids, ids[:, : cache.get_seq_length()])
-
-
-@pytest.mark.parametrize("kind", MAKERS)
 def test_the_ids_follow_the_operations_of_the_cache(kind: str, strict: None) -> None:
     cache = MAKERS[kind](tiny_model("llama"))
     ids = generate(prompt(3, 8), cache)
+    assert torch.equal(cache.known_ids, ids[:, : cache.get_seq_length()])
     fork = cache.fork()
+    with pytest.raises(kvlayers.errors.PromptMismatchError, match=r"token 9 of sequence 1 is .*: crop\(9\) the cache"):
+        generate(changed(behind(ids), 9, row=1), cache)
+    assert torch.equal(cache.known_ids, ids[:, : cache.get_seq_length()])
     cache.batch_select_indices([2, 0])
     ids = generate(behind(ids[[2, 0]]), cache)
     cache.batch_repeat_interleave(2)
@@ -200,9 +193,7 @@ def test_a_loop_of_ones_own_leaves_its_prompts_behind(strict: None) -> None:
 # Beams
 
 
-@pytest.mark.parametrize("kind", MAKERS)
-@pytest.mark.parametrize("length", [8, 40])
-@pytest.mark.parametrize("tokens", [1, 2, 6])
+@pytest.mark.parametrize(("tokens", "kind", "length"), once([1, 2, 6], MAKERS, [8, 40], times=2))
 def test_after_a_beam_search_the_ids_are_those_of_the_beams(kind: str, length: int, tokens: int, strict: None) -> None:
     model, ids = tiny_model("llama"), prompt(2, length)
     cache = MAKERS[kind](model)
@@ -319,13 +310,6 @@ def test_nothing_is_compared_without_install() -> None:
     generate(changed(behind(ids), 2), cache)
 
 
-def test_an_option_that_is_neither_true_nor_false() -> None:
-    for option in ("strict_prompts", "replace_empty_caches"):
-        with pytest.raises(kvlayers.OptionError, match=f"`{option}` must be True or False"):
-            kvlayers.install(**{option: "yes"})  # type: ignore[arg-type]
-        assert not kvlayers.is_installed()
-
-
 def test_options_stay_until_something_else_is_said() -> None:
     try:
         kvlayers.install(strict_prompts=True)
@@ -344,15 +328,10 @@ def test_options_stay_until_something_else_is_said() -> None:
         generate(ids, cache)
 
 
-def test_a_name_in_the_place_of_a_cache_is_that_name(installed: None) -> None:
-    ids = prompt(1, 6)
-    output = generate(ids, "int4", return_dict_in_generate=True)
-    assert type(output.past_key_values) is kvlayers.QuantizedCache  # type: ignore[attr-defined]
+def test_a_pass_takes_a_name_in_the_place_of_a_cache(installed: None) -> None:
+    model, ids = tiny_model("llama"), prompt(1, 6)
     generate(ids, "int4", cache_implementation="int4")
-    with pytest.raises(kvlayers.OptionError, match=r"\w+='int4' and .* ask for different caches"):
-        generate(ids, "int4", cache_implementation="static")
-    with pytest.raises(kvlayers.errors.RegistryError, match="did you mean 'int4'"):
-        generate(ids, "int44")
-    assert type(tiny_model("llama")(ids, past_key_values="int8").past_key_values) is kvlayers.QuantizedCache
-    with pytest.raises(kvlayers.errors.RegistryError, match="did you mean 'int4'"):
-        tiny_model("llama")(ids, past_key_values="int44")
+    assert type(model(ids, past_key_values="int8").past_key_values) is kvlayers.QuantizedCache
+    for call in (model, model.generate):
+        with pytest.raises(kvlayers.errors.RegistryError, match="did you mean 'int4'"):
+            call(ids, past_key_values="int44")

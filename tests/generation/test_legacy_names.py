@@ -1,7 +1,6 @@
 """Old names of caches, and of their methods, where old code looks for them."""
 
 import importlib
-import sys
 import types
 import warnings
 from collections.abc import Iterator
@@ -11,10 +10,7 @@ import pytest
 import torch
 import transformers
 
-import fresh_process
 import kvlayers
-from kvlayers.core.legacy_api import LegacySurface
-from kvlayers.generation import transformers4_names
 from kvlayers.generation.transformers4_names import CLASSES, HOMES
 from kvlayers.upstream import compat
 from models import prompt, tiny_model
@@ -47,21 +43,6 @@ def chat(model, ids):
 pytestmark = pytest.mark.filterwarnings("ignore:.*is from transformers 4:DeprecationWarning")
 
 
-def surface() -> dict[Any, dict[str, Any]]:
-    """All that old names may be put into: modules and classes."""
-    owners: list[Any] = [
-        *map(importlib.import_module, HOMES),
-        kvlayers.Cache,
-        LegacySurface,
-        transformers.Cache,
-        transformers.DynamicCache,
-        transformers.EncoderDecoderCache,
-        transformers.PreTrainedModel,
-    ]
-    # What is imported lazily stays in a module once it was asked for, and abc caches what it was asked.
-    return {owner: {name: value for name, value in vars(owner).items() if name != "_abc_impl"} for owner in owners}
-
-
 @pytest.fixture
 def legacy_names() -> Iterator[None]:
     """transformers has its old names for the length of a test."""
@@ -69,13 +50,9 @@ def legacy_names() -> Iterator[None]:
         yield
 
 
-def test_all_old_classes_are_offered() -> None:
-    assert set(OLD_CLASSES) == set(CLASSES)
-    assert all(getattr(kvlayers, name) is old for name, old in CLASSES.items())
-
-
 @pytest.mark.parametrize("module", ["transformers", "transformers.cache_utils"])
 def test_old_classes_are_importable(module: str) -> None:
+    assert set(OLD_CLASSES) == set(CLASSES)
     home = importlib.import_module(module)
     were_there = set(OLD_CLASSES) & set(dir(home))
     with kvlayers.installed(legacy_names=True):
@@ -115,80 +92,6 @@ def test_other_names_are_imported_and_missed_as_before(legacy_names: None) -> No
             importlib.import_module(module).NoSuchCache  # noqa: B018
     with pytest.raises(ImportError, match="NoSuchCache"):
         exec("from transformers import NoSuchCache")
-
-
-def test_everything_is_put_back() -> None:
-    with kvlayers.installed(legacy_names=True):
-        pass
-    assert not any("__getattr__" in vars(sys.modules[module]) for module in HOMES)
-    before = surface()
-    with kvlayers.installed(legacy_names=True):
-        assert any(vars(owner).get("__getattr__") is not held.get("__getattr__") for owner, held in before.items())
-        with kvlayers.installed(legacy_names=True):
-            assert transformers.SinkCache is kvlayers.SinkCache
-        assert transformers.SinkCache is kvlayers.SinkCache
-        with kvlayers.installed():
-            assert transformers.SinkCache is kvlayers.SinkCache
-    assert surface() == before
-
-
-def test_install_offers_names_until_uninstall() -> None:
-    before = surface()
-    try:
-        kvlayers.install()
-        assert "__getattr__" not in vars(transformers.cache_utils)
-        kvlayers.install(legacy_names=True)
-        kvlayers.install()
-        with kvlayers.installed():
-            assert transformers.cache_utils.SinkCache is kvlayers.SinkCache
-        assert transformers.cache_utils.SinkCache is kvlayers.SinkCache
-    finally:
-        kvlayers.uninstall()
-    assert surface() == before
-
-
-class _InterruptError(BaseException):
-    """As of Ctrl-C, which no handler of errors sees."""
-
-
-@pytest.mark.parametrize("where", [importlib, transformers4_names, transformers.AttentionInterface])
-def test_an_interruption_leaves_nothing_behind(where: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(*arguments: object) -> None:
-        raise _InterruptError
-
-    names = {importlib: "import_module", transformers4_names: "_old_attributes"}
-    name = names.get(where, "register")
-    # kvlayers imports them when it is asked for them.
-    install, installed, uninstall = kvlayers.install, kvlayers.installed, kvlayers.uninstall
-    before = surface()
-    with monkeypatch.context() as patch:
-        patch.setattr(where, name, interrupt)
-        with pytest.raises(_InterruptError):
-            install(legacy_names=True)
-        uninstall()
-        with pytest.raises(_InterruptError), installed(legacy_names=True):
-            pass
-    assert not kvlayers.is_installed()
-    assert surface() == before
-    with kvlayers.installed(legacy_names=True):
-        assert transformers.SinkCache is kvlayers.SinkCache
-    assert surface() == before
-
-
-@pytest.mark.slow
-def test_names_are_found_where_transformers_was_imported_before_a_model() -> None:
-    """What a model imports may execute transformers once more, as another module."""
-    script = """
-import transformers, kvlayers
-sizes = dict(vocab_size=9, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
-transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**sizes))
-kvlayers.install(legacy_names=True)
-assert transformers.SinkCache is kvlayers.SinkCache
-kvlayers.uninstall()
-assert not hasattr(transformers, "HybridCache") or transformers.HybridCache is not kvlayers.HybridCache
-"""
-    ran = fresh_process.run(script)
-    assert ran.returncode == 0, ran.stderr
 
 
 @pytest.mark.parametrize("kind", [transformers.DynamicCache, kvlayers.DynamicCache], ids=["theirs", "ours"])
@@ -233,56 +136,6 @@ def test_lists_of_states_are_assigned_to_the_layers(kind: Any, legacy_names: Non
     for wrong in (cache.key_cache[:1], None):
         with pytest.raises(kvlayers.errors.LegacyFormatError, match="a list of the keys of 2 layers"):
             cache.key_cache = wrong
-
-
-def test_a_block_that_was_ended_early_does_not_end_a_later_one() -> None:
-    before = surface()
-    first, second = (kvlayers.installed(legacy_names=True) for _ in range(2))
-    first.__enter__()
-    kvlayers.uninstall()
-    second.__enter__()
-    first.__exit__(None, None, None)
-    assert kvlayers.is_installed()
-    assert transformers.SinkCache is kvlayers.SinkCache
-    second.__exit__(None, None, None)
-    assert not kvlayers.is_installed()
-    assert surface() == before
-
-
-def test_uninstall_inside_of_a_block_takes_the_names_back() -> None:
-    before = surface()
-    with kvlayers.installed(legacy_names=True):
-        kvlayers.uninstall()
-        assert surface() == before
-    assert surface() == before
-
-
-def test_names_of_another_library_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    held = vars(transformers.cache_utils)
-
-    def theirs(name: str) -> Any:
-        if name == "TheirCache":
-            return int
-        raise AttributeError(name)
-
-    monkeypatch.setitem(held, "__getattr__", theirs)
-    with kvlayers.installed(legacy_names=True):
-        assert transformers.cache_utils.TheirCache is int
-        assert transformers.cache_utils.SinkCache is kvlayers.SinkCache
-        transformers.Cache.key_cache = "theirs"
-    assert held["__getattr__"] is theirs
-    assert transformers.Cache.key_cache == "theirs"
-    # What monkeypatch would put back is the attribute of kvlayers.
-    del transformers.Cache.key_cache
-
-
-@pytest.mark.parametrize("legacy_names", [1, "yes", None])
-def test_what_is_neither_true_nor_false_is_refused(legacy_names: Any) -> None:
-    with pytest.raises(kvlayers.OptionError, match="legacy_names. must be True or False, got"):
-        kvlayers.install(legacy_names=legacy_names)
-    with pytest.raises(kvlayers.OptionError, match="legacy_names"), kvlayers.installed(legacy_names=legacy_names):
-        pass
-    assert not kvlayers.is_installed()
 
 
 def test_caches_of_transformers_have_their_old_methods_again(legacy_names: None) -> None:
@@ -351,11 +204,6 @@ def test_caches_of_repositories_keep_lists_of_their_own(legacy_names: None) -> N
     cache.key_cache.append(torch.zeros(1))
     assert len(cache.key_cache) == 1
     assert cache.seen_tokens == 4
-
-
-def test_without_legacy_names_caches_of_transformers_are_as_they_are(installed: None) -> None:
-    assert not hasattr(transformers.DynamicCache, "seen_tokens")
-    assert "__getattr__" not in vars(transformers.cache_utils)
 
 
 def test_an_import_by_an_old_name_says_what_to_write(legacy_names: None) -> None:

@@ -40,7 +40,7 @@ def test_it_changes_with_weights_and_modes(model: Any) -> None:
     assert len(set(seen)) == len(seen)
 
 
-def test_adapters_that_are_switched_are_noticed(model: Any) -> None:
+def test_adapters_that_are_switched_or_merged_are_noticed(model: Any) -> None:
     peft = pytest.importorskip("peft", reason="PEFT is not installed")
     config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     seen = [model_identity(model)]
@@ -57,16 +57,9 @@ def test_adapters_that_are_switched_are_noticed(model: Any) -> None:
     assert model_identity(model) == with_both
     wrapped.merge_adapter()
     seen.append(model_identity(model))
+    assert wrapped.merge_and_unload() is model
+    seen.append(model_identity(model))
     assert len({*seen, with_both}) == len(seen) + 1
-
-
-def test_an_adapter_that_is_merged_for_good_is_noticed(model: Any) -> None:
-    peft = pytest.importorskip("peft", reason="PEFT is not installed")
-    config = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
-    before = model_identity(model)
-    merged = peft.get_peft_model(model, config).merge_and_unload()
-    assert merged is model
-    assert model_identity(model) != before
 
 
 def test_weights_written_to_in_inference_mode_are_noticed(model: Any) -> None:
@@ -77,38 +70,16 @@ def test_weights_written_to_in_inference_mode_are_noticed(model: Any) -> None:
         assert model_identity(inferring) != before
 
 
-def test_weights_that_are_not_in_memory_are_refused() -> None:
-    with torch.device("meta"):
-        model = type(fresh_model("llama"))(fresh_model("llama").config)
-    with pytest.raises(kvlayers.errors.ConfigError, match="weights must be in memory"):
-        model_identity(model)
-
-
-def test_a_write_to_one_element_is_noticed(model: Any) -> None:
-    weight = model.model.embed_tokens.weight
-    seen = [model_identity(model)]
-    for _ in range(2):
-        with torch.no_grad():
-            weight[17, 11] += 0.5
-        seen += [model_identity(model)] * 2
-    assert [seen.count(text) for text in dict.fromkeys(seen)] == [1, 2, 2]
-
-
-def test_another_weight_in_the_place_of_one_is_noticed(model: Any) -> None:
-    layer, seen = model.model.layers[0].mlp.up_proj, []
+def test_other_weights_in_the_place_of_those_that_were_read_are_noticed(model: Any) -> None:
+    layer = model.model.layers[0].mlp.up_proj
+    first, seen = layer.weight.detach().clone(), [model_identity(model)]
+    layer.weight.data.copy_(torch.randn_like(first))
+    seen.append(model_identity(model))
+    # Those that were swapped back are the ones they were.
+    layer.weight.data.copy_(first)
+    assert model_identity(model) == seen[0]
     for _ in range(6):
-        form = layer.weight.shape
         layer.weight = None
-        layer.weight = torch.nn.Parameter(torch.randn(form))
+        layer.weight = torch.nn.Parameter(torch.randn_like(first))
         seen.append(model_identity(model))
     assert len(set(seen)) == len(seen)
-
-
-def test_weights_that_were_swapped_back_are_the_ones_they_were(model: Any) -> None:
-    weight = model.model.layers[0].mlp.up_proj.weight
-    first, other = weight.detach().clone(), torch.randn_like(weight)
-    before = model_identity(model)
-    weight.data.copy_(other)
-    swapped = model_identity(model)
-    weight.data.copy_(first)
-    assert model_identity(model) == before != swapped

@@ -15,6 +15,7 @@ from torch import Tensor
 import kvlayers
 import versions
 from kvlayers.upstream import cache_argument
+from matrix import once
 
 ENCODED = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(1))
 IDS = torch.tensor([[1, 5, 6, 7], [1, 8, 9, 4]])
@@ -78,9 +79,15 @@ PASSED: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("family", ["bert", "rembert", "bart", "whisper", "gpt2"])
-@pytest.mark.parametrize("how", ["no name", "dynamic_full", "int8", "static", *(f"passed {name}" for name in PASSED)])
-def test_a_decoder_with_the_output_of_an_encoder(family: str, how: str) -> None:
+@pytest.mark.parametrize(
+    ("how", "family"),
+    once(
+        ["no name", "dynamic_full", "int8", "static", *(f"passed {name}" for name in PASSED)],
+        ["bert", "rembert", "bart", "whisper", "gpt2"],
+        times=2,
+    ),
+)
+def test_a_decoder_with_the_output_of_an_encoder(how: str, family: str) -> None:
     model = model_of(family)
     asked: dict[str, Any] = {} if how == "no name" else {"cache_implementation": how}
     if how.startswith("passed"):
@@ -106,8 +113,7 @@ def blip() -> tuple[Any, dict[str, Any]]:
     return model, {**asked, "max_new_tokens": 10, "do_sample": False}
 
 
-@pytest.mark.parametrize("cache", [None, "int8", "dynamic_full", "static", "offloaded"])
-@pytest.mark.parametrize("beams", [1, 2])
+@pytest.mark.parametrize(("cache", "beams"), once([None, "int8", "dynamic_full", "static", "offloaded"], [1, 2]))
 def test_captions(cache: str | None, beams: int) -> None:
     """By the name of a call, and by the name for programs that give none."""
     model, asked = blip()

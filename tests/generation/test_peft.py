@@ -11,6 +11,7 @@ from torch import Tensor
 import kvlayers
 import versions
 from kvlayers.core.legacy_api import LegacyStates
+from matrix import once
 from models import ENCODER_DECODERS, fresh_model, prompt
 
 peft = pytest.importorskip("peft", reason="PEFT is not installed")
@@ -77,8 +78,7 @@ def assert_same_continuation(seen: Any, expected: Any) -> None:
     torch.testing.assert_close(torch.stack(seen.logits), torch.stack(expected.logits), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("projected", [False, True])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "projected"), once(FAMILIES, [False, True]))
 def test_a_prefix_is_trained_through_our_caches_as_through_theirs(
     family: str, projected: bool, request: pytest.FixtureRequest
 ) -> None:
@@ -94,12 +94,18 @@ def test_a_prefix_is_trained_through_our_caches_as_through_theirs(
 
 @passes_it
 @pytest.mark.parametrize("family", FAMILIES)
-def test_decoding_behind_a_trained_prefix_is_the_same_under_install(family: str) -> None:
+def test_decoding_behind_a_trained_prefix_is_the_same_under_install_and_in_our_caches(
+    family: str, request: pytest.FixtureRequest
+) -> None:
     model = tuned(family)
     training_steps(model)
     expected = continuation(model)
     with kvlayers.installed():
         assert_same_continuation(continuation(model), expected)
+    request.getfixturevalue("peft_makes_ours")
+    seen = continuation(model)
+    assert isinstance(seen.past_key_values, kvlayers.DynamicCache | kvlayers.EncoderDecoderCache)
+    assert_same_continuation(seen, expected)
 
 
 @pytest.mark.skipif(PASSES_IT, reason="PEFT passes its prefix by the name that models take")
@@ -108,20 +114,6 @@ def test_a_trained_prefix_by_an_old_name_is_refused_under_install() -> None:
     model = tuned("llama")
     with kvlayers.installed(), pytest.raises(kvlayers.OptionError, match="must be the same cache"):
         continuation(model)
-
-
-@passes_it
-@pytest.mark.parametrize("family", FAMILIES)
-def test_decoding_behind_a_trained_prefix_is_the_same_in_our_caches(
-    family: str, request: pytest.FixtureRequest
-) -> None:
-    model = tuned(family)
-    training_steps(model)
-    expected = continuation(model)
-    request.getfixturevalue("peft_makes_ours")
-    seen = continuation(model)
-    assert isinstance(seen.past_key_values, kvlayers.DynamicCache | kvlayers.EncoderDecoderCache)
-    assert_same_continuation(seen, expected)
 
 
 def test_a_prefix_is_trained_where_peft_has_moved_it_to_the_devices_of_layers(

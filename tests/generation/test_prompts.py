@@ -1,4 +1,4 @@
-"""generate() computes and holds a prompt once for all of its beams or samples."""
+"""generate() computes and holds a prompt once for all of its beams or samples; `test_generate.py` has the tokens."""
 
 from typing import Any
 
@@ -9,10 +9,8 @@ from torch import Tensor
 import kvlayers
 import versions
 from kvlayers.generation import prefill
-from matrix import once
-from models import fresh_model, prompt, tiny_model
+from models import fresh_model, prompt, tiny_model, tokens_passed
 
-FAMILIES = ["llama", "qwen2", "mistral", "gemma2", "gemma3", "deepseek_v3", "gpt2", "jamba"]
 WAYS: dict[str, dict[str, Any]] = {
     "beams": {"num_beams": 4, "do_sample": False},
     "several beams returned": {"num_beams": 4, "num_return_sequences": 3, "do_sample": False},
@@ -29,29 +27,16 @@ def generated(model: Any, ids: Tensor, **how: Any) -> Any:
     return model.generate(ids, **given)
 
 
-@pytest.mark.parametrize(("family", "way"), once(FAMILIES, WAYS, times=2))
-def test_the_tokens_are_those_of_transformers(family: str, way: str) -> None:
-    model, ids = tiny_model(family), prompt(2, 40)
-    expected = generated(model, ids, **WAYS[way])
-    with kvlayers.installed():
-        seen = generated(model, ids, **WAYS[way])
-    assert torch.equal(seen.sequences, expected.sequences)
-
-
 @versions.prefills_apart
 @pytest.mark.parametrize("way", WAYS)
 def test_the_model_reads_each_prompt_once_and_the_cache_holds_it_once(way: str) -> None:
-    model, ids = fresh_model("llama"), prompt(2, 40)
-    passed: list[tuple[int, ...]] = []
-    model.register_forward_pre_hook(
-        lambda _, args, kwargs: passed.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
-    )
-    with kvlayers.installed():
-        cache = generated(model, ids, **WAYS[way]).past_key_values
+    model, ids = tiny_model("llama"), prompt(2, 40)
+    with kvlayers.installed(), tokens_passed(model) as passed:
+        output = generated(model, ids, **WAYS[way])
     repeats = max(WAYS[way].get("num_beams", 1), WAYS[way].get("num_return_sequences", 1))
-    assert passed[0] == (2, 40)
-    assert set(passed[1:]) == {(2 * repeats, 1)}
-    assert all(layer.store.pieces(40 + 1)[0].rows is not None for layer in cache.layers)
+    assert passed == [2 * 40, *[2 * repeats] * (len(passed) - 1)]
+    assert all(layer.store.pieces(40 + 1)[0].rows is not None for layer in output.past_key_values.layers)
+    assert torch.equal(output.sequences, generated(model, ids, **WAYS[way]).sequences)
 
 
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -80,12 +65,8 @@ def test_other_caches_hold_a_prompt_once_too(kind: str, way: str, monkeypatch: p
 
 
 def test_a_short_prompt_a_given_cache_and_a_static_one_are_left_to_transformers() -> None:
-    model = fresh_model("llama")
-    passed: list[tuple[int, ...]] = []
-    model.register_forward_pre_hook(
-        lambda _, args, kwargs: passed.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
-    )
-    with kvlayers.installed():
+    model = tiny_model("llama")
+    with kvlayers.installed(), tokens_passed(model) as passed:
         for ids, how in [
             (prompt(1, 12), {}),
             (prompt(1, 40), {"cache_implementation": "static"}),
@@ -93,4 +74,4 @@ def test_a_short_prompt_a_given_cache_and_a_static_one_are_left_to_transformers(
         ]:
             passed.clear()
             generated(model, ids, num_beams=3, do_sample=False, **how)
-            assert passed[0] == (3, ids.shape[1])
+            assert passed[0] == 3 * ids.shape[1]

@@ -10,13 +10,12 @@ import torch
 import transformers
 
 import kvlayers
-import versions
 from kvlayers_lab.measuring.scoring import is_tie
 
 DIRECTORY = pathlib.Path(
     os.environ.get("KVLAYERS_DEMO_MODEL", pathlib.Path(__file__).parents[2] / ".models" / "SmolLM2-135M-Instruct")
 )
-CONTEXT, NEW_TOKENS, WINDOW = 64, 8, 32
+CONTEXT, NEW_TOKENS = 64, 8
 SINK_WINDOW = 64
 
 pytestmark = [
@@ -48,31 +47,6 @@ def expected(model: Any, text: torch.Tensor) -> torch.Tensor:
     return generated(model, text)
 
 
-@pytest.fixture(scope="module")
-def windowed(model: Any) -> Any:
-    """The same weights, in the same memory, with sliding attention in every other layer."""
-    fields = model.config.to_dict()
-    of_rope = versions.rope(rope_theta=1.0, rope_type="default")
-    kept = {name: fields[name] for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
-        "num_attention_heads", "num_key_value_heads", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings",
-        "bos_token_id", "eos_token_id", "pad_token_id", *of_rope)}  # fmt: skip
-    config = transformers.Qwen2Config(
-        **kept,
-        sliding_window=WINDOW,
-        use_sliding_window=True,
-        layer_types=["sliding_attention", "full_attention"] * (kept["num_hidden_layers"] // 2),
-    )
-    with torch.device("meta"):
-        twin = transformers.Qwen2ForCausalLM(config)
-    shared = model.state_dict()
-    missing = {name: each for name, each in twin.named_parameters() if name not in shared}
-    assert all(name.endswith("proj.bias") for name in missing)
-    biases = {name: torch.zeros(each.shape, dtype=model.dtype) for name, each in missing.items()}
-    twin.load_state_dict({**shared, **biases}, assign=True)
-    twin.model.rotary_emb = type(twin.model.rotary_emb)(config)
-    return twin.eval()
-
-
 def generated(model: Any, ids: torch.Tensor, **how: Any) -> torch.Tensor:
     return model.generate(
         ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW_TOKENS,
@@ -101,13 +75,6 @@ def test_greedy_tokens_are_those_of_transformers(model: Any, text: torch.Tensor,
         assert torch.equal(generated(model, text, prompt_lookup_num_tokens=3), expected) or (
             model.dtype == torch.bfloat16
         ), "drafts are verified several at once, which in bfloat16 may tip a tie"
-
-
-def test_greedy_tokens_within_a_window_are_those_of_transformers(windowed: Any, text: torch.Tensor) -> None:
-    expected = generated(windowed, text)
-    with kvlayers.installed():
-        for name in ("dynamic", "hybrid"):
-            assert agree(windowed, generated(windowed, text, cache_implementation=name), expected), name
 
 
 def test_a_saved_state_goes_on_as_if_nothing_had_happened(

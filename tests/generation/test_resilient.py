@@ -25,6 +25,7 @@ from kvlayers.upstream import cache_argument
 from kvlayers.utils.tensor_memory import is_out_of_memory
 from matrix import once
 from models import CONFIGS, fresh_model, prompt
+from rounds import NIGHTLY
 
 NEW_TOKENS = 8
 PADDED = torch.tensor([[0] * 5 + [1] * 7, [1] * 12])
@@ -148,7 +149,7 @@ def test_a_call_goes_on_from_the_token_that_it_had(family: str) -> None:
     ids = prompt(2)
     with kvlayers.installed():
         expected = uninterrupted(fresh_model(family), ids, num_beams=1)
-    for at in ([1], [2], [NEW_TOKENS], [3, 6], [2, 3]):
+    for at in ([1, NEW_TOKENS + 1], [3, 6], [2, 3]):
         seen, running_out = interrupted(fresh_model(family), at, ids, num_beams=1)
         assert torch.equal(seen, expected), at
         # The same cache all the time.
@@ -189,11 +190,12 @@ def test_memory_may_run_out_in_any_allocation(family: str, way: str, monkeypatch
         allocations = Allocations(monkeypatch, *models)
         uninterrupted(model, ids, **how)
         total = allocations.asked
-        # Every one of a step, and some of all others.
-        for failing in {*range(total - 20, total + 1), *range(1, total, 5)}:
+        # Every one of a step, or every second one in the gate, and some of all others.
+        for failing in {*range(total - 20, total + 1, 1 if NIGHTLY else 2), *range(1, total, 9)}:
             allocations.asked, allocations.failing, again = 0, failing, Heard()
             with pytest.warns(SteppedDownWarning):
                 seen = uninterrupted(model, ids, **how, **({"streamer": again} if streams else {}))
+            assert type(seen) is type(expected)
             for one, other in zip(tensors_of(seen), tensors_of(expected), strict=True):
                 torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
             if streams:
@@ -206,8 +208,7 @@ def test_padding_on_the_left_stays_masked(family: str) -> None:
     ids = torch.where(PADDED == 1, prompt(2), 0)
     for mask in ({"attention_mask": PADDED}, {}):
         expected = uninterrupted(fresh_model(family), ids, **mask)
-        for at in (1, 6):
-            assert torch.equal(interrupted(fresh_model(family), [at], ids, **mask)[0], expected)
+        assert torch.equal(interrupted(fresh_model(family), [1, 7], ids, **mask)[0], expected)
 
 
 def test_padding_that_a_cache_has_learned_is_known_in_a_prompt_that_is_read_again(
@@ -279,17 +280,6 @@ def test_tokens_before_the_failure_are_exact_where_the_cache_is_not_any_more() -
             torch.testing.assert_close(one, other)
     assert not torch.equal(seen.logits[5], expected.logits[5])
     assert seen.past_key_values.adapted_layers()[0].bits == (4, 4)
-
-
-@pytest.mark.parametrize("family", ["qwen2", "t5"])
-def test_outputs_are_of_the_same_class(family: str) -> None:
-    ids = prompt(2)
-    expected = uninterrupted(fresh_model(family), ids, return_dict_in_generate=True)
-    seen, _ = interrupted(fresh_model(family), [4], ids, return_dict_in_generate=True)
-    assert type(seen) is type(expected)
-    assert seen.keys() == expected.keys()
-    assert torch.equal(seen.sequences, expected.sequences)
-    assert seen.past_key_values.get_seq_length() == expected.past_key_values.get_seq_length()
 
 
 OUT_OF_MEMORY = [
@@ -431,6 +421,11 @@ def test_calls_under_install_go_on_too(installed: None) -> None:
         "A forward pass ran out of memory (OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB). It is "
         "made again, and its cache has given way by one step: int8."
     )
+    assert type(running_out.caches[0]) is kvlayers.DynamicCache
+    running_out.passes = 0
+    with pytest.warns(SteppedDownWarning):
+        assert torch.equal(resilient_generate(model, **arguments_for(ids)), expected)
+    assert kvlayers.is_installed()
     # Passes of one's own loop are one's own, as are those without kvlayers.
     running_out.passes = 3
     with no_step_down(), pytest.raises(torch.OutOfMemoryError):
@@ -439,18 +434,6 @@ def test_calls_under_install_go_on_too(installed: None) -> None:
     running_out.passes = 3
     with no_step_down(), pytest.raises(torch.OutOfMemoryError):
         model.generate(ids)
-
-
-@pytest.mark.parametrize("explicitly", [False, True])
-def test_kvlayers_stays_as_it_was_installed(explicitly: bool) -> None:
-    if explicitly:
-        kvlayers.install()
-    try:
-        _, running_out = interrupted(fresh_model("qwen2"), [4], prompt(1))
-        assert kvlayers.is_installed() == explicitly
-        assert type(running_out.caches[0]) is kvlayers.DynamicCache
-    finally:
-        kvlayers.uninstall()
 
 
 @pytest.mark.parametrize("family", ["qwen2", "t5"])
@@ -547,19 +530,6 @@ def test_a_ladder_says_which_steps_may_be_taken() -> None:
         with pytest.raises(OptionError, match="`ladder` must be steps of 'int8', 'int4', 'offloaded', got"):
             resilient_generate(model, ids, ladder=ladder)
     assert running_out.passes == 0
-
-
-def test_it_stands_in_for_the_function_of_transformers_documentation() -> None:
-    """Which catches the error, and asks for `cache_implementation="offloaded"`."""
-    inputs = transformers.BatchEncoding({"input_ids": prompt(1), "attention_mask": torch.ones(1, 12, dtype=torch.long)})
-    beams = {"num_beams": 10, "num_return_sequences": 5, "max_new_tokens": 6, "early_stopping": True}
-    model = fresh_model("llama")
-    expected = model.generate(**inputs, **beams)
-    with no_step_down():
-        assert torch.equal(resilient_generate(model, **inputs, **beams), expected)
-    RunningOut(model, [4])
-    with pytest.warns(SteppedDownWarning):
-        assert torch.equal(resilient_generate(model, **inputs, **beams), expected)
 
 
 # Memory

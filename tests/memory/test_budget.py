@@ -461,21 +461,15 @@ def test_a_backend_that_is_registered_again_counts_by_its_new_blocks() -> None:
     assert most[2] == most[1] != most[0]
 
 
-def test_a_fork_has_a_budget_of_its_own() -> None:
+def test_a_fork_has_a_budget_of_its_own_and_all_is_exact_again_after_a_reset() -> None:
     cache = DynamicCache(max_bytes=600 * TOKEN_BYTES)
     read(cache, [500])
     fork = cache.fork()
     read(cache, [400], first=500)
-    assert cache.layers[0].fidelity == "rounded"
+    assert cache.layers[0].exact_from > 0
     assert fork.layers[0].fidelity == "exact"
     read(fork, [1] * 50, first=500)
     assert fork.layers[0].fidelity == "exact"
-
-
-def test_it_is_exact_again_after_a_reset() -> None:
-    cache = DynamicCache(max_bytes=600 * TOKEN_BYTES)
-    read(cache, [900])
-    assert cache.layers[0].exact_from > 0
     cache.reset()
     read(cache, [300, 1, 200])
     assert [layer.exact_from for layer in cache.layers] == [0] * LAYERS
@@ -516,24 +510,14 @@ def test_generate_takes_a_budget_by_name() -> None:
             assert cache.layers[0].fidelity == "rounded"
 
 
-def test_a_budget_of_several_gigabytes_is_saved(tmp_path: Any) -> None:
-    cache = DynamicCache(max_bytes="24GiB")
-    read(cache, [1] * 9)
-    kvlayers.save_cache(cache, tmp_path / "cache")
-    loaded = kvlayers.load_cache(tmp_path / "cache")
-    assert loaded.budget.max_bytes == 24 * 2**30
-    for each in (cache, loaded):
-        read(each, [1] * 5, first=9)
-    assert exact_tokens(loaded) == exact_tokens(cache)
-
-
-def test_saved_with_its_budget(tmp_path: Any) -> None:
-    cache = DynamicCache(max_bytes=600 * TOKEN_BYTES, ladder=["int8"])
+@pytest.mark.parametrize("max_bytes", [600 * TOKEN_BYTES, 24 * 2**30])
+def test_saved_with_its_budget(max_bytes: int, tmp_path: Any) -> None:
+    cache = DynamicCache(max_bytes=max_bytes, ladder=["int8"])
     read(cache, [800])
     kvlayers.save_cache(cache, tmp_path / "cache")
     loaded = kvlayers.load_cache(tmp_path / "cache")
     assert exact_tokens(loaded) == exact_tokens(cache)
-    assert (loaded.budget.max_bytes, loaded.budget.ladder) == (600 * TOKEN_BYTES, ("int8",))
+    assert (loaded.budget.max_bytes, loaded.budget.ladder) == (max_bytes, ("int8",))
     for each in (cache, loaded):
         read(each, [1] * 60, first=800)
     assert exact_tokens(loaded) == exact_tokens(cache)

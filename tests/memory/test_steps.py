@@ -15,6 +15,7 @@ from kvlayers.kernels.attention.packed_tensor import as_dense
 from kvlayers.offload import Prefetcher
 from kvlayers.offload.offloading import Offloading
 from kvlayers.stores import QuantizedStore
+from matrix import product
 from recording_transfers import RecordingTransfers
 
 HEADS, HEAD_DIM, PROMPT, WINDOW = 2, 16, 500, 300
@@ -206,21 +207,15 @@ def test_rows_are_rounded_each_by_itself() -> None:
                 torch.testing.assert_close(as_dense(side)[row : row + 1, :, -length:], as_dense(expected))
 
 
-class Moving(Offloading):
-    """Offloading as on a machine with an accelerator."""
-
-    def prefetcher(self) -> Prefetcher:
-        return Prefetcher(transfers=lambda device: RecordingTransfers())
-
-
 @pytest.fixture
 def accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Offloading, "prefetcher", Moving.prefetcher)
+    """Offloading as on a machine with an accelerator."""
+    monkeypatch.setattr(
+        Offloading, "prefetcher", lambda self: Prefetcher(transfers=lambda device: RecordingTransfers())
+    )
 
 
-@pytest.mark.parametrize("back", [False, True])
-@pytest.mark.parametrize("nbits", [None, 8])
-@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize(("operation", "nbits", "back"), product(OPERATIONS, [None, 8], [False, True]))
 def test_states_move_there_and_back(operation: str, nbits: int | None, back: bool, accelerator: None) -> None:
     cache, reference = (filled(dynamic() if nbits is None else rounded(nbits)) for _ in range(2))
     cache.offload(only_non_sliding=False)
@@ -245,16 +240,11 @@ def test_states_are_rounded_where_they_are_held(nbits: int, accelerator: None) -
 
 
 def test_the_host_comes_last(accelerator: None) -> None:
-    cache = filled(dynamic())
+    cache, packed = filled(dynamic()), filled(dynamic())
     assert [cache.give_way() for _ in range(4)] == ["int8", "int4", "offloaded", None]
-    check_goes_on(cache, _eight_then_four())
-
-
-def _eight_then_four() -> Cache:
-    cache = filled(dynamic())
-    cache.pack(8)
-    cache.pack(4)
-    return cache
+    packed.pack(8)
+    packed.pack(4)
+    check_goes_on(cache, packed)
 
 
 def test_files_hold_states_of_a_machine_without_an_accelerator(tmp_path: Any) -> None:

@@ -72,11 +72,6 @@ def test_models_that_cannot_be_planned_get_one_that_grows(caplog: pytest.LogCapt
     assert "'auto' takes 'dynamic', since the model cannot be planned" in caplog.text
 
 
-def test_it_is_no_kind_that_is_planned() -> None:
-    plan = kvlayers.plan(CONFIG, 100)
-    assert "auto" not in {*(cache.name for cache in plan.caches), *plan.left_out}
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [

@@ -20,6 +20,7 @@ from kvlayers.layers import TokenLayer
 from kvlayers.upstream import cache_argument, model_layers
 from matrix import once, product
 from models import COMMON, CONFIGS, WINDOW, fresh_model, prompt, tiny_model
+from rounds import NIGHTLY
 
 UNKNOWN = ("minimax",)
 """Families whose models have states of a form of their own."""
@@ -74,8 +75,11 @@ def planned(model: Any, inputs: dict[str, torch.Tensor], **options: Any) -> kvla
     )
 
 
+PLANNED = [*CONFIGS, *(family for family in families.FAMILIES if family not in UNKNOWN)]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("family", [*CONFIGS, *(family for family in families.FAMILIES if family not in UNKNOWN)])
+@pytest.mark.parametrize("family", PLANNED)
 def test_a_plan_is_what_each_cache_of_each_family_holds(family: str) -> None:
     model, inputs = model_and_inputs(family, batch=2, tokens=WINDOW + 3)
     if family == "recurrent_gemma" and model_layers.layer_specs(model.config)[0].layer_type != "linear_attention":
@@ -85,7 +89,8 @@ def test_a_plan_is_what_each_cache_of_each_family_holds(family: str) -> None:
     plan = planned(model, inputs)
     assert {*(cache.name for cache in plan.caches), *plan.left_out} == set(kvlayers.cache_names()) - {"auto"}
     assert "dynamic" not in plan.left_out
-    for cache in plan.caches:
+    # In the gate each family has some of them, with the fewest bytes and the most, and each of them some families.
+    for cache in plan.caches if NIGHTLY else plan.caches[PLANNED.index(family) % 3 :: 3]:
         expected = pytest.approx(cache.nbytes, rel=0.01) if family in COUNTS_BY_VERSION else cache.nbytes
         assert filled(model, cache.name, inputs).nbytes == expected, cache.name
     # What is left out cannot be made either.

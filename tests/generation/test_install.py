@@ -1,0 +1,266 @@
+"""install(), uninstall() and installed(): what they change in transformers is put back, in whatever order they come."""
+
+import functools
+import importlib
+import random
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers.generation import configuration_utils
+from transformers.generation.utils import GenerationMixin
+
+import fresh_process
+import kvlayers
+from kvlayers.core.legacy_api import LegacySurface
+from kvlayers.generation import transformers4_names
+from kvlayers.generation.transformers4_names import HOMES
+from matrix import seeds
+from models import prompt, tiny_model
+
+OWNERS: list[Any] = [
+    *map(importlib.import_module, HOMES),
+    configuration_utils,
+    kvlayers.Cache,
+    LegacySurface,
+    transformers.Cache,
+    transformers.DynamicCache,
+    transformers.EncoderDecoderCache,
+    transformers.GenerationConfig,
+    transformers.PreTrainedModel,
+    GenerationMixin,
+]
+"""All that something may be put into: modules and classes."""
+
+
+def surface() -> dict[Any, dict[str, Any]]:
+    # What is imported lazily stays in a module once it was asked for, and abc caches what it was asked.
+    return {owner: {name: value for name, value in vars(owner).items() if name != "_abc_impl"} for owner in OWNERS}
+
+
+def cache_of_a_call() -> type:
+    output = tiny_model("llama").generate(prompt(), max_new_tokens=2, return_dict_in_generate=True)
+    return type(output.past_key_values)
+
+
+def takes_tuples() -> bool:
+    with torch.no_grad():
+        return isinstance(tiny_model("llama")(prompt(), past_key_values=()).past_key_values, tuple)
+
+
+def check(is_installed: bool, has_names: bool) -> None:
+    assert kvlayers.is_installed() is is_installed
+    assert cache_of_a_call() is (kvlayers if is_installed else transformers).DynamicCache
+    assert not is_installed or takes_tuples()
+    assert ("__getattr__" in vars(transformers.cache_utils)) is has_names
+    assert not has_names or transformers.SinkCache is transformers.cache_utils.SinkCache is kvlayers.SinkCache
+
+
+@pytest.mark.parametrize("seed", seeds(5, 40))
+def test_any_order_of_calls_and_blocks(seed: int) -> None:
+    """Blocks overlap, and the last one uninstalls; one that `uninstall()` has ended ends nothing later."""
+    assert cache_of_a_call() is transformers.DynamicCache
+    with kvlayers.installed(legacy_names=True):
+        # What is imported when it is first asked for stays.
+        check(True, True)
+    chance, before = random.Random(seed), surface()
+    for_good, names_for_good = False, False
+    entered: list[tuple[AbstractContextManager[None], bool]] = []
+    ended: list[AbstractContextManager[None]] = []
+    state = (False, False)
+    for step in [*chance.choices(["install", "uninstall", "enter", "leave"], [3, 2, 4, 4], k=12), "uninstall"]:
+        names = chance.random() < 0.5
+        if step == "install":
+            kvlayers.install(legacy_names=names)
+            for_good, names_for_good = True, names_for_good or names
+        elif step == "uninstall":
+            kvlayers.uninstall()
+            for_good, names_for_good = False, False
+            ended, entered = [*ended, *(block for block, _ in entered)], []
+        elif step == "enter":
+            entered.append((kvlayers.installed(legacy_names=names), names))
+            entered[-1][0].__enter__()
+        elif ended and names:
+            ended.pop().__exit__(None, None, None)
+        elif entered:
+            entered.pop(chance.randrange(len(entered)))[0].__exit__(None, None, None)
+        before_step, state = state, (for_good or bool(entered), names_for_good or any(names for _, names in entered))
+        assert kvlayers.is_installed() is state[0]
+        if state != before_step:
+            check(*state)
+        assert state[0] or surface() == before
+    for block in ended:
+        block.__exit__(None, None, None)
+    assert surface() == before
+
+
+def test_an_error_inside_the_block_uninstalls_as_well() -> None:
+    with pytest.raises(ZeroDivisionError), kvlayers.installed():
+        1 / 0  # noqa: B018
+    assert not kvlayers.is_installed()
+
+
+class _InterruptError(BaseException):
+    """As of Ctrl-C, which no handler of errors sees."""
+
+
+@pytest.mark.parametrize("where", [importlib, transformers4_names, transformers.AttentionInterface])
+def test_an_interruption_leaves_nothing_behind(where: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*arguments: object) -> None:
+        raise _InterruptError
+
+    names = {importlib: "import_module", transformers4_names: "_old_attributes"}
+    name = names.get(where, "register")
+    # kvlayers imports them when it is asked for them.
+    install, installed, uninstall = kvlayers.install, kvlayers.installed, kvlayers.uninstall
+    before = surface()
+    with monkeypatch.context() as patch:
+        patch.setattr(where, name, interrupt)
+        with pytest.raises(_InterruptError):
+            install(legacy_names=True)
+        uninstall()
+        with pytest.raises(_InterruptError), installed(legacy_names=True):
+            pass
+    assert not kvlayers.is_installed()
+    assert surface() == before
+    with kvlayers.installed(legacy_names=True):
+        assert transformers.SinkCache is kvlayers.SinkCache
+    assert surface() == before
+
+
+@pytest.mark.parametrize("option", ["legacy_names", "strict_prompts", "replace_empty_caches"])
+def test_what_is_neither_true_nor_false_is_refused(option: str) -> None:
+    for value in (1, "yes", *([None] if option == "legacy_names" else [])):
+        for call in (kvlayers.install, lambda **options: kvlayers.installed(**options).__enter__()):
+            with pytest.raises(kvlayers.OptionError, match=f"`{option}` must be True or False, got"):
+                call(**{option: value})
+            assert not kvlayers.is_installed()
+
+
+# Other libraries
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(GenerationMixin, "generate"), (transformers.PreTrainedModel, "__call__")],
+    ids=["generate", "pass"],
+)
+def test_what_another_library_puts_over_ours_stays(owner: Any, name: str) -> None:
+    before, calls = surface(), []
+    kvlayers.install()
+    ours = getattr(owner, name)
+
+    @functools.wraps(ours)
+    def theirs(self: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(args)
+        return ours(self, *args, **kwargs)
+
+    setattr(owner, name, theirs)
+    try:
+        kvlayers.uninstall()
+        assert getattr(owner, name) is theirs
+        check(False, False)
+        with kvlayers.installed():
+            assert getattr(owner, name) is theirs
+            check(True, False)
+        assert calls
+    finally:
+        setattr(owner, name, ours)
+        kvlayers.install()
+        kvlayers.uninstall()
+    assert surface() == before
+
+
+def test_installing_again_after_others_have_come_and_gone_uses_our_caches() -> None:
+    before = GenerationMixin.generate
+    GenerationMixin.generate = lambda self, *args, **kwargs: before(self, *args, **kwargs)
+    kvlayers.install()
+    GenerationMixin.generate = before
+    kvlayers.uninstall()
+    with kvlayers.installed():
+        check(True, False)
+    assert GenerationMixin.generate is before
+
+
+def test_names_that_others_add_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = (*configuration_utils.ALL_CACHE_IMPLEMENTATIONS, "theirs")
+    monkeypatch.setattr(configuration_utils, "ALL_CACHE_IMPLEMENTATIONS", names)
+    with kvlayers.installed():
+        assert "theirs" in configuration_utils.ALL_CACHE_IMPLEMENTATIONS
+    assert names == configuration_utils.ALL_CACHE_IMPLEMENTATIONS
+
+
+def test_old_names_of_another_library_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = vars(transformers.cache_utils)
+
+    def theirs(name: str) -> Any:
+        if name == "TheirCache":
+            return int
+        raise AttributeError(name)
+
+    monkeypatch.setitem(held, "__getattr__", theirs)
+    with kvlayers.installed(legacy_names=True):
+        assert transformers.cache_utils.TheirCache is int
+        assert transformers.cache_utils.SinkCache is kvlayers.SinkCache
+        transformers.Cache.key_cache = "theirs"
+    assert held["__getattr__"] is theirs
+    assert transformers.Cache.key_cache == "theirs"
+    # What monkeypatch would put back is the attribute of kvlayers.
+    del transformers.Cache.key_cache
+
+
+IMPORTING = """
+import transformers.generation.utils as utils, transformers.generation.configuration_utils as configuration
+import transformers.cache_utils as caches
+before = {name: dict(vars(thing)) for name, thing in vars(caches).items() if isinstance(thing, type)}
+mixin, names = dict(vars(utils.GenerationMixin)), configuration.ALL_CACHE_IMPLEMENTATIONS
+maps = {name: dict(found) for name, found in vars(caches).items() if name.isupper() and isinstance(found, dict)}
+import kvlayers
+after = {name: dict(vars(thing)) for name, thing in vars(caches).items() if isinstance(thing, type)}
+drop = lambda found: {k: {n: v for n, v in d.items() if not n.startswith("_abc")} for k, d in found.items()}
+assert drop(after) == drop(before)
+assert dict(vars(utils.GenerationMixin)) == mixin and configuration.ALL_CACHE_IMPLEMENTATIONS == names
+assert {name: dict(vars(caches)[name]) for name in maps} == maps
+
+# What a model imports may execute transformers once more, as another module.
+import transformers
+sizes = dict(vocab_size=9, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
+transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**sizes))
+kvlayers.install(legacy_names=True)
+assert transformers.SinkCache is kvlayers.SinkCache
+kvlayers.uninstall()
+assert not hasattr(transformers, "HybridCache") or transformers.HybridCache is not kvlayers.HybridCache
+"""
+
+LISTING = """
+import os, threading
+import kvlayers
+from kvlayers.generation import cache_by_name
+from transformers.generation import configuration_utils
+
+kinds = []
+
+def list_names():
+    if not kinds:
+        kinds.append(kvlayers.register("while names are listed")(lambda request: kvlayers.DynamicCache()))
+    return kvlayers.cache_names()
+
+kvlayers.install()
+thread = threading.Thread(target=cache_by_name.accept_names, args=(list_names,), daemon=True)
+thread.start()
+thread.join(30)
+if thread.is_alive():
+    # Whatever else ends the process would wait too.
+    os._exit(1)
+assert "while names are listed" in configuration_utils.ALL_CACHE_IMPLEMENTATIONS
+kvlayers.unregister("while names are listed")
+assert "while names are listed" not in configuration_utils.ALL_CACHE_IMPLEMENTATIONS
+"""
+"""A room registers its names when it is imported, which listing all names does."""
+
+
+def test_a_process_that_imports_kvlayers_changes_nothing_and_then_what_it_asks_for() -> None:
+    ran = fresh_process.run(IMPORTING + LISTING)
+    assert ran.returncode == 0, ran.stderr

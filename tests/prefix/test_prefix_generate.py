@@ -233,9 +233,9 @@ BATCHES: dict[str, tuple[list[torch.Tensor], int, dict[str, Any]]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "name", "kind", "padding"), once(FAMILIES, NAMES, BATCHES, (0, WINDOW + 3), times=3)
+    ("name", "family", "kind", "padding"), once(NAMES, FAMILIES, BATCHES, (0, WINDOW + 3), times=3)
 )
-def test_each_prompt_of_a_batch_is_answered_as_alone(family: str, name: str, kind: str, padding: int) -> None:
+def test_each_prompt_of_a_batch_is_answered_as_alone(name: str, family: str, kind: str, padding: int) -> None:
     rows, new, asked = BATCHES[kind]
     model, store = tiny_model(family), PrefixStore(ROOM, snapshot_tokens=SNAPSHOT)
     expected = one_by_one(model, rows, **{**asked, "cache_implementation": name, "prefill_chunk_size": None})
@@ -245,7 +245,8 @@ def test_each_prompt_of_a_batch_is_answered_as_alone(family: str, name: str, kin
             seen = by_store(model, store, **batch, cache_implementation=name, **asked)
         assert torch.equal(seen[:, padding:], expected)
         assert bool((seen[:, :padding] == PAD).all())
-        behind = len(rows) * asked.get("num_beams", 1) * (new + OPTIONS["max_new_tokens"])
+        # Padding may have moved behind what is held, and be read with the tokens there.
+        behind = len(rows) * asked.get("num_beams", 1) * (new + padding + OPTIONS["max_new_tokens"])
         assert sum(counts) <= behind + (DOCUMENT if attempt == 0 else 0)
     assert store.statistics.bypassed == 0
 

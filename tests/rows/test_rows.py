@@ -94,6 +94,9 @@ class Schedule:
 
     def keep_rows(self) -> None:
         rows = [self.any_row() for _ in range(self.random.choice([1, 2, 3]))]
+        if self.random.random() < 0.3:
+            # Each takes the place of another one.
+            rows = [*range(len(self.alone))][::-1]
         self.batch.keep_rows(rows)
         self.alone = [self.alone[row].fork() for row in rows]
 
@@ -110,7 +113,10 @@ class Schedule:
             torch.testing.assert_close(*logits, atol=2e-4, rtol=1e-4)
 
     def fork(self) -> None:
-        self.batch = self.batch.fork()
+        """The fork or the original reads a token first, which the other one does not see."""
+        self.batch, other = self.random.sample([self.batch, self.batch.fork()], 2)
+        self.passed(prompt(len(self.alone), 1, 3))
+        self.batch = other
 
     def crop_rows(self) -> None:
         lengths = [max(cache.get_seq_length() - self.random.choice([0, 0, 1, 3]), 0) for cache in self.alone]

@@ -233,7 +233,9 @@ BATCHES: dict[str, tuple[list[torch.Tensor], int, dict[str, Any]]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "family", "kind", "padding"), once(NAMES, FAMILIES, BATCHES, (0, WINDOW + 3), times=3)
+    ("name", "family", "kind", "padding"),
+    # Jamba takes tokens one by one behind others.
+    [*once(NAMES, FAMILIES, BATCHES, (0, WINDOW + 3), times=3), ("dynamic", "jamba", "in chunks", 0)],
 )
 def test_each_prompt_of_a_batch_is_answered_as_alone(name: str, family: str, kind: str, padding: int) -> None:
     rows, new, asked = BATCHES[kind]

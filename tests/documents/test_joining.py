@@ -110,17 +110,6 @@ def test_documents_that_are_recomputed_are_the_whole_text(family: str, how: str)
     torch.testing.assert_close(again, first, **EXACT)
 
 
-def test_the_more_is_recomputed_the_nearer() -> None:
-    model, documents = tiny_model("llama"), caches_of(tiny_model("llama"))
-    expected = continued(model, read(model, WHOLE)[0])[:, :4]
-    off = []
-    for recompute in (0, "20%", "60%", "90%"):
-        joined = kvlayers.concatenate(documents, model, recompute=recompute, ids=DOCUMENTS)
-        off.append((continued(model, joined)[:, :4] - expected).abs().mean().item())
-    assert off == sorted(off, reverse=True)
-    assert off[-1] < off[0] / 3
-
-
 def test_those_that_change_most_are_recomputed_and_only_those() -> None:
     model, documents = tiny_model("llama"), caches_of(tiny_model("llama"))
     whole = read(model, WHOLE)[0].layers[1]
@@ -202,26 +191,6 @@ def test_a_batch_of_documents() -> None:
     whole = kvlayers.concatenate(caches_of(model, batch), model, recompute="100%", ids=batch)
     expected, _ = read(model, torch.cat(batch, dim=1))
     torch.testing.assert_close(whole.layers[1].values, expected.layers[1].values, **EXACT)
-
-
-def test_generate_goes_on_behind_them() -> None:
-    model = tiny_model("llama")
-    options: dict[str, Any] = {"return_dict_in_generate": True, "do_sample": False}
-    with kvlayers.installed():
-        documents = []
-        for ids in DOCUMENTS:
-            mask = torch.ones_like(ids)
-            output = model.generate(ids, attention_mask=mask, max_new_tokens=1, **options)
-            documents.append(output.to_tuple()[1])
-            documents[-1].crop(ids.shape[1])
-        # The caches know their tokens.
-        joined = kvlayers.concatenate(documents, model)
-        ids = torch.cat([WHOLE, QUESTION], dim=1)
-        found, expected = (
-            model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=5, **options)
-            for cache in (joined, kvlayers.DynamicCache())
-        )
-    assert found.sequences.tolist() == expected.sequences.tolist()
 
 
 @pytest.mark.parametrize(
@@ -399,19 +368,3 @@ def test_caches_that_know_their_tokens_tell_them_to_the_joined_one() -> None:
     assert torch.equal(joined.known_ids, WHOLE)
     kvlayers.replace_tokens(joined, 5, 9, QUESTION, model)
     assert torch.equal(joined.known_ids, torch.cat([WHOLE[:, :5], QUESTION, WHOLE[:, 9:]], dim=1))
-
-
-def test_models_of_images_compute_nothing_again() -> None:
-    model = any_seeing_model("llava")
-    caches = [read(model, ids)[0] for ids in DOCUMENTS]
-    with pytest.raises(ConfigError, match="`recompute` needs a model of text alone"):
-        kvlayers.concatenate(caches, model, ids=DOCUMENTS)
-    assert kvlayers.concatenate(caches, model, recompute=0).get_seq_length() == 34
-
-
-def test_flash_attention_takes_no_masks_of_its_own() -> None:
-    model = fresh_model("llama")
-    caches = caches_of(model)
-    model.config._attn_implementation = "flash_attention_2"
-    with pytest.raises(ConfigError, match="`recompute` needs attn_implementation"):
-        kvlayers.concatenate(caches, model, recompute=2, ids=DOCUMENTS)

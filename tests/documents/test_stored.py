@@ -1,6 +1,6 @@
 """Documents in a prefix store, and prompts of them: what is exact, what is computed, and what the store keeps."""
 
-import itertools
+import functools
 import pathlib
 from typing import Any
 
@@ -67,10 +67,10 @@ def assert_same(found: Any, expected: Any, atol: float = 1e-4) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_documents_are_one_text_unless_less_is_asked_for(family: str) -> None:
     model, store = tiny_model(family), kvlayers.PrefixStore()
-    for documents in itertools.permutations([A, B, C]):
+    for documents in ([A, B, C], [C, A, B]):
         expected = plain(model, *documents, QUESTION)
-        assert_same(answer(model, list(documents)), expected)
-        assert_same(answer(model, list(documents), store), expected)
+        assert_same(answer(model, documents), expected)
+        assert_same(answer(model, documents, store), expected)
 
 
 @pytest.mark.parametrize(("family", "recompute"), once(FAMILIES, [0, 3, "30%"]))
@@ -387,6 +387,11 @@ def test_a_text_that_begins_with_the_first_token_gets_it_once() -> None:
 # Bad input
 
 
+@functools.cache
+def usual() -> Any:
+    return plain(tiny_model("llama"), A, B, QUESTION)
+
+
 def calling(**options: Any) -> Any:
     """A call with documents and a question, or with something else in their place."""
     return lambda model, store: kvlayers.generate(
@@ -471,7 +476,7 @@ def calling(**options: Any) -> Any:
     ],
 )
 def test_wrong_calls_are_named_and_nothing_is_computed(call: Any, error: type[KVLayersError], named: str) -> None:
-    model, store = fresh_model("llama"), kvlayers.PrefixStore()
+    model, store = tiny_model("llama"), kvlayers.PrefixStore()
     before = [A.clone(), B.clone()]
     with tokens_passed(model) as passed, pytest.raises(error, match=named):
         call(model, store)
@@ -479,7 +484,7 @@ def test_wrong_calls_are_named_and_nothing_is_computed(call: Any, error: type[KV
     assert len(store) == 0
     assert all(torch.equal(own, old) for own, old in zip((A, B), before, strict=True))
     # The next call is a usual one.
-    assert_same(answer(model, [A, B], store), plain(model, A, B, QUESTION))
+    assert_same(answer(model, [A, B], store), usual())
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import torch
 import transformers as tf
 
 import versions
-from models import COMMON, WINDOW, prompt
+from models import COMMON, WINDOW, prompt, tiny_model
 
 WITHOUT_HEAD_DIM = {name: value for name, value in COMMON.items() if name != "head_dim"}
 
@@ -144,6 +144,11 @@ def model_and_inputs(family: str) -> tuple[Any, dict[str, torch.Tensor]]:
     """A random model whose states kvlayers holds, and a prompt."""
     versions.need_recurrent_layers(family)
     return any_model_and_inputs(family)
+
+
+def model_of(family: str) -> Any:
+    """A random model of a family of this module or of `models`."""
+    return model_and_inputs(family)[0] if family in FAMILIES else tiny_model(family)
 
 
 def any_model_and_inputs(family: str) -> tuple[Any, dict[str, torch.Tensor]]:

@@ -15,12 +15,15 @@ from typing import IO, Any
 BEFORE = "import torch, transformers"
 
 
-def run(script: str, before: str = BEFORE, **environment: str) -> "subprocess.CompletedProcess[str]":
+def run(
+    script: str, before: str = BEFORE, with_exit_handlers: bool = False, **environment: str
+) -> "subprocess.CompletedProcess[str]":
     """Run Python code in a fresh process, to its end.
 
     Args:
         script: the code.
         before: code that the process has run already, the same for many scripts.
+        with_exit_handlers: whether the process ends as Python ends, which takes longer.
         environment: variables of the process, besides those of this one.
     """
     if not hasattr(os, "fork"):
@@ -31,7 +34,7 @@ def run(script: str, before: str = BEFORE, **environment: str) -> "subprocess.Co
     server = _server(before, **environment)
     assert server.stdin is not None
     assert server.stdout is not None
-    print(json.dumps(script), file=server.stdin, flush=True)
+    print(json.dumps([script, with_exit_handlers]), file=server.stdin, flush=True)
     return subprocess.CompletedProcess([script], **json.loads(server.stdout.readline()))
 
 
@@ -48,12 +51,12 @@ def _serve() -> None:
         with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
             child = os.fork()
             if not child:
-                _run(json.loads(line), out, err)
+                _run(*json.loads(line), out, err)
             returncode = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
             print(json.dumps({"returncode": returncode, "stdout": _read(out), "stderr": _read(err)}), flush=True)
 
 
-def _run(script: str, out: IO[Any], err: IO[Any]) -> None:
+def _run(script: str, with_exit_handlers: bool, out: IO[Any], err: IO[Any]) -> None:
     os.dup2(out.fileno(), 1)
     os.dup2(err.fileno(), 2)
     code: Any = 0
@@ -64,6 +67,8 @@ def _run(script: str, out: IO[Any], err: IO[Any]) -> None:
     except BaseException:
         traceback.print_exc()
         code = 1
+    if with_exit_handlers:
+        sys.exit(code)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code if isinstance(code, int) else 1)

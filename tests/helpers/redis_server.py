@@ -27,34 +27,24 @@ def why_not() -> str:
     return "" if importlib.util.find_spec("redis") else "the package redis is not installed: pip install redis"
 
 
-def start(directory: pathlib.Path, port: int, keeps: bool = False) -> subprocess.Popen[bytes]:
-    """A server that answers. If it `keeps` its keys, each is in a file before the server says that it is set."""
+@contextlib.contextmanager
+def running(directory: pathlib.Path) -> Iterator[str]:
+    """The URL of a server that keeps nothing, and runs for as long as the context lasts."""
     import redis
 
-    options = {"port": str(port), "bind": "127.0.0.1", "save": "", "dir": str(directory)}
-    options |= {"appendonly": "yes" if keeps else "no", "appendfsync": "always"}
+    port = free_port()
+    options = {"port": str(port), "bind": "127.0.0.1", "save": "", "dir": str(directory), "appendonly": "no"}
     arguments = [text for name, value in options.items() for text in (f"--{name}", value)]
     process = subprocess.Popen([str(PROGRAM), *arguments], stdout=subprocess.DEVNULL)
     try:
         with redis.Redis(port=port) as client:
             while process.poll() is None:
-                # While it reads what it has kept, it answers with an error of its own.
                 with contextlib.suppress(redis.exceptions.ConnectionError):
                     client.ping()
-                    return process
+                    break
                 time.sleep(0.02)
-        raise OSError(f"{PROGRAM} ended with {process.returncode}")
-    except BaseException:
-        process.kill()
-        raise
-
-
-@contextlib.contextmanager
-def running(directory: pathlib.Path) -> Iterator[str]:
-    """The URL of a server that runs for as long as the context lasts."""
-    port = free_port()
-    process = start(directory, port)
-    try:
+            else:
+                raise OSError(f"{PROGRAM} ended with {process.returncode}")
         yield f"redis://127.0.0.1:{port}/0"
     finally:
         process.terminate()

@@ -4,7 +4,6 @@ import hashlib
 import os
 import pathlib
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -18,26 +17,9 @@ from kvlayers.errors import CacheFileError, CachePathError
 from kvlayers.persistence.node_file import SUFFIX
 from kvlayers.prefix.backends import GoneError, StorageBackend, StoredFile, UnreachableError, backend_for
 from kvlayers.prefix.backends.contract import ABANDONED_SECONDS, Content
-from redis_server import running, why_not
 
 KINDS = ("local", "memory", "redis", "s3")
 THREADS = 8
-
-
-@pytest.fixture(scope="module")
-def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    if why_not():
-        pytest.skip(why_not())
-    with running(tmp_path_factory.mktemp("server")) as url:
-        yield url
-
-
-@pytest.fixture(scope="module")
-def s3_port() -> Iterator[int]:
-    if s3_server.why_not():
-        pytest.skip(s3_server.why_not())
-    with s3_server.running() as port:
-        yield port
 
 
 @pytest.fixture(params=KINDS)

@@ -5,7 +5,6 @@ import os
 import pathlib
 import struct
 import tempfile
-from collections.abc import Iterator
 from typing import Any
 
 import fsspec
@@ -23,36 +22,26 @@ from kvlayers.persistence.safetensors_header import Header, TensorEntry, file_he
 from kvlayers.prefix.backends.contract import Address
 from kvlayers.prefix.nodes import HEAD_BYTES
 from models import prompt, tiny_model
-from redis_server import running, why_not
+from redis_server import why_not
 
 ROOM = 2**30
 
 
-@pytest.fixture(scope="module")
-def server_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    if why_not():
-        pytest.skip(why_not())
-    with running(tmp_path_factory.mktemp("server")) as url:
-        yield url
-
-
 @pytest.fixture(autouse=True)
-def _empty_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Tries again sooner than it would, so that tests take no seconds.
-    monkeypatch.setattr("kvlayers.prefix.write_queue.FIRST_DELAY", 0.01)
+def _empty_memory() -> None:
     MemoryFileSystem.store.clear()
     MemoryFileSystem.pseudo_dirs[:] = [""]
     Failing.reset()
 
 
 @pytest.fixture(params=["local", "memory", "redis"])
-def files(request: pytest.FixtureRequest, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Files:
+def files(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> Files:
     if request.param == "local":
         (tmp_path / "files").mkdir()
         return LocalFiles(tmp_path / "files")
     if request.param == "memory":
         return FilesystemFiles("memory://bucket/team")
-    found = ServerFiles(request.getfixturevalue("server_url"))
+    found = ServerFiles(request.getfixturevalue("redis_url"))
     found.client.flushall()
     return found
 
@@ -192,16 +181,6 @@ def test_damaged_files_are_skipped_reported_once_and_written_anew(
     assert all(tempfile.gettempdir() + "/kvlayers-" not in text for text in caplog.messages)
     put(store, [2, 5, 6])
     assert covered(PrefixStore(ROOM, files.url), [2, 5, 6]) == 3
-
-
-def test_a_file_of_other_tokens_is_not_believed(files: Files) -> None:
-    store = PrefixStore(ROOM, files.url)
-    for first in (1, 2):
-        put(store, [first, 5, 6])
-    one, other = files.names()
-    files.write(other, files.read(one))
-    assert sorted(covered(store, [first, 5, 6]) for first in (1, 2)) == [0, 3]
-    assert store.statistics.damaged == 1
 
 
 def test_files_used_longest_ago_go_first(files: Files) -> None:

@@ -12,7 +12,6 @@ import kvlayers
 import versions
 from kvlayers import PrefixStore
 from matrix import once
-from models import tiny_model
 from rounds import NIGHTLY
 from vision_models import SEEING, Piece, inputs, seeing_model
 
@@ -64,7 +63,7 @@ class Talk:
     def __init__(self, family: str, template: str, seed: int, sees: bool = False) -> None:
         self.chance = random.Random(seed)
         self.family, self.template, self.sees = family, TEMPLATES[template], sees
-        self.model = seeing_model(family) if sees else _text_model(family)
+        self.model = seeing_model(family) if sees else families.model_of(family)
         self.store = PrefixStore(self.chance.choice(("1GiB", 150_000, 30_000)))
         system = Message("system", [self._words(24)])
         self.systems = [system, Message("system", [[*system.pieces[0][:12], *self._words(12)]])]
@@ -152,10 +151,6 @@ class Talk:
         conversations[1].append(self._message())
         self.conversations += conversations
         self._ask(conversations)
-
-
-def _text_model(family: str) -> Any:
-    return families.model_and_inputs(family)[0] if family in families.FAMILIES else tiny_model(family)
 
 
 def _padded(prompts: Sequence[Sequence[Piece]]) -> dict[str, torch.Tensor]:

@@ -13,6 +13,7 @@ import kvlayers
 from kvlayers import PrefixStore
 from kvlayers.generation.prefix_reuse.active_store import CURRENT
 from kvlayers.generation.prefix_reuse.borders import MOST_DROPPED
+from matrix import once
 from models import WINDOW, prompt, tiny_model
 
 TOKENS = 5 * WINDOW
@@ -61,10 +62,8 @@ CACHES = [
 """What is held of the last ones cannot be rolled back, and has its snapshots."""
 
 
-@pytest.mark.parametrize(("family", "name"), CACHES)
-@pytest.mark.parametrize("end", ENDS)
-@pytest.mark.parametrize("step", [0, 3])
-def test_the_prompt_of_a_call_that_ends_early_is_stored(end: str, step: int, family: str, name: str) -> None:
+@pytest.mark.parametrize(("family", "name", "end", "step"), once(CACHES, ENDS, [0, 3], times=2))
+def test_the_prompt_of_a_call_that_ends_early_is_stored(family: str, name: str, end: str, step: int) -> None:
     model, store, ids = tiny_model(family), PrefixStore("1GiB", snapshot_tokens=16), prompt(tokens=TOKENS)
     options = {**OPTIONS, "cache_implementation": name}
     with CURRENT.override(None), kvlayers.installed():

@@ -158,21 +158,3 @@ def test_of_several_entries_the_file_of_the_shared_tokens_is_read(
     for each in stores:
         assert covered(each, [1, 2, 3, 1]) == 3
         assert each.statistics.damaged == 0
-
-
-# What is taken back into memory
-
-
-def test_who_writes_to_what_was_in_a_file_writes_to_a_fork_of_it(tmp_path: pathlib.Path) -> None:
-    store, ids = PrefixStore(ROOM, tmp_path), [1, 2, 3]
-    path = in_file(store, tmp_path, ids)
-    assert store.statistics.bytes == 0
-    hit = store.lookup(torch.tensor([*ids, 4]), model="m").cache
-    assert hit is not None
-    assert store.statistics.bytes > 0
-    # From now on memory alone can say what was held.
-    path.unlink()
-    hit.crop(1)
-    hit.update(torch.full((1, 1, 4, 1), 99.0), torch.full((1, 1, 4, 1), 99.0), layer_idx=0)
-    for _ in range(2):
-        assert covered(store, [*ids, 4]) == 3

@@ -17,7 +17,6 @@ import pytest
 import torch
 
 import killed_workers
-import redis_server
 import s3_server
 from backend_cases import PART, covered, filled, large, put
 from kvlayers import CapacityError, PrefixStore
@@ -55,26 +54,9 @@ class Place:
         return PrefixStore(ROOM, self.direct_url, storage_options=self.direct_options)
 
 
-@pytest.fixture(autouse=True)
-def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The store tries again sooner than it would, so that tests take no seconds."""
-    monkeypatch.setattr("kvlayers.prefix.write_queue.FIRST_DELAY", 0.01)
-
-
-@pytest.fixture(scope="module")
-def redis_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
-    if redis_server.why_not():
-        pytest.skip(redis_server.why_not())
-    with redis_server.running(tmp_path_factory.mktemp("server")) as url:
-        yield int(url.rpartition(":")[2].partition("/")[0])
-
-
-@pytest.fixture(scope="module")
-def s3_port() -> Iterator[int]:
-    if s3_server.why_not():
-        pytest.skip(s3_server.why_not())
-    with s3_server.running() as port:
-        yield port
+@pytest.fixture
+def redis_port(redis_url: str) -> int:
+    return int(redis_url.rpartition(":")[2].partition("/")[0])
 
 
 @pytest.fixture(params=["redis", "s3"])
@@ -197,9 +179,6 @@ def test_the_tokens_that_arrive_before_a_server_stops_to_answer_are_used(
     assert store.statistics.failed_reads == (found < 1024)
     place.line.mend()
     assert (covered(store, ids), store.statistics.damaged) == (1024, 0)
-
-
-# Servers that restart
 
 
 # Full disks

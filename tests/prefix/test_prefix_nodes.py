@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import pathlib
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,8 +16,11 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from hypothesis import given
+from hypothesis import strategies as st
 
 import kvlayers
+from damage import damaged
 from kvlayers.errors import CacheFileError, CachePathError, KVLayersError
 from kvlayers.persistence.format import canonical
 from kvlayers.prefix.backends import GoneError, UnreachableError
@@ -250,7 +254,7 @@ def test_sinks_do_not_take_over_what_was_computed_beside_other_tokens(tmp_path: 
 # What is wrong is never used
 
 
-def damages(path: pathlib.Path, other: pathlib.Path) -> Iterator[tuple[str, bytes | None]]:
+def every_damage(path: pathlib.Path, other: pathlib.Path) -> Iterator[tuple[str, bytes | None]]:
     content = path.read_bytes()
     for place in (0, 9, *range(20, len(content), max(len(content) // 12, 1)), len(content) - 1):
         changed = bytearray(content)
@@ -274,13 +278,13 @@ def test_a_damaged_node_costs_the_tokens_from_there_on(kind: str, which: int, tm
     paths = [tmp_path / node.name for node in chain]
     path, usable = paths[which], chain[which].record.start
     content = path.read_bytes()
-    for what, damaged in damages(path, paths[which - 1]):
+    for what, other in every_damage(path, paths[which - 1]):
         # Opened before it is damaged: whoever opens it afterwards may not believe that it is a node.
         directory = opened(tmp_path)
         path.unlink()
-        if damaged is not None:
-            path.write_bytes(damaged)
-        if damaged is None and (kind == "window" or which == 0):
+        if other is not None:
+            path.write_bytes(other)
+        if other is None and (kind == "window" or which == 0):
             with pytest.raises(GoneError):
                 load(directory, entry.path, DOCUMENT)
             assert directory.damaged_files == 0
@@ -291,7 +295,7 @@ def test_a_damaged_node_costs_the_tokens_from_there_on(kind: str, which: int, tm
         else:
             for _ in range(2):
                 check_and_continue(made, load(directory, entry.path, DOCUMENT), DOCUMENT[:usable])
-            assert directory.damaged_files == (damaged is not None), what
+            assert directory.damaged_files == (other is not None), what
         if kind != "window" and usable > 0:
             check(made, load(directory, entry.path, DOCUMENT, 10), DOCUMENT[:10])
         # Whoever writes these tokens again mends it.
@@ -300,6 +304,31 @@ def test_a_damaged_node_costs_the_tokens_from_there_on(kind: str, which: int, tm
         again = opened(tmp_path)
         check_and_continue(made, load(again, entry.path, DOCUMENT), DOCUMENT)
         assert (again.damaged_files, path.stat().st_size) == (0, len(content))
+
+
+@given(data=st.data())
+def test_whatever_bytes_change_what_is_found_is_right_or_named(data: st.DataObject) -> None:
+    snapshot = Kind(lambda: kvlayers.DynamicCache([(None, None, torch.tensor(100))]))
+    made, ids = data.draw(st.sampled_from([KINDS["full"], KINDS["quantized"], snapshot])), DOCUMENT[:300]
+    with tempfile.TemporaryDirectory() as place:
+        write(Directory(LocalBackend(place)), ids, kind=made)
+        directory, path = Directory(LocalBackend(place)), data.draw(st.sampled_from(files(pathlib.Path(place))))
+        if data.draw(st.booleans()):
+            # It knows the file before it is damaged.
+            directory.changes(())
+        whole = path.read_bytes()
+        content = damaged(data, whole)
+        path.unlink()
+        path.write_bytes(content)
+        for entry in directory.changes(()).added:
+            try:
+                cache = load(directory, str(entry.path), ids)
+            except KVLayersError:
+                assert content != whole
+                continue
+            length = cache.get_seq_length()
+            assert length == len(ids) or content != whole
+            check(made, cache, ids[:length])
 
 
 def test_an_entry_of_another_tenant_is_not_believed(tmp_path: pathlib.Path) -> None:

@@ -4,7 +4,7 @@ import heapq
 import pathlib
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -12,12 +12,9 @@ import torch
 
 import families
 import kvlayers
-import versions
 from kvlayers import CapacityError, PrefixStore
 from kvlayers.errors import PrefixError
 from models import tiny_model
-from redis_server import running, why_not
-from vision_models import IMAGE, TOKENS, inputs, seeing_model
 
 HEADS, HEAD_DIM, LAYERS = 2, 4, 2
 TOKEN_BYTES = LAYERS * 2 * HEADS * HEAD_DIM * 4
@@ -257,7 +254,7 @@ def test_no_kind_stops_learning(kind: str) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "mamba", "jamba", "qwen3_next"])
 def test_no_model_stops_learning(family: str) -> None:
-    model = families.model_and_inputs(family)[0] if family in families.FAMILIES else tiny_model(family)
+    model = families.model_of(family)
     asked = {"max_new_tokens": 2, "do_sample": False, "pad_token_id": 0, "return_dict_in_generate": True}
     generator, store = torch.Generator().manual_seed(0), PrefixStore("1GiB", snapshot_tokens=16)
 
@@ -279,82 +276,25 @@ def test_no_model_stops_learning(family: str) -> None:
     assert store.statistics.refused == 0
 
 
-class Contexts:
-    """Random prompts of documents or images: popular ones, in front of questions, in any order."""
-
-    def __init__(self, seed: int) -> None:
-        self.chance = random.Random(seed)
-        self.texts = [self.text(self.chance.randint(4, 30)) for _ in range(12)]
-        self.begin = [1, *self.text(5)]
-
-    def text(self, length: int) -> list[int]:
-        return [self.chance.randrange(3, 90) for _ in range(length)]
-
-    def popular(self) -> int:
-        return min(int(self.chance.expovariate(0.25)), len(self.texts) - 1)
-
-    def with_images(self) -> list[Any]:
-        """Pieces as `vision_models.inputs` takes them."""
-        images = [(self.popular(), (4, 4)) for _ in range(self.chance.randint(1, 2))]
-        return [self.begin, *images, self.texts[self.popular()]]
-
-
-def found_in_documents(contexts: Contexts, most: int) -> Iterator[tuple[int, Ids]]:
-    """For each document of many prompts, the tokens that are found of it, and its ids."""
-    model = tiny_model("llama")
-    cache = kvlayers.DynamicCache(config=model.config)
-    with torch.no_grad():
-        model(torch.tensor([[3]]), past_key_values=cache)
-    store = PrefixStore(most * sum(states.nbytes for layer in cache.layers for states in (layer.keys, layer.values)))
-    del cache
-    for _ in range(STEPS):
-        ids = (*contexts.begin, *contexts.texts[contexts.popular()], *contexts.text(contexts.chance.randint(0, 6)))
-        before = store.statistics.tokens_covered
-        beginning, document = torch.tensor([ids[:6]]), torch.tensor([ids[6:]])
-        kvlayers.store_document(store, document, model, beginning=beginning)
-        yield store.statistics.tokens_covered - before, ids
-
-
-def found_with_images(contexts: Contexts, most: int) -> Iterator[tuple[int, Ids]]:
-    """For each of many prompts with images, the tokens that are found, and its ids: those of images by their image."""
-    model = seeing_model("llava")
-    asked = {"max_new_tokens": 1, "do_sample": False, "pad_token_id": 0, "return_dict_in_generate": True}
-    first = inputs("llava", [contexts.begin, (0, (4, 4))])
-    output = kvlayers.generate(model, **first, **asked)
-    layers = output.past_key_values.layers
-    store = PrefixStore(most * sum(s[:, :, :1].nbytes for layer in layers for s in (layer.keys, layer.values)))
-    for _ in range(STEPS // 3):
-        pieces = contexts.with_images()
-        given = inputs("llava", pieces)
-        numbers = iter([1000 * (number + 1) for number, _ in pieces[1:-1]])
-        ids: list[int] = []
-        for token in given["input_ids"][0].tolist():
-            is_image = token == IMAGE
-            starts = is_image and (not ids or ids[-1] < 1000 or ids[-1] % 1000 == TOKENS["llava"] - 1)
-            ids.append(next(numbers) if starts else ids[-1] + 1 if is_image else token)
-        yield kvlayers.generate(model, **given, **asked, prefix_store=store).cached_tokens[0], tuple(ids)
-
-
-WAYS: dict[str, Callable[[Contexts, int], Iterator[tuple[int, Ids]]]] = {
-    "documents": found_in_documents,
-    "images": found_with_images,
-}
-
-
-@pytest.mark.parametrize("way", ["documents", pytest.param("images", marks=versions.images_in_prefixes)])
 @pytest.mark.parametrize(("seed", "most"), [(1, 60), (2, 120), (3, 250)])
-def test_as_much_of_documents_and_images_is_found_as_in_an_ideal_tree(way: str, seed: int, most: int) -> None:
-    ideal, found, of_ideal = IdealTree(most), 0, 0
-    for covered, ids in WAYS[way](Contexts(seed), most):
-        # The last token of a prompt is computed again. A document is found as a whole, and so is an image.
-        best = ideal.find(ids if way == "images" else (*ids, 0))
-        while best < len(ids) and ids[best] > 1000 and ids[best] % 1000:
-            best -= 1
-        of_ideal += best
-        ideal.add(ids)
-        found += covered
+def test_as_much_of_documents_is_found_as_in_an_ideal_tree(seed: int, most: int) -> None:
+    model, chance, ideal = tiny_model("llama"), random.Random(seed), IdealTree(most)
+
+    def text(length: int) -> list[int]:
+        return [chance.randrange(3, 90) for _ in range(length)]
+
+    texts, beginning = [text(chance.randint(4, 30)) for _ in range(12)], [1, *text(5)]
+    # Two layers, each with a key and a value of 16 numbers.
+    store, of_ideal = PrefixStore(most * 2 * 2 * 16 * 4), 0
+    for _ in range(STEPS // 2):
+        popular = texts[min(int(chance.expovariate(0.25)), len(texts) - 1)]
+        document = [*popular, *text(chance.randint(0, 6))]
+        kvlayers.store_document(store, torch.tensor([document]), model, beginning=torch.tensor([beginning]))
+        # A document is found as a whole.
+        of_ideal += ideal.find((*beginning, *document, 0))
+        ideal.add((*beginning, *document))
     assert of_ideal > 0
-    assert found >= 0.97 * of_ideal
+    assert store.statistics.tokens_covered >= 0.97 * of_ideal
 
 
 # Directories
@@ -370,23 +310,15 @@ WIDE = 64
 
 WIDE_BYTES = TOKEN_BYTES * WIDE // HEAD_DIM
 
-PLACES = [
-    "local",
-    "memory",
-    pytest.param("redis", marks=pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")),
-]
 
-
-@pytest.fixture
-def place(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> Iterator[str]:
+@pytest.fixture(params=["local", "memory", "redis"])
+def place(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> str:
+    name = f"{tmp_path.name}{time.time_ns()}"
     if request.param == "redis":
-        with running(tmp_path) as url:
-            yield url
-    else:
-        yield str(tmp_path) if request.param == "local" else f"memory://{tmp_path.name}{time.time_ns()}"
+        return f"{request.getfixturevalue('redis_url')}?prefix={name}"
+    return str(tmp_path) if request.param == "local" else f"memory://{name}"
 
 
-@pytest.mark.parametrize("place", PLACES, indirect=True)
 @pytest.mark.parametrize(("seed", "memory"), [(0, 4000), (1, 1000)], ids=["alone", "behind memory"])
 def test_a_directory_with_a_limit_finds_as_many_as_an_ideal_tree(place: str, seed: int, memory: int) -> None:
     # Ten of the longest prompts: of the last one that goes, up to 255 tokens more go than have to, as files do.
@@ -416,7 +348,6 @@ def test_a_directory_with_a_limit_finds_as_many_as_an_ideal_tree(place: str, see
     assert found >= 0.97 * of_ideal
 
 
-@pytest.mark.parametrize("place", PLACES, indirect=True)
 def test_files_of_what_is_found_in_memory_stay(place: str) -> None:
     store = PrefixStore(1100 * WIDE_BYTES, place, directory_max_bytes=1400 * WIDE_BYTES)
 

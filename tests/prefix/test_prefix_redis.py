@@ -2,10 +2,8 @@
 
 import logging
 import os
-import pathlib
 import signal
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,7 +15,7 @@ from kvlayers.errors import CacheFileError, CachePathError
 from kvlayers.prefix.backends import redis
 from kvlayers.prefix.backends.contract import Address
 from kvlayers.prefix.backends.redis import RedisBackend
-from redis_server import running, start, why_not
+from redis_server import why_not
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")
 
@@ -25,21 +23,9 @@ ROOM = 2**30
 IDS = list(range(1, 9))
 
 
-@pytest.fixture(autouse=True)
-def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The store tries again sooner than it would, so that tests take no seconds."""
-    monkeypatch.setattr("kvlayers.prefix.write_queue.FIRST_DELAY", 0.01)
-
-
-@pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with running(tmp_path_factory.mktemp("server")) as url:
-        yield url
-
-
 @pytest.fixture
-def files(url: str) -> ServerFiles:
-    found = ServerFiles(url)
+def files(redis_url: str) -> ServerFiles:
+    found = ServerFiles(redis_url)
     found.client.flushall()
     return found
 
@@ -61,28 +47,14 @@ def test_the_keys_are_those_of_the_documentation(files: ServerFiles) -> None:
     assert keys(files) == set()
 
 
-def test_damage_and_a_file_that_is_missing_are_told_apart(files: ServerFiles, caplog: pytest.LogCaptureFixture) -> None:
-    put(PrefixStore(ROOM, files.url), IDS, large(IDS))
-    (name,) = files.names()
-    whole = files.read(name)
-    store = PrefixStore(ROOM, files.url)
-    # What fails first is its digest, its length, or its header.
-    for number, content in enumerate((whole[:-40] + b"damaged!" + whole[-32:], whole[:-1], whole + b"longer")):
-        files.client.set(files.key(name), content)
-        with caplog.at_level(logging.WARNING, logger="kvlayers"):
-            assert [covered(PrefixStore(ROOM, files.url), IDS) for _ in range(2)] == [0, 0]
-        assert len(caplog.records) == 2 * (number + 1)
-    assert covered(store, IDS) == 0
-    assert store.statistics.damaged == 1
-    put(store, IDS, large(IDS))
-    # It was written anew.
-    assert files.read(name) == whole
-    assert covered(PrefixStore(ROOM, files.url), IDS) == 8
+def test_a_value_that_the_server_has_dropped_is_gone(files: ServerFiles) -> None:
+    put(PrefixStore(ROOM, files.url), IDS)
+    store, (name,) = PrefixStore(ROOM, files.url), files.names()
     # As a server does that has no more memory.
     files.client.delete(files.key(name))
-    assert (covered(store, IDS), store.statistics.damaged, len(store)) == (0, 1, 0)
-    store = PrefixStore(ROOM, files.url)
-    assert (len(store), store.statistics.damaged, files.names()) == (0, 0, [])
+    for each in (store, PrefixStore(ROOM, files.url)):
+        assert (covered(each, IDS), each.statistics.damaged, len(each)) == (0, 0, 0)
+    assert files.names() == []
 
 
 def test_a_file_that_is_larger_than_a_value_is_not_written(
@@ -198,27 +170,6 @@ def test_a_server_that_lets_nobody_in_for_a_while_loses_nothing(
     assert [covered(store, [first, 5, 6]) for first in (1, 2, 3)] == [3, 3, 3]
     store.flush()
     assert store.statistics.spilled == 3
-
-
-def test_a_server_that_has_gone_is_named_and_found_again(tmp_path: pathlib.Path) -> None:
-    with running(tmp_path) as url:
-        store = PrefixStore(ROOM, url)
-        put(store, [1, 5, 6])
-    assert covered(store, [1, 5, 6]) == 0
-    put(store, [2, 5, 6])
-    now = store.statistics
-    assert (now.failed_reads, now.failed_writes, len(store)) == (1, 1, 1)
-    with pytest.raises(CachePathError, match=r"cannot reach redis://127.0.0.1:\d+/0, got ConnectionError: "):
-        PrefixStore(ROOM, url)
-    process = start(tmp_path, int(url.rpartition(":")[2].partition("/")[0]))
-    try:
-        # It has kept nothing.
-        assert (covered(store, [1, 5, 6]), len(store)) == (0, 0)
-        put(store, [1, 5, 6])
-        assert covered(PrefixStore(ROOM, url), [1, 5, 6]) == 3
-    finally:
-        process.terminate()
-        process.wait()
 
 
 def test_credentials_are_in_no_message(files: ServerFiles, caplog: pytest.LogCaptureFixture) -> None:

@@ -10,37 +10,18 @@ import pytest
 import torch
 import transformers as tf
 
+import families
 import kvlayers
 import versions
 from backend_cases import filled, held
-from kvlayers import CapacityError, OptionError, PrefixStore
+from kvlayers import OptionError, PrefixStore
 from kvlayers.errors import CachePathError, PrefixError, StateMismatchError
 from kvlayers.prefix.backends.local import LocalBackend
 from kvlayers.prefix.keys import PrefixMap, common_tokens
 from matrix import once
-from models import COMMON, WINDOW, prompt, tiny_model
+from models import WINDOW, prompt, tiny_model
 
 ROOM = 2**30
-
-
-@pytest.fixture(scope="module")
-def qwen3_next() -> Any:
-    versions.need_recurrent_layers("qwen3_next")
-    config = tf.Qwen3NextConfig(
-        **{key: value for key, value in COMMON.items() if key != "intermediate_size"},
-        intermediate_size=48,
-        layer_types=["linear_attention", "full_attention"],
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_key_head_dim=8,
-        linear_value_head_dim=8,
-        num_experts=2,
-        num_experts_per_tok=1,
-        moe_intermediate_size=16,
-        shared_expert_intermediate_size=16,
-    )
-    torch.manual_seed(0)
-    return tf.AutoModelForCausalLM.from_config(config).eval()
 
 
 def ids_of(*ids: int) -> torch.Tensor:
@@ -70,11 +51,9 @@ KINDS: dict[str, tuple[str, Any]] = {
 
 
 @pytest.mark.parametrize(("kind", "on_disk"), once(KINDS, [False, True]))
-def test_what_is_found_decodes_as_what_was_computed(
-    kind: str, on_disk: bool, request: pytest.FixtureRequest, tmp_path: pathlib.Path
-) -> None:
+def test_what_is_found_decodes_as_what_was_computed(kind: str, on_disk: bool, tmp_path: pathlib.Path) -> None:
     family, make = KINDS[kind]
-    model = request.getfixturevalue("qwen3_next") if family == "qwen3_next" else tiny_model(family)
+    model = families.model_of(family)
     system, question, other = prompt(tokens=19), prompt(tokens=9, seed=1), prompt(tokens=9, seed=2)
     store = PrefixStore(ROOM, tmp_path if on_disk else None)
     cache = make(model.config)
@@ -330,25 +309,6 @@ def test_the_budget_holds_whatever_a_policy_says(policy: Any) -> None:
     assert len(store) == 2
 
 
-def test_what_is_pinned_stays() -> None:
-    store = PrefixStore(room_for(2))
-    for first in (1, 2):
-        store.insert(ids_of(first, 0, 0), filled([first, 0, 0]), model="m")
-        store.pin(ids_of(first, 0, 0), model="m")
-    before = store.statistics
-    with pytest.raises(CapacityError, match="pinned"):
-        store.insert(ids_of(3, 0, 0), filled([3, 0, 0]), model="m")
-    assert store.statistics == before
-    assert store.evict() == 0
-    store.unpin(ids_of(2, 0, 0), model="m")
-    store.insert(ids_of(3, 0, 0), filled([3, 0, 0]), model="m")
-    assert [store.lookup(ids_of(first, 0, 0), model="m").covered for first in (1, 2, 3)] == [2, 0, 2]
-    with pytest.raises(PrefixError, match="is not pinned"):
-        store.unpin(ids_of(3, 0, 0), model="m")
-    with pytest.raises(PrefixError, match="has no entry"):
-        store.pin(ids_of(2, 0, 0), model="m")
-
-
 def test_what_was_pinned_is_unpinned_though_another_entry_begins_with_its_tokens() -> None:
     store = PrefixStore(ROOM)
     store.insert(ids_of(3, 4, 5), filled([3, 4, 5]), model="m")
@@ -397,9 +357,9 @@ def test_a_spilled_chat_is_one_entry(tmp_path: pathlib.Path) -> None:
 
 
 def test_a_recurrent_cache_in_a_file_needs_the_config_only_if_its_layers_are_those_of_transformers(
-    tmp_path: pathlib.Path, qwen3_next: Any
+    tmp_path: pathlib.Path,
 ) -> None:
-    store, ids = PrefixStore(ROOM, tmp_path), prompt(tokens=6)
+    store, ids, qwen3_next = PrefixStore(ROOM, tmp_path), prompt(tokens=6), families.model_of("qwen3_next")
     cache = kvlayers.DynamicCache(config=qwen3_next.config)
     run(qwen3_next, ids, cache)
     store.insert(ids, cache, model="m")

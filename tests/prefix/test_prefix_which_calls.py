@@ -22,31 +22,43 @@ def plain(model: Any, ids: torch.Tensor, **options: Any) -> torch.Tensor:
         return model.generate(ids, **{**OPTIONS, **options})
 
 
-def test_a_pad_token_that_may_end_a_sequence_is_text() -> None:
-    model, store, ids = tiny_model("llama"), PrefixStore("1GiB"), prompt(tokens=TOKENS)
-    ids[0, [3, TOKENS - 2]] = PAD
-    for ends in (PAD, [END, PAD]):
-        expected = plain(model, ids, eos_token_id=ends)
-        for covered in (0, TOKENS - 1):
-            output = kvlayers.generate(
-                model, inputs=ids, prefix_store=store, eos_token_id=ends, return_dict_in_generate=True, **OPTIONS
-            )
-            assert torch.equal(output.sequences, expected)
-            assert output.cached_tokens == (covered,)
-        store.clear()
+def with_tokens(token: int, *places: int, batch: int = 1) -> torch.Tensor:
+    """Prompts, the last of which has a token at some places."""
+    ids = prompt(batch=batch, tokens=TOKENS)
+    ids[-1, list(places)] = token
+    return ids
 
 
-def test_a_pad_token_on_the_left_that_ends_nothing_is_padding() -> None:
-    """transformers makes a mask then, and the store takes the same tokens for padding."""
-    model, store, ids = tiny_model("llama"), PrefixStore("1GiB"), prompt(batch=2, tokens=TOKENS)
-    ids[1, :5] = PAD
-    expected = plain(model, ids, eos_token_id=END)
-    for covered in ((0, 0), (TOKENS - 1, TOKENS - 6)):
-        output = kvlayers.generate(
-            model, ids, prefix_store=store, eos_token_id=END, return_dict_in_generate=True, **OPTIONS
-        )
+PADS: dict[str, tuple[torch.Tensor, dict[str, Any], tuple[int, ...]]] = {
+    "one that ends a sequence is text": (with_tokens(PAD, 3, TOKENS - 2), {"eos_token_id": PAD}, (TOKENS - 1,)),
+    "one of those that end": (with_tokens(PAD, 3, TOKENS - 2), {"eos_token_id": [END, PAD]}, (TOKENS - 1,)),
+    # transformers makes a mask then, and the store takes the same tokens for padding.
+    "one on the left that ends nothing is padding": (
+        with_tokens(PAD, *range(5), batch=2), {"eos_token_id": END}, (TOKENS - 1, TOKENS - 6),
+    ),
+    # generate() then pads with a token that ends a sequence, and makes no mask.
+    "without one, all tokens are text": (
+        with_tokens(2, 3, TOKENS - 2), {"pad_token_id": None, "eos_token_id": 2}, (TOKENS - 1,),
+    ),
+    "without one, and several ends": (
+        with_tokens(2, 3, TOKENS - 2), {"pad_token_id": None, "eos_token_id": [2, 5]}, (TOKENS - 1,),
+    ),
+}  # fmt: skip
+"""Prompts, options, and how many tokens of each prompt a second call finds."""
+
+
+@pytest.mark.parametrize("case", PADS)
+def test_a_pad_token_in_a_prompt_is_padding_or_text(case: str) -> None:
+    model, store, (ids, options, found) = tiny_model("llama"), PrefixStore("1GiB"), PADS[case]
+    options = {**OPTIONS, **options}
+    expected = plain(model, ids, **options)
+    for covered in ((0,) * len(ids), found):
+        output = kvlayers.generate(model, inputs=ids, prefix_store=store, return_dict_in_generate=True, **options)
         assert torch.equal(output.sequences, expected)
         assert output.cached_tokens == covered
+    if options.pop("pad_token_id") is None:
+        (answer,) = kvlayers.generate_many(model, [ids], prefix_store=store, progress=False, **options)
+        assert torch.equal(answer.ids, expected[0, TOKENS:])
 
 
 @pytest.mark.parametrize("change", ["", "module", "attribute", "config", "checkpointing", "batch norm"])
@@ -130,26 +142,4 @@ def test_a_thread_within_a_block_is_counted_unless_it_takes_the_context_along() 
         assert (store.statistics.hits, store.statistics.bypassed) == (1, 1)
     with kvlayers.installed():
         run(ask)
-        assert store.statistics.bypassed == 1
-        try:
-            kvlayers.install(prefix_store=store)
-            run(ask)
-        finally:
-            kvlayers.uninstall()
-    assert (store.statistics.hits, store.statistics.bypassed) == (2, 1)
-
-
-@pytest.mark.parametrize("ends", [2, [2, 5]])
-def test_without_a_pad_token_all_tokens_of_a_prompt_are_text(ends: Any) -> None:
-    """generate() then pads with a token that ends a sequence, and makes no mask."""
-    model, store, ids = tiny_model("llama"), PrefixStore("1GiB"), prompt(tokens=TOKENS)
-    ids[0, [3, TOKENS - 2]] = 2
-    options: dict[str, Any] = {**OPTIONS, "pad_token_id": None, "eos_token_id": ends}
-    expected = plain(model, ids, **options)
-    for covered in (0, TOKENS - 1):
-        output = kvlayers.generate(model, ids, prefix_store=store, return_dict_in_generate=True, **options)
-        assert torch.equal(output.sequences, expected)
-        assert output.cached_tokens == (covered,)
-    many = {name: value for name, value in options.items() if name != "pad_token_id"}
-    (answer,) = kvlayers.generate_many(model, [ids], prefix_store=store, progress=False, **many)
-    assert torch.equal(answer.ids, expected[0, TOKENS:])
+    assert store.statistics.bypassed == 1

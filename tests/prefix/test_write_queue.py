@@ -4,12 +4,10 @@ import contextlib
 import os
 import pathlib
 import random
-import subprocess
-import sys
 import textwrap
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -17,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+import fresh_process
 from backend_cases import covered, filled
 from controlled_backend import READS, WRITES, ControlledBackend, use
 from kvlayers import CapacityError, DynamicCache, OptionError, PrefixStore
@@ -58,6 +57,17 @@ class Gate:
     def close(self) -> None:
         self._is_open.clear()
         self.arrived.clear()
+
+    @contextlib.contextmanager
+    def holding_up(self, work: Callable[[], Any]) -> Iterator[None]:
+        """Do something in a thread, which is held up in the directory until the block ends."""
+        thread = threading.Thread(target=work, daemon=True)
+        thread.start()
+        assert self.arrived.wait(60)
+        yield
+        self.open()
+        thread.join(60)
+        assert not thread.is_alive()
 
 
 @pytest.fixture
@@ -158,15 +168,11 @@ def test_what_waits_to_be_written_is_counted_and_found(backend: ControlledBacken
     store = PrefixStore(2 * entry_bytes(), "elsewhere", write_wait_seconds=BOUND)
     insert(store, [1, 2, 3])
     insert(store, [4, 5, 6])
-    thread = threading.Thread(target=store.evict)
-    thread.start()
-    assert closed_for_writing.arrived.wait(60)
-    now = store.statistics
-    assert (now.bytes, now.pending_writes, now.evictions) == (2 * entry_bytes(), 2, 2)
-    assert covered(store, [1, 2, 3]) == covered(store, [4, 5, 6]) == 3
-    assert {"read", "reading"}.isdisjoint(backend.calls)
-    closed_for_writing.open()
-    thread.join()
+    with closed_for_writing.holding_up(store.evict):
+        now = store.statistics
+        assert (now.bytes, now.pending_writes, now.evictions) == (2 * entry_bytes(), 2, 2)
+        assert covered(store, [1, 2, 3]) == covered(store, [4, 5, 6]) == 3
+        assert {"read", "reading"}.isdisjoint(backend.calls)
     assert store.statistics.pending_writes == 0
     assert covered(PrefixStore(ROOM, "elsewhere"), [1, 2, 3]) == 3
 
@@ -210,20 +216,14 @@ def test_where_writing_holds_all_memory_an_insert_is_refused_after_its_bound(clo
 def test_a_longer_entry_is_written_in_place_of_the_one_that_waits(closed_for_writing: Gate) -> None:
     store = PrefixStore(ROOM, "elsewhere")
     insert(store, [7, 7, 7])
-    thread = threading.Thread(target=store.flush)
-    thread.start()
-    assert closed_for_writing.arrived.wait(60)
-    insert(store, [1, 2])
-    again = threading.Thread(target=store.flush)
-    again.start()
-    while store.statistics.pending_writes < 2:
-        time.sleep(0.001)
-    # It replaces one that is to be written, and the other one that is being written.
-    insert(store, [1, 2, 3])
-    insert(store, [7, 7, 7, 7])
-    closed_for_writing.open()
-    thread.join()
-    again.join()
+    with closed_for_writing.holding_up(store.flush):
+        insert(store, [1, 2])
+        with closed_for_writing.holding_up(store.flush):
+            while store.statistics.pending_writes < 2:
+                time.sleep(0.001)
+            # It replaces one that is to be written, and the other one that is being written.
+            insert(store, [1, 2, 3])
+            insert(store, [7, 7, 7, 7])
     other = PrefixStore(ROOM, "elsewhere")
     assert (covered(other, [1, 2, 3]), covered(other, [7, 7, 7])) == (3, 3)
     assert store.flush()
@@ -256,16 +256,9 @@ def test_an_entry_is_written_though_the_job_of_the_one_that_it_replaces_has_not_
 def test_what_is_cleared_while_it_is_written_is_gone(closed_for_writing: Gate) -> None:
     store = PrefixStore(ROOM, "elsewhere")
     insert(store, [1, 2, 3])
-    thread = threading.Thread(target=store.flush)
-    thread.start()
-    assert closed_for_writing.arrived.wait(60)
-    cleared = threading.Thread(target=store.clear)
-    cleared.start()
-    while len(store):
-        time.sleep(0.001)
-    closed_for_writing.open()
-    thread.join()
-    cleared.join()
+    with closed_for_writing.holding_up(store.flush), closed_for_writing.holding_up(store.clear):
+        while len(store):
+            time.sleep(0.001)
     assert len(PrefixStore(ROOM, "elsewhere")) == 0
 
 
@@ -277,16 +270,12 @@ def test_an_entry_that_is_pinned_while_it_waits_to_be_written_stays(closed_for_w
     first, second, third, fourth = entries(4)
     insert(store, first)
     insert(store, second)
-    evicting = threading.Thread(target=store.evict)
-    evicting.start()
-    assert closed_for_writing.arrived.wait(60)
-    for ids in (first, second):
-        store.pin(torch.tensor(ids), model="m")
-    for ids in (third, fourth):
-        with pytest.raises(CapacityError, match="pinned"):
-            insert(store, ids)
-    closed_for_writing.open()
-    evicting.join(60)
+    with closed_for_writing.holding_up(store.evict):
+        for ids in (first, second):
+            store.pin(torch.tensor(ids), model="m")
+        for ids in (third, fourth):
+            with pytest.raises(CapacityError, match="pinned"):
+                insert(store, ids)
     assert store.statistics.dropped_writes == 0
     assert store.statistics.bytes == 2 * entry_bytes()
 
@@ -314,17 +303,10 @@ def test_what_a_refresh_finds_while_the_store_is_cleared_is_deleted(backend: Con
     insert(store, [1, 2, 3])
     store.flush()
     gate = Gate(backend, {"delete"})
-    clearing = threading.Thread(target=store.clear)
-    clearing.start()
-    assert gate.arrived.wait(60)
     # The files are still there.
-    refreshing = threading.Thread(target=store.refresh)
-    refreshing.start()
-    while not len(store):
-        time.sleep(0.01)
-    gate.open()
-    for thread in (clearing, refreshing):
-        thread.join(60)
+    with gate.holding_up(store.clear), gate.holding_up(store.refresh):
+        while not len(store):
+            time.sleep(0.01)
     assert len(store) == store.refresh() == 0
 
 
@@ -401,19 +383,18 @@ def test_nothing_is_left_that_runs(tmp_path: pathlib.Path) -> None:
     insert(store, [1, 2, 3])
     store.evict()
     assert covered(store, [1, 2, 3]) == 3
-    worker = store._writes._worker if store._writes is not None else None
-    if worker is not None:
-        worker.join(60)
+    if store._writes._worker is not None:
+        store._writes._worker.join(60)
     names = {thread.name for thread in threading.enumerate()}
     assert not any(name.startswith("kvlayers-prefix-writer") for name in names)
 
 
 PROGRAM = """
-    import os, sys, threading, torch, kvlayers
+    import os, threading, torch, kvlayers
     from backend_cases import covered, filled
     import kvlayers.prefix.store
     from controlled_backend import ControlledBackend
-    backend = ControlledBackend(sys.argv[1])
+    backend = ControlledBackend({directory!r})
     kvlayers.prefix.store.backend_for = lambda directory, options: backend
     store = kvlayers.PrefixStore(2**30, "elsewhere")
     store.insert(torch.tensor([1, 2, 3]), filled([1, 2, 3]), model="m")
@@ -449,10 +430,8 @@ PROGRAM = """
 def test_a_forked_process_writes_with_a_thread_of_its_own_and_the_end_of_a_process_writes_all(
     tmp_path: pathlib.Path,
 ) -> None:
-    helpers = str(pathlib.Path(__file__).parents[1] / "helpers")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([helpers, os.environ.get("PYTHONPATH", "")])}
-    command = [sys.executable, "-c", textwrap.dedent(PROGRAM), str(tmp_path)]
-    ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, env=environment)
+    program = textwrap.dedent(PROGRAM).format(directory=str(tmp_path))
+    ran = fresh_process.run(program, with_exit_handlers=True)
     assert ran.returncode == 0, ran.stderr
     store = PrefixStore(ROOM, tmp_path)
     assert [covered(store, ids) for ids in ([1, 2, 3], [4, 5, 6], [7, 8, 9])] == [3, 3, 3]
@@ -466,18 +445,14 @@ def test_an_entry_in_a_file_alone_is_not_evicted_again(closed_for_writing: Gate)
     store.evict()
     closed_for_writing.close()
     insert(store, [4, 5, 6])
-    asked = threading.Thread(target=store.evict, daemon=True)
-    asked.start()
-    assert closed_for_writing.arrived.wait(20)
-    insert(store, [7, 8, 9])
-    store.pin(torch.tensor([7, 8, 9]), model="m")
-    with pytest.raises(CapacityError):
-        insert(store, [1, 2, 3, 10])
-    store.unpin(torch.tensor([7, 8, 9]), model="m")
-    with contextlib.suppress(CapacityError):
-        insert(store, [11, 12, 13])
-    closed_for_writing.open()
-    asked.join(20)
+    with closed_for_writing.holding_up(store.evict):
+        insert(store, [7, 8, 9])
+        store.pin(torch.tensor([7, 8, 9]), model="m")
+        with pytest.raises(CapacityError):
+            insert(store, [1, 2, 3, 10])
+        store.unpin(torch.tensor([7, 8, 9]), model="m")
+        with contextlib.suppress(CapacityError):
+            insert(store, [11, 12, 13])
     assert insert(store, [14, 15, 16])
     assert [covered(store, ids) for ids in ([1, 2, 3], [4, 5, 6], [14, 15, 16])] == [3, 3, 3]
 

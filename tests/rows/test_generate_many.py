@@ -1,8 +1,9 @@
 """generate_many: every answer is that of its prompt alone, whatever joins and leaves beside it."""
 
+import functools
 import io
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import Mock
 
@@ -27,6 +28,12 @@ def alone(model: Any, ids: torch.Tensor, cache: str = "dynamic", **how: Any) -> 
         options = {"max_new_tokens": 6, "do_sample": False, "cache_implementation": cache, **how}
         found: list[int] = model.generate(ids[None], attention_mask=torch.ones_like(ids[None]), **options)[0].tolist()
     return found[len(ids) :]
+
+
+@functools.cache
+def expected(cache: str = "dynamic") -> list[list[int]]:
+    """The answers of a llama to `PROMPTS`."""
+    return [alone(tiny_model("llama"), ids, cache) for ids in PROMPTS]
 
 
 def many(model: Any, prompts: Any = PROMPTS, **how: Any) -> list[Any]:
@@ -58,10 +65,10 @@ def test_each_answer_is_that_of_the_prompt_alone(family: str, how: dict[str, Any
     model = tiny_model(family)
     answers = many(model, in_order=True, chunk_tokens=6, **how)
     assert [answer.index for answer in answers] == list(range(len(PROMPTS)))
+    assert not any(answer.error for answer in answers)
     asked = {name: value for name, value in how.items() if name != "cache"}
-    for answer, ids in zip(answers, PROMPTS, strict=True):
-        assert answer.error is None
-        assert answer.ids.tolist() == alone(model, ids, how.get("cache", "dynamic"), **asked)
+    of_each = [alone(model, ids, how.get("cache", "dynamic"), **asked) for ids in PROMPTS]
+    assert [answer.ids.tolist() for answer in answers] == of_each
 
 
 @pytest.mark.parametrize(
@@ -108,8 +115,8 @@ def test_as_many_prompts_are_read_between_two_steps_as_fit_into_a_chunk() -> Non
         *((1, 10), (1, 1)),
         (1, 5),
     ]
-    expected = [alone(model, ids) for ids in prompts]
-    assert [answer.ids.tolist() for answer in answers] == [expected[0], *(answer[:2] for answer in expected[1:])]
+    first, *others = (alone(model, ids) for ids in prompts)
+    assert [answer.ids.tolist() for answer in answers] == [first, *(answer[:2] for answer in others)]
 
 
 def test_pad_tokens_of_a_tensor_are_padding_as_in_generate() -> None:
@@ -127,13 +134,13 @@ def test_wrapped_models_are_taken() -> None:
     torch.manual_seed(0)
     lora = peft.LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, target_modules=["q_proj", "v_proj"])
     model = peft.get_peft_model(fresh_model("llama"), lora).eval()
-    expected = [alone(model, ids) for ids in PROMPTS]
-    assert expected != [alone(tiny_model("llama"), ids) for ids in PROMPTS]
+    tuned = [alone(model, ids) for ids in PROMPTS]
+    assert tuned != expected()
     for wrapped in (model, torch.compile(model, backend="eager")):
         answers = many(wrapped, in_order=True)
-        assert [answer.ids.tolist() for answer in answers] == expected
+        assert [answer.ids.tolist() for answer in answers] == tuned
     drafted = many(model, in_order=True, assistant_model=torch.compile(tiny_model("llama"), backend="eager"))
-    assert [answer.ids.tolist() for answer in drafted] == expected
+    assert [answer.ids.tolist() for answer in drafted] == tuned
     tuning = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
     with pytest.raises(OptionError, match="learned prompt"):
         many(peft.get_peft_model(fresh_model("llama"), tuning))
@@ -181,7 +188,7 @@ def test_max_bytes_are_those_of_all_rows_and_prompts_wait_rather_than_being_roun
     max_bytes = 3 * kvlayers.plan(model.config, 512, names=["dynamic"]).caches[0].device_bytes
     with model.register_forward_pre_hook(count, with_kwargs=True):
         answers = many(model, in_order=True, max_rows=9, cache_config={"max_bytes": max_bytes, "ladder": ("int8",)})
-    assert [answer.ids.tolist() for answer in answers] == [alone(model, ids) for ids in PROMPTS]
+    assert [answer.ids.tolist() for answer in answers] == expected()
     assert 2 <= max(rows) <= 6
 
 
@@ -244,8 +251,7 @@ def test_rows_take_no_more_than_the_memory(cache: str) -> None:
         answers = many(model, in_order=True, max_rows=9, cache=cache, memory=memory)
     assert 2 <= max(rows for rows, _ in taken) <= 8
     assert max(nbytes for _, nbytes in taken) <= memory
-    for answer, ids in zip(answers, PROMPTS, strict=True):
-        assert answer.ids.tolist() == alone(model, ids, cache)
+    assert [answer.ids.tolist() for answer in answers] == expected(cache)
 
 
 def test_a_prompt_that_does_not_fit_into_the_memory_ends_alone() -> None:
@@ -254,7 +260,7 @@ def test_a_prompt_that_does_not_fit_into_the_memory_ends_alone() -> None:
     short, long, other = many(model, [PROMPTS[0], prompt(1, 600)[0], PROMPTS[1]], in_order=True, memory=memory)
     assert isinstance(long.error, kvlayers.errors.CapacityError)
     assert "`memory` must be at least" in str(long.error)
-    assert [answer.ids.tolist() for answer in (short, other)] == [alone(model, ids) for ids in PROMPTS[:2]]
+    assert [answer.ids.tolist() for answer in (short, other)] == expected()[:2]
 
 
 def test_short_prompts_join_before_one_that_does_not_fit_and_a_bounded_number_of_them() -> None:
@@ -270,11 +276,11 @@ def test_short_prompts_join_before_one_that_does_not_fit_and_a_bounded_number_of
 
     answers = many(model, prompts, max_rows=3, memory=memory, on_token=end, max_new_tokens=12)
     assert sorted(answer.index for answer in answers) == list(range(len(prompts)))
-    began = list(said)
+    began, of_prompts = list(said), [alone(model, ids, max_new_tokens=12) for ids in PROMPTS]
+    longer = [*of_prompts[:2], alone(model, prompts[2], max_new_tokens=12), *of_prompts, *of_prompts]
     assert began[: began.index(2)] == [0, 1, *range(3, 3 + MAX_OVERTAKEN)]
     for answer in answers:
-        expected = alone(model, prompts[answer.index], max_new_tokens=12)
-        assert answer.ids.tolist() == expected[: len(answer.ids)]
+        assert answer.ids.tolist() == longer[answer.index][: len(answer.ids)]
 
 
 def test_nothing_behind_one_that_waits_is_looked_at_again_before_a_row_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,9 +298,8 @@ def test_nothing_behind_one_that_waits_is_looked_at_again_before_a_row_leaves(mo
 
 
 def test_a_reservation_that_holds_the_answer_is_large_enough() -> None:
-    model = tiny_model("llama")
-    answers = many(model, cache="static", cache_config={"max_cache_len": 32}, in_order=True)
-    assert [answer.ids.tolist() for answer in answers] == [alone(model, ids) for ids in PROMPTS]
+    answers = many(tiny_model("llama"), cache="static", cache_config={"max_cache_len": 32}, in_order=True)
+    assert [answer.ids.tolist() for answer in answers] == expected()
 
 
 def test_what_is_free_does_not_keep_a_prompt_from_being_tried_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,7 +312,7 @@ def test_what_is_free_does_not_keep_a_prompt_from_being_tried_alone(monkeypatch:
 
     with model.register_forward_pre_hook(look, with_kwargs=True):
         answers = many(model, in_order=True)
-    assert [answer.ids.tolist() for answer in answers] == [alone(model, ids) for ids in PROMPTS]
+    assert [answer.ids.tolist() for answer in answers] == expected()
     assert max(seen) == 1
 
 
@@ -323,7 +328,7 @@ def test_an_error_ends_one_answer_alone() -> None:
         assert isinstance(error, OptionError)
         assert "`prompts` must each be a text, a chat" in str(error)
     good = [answer for answer in answers if answer.error is None]
-    assert [answer.ids.tolist() for answer in good] == [alone(model, ids) for ids in PROMPTS]
+    assert [answer.ids.tolist() for answer in good] == expected()
 
 
 @pytest.mark.parametrize("message", [{"who": "user", "text": "hi"}, {"role": "user"}, {"content": "hi"}])
@@ -348,16 +353,11 @@ def test_a_wrong_call_is_no_error_of_one_prompt() -> None:
 
 def test_both_names_of_the_argument_for_a_cache_are_taken() -> None:
     model = tiny_model("llama")
-    named = [answer.ids.tolist() for answer in many(model, cache="int8", in_order=True)]
-    assert [answer.ids.tolist() for answer in many(model, cache_implementation="int8", in_order=True)] == named
+    assert [answer.ids.tolist() for answer in many(model, cache_implementation="int8", in_order=True)] == expected(
+        "int8"
+    )
     with pytest.raises(OptionError, match="ask for different caches"):
         many(model, cache="int8", cache_implementation="int4")
-
-
-def test_tokens_are_streamed() -> None:
-    seen: dict[int, list[int]] = {}
-    answers = many(tiny_model("llama"), on_token=lambda number, token: seen.setdefault(number, []).append(token))
-    assert {answer.index: answer.ids.tolist() for answer in answers} == seen
 
 
 def test_a_store_serves_prompts_that_begin_alike() -> None:
@@ -377,20 +377,14 @@ def test_an_answer_ends_where_on_token_says_so() -> None:
         return number == 2 and len([None for other, _ in seen if other == number]) == 3
 
     answers = many(model, in_order=True, on_token=ends)
-    expected = [alone(model, ids) for ids in PROMPTS]
-    expected[2] = expected[2][:3]
-    assert [answer.ids.tolist() for answer in answers] == expected
+    assert [answer.ids.tolist() for answer in answers] == [*expected()[:2], expected()[2][:3], *expected()[3:]]
     assert answers[2].error is None
 
 
 def test_a_stop_at_the_first_token() -> None:
     model = tiny_model("llama")
-    first = [alone(model, ids, max_new_tokens=1)[0] for ids in PROMPTS]
+    first = [answer[0] for answer in expected()]
     assert all(len(answer.ids) == 1 for answer in many(model, eos_token_id=first))
-
-
-def test_no_prompts() -> None:
-    assert many(tiny_model("llama"), []) == []
 
 
 @pytest.mark.parametrize(
@@ -418,43 +412,17 @@ def test_no_prompts() -> None:
         ({"assistant_model": tiny_model("llama"), "prompt_lookup_num_tokens": 3}, "`prompt_lookup_num_tokens`"),
         ({"cache_config": {"misspelt": 1}}, "misspelt"),
         ({"prefix_store": 1}, "`prefix_store`"),
+        ({"cache": "int5"}, "int5"),
+        *(({"prompts": prompts}, "`prompts` must be a list") for prompts in ("one text", {"input_ids": [1]}, None, 5)),
+        ({"model": tiny_model("t5")}, "decoder-only"),
+        ({"model": tiny_model("jamba"), "prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens"),
+        ({"assistant_model": tiny_model("jamba")}, "`assistant_model` must be a model without recurrent states"),
+        ({"assistant_model": fresh_model("llama", vocab_size=50)}, "`assistant_model` must have the vocabulary"),
     ],
 )
-def test_wrong_options_are_refused_at_once(how: dict[str, Any], named: str) -> None:
-    with pytest.raises(OptionError, match=named):
-        kvlayers.generate_many(tiny_model("llama"), PROMPTS, **how)
-
-
-def test_unknown_names_are_refused_at_once() -> None:
-    with pytest.raises(RegistryError, match="int5"):
-        kvlayers.generate_many(tiny_model("llama"), PROMPTS, cache="int5")
-
-
-@pytest.mark.parametrize(
-    ("family", "prompts", "how", "named"),
-    [
-        *(("llama", prompts, {}, "`prompts` must be a list") for prompts in ("one text", {"input_ids": [1]}, None, 5)),
-        ("t5", PROMPTS, {}, "decoder-only"),
-        ("jamba", PROMPTS, {"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens"),
-        (
-            "llama",
-            PROMPTS,
-            {"assistant_model": tiny_model("jamba")},
-            "`assistant_model` must be a model without recurrent states",
-        ),
-        (
-            "llama",
-            PROMPTS,
-            {"assistant_model": fresh_model("llama", vocab_size=50)},
-            "`assistant_model` must have the vocabulary",
-        ),
-    ],
-)
-def test_models_and_prompts_that_rows_do_not_take_are_refused_at_once(
-    family: str, prompts: Any, how: dict[str, Any], named: str
-) -> None:
-    with pytest.raises(OptionError, match=named):
-        kvlayers.generate_many(tiny_model(family), prompts, **how)
+def test_wrong_calls_are_refused_at_once(how: dict[str, Any], named: str) -> None:
+    with pytest.raises((OptionError, RegistryError), match=named):
+        kvlayers.generate_many(**{"model": tiny_model("llama"), "prompts": PROMPTS, **how})
 
 
 def test_a_criterion_that_raises_ends_its_answer_alone() -> None:
@@ -482,17 +450,17 @@ def test_equal_prompts_side_by_side_are_computed_once(repeats: int, others: int)
     ids = torch.cat([prompt(1, 40, number) for number in range(others)])
     how = {"max_new_tokens": 5, "do_sample": False, "attention_mask": torch.ones_like(ids)}
     with kvlayers.installed():
-        expected = model.generate(ids, **how).repeat_interleave(repeats, 0)
+        each = model.generate(ids, **how).repeat_interleave(repeats, 0)
         seen.clear()
         how["attention_mask"] = torch.ones_like(ids).repeat_interleave(repeats, 0)
         output = model.generate(ids.repeat_interleave(repeats, 0), **how)
-    assert torch.equal(output, expected)
+    assert torch.equal(output, each)
     assert seen[0] == (others, 40)
     assert seen[1] == (others * repeats, 1)
 
 
 @pytest.mark.parametrize(
-    ("beside", "expected"),
+    ("beside", "repeats"),
     [
         ({}, 4),
         ({"attention_mask": torch.ones(4, 6)}, 4),
@@ -501,58 +469,48 @@ def test_equal_prompts_side_by_side_are_computed_once(repeats: int, others: int)
         ({"adapter_names": ["a", "a", "b", "b"]}, 1),
     ],
 )
-def test_rows_are_equal_if_all_that_belongs_to_them_is(beside: dict[str, Any], expected: int) -> None:
-    assert prefill._repeats_in(prompt(1, 6).repeat(4, 1), beside) == expected
+def test_rows_are_equal_if_all_that_belongs_to_them_is(beside: dict[str, Any], repeats: int) -> None:
+    assert prefill._repeats_in(prompt(1, 6).repeat(4, 1), beside) == repeats
 
 
-def rows_of_a_prefill(model: Any, mask: torch.Tensor | None = None) -> int:
-    """How many of three equal rows a model computes."""
-    seen: list[int] = []
-    model.register_forward_pre_hook(lambda *given: seen.append(given[2]["input_ids"].shape[0]), with_kwargs=True)
-    ids = prompt(1, 40).repeat(3, 1)
-    with kvlayers.installed():
-        mask = torch.ones_like(ids) if mask is None else mask
-        model.generate(ids, attention_mask=mask, max_new_tokens=2, do_sample=False)
-    return seen[0]
+def as_trainers_leave_it(model: Any) -> None:
+    """The hook of the embeddings stays while trainers switch checkpointing off to generate."""
+    model.gradient_checkpointing_enable()
+    model.enable_input_require_grads()
+    model.gradient_checkpointing_disable()
 
 
-def test_prompts_that_differ_by_their_padding_are_not_equal() -> None:
-    mask = torch.ones(3, 40, dtype=torch.int64)
-    mask[1, :3] = 0
-    assert rows_of_a_prefill(fresh_model("llama"), mask) == 3
+CHANGES: dict[str, tuple[int, bool, Callable[[Any, Any], Any]]] = {
+    "nothing": (1, False, lambda model, layer: None),
+    "padding": (3, False, lambda model, layer: None),
+    "a hook": (3, False, lambda model, layer: layer.register_forward_pre_hook(lambda *_: None)),
+    "training": (1, True, lambda model, layer: as_trainers_leave_it(model)),
+    "a rate": (3, True, lambda model, layer: setattr(layer.self_attn, "attention_dropout", 0.1)),
+    "a module": (3, True, lambda model, layer: layer.mlp.add_module("dropped", torch.nn.Dropout(0.1))),
+    "a config": (
+        3,
+        True,
+        lambda model, layer: setattr(layer.mlp, "config", transformers.LlamaConfig(hidden_dropout=0.1)),
+    ),
+    "checkpoints": (3, True, lambda model, layer: setattr(layer, "gradient_checkpointing", True)),
+}
+"""Rows of three equal ones that are computed, whether the model trains, and what is done to it before."""
 
 
 @pytest.mark.skipif(not compat.PREFILLS_APART, reason="before transformers 5.0 no prefill can be replaced")
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing")
-def test_a_model_that_trains_without_dropout_shares_its_rollouts() -> None:
-    model = fresh_model("llama").train()
-    # The hook of the embeddings stays while trainers switch checkpointing off to generate.
-    model.gradient_checkpointing_enable()
-    model.enable_input_require_grads()
-    model.gradient_checkpointing_disable()
-    assert rows_of_a_prefill(model) == 1
-
-
-@pytest.mark.skipif(not compat.PREFILLS_APART, reason="before transformers 5.0 no prefill can be replaced")
-@pytest.mark.parametrize("where", ["a rate", "a module", "a config", "checkpoints"])
-def test_rows_that_training_tells_apart_are_computed_each(where: str) -> None:
-    model = fresh_model("llama").train()
-    layer = model.model.layers[1]
-    if where == "a rate":
-        layer.self_attn.attention_dropout = 0.1
-    elif where == "a module":
-        layer.mlp.dropped = torch.nn.Dropout(0.1)
-    elif where == "a config":
-        layer.mlp.config = transformers.LlamaConfig(hidden_dropout=0.1)
-    else:
-        layer.gradient_checkpointing = True
-    assert rows_of_a_prefill(model) == 3
-
-
-def test_rows_that_a_hook_may_tell_apart_are_computed_each() -> None:
-    model = fresh_model("llama")
-    model.model.layers[0].register_forward_pre_hook(lambda *_: None)
-    assert rows_of_a_prefill(model) == 3
+@pytest.mark.parametrize("change", CHANGES)
+def test_equal_rows_are_computed_once_unless_something_may_tell_them_apart(change: str) -> None:
+    rows, trains, prepare = CHANGES[change]
+    model, seen = fresh_model("llama").train(trains), list[int]()
+    prepare(model, model.model.layers[1])
+    model.register_forward_pre_hook(lambda *given: seen.append(given[2]["input_ids"].shape[0]), with_kwargs=True)
+    ids = prompt(1, 40).repeat(3, 1)
+    mask = torch.ones_like(ids)
+    mask[1, :3] = change != "padding"
+    with kvlayers.installed():
+        model.generate(ids, attention_mask=mask, max_new_tokens=2, do_sample=False)
+    assert seen[0] == rows
 
 
 class _Terminal(io.StringIO):
@@ -598,17 +556,3 @@ def test_there_is_no_bar_without_a_terminal_or_beside_on_token(
     assert len([*answers]) == 2
     assert len(seen) == 4
     assert terminal.getvalue() == ""
-
-
-def test_rows_within_bytes_give_the_answers_of_exact_ones() -> None:
-    model, prompts = tiny_model("llama"), [prompt(1, tokens, tokens)[0] for tokens in (5, 12, 30, 7)]
-    exact, bounded = (
-        [
-            answer.ids.tolist()
-            for answer in kvlayers.generate_many(
-                model, prompts, cache_config=options, max_new_tokens=6, in_order=True, progress=False
-            )
-        ]
-        for options in (None, {"max_bytes": "1MiB"})
-    )
-    assert bounded == exact

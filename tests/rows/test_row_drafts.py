@@ -16,6 +16,7 @@ from kvlayers.errors import (
     StateMismatchError,
     UnsupportedLayerError,
 )
+from matrix import once
 from models import fresh_model, prompt, tiny_model
 
 NEW = 14
@@ -43,20 +44,18 @@ DRAFTS: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("drafts", DRAFTS)
-@pytest.mark.parametrize(
-    "how",
-    [
-        {},
-        {"repetition_penalty": 1.3},
-        {"no_repeat_ngram_size": 2},
-        {"cache_implementation": "int4"},
-        {"cache_implementation": "static"},
-        {"cache_implementation": "offloaded"},
-        {"eos_token_id": [5, 7, 11, 13, 17, 23, 29, 31, 37, 41]},
-    ],
-    ids=str,
-)
+HOW: list[dict[str, Any]] = [
+    {},
+    {"repetition_penalty": 1.3},
+    {"no_repeat_ngram_size": 2},
+    {"cache_implementation": "int4"},
+    {"cache_implementation": "static"},
+    {"cache_implementation": "offloaded"},
+    {"eos_token_id": [5, 7, 11, 13, 17, 23, 29, 31, 37, 41]},
+]
+
+
+@pytest.mark.parametrize(("drafts", "how"), once(DRAFTS, HOW), ids=str)
 def test_a_batch_with_drafts_has_the_tokens_of_plain_decoding(drafts: str, how: dict[str, Any]) -> None:
     model = tiny_model("llama")
     expected, output = generated(model, **how), generated(model, **how, **DRAFTS[drafts]())

@@ -14,6 +14,7 @@ from torch import Tensor
 import kvlayers
 from kvlayers.core.forward_pass import interruption
 from kvlayers.errors import CapacityError, InterruptedPassError
+from matrix import once
 from models import given, prompt, tiny_model
 
 PROMPTS = (prompt(1, 5, 0), prompt(1, 10, 1))
@@ -68,8 +69,7 @@ def interrupt(model: Any, rows: Any, layer: Any, row: int, method: str = "update
     delattr(layer.rows[row], method)
 
 
-@pytest.mark.parametrize("cache", ["static", "int4", "offloaded"])
-@pytest.mark.parametrize("row", [0, 1])
+@pytest.mark.parametrize(("cache", "row"), once(["static", "int4", "offloaded"], [0, 1]))
 def test_an_update_that_stops_in_the_first_layer_has_not_happened(cache: str, row: int) -> None:
     model = tiny_model("llama")
     rows = merged(model, cache)
@@ -95,8 +95,7 @@ def test_the_longest_row_may_be_the_one_ahead(cache: str) -> None:
     check_steps(model, rows)
 
 
-@pytest.mark.parametrize("cache", ["static", "int4", "offloaded"])
-@pytest.mark.parametrize("in_pair", [False, True])
+@pytest.mark.parametrize(("cache", "in_pair"), once(["static", "int4", "offloaded"], [False, True]))
 def test_a_loop_over_update_repeats_what_was_interrupted(cache: str, in_pair: bool) -> None:
     model = tiny_model("llama")
     rows = merged(model, cache)
@@ -194,10 +193,9 @@ COPIES: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize(
-    ("family", "cache"),
-    [*(("llama", cache) for cache in CACHES), ("mamba", "dynamic"), ("jamba", "dynamic")],
+    ("family", "cache", "how"),
+    once([*(("llama", cache) for cache in CACHES), ("mamba", "dynamic"), ("jamba", "dynamic")], COPIES, times=2),
 )
-@pytest.mark.parametrize("how", COPIES)
 def test_a_copy_goes_on_as_the_rows_do(family: str, cache: str, how: str) -> None:
     model = tiny_model(family)
     rows = merged(model, cache)

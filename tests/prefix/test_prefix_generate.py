@@ -233,9 +233,7 @@ BATCHES: dict[str, tuple[list[torch.Tensor], int, dict[str, Any]]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "family", "kind", "padding"),
-    # Jamba takes tokens one by one behind others.
-    [*once(NAMES, FAMILIES, BATCHES, (0, WINDOW + 3), times=3), ("dynamic", "jamba", "in chunks", 0)],
+    ("name", "family", "kind", "padding"), once(NAMES, FAMILIES, BATCHES, (0, WINDOW + 3), times=3)
 )
 def test_each_prompt_of_a_batch_is_answered_as_alone(name: str, family: str, kind: str, padding: int) -> None:
     rows, new, asked = BATCHES[kind]
@@ -463,6 +461,13 @@ def test_recurrent_rows_with_different_pasts(family: str, name: str) -> None:
     for _ in range(2):
         assert torch.equal(by_store(model, store, **padded(rows), **asked), expected)
     assert store.statistics.hits > 0
+
+
+def test_chunks_of_a_model_that_takes_tokens_one_by_one_behind_others() -> None:
+    model, store, rows = tiny_model("jamba"), PrefixStore(ROOM), questions(3, 8)
+    for _ in range(2):
+        assert torch.equal(by_store(model, store, rows[0], prefill_chunk_size=8), plain(model, rows[0]))
+        assert torch.equal(by_store(model, store, **padded(rows), prefill_chunk_size=8), one_by_one(model, rows))
 
 
 # Files

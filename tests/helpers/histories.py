@@ -284,7 +284,7 @@ def history(
         pieces = held_pieces(kind.removeprefix("pieces of "), batch, dtype, seed, most)
         newest = ordinary(dense_source(batch, 70, dtype))
         return side_by_side([ordinary(packed_source(batch, 2, dtype)), pieces, newest], dtype)
-    batch, held = draws.one_of((1, 2, 4)), []
+    batch, held = draws.one_of((2, 4) if "rows" in kind else (1, 2, 4)), []
     while len(held) < count:
         rows = draws.rows(batch) if "rows" in kind and draws.below(5) < 3 else None
         # The next segments have the same rows.

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvlayers
@@ -562,6 +562,7 @@ def _same_states(one: Any, other: Any) -> bool:
     return True
 
 
+@settings(max_examples=300)
 @given(data=st.data())
 def test_damage_is_named_or_does_not_matter(data: st.DataObject) -> None:
     kind = data.draw(st.sampled_from(KINDS))

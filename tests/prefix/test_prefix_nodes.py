@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvlayers
@@ -306,6 +306,7 @@ def test_a_damaged_node_costs_the_tokens_from_there_on(kind: str, which: int, tm
         assert (again.damaged_files, path.stat().st_size) == (0, len(content))
 
 
+@settings(max_examples=150)
 @given(data=st.data())
 def test_whatever_bytes_change_what_is_found_is_right_or_named(data: st.DataObject) -> None:
     snapshot = Kind(lambda: kvlayers.DynamicCache([(None, None, torch.tensor(100))]))

@@ -115,13 +115,15 @@ class Slots:
     def __init__(self, sizes: tuple[int, ...]) -> None:
         slot = Slot(sizes[-1], None, None)
         slots = {str(slot.length): slot}
-        bounds = (0, *sizes)
-        for lower, size in reversed(list(zip(bounds[:-1], sizes, strict=True))):
+        for lower, size in reversed(list(zip((0, *sizes[:-1]), sizes, strict=True))):
             for length in range(size - 1, lower - 1, -1):
                 slot = Slot(length, size, slot)
                 slots[str(length)] = slot
         self.__dict__.update(slots)
-        self.first = slot
+        self.first, self.sizes = slot, sizes
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return slots_of, (self.sizes,)
 
     def at(self, length: int) -> Slot:
         """The slot of `length` tokens."""

@@ -620,13 +620,12 @@ class StaticStore(DenseStore):
         # Copies of the live tokens alone; `__setstate__` reserves memory again, and finds the slot by the count `_end`.
         live = {**super().__getstate__(), "_reserved": None, "_cursor": None, "_offset_on_device": None}
         live["_symbolic_offset"] = symbolic_number(self.total - live["_end"])
-        del live["_slots"], live["_slot"]
+        del live["_slot"]
         return live
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         end = state.pop("_end")
         self.__dict__.update(state)
-        self._set_capacity(self.capacity)
         self._set_end(end)
         if self._keys is not None and not self._tracks_gradients:
             self._allocate(self.capacity)

@@ -47,7 +47,7 @@ def options() -> report.Options:
         threads=2,
         quick="a random model and few tokens",
         kind=lambda given: (
-            "documents-join" if "join" in given.only else f"documents-fidelity-{pathlib.Path(given.model).name}"
+            "documents-join" if "join" in given.only else f"documents-fidelity-{pages.model_name(vars(given))}"
         ),
     )
     made.some_of("--only", ("join", "replace", "kl", "tasks"), "sections")
@@ -269,7 +269,7 @@ NAMES = {"SmolLM2-135M-Instruct": "SmolLM2", "gemma-3-270m": "Gemma"}
 
 
 def model_of(record: dict[str, Any]) -> str:
-    name = pathlib.Path(record["arguments"]["model"] or "a random model").name
+    name = pages.model_name(record["arguments"])
     return NAMES.get(name, name)
 
 

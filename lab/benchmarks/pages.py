@@ -57,6 +57,12 @@ def keep(
     return path
 
 
+def model_name(arguments: Mapping[str, Any]) -> str:
+    """The name of a real model without its folder."""
+    is_random = arguments["model"] in (None, "none")
+    return "a random model" if is_random else pathlib.Path(arguments["model"]).name
+
+
 def records_by_model(kind: str) -> list[dict[str, Any]]:
     """The newest record of each model."""
     found: dict[str, Any] = {}

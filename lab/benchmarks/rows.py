@@ -315,7 +315,7 @@ def many_table(arguments: Mapping[str, Any], found: Mapping[str, Any]) -> str:
     longest, least = arguments["longest"], arguments["least"]
     return (
         f"{arguments['prompts']} prompts of {longest // 4} to {longest} tokens, answers of {least} to {8 * least}, "
-        f"{pathlib.Path(arguments['model'] or 'a random model').name} in float32:\n\n"
+        f"{pages.model_name(arguments)} in float32:\n\n"
         f"{pages.table('', found, columns, '---:')}"
     )
 

@@ -460,7 +460,7 @@ def entries_table(arguments: Arguments, found: Found) -> str:
         [
             "A full store of prompts of 64 tokens evicts one for each that comes:",
             pages.table("entries", found["full"], columns),
-            f"In the second half of {arguments['lasting']:,} requests, the memory grew by {found['growth_mib']:.1f} MiB.",
+            f"The second half of {arguments['lasting']:,} requests took {found['growth_mib']:.1f} MiB more memory.",
         ]
     )
 

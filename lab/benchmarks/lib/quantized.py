@@ -1,4 +1,4 @@
-"""What quantized caches read that are compared, and the bytes that each holds, scales included."""
+"""What the compared quantized caches read, and the bytes that each holds, scales included."""
 
 from typing import Any
 

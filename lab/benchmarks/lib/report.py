@@ -94,6 +94,8 @@ class Options:
         if self._needs_model and given.model is None:
             self.parser.error(NO_MODEL)
         if self._kind is not None and given.record:
+            if given.output or getattr(given, "quick", False):
+                self.parser.error("--record keeps a whole run in a file of its own: leave out --quick and --output")
             given.output = pages.RECORDED / f"{self._kind(given)}-{datetime.date.today()}.json"
         given.output = given.output or RESULTS / f"{self._name}-{datetime.datetime.now():%Y-%m-%d-%H%M%S}.json"
         return given
@@ -205,6 +207,8 @@ def run(given: argparse.Namespace, sections: Mapping[str, Section]) -> int:
         for name in (each for each in sections if each in given.only):
             measure, show = sections[name]
             results[name] = measure(running)
+            # Hours of measuring must not be lost for a text.
+            running.write(results)
             if results[name]:
                 running.say(f"\n{name}: {show(vars(given), results[name])}\n")
     return running.finish(results)

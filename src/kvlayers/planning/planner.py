@@ -160,6 +160,7 @@ class Plan:
             same.sort(
                 key=lambda cache: (
                     cache.name != self.recommended.name,
+                    # Plain names next, in their order.
                     [*PLAIN_NAMES, cache.name].index(cache.name),
                     len(cache.name),
                     cache.name,

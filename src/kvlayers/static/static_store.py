@@ -103,7 +103,7 @@ class StaticStore(DenseStore):
         self._symbolic_offset = symbolic_number(0)
         self._cursor: Tensor | None = None
         self._offset_on_device: Tensor | None = None
-        # It sets `_end`, and so the slot.
+        # `DenseStore` sets `_end`, and so the slot.
         super().__init__()
 
     @classmethod
@@ -578,7 +578,7 @@ class StaticStore(DenseStore):
         self.mask_extent.forget()
         held = None
         if self._keys is not None:
-            # Of no tokens too: a sequence that is not there is noticed here.
+            # Of no tokens too, so that an index out of range is refused.
             keys, values = self.newest(length)
             held = keys.index_select(0, indices.to(keys.device)), values.index_select(0, indices.to(values.device))
         if self._tracks_gradients and held is not None and length:

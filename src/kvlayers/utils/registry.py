@@ -27,7 +27,7 @@ class Registry(Generic[Entry]):
         what: noun for an entry in errors, such as "store".
         group: group of the entry points of other packages, which are entries under their own names.
         unregister: name of the public function that removes an entry, for errors.
-        base: the class that entries derive from, or that their objects have; not needed for any other entries.
+        base: the class that entries derive from, or that their objects have; leave it out if entries may be anything.
     """
 
     def __init__(self, what: str, group: str, unregister: str, base: type = object) -> None:
@@ -129,11 +129,13 @@ class Registry(Generic[Entry]):
                 f"{', '.join(f'`{name}`' for name in missing)}."
             )
 
-    def _first(self, names: Iterable[str], is_meant: Callable[[str], bool]) -> str | None:
+    def _first(
+        self, names: Iterable[str], is_meant: Callable[[str], bool], wrong: type[Exception] = RegistryError
+    ) -> str | None:
         """The first of some names that is meant, `None` if none is."""
         for name in names:
             # What is wrong with an entry is said to those who ask for its name.
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(wrong):
                 if is_meant(name):
                     return name
         return None
@@ -174,7 +176,7 @@ class FactoryRegistry(Registry[Callable[..., Made]], Generic[Made]):
 
     def name_of(self, made: Made) -> str | None:
         """The name of a factory that makes an object equal to `made`, `None` if no factory does."""
-        return self._first(self.names(), lambda name: self.make(name) == made)
+        return self._first(self.names(), lambda name: self.make(name) == made, Exception)
 
     def make(self, name: object) -> Made:
         """An object of the factory called `name`.

@@ -20,6 +20,7 @@ from kvlayers.kernels.attention.packed_tensor import PackedStates
 from kvlayers.kernels.attention.segments import Segment
 from kvlayers.quantizers import CodeFormat, QuantizedGroups, Quantizer, dequantize
 from kvlayers.stores import QuantizedStore
+from matrix import once
 from other_package import HalvesBackend
 
 BLOCK = 64
@@ -103,6 +104,56 @@ def attended_segments(store: QuantizedStore) -> tuple[Segment, ...]:
 
 
 # Memory
+
+
+def block_bytes(nbits: int, head_dim: int, itemsize: int) -> tuple[int, int]:
+    """Bytes of a block of one head of keys, and of values, for the native backend by default."""
+    group_channels = max(size for size in range(1, 65) if head_dim % size == 0)
+    keys = head_dim * (BLOCK * nbits // 8) + 2 * head_dim * itemsize
+    # Rows are padded to whole bytes in every plane of bits: to 8 columns, but where a code is a byte already.
+    columns = head_dim if nbits == 8 else math.ceil(head_dim / 8) * 8
+    values = BLOCK * (columns * nbits // 8) + 2 * BLOCK * (head_dim // group_channels) * itemsize
+    return keys, values
+
+
+class Room:
+    """Capacity of a buffer that grows only when it must, as the design says."""
+
+    def __init__(self, divisor: int, minimum: int, hint: int | None = None) -> None:
+        self.divisor, self.minimum, self.hint, self.capacity = divisor, minimum, hint, 0
+
+    def take(self, needed: int) -> None:
+        if needed > self.capacity:
+            minimum = self.minimum if self.capacity else min(self.minimum, needed)
+            grown = needed + max(needed // self.divisor, minimum)
+            fits = self.hint is not None and needed <= self.hint
+            self.capacity = min(grown, self.hint) if fits else grown  # type: ignore[type-var]
+
+
+@pytest.mark.parametrize(("head_dim", "nbits", "hint"), once([64, 80, 12], [1, 2, 3, 4, 5, 6, 8], [None, 2000]))
+def test_memory_is_that_of_the_specification(head_dim: int, nbits: int, hint: int | None) -> None:
+    residual, sinks, batch, kv_heads = 32, 16, 2, 3
+    store = QuantizedStore(Quantization(nbits=nbits, residual_length=residual, sink_tokens=sinks), hint)
+    blocks = Room(128, 0, None if hint is None else math.ceil((hint - sinks - residual - BLOCK) / BLOCK))
+    recent = Room(8, 128, sinks + residual + BLOCK)
+    length = packed = 0
+    for tokens in (1, 50, 61, 1, 64, 65, 700, *[1] * 70, 1000):
+        add(store, *some_states(tokens, batch, kv_heads, (head_dim, head_dim), torch.bfloat16))
+        length += tokens
+        wanted = max(math.ceil((length - sinks - residual - BLOCK) / BLOCK), 0)
+        if wanted > packed:
+            blocks.take(wanted)
+            packed = wanted
+            # No further than to the hint, as long as it holds.
+            before = sinks + packed * BLOCK
+            recent = Room(16, BLOCK // 2, residual + BLOCK)
+            if hint is not None and hint >= length:
+                recent.hint = min(residual + BLOCK, hint - before)
+        recent.take(length - (packed * BLOCK + sinks if packed else 0))
+        of_blocks = blocks.capacity * sum(block_bytes(nbits, head_dim, itemsize=2))
+        of_tokens = (recent.capacity + (sinks if packed else 0)) * 2 * head_dim * 2
+        factors = head_dim * 2 if packed else 0
+        assert store.nbytes == batch * kv_heads * (of_blocks + of_tokens + factors)
 
 
 @pytest.mark.parametrize("hint", [None, 16384])

@@ -123,17 +123,21 @@ def test_a_window_that_its_memory_barely_fits_is_not_copied_again_and_again(monk
     assert sum(copied) <= 2 * 1000 * (1 + 8), "of keys and of values, each token once and what moves for it"
 
 
-def test_recording_ends_and_gives_its_memory_back() -> None:
-    for end in (lambda layer: layer.crop(-2), lambda layer: layer.deactivate_past_recording()):
+@pytest.mark.parametrize("recorded", [[4096], [1] * 500], ids=["a prompt", "tokens one by one"])
+def test_a_crop_and_the_end_of_recording_give_its_memory_back(recorded: list[int]) -> None:
+    # A crop keeps the window, and recording goes on.
+    for end, held in ((lambda layer: layer.crop(-2), 16), (lambda layer: layer.deactivate_past_recording(), 15)):
         layer = SlidingLayer(16)
         layer.activate_past_recording()
-        layer.update(*token(4096))
-        assert layer.keys.shape[2] == 4096
+        for tokens in recorded:
+            layer.update(*token(tokens))
+        assert layer.keys.shape[2] == sum(recorded)
+        assert layer.nbytes >= sum(recorded) * 128
         end(layer)
-        layer.deactivate_past_recording()
         assert bytes_reached(layer) == layer.nbytes <= 64 * 128
         layer.update(*token())
-        assert layer.keys.shape[2] == 15
+        assert layer.keys.shape[2] == held
+        assert layer.nbytes <= 64 * 128
 
 
 def test_a_fork_made_in_inference_mode_is_written_to_outside_of_it() -> None:

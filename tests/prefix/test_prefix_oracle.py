@@ -212,6 +212,19 @@ def test_a_pin_keeps_its_tokens_alone() -> None:
     assert store.lookup(ids, model="m").covered == 0
 
 
+def test_beside_pins_a_refusal_changes_nothing_and_nothing_is_evicted() -> None:
+    store, cache = PrefixStore(200 * TOKEN_BYTES), kvlayers.DynamicCache()
+    for first in (0, 1000):
+        ask(store, tuple(range(first, first + 100)))
+        store.pin(torch.arange(first, first + 100), model="m")
+    passed(cache, range(2000, 2100))
+    before = store.statistics
+    with pytest.raises(CapacityError, match="are pinned"):
+        store.insert(torch.arange(2000, 2100), cache, model="m")
+    assert store.statistics == before
+    assert store.evict() == 0
+
+
 def test_what_does_not_fit_alone_is_refused_and_evicts_nothing() -> None:
     store = PrefixStore(300 * TOKEN_BYTES)
     ask(store, tuple(range(250)))

@@ -222,7 +222,7 @@ def test_neither_tenants_nor_models_find_one_anothers() -> None:
     ):
         hit = store.lookup(ids, **options)
         assert (hit.cache, hit.reason) == (None, "nothing is stored for this model and namespace")
-        with pytest.raises(PrefixError):
+        with pytest.raises(PrefixError, match="has no entry"):
             store.pin(ids, **options)
 
 

@@ -381,6 +381,10 @@ def test_an_answer_ends_where_on_token_says_so() -> None:
     assert answers[2].error is None
 
 
+def test_no_prompts() -> None:
+    assert many(tiny_model("llama"), []) == []
+
+
 def test_a_stop_at_the_first_token() -> None:
     model = tiny_model("llama")
     first = [answer[0] for answer in expected()]
@@ -412,7 +416,6 @@ def test_a_stop_at_the_first_token() -> None:
         ({"assistant_model": tiny_model("llama"), "prompt_lookup_num_tokens": 3}, "`prompt_lookup_num_tokens`"),
         ({"cache_config": {"misspelt": 1}}, "misspelt"),
         ({"prefix_store": 1}, "`prefix_store`"),
-        ({"cache": "int5"}, "int5"),
         *(({"prompts": prompts}, "`prompts` must be a list") for prompts in ("one text", {"input_ids": [1]}, None, 5)),
         ({"model": tiny_model("t5")}, "decoder-only"),
         ({"model": tiny_model("jamba"), "prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens"),
@@ -421,8 +424,13 @@ def test_a_stop_at_the_first_token() -> None:
     ],
 )
 def test_wrong_calls_are_refused_at_once(how: dict[str, Any], named: str) -> None:
-    with pytest.raises((OptionError, RegistryError), match=named):
+    with pytest.raises(OptionError, match=named):
         kvlayers.generate_many(**{"model": tiny_model("llama"), "prompts": PROMPTS, **how})
+
+
+def test_unknown_names_are_refused_at_once() -> None:
+    with pytest.raises(RegistryError, match="int5"):
+        kvlayers.generate_many(tiny_model("llama"), PROMPTS, cache="int5")
 
 
 def test_a_criterion_that_raises_ends_its_answer_alone() -> None:

@@ -85,6 +85,20 @@ def test_beams_and_samples_of_a_sequence_have_its_sinks() -> None:
         )
 
 
+def test_beams_are_those_of_a_loop_that_scores_them_alone() -> None:
+    """Of two beams beyond the window, the one that is returned is recomputed token by token in a cache of its own."""
+    model, ids, tokens = tiny_model("llama"), prompt(1, 18), 10
+    narrow = {"cache_implementation": "sink", "cache_config": OPTIONS}
+    with kvlayers.installed():
+        output = generated(model, ids, tokens, num_beams=2, output_scores=True, **narrow)
+    cache, total, new = SinkCache(**OPTIONS, config=model.config), torch.zeros(()), ids
+    with torch.no_grad():
+        for token in output.sequences[0, 18:]:
+            logits = model(new, past_key_values=cache).logits[0, -1]
+            total, new = total + logits.log_softmax(-1)[token], token[None, None]
+    torch.testing.assert_close(output.sequences_scores[0], total / tokens, rtol=1e-4, atol=1e-4)
+
+
 def test_the_chat_of_the_documentation_goes_on_beyond_the_window() -> None:
     """Turn by turn with one cache, as the whole text that grows: each turn pays for its new tokens alone."""
     model = fresh_model("llama").double()

@@ -10,7 +10,21 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import kvlayers
 from kvlayers import DynamicCache, DynamicLayer
+from kvlayers.kernels.attention.packed_tensor import PackedStates
 from models import fresh_model, prompt
+
+
+@pytest.mark.parametrize("queries", [1, 3])
+def test_causal_attention_of_torch_is_that_over_all_of_it(queries: int) -> None:
+    layer = DynamicLayer()
+    layer.update(torch.randn(2, 2, 50, 16), torch.randn(2, 2, 50, 24))
+    layer.expand(3)
+    keys, values = layer.update(torch.randn(6, 2, queries, 16), torch.randn(6, 2, queries, 24))
+    assert isinstance(keys, PackedStates)
+    query = torch.randn(6, 6, queries, 16)
+    seen = scaled_dot_product_attention(query, keys, values, is_causal=True, enable_gqa=True)
+    expected = scaled_dot_product_attention(query, keys.dense(), values.dense(), is_causal=True, enable_gqa=True)
+    torch.testing.assert_close(seen, expected, rtol=1e-5, atol=1e-5)
 
 
 def loop(model: Any, cache: Any, ids: Tensor, steps: int) -> Tensor:

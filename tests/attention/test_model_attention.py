@@ -14,6 +14,7 @@ from kvlayers.errors import ConfigError
 from kvlayers.kernels.attention import model_attention
 from kvlayers.kernels.attention.dispatch import SHARED
 from kvlayers.upstream import compat
+from matrix import product, some
 from models import COMMON, fresh_model, prompt
 
 QUANTIZATION = {"residual_length": 8}
@@ -48,7 +49,7 @@ def reads_codes(cache: Any) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("family", "name"), [*(("llama", name) for name in CACHES), ("mistral", "dynamic"), ("mistral", "int4")]
+    ("family", "name"), [*product(["llama"], CACHES), *product(["mistral"], some(CACHES, ["dynamic", "int4"]))]
 )
 def test_every_cache_gives_the_tokens_of_sdpa(family: str, name: str, installed: None) -> None:
     model = fresh_model(family)

@@ -221,7 +221,9 @@ def test_rows_of_different_origins_go_on_at_their_positions(make: Callable[[], A
     assert facts(rows) == (0, None)
 
 
-@pytest.mark.parametrize(("make", "length", "into"), once(CACHES, [0, 5, 9, 12], [False, True]), indirect=["make"])
+@pytest.mark.parametrize(
+    ("make", "length", "into"), once(CACHES, [0, 5, 9, 12], [False, True], times=2), indirect=["make"]
+)
 def test_a_shorter_part_of_a_file_says_what_is_left(
     make: Callable[[], Any], length: int, into: bool, tmp_path: Path
 ) -> None:

@@ -196,6 +196,9 @@ def test_memory_may_run_out_in_any_allocation(family: str, way: str, monkeypatch
             with pytest.warns(SteppedDownWarning):
                 seen = uninterrupted(model, ids, **how, **({"streamer": again} if streams else {}))
             assert type(seen) is type(expected)
+            if isinstance(expected, dict):
+                assert seen.keys() == expected.keys()
+                assert seen.past_key_values.get_seq_length() == expected.past_key_values.get_seq_length()
             for one, other in zip(tensors_of(seen), tensors_of(expected), strict=True):
                 torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
             if streams:
@@ -423,8 +426,9 @@ def test_calls_under_install_go_on_too(installed: None) -> None:
     )
     assert type(running_out.caches[0]) is kvlayers.DynamicCache
     running_out.passes = 0
+    inputs = transformers.BatchEncoding({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
     with pytest.warns(SteppedDownWarning):
-        assert torch.equal(resilient_generate(model, **arguments_for(ids)), expected)
+        assert torch.equal(resilient_generate(model, **inputs, max_new_tokens=NEW_TOKENS, do_sample=False), expected)
     assert kvlayers.is_installed()
     # Passes of one's own loop are one's own, as are those without kvlayers.
     running_out.passes = 3

@@ -14,6 +14,8 @@ from kvlayers.errors import RollbackError
 
 MOST_BRANCHES, MOST_ROWS = 5, 6
 OTHERS = ("reset", "record", "end", "drop", "trim", "compact")
+LOSING = ("drop", "reset", "crop", "select")
+"""Changes after which some of what a branch held is gone."""
 
 
 @dataclass(frozen=True)
@@ -90,11 +92,13 @@ class Branch:
         self.do(lambda layer: self.kind.attend(layer, rows, tokens, seed))
 
 
-def change_one(branches: list[Branch], chance: random.Random) -> str:
-    """Do something to one of the branches, and return its name."""
+def change_one(branches: list[Branch], chance: random.Random, check: Callable[[Branch], None]) -> str:
+    """Do something to one of the branches, which is checked before it loses something, and return what was done."""
     branch = chance.choice(branches)
     rows, length = branch.rows, branch.alone.get_seq_length()
     what = chance.choice(["update"] * 5 + ["fork"] * 3 + ["crop", "select", "expand", *OTHERS])
+    if what in LOSING:
+        check(branch)
     if what == "update":
         branch.attend(chance.choice([1, 1, 1, 2, 3, 9, 30, 70]), chance.randrange(2**30))
     elif what == "fork" and len(branches) < MOST_BRANCHES:
@@ -125,15 +129,15 @@ def change_one(branches: list[Branch], chance: random.Random) -> str:
 def check_branches(
     kind: Kind, seed: object, prefix: int, changes: int, check: Callable[[Branch], None] = lambda branch: None
 ) -> None:
-    """Let branches go on from a prefix at random; check all of them now and then, and decode on at the end."""
+    """Let branches go on from a prefix at random; check each before it loses something, and all now and then."""
     chance = random.Random(str(seed))
     branches, done = [Branch.begun(kind)], []
     branches[0].attend(prefix, seed=1)
     branches += [branches[0].fork() for _ in range(3)]
     try:
         for number in range(changes):
-            done.append(change_one(branches, chance))
-            # What one branch did to another one is still there a few changes later.
+            done.append(change_one(branches, chance, check))
+            # What one branch did to another one is still there a few changes later, or was seen before it was lost.
             for branch in branches if number % 4 == 3 else ():
                 check(branch)
         for branch in branches * 2:

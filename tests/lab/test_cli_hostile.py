@@ -1,6 +1,5 @@
 """Commands on models, files and numbers that are none: one line, the exit code 2, and nothing left behind."""
 
-import itertools
 import json
 import shutil
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from packaging.version import Version
 
 import command_line
 import versions
+from matrix import once
 from model_directories import save_with_tokenizer
 from models import fresh_model
 
@@ -72,7 +72,7 @@ BROKEN: dict[str, Callable[[Path], None]] = {
 
 
 # Both commands find and load a model in the same way.
-@pytest.mark.parametrize(("command", "broken"), [*zip(itertools.cycle(COMMANDS), BROKEN, strict=False)])
+@pytest.mark.parametrize(("command", "broken"), once(COMMANDS, BROKEN))
 def test_a_model_that_cannot_be_loaded(llama: Path, tmp_path: Path, command: str, broken: str) -> None:
     model = shutil.copytree(llama, tmp_path / "model")
     BROKEN[broken](model)

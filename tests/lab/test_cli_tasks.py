@@ -167,6 +167,7 @@ def test_a_model_that_is_too_weak_is_said(llama: Path) -> None:
     assert "The model is too weak for echo at 320 and 384 tokens: even with the exact cache, it scores less" in shown
     assert "The model is too weak for all of these tasks, so the budget cannot be judged" in shown
     assert rows(result.output)["int8"] == ["int8", "0.0"]
+    assert tasks(llama, *QUICK, "--bits", "8").exit_code == 0
 
 
 @pytest.mark.usefixtures("able")

@@ -87,7 +87,7 @@ def test_tokens_are_those_of_transformers(family: str, kind: str, way: str) -> N
     assert type(seen.past_key_values) is type(cache_of(family, kind))
 
 
-@pytest.mark.parametrize(("family", "kind", "draft"), once(cases(), ["of the prompt", "of a model"]))
+@pytest.mark.parametrize(("family", "kind", "draft"), once(cases(), ["of the prompt", "of a model"], times=2))
 def test_drafts_are_verified_as_transformers_verifies_them(family: str, kind: str, draft: str) -> None:
     ids = torch.cat([prompt(1, 6)] * 4, dim=1)
     versions.need_since("5.14", "drafts with windows, whose past its caches record")
@@ -99,6 +99,8 @@ def test_drafts_are_verified_as_transformers_verifies_them(family: str, kind: st
         return
     expected = generate(family, ids, past_key_values=of_transformers(family, "dynamic"), **how)
     assert torch.equal(generate(family, ids, past_key_values=cache_of(family, kind), **how), expected)
+    with kvlayers.installed():
+        assert torch.equal(generate(family, ids, cache_implementation=kind, **how), expected)
 
 
 # Operations

@@ -20,6 +20,7 @@ from kvlayers.eviction.evicting_layer import EvictingLayer
 from kvlayers.offload import DiskMemory, Prefetcher, Traffic
 from kvlayers.offload.transfers import BlockingTransfers, Transfers
 from kvlayers.stores import QuantizedStore
+from matrix import some
 from race_detector import RaceDetector
 from short_steps import STEP, shorten_steps
 
@@ -192,7 +193,7 @@ def test_memory_of_other_sequences_is_given_back_on_the_host(kind: str, give_bac
     pair.check()
 
 
-@pytest.mark.parametrize("kind", ["all queries, budget", "packed, per head"])
+@pytest.mark.parametrize("kind", some(LAYERS | PER_HEAD, ["all queries, budget", "packed, per head"]))
 def test_the_same_tokens_are_kept_on_disk(kind: str, tmp_path: pathlib.Path) -> None:
     pair = Pair(kind, Prefetcher(DiskMemory(tmp_path)), CPU)
     pair.go_through_every_operation()
@@ -266,7 +267,7 @@ def detector(monkeypatch: pytest.MonkeyPatch) -> Iterator[RaceDetector]:
 
 
 @on_a_device
-@pytest.mark.parametrize("kind", ["keys, budget", "all queries, budget"])
+@pytest.mark.parametrize("kind", some(LAYERS, ["keys, budget", "all queries, budget"]))
 def test_nothing_races(detector: RaceDetector, kind: str) -> None:
     prefetcher = Prefetcher()
     layers = [OffloadedLayer(LAYERS[kind](), prefetcher) for _ in range(3)]

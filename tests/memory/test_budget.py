@@ -473,6 +473,10 @@ def test_a_fork_has_a_budget_of_its_own_and_all_is_exact_again_after_a_reset() -
     cache.reset()
     read(cache, [300, 1, 200])
     assert [layer.exact_from for layer in cache.layers] == [0] * LAYERS
+    cache.give_way()
+    fork.reset()
+    read(fork, [300])
+    assert fork.layers[0].fidelity == "exact"
 
 
 @pytest.mark.parametrize("kind", ["llama", "windows"])

@@ -48,8 +48,6 @@ def without_details(found: Any) -> Any:
 def record(results: pathlib.Path) -> None:
     """Keep the file of the stage `first`."""
     found = without_details(json.loads(results.read_text()))
-    if "decoding" not in found["results"]:
-        raise SystemExit(f"{results} must be of the stage `first`, got {', '.join(found['results'])}: pass that file")
     path = pages.RECORDED / f"gpu-first-{found['date'][:10]}.json"
     path.write_text(json.dumps(found, indent=1) + "\n")
 

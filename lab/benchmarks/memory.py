@@ -13,7 +13,6 @@ again: codes of 8 bits that are packed again to 4, after the prompt, beside 4 bi
 time: milliseconds of each step of giving way behind a prompt, and of a decode step before and after.
 """
 
-import pathlib
 import statistics
 import sys
 import time
@@ -39,7 +38,7 @@ def options() -> report.Options:
         __doc__,
         written_pages,
         quick="a small random model and a short text",
-        kind=lambda given: f"memory-{pathlib.Path(given.model).name}",
+        kind=lambda given: f"memory-{pages.model_name(vars(given))}",
     )
     made.some_of("--only", list(SECTIONS), "sections")
     made.real_model(RANDOM, is_needed=True)
@@ -246,7 +245,7 @@ def page_tables() -> str:
         arguments, results = record["arguments"], record["results"]
         parts += [show(arguments, results[name]) for name, (_, show) in SECTIONS.items() if name in results]
         parts.append(
-            f"{pathlib.Path(arguments['model']).name}, float32, {arguments['answers']:,} tokens behind a prompt of "
+            f"{pages.model_name(arguments)}, float32, {arguments['answers']:,} tokens behind a prompt of "
             f"{arguments['prompt']:,}. {pages.measured_at(record)}."
         )
     return "\n\n".join(parts)

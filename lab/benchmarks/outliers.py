@@ -102,7 +102,7 @@ def options() -> report.Options:
         __doc__,
         written_pages,
         quick="a small random model and few rows",
-        kind=lambda given: f"outliers-{pathlib.Path(given.model).name}",
+        kind=lambda given: f"outliers-{pages.model_name(vars(given))}",
     )
     made.real_model(RANDOM, is_needed=True)
     made.sized("--passages", 1, 1, "from places spread over the text")

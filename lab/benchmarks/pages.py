@@ -68,7 +68,7 @@ def records_by_model(kind: str) -> list[dict[str, Any]]:
     found: dict[str, Any] = {}
     for path in sorted(RECORDED.glob(f"{kind}-*.json")):
         record = json.loads(path.read_text())
-        model = pathlib.Path(record["arguments"]["model"]).name
+        model = model_name(record["arguments"])
         found[model] = max(record, found.get(model, record), key=lambda each: str(each["date"]))
     return [*found.values()]
 

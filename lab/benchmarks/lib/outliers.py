@@ -67,7 +67,7 @@ class KeyOutliers:
                 for module, where, factor in ((keys, change, self.size), (queries, of_queries, 1 / self.size)):
                     factors = torch.where(where > 0, factor, 1.0)
                     handles.append(module.register_forward_hook(functools.partial(_multiplied, factors)))
-        yield from _until_removed(handles)
+        yield from _removed_behind(handles)
 
 
 @dataclass(frozen=True)
@@ -114,11 +114,11 @@ class ValueOutliers:
                 handles.append(module.register_forward_hook(change))
             if name.endswith(".o_proj") and self.kind == "varying":
                 handles.append(module.register_forward_pre_hook(divided))
-        yield from _until_removed(handles)
+        yield from _removed_behind(handles)
 
 
-def _until_removed(handles: list[Any]) -> Iterator[None]:
-    """Hooks of a model go when the block ends."""
+def _removed_behind(handles: list[Any]) -> Iterator[None]:
+    """Removes hooks of a model when a block ends."""
     try:
         yield
     finally:

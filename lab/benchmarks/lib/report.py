@@ -202,6 +202,11 @@ def run(given: argparse.Namespace, sections: Mapping[str, Section]) -> int:
     Returns:
         The exit code: 1 if something was wrong.
     """
+    if given.output.parent == pages.RECORDED:
+        kind = given.output.stem.rsplit("-", 3)[0]
+        # Pages read the newest record alone.
+        if left_out := pages.newest(kind).get("results", {}).keys() - set(given.only):
+            raise SystemExit(f"--record replaces a record that has {', '.join(sorted(left_out))} too: add it to --only")
     results: dict[str, Any] = {}
     with session(given) as running:
         for name in (each for each in sections if each in given.only):

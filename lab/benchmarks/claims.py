@@ -75,6 +75,9 @@ MOST_APART = 1e-4
 """How far logits of a model with latents may be from transformers', in float32."""
 
 
+SECONDS_OF_PACKED = 100.0
+"""For turns of a prompt with and without packing, which differ by less than a turn from the next."""
+
 LARGE = Shape(layers=16, heads=32, kv_heads=8, intermediate=8192, vocab=128256)
 """The shape of Llama-3.2-1B."""
 
@@ -413,9 +416,9 @@ def reading(run: Run, caches: Sequence[str], *sizes: str) -> prompts.Run:
     return prompts.Run(given, run.progress)
 
 
-def read_one(run: Run, source: str | None, tokens: int, *caches: str) -> Mapping[str, Any]:
+def read_one(run: Run, source: str | None, tokens: int, *caches: str, seconds: float = 20.0) -> Mapping[str, Any]:
     """The cells of one prompt, by cache; of a random model in a quick run."""
-    of_prompts = reading(run, caches)
+    of_prompts = reading(run, caches, *([] if run.quick else ["--seconds", str(seconds)]))
     if run.quick or source is None:
         subject, tokens = prompts.subjects(of_prompts.given)[prompt_tables.NARROW], 160
     else:
@@ -437,7 +440,7 @@ def measure_prompts(run: Run) -> Mapping[str, Cells]:
     if source is None and not run.quick:
         raise FileNotFoundError(report.NO_MODEL)
     long = read_one(run, source, 8192, prompt_tables.DYNAMIC)
-    packed = read_one(run, source, 4096, prompt_tables.DYNAMIC, prompt_tables.INT4)
+    packed = read_one(run, source, 4096, prompt_tables.DYNAMIC, prompt_tables.INT4, seconds=SECONDS_OF_PACKED)
     short = reading(
         run, prompt_tables.CACHES, *([] if run.quick else ["--lengths-uncompiled", "512", "--batch", "512"])
     )

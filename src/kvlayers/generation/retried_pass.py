@@ -132,7 +132,9 @@ def make_room_in_call(model: Any, cache: Cache, began: PassStart | None, error: 
         call.inputs = newest
 
 
-def pass_unseen(model: Any, ids: Tensor, cache: Cache, chunk: int | None, positions: Tensor, **arguments: Any) -> Any:
+def pass_unseen(
+    model: Any, ids: Tensor, cache: Cache, chunk: int | None, positions: Tensor, logits: int = 1, **arguments: Any
+) -> Any:
     """Pass those of the tokens `[1, tokens]` to a model that its cache has not seen.
 
     A pass that runs out of memory is made again, as often as the cache can give way.
@@ -143,13 +145,14 @@ def pass_unseen(model: Any, ids: Tensor, cache: Cache, chunk: int | None, positi
         cache: the cache.
         chunk: tokens of one forward pass. Default: as many as the model can take.
         positions: of all tokens, `[1, tokens]` or `[axes, 1, tokens]`.
+        logits: the newest tokens whose logits are needed. Without any, the weights of the vocabulary are not read.
         arguments: further arguments of the model.
 
     Returns:
         The output of the last forward pass.
     """
     arguments |= {cache_argument.name_in_generate(model): cache, "attention_mask": None, "use_cache": True}
-    arguments |= model_types.newest_logits_only(model)
+    arguments |= model_types.newest_logits_only(model, logits)
     if "position_ids" in generate_calls.forward_arguments(model):
         arguments["position_ids"] = positions
     while True:

@@ -48,7 +48,7 @@ def usual_name() -> str:
 
 def read_tokens(model: Any, ids: torch.Tensor, cache: Any, **arguments: Any) -> None:
     """Pass tokens `[batch, tokens]` to a model for the states alone, which it puts into a cache."""
-    model(ids, **{name_for(model): cache, "use_cache": True, **model_types.newest_logits_only(model), **arguments})
+    model(ids, **{name_for(model): cache, "use_cache": True, **model_types.newest_logits_only(model, 0), **arguments})
 
 
 def is_taken_by(model: Any) -> bool:

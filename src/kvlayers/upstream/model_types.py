@@ -210,8 +210,10 @@ def attention_implementation(config: PretrainedConfig) -> str | None:
     return config._attn_implementation  # type: ignore[no-any-return]
 
 
-def newest_logits_only(model: Any, tokens: int = 1) -> dict[str, int]:
+def newest_logits_only(model: Any, tokens: int = 1) -> dict[str, Any]:
     """Arguments of a model's forward pass that limit the logits to the newest tokens; empty if it has no such argument.
+
+    No tokens are asked for by a tensor of no positions, since 0 asks for all. A model that takes no tensor has one.
 
     Example:
         >>> import torch, transformers
@@ -219,7 +221,12 @@ def newest_logits_only(model: Any, tokens: int = 1) -> dict[str, int]:
         ...     newest_logits_only(transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=1)))
         {'logits_to_keep': 1}
     """
-    return {"logits_to_keep": tokens} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+    parameter = inspect.signature(model.forward).parameters.get("logits_to_keep")
+    if parameter is None:
+        return {}
+    takes_positions = "Tensor" in str(parameter.annotation)
+    none = torch.empty(0, dtype=torch.int64) if takes_positions else 1
+    return {"logits_to_keep": tokens or none}
 
 
 def bos_ids(tokenizer: Any) -> list[int]:

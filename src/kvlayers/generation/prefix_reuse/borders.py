@@ -36,9 +36,15 @@ def snapshot_lengths(
     lengths = {border} if is_near else {border, length}
     if branch - begin >= LEAST_TO_BRANCH:
         lengths.add(branch)
-    if every is not None:
-        lengths.update(range(begin - begin % every + every, length, every))
-    return sorted(stop for stop in lengths if begin < stop <= (border if is_near else length))
+    stops: list[int] = []
+    for stop in sorted(stop for stop in lengths if begin < stop <= (border if is_near else length)):
+        while every is not None and stop - begin > every:
+            # A multiple, where other prompts that begin alike are cut as well.
+            begin += every - begin % every
+            stops.append(begin)
+        stops.append(stop)
+        begin = stop
+    return stops
 
 
 def last_border(ids: Tokens, ends: Collection[int]) -> int:

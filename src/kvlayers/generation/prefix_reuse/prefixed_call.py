@@ -422,7 +422,7 @@ class PrefixedCall:
             # A model that takes tokens one by one does so only behind others. Otherwise chunks are those of generate().
             chunk = self.config.prefill_chunk_size if limit is None else stop if begin == 0 else limit
             chunk = None if of_images else chunk
-            pass_unseen(self._model, ids[:, :stop], into, chunk, positions[..., :stop], **of_images)
+            pass_unseen(self._model, ids[:, :stop], into, chunk, positions[..., :stop], logits=0, **of_images)
             check_counted(self._model, into, stop)
             self._images.insert(self._part, self._keys.row(row)[:, :stop], into)
             begin = 0 if is_apart else stop

@@ -55,8 +55,8 @@ LEAST_OF_TURN, LEAST_OF_OTHERS = SYSTEM + QUESTION, SYSTEM - 8
 FAMILIES = ("llama", "deepseek_v3", "gemma3", "qwen3_next", "lfm2", "mamba2", "jamba", "falcon_h1")
 HYBRID = "lfm2"
 LARGE = {
-    "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 4, "num_attention_heads": 12,
-    "num_key_value_heads": 4, "vocab_size": 32_000, "layer_types": ["conv", "full_attention"] * 2,
+    "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 14, "num_attention_heads": 12,
+    "num_key_value_heads": 4, "vocab_size": 32_000, "layer_types": ["conv", "full_attention"] * 7,
     "max_position_embeddings": 4096, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": END,
 }  # fmt: skip
 """A hybrid model of 100M parameters."""

@@ -57,7 +57,7 @@ class PrefixStore:
         directory_max_bytes: bytes of all files; the least recently used file is deleted first. Default: no limit.
         device: device for caches from files. Default: the host.
         snapshot_tokens: during the prefill, `generate()` inserts caches that cannot be rolled back (windows, sinks,
-            recurrent states) every this many tokens, and at the end of the prompt. `None`: at the end only.
+            recurrent states) at most this many tokens apart, and at the end of the prompt. `None`: at the end only.
         storage_options: options for the file system of fsspec, or for `redis.Redis.from_url`.
         write_wait_seconds: how long `insert` waits at most until evicted entries are in the directory, if it needs
             their memory. After that, the entry that has waited longest is dropped, and counted in

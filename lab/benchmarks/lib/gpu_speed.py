@@ -20,8 +20,8 @@ from lib.gpu_model import (
     WITHOUT_CUDNN,
     column_of,
     compare_logits,
+    device_milliseconds,
     eight_billion,
-    elapsed,
     expected_logits,
     fill_with_random,
     filled,
@@ -52,11 +52,7 @@ def decoding(setup: Setup) -> Findings:
     """Steps of `generate()` behind tokens of each sequence."""
     found, model = Findings(), eight_billion(setup)
     for tokens, batch in setup.in_time(found, setup.choose(SHAPES, ((256, 1), (320, 2)))):
-
-        def prepare(make: Any, length: int, batch: int = batch) -> Any:
-            return filled(setup, model.config, make, length, batch)
-
-        measure_decoding(setup, model, CACHES, tokens, batch, found, prepare)
+        measure_decoding(setup, model, CACHES, tokens, batch, found)
     return found
 
 
@@ -91,7 +87,7 @@ def graphs(setup: Setup) -> Findings:
                 replay = step
             replay()
             compare_logits(found, f"{name}, {column}", expected, logits[-1], allowed)
-            times = [1000 * elapsed(setup, replay) for _ in range(setup.choose(20, 2))]
+            times = [device_milliseconds(setup, replay) for _ in range(setup.choose(20, 2))]
             found.add(name, median(times), "ms a step in a graph", column=column)
             found.details.setdefault(column, {})[name] = times
 

@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import transformers
@@ -78,10 +78,10 @@ class Subject:
             return [torch.randint(3, most, (tokens,), generator=self._generator) for _ in range(count)]
         return [ids[0] for ids in passages(self.tokenizer, default_text(), count, tokens)]
 
-    def read(self, ids: Sequence[int] | Tensor, cache: Any = None) -> Any:
+    def read(self, ids: Tensor) -> Any:
         """A cache that keeps every token, after these tokens."""
-        cache = kvlayers.DynamicCache() if cache is None else cache
-        newest_logits(self.model, torch.as_tensor(ids)[None], cache, 1)
+        cache = kvlayers.DynamicCache()
+        newest_logits(self.model, ids[None], cache, 1)
         return cache
 
 
@@ -141,58 +141,25 @@ def join(run: report.Session) -> dict[str, Any]:
     return {"tokens": ids.shape[1], "seconds": found, "bytes": nbytes}
 
 
-class Change(NamedTuple):
-    """A context whose middle changes.
+def replacing(subject: Subject, context: Tensor, other: Tensor) -> Callable[[int | str | None], Any]:
+    """What makes the cache of a context whose middle has changed: by computing a part again, or all for `None`.
 
-    Attributes:
-        old: the context before.
-        new: the context after.
-        start: the first token that changes.
-        stop: the token of `old` after the last one.
-        stop_new: that of `new`.
+    Before, other tokens stood where the context has `NEW_TOKENS` tokens from its middle on.
     """
+    start = len(context) // 2
+    old = torch.cat([context[:start], other[:CHANGED_TOKENS], context[start + NEW_TOKENS :]])
+    held = subject.read(old)
 
-    old: list[int]
-    new: list[int]
-    start: int
-    stop: int
-    stop_new: int
-
-
-def changed_middle(new: Sequence[int], other: Sequence[int], start: int) -> Change:
-    """Before, there were other tokens where the new context has `NEW_TOKENS` tokens from `start` on."""
-    old = [*new[:start], *other[:CHANGED_TOKENS], *new[start + NEW_TOKENS :]]
-    return Change(old, list(new), start, start + CHANGED_TOKENS, start + NEW_TOKENS)
-
-
-class Replacing:
-    """Caches of a context after its change.
-
-    Args:
-        subject: the model.
-        change: the context.
-    """
-
-    def __init__(self, subject: Subject, change: Change) -> None:
-        self._subject, self._change = subject, change
-        self._old = subject.read(change.old)
-
-    def made(self, amount: int | str | None) -> Any:
-        """The cache after `replace`; after computing all of the context for `None`."""
-        change = self._change
+    def made(amount: int | str | None) -> Any:
         if amount is None:
-            return self._subject.read(change.new)
-        cache = self._old.fork()
+            return subject.read(context)
+        cache, new = held.fork(), context[start : start + NEW_TOKENS]
         kvlayers.replace_tokens(
-            cache,
-            change.start,
-            change.stop,
-            torch.tensor(change.new[change.start : change.stop_new]),
-            self._subject.model,
-            recompute=amount,
-            known_ids=torch.tensor(change.old),
+            cache, start, start + CHANGED_TOKENS, new, subject.model, recompute=amount, known_ids=old
         )
         return cache
+
+    return made
 
 
 def replace(run: report.Session) -> dict[str, Any]:
@@ -205,11 +172,10 @@ def replace(run: report.Session) -> dict[str, Any]:
     agrees: dict[str, list[Tensor]] = {name: [] for name in contenders}
     with torch.no_grad(), quiet_clock():
         tick = run.ticking("contexts", given.trials)
-        for text in texts[: given.trials]:
-            ids = text.tolist()
-            replacing = Replacing(subject, changed_middle(ids[: given.context], texts[-1].tolist(), given.context // 2))
-            made = turns.take(lambda name, of=replacing: of.made(contenders[name]))
-            target = torch.tensor([ids[given.context :]])
+        for text in texts[:-1]:
+            make = replacing(subject, text[: given.context], texts[-1])
+            made = turns.take(lambda name, make=make: make(contenders[name]))
+            target = text[None, given.context :]
             seen = {
                 name: newest_logits(subject.model, target, cache, target.shape[1]).double().log_softmax(-1)
                 for name, cache in made.items()

@@ -45,6 +45,7 @@ import prompt_tables as tables
 from lib import report
 from lib.contenders import CONTENDERS, KVLAYERS, KVLAYERS_STATIC, REFERENCE, Maker, packed
 from lib.internals import default_text, quiet_clock
+from lib.serving import most_memory
 from lib.timing import Turns
 from lib.workload import RandomModel, RealModel, Shape, default_model
 from prompt_tables import BATCH, DYNAMIC, INT4, INT8, ONE, STATIC, TRANSFORMERS, TURN, UNCOMPILED
@@ -469,12 +470,10 @@ def one_attention(run: Run, name: str, shape: AttentionShape, tokens: int, dtype
 # One process and one cache
 
 
-def most_memory() -> int:
+def most_of_this_process() -> int:
     """The most bytes that this process has held in memory since `forget_memory`, or ever where that does nothing."""
     with contextlib.suppress(OSError):
-        for line in pathlib.Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
+        return most_memory("self")
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
@@ -497,7 +496,7 @@ def print_peak(given: Any, subject: Subject) -> int:
         begin = time.perf_counter()
         Prompt(ids).read(model, cache)
         seconds = time.perf_counter() - begin
-    print(json.dumps({"seconds": seconds, "peak": most_memory()}))
+    print(json.dumps({"seconds": seconds, "peak": most_of_this_process()}))
     return 0
 
 

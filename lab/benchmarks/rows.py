@@ -41,7 +41,7 @@ import kvlayers
 import pages
 from lib import report
 from lib.internals import cache_nbytes, quiet_clock
-from lib.serving import NOTES, WAYS, Server, ask, serving
+from lib.serving import NOTES, WAYS, Server, ask, most_memory, serving
 from lib.timing import Turns
 from pages import shown
 
@@ -281,7 +281,7 @@ def serve(run: report.Session) -> dict[str, Any]:
                 "late_first": statistics.quantiles(first, n=20, method="inclusive")[-1],
                 "token": statistics.median(rest),
                 "late_token": statistics.quantiles(rest, n=20, method="inclusive")[-1],
-                "bytes": server.most_memory(),
+                "bytes": most_memory(str(server.process.pid)),
                 "equal": sum(map(operator.eq, texts[f"{way}{mode}"], texts[next(iter(texts))])),
             }
     for name, way in found.items():

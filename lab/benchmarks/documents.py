@@ -32,6 +32,7 @@ import pages
 from lib import report
 from lib.internals import default_text, divergences, newest_logits, passages, quiet_clock
 from lib.timing import Turns
+from lib.workload import RandomModel
 
 DOCUMENTS = 6
 AMOUNTS: tuple[int | str, ...] = (0, "5%", "15%", "30%", "100%")
@@ -51,7 +52,7 @@ def options() -> report.Options:
         ),
     )
     made.some_of("--only", ("join", "replace", "kl", "tasks"), "sections")
-    made.real_model(in_quick="none")
+    made.real_model()
     made.sized("--document-tokens", 512, 48, "tokens of each document of `join` and `kl`")
     made.sized("--task-tokens", 256, 0, "tokens of each document of `tasks`")
     made.sized("--samples", 2, 1, "samples of each task and document")
@@ -65,10 +66,10 @@ class Subject:
     """A model in float32, and texts for it."""
 
     def __init__(self, run: report.Session) -> None:
-        real = run.real(torch.float32)
-        chosen: Any = run.random(dtype=torch.float32) if real is None else real
-        self.model = chosen.model.eval()
-        self.tokenizer = None if real is None else transformers.AutoTokenizer.from_pretrained(run.given.model)
+        chosen = run.some_model(torch.float32)
+        self.model: Any = chosen.model
+        is_random = isinstance(chosen, RandomModel)
+        self.tokenizer = None if is_random else transformers.AutoTokenizer.from_pretrained(run.given.model)
         self._generator = torch.Generator().manual_seed(0)
 
     def texts(self, count: int, tokens: int) -> list[Tensor]:

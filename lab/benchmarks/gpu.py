@@ -9,7 +9,7 @@ shapes ends with those for which time is left. What is found is saved to the sta
 interrupted run keeps what it has. Contenders take turns; figures are medians; outputs are compared before a time is
 reported.
 
-Weights are random and made on the device: nothing is downloaded. It needs torch, triton, transformers and, for the
+Weights are random and made on the device: nothing is downloaded. It needs torch, triton, transformers, rich and, for the
 tests that `check` runs, pytest and hypothesis. kvlayers need not be installed: `PYTHONPATH=src` is enough.
 
 The exit code is the number of steps that failed or found something wrong.
@@ -27,8 +27,9 @@ STARTED = time.monotonic()
 
 import torch  # noqa: E402
 
-# The references that the tests compare with.
-sys.path.append(str(Path(__file__).parents[2] / "tests" / "helpers"))
+# The references that the tests compare with, and the lab, which need not be installed.
+ROOT = Path(__file__).parents[2]
+sys.path += [str(ROOT / "tests" / "helpers"), str(ROOT / "lab" / "src")]
 from lib.gpu_check import TESTS  # noqa: E402
 from lib.gpu_speed import FIRST  # noqa: E402
 from lib.gpu_stage import NO_DEVICE, Setup, Stage, facts, run_here, write_whole  # noqa: E402

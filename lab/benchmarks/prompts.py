@@ -554,8 +554,6 @@ def measure(run: Run) -> dict[str, Any]:
 def parse(arguments: Sequence[str] | None) -> Any:
     made = options()
     given = made.parse(arguments)
-    if given.quick and given.record:
-        made.parser.error("--record needs the full models, and --quick uses small ones: pass only one of the two")
     names = [*subjects(given), tables.ATTENTION]
     if unknown := [name for name in (given.models or "").split(",") if name and name not in names]:
         made.parser.error(f"--models takes {', '.join(names)}, got {', '.join(unknown)}")

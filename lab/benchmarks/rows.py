@@ -59,7 +59,7 @@ def options() -> report.Options:
     )
     usual = [name for name in SECTIONS if name != "serve"]
     made.some_of("--only", list(SECTIONS), "sections", usual)
-    made.real_model(in_quick="none")
+    made.real_model()
     made.sized("--prompts", 32, 6, "prompts of `many`")
     made.sized("--longest", 512, 64, "tokens of the longest prompt of `many`; the shortest has a quarter of them")
     made.sized("--least", 24, 2, "tokens of the shortest answer of `many`; the longest has eight times as many")
@@ -87,8 +87,8 @@ class Many:
     """Prompts whose answers differ 1 to 8 in length, in an order in which long and short ones are mixed."""
 
     def __init__(self, run: report.Session) -> None:
-        given, chance, real = run.given, torch.Generator().manual_seed(0), run.real(torch.float32)
-        self.model: Any = (run.random(dtype=torch.float32) if real is None else real).model.eval()
+        given, chance = run.given, torch.Generator().manual_seed(0)
+        self.model: Any = run.some_model(torch.float32).model
         self.most, count, known = 8 * given.least, given.prompts, min(self.model.config.vocab_size, 2000)
         lengths = [given.longest // 4 + given.longest * 3 * number // (4 * count) for number in range(count)]
         self.prompts = [torch.randint(3, known, (length,), generator=chance) for length in lengths]

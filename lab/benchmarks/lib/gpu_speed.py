@@ -35,6 +35,7 @@ from lib.gpu_model import (
 )
 from lib.gpu_stage import NO_DEVICE, Findings, Setup, Step
 from lib.internals import interleaved
+from lib.timing import Turns
 
 SHAPES = ((8192, 1), (32768, 1), (2048, 1), (8192, 8), (32768, 8), (2048, 8))
 """Tokens and sequences, the most telling first."""
@@ -101,24 +102,22 @@ def graphs(setup: Setup) -> Findings:
 def first_token(setup: Setup) -> Findings:
     """Time to read a prompt."""
     found, model, tokens = Findings(), eight_billion(setup), setup.choose(8192, 256)
-    ids, names = token_ids(setup, model.config, 1, tokens), (REFERENCE, DYNAMIC, INT4, INT8, FP8)
-    times: dict[str, list[float]] = {name: [] for name in names}
-    logits: dict[str, Any] = {}
+    ids, turns = token_ids(setup, model.config, 1, tokens), Turns((REFERENCE, DYNAMIC, INT4, INT8, FP8))
 
-    def turn(name: str) -> None:
-        logits[name] = newest_logits(model, CACHES[name](model.config, tokens), ids)
+    def read(name: str) -> Tensor:
+        logits = newest_logits(model, CACHES[name](model.config, tokens), ids)
+        setup.synchronize()
+        return logits
 
     for trial in range(setup.choose(5, 2)):
-        for name in interleaved(list(names), trial):
-            took = milliseconds(setup, functools.partial(turn, name))
-            # The first one compiles kernels.
-            times[name] += [took] if trial else []
+        # The first one compiles kernels.
+        logits = turns.take(read, is_counted=trial > 0)
     # A prompt attends to its own states in full precision, whatever the cache holds afterwards.
     expected, allowed = expected_logits(model, lambda: CACHES[REFERENCE](model.config, tokens), ids)
-    for name in names:
+    for name, seconds in turns.seconds.items():
         compare_logits(found, name, expected, logits[name], allowed)
-        found.add(f"{name}: first token of {tokens:,}", median(times[name]), "ms")
-    found.details["ms"] = times
+        found.add(f"{name}: first token of {tokens:,}", 1e3 * median(seconds), "ms")
+    found.details["seconds"] = turns.seconds
     return found
 
 

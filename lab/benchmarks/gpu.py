@@ -9,8 +9,8 @@ shapes ends with those for which time is left. What is found is saved to the sta
 interrupted run keeps what it has. Contenders take turns; figures are medians; outputs are compared before a time is
 reported.
 
-Weights are random and made on the device: nothing is downloaded. It needs torch, triton, transformers, rich and, for the
-tests that `check` runs, pytest and hypothesis. kvlayers need not be installed: `PYTHONPATH=src` is enough.
+Weights are random and made on the device: nothing is downloaded. It needs torch, triton, transformers, rich and, for
+the tests that `check` runs, pytest and hypothesis. kvlayers need not be installed: `PYTHONPATH=src` is enough.
 
 The exit code is the number of steps that failed or found something wrong.
 """

@@ -266,6 +266,8 @@ def test_the_report_is_one_file_that_needs_nothing(llama: Path, known: Path, tmp
     assert parsed.tags.count("svg") == 3
     assert "mathdefault" not in parsed.text
     assert {"int8", "int2"} <= set(parsed.text.split())
+    for words in ("nothing is chosen at random", "Fidelity by position", "Fidelity since the last packing or eviction"):
+        assert words in parsed.text
 
 
 def test_usual_lengths_are_cut_to_the_positions_of_the_model(llama: Path) -> None:

@@ -3,7 +3,6 @@
 import itertools
 import json
 import math
-import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,9 +35,6 @@ def windowed(config):
 
 def full(config):
     return transformers.DynamicCache(config=config)
-
-def failing(config):
-    raise ValueError("no cache today")
 """
 
 
@@ -207,25 +203,6 @@ def test_caches_of_transformers_are_measured_beside_settings(llama: Path) -> Non
     assert 0 < quanto["of_full"] < 1
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (("--cache", "int5"), "`--cache` must be .* got 'int5'. Did you mean int"),
-        (("--cache", "no.module:cache"), "`--cache` must be a callable that can be imported, got 'no.module:cache'"),
-        (("--cache", "caches_of_a_user:failing"), r"caches_of_a_user:failing cannot make a cache.*\(no cache today\)"),
-        (("--against", "none"), "`--against` must be transformers, or .*got 'none'"),
-        (("--results", "no/such/file.jsonl"), "`--results`: no/such/file.jsonl cannot be written"),
-    ],
-)
-def test_an_unknown_cache_or_file_is_one_line_and_exit_code_2(
-    llama: Path, arguments: tuple[str, ...], words: str
-) -> None:
-    result = fidelity(llama, *QUICK, *arguments)
-    assert result.exit_code == 2, result.output
-    assert result.stderr.count("\n") == 1
-    assert re.search(words, result.stderr), result.stderr
-
-
 def test_bytes_that_are_not_known_stay_empty_and_count_as_the_most() -> None:
     class Refusing(tf.DynamicCache):
         def update(self, *arguments: Any) -> Any:
@@ -316,12 +293,3 @@ def test_a_failure_and_scores_that_are_not_finite_are_tried_again(tmp_path: Path
         record.add(0, "overflowing", scores([math.nan]))
         record.add(0, "good", scores([0.1, 1 / 3], [None, 2]))
     assert record.of_passage(0) == {"good": scores([0.1, 1 / 3], [None, 2])}
-
-
-def test_passages_are_said_to_be_no_random_choice(llama: Path) -> None:
-    pytest.importorskip("matplotlib", reason="no matplotlib here: the extra 'report' brings it")
-    assert fidelity(llama, *QUICK, "--bits", "2", "--report", "report.html").exit_code == 0
-    page = Path("report.html").read_text()
-    assert "nothing is chosen at random" in page
-    assert "Fidelity by position" in page
-    assert "Fidelity since the last packing or eviction" in page

@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from transformers.utils import logging
 
 import kvlayers
 import kvlayers_lab
@@ -40,15 +39,6 @@ def test_scores_are_those_of_each_pair_alone(model: Any) -> None:
             assert score.logprob == pytest.approx(sum(expected), abs=1e-5)
             assert score.mean_logprob == pytest.approx(sum(expected) / len(expected), abs=1e-5)
             assert score.token_is_greedy == reference.token_is_greedy
-
-
-def test_what_greedy_decoding_gives_is_greedy(model: Any) -> None:
-    ids = torch.tensor([CONTEXTS[0]])
-    greedy = model.generate(ids, max_new_tokens=4, do_sample=False)[0, ids.shape[1] :].tolist()
-    other = [*greedy[:3], (greedy[3] + 1) % 97]
-    scores = kvlayers_lab.score(model, [CONTEXTS[0]], [[greedy, other]])[0]
-    assert [score.is_greedy for score in scores] == [True, False]
-    assert scores[1].token_is_greedy == (True, True, True, False)
 
 
 def test_nothing_to_score(model: Any) -> None:
@@ -140,36 +130,6 @@ def test_a_model_with_an_adapter_scores() -> None:
     adapted = peft.get_peft_model(fresh_model("llama"), peft.LoraConfig(task_type="CAUSAL_LM")).eval()
     # A new adapter changes nothing.
     assert logprobs(kvlayers_lab.score(adapted, CONTEXTS, CONTINUATIONS)) == pytest.approx(logprobs(expected), abs=1e-5)
-
-
-class RecordedBar:
-    """A progress bar that remembers what it was told."""
-
-    made: list["RecordedBar"] = []  # noqa: RUF012
-
-    def __init__(self, **options: Any) -> None:
-        self.options, self.steps, self.is_closed = options, [], False
-        self.made.append(self)
-
-    def __enter__(self) -> "RecordedBar":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.is_closed = True
-
-    def update(self, steps: int) -> None:
-        self.steps.append(steps)
-
-
-@pytest.mark.parametrize("progress", [True, False])
-def test_the_bar_counts_continuations(model: Any, monkeypatch: pytest.MonkeyPatch, progress: bool) -> None:
-    monkeypatch.setattr(logging, "tqdm", RecordedBar)
-    monkeypatch.setattr(RecordedBar, "made", [])
-    kvlayers_lab.score(model, CONTEXTS, CONTINUATIONS, progress=progress)
-    (bar,) = RecordedBar.made
-    assert (bar.options["total"], bar.options["disable"]) == (5, not progress)
-    assert sum(bar.steps) == 5
-    assert bar.is_closed
 
 
 def test_the_bar_appears_after_some_seconds_only(

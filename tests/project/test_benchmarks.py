@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import kvlayers
 import versions
 
 pytestmark = [pytest.mark.slow, versions.benchmarks_of_transformers]
@@ -25,25 +24,6 @@ def test_bytes_of_transformers_quantized_layers_are_those_of_codes_scales_zeros_
     of_a_vector = 64 // 2 + 2 + 2
     expected = 2 * 2 * 2 * (quantized * of_a_vector + residual * 64 * 2) / tokens
     assert measure_bytes(quanto(4), config, tokens - 64, 64, 32)["last_bytes"] == expected
-
-
-def test_outliers_are_in_two_key_channels_and_only_while_asked_for(script: Any) -> None:
-    from lib import outliers, quantized, workload
-
-    model = workload.RandomModel(quantized.QUICK_SHAPE).model.float()
-    ids = torch.arange(8)[None]
-
-    def keys() -> Tensor:
-        cache = kvlayers.DynamicCache(config=model.config)
-        with torch.no_grad():
-            model(input_ids=ids, past_key_values=cache)
-        return cache.layers[1].keys[0].abs().amin(1)
-
-    before = keys()
-    with outliers.KeyOutliers("constant", 30.0).applied(model):
-        large = keys() > 20
-    assert large.nonzero().tolist() == [[0, 31], [0, 63], [1, 31], [1, 63]]
-    assert torch.equal(keys(), before)
 
 
 def test_compiled_contenders_have_nothing_to_do_with_one_another(script: Any) -> None:

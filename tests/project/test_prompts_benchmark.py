@@ -172,16 +172,6 @@ def test_each_bound_can_be_missed(tables: Any) -> None:
     assert len(missed) == 7
 
 
-def test_the_pages_say_what_the_record_has(tables: Any) -> None:
-    parts: dict[str, Any] = {"a: bfloat16": {"at": at("2026-11-29"), "cells": [cell(tables)]}}
-    assert "is read 2.0 times as fast (SmolLM2-135M-Instruct)." in tables.sentence(parts, "")
-    assert "| SmolLM2-135M-Instruct, bfloat16, one prompt | 8,192 |  | 0.50 |" in tables.page_section(parts)
-    assert "MB" not in tables.page_section(parts)
-    peaks = {name: {"peak": 2e9, "seconds": 9.0, "ratio": 1.0} for name in (tables.TRANSFORMERS, tables.DYNAMIC)}
-    parts["a: memory"] = {"at": at("2026-11-29"), "model": "a", "tokens": 16384, "peaks": peaks}
-    assert "| a | 2,000 | 2,000 |  | 9 s | 9 s |  |" in tables.page_section(parts)
-
-
 def test_what_is_recorded_keeps_its_bounds_but_for_those_that_the_page_names(script: Any) -> None:
     found = script("prompt_tables")
     # Nothing is held if there is no record, and the pages then claim nothing.

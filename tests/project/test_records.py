@@ -46,15 +46,6 @@ def test_what_stands_between_markers_is_written(script: Any, monkeypatch: pytest
     assert found == {(path, begin) for path in there for begin in re.findall(r"<!-- .*? by .*? -->", path.read_text())}
 
 
-def test_other_figures_make_another_page(gpu_tables: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    record = json.loads(json.dumps(gpu_tables.read()))
-    record["results"]["gpu"]["decoding"]["figures"]["ms a step"]["kvlayers int4"]["32,768 x 1"] = 1.234
-    monkeypatch.setattr(gpu_tables, "read", lambda: record)
-    pages = gpu_tables.written_pages()
-    assert "| 1.23 |" in pages[gpu_tables.PAGE]
-    assert "kvlayers' `int4` takes 1.23 ms" in pages[gpu_tables.README]
-
-
 def test_of_a_stage_figures_and_what_is_wrong_are_recorded(
     gpu_tables: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
 ) -> None:

@@ -158,15 +158,23 @@ def test_ranges_have_equal_widths_and_no_range_is_empty() -> None:
     assert since_packing(passages) == since_packing([scores([1.0], [None])]) == ()
 
 
-def test_growth_must_be_clear_and_in_most_passages() -> None:
-    grows, steady = [1.0] * 4 + [3.0] * 4, [1.0] * 8
-    assert drift([scores(grows)], 0).grows
-    assert drift([scores(grows), scores(grows), scores(steady)], 0).grows
-    assert not drift([scores(grows), scores(steady)], 0).grows
-    assert not drift([scores([1.0] * 4 + [1.4] * 4)], 0).grows
-    assert not drift([scores([0.0] * 4 + [1e-9] * 4)], 0).grows
-    assert drift([scores([0.0] * 4 + [1e-3] * 4)], 0).grows
-    assert not drift([scores([1.0])], 0).grows
+GROWING, STEADY = [1.0] * 4 + [3.0] * 4, [1.0] * 8
+
+
+@pytest.mark.parametrize(
+    ("passages", "grows"),
+    [
+        ([GROWING], True),
+        ([GROWING, GROWING, STEADY], True),
+        ([GROWING, STEADY], False),
+        ([[1.0] * 4 + [1.4] * 4], False),
+        ([[0.0] * 4 + [1e-9] * 4], False),
+        ([[0.0] * 4 + [1e-3] * 4], True),
+        ([[1.0]], False),
+    ],
+)
+def test_growth_must_be_clear_and_in_most_passages(passages: list[list[float]], grows: bool) -> None:
+    assert drift([scores(kl) for kl in passages], 0).grows is grows
 
 
 def test_a_cache_of_any_name_is_measured(llama: Path) -> None:

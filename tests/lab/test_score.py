@@ -144,23 +144,6 @@ def test_the_bar_appears_after_some_seconds_only(
     assert capfd.readouterr().err == ""
 
 
-@pytest.mark.parametrize(("cache", "chunk"), [("dynamic", None), ("dynamic", 16), ("int4", 16)])
-def test_a_store_computes_what_is_new_alone(cache: str, chunk: int | None) -> None:
-    model, store = fresh_model("llama"), kvlayers.PrefixStore(max_bytes=2**24)
-    arguments: tuple[Any, ...] = (model, DOCUMENTS, CONTINUATIONS, cache)
-    plain, counts = logprobs(kvlayers_lab.score(*arguments, chunk=chunk)), []
-    for _ in range(2):
-        with passes_of(model) as passes:
-            found = kvlayers_lab.score(*arguments, chunk=chunk, prefix_store=store)
-        assert logprobs(found) == pytest.approx(plain, abs=1e-5)
-        counts.append(sum(rows * tokens for rows, tokens in passes))
-    own = sum(len(continuation) for group in CONTINUATIONS for continuation in group)
-    assert counts[0] >= 2 * 64
-    # The last tokens of a context are computed again: its logits are needed, and chunks are stored whole.
-    again = 1 if cache == "dynamic" else 16
-    assert counts[1] <= 2 * again + 2 * own
-
-
 def test_caches_with_other_options_share_no_entries() -> None:
     model, store = fresh_model("llama"), kvlayers.PrefixStore(max_bytes=2**24)
     arguments: dict[str, Any] = {"cache": "quantized", "chunk": 16, "prefix_store": store}

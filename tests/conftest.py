@@ -41,7 +41,7 @@ hypothesis.settings.load_profile("nightly" if NIGHTLY else "gate")
 # Tensors and caches go when the last name of them does: cycles are what compilers leave, and may wait for longer.
 gc.set_threshold(20_000, 20, 50)
 
-# They have no examples to run as doctests, and as such two folders' files, both named `conftest`, would not be imported.
+# They have no doctests, and as modules with doctests, the files of two folders would both be imported as `conftest`.
 collect_ignore_glob = ["*/conftest.py"]
 
 FIRST = (

@@ -265,27 +265,20 @@ def join_table(record: dict[str, Any]) -> str:
 
 def kl_table(records: Sequence[dict[str, Any]]) -> str:
     """KL divergence and top-1 after documents, by model and number of documents."""
-    columns = [
-        (record, count)
-        for record in records
-        for count in dict.fromkeys(each["documents"] for each in record["results"]["kl"]["documents"])
-    ]
-
-    def cell(record: dict[str, Any], count: int, again: object) -> str:
-        found = record["results"]["kl"]["documents"]
-        [entry] = [each for each in found if (each["documents"], each["recompute"]) == (count, again)]
-        return f"{entry['kl']:.3f} ({entry['agreement']:.0%})"
-
-    first = records[0]["results"]["kl"]
-    again = dict.fromkeys(each["recompute"] for each in first["documents"] if each["recompute"] is not None)
-    head = ["`recompute`", *(f"{model_of(record)}, {count} documents" for record, count in columns)]
-    rows = [[code(str(each)), *(cell(*column, each) for column in columns)] for each in again]
-    by_case = {
-        (model_of(record), each["documents"], each["recompute"]): each["kl"]
+    found = {
+        (model_of(record), each["documents"], each["recompute"]): each
         for record in records
         for each in record["results"]["kl"]["documents"]
+        if each["recompute"] is not None
     }
-    left = [by_case[model_of(record), count, "30%"] / by_case[model_of(record), count, 0] for record, count in columns]
+    columns = list(dict.fromkeys((model, count) for model, count, _ in found))
+    head = ["`recompute`", *(f"{model}, {count} documents" for model, count in columns)]
+    rows = []
+    for again in dict.fromkeys(again for _, _, again in found):
+        entries = [found[(*column, again)] for column in columns]
+        rows.append([code(str(again)), *(f"{each['kl']:.3f} ({each['agreement']:.0%})" for each in entries)])
+    left = [found[(*column, "30%")]["kl"] / found[(*column, 0)]["kl"] for column in columns]
+    first = records[0]["results"]["kl"]
     return "\n".join(
         [
             f'**`"30%"` leaves {min(left):.0%} to {max(left):.0%} of the divergence.** KL divergence in nats, and '

@@ -343,12 +343,23 @@ def batches(run: Run, subject: Subject) -> dict[str, Any]:
     return {"cells": found + run.batches(subject, "float32", longest // 4)}
 
 
-def own_arguments(run: Run, subject: Subject) -> list[str]:
-    """The arguments with which another process reads prompts of the same model."""
-    given = run.given
-    chosen = [part for source in given.model or () for part in ("--model", source)]
-    quick = ["--quick"] if given.quick else []
-    return [*chosen, "--models", subject.name, "--threads", str(torch.get_num_threads()), *quick]
+def elsewhere(run: Run, subject: Subject, *arguments: str, may_be_wrong: bool = False, **environment: str) -> list[str]:
+    """The lines that another process prints, which reads prompts of the same model.
+
+    Args:
+        run: the run.
+        subject: the model.
+        arguments: further ones, beside the model, the threads and whether it is a quick run.
+        may_be_wrong: whether its exit code may be 1, which says that logits were wrong.
+        environment: variables of the process.
+    """
+    sources = [part for source in run.given.model or () for part in ("--model", source)]
+    same = ["--models", subject.name, "--threads", str(torch.get_num_threads()), *(["--quick"] if run.quick else [])]
+    command = [sys.executable, __file__, *sources, *same, *arguments]
+    done = subprocess.run(command, env={**os.environ, **environment}, stdout=subprocess.PIPE, text=True)
+    if done.returncode not in (0, int(may_be_wrong)):
+        raise RuntimeError(f"another process ended with {done.returncode}: {' '.join(command)}")
+    return done.stdout.splitlines()
 
 
 def memory(run: Run, subject: Subject) -> dict[str, Any]:
@@ -356,9 +367,7 @@ def memory(run: Run, subject: Subject) -> dict[str, Any]:
     names = [name for name in (TRANSFORMERS, DYNAMIC, INT4) if name in run.makers]
     tick, found = run.ticking(f"{subject.name}, memory at {run.given.long:,}", len(names)), dict[str, Any]()
     for name in names:
-        command = [sys.executable, __file__, "--peak", name, "--long", str(run.given.long)]
-        done = subprocess.run([*command, *own_arguments(run, subject)], stdout=subprocess.PIPE, text=True, check=True)
-        entry = json.loads(done.stdout.splitlines()[-1])
+        entry = json.loads(elsewhere(run, subject, "--peak", name, "--long", str(run.given.long))[-1])
         found[name] = {**entry, "ratio": entry["peak"] / found.get(TRANSFORMERS, entry)["peak"]}
         run.say(f"{subject.name}, {run.given.long:,}, {name}: {entry['peak'] / 1e6:,.0f} MB, {entry['seconds']:.1f} s")
         tick()
@@ -375,16 +384,11 @@ def uncompiled(run: Run, subject: Subject) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         output = pathlib.Path(folder, "found.json")
         chosen = ["--only", "bfloat16,float32,batch", "--caches", ",".join(given.caches), "--turn", str(given.turn)]
-        command = [sys.executable, __file__, *own_arguments(run, subject), *sizes, *chosen, "--output", str(output)]
-        command += ["--seconds", str(given.seconds)]
-        with subprocess.Popen(command, env={**os.environ, **NEVER}, stdout=subprocess.PIPE, text=True) as process:
-            for line in process.stdout or ():
-                # Without its tables and bars.
-                if line.startswith(f"{subject.name}, "):
-                    run.say(line.rstrip())
-        # 1 says that logits were wrong, and which ones is in the file.
-        if process.returncode not in (0, 1):
-            raise RuntimeError(f"the process without kernels ended with {process.returncode}: {' '.join(command)}")
+        chosen += ["--seconds", str(given.seconds), "--output", str(output)]
+        for line in elsewhere(run, subject, *sizes, *chosen, may_be_wrong=True, **NEVER):
+            # Without its tables and bars.
+            if line.startswith(f"{subject.name}, "):
+                run.say(line)
         content = json.loads(output.read_text())
     run.wrong += content["wrong"]
     return {"cells": tables.cells_of(content["results"]["prompts"])}
@@ -436,7 +440,8 @@ def one_attention(run: Run, name: str, shape: AttentionShape, tokens: int, dtype
         tables.TORCH: lambda: attended((keys, values)),
         tables.KVLAYERS: attended_in_cache,
     }
-    products = {tables.GEMM: 2 * side**3}
+    useful = 4 * shape.heads * shape.head_dim * shape.pairs(tokens)
+    products = {tables.GEMM: 2 * side**3, tables.TORCH: useful, tables.KVLAYERS: useful}
     turns, tick = Turns(ways), run.ticking(f"attention, {name}, {str(dtype)[6:]}", 1)
     with quiet_clock():
         started = time.perf_counter()
@@ -450,11 +455,10 @@ def one_attention(run: Run, name: str, shape: AttentionShape, tokens: int, dtype
     further = {way: apart(outputs[way].float(), exact) for way in (tables.TORCH, tables.KVLAYERS)}
     most = tables.MOST_APART_IN_FLOAT32 if dtype == torch.float32 else tables.MOST_FURTHER * further[tables.TORCH]
     run.expect(further[tables.KVLAYERS] <= most, f"attention, {name}, {dtype}: {further[tables.KVLAYERS]:.2g} apart")
-    useful = 4 * shape.heads * shape.head_dim * shape.pairs(tokens)
     gemm = turns.seconds[tables.GEMM]
     entries: dict[str, Any] = {}
     for way, seconds in turns.seconds.items():
-        number = products.get(way, useful)
+        number = products[way]
         shares = [number / one / (products[tables.GEMM] / other) for one, other in zip(seconds, gemm, strict=True)]
         entries[way] = {
             "seconds": turns.median(way),

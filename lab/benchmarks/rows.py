@@ -305,13 +305,12 @@ def many(run: report.Session) -> dict[str, Any]:
     return found
 
 
+SECONDS, FIRST = shown("s", "seconds", ".1f"), shown("s to a first token (median)", "first", ".1f")
+STATES = shown("MB of states", "bytes", ",.0f", 1e-6)
+
+
 def many_table(arguments: Mapping[str, Any], found: Mapping[str, Any]) -> str:
-    columns = (
-        shown("s", "seconds", ".1f"),
-        shown("`generate_many`'s time, as a share", "share"),
-        shown("s to a first token (median)", "first", ".1f"),
-        shown("MB of states", "bytes", ",.0f", 1e-6),
-    )
+    columns = (SECONDS, shown("`generate_many`'s time, as a share", "share"), FIRST, STATES)
     longest, least = arguments["longest"], arguments["least"]
     return (
         f"{arguments['prompts']} prompts of {longest // 4} to {longest} tokens, answers of {least} to {8 * least}, "
@@ -321,13 +320,8 @@ def many_table(arguments: Mapping[str, Any], found: Mapping[str, Any]) -> str:
 
 
 def batch_table(arguments: Mapping[str, Any], found: Mapping[str, Any]) -> str:
-    columns = (
-        shown("s", "seconds", ".1f"),
-        shown("s to a first token (median)", "first", ".1f"),
-        shown("MB of states", "bytes", ",.0f", 1e-6),
-    )
     named = {f"`generate_batch`, {name}": way for name, way in found.items()}
-    return f"{arguments['prompts']} prompts, as below:\n\n{pages.table('', named, columns, '---:')}"
+    return f"{arguments['prompts']} prompts, as below:\n\n{pages.table('', named, (SECONDS, FIRST, STATES), '---:')}"
 
 
 def serve_table(arguments: Mapping[str, Any], found: Mapping[str, Any]) -> str:

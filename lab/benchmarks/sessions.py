@@ -30,7 +30,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import psutil
 import torch
@@ -280,15 +280,8 @@ def requests_of(run: report.Session) -> list[Blocks]:
         return [tuple(json.loads(line)["hash_ids"]) for line in itertools.islice(lines, run.given.requests)]
 
 
-class Asked(NamedTuple):
-    """The tokens that were found for a prompt, and the seconds of the look-up and of the insertion."""
-
-    covered: int
-    seconds: tuple[float, float]
-
-
-def ask(store: kvlayers.PrefixStore, ids: Tensor) -> Asked:
-    """Look a prompt up, pass the rest, insert it."""
+def ask(store: kvlayers.PrefixStore, ids: Tensor) -> tuple[int, float, float]:
+    """Look a prompt up, pass the rest, insert it: the tokens that were found, seconds of look-up and insertion."""
     begin = time.perf_counter()
     hit = store.lookup(ids, model="m")
     looked_up = time.perf_counter()
@@ -297,7 +290,7 @@ def ask(store: kvlayers.PrefixStore, ids: Tensor) -> Asked:
     cache.update(states, states, 0)
     computed = time.perf_counter()
     store.insert(ids, cache, model="m")
-    return Asked(hit.covered, (looked_up - begin, time.perf_counter() - computed))
+    return hit.covered, looked_up - begin, time.perf_counter() - computed
 
 
 def trace(run: report.Session) -> dict[str, Any]:
@@ -316,7 +309,7 @@ def trace(run: report.Session) -> dict[str, Any]:
                 continue
             of_ideal += ideal.ask(request)
             ids = torch.tensor(request)[:, None] * BLOCK_TOKENS + torch.arange(BLOCK_TOKENS)
-            of_store += ask(store, ids.view(-1)).covered // BLOCK_TOKENS
+            of_store += ask(store, ids.view(-1))[0] // BLOCK_TOKENS
         entry = {"ideal": of_ideal / asked, "store": of_store / asked, "of_ideal": of_store / max(of_ideal, 1)}
         found[f"{budget:.0%}"] = entry
         run.target(f"hit rate within {budget:.0%}, of the ideal one", entry["of_ideal"], at_least=0.97)
@@ -337,7 +330,7 @@ def entries(run: report.Session) -> dict[str, Any]:
         for _ in range(count):
             ask(store, prompt())
             tick()
-        asked = zip(*(ask(store, prompt()).seconds for _ in range(200)), strict=True)
+        _, *asked = zip(*(ask(store, prompt()) for _ in range(200)), strict=True)
         found[f"{count:,}"] = {
             f"{how} of {what}": choose(seconds) * 1e3
             for what, seconds in zip(OPERATIONS, asked, strict=True)

@@ -100,29 +100,20 @@ def test_attention_is_compared_with_float32(prompts: Any, tables: Any, tmp_path:
         assert ways[tables.KVLAYERS]["apart"] < 1e-5
 
 
-class InThisProcess:
+def in_this_process(prompts: Any, command: list[str], env: dict[str, str], **_: Any) -> Any:
     """Stands in for processes of the benchmark, which take seconds to import torch."""
-
-    def __init__(self, prompts: Any, command: list[str], env: dict[str, str] | None = None, **_: Any) -> None:
-        written = io.StringIO()
-        with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(written):
-            patch.setattr(prompts.os, "environ", env or prompts.os.environ)
-            self.returncode = prompts.main(command[2:])
-        self.stdout: Any = written.getvalue()
-
-    def __enter__(self) -> "InThisProcess":
-        self.stdout = self.stdout.splitlines(keepends=True)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
+    written = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(written):
+        patch.setattr(prompts.os, "environ", env)
+        code = prompts.main(command[2:])
+    return SimpleNamespace(returncode=code, stdout=written.getvalue())
 
 
 def test_other_processes_measure_memory_and_read_without_a_kernel(
     prompts: Any, tables: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
 ) -> None:
-    in_this_process = functools.partial(InThisProcess, prompts)
-    monkeypatch.setattr(prompts, "subprocess", SimpleNamespace(run=in_this_process, Popen=in_this_process, PIPE=None))
+    here = functools.partial(in_this_process, prompts)
+    monkeypatch.setattr(prompts, "subprocess", SimpleNamespace(run=here, PIPE=None))
     output = tmp_path / "found.json"
     arguments = ["--quick", "--threads", "1", "--models", "llama-64", "--only", "memory,uncompiled"]
     assert prompts.main([*arguments, "--caches", "dynamic", "--output", str(output)]) == 0
@@ -132,15 +123,6 @@ def test_other_processes_measure_memory_and_read_without_a_kernel(
     assert 0.5 < peaks[tables.DYNAMIC]["ratio"] < 2
     cases = {each["case"] for each in parts["llama-64: uncompiled"]["cells"]}
     assert cases == {f"{tables.UNCOMPILED}{case}" for case in (tables.ONE, tables.TURN, tables.BATCH)}
-
-
-def test_a_part_replaces_its_own_record_alone(tables: Any, tmp_path: pathlib.Path) -> None:
-    old = {"a: batch": {"at": at("2020-01-01")}, "b: batch": {"at": at("2020-01-01")}}
-    (tmp_path / "prompts-2020-01-01.json").write_text(json.dumps({"results": {"prompts": old}}))
-    new = {"b: batch": {"at": at("2026-11-30")}}
-    path = tables.pages.keep("prompts", new, {})
-    assert list(tmp_path.glob("prompts-*.json")) == [path]
-    assert tables.pages.parts("prompts") == {**old, **new}
 
 
 def test_each_bound_can_be_missed(tables: Any) -> None:

@@ -32,11 +32,6 @@ def prompts(script: Any, tables: Any) -> Any:
     return script("prompts")
 
 
-def at(day: str) -> dict[str, Any]:
-    hardware, versions_ = {"cpu": "CPU", "threads": 2}, {"torch": "2", "transformers": "5"}
-    return {"date": f"{day}T01:00:00+00:00", "hardware": hardware, "versions": versions_}
-
-
 def cell(tables: Any, **other: Any) -> dict[str, Any]:
     usual = {"model": tables.SMOLLM2, "dtype": "bfloat16", "case": tables.ONE, "tokens": 8192}
     return {**usual, "cache": tables.DYNAMIC, "seconds": 1.0, "ratio": 0.5, "turns": 1, **other}

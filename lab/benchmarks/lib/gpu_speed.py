@@ -8,7 +8,7 @@ import torch
 import transformers
 from torch import Tensor
 
-import kvlayers
+from lib import cases
 from lib.gpu_model import (
     CACHES,
     DYNAMIC,
@@ -43,8 +43,8 @@ SHAPES = ((8192, 1), (32768, 1), (2048, 1), (8192, 8), (32768, 8), (2048, 8))
 OFFLOADED, OFFLOADED_INT4 = "kvlayers offloaded", "kvlayers offloaded int4"
 TRANSFORMERS_OFFLOADED = "transformers offloaded"
 OFFLOADED_CACHES: dict[str, Callable[[Any, bool], Any]] = {
-    OFFLOADED: lambda config, offloading: kvlayers.DynamicCache(config=config, offloading=offloading),
-    OFFLOADED_INT4: lambda config, offloading: kvlayers.QuantizedCache(config=config, nbits=4, offloading=offloading),
+    OFFLOADED: cases.OFFLOADED["dynamic"],
+    OFFLOADED_INT4: cases.OFFLOADED["int4"],
     TRANSFORMERS_OFFLOADED: lambda config, offloading: transformers.DynamicCache(config=config, offloading=offloading),
 }
 

@@ -4,6 +4,7 @@ Whole processes with and without kvlayers take turns, and each comes first every
 over the turns, with the smallest and the largest, of each process and of the difference within a turn.
 """
 
+import argparse
 import statistics
 import subprocess
 import sys
@@ -20,18 +21,17 @@ PAIRS = (
 """The code without kvlayers and with it."""
 
 
-RUNS = 7
-"""Turns that are counted."""
-
-
 def figures(seconds: list[float]) -> str:
     return f"{1e3 * statistics.median(seconds):6.0f} ms ({1e3 * min(seconds):.0f} to {1e3 * max(seconds):.0f})"
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=7, help="turns that are counted (7)")
+    runs = parser.parse_args().runs
     for codes in PAIRS:
         turns = Turns(codes)
-        for turn in range(RUNS + 1):
+        for turn in range(runs + 1):
             # The first one loads the files into memory.
             turns.take(lambda code: subprocess.run([sys.executable, "-c", code], check=True), is_counted=turn > 0)
         without, added = turns.seconds.values()

@@ -41,6 +41,9 @@ hypothesis.settings.load_profile("nightly" if NIGHTLY else "gate")
 # Tensors and caches go when the last name of them does: cycles are what compilers leave, and may wait for longer.
 gc.set_threshold(20_000, 20, 50)
 
+# They have no doctests, and as modules with doctests, the files of two folders would both be imported as `conftest`.
+collect_ignore_glob = ["*/conftest.py"]
+
 FIRST = (
     *("test_real_model.py", "test_tour.py", "test_distributed.py", "test_triton_decode.py"),
     *("test_benchmarks.py", "test_import.py", "test_static_compile.py"),

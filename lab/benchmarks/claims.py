@@ -49,13 +49,14 @@ from lib.contenders import (
     QUANTO_4_BITS,
     REFERENCE,
     TRANSFORMERS_STATIC,
+    Maker,
     compiled,
     packed,
     quanto,
 )
 from lib.internals import NoRecord, cache_nbytes, default_text, quiet_clock, read
 from lib.quantized import RANDOM, load, measure_bytes
-from lib.timing import Disagreements, Trials, measure_decode, measure_update, summarise, times_as_fast
+from lib.timing import Disagreements, Measured, Trials, measure_decode, measure_update, summarise, times_as_fast
 from lib.workload import QUICK_SHAPE, RandomModel, RealModel, Shape
 
 GEMMA = ".models/gemma-3-270m"
@@ -115,21 +116,25 @@ def check_tokens(disagreements: Disagreements, exact: Iterable[str]) -> None:
         raise OtherTokensError(f"{len(failures)} other tokens, the first: {failures[0]}")
 
 
-def without_shared(disagreements: Disagreements, cache: str) -> Disagreements:
-    """The tokens in which another cache than `cache` differs, and `cache` does not.
+def decoding(
+    run: Run, workload: Any, makers: Mapping[str, Maker], tokens: int, usual: tuple[int, int], alike: str = ""
+) -> Measured:
+    """So many steps in so many trials. kvlayers' DynamicCache must give the tokens of the reference.
 
-    A random model in bfloat16 decides some tokens by how sums are rounded, which differs where a cache keeps its states
-    elsewhere than transformers' does, whatever it is.
+    It may differ where the cache `alike` does: a random model in bfloat16 decides some tokens by how sums are rounded,
+    which differs where a cache keeps its states elsewhere than transformers' does, whatever it is.
     """
-    shared = {(entry["tokens"], entry["trial"]) for entry in disagreements.found if entry["cache"] == cache}
-    left = Disagreements()
-    left.found = [entry for entry in disagreements.found if (entry["tokens"], entry["trial"]) not in shared]
-    return left
+    asked = Trials(*((4, 1) if run.quick else usual), run.ticking)
+    measured = summarise(measure_decode(workload, makers, tokens // 64 if run.quick else tokens, asked))
+    differences = asked.disagreements
+    shared = {(entry["tokens"], entry["trial"]) for entry in differences.found if entry["cache"] == alike}
+    differences.found = [entry for entry in differences.found if (entry["tokens"], entry["trial"]) not in shared]
+    check_tokens(differences, (KVLAYERS,))
+    return measured
 
 
 def measure_steps(run: Run) -> Mapping[str, Cells]:
     """Decode steps of caches in full precision and of quantized ones, all of them at the greatest length."""
-    steps, trials = (4, 1) if run.quick else (16, 3)
     names = {
         claimed.DYNAMIC: KVLAYERS,
         claimed.INT4: KVLAYERS_4_BITS,
@@ -141,13 +146,10 @@ def measure_steps(run: Run) -> Mapping[str, Cells]:
     by_length = {claimed.TRANSFORMERS: REFERENCE, claimed.DYNAMIC: KVLAYERS, claimed.INT4: KVLAYERS_4_BITS}
     cells: dict[str, dict[str, float]] = {}
     for length in claimed.LENGTHS:
-        held = length // 64 if run.quick else length
         makers = {REFERENCE: QUANTIZED[REFERENCE], FLOOR: CONTENDERS[FLOOR]}
         of_length = names if length == claimed.LENGTHS[-1] else by_length
         makers |= {name: QUANTIZED[name] for name in of_length.values()}
-        asked = Trials(steps, trials, run.ticking)
-        measured = summarise(measure_decode(run.llama, makers, held, asked))
-        check_tokens(without_shared(asked.disagreements, FLOOR), (KVLAYERS,))
+        measured = decoding(run, run.llama, makers, length, (16, 3), FLOOR)
         for row, name in by_length.items():
             cells[claimed.length_row(row, length)] = {
                 claimed.MILLISECONDS: measured[name]["median"] * 1e3,
@@ -167,15 +169,11 @@ def measure_steps(run: Run) -> Mapping[str, Cells]:
 
 def measure_baseline(run: Run) -> Mapping[str, Cells]:
     """Steps of transformers' static cache of exactly the length that is needed, beside kvlayers' caches."""
-    steps, trials = (4, 1) if run.quick else (16, 3)
-    length = claimed.LENGTHS[-1] // 64 if run.quick else claimed.LENGTHS[-1]
     names = {claimed.DYNAMIC: KVLAYERS, claimed.INT4: KVLAYERS_4_BITS}
     makers = {name: QUANTIZED[name] for name in (REFERENCE, *names.values())}
     makers[TRANSFORMERS_STATIC] = CONTENDERS[TRANSFORMERS_STATIC]
-    asked = Trials(steps, trials, run.ticking)
-    measured = summarise(measure_decode(run.llama, makers, length, asked))
     # Its mask makes attention add in the order of kvlayers' caches.
-    check_tokens(without_shared(asked.disagreements, TRANSFORMERS_STATIC), (KVLAYERS,))
+    measured = decoding(run, run.llama, makers, claimed.LENGTHS[-1], (16, 3), TRANSFORMERS_STATIC)
     rival = measured[TRANSFORMERS_STATIC]
     cells = {
         row: {claimed.OVER_EXACT_STATIC: times_as_fast(measured, name, TRANSFORMERS_STATIC)}
@@ -187,15 +185,12 @@ def measure_baseline(run: Run) -> Mapping[str, Cells]:
 
 def measure_large(run: Run) -> Mapping[str, Cells]:
     """Steps and a prompt of a random model whose weights are large beside its cache."""
-    steps, trials = (3, 1) if run.quick else (8, 2)
     workload = run.random(LARGE, chunk=1 << 16)
     rows = {claimed.DYNAMIC: KVLAYERS, claimed.INT4: KVLAYERS_4_BITS}
     makers = {name: QUANTIZED[name] for name in (REFERENCE, *rows.values())}
     cells = {}
     for length in claimed.LARGE_LENGTHS:
-        asked = Trials(steps, trials, run.ticking)
-        measured = summarise(measure_decode(workload, makers, length // 64 if run.quick else length, asked))
-        check_tokens(asked.disagreements, (KVLAYERS,))
+        measured = decoding(run, workload, makers, length, (8, 2))
         for row, name in rows.items():
             cells[claimed.length_row(row, length)] = {claimed.TIMES_AS_FAST: measured[name]["speed"]}
     of_prompts = reading(run, (prompt_tables.DYNAMIC,))
@@ -589,10 +584,7 @@ def parse(arguments: Sequence[str] | None) -> Any:
     usual = GEMMA if pathlib.Path(GEMMA).is_dir() else None
     made.add("--gemma", default=usual, help=f"directory of Gemma-3-270M ({GEMMA} if it is there)")
     made.add("--record", action="store_true", help="record the measurements, and write them into the pages")
-    given = made.parse(arguments)
-    if given.quick and given.record:
-        made.parser.error("--record needs the full models, and --quick uses small ones: pass only one of the two")
-    return given
+    return made.parse(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import transformers
@@ -32,6 +32,7 @@ import pages
 from lib import report
 from lib.internals import default_text, divergences, newest_logits, passages, quiet_clock
 from lib.timing import Turns
+from lib.workload import RandomModel
 
 DOCUMENTS = 6
 AMOUNTS: tuple[int | str, ...] = (0, "5%", "15%", "30%", "100%")
@@ -51,7 +52,7 @@ def options() -> report.Options:
         ),
     )
     made.some_of("--only", ("join", "replace", "kl", "tasks"), "sections")
-    made.real_model(in_quick="none")
+    made.real_model()
     made.sized("--document-tokens", 512, 48, "tokens of each document of `join` and `kl`")
     made.sized("--task-tokens", 256, 0, "tokens of each document of `tasks`")
     made.sized("--samples", 2, 1, "samples of each task and document")
@@ -65,10 +66,10 @@ class Subject:
     """A model in float32, and texts for it."""
 
     def __init__(self, run: report.Session) -> None:
-        real = run.real(torch.float32)
-        chosen: Any = run.random(dtype=torch.float32) if real is None else real
-        self.model = chosen.model.eval()
-        self.tokenizer = None if real is None else transformers.AutoTokenizer.from_pretrained(run.given.model)
+        chosen = run.some_model(torch.float32)
+        self.model: Any = chosen.model
+        is_random = isinstance(chosen, RandomModel)
+        self.tokenizer = None if is_random else transformers.AutoTokenizer.from_pretrained(run.given.model)
         self._generator = torch.Generator().manual_seed(0)
 
     def texts(self, count: int, tokens: int) -> list[Tensor]:
@@ -78,10 +79,10 @@ class Subject:
             return [torch.randint(3, most, (tokens,), generator=self._generator) for _ in range(count)]
         return [ids[0] for ids in passages(self.tokenizer, default_text(), count, tokens)]
 
-    def read(self, ids: Sequence[int] | Tensor, cache: Any = None) -> Any:
+    def read(self, ids: Tensor) -> Any:
         """A cache that keeps every token, after these tokens."""
-        cache = kvlayers.DynamicCache() if cache is None else cache
-        newest_logits(self.model, torch.as_tensor(ids)[None], cache, 1)
+        cache = kvlayers.DynamicCache()
+        newest_logits(self.model, ids[None], cache, 1)
         return cache
 
 
@@ -141,58 +142,25 @@ def join(run: report.Session) -> dict[str, Any]:
     return {"tokens": ids.shape[1], "seconds": found, "bytes": nbytes}
 
 
-class Change(NamedTuple):
-    """A context whose middle changes.
+def replacing(subject: Subject, context: Tensor, other: Tensor) -> Callable[[int | str | None], Any]:
+    """What makes the cache of a context whose middle has changed: by computing a part again, or all for `None`.
 
-    Attributes:
-        old: the context before.
-        new: the context after.
-        start: the first token that changes.
-        stop: the token of `old` after the last one.
-        stop_new: that of `new`.
+    Before, other tokens stood where the context has `NEW_TOKENS` tokens from its middle on.
     """
+    start = len(context) // 2
+    old = torch.cat([context[:start], other[:CHANGED_TOKENS], context[start + NEW_TOKENS :]])
+    held = subject.read(old)
 
-    old: list[int]
-    new: list[int]
-    start: int
-    stop: int
-    stop_new: int
-
-
-def changed_middle(new: Sequence[int], other: Sequence[int], start: int) -> Change:
-    """Before, there were other tokens where the new context has `NEW_TOKENS` tokens from `start` on."""
-    old = [*new[:start], *other[:CHANGED_TOKENS], *new[start + NEW_TOKENS :]]
-    return Change(old, list(new), start, start + CHANGED_TOKENS, start + NEW_TOKENS)
-
-
-class Replacing:
-    """Caches of a context after its change.
-
-    Args:
-        subject: the model.
-        change: the context.
-    """
-
-    def __init__(self, subject: Subject, change: Change) -> None:
-        self._subject, self._change = subject, change
-        self._old = subject.read(change.old)
-
-    def made(self, amount: int | str | None) -> Any:
-        """The cache after `replace`; after computing all of the context for `None`."""
-        change = self._change
+    def made(amount: int | str | None) -> Any:
         if amount is None:
-            return self._subject.read(change.new)
-        cache = self._old.fork()
+            return subject.read(context)
+        cache, new = held.fork(), context[start : start + NEW_TOKENS]
         kvlayers.replace_tokens(
-            cache,
-            change.start,
-            change.stop,
-            torch.tensor(change.new[change.start : change.stop_new]),
-            self._subject.model,
-            recompute=amount,
-            known_ids=torch.tensor(change.old),
+            cache, start, start + CHANGED_TOKENS, new, subject.model, recompute=amount, known_ids=old
         )
         return cache
+
+    return made
 
 
 def replace(run: report.Session) -> dict[str, Any]:
@@ -205,11 +173,10 @@ def replace(run: report.Session) -> dict[str, Any]:
     agrees: dict[str, list[Tensor]] = {name: [] for name in contenders}
     with torch.no_grad(), quiet_clock():
         tick = run.ticking("contexts", given.trials)
-        for text in texts[: given.trials]:
-            ids = text.tolist()
-            replacing = Replacing(subject, changed_middle(ids[: given.context], texts[-1].tolist(), given.context // 2))
-            made = turns.take(lambda name, of=replacing: of.made(contenders[name]))
-            target = torch.tensor([ids[given.context :]])
+        for text in texts[:-1]:
+            make = replacing(subject, text[: given.context], texts[-1])
+            made = turns.take(lambda name, make=make: make(contenders[name]))
+            target = text[None, given.context :]
             seen = {
                 name: newest_logits(subject.model, target, cache, target.shape[1]).double().log_softmax(-1)
                 for name, cache in made.items()
@@ -298,27 +265,20 @@ def join_table(record: dict[str, Any]) -> str:
 
 def kl_table(records: Sequence[dict[str, Any]]) -> str:
     """KL divergence and top-1 after documents, by model and number of documents."""
-    columns = [
-        (record, count)
-        for record in records
-        for count in dict.fromkeys(each["documents"] for each in record["results"]["kl"]["documents"])
-    ]
-
-    def cell(record: dict[str, Any], count: int, again: object) -> str:
-        found = record["results"]["kl"]["documents"]
-        [entry] = [each for each in found if (each["documents"], each["recompute"]) == (count, again)]
-        return f"{entry['kl']:.3f} ({entry['agreement']:.0%})"
-
-    first = records[0]["results"]["kl"]
-    again = dict.fromkeys(each["recompute"] for each in first["documents"] if each["recompute"] is not None)
-    head = ["`recompute`", *(f"{model_of(record)}, {count} documents" for record, count in columns)]
-    rows = [[code(str(each)), *(cell(*column, each) for column in columns)] for each in again]
-    by_case = {
-        (model_of(record), each["documents"], each["recompute"]): each["kl"]
+    found = {
+        (model_of(record), each["documents"], each["recompute"]): each
         for record in records
         for each in record["results"]["kl"]["documents"]
+        if each["recompute"] is not None
     }
-    left = [by_case[model_of(record), count, "30%"] / by_case[model_of(record), count, 0] for record, count in columns]
+    columns = list(dict.fromkeys((model, count) for model, count, _ in found))
+    head = ["`recompute`", *(f"{model}, {count} documents" for model, count in columns)]
+    rows = []
+    for again in dict.fromkeys(again for _, _, again in found):
+        entries = [found[(*column, again)] for column in columns]
+        rows.append([code(str(again)), *(f"{each['kl']:.3f} ({each['agreement']:.0%})" for each in entries)])
+    left = [found[(*column, "30%")]["kl"] / found[(*column, 0)]["kl"] for column in columns]
+    first = records[0]["results"]["kl"]
     return "\n".join(
         [
             f'**`"30%"` leaves {min(left):.0%} to {max(left):.0%} of the divergence.** KL divergence in nats, and '

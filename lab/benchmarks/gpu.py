@@ -9,8 +9,8 @@ shapes ends with those for which time is left. What is found is saved to the sta
 interrupted run keeps what it has. Contenders take turns; figures are medians; outputs are compared before a time is
 reported.
 
-Weights are random and made on the device: nothing is downloaded. It needs torch, triton, transformers and, for the
-tests that `check` runs, pytest and hypothesis. kvlayers need not be installed: `PYTHONPATH=src` is enough.
+Weights are random and made on the device: nothing is downloaded. It needs torch, triton, transformers, rich and, for
+the tests that `check` runs, pytest and hypothesis. kvlayers need not be installed: `PYTHONPATH=src` is enough.
 
 The exit code is the number of steps that failed or found something wrong.
 """
@@ -27,16 +27,17 @@ STARTED = time.monotonic()
 
 import torch  # noqa: E402
 
-# The references that the tests compare with.
-sys.path.append(str(Path(__file__).parents[2] / "tests" / "helpers"))
-from lib.gpu_check import NUMERICS, TESTS  # noqa: E402
+# The references that the tests compare with, and the lab, which need not be installed.
+ROOT = Path(__file__).parents[2]
+sys.path += [str(ROOT / "tests" / "helpers"), str(ROOT / "lab" / "src")]
+from lib.gpu_check import TESTS  # noqa: E402
 from lib.gpu_speed import FIRST  # noqa: E402
-from lib.gpu_stage import NO_DEVICE, Setup, Stage, facts, run_part, write_whole  # noqa: E402
+from lib.gpu_stage import NO_DEVICE, Setup, Stage, facts, run_here, write_whole  # noqa: E402
 
 # The name by which steps in processes of their own find this file, also if it is run as a script.
 sys.modules.setdefault("gpu", sys.modules[__name__])
 
-STAGES = {"first": (NUMERICS, *FIRST, TESTS), "check": (NUMERICS, TESTS)}
+STAGES = {"first": (*FIRST, TESTS), "check": (TESTS,)}
 MOST_FAILURES = 100
 """Largest exit code: some larger ones mean that a process was stopped."""
 
@@ -50,7 +51,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="tiny shapes, to see that it runs")
     parser.add_argument("--only", action="append", help="run only the step of this name; may be repeated")
     # How a step is run in a process of its own.
-    parser.add_argument("--part", default="", help=argparse.SUPPRESS)
     parser.add_argument("--findings", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     names = [step.name for step in STAGES[given.stage]]
@@ -90,8 +90,8 @@ def main(arguments: Sequence[str] | None = None, started: float | None = None) -
     # Memory is collected before each contender: not among all that was imported.
     gc.freeze()
     if given.findings is not None:
-        setup.save = lambda found: write_whole(given.findings, found.plain())
-        setup.save(run_part(steps[0], setup, given.part))
+        setup.save = lambda found: write_whole(given.findings, vars(found))
+        setup.save(run_here(steps[0], setup))
         return 0
     described = {"budget": given.budget, "quick": given.quick, **facts(device)}
     failures = Stage(given.stage, steps, setup, given.output, described).run()

@@ -9,14 +9,13 @@ It imports only the standard library, so that a test can compare the pages with 
 import argparse
 import json
 import pathlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pages
-from pages import DOCS, ROOT, between, markdown
+from pages import DOCS, ROOT, markdown
 
 PAGE, README = DOCS / "gpu.md", ROOT / "README.md"
-BEGIN, END = "<!-- gpu: {}, written by lab/benchmarks/gpu_tables.py -->", "<!-- end of gpu -->"
 
 SHAPES = ("2,048 x 1", "8,192 x 1", "32,768 x 1", "8,192 x 8", "32,768 x 8")
 LONGEST, LARGEST = "32,768 x 1", "32,768 x 8"
@@ -109,11 +108,6 @@ def offloading() -> str:
     return table(["cache", "ms a step", "ms to copy its states", "share of the rate of the bus"], rows)
 
 
-def measured() -> str:
-    """Where the tables of the page were measured."""
-    return f"{where(read())}."
-
-
 def in_readme() -> str:
     steps, in_graph, peaks = (
         figures(step, unit) for step, unit in (("decoding", STEPS), ("steps in graphs", IN_GRAPH), ("decoding", PEAK))
@@ -134,22 +128,17 @@ def in_readme() -> str:
     )
 
 
-ON_PAGE: Mapping[str, Callable[[], str]] = {
-    "measured": measured,
-    "steps": lambda: by_shape("decoding", STEPS),
-    "graphs": lambda: by_shape("steps in graphs", IN_GRAPH),
-    "memory": lambda: by_shape("decoding", PEAK),
-    "first token": first_token,
-    "offloading": offloading,
-}
-BEGIN_README = BEGIN.format("figures")
-
-
 def written_pages() -> pages.Pages:
-    page = PAGE.read_text()
-    for name, make in ON_PAGE.items():
-        page = between(page, BEGIN.format(name), END, make())
-    return {PAGE: page, README: between(README.read_text(), BEGIN_README, END, in_readme())}
+    on_page = {
+        "gpu measured": f"{where(read())}.",
+        "gpu steps": by_shape("decoding", STEPS),
+        "gpu graphs": by_shape("steps in graphs", IN_GRAPH),
+        "gpu memory": by_shape("decoding", PEAK),
+        "gpu first token": first_token(),
+        "gpu offloading": offloading(),
+    }
+    texts = {(PAGE, name): text for name, text in on_page.items()}
+    return pages.written("gpu_tables", {**texts, (README, "gpu figures"): in_readme()})
 
 
 if __name__ == "__main__":

@@ -45,6 +45,7 @@ import prompt_tables as tables
 from lib import report
 from lib.contenders import CONTENDERS, KVLAYERS, KVLAYERS_STATIC, REFERENCE, Maker, packed
 from lib.internals import default_text, quiet_clock
+from lib.serving import most_memory
 from lib.timing import Turns
 from lib.workload import RandomModel, RealModel, Shape, default_model
 from prompt_tables import BATCH, DYNAMIC, INT4, INT8, ONE, STATIC, TRANSFORMERS, TURN, UNCOMPILED
@@ -349,12 +350,23 @@ def batches(run: Run, subject: Subject) -> dict[str, Any]:
     return {"cells": found + run.batches(subject, "float32", longest // 4)}
 
 
-def own_arguments(run: Run, subject: Subject) -> list[str]:
-    """The arguments with which another process reads prompts of the same model."""
-    given = run.given
-    chosen = [part for source in given.model or () for part in ("--model", source)]
-    quick = ["--quick"] if given.quick else []
-    return [*chosen, "--models", subject.name, "--threads", str(torch.get_num_threads()), *quick]
+def elsewhere(run: Run, subject: Subject, *arguments: str, may_be_wrong: bool = False, **environment: str) -> list[str]:
+    """The lines that another process prints, which reads prompts of the same model.
+
+    Args:
+        run: the run.
+        subject: the model.
+        arguments: further ones, beside the model, the threads and whether it is a quick run.
+        may_be_wrong: whether its exit code may be 1, which says that logits were wrong.
+        environment: variables of the process.
+    """
+    sources = [part for source in run.given.model or () for part in ("--model", source)]
+    same = ["--models", subject.name, "--threads", str(torch.get_num_threads()), *(["--quick"] if run.quick else [])]
+    command = [sys.executable, __file__, *sources, *same, *arguments]
+    done = subprocess.run(command, env={**os.environ, **environment}, stdout=subprocess.PIPE, text=True)
+    if done.returncode not in (0, int(may_be_wrong)):
+        raise RuntimeError(f"another process ended with {done.returncode}: {' '.join(command)}")
+    return done.stdout.splitlines()
 
 
 def memory(run: Run, subject: Subject) -> dict[str, Any]:
@@ -363,14 +375,12 @@ def memory(run: Run, subject: Subject) -> dict[str, Any]:
     It is the least of some processes of each, since threads and libraries take a little more in some.
     """
     names = [name for name in (TRANSFORMERS, DYNAMIC, INT4) if name in run.makers]
-    processes = 1 if run.given.quick else PEAK_PROCESSES
+    processes = 1 if run.quick else PEAK_PROCESSES
     tick = run.ticking(f"{subject.name}, memory at {run.given.long:,}", len(names) * processes)
     entries: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     for name in names * processes:
-        command = [sys.executable, __file__, "--peak", name, "--long", str(run.given.long)]
-        command += own_arguments(run, subject)
-        done = subprocess.run(command, env={**os.environ, **RETURNED}, stdout=subprocess.PIPE, text=True, check=True)
-        entries[name].append(json.loads(done.stdout.splitlines()[-1]))
+        lines = elsewhere(run, subject, "--peak", name, "--long", str(run.given.long), **RETURNED)
+        entries[name].append(json.loads(lines[-1]))
         tick()
     found = dict[str, Any]()
     for name in names:
@@ -394,16 +404,11 @@ def uncompiled(run: Run, subject: Subject) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         output = pathlib.Path(folder, "found.json")
         chosen = ["--only", "bfloat16,float32,batch", "--caches", ",".join(given.caches), "--turn", str(given.turn)]
-        command = [sys.executable, __file__, *own_arguments(run, subject), *sizes, *chosen, "--output", str(output)]
-        command += ["--seconds", str(given.seconds)]
-        with subprocess.Popen(command, env={**os.environ, **NEVER}, stdout=subprocess.PIPE, text=True) as process:
-            for line in process.stdout or ():
-                # Without its tables and bars.
-                if line.startswith(f"{subject.name}, "):
-                    run.say(line.rstrip())
-        # 1 says that logits were wrong, and which ones is in the file.
-        if process.returncode not in (0, 1):
-            raise RuntimeError(f"the process without kernels ended with {process.returncode}: {' '.join(command)}")
+        chosen += ["--seconds", str(given.seconds), "--output", str(output)]
+        for line in elsewhere(run, subject, *sizes, *chosen, may_be_wrong=True, **NEVER):
+            # Without its tables and bars.
+            if line.startswith(f"{subject.name}, "):
+                run.say(line)
         content = json.loads(output.read_text())
     run.wrong += content["wrong"]
     return {"cells": tables.cells_of(content["results"]["prompts"])}
@@ -455,7 +460,8 @@ def one_attention(run: Run, name: str, shape: AttentionShape, tokens: int, dtype
         tables.TORCH: lambda: attended((keys, values)),
         tables.KVLAYERS: attended_in_cache,
     }
-    products = {tables.GEMM: 2 * side**3}
+    useful = 4 * shape.heads * shape.head_dim * shape.pairs(tokens)
+    products = {tables.GEMM: 2 * side**3, tables.TORCH: useful, tables.KVLAYERS: useful}
     turns, tick = Turns(ways), run.ticking(f"attention, {name}, {str(dtype)[6:]}", 1)
     with quiet_clock():
         started = time.perf_counter()
@@ -469,11 +475,10 @@ def one_attention(run: Run, name: str, shape: AttentionShape, tokens: int, dtype
     further = {way: apart(outputs[way].float(), exact) for way in (tables.TORCH, tables.KVLAYERS)}
     most = tables.MOST_APART_IN_FLOAT32 if dtype == torch.float32 else tables.MOST_FURTHER * further[tables.TORCH]
     run.expect(further[tables.KVLAYERS] <= most, f"attention, {name}, {dtype}: {further[tables.KVLAYERS]:.2g} apart")
-    useful = 4 * shape.heads * shape.head_dim * shape.pairs(tokens)
     gemm = turns.seconds[tables.GEMM]
     entries: dict[str, Any] = {}
     for way, seconds in turns.seconds.items():
-        number = products.get(way, useful)
+        number = products[way]
         shares = [number / one / (products[tables.GEMM] / other) for one, other in zip(seconds, gemm, strict=True)]
         entries[way] = {
             "seconds": turns.median(way),
@@ -489,12 +494,10 @@ def one_attention(run: Run, name: str, shape: AttentionShape, tokens: int, dtype
 # One process and one cache
 
 
-def most_memory() -> int:
+def most_of_this_process() -> int:
     """The most bytes that this process has held in memory since `forget_memory`, or ever where that does nothing."""
     with contextlib.suppress(OSError):
-        for line in pathlib.Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
+        return most_memory("self")
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
@@ -517,7 +520,7 @@ def print_peak(given: Any, subject: Subject) -> int:
         begin = time.perf_counter()
         Prompt(ids).read(model, cache)
         seconds = time.perf_counter() - begin
-    print(json.dumps({"seconds": seconds, "peak": most_memory()}))
+    print(json.dumps({"seconds": seconds, "peak": most_of_this_process()}))
     return 0
 
 
@@ -575,8 +578,6 @@ def measure(run: Run) -> dict[str, Any]:
 def parse(arguments: Sequence[str] | None) -> Any:
     made = options()
     given = made.parse(arguments)
-    if given.quick and given.record:
-        made.parser.error("--record needs the full models, and --quick uses small ones: pass only one of the two")
     names = [*subjects(given), tables.ATTENTION]
     if unknown := [name for name in (given.models or "").split(",") if name and name not in names]:
         made.parser.error(f"--models takes {', '.join(names)}, got {', '.join(unknown)}")

@@ -41,7 +41,7 @@ import kvlayers
 import pages
 from lib import report
 from lib.internals import cache_nbytes, quiet_clock
-from lib.serving import NOTES, WAYS, Server, ask, serving
+from lib.serving import NOTES, WAYS, Server, ask, most_memory, serving
 from lib.timing import Turns
 from pages import shown
 
@@ -59,7 +59,7 @@ def options() -> report.Options:
     )
     usual = [name for name in SECTIONS if name != "serve"]
     made.some_of("--only", list(SECTIONS), "sections", usual)
-    made.real_model(in_quick="none")
+    made.real_model()
     made.sized("--prompts", 32, 6, "prompts of `many`")
     made.sized("--longest", 512, 64, "tokens of the longest prompt of `many`; the shortest has a quarter of them")
     made.sized("--least", 24, 2, "tokens of the shortest answer of `many`; the longest has eight times as many")
@@ -87,8 +87,8 @@ class Many:
     """Prompts whose answers differ 1 to 8 in length, in an order in which long and short ones are mixed."""
 
     def __init__(self, run: report.Session) -> None:
-        given, chance, real = run.given, torch.Generator().manual_seed(0), run.real(torch.float32)
-        self.model: Any = (run.random(dtype=torch.float32) if real is None else real).model.eval()
+        given, chance = run.given, torch.Generator().manual_seed(0)
+        self.model: Any = run.some_model(torch.float32).model
         self.most, count, known = 8 * given.least, given.prompts, min(self.model.config.vocab_size, 2000)
         lengths = [given.longest // 4 + given.longest * 3 * number // (4 * count) for number in range(count)]
         self.prompts = [torch.randint(3, known, (length,), generator=chance) for length in lengths]
@@ -281,7 +281,7 @@ def serve(run: report.Session) -> dict[str, Any]:
                 "late_first": statistics.quantiles(first, n=20, method="inclusive")[-1],
                 "token": statistics.median(rest),
                 "late_token": statistics.quantiles(rest, n=20, method="inclusive")[-1],
-                "bytes": server.most_memory(),
+                "bytes": most_memory(str(server.process.pid)),
                 "equal": sum(map(operator.eq, texts[f"{way}{mode}"], texts[next(iter(texts))])),
             }
     for name, way in found.items():
@@ -305,13 +305,12 @@ def many(run: report.Session) -> dict[str, Any]:
     return found
 
 
+SECONDS, FIRST = shown("s", "seconds", ".1f"), shown("s to a first token (median)", "first", ".1f")
+STATES = shown("MB of states", "bytes", ",.0f", 1e-6)
+
+
 def many_table(arguments: Mapping[str, Any], found: Mapping[str, Any]) -> str:
-    columns = (
-        shown("s", "seconds", ".1f"),
-        shown("`generate_many`'s time, as a share", "share"),
-        shown("s to a first token (median)", "first", ".1f"),
-        shown("MB of states", "bytes", ",.0f", 1e-6),
-    )
+    columns = (SECONDS, shown("`generate_many`'s time, as a share", "share"), FIRST, STATES)
     longest, least = arguments["longest"], arguments["least"]
     return (
         f"{arguments['prompts']} prompts of {longest // 4} to {longest} tokens, answers of {least} to {8 * least}, "
@@ -321,13 +320,8 @@ def many_table(arguments: Mapping[str, Any], found: Mapping[str, Any]) -> str:
 
 
 def batch_table(arguments: Mapping[str, Any], found: Mapping[str, Any]) -> str:
-    columns = (
-        shown("s", "seconds", ".1f"),
-        shown("s to a first token (median)", "first", ".1f"),
-        shown("MB of states", "bytes", ",.0f", 1e-6),
-    )
     named = {f"`generate_batch`, {name}": way for name, way in found.items()}
-    return f"{arguments['prompts']} prompts, as below:\n\n{pages.table('', named, columns, '---:')}"
+    return f"{arguments['prompts']} prompts, as below:\n\n{pages.table('', named, (SECONDS, FIRST, STATES), '---:')}"
 
 
 def serve_table(arguments: Mapping[str, Any], found: Mapping[str, Any]) -> str:

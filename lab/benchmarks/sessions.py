@@ -24,15 +24,15 @@ Models are random, in float32. The exit code is 1 if a text differs.
 import collections
 import itertools
 import json
-import os
 import pathlib
 import random
 import statistics
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
+import psutil
 import torch
 import transformers
 from torch import Tensor
@@ -123,37 +123,34 @@ def chats(run: report.Session) -> dict[str, Any]:
     """What the second turn finds, and what other users find, in tokens."""
     found, tick = dict[str, Any](), run.ticking("chats", len(run.given.families))
     for family in run.given.families:
-        model, store, made = tiny_model(family), kvlayers.PrefixStore("1GiB"), Chats()
-        model.generation_config.eos_token_id = END
-        entry = dict[str, Any]()
-
-        def answer(
-            what: str,
-            prompt: list[int],
-            model: Any = model,
-            store: kvlayers.PrefixStore = store,
-            entry: dict[str, Any] = entry,
-            family: str = family,
-        ) -> list[int]:
-            before = store.statistics.tokens_covered
-            answered = generated(model, prompt, ANSWER, store)
-            entry[what] = store.statistics.tokens_covered - before
-            run.expect(answered == generated(model, prompt, ANSWER, None), f"{family}, {what}: another answer")
-            return answered
-
-        system = made.message(SYSTEM)
-        chat = [*system, *made.message(QUESTION)]
-        answered = answer("turn 1", [*chat, *GENERATION_PROMPT])
-        for turn in (2, 3):
-            kept = answered[THINKING:]
-            chat += [*GENERATION_PROMPT[:KEPT_OF_IT], *kept, END, LINE, *made.message(QUESTION)]
-            answered = answer(f"turn {turn}", [*chat, *GENERATION_PROMPT])
-        for other in (1, 2):
-            answer(f"user {other}", [*system, *made.message(QUESTION), *GENERATION_PROMPT])
-        found[family] = entry
-        run.target(f"{family}: found in turn 2", entry["turn 2"], at_least=LEAST_OF_TURN)
-        run.target(f"{family}: found by the second other user", entry["user 2"], at_least=LEAST_OF_OTHERS)
+        found[family] = chats_of(run, family)
+        run.target(f"{family}: found in turn 2", found[family]["turn 2"], at_least=LEAST_OF_TURN)
+        run.target(f"{family}: found by the second other user", found[family]["user 2"], at_least=LEAST_OF_OTHERS)
         tick()
+    return found
+
+
+def chats_of(run: report.Session, family: str) -> dict[str, int]:
+    """The tokens that each request finds in the store of one model."""
+    model, store, made, found = tiny_model(family), kvlayers.PrefixStore("1GiB"), Chats(), dict[str, int]()
+    model.generation_config.eos_token_id = END
+
+    def answer(what: str, prompt: list[int]) -> list[int]:
+        before = store.statistics.tokens_covered
+        answered = generated(model, [*prompt, *GENERATION_PROMPT], ANSWER, store)
+        found[what] = store.statistics.tokens_covered - before
+        alone = generated(model, [*prompt, *GENERATION_PROMPT], ANSWER, None)
+        run.expect(answered == alone, f"{family}, {what}: another answer")
+        return answered
+
+    system = made.message(SYSTEM)
+    chat = [*system, *made.message(QUESTION)]
+    answered = answer("turn 1", chat)
+    for turn in (2, 3):
+        chat += [*GENERATION_PROMPT[:KEPT_OF_IT], *answered[THINKING:], END, LINE, *made.message(QUESTION)]
+        answered = answer(f"turn {turn}", chat)
+    for other in (1, 2):
+        answer(f"user {other}", [*system, *made.message(QUESTION)])
     return found
 
 
@@ -283,37 +280,17 @@ def requests_of(run: report.Session) -> list[Blocks]:
         return [tuple(json.loads(line)["hash_ids"]) for line in itertools.islice(lines, run.given.requests)]
 
 
-def passed(cache: kvlayers.Cache, tokens: int) -> None:
-    states = torch.zeros(1, 1, tokens, 8)
-    cache.update(states, states, 0)
-
-
-class Timed(NamedTuple):
-    """Seconds of look-ups and of insertions."""
-
-    lookups: list[float]
-    insertions: list[float]
-
-    def figures(self) -> dict[str, float]:
-        return {
-            f"{how} of {what}": choose(seconds) * 1e3
-            for what, seconds in zip(OPERATIONS, self, strict=True)
-            for how, choose in (("median", statistics.median), ("worst", max))
-        }
-
-
-def ask(store: kvlayers.PrefixStore, ids: Tensor, timed: Timed) -> int:
-    """Look a prompt up, pass the rest, insert it. Returns the tokens that were found."""
+def ask(store: kvlayers.PrefixStore, ids: Tensor) -> tuple[int, float, float]:
+    """Look a prompt up, pass the rest, insert it: the tokens that were found, seconds of look-up and insertion."""
     begin = time.perf_counter()
     hit = store.lookup(ids, model="m")
     looked_up = time.perf_counter()
     cache = kvlayers.DynamicCache() if hit.cache is None else hit.cache
-    passed(cache, len(ids) - hit.covered)
+    states = torch.zeros(1, 1, len(ids) - hit.covered, 8)
+    cache.update(states, states, 0)
     computed = time.perf_counter()
     store.insert(ids, cache, model="m")
-    timed.lookups.append(looked_up - begin)
-    timed.insertions.append(time.perf_counter() - computed)
-    return hit.covered
+    return hit.covered, looked_up - begin, time.perf_counter() - computed
 
 
 def trace(run: report.Session) -> dict[str, Any]:
@@ -332,17 +309,11 @@ def trace(run: report.Session) -> dict[str, Any]:
                 continue
             of_ideal += ideal.ask(request)
             ids = torch.tensor(request)[:, None] * BLOCK_TOKENS + torch.arange(BLOCK_TOKENS)
-            of_store += ask(store, ids.view(-1), Timed([], [])) // BLOCK_TOKENS
+            of_store += ask(store, ids.view(-1))[0] // BLOCK_TOKENS
         entry = {"ideal": of_ideal / asked, "store": of_store / asked, "of_ideal": of_store / max(of_ideal, 1)}
         found[f"{budget:.0%}"] = entry
         run.target(f"hit rate within {budget:.0%}, of the ideal one", entry["of_ideal"], at_least=0.97)
     return found
-
-
-def resident_bytes() -> int:
-    """Bytes of this process in memory, on Linux; 0 elsewhere."""
-    path = pathlib.Path("/proc/self/statm")
-    return int(path.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if path.exists() else 0
 
 
 def entries(run: report.Session) -> dict[str, Any]:
@@ -357,20 +328,22 @@ def entries(run: report.Session) -> dict[str, Any]:
     for count in run.given.entries:
         store, tick = kvlayers.PrefixStore(count * tokens * TOKEN_BYTES), run.ticking(f"{count} entries", count)
         for _ in range(count):
-            ask(store, prompt(), Timed([], []))
+            ask(store, prompt())
             tick()
-        timed = Timed([], [])
-        for _ in range(200):
-            ask(store, prompt(), timed)
-        found[f"{count:,}"] = timed.figures()
+        _, *asked = zip(*(ask(store, prompt()) for _ in range(200)), strict=True)
+        found[f"{count:,}"] = {
+            f"{how} of {what}": choose(seconds) * 1e3
+            for what, seconds in zip(OPERATIONS, asked, strict=True)
+            for how, choose in (("median", statistics.median), ("worst", max))
+        }
     last = found[f"{run.given.entries[-1]:,}"]
     run.target("median of an insertion, ms", last["median of an insertion"], at_most=1.0)
     run.target("worst of an insertion, ms", last["worst of an insertion"], at_most=20.0)
     store, lasting, sizes = kvlayers.PrefixStore(200 * tokens * TOKEN_BYTES), run.given.lasting, list[int]()
     for number in range(lasting):
-        ask(store, prompt(), Timed([], []))
+        ask(store, prompt())
         if number in (lasting // 2, lasting - 1):
-            sizes.append(resident_bytes())
+            sizes.append(psutil.Process().memory_info().rss)
     growth = (sizes[1] - sizes[0]) / 2**20
     run.target("MiB of growth in the second half of many requests", growth, at_most=4.0)
     return {"full": found, "growth_mib": growth}

@@ -11,7 +11,9 @@ import cuda_device
 import grouped_backend
 from cuda_device import DEVICE
 from kvlayers import Quantization
+from kvlayers.kernels.attention.dispatch import CUDA
 from kvlayers.stores import QuantizedStore
+from kvlayers.utils import triton_support
 from packed_reference import (
     attention,
     dense_states,
@@ -47,9 +49,18 @@ def _grouped_backend() -> Iterator[None]:
 
 
 def error_of_attention(
-    options: dict[str, Any], dtype: torch.dtype, head_dim: int, queries: int = 1, blocks: int = 5, size: int = 64
+    options: dict[str, Any],
+    dtype: torch.dtype,
+    head_dim: int,
+    queries: int = 1,
+    blocks: int = 5,
+    size: int = 64,
+    kind: str = "bool",
 ) -> tuple[float, QuantizedStore]:
-    """Error of attention to a store that was cut at both ends, relative to the norm of the right result."""
+    """Error of attention to a store that was cut at both ends, relative to the norm of the right result.
+
+    The mask is causal and of bool; or `kind` is "added" for a mask that is added to the scores, "none" for none.
+    """
     store = QuantizedStore(Quantization(residual_length=32, sink_tokens=16, **options))
     shape: dict[str, Any] = {"batch": 2, "kv_heads": KV_HEADS, "head_dim": head_dim, "dtype": dtype, "device": DEVICE}
     extended(store, random_pair(**shape, tokens=48 + blocks * size))
@@ -59,20 +70,30 @@ def error_of_attention(
     held = dense_states(on_cpu(store))
     new = random_pair(**shape, tokens=queries, seed=2)
     query = torch.randn(2, HEADS, queries, head_dim, device=DEVICE, dtype=dtype)
-    mask = torch.ones(queries, store.length + queries, dtype=torch.bool, device=DEVICE).tril(store.length)
+    seen = torch.ones(queries, store.length + queries, dtype=torch.bool, device=DEVICE).tril(store.length)
+    masks = {"bool": seen, "added": torch.where(seen, 0.0, -torch.inf).to(dtype), "none": None}
+    mask = masks[kind]
     keys, values = extended(store, new)
     out = scaled_dot_product_attention(query, keys, values, attn_mask=mask, enable_gqa=True)
     states = [torch.cat([old, own.cpu()], 2) for old, own in zip(held, new, strict=True)]
-    return relative_error(out.cpu(), attention(query.cpu(), *states, mask.cpu())), store
+    return relative_error(out.cpu(), attention(query.cpu(), *states, None if mask is None else mask.cpu())), store
 
 
 # Each case compiles kernels for some seconds: few of them.
 
 
-@pytest.mark.parametrize(("name", "queries"), [*((name, 1) for name in OPTIONS), ("4 bits", 5), ("4 bits", 16)])
-def test_attention_is_that_of_float64(name: str, queries: int) -> None:
-    error, _ = error_of_attention(OPTIONS[name], torch.bfloat16, 128, queries)
+@pytest.mark.parametrize(
+    ("name", "queries", "kind"),
+    [
+        *((name, 1, "bool") for name in OPTIONS),
+        *(("4 bits", 1, "none"), ("4 bits", 5, "bool"), ("4 bits", 16, "bool"), ("4 bits", 16, "added")),
+        *(("8 bits", 16, "added"), ("fp8", 5, "none"), ("2 bits", 5, "added"), ("2 bits", 16, "none")),
+    ],
+)
+def test_attention_is_that_of_float64(name: str, queries: int, kind: str) -> None:
+    error, store = error_of_attention(OPTIONS[name], torch.bfloat16, 128, queries, kind=kind)
     assert error < 4 * ROUNDINGS[torch.bfloat16]
+    assert set(store.attention_paths) == {CUDA} or not triton_support.runs_triton(DEVICE)
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ def passes_of(model: Any) -> Iterator[list[tuple[int, int]]]:
     seen: list[tuple[int, int]] = []
 
     def note(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        rows, tokens = kwargs["input_ids"].shape
+        rows, tokens = (args[0] if args else kwargs["input_ids"]).shape
         seen.append((rows, tokens))
 
     handle = model.register_forward_pre_hook(note, with_kwargs=True)

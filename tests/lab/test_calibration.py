@@ -20,7 +20,6 @@ import kvlayers_lab
 import versions
 from kvlayers_lab.calibration import Sensitivity
 from kvlayers_lab.calibration.settings import DivergenceInUse, PartChoice, Settings, least_losses, passages_of
-from kvlayers_lab.measuring.scoring import mean_divergence
 from models import COMMON, tiny_model
 
 CONTEXT, SCORED = 320, 32
@@ -80,21 +79,6 @@ def test_each_layer_has_its_bits(model: Any) -> None:
     assert seen == [(2, 3), (4, 3), (8, 3)]
     bare = kvlayers.QuantizedCache(nbits=[2, None, 8])
     assert [layer.store.quantization.keys.nbits for layer in bare.layers] == [2, 4, 8]
-
-
-def test_layers_of_different_bits_hold_what_layers_of_these_bits_hold(model: Any, ids: Tensor) -> None:
-    mixed = kvlayers.QuantizedCache(config=model.config, nbits=[2, 8, 4])
-    with torch.no_grad():
-        model(ids[None], past_key_values=mixed)
-    for index, nbits in enumerate((2, 8, 4)):
-        alike = kvlayers.QuantizedLayer(kvlayers.Quantization(nbits=nbits))
-        exact = kvlayers.DynamicCache(config=model.config)
-        with torch.no_grad():
-            # One forward pass attends to its own states as they are, so that these are the same whatever holds them.
-            model(ids[None], past_key_values=exact)
-        alike.update(exact.layers[index].keys, exact.layers[index].values)
-        assert torch.equal(mixed.layers[index].keys, alike.keys)
-        assert torch.equal(mixed.layers[index].values, alike.values)
 
 
 def test_bits_of_layers_by_name_and_in_a_saved_generation_config(model: Any, ids: Tensor, tmp_path: Path) -> None:
@@ -291,20 +275,6 @@ def test_passages_come_from_all_texts_in_turn(model: Any) -> None:
 # What is measured
 
 
-def test_divergence_is_that_of_the_definition() -> None:
-    expected, seen = (torch.randn(5, 7, generator=torch.manual_seed(seed)).log_softmax(-1) for seed in (0, 1))
-    slow = 0.0
-    for token, word in itertools.product(range(5), range(7)):
-        probability = math.exp(float(expected[token, word]))
-        slow += probability * (float(expected[token, word]) - float(seen[token, word])) / 5
-    assert mean_divergence(expected, seen) == pytest.approx(slow, rel=1e-5)
-
-
-def test_a_cache_of_full_precision_diverges_by_nothing(model: Any, ids: Tensor) -> None:
-    passages = passages_of(model, [ids], None, CONTEXT + SCORED, 2)
-    assert DivergenceInUse(model, passages, SCORED).of(lambda: kvlayers.DynamicCache(config=model.config)) == 0
-
-
 def test_a_sensitivity_is_that_of_one_side_rounded(
     model: Any, ids: Tensor, calibration: kvlayers_lab.Calibration
 ) -> None:
@@ -471,18 +441,6 @@ def test_a_calibration_says_what_it_came_to(calibration: kvlayers_lab.Calibratio
     assert str(calibration).startswith(f"Calibration: {calibration.bytes_per_token:g} bytes a token, divergence ")
     assert "; uniform bits: " in str(calibration)
     assert len(str(calibration)) < 150
-
-
-def test_it_is_accepted_as_cache_config(model: Any, ids: Tensor, calibration: kvlayers_lab.Calibration) -> None:
-    with kvlayers.installed():
-        output = model.generate(
-            ids[None],
-            max_new_tokens=4,
-            cache_implementation="quantized",
-            cache_config=calibration.cache_config,
-            return_dict_in_generate=True,
-        )
-    assert output.past_key_values.quantization.facts()["key_nbits"] == calibration.cache_config["key_nbits"]
 
 
 def test_layers_that_are_not_quantized_have_no_bits() -> None:

@@ -196,17 +196,30 @@ def test_the_cache_that_loses_least_within_some_memory(
     assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
 
 
-def test_a_budget_of_perplexity_and_one_of_both() -> None:
-    assert FidelityBudget(max_perplexity_increase=1.0).allows(5.0, 0.9, None, 100)
-    assert not FidelityBudget(max_perplexity_increase=1.0).allows(0.0, 1.1, None, 100)
-    assert not FidelityBudget(max_kl=0.1, max_perplexity_increase=1.0).allows(0.2, 0.5, None, 100)
-    assert not FidelityBudget(max_kl=0.1).allows(math.nan, math.nan, None, 100)
-    assert FidelityBudget().allows(9.0, 9.0, None, 100)
-    half = FidelityBudget(max_bytes=Fraction(1, 2))
-    assert [half.allows(9.0, 9.0, nbytes, 100) for nbytes in (None, 50, 51)] == [False, True, False]
-    assert not half.allows(math.nan, 0.0, 50, 100)
-    fixed = FidelityBudget(max_bytes=51)
-    assert [fixed.allows(9.0, 9.0, nbytes, 100) for nbytes in (None, 51, 52)] == [False, True, False]
+HALF = FidelityBudget(max_bytes=Fraction(1, 2))
+FIXED = FidelityBudget(max_bytes=51)
+
+
+@pytest.mark.parametrize(
+    ("budget", "kl", "perplexity_increase", "nbytes", "allowed"),
+    [
+        (FidelityBudget(max_perplexity_increase=1.0), 5.0, 0.9, None, True),
+        (FidelityBudget(max_perplexity_increase=1.0), 0.0, 1.1, None, False),
+        (FidelityBudget(max_kl=0.1, max_perplexity_increase=1.0), 0.2, 0.5, None, False),
+        (FidelityBudget(max_kl=0.1), math.nan, math.nan, None, False),
+        (FidelityBudget(), 9.0, 9.0, None, True),
+        *((HALF, 9.0, 9.0, nbytes, nbytes == 50) for nbytes in (None, 50, 51)),
+        (HALF, math.nan, 0.0, 50, False),
+        *((FIXED, 9.0, 9.0, nbytes, nbytes == 51) for nbytes in (None, 51, 52)),
+    ],
+)
+def test_budgets_of_divergence_perplexity_and_bytes(
+    budget: FidelityBudget, kl: float, perplexity_increase: float, nbytes: int | None, allowed: bool
+) -> None:
+    assert budget.allows(kl, perplexity_increase, nbytes, 100) is allowed
+
+
+def test_the_smallest_is_best_and_within_bytes_the_one_that_loses_least() -> None:
     small, large, outside = (
         SettingFidelity(name, nbytes, nbytes / 10, 0.5, within=within)
         for name, nbytes, within in (("small", 100, True), ("large", 200, True), ("outside", 50, False))
@@ -266,6 +279,8 @@ def test_the_report_is_one_file_that_needs_nothing(llama: Path, known: Path, tmp
     assert parsed.tags.count("svg") == 3
     assert "mathdefault" not in parsed.text
     assert {"int8", "int2"} <= set(parsed.text.split())
+    for words in ("nothing is chosen at random", "Fidelity by position", "Fidelity since the last packing or eviction"):
+        assert words in parsed.text
 
 
 def test_usual_lengths_are_cut_to_the_positions_of_the_model(llama: Path) -> None:

@@ -73,6 +73,11 @@ REFUSED: dict[str, Sequence[tuple[Sequence[str], str]]] = {
         ((MODEL, "--recompute", "5%"), "is for documents: pass `--documents` as well"),
         ((MODEL, "--calibration", "none"), "`--calibration`: "),
         ((MODEL, "--calibration", "three_layers.json"), "2 layers of the model, got 3"),
+        ((MODEL, "--cache", "int5"), "`--cache` must be .* got 'int5'. Did you mean int"),
+        ((MODEL, "--cache", "no.module:cache"), "`--cache` must be a callable that can be imported, got 'no.module:c"),
+        ((MODEL, "--cache", "none_caches:fails"), r"none_caches:fails cannot make a cache.*\(no cache today\)"),
+        ((MODEL, "--against", "none"), "`--against` must be transformers, or .*got 'none'"),
+        ((MODEL, "--results", "no/such/file.jsonl"), "`--results`: no/such/file.jsonl cannot be written"),
         ((MODEL, "--results", "one", "--report", "./one"), "`--results` and `--report` must be two files, got one for"),
         (("no/model",), "no/model cannot be loaded"),
     ),
@@ -172,6 +177,7 @@ def files(text_directory: Path) -> dict[str, bytes]:
         "import torch, transformers\n"
         "def made(config): return None\n"
         "def ends(config): raise SystemExit(7)\n"
+        "def fails(config): raise ValueError('no cache today')\n"
         "def filled(config):\n"
         "    cache = transformers.DynamicCache(config=config)\n"
         "    cache.update(torch.zeros(1, 2, 3, 8), torch.zeros(1, 2, 3, 8), 0)\n"

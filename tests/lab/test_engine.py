@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import kvlayers
 import versions
 from families import FAMILIES, model_and_inputs
-from kvlayers.errors import CapacityError, ConfigError, OptionError
+from kvlayers.errors import CapacityError, ConfigError
 from kvlayers_lab.evaluation import caches, passes
 from kvlayers_lab.evaluation.engine import score_tokens
 from kvlayers_lab.evaluation.requests import ScoringRequest
@@ -237,61 +237,56 @@ def test_lossy_scores_depend_on_no_other_request(
     assert difference([found[index] for index in order], shuffled) < ROUNDED
 
 
-def test_a_context_is_computed_once() -> None:
-    model, context = tiny_model("llama"), tuple(range(3, 93))
-    requests = [ScoringRequest(context, (5, 6, 7, token)) for token in range(3, 11)]
-    requests += [ScoringRequest(context, (40 + token, 6)) for token in range(3)]
-    with passes_of(model) as passes:
-        score_tokens(model, requests, lambda: dynamic(model))
+DOCUMENT = tuple(range(3, 93))
+PAIR_OF_CONTEXTS = [ScoringRequest((*range(3, 33), token), (8, 9)) for token in (40, 41)] * 2
+ENDINGS = [ScoringRequest((5, 6, 7), continuation) for continuation in ((8, 9), (8, 10, 11), (9, 10, 11))]
+PASSES: dict[str, tuple[list[ScoringRequest], Callable[[Any], Any], dict[str, int], list[tuple[int, int]]]] = {
     # Eight requests read the same three tokens, and three read one token, padded to three.
-    assert passes == [(1, 90), (4, 3)]
+    "a context is computed once": (
+        [ScoringRequest(DOCUMENT, (5, 6, 7, token)) for token in range(3, 11)]
+        + [ScoringRequest(DOCUMENT, (40 + token, 6)) for token in range(3)],
+        dynamic,
+        {},
+        [(1, 90), (4, 3)],
+    ),
+    "tokens that are predicted from a context take no pass of their own": (
+        [ScoringRequest(DOCUMENT, (token,)) for token in range(3, 11)],
+        dynamic,
+        {},
+        [(1, 90)],
+    ),
+    "questions about one document are read behind it": (
+        [ScoringRequest((*DOCUMENT, 5 + number, 6, 7), (8, 9)) for number in range(6)],
+        dynamic,
+        {"batch_size": 4},
+        [(1, 90), (4, 4), (2, 4)],
+    ),
+    "contexts that share too little are read together": (
+        [ScoringRequest((3, 4, 5 + number), (8, 9)) for number in range(6)],
+        dynamic,
+        {},
+        [(6, 4)],
+    ),
+    "a lossy cache shares identical contexts": (PAIR_OF_CONTEXTS, int2, {}, [(1, 31), (1, 1)] * 2),
+    "a lossy cache shares whole chunks": (
+        PAIR_OF_CONTEXTS,
+        int2,
+        {"chunk": 8},
+        [*[(1, 8)] * 3, *[(1, 7), (1, 1)] * 2],
+    ),
+    "rows of a lossy cache are padded behind single tokens": (ENDINGS, int2, {}, [(1, 3), (3, 1), (3, 1)]),
+    "rows of a lossy cache are not padded within chunks": (ENDINGS, int2, {"chunk": 4}, [(1, 3), (2, 2), (1, 1)]),
+}
+"""The requests, the cache, further options, and rows and tokens of each forward pass."""
 
 
-def test_tokens_that_are_predicted_from_a_context_take_no_pass_of_their_own() -> None:
-    model, context = tiny_model("llama"), tuple(range(3, 93))
-    requests = [ScoringRequest(context, (token,)) for token in range(3, 11)]
-    with passes_of(model) as passes:
-        score_tokens(model, requests, lambda: dynamic(model))
-    assert passes == [(1, 90)]
-
-
-def test_questions_about_one_document_are_read_behind_it() -> None:
-    model, document = tiny_model("llama"), tuple(range(3, 93))
-    requests = [ScoringRequest((*document, 5 + number, 6, 7), (8, 9)) for number in range(6)]
-    with passes_of(model) as passes:
-        score_tokens(model, requests, lambda: dynamic(model), batch_size=4)
-    assert passes == [(1, 90), (4, 4), (2, 4)]
-
-
-def test_contexts_that_share_too_little_are_read_together() -> None:
+@pytest.mark.parametrize("what", PASSES)
+def test_what_requests_share_is_computed_once(what: str) -> None:
+    requests, cache, options, expected = PASSES[what]
     model = tiny_model("llama")
-    requests = [ScoringRequest((3, 4, 5 + number), (8, 9)) for number in range(6)]
     with passes_of(model) as passes:
-        score_tokens(model, requests, lambda: dynamic(model))
-    assert passes == [(6, 4)]
-
-
-def test_a_lossy_cache_shares_identical_contexts_and_whole_chunks() -> None:
-    model, context = tiny_model("llama"), tuple(range(3, 33))
-    requests = [ScoringRequest((*context, token), (8, 9)) for token in (40, 41)] * 2
-    make = functools.partial(int2, model)
-    with passes_of(model) as passes:
-        score_tokens(model, requests, make)
-    assert passes == [(1, 31), (1, 1)] * 2
-    with passes_of(model) as passes:
-        score_tokens(model, requests, make, chunk=8)
-    assert passes == [*[(1, 8)] * 3, *[(1, 7), (1, 1)] * 2]
-
-
-def test_rows_of_a_lossy_cache_are_padded_only_behind_single_tokens() -> None:
-    model, make = tiny_model("llama"), functools.partial(int2, tiny_model("llama"))
-    requests = [ScoringRequest((5, 6, 7), continuation) for continuation in ((8, 9), (8, 10, 11), (9, 10, 11))]
-    with passes_of(model) as passes:
-        score_tokens(model, requests, make, chunk=4)
-    assert passes == [(1, 3), (2, 2), (1, 1)]
-    with passes_of(model) as passes:
-        score_tokens(model, requests, make)
-    assert passes == [(1, 3), (3, 1), (3, 1)]
+        score_tokens(model, requests, functools.partial(cache, model), **options)
+    assert passes == expected
 
 
 def test_contexts_that_continue_one_another_do_not_recurse() -> None:
@@ -355,18 +350,10 @@ def test_requests_that_cannot_be_scored_are_refused_before_anything_is_computed(
     make = functools.partial(dynamic, model)
     good = ScoringRequest((5, 6), (7,))
     with passes_of(model) as passes:
-        with pytest.raises(OptionError, match=r"continuation of `requests\[1\]`"):
-            score_tokens(model, [good, ScoringRequest((5,), ())], make)
-        with pytest.raises(OptionError, match=r"context of `requests\[0\]`"):
-            score_tokens(model, [ScoringRequest((), (5,))], make)
         with pytest.raises(CapacityError, match=r"`requests\[1\]` must have 257 tokens at most.*got 258"):
             score_tokens(model, [good, ScoringRequest((5,) * 250, (6,) * 8)], make)
         with pytest.raises(CapacityError, match="room for at most 10 tokens"):
             score_tokens(model, [ScoringRequest((5,) * 9, (6,) * 3)], lambda: kvlayers.StaticCache(model.config, 10))
-        with pytest.raises(OptionError, match="`batch_size` must be a whole number, at least 1"):
-            score_tokens(model, [good], make, batch_size=0)
-        with pytest.raises(OptionError, match="`chunk` must be a whole number, at least 1"):
-            score_tokens(model, [good], make, chunk=0)
     assert passes == []
     longest = score_tokens(model, [ScoringRequest((5,) * 250, (6,) * 7)], make)
     assert len(longest[0].token_logprobs) == 7

@@ -2,8 +2,6 @@
 those of decoding through them."""
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +26,8 @@ from harness_tasks import ANSWERS, CHOICES, ROLLING, write_tasks  # noqa: E402
 from kvlayers.errors import OptionError  # noqa: E402
 from kvlayers_lab.evaluation import harness as harness_model  # noqa: E402
 from kvlayers_lab.evaluation.harness import KVLayersLM  # noqa: E402
+from kvlayers_lab.evaluation.requests import ScoringRequest  # noqa: E402
+from score_reference import in_chunks, passes_of  # noqa: E402
 
 INT2 = {"cache": "int2", "cache_config": {"residual_length": 0, "sink_tokens": 0}}
 """A cache that packs a context as soon as it has a block of 64 tokens."""
@@ -62,49 +62,29 @@ def agrees(answers: list[tuple[float, bool]], expected: list[tuple[float, bool]]
     )
 
 
-@contextmanager
-def computed_tokens(model: Any) -> Iterator[list[int]]:
-    """The tokens of each forward pass of a model."""
-    counts: list[int] = []
-
-    def count(_: Any, args: tuple[Any, ...], arguments: dict[str, Any]) -> None:
-        counts.append((args[0] if args else arguments["input_ids"]).numel())
-
-    hook = model.register_forward_pre_hook(count, with_kwargs=True)
-    try:
-        yield counts
-    finally:
-        hook.remove()
+def tokens_of(passes: list[tuple[int, int]]) -> int:
+    return sum(rows * tokens for rows, tokens in passes)
 
 
 def decoded_scores(pairs: list[tuple[str, str]], chunk: int | None) -> list[tuple[float, bool]]:
     """The reference: each pair alone, its context in one pass or in pieces, then one token after the other."""
     model, encode = tiny_model("llama"), adapted().tok_encode
     answers = []
-    for context, continuation in pairs:
-        ids, wanted = torch.tensor([encode(context)]), torch.tensor(encode(continuation))
-        cache = kvlayers.make_cache("int2", model, residual_length=0, sink_tokens=0)
-        logits = []
-        with torch.inference_mode():
-            for start in range(0, ids.shape[1], chunk or ids.shape[1]):
-                piece = ids[:, start : start + (chunk or ids.shape[1])]
-                last = model(input_ids=piece, past_key_values=cache).logits[0, -1]
-            logits.append(last)
-            for token in wanted[:-1]:
-                logits.append(model(input_ids=token.view(1, 1), past_key_values=cache).logits[0, -1])
-        logprobs = torch.stack(logits).log_softmax(dim=-1)
-        total = logprobs[range(len(wanted)), wanted].sum().item()
-        answers.append((total, bool((logprobs.argmax(dim=-1) == wanted).all())))
+    for pair in pairs:
+        request = ScoringRequest(*(tuple(encode(text)) for text in pair))
+        cache = kvlayers.make_cache("int2", model, **INT2["cache_config"])
+        found = in_chunks(model, request, cache, chunk or len(request.context), 1)
+        answers.append((found.logprob, found.is_greedy))
     return answers
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static", "offloaded"])
 def test_scores_with_an_exact_cache_are_those_of_hf_and_shared_contexts_are_computed_once(cache: str) -> None:
-    with computed_tokens(tiny_model("llama")) as of_hf:
+    with passes_of(tiny_model("llama")) as of_hf:
         expected = score(hf(batch_size=4))
-    with computed_tokens(tiny_model("llama")) as counts:
+    with passes_of(tiny_model("llama")) as passes:
         assert agrees(score(adapted(cache=cache, batch_size=4)), expected)
-    assert sum(counts) < sum(of_hf) / 3
+    assert tokens_of(passes) < tokens_of(of_hf) / 3
 
 
 def test_a_continuation_that_the_model_would_choose_is_greedy() -> None:
@@ -172,18 +152,18 @@ def test_texts_with_an_exact_cache_are_those_of_hf_and_shared_prompts_are_comput
     tokens = {}
     for store in ("auto", 0, None, "1MiB"):
         model = adapted(batch_size=batch_size, prefix_store=store)
-        with computed_tokens(tiny_model("llama")) as counts:
+        with passes_of(tiny_model("llama")) as passes:
             assert generate(model, CONTEXTS) == expected
-        tokens[store] = sum(counts)
+        tokens[store] = tokens_of(passes)
     assert tokens["auto"] == tokens["1MiB"] < tokens[0] / 2
     assert tokens[0] == tokens[None]
 
 
 def test_drafts_are_for_batches_too() -> None:
     plain = generate(hf(), CONTEXTS)
-    with computed_tokens(tiny_model("llama")) as passes:
+    with passes_of(tiny_model("llama")) as passes:
         assert generate(adapted(batch_size=4), CONTEXTS, prompt_lookup_num_tokens=2) == plain
-    assert max(passes) > len(CONTEXTS)
+    assert max(rows * tokens for rows, tokens in passes) > len(CONTEXTS)
 
 
 def test_what_rows_cannot_do_generate_does() -> None:
@@ -247,10 +227,10 @@ def test_a_run_that_was_interrupted_goes_on(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_a_batch_size_of_auto_is_not_probed() -> None:
-    with computed_tokens(tiny_model("llama")) as counts:
+    with passes_of(tiny_model("llama")) as passes:
         assert agrees(score(adapted(batch_size="auto")), score(adapted(batch_size=16)))
         assert generate(adapted(batch_size="auto"), CONTEXTS) == generate(adapted(batch_size=4), CONTEXTS)
-    assert max(counts) <= 4 * 200
+    assert max(rows * tokens for rows, tokens in passes) <= 4 * 200
 
 
 def test_models_tuned_by_lora_are_scored_and_those_with_virtual_tokens_are_refused(tmp_path: Path) -> None:
@@ -363,9 +343,9 @@ def test_continuations_that_cannot_be_scored_raise_before_anything_is_computed(
     if words is None:
         assert len(score(model, [pair])) == 1
         return
-    with computed_tokens(tiny_model("llama")) as counts, pytest.raises(kvlayers.OptionError, match=words):
+    with passes_of(tiny_model("llama")) as passes, pytest.raises(kvlayers.OptionError, match=words):
         score(model, [("w1", " w2"), pair])
-    assert counts == []
+    assert passes == []
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from transformers.utils import logging
 
 import kvlayers
 import kvlayers_lab
@@ -40,15 +39,6 @@ def test_scores_are_those_of_each_pair_alone(model: Any) -> None:
             assert score.logprob == pytest.approx(sum(expected), abs=1e-5)
             assert score.mean_logprob == pytest.approx(sum(expected) / len(expected), abs=1e-5)
             assert score.token_is_greedy == reference.token_is_greedy
-
-
-def test_what_greedy_decoding_gives_is_greedy(model: Any) -> None:
-    ids = torch.tensor([CONTEXTS[0]])
-    greedy = model.generate(ids, max_new_tokens=4, do_sample=False)[0, ids.shape[1] :].tolist()
-    other = [*greedy[:3], (greedy[3] + 1) % 97]
-    scores = kvlayers_lab.score(model, [CONTEXTS[0]], [[greedy, other]])[0]
-    assert [score.is_greedy for score in scores] == [True, False]
-    assert scores[1].token_is_greedy == (True, True, True, False)
 
 
 def test_nothing_to_score(model: Any) -> None:
@@ -142,36 +132,6 @@ def test_a_model_with_an_adapter_scores() -> None:
     assert logprobs(kvlayers_lab.score(adapted, CONTEXTS, CONTINUATIONS)) == pytest.approx(logprobs(expected), abs=1e-5)
 
 
-class RecordedBar:
-    """A progress bar that remembers what it was told."""
-
-    made: list["RecordedBar"] = []  # noqa: RUF012
-
-    def __init__(self, **options: Any) -> None:
-        self.options, self.steps, self.is_closed = options, [], False
-        self.made.append(self)
-
-    def __enter__(self) -> "RecordedBar":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.is_closed = True
-
-    def update(self, steps: int) -> None:
-        self.steps.append(steps)
-
-
-@pytest.mark.parametrize("progress", [True, False])
-def test_the_bar_counts_continuations(model: Any, monkeypatch: pytest.MonkeyPatch, progress: bool) -> None:
-    monkeypatch.setattr(logging, "tqdm", RecordedBar)
-    monkeypatch.setattr(RecordedBar, "made", [])
-    kvlayers_lab.score(model, CONTEXTS, CONTINUATIONS, progress=progress)
-    (bar,) = RecordedBar.made
-    assert (bar.options["total"], bar.options["disable"]) == (5, not progress)
-    assert sum(bar.steps) == 5
-    assert bar.is_closed
-
-
 def test_the_bar_appears_after_some_seconds_only(
     model: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -182,23 +142,6 @@ def test_the_bar_appears_after_some_seconds_only(
     assert "5/5" in capfd.readouterr().err
     kvlayers_lab.score(model, CONTEXTS, CONTINUATIONS, progress=False)
     assert capfd.readouterr().err == ""
-
-
-@pytest.mark.parametrize(("cache", "chunk"), [("dynamic", None), ("dynamic", 16), ("int4", 16)])
-def test_a_store_computes_what_is_new_alone(cache: str, chunk: int | None) -> None:
-    model, store = fresh_model("llama"), kvlayers.PrefixStore(max_bytes=2**24)
-    arguments: tuple[Any, ...] = (model, DOCUMENTS, CONTINUATIONS, cache)
-    plain, counts = logprobs(kvlayers_lab.score(*arguments, chunk=chunk)), []
-    for _ in range(2):
-        with passes_of(model) as passes:
-            found = kvlayers_lab.score(*arguments, chunk=chunk, prefix_store=store)
-        assert logprobs(found) == pytest.approx(plain, abs=1e-5)
-        counts.append(sum(rows * tokens for rows, tokens in passes))
-    own = sum(len(continuation) for group in CONTINUATIONS for continuation in group)
-    assert counts[0] >= 2 * 64
-    # The last tokens of a context are computed again: its logits are needed, and chunks are stored whole.
-    again = 1 if cache == "dynamic" else 16
-    assert counts[1] <= 2 * again + 2 * own
 
 
 def test_caches_with_other_options_share_no_entries() -> None:

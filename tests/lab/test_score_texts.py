@@ -41,10 +41,6 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def pieces(ids: tuple[int, ...]) -> list[str]:
-    return merging_tokenizer().convert_ids_to_tokens(list(ids))
-
-
 @functools.cache
 def harness(kind: str) -> Any:
     """The class of lm-evaluation-harness, which returns the requests that it would score."""
@@ -79,20 +75,6 @@ def test_texts_are_encoded_as_lm_evaluation_harness_does(kind: str) -> None:
     check()
 
 
-def test_whitespace_moves_to_the_continuation() -> None:
-    pairs = TextPairs(merging_tokenizer(**KINDS["eos alone"]))
-    context, continuation = pairs.request("cab ", "ab", "this")
-    assert (pieces(context), pieces(continuation)) == (["c", "ab"], [" ab"])
-    assert pairs.request("cab", " ab", "this") == (context, continuation)
-
-
-def test_a_merge_across_the_boundary_leaves_the_rest_to_the_continuation() -> None:
-    pairs = TextPairs(merging_tokenizer(**KINDS["eos alone"]))
-    # Together "aba|c": the context alone is "ab", and what comes behind one token is scored.
-    context, continuation = pairs.request("ab", "ac", "this")
-    assert (pieces(context), pieces(continuation)) == (["ab"], ["c"])
-
-
 def test_a_continuation_that_merges_away_is_an_error() -> None:
     model, tokenizer = tiny_model("llama"), merging_tokenizer(**KINDS["eos alone"])
     with (
@@ -101,13 +83,6 @@ def test_a_continuation_that_merges_away_is_an_error() -> None:
     ):
         kvlayers_lab.score(model, ["ab"], [["c", "a"]], tokenizer=tokenizer)
     assert passes == []
-
-
-@pytest.mark.parametrize(("kind", "prefix"), [("bos", "<s>"), ("bos that is not added", "<s>"), ("eos alone", "</s>")])
-@pytest.mark.parametrize("context", ["", " "])
-def test_an_empty_context_is_the_bos_or_eos_token(kind: str, prefix: str, context: str) -> None:
-    found = TextPairs(merging_tokenizer(**KINDS[kind])).request(context, "ab", "this")
-    assert (pieces(found.context), pieces(found.continuation)) == ([prefix], [" ab" if context else "ab"])
 
 
 def test_an_empty_context_needs_a_special_token() -> None:

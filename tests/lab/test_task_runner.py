@@ -1,12 +1,9 @@
 """Samples of tasks through several caches: how they are read, what comes of failures, and the file of results."""
 
 import dataclasses
-import itertools
 import json
 import math
-import multiprocessing
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +18,6 @@ import versions
 from families import any_model_and_inputs
 from kvlayers.errors import CapacityError, OptionError
 from kvlayers.generation.cache_by_name import named_cache
-from kvlayers.kernels.attention.packed_ops import observed
 from kvlayers_lab.measuring import contenders as contenders_module
 from kvlayers_lab.measuring.contenders import Contender, against_contenders, is_installed, named_contender
 from kvlayers_lab.measuring.run_file import ResultsFile, ResultsFileError, run_identity
@@ -340,10 +336,15 @@ FORGETTING = (
 )
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_caches_that_evict_are_given_contexts_as_if_they_had_read_them(family: str, passes: Any) -> None:
+@pytest.mark.parametrize(
+    ("family", "attention"), [("llama", "sdpa"), ("gemma3", "sdpa"), ("gpt2", "sdpa"), ("llama", "eager")]
+)
+def test_caches_that_evict_are_given_contexts_as_if_they_had_read_them(
+    family: str, attention: str, passes: Any
+) -> None:
     """To the last bit, for the question and for a token behind it. The context is read twice for all of them."""
     model = fresh_model(family)
+    model.set_attn_implementation(attention)
     lengths, asked = passes(model), sample()
     for name in FORGETTING:
         [contender] = named(model, name)
@@ -358,6 +359,9 @@ def test_caches_that_evict_are_given_contexts_as_if_they_had_read_them(family: s
     assert lengths.count(CONTEXT) == 2
     assert [each.failure for each in outcomes] == [None] * len(outcomes)
     assert len({each.logprob for each in outcomes}) > len(FORGETTING) // 2
+    [looking] = named(model, FORGETTING[1])
+    with pytest.raises(QueriesNeededError):
+        replay(context_states(model, asked.context_ids), looking.make())
 
 
 class LatterHalf(kvlayers.DynamicLayer):
@@ -391,51 +395,6 @@ def test_the_question_is_read_in_pieces_of_its_own(passes: Any, monkeypatch: pyt
     identity = run_identity(model, "tiny", "text", 0, None)
     assert run_identity(model, "tiny", "text", 0, None, 1) != identity
     assert run_identity(model, "tiny", "text", 0, None, None) == identity
-
-
-class MostLooked(kvlayers.DynamicLayer):
-    """Keeps the tokens to which the queries of the first pass give the highest scores."""
-
-    kept = 40
-
-    def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        is_first = not self.length
-        keys, values = super().update(*args, **kwargs)
-        return observed(keys, values, self._look) if is_first else (keys, values)
-
-    def _look(self, queries: Tensor) -> None:
-        keys, values = self.peek()
-        assert keys is not None
-        assert values is not None
-        grouped = queries.unflatten(1, (keys.shape[1], -1))
-        best = (grouped @ keys[:, :, None].mT).amax((2, 3)).topk(self.kept, -1).indices.sort(-1).values[..., None]
-        best = best.expand(-1, -1, -1, keys.shape[3])
-        self.keys, self.values = keys.gather(2, best), values.gather(2, best)
-
-
-def most_looked(model: Any, cache: str = "looks") -> Contender:
-    layers = model.config.num_hidden_layers
-    return Contender("package", cache, lambda: kvlayers.Cache([MostLooked() for _ in range(layers)]))
-
-
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_a_cache_that_looks_at_queries_is_shown_those_of_the_context(
-    family: str, attention: str, passes: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """To the last bit as if it had read the context, which is read once more for all such caches."""
-    monkeypatch.setattr(MostLooked, "__module__", "kvlayers.made_up")
-    model = fresh_model(family)
-    model.set_attn_implementation(attention)
-    lengths, asked, looks = passes(model), sample(), most_looked(model)
-    run(model, [asked], [*named(model, "dynamic", "int4"), looks, most_looked(model, "looks too")])
-    assert lengths.count(CONTEXT) == 2
-
-    read, given = looks.make(), SampleReader(model, asked, None).read(looks)
-    assert torch.equal(given.logits, slow_prompt(model, read, asked, None))
-    assert given.cache.layers[0].length == MostLooked.kept + QUESTION
-    with pytest.raises(QueriesNeededError):
-        replay(context_states(model, asked.context_ids), looks.make())
 
 
 def test_a_cache_of_quanto_is_copied_and_reads_once(passes: Any) -> None:
@@ -592,31 +551,6 @@ def test_a_file_that_was_cut_anywhere_goes_on_from_its_last_whole_line(tmp_path:
             if found is None:
                 done.add(each)
         assert path.read_bytes() == content
-
-
-def write_for_ever(path: Path) -> None:
-    done = ResultsFile(path, IDENTITY)
-    for index in itertools.count():
-        done.add(TaskOutcome("exact", "needle", 100, 0.1, index, 1.0, -0.25, "w" * index, None))
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="a process is forked, which Windows cannot")
-def test_nothing_that_was_written_is_lost_if_the_process_is_killed(tmp_path: Path) -> None:
-    path = tmp_path / "results"
-    writer = multiprocessing.get_context("fork").Process(target=write_for_ever, args=(path,))
-    writer.start()
-    try:
-        while not path.exists() or path.read_bytes().count(b"\n") < 100:
-            assert writer.is_alive()
-            time.sleep(0.01)
-    finally:
-        writer.kill()
-        writer.join()
-    done = ResultsFile(path, IDENTITY)
-    for index in range(99):
-        found = done.outcome("exact", sample(index, 100, depth=0.1))
-        assert found is not None
-        assert found.answer == "w" * index
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,9 @@ def name_of(page: pathlib.Path) -> str:
     return page.relative_to(ROOT).as_posix().removeprefix("docs/")
 
 
+SHOW_THE_MODEL = ("index.md", "out-of-memory.md", "planning.md", "prefix.md", "scoring.md", "tasks.md")
+"""Pages that print what the whole model says, or its bytes. For the others, its first layers are enough."""
+
 TAKE_LONG = ("lm-eval.md", "out-of-memory.md", "prefix.md", "scoring.md", "static.md")
 
 
@@ -59,7 +62,7 @@ def check_shown(shown: str, printed: str) -> None:
 
 @pytest.fixture(scope="module")
 def first_layers(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """The model with its first layers alone: for pages that show nothing of what it says."""
+    """The model with its first layers alone."""
     directory = tmp_path_factory.mktemp("first-layers")
     transformers.AutoModelForCausalLM.from_pretrained(MODEL, num_hidden_layers=LAYERS).save_pretrained(directory)
     transformers.AutoTokenizer.from_pretrained(MODEL).save_pretrained(directory)
@@ -87,7 +90,7 @@ def test_the_python_of_a_page_runs(
     code = "\n".join(blocks_of(page, "python"))
     if MODEL_OF_PAGES in code:
         # The build machines reach no hub: the same model is a directory here.
-        directory = MODEL if blocks_of(page, "text") else request.getfixturevalue("first_layers")
+        directory = MODEL if name_of(page) in SHOW_THE_MODEL else request.getfixturevalue("first_layers")
         code = code.replace(MODEL_OF_PAGES, str(directory))
     names, quantizers = kvlayers.cache_names(), kvlayers.quantizers.quantizer_names()
     try:

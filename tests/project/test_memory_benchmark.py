@@ -5,6 +5,8 @@ import pathlib
 from typing import Any
 
 import pytest
+import torch
+import transformers
 
 import kvlayers
 import versions
@@ -17,19 +19,16 @@ def memory(script: Any) -> Any:
     return script("memory")
 
 
-def test_what_a_budget_has_become_is_made_again(memory: Any) -> None:
-    import torch
-    import transformers as tf
+def filled(cache: Any) -> Any:
+    for index in range(3):
+        cache.update(torch.randn(1, 2, 1000, 64), torch.randn(1, 2, 1000, 64), index)
+    return cache
 
-    config = tf.LlamaConfig(hidden_size=128, num_hidden_layers=3, num_attention_heads=2)
-    cache = kvlayers.DynamicCache(config=config, max_bytes="40%", length_hint=1000)
-    same = None
-    for each in (0, 1):
-        made = cache if each == 0 else memory.as_it_ends(cache)(config)
-        for index in range(3):
-            made.update(torch.randn(1, 2, 1000, 64), torch.randn(1, 2, 1000, 64), index)
-        same = made
-    assert same is not None
+
+def test_what_a_budget_has_become_is_made_again(memory: Any) -> None:
+    config = transformers.LlamaConfig(hidden_size=128, num_hidden_layers=3, num_attention_heads=2)
+    cache = filled(kvlayers.DynamicCache(config=config, max_bytes="40%", length_hint=1000))
+    same = filled(memory.as_it_ends(cache)(config))
     assert [layer.bits for layer in same.layers] == [layer.bits for layer in cache.layers]
     assert [layer.exact_from for layer in same.layers] == [layer.exact_from for layer in cache.layers]
     assert 0 < memory.exact_share(cache) < 1

@@ -24,34 +24,56 @@ def outliers(script: Any) -> Iterator[Any]:
         unregister_quantizer(name)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-@pytest.mark.parametrize("heads", ["all", "one"])
-@pytest.mark.parametrize("speed", ["slow", "fast"])
-def test_a_factor_makes_keys_larger_and_changes_no_prediction(
-    outliers: Any, family: str, heads: str, speed: str
-) -> None:
+def model_of(family: str) -> Any:
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = tf.AutoConfig.for_model(family, **sizes, head_dim=16, intermediate_size=32, vocab_size=50)
     torch.manual_seed(0)
-    model = tf.AutoModelForCausalLM.from_config(config).eval()
-    ids = torch.randint(50, (1, 20))
-    expected, was = states_of(model, ids)
-    with outliers.KeyOutliers("varying", 30.0, speed, 2, heads).applied(model):
-        seen, keys = states_of(model, ids)
-    torch.testing.assert_close(seen, expected, rtol=1e-4, atol=1e-4)
-    changed = [0, 1, 8, 9] if speed == "fast" else [6, 7, 14, 15]
-    factors = torch.ones(2, 16)
-    factors[slice(None) if heads == "all" else slice(1), changed] = 30.0
-    torch.testing.assert_close(keys, was * factors[None, :, None], rtol=1e-3, atol=1e-4)
-    assert torch.equal(states_of(model, ids)[0], expected)
+    return tf.AutoModelForCausalLM.from_config(config).eval()
 
 
-def states_of(model: Any, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits, and the keys of the first layer."""
+def states_of(model: Any, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Logits, and the keys and values of the first layer."""
     cache = tf.DynamicCache(config=model.config)
     with torch.no_grad():
         logits = model(ids, past_key_values=cache, use_cache=True).logits
-    return logits, cache.layers[0].keys
+    return logits, cache.layers[0].keys, cache.layers[0].values
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("heads", ["all", "one"])
+@pytest.mark.parametrize("speed", ["slow", "fast"])
+@pytest.mark.parametrize("kind", ["constant", "varying"])
+def test_outliers_are_in_the_keys_that_they_name_and_a_factor_changes_no_prediction(
+    outliers: Any, family: str, heads: str, speed: str, kind: str
+) -> None:
+    model, ids = model_of(family), torch.randint(50, (1, 20))
+    expected, was, _ = states_of(model, ids)
+    with outliers.KeyOutliers(kind, 30.0, speed, 2, heads).applied(model):
+        seen, keys, _ = states_of(model, ids)
+    pairs = torch.zeros(2, 1, 8, dtype=torch.bool)
+    pairs[slice(None) if heads == "all" else slice(1), :, slice(2) if speed == "fast" else slice(6, 8)] = True
+    changed = pairs.repeat(1, 1, 2)
+    torch.testing.assert_close(keys[~changed.expand_as(keys)], was[~changed.expand_as(keys)], rtol=1e-3, atol=1e-4)
+    if kind == "varying":
+        torch.testing.assert_close(seen, expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(keys, was * torch.where(changed, 30.0, 1.0), rtol=1e-3, atol=1e-4)
+    else:
+        # Both channels of a pair are rotated together.
+        lengths = keys.unflatten(-1, (2, 8)).norm(dim=-2)
+        assert torch.equal(lengths > 20, pairs.expand_as(lengths))
+    assert torch.equal(states_of(model, ids)[0], expected)
+
+
+@pytest.mark.parametrize("kind", ["tokens", "varying"])
+def test_outliers_are_in_the_values_that_they_name(outliers: Any, kind: str) -> None:
+    model, ids = model_of("llama"), torch.arange(40)[None]
+    expected, _, was = states_of(model, ids)
+    with outliers.ValueOutliers(kind, 30.0).applied(model):
+        seen, _, values = states_of(model, ids)
+    changed = (ids % 16 == 0)[:, None, :, None] if kind == "tokens" else torch.arange(16) >= 14
+    torch.testing.assert_close(values, was * torch.where(changed, 30.0, 1.0), rtol=1e-4, atol=1e-4)
+    if kind == "varying":
+        torch.testing.assert_close(seen, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.slow

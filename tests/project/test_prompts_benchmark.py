@@ -32,11 +32,6 @@ def prompts(script: Any, tables: Any) -> Any:
     return script("prompts")
 
 
-def at(day: str) -> dict[str, Any]:
-    hardware, versions_ = {"cpu": "CPU", "threads": 2}, {"torch": "2", "transformers": "5"}
-    return {"date": f"{day}T01:00:00+00:00", "hardware": hardware, "versions": versions_}
-
-
 def cell(tables: Any, **other: Any) -> dict[str, Any]:
     usual = {"model": tables.SMOLLM2, "dtype": "bfloat16", "case": tables.ONE, "tokens": 8192}
     return {**usual, "cache": tables.DYNAMIC, "seconds": 1.0, "ratio": 0.5, "turns": 1, **other}
@@ -100,29 +95,20 @@ def test_attention_is_compared_with_float32(prompts: Any, tables: Any, tmp_path:
         assert ways[tables.KVLAYERS]["apart"] < 1e-5
 
 
-class InThisProcess:
+def in_this_process(prompts: Any, command: list[str], env: dict[str, str], **_: Any) -> Any:
     """Stands in for processes of the benchmark, which take seconds to import torch."""
-
-    def __init__(self, prompts: Any, command: list[str], env: dict[str, str] | None = None, **_: Any) -> None:
-        written = io.StringIO()
-        with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(written):
-            patch.setattr(prompts.os, "environ", env or prompts.os.environ)
-            self.returncode = prompts.main(command[2:])
-        self.stdout: Any = written.getvalue()
-
-    def __enter__(self) -> "InThisProcess":
-        self.stdout = self.stdout.splitlines(keepends=True)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
+    written = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(written):
+        patch.setattr(prompts.os, "environ", env)
+        code = prompts.main(command[2:])
+    return SimpleNamespace(returncode=code, stdout=written.getvalue())
 
 
 def test_other_processes_measure_memory_and_read_without_a_kernel(
     prompts: Any, tables: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
 ) -> None:
-    in_this_process = functools.partial(InThisProcess, prompts)
-    monkeypatch.setattr(prompts, "subprocess", SimpleNamespace(run=in_this_process, Popen=in_this_process, PIPE=None))
+    here = functools.partial(in_this_process, prompts)
+    monkeypatch.setattr(prompts, "subprocess", SimpleNamespace(run=here, PIPE=None))
     output = tmp_path / "found.json"
     arguments = ["--quick", "--threads", "1", "--models", "llama-64", "--only", "memory,uncompiled"]
     assert prompts.main([*arguments, "--caches", "dynamic", "--output", str(output)]) == 0
@@ -132,15 +118,6 @@ def test_other_processes_measure_memory_and_read_without_a_kernel(
     assert 0.5 < peaks[tables.DYNAMIC]["ratio"] < 2
     cases = {each["case"] for each in parts["llama-64: uncompiled"]["cells"]}
     assert cases == {f"{tables.UNCOMPILED}{case}" for case in (tables.ONE, tables.TURN, tables.BATCH)}
-
-
-def test_a_part_replaces_its_own_record_alone(tables: Any, tmp_path: pathlib.Path) -> None:
-    old = {"a: batch": {"at": at("2020-01-01")}, "b: batch": {"at": at("2020-01-01")}}
-    (tmp_path / "prompts-2020-01-01.json").write_text(json.dumps({"results": {"prompts": old}}))
-    new = {"b: batch": {"at": at("2026-11-30")}}
-    path = tables.pages.keep("prompts", new, {})
-    assert list(tmp_path.glob("prompts-*.json")) == [path]
-    assert tables.pages.parts("prompts") == {**old, **new}
 
 
 def test_each_bound_can_be_missed(tables: Any) -> None:
@@ -170,16 +147,6 @@ def test_each_bound_can_be_missed(tables: Any) -> None:
     ):
         assert [each for each in missed if what in each], what
     assert len(missed) == 7
-
-
-def test_the_pages_say_what_the_record_has(tables: Any) -> None:
-    parts: dict[str, Any] = {"a: bfloat16": {"at": at("2026-11-29"), "cells": [cell(tables)]}}
-    assert "is read 2.0 times as fast (SmolLM2-135M-Instruct)." in tables.sentence(parts, "")
-    assert "| SmolLM2-135M-Instruct, bfloat16, one prompt | 8,192 |  | 0.50 |" in tables.page_section(parts)
-    assert "MB" not in tables.page_section(parts)
-    peaks = {name: {"peak": 2e9, "seconds": 9.0, "ratio": 1.0} for name in (tables.TRANSFORMERS, tables.DYNAMIC)}
-    parts["a: memory"] = {"at": at("2026-11-29"), "model": "a", "tokens": 16384, "peaks": peaks}
-    assert "| a | 2,000 | 2,000 |  | 9 s | 9 s |  |" in tables.page_section(parts)
 
 
 def test_what_is_recorded_keeps_its_bounds_but_for_those_that_the_page_names(script: Any) -> None:

@@ -16,18 +16,13 @@ def gpu_tables(script: Any) -> Any:
     return script("gpu_tables")
 
 
+BY_PAGES = ("claimed", "demo", "gpu_tables", "prompt_tables")
 BY_BENCHMARKS = ("outliers", "rows", "documents", "peers", "sessions", "memory", "tasks")
 
 
 @pytest.mark.parametrize(
     "writer",
-    [
-        "claimed",
-        "demo",
-        "gpu_tables",
-        "prompt_tables",
-        *(pytest.param(name, marks=versions.benchmarks_of_transformers) for name in BY_BENCHMARKS),
-    ],
+    [*BY_PAGES, *(pytest.param(name, marks=versions.benchmarks_of_transformers) for name in BY_BENCHMARKS)],
 )
 def test_pages_have_what_is_recorded(script: Any, writer: str) -> None:
     for path, due in script(writer).written_pages().items():
@@ -36,19 +31,19 @@ def test_pages_have_what_is_recorded(script: Any, writer: str) -> None:
         assert path.read_text() == due, f"{path} lacks recorded figures: run its benchmark with --write"
 
 
-def test_every_table_of_a_gpu_stands_on_the_page_once(gpu_tables: Any) -> None:
-    page = gpu_tables.PAGE.read_text()
-    assert re.findall(r"<!-- gpu: (.*), written", page) == list(gpu_tables.ON_PAGE)
-    assert page.count(gpu_tables.END) == len(gpu_tables.ON_PAGE)
+@versions.benchmarks_of_transformers
+def test_what_stands_between_markers_is_written(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    pages, found = script("pages"), set()
 
+    def noted(by: str, texts: Any) -> Any:
+        found.update((path, pages.markers(name, by)[0]) for path, name in texts)
+        return {}
 
-def test_other_figures_make_another_page(gpu_tables: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    record = json.loads(json.dumps(gpu_tables.read()))
-    record["results"]["gpu"]["decoding"]["figures"]["ms a step"]["kvlayers int4"]["32,768 x 1"] = 1.234
-    monkeypatch.setattr(gpu_tables, "read", lambda: record)
-    pages = gpu_tables.written_pages()
-    assert "| 1.23 |" in pages[gpu_tables.PAGE]
-    assert "kvlayers' `int4` takes 1.23 ms" in pages[gpu_tables.README]
+    monkeypatch.setattr(pages, "written", noted)
+    for writer in (*BY_PAGES, *BY_BENCHMARKS):
+        script(writer).written_pages()
+    there = (pages.ROOT / "README.md", *pages.DOCS.rglob("*.md"))
+    assert found == {(path, begin) for path in there for begin in re.findall(r"<!-- .*? by .*? -->", path.read_text())}
 
 
 def test_of_a_stage_figures_and_what_is_wrong_are_recorded(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import kvlayers
 from lib.internals import recorded_transfers
-from lib.workload import Shape
+from lib.workload import RandomModel, Shape
 
 TRAFFIC_SHAPE = Shape(layers=4, heads=4, kv_heads=2, head_dim=32, intermediate=64, vocab=512)
 OFFLOADED: dict[str, Callable[[Any, bool], kvlayers.Cache]] = {
@@ -47,13 +47,14 @@ def traffic_of(model: Any, name: str, prompt: Tensor, new: int) -> dict[str, Any
     }
 
 
-class LatentModel:
-    """A model like DeepSeek-V3 with random weights, and caches with the same random latents: see `lib.workload`."""
+class LatentModel(RandomModel):
+    """A model like DeepSeek-V3 with random weights, and caches with the same random latents."""
 
-    name = "random DeepSeek-V3"
     latent, rotated = 512, 64
 
     def __init__(self, dtype: torch.dtype, layers: int) -> None:
+        # Caches are filled at once.
+        self.name, self.chunk = "random DeepSeek-V3", 1 << 16
         torch.manual_seed(0)
         config = transformers.DeepseekV3Config(
             vocab_size=1024,
@@ -72,17 +73,12 @@ class LatentModel:
             max_position_embeddings=32768,
         )
         self.model = transformers.AutoModelForCausalLM.from_config(config).eval().bfloat16().to(dtype)
-        self._length = 0
 
-    def prepare(self, length: int, batch: int) -> Tensor:
-        self._length = length
+    def prepare(self, length: int, batch: int = 1) -> Tensor:
+        generator = torch.Generator().manual_seed(length)
+
+        def normal(channels: int) -> Tensor:
+            return torch.randn(batch, 1, length, channels, generator=generator).bfloat16().to(self.model.dtype)
+
+        self.states = [(normal(self.latent), normal(self.rotated)) for _ in range(self.model.config.num_hidden_layers)]
         return torch.ones(batch, 1, dtype=torch.int64)
-
-    def fill(self, cache: Any) -> None:
-        generator = torch.Generator().manual_seed(self._length)
-        for index in range(self.model.config.num_hidden_layers):
-            states = (
-                torch.randn(1, 1, self._length, channels, generator=generator).bfloat16().to(self.model.dtype)
-                for channels in (self.latent, self.rotated)
-            )
-            cache.update(*states, index)

@@ -39,28 +39,6 @@ def own_code(function: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-class Compiled:
-    """A forward pass that is compiled in one graph, with a counter.
-
-    Args:
-        model: the model.
-        options: options of `torch.compile`.
-
-    Attributes:
-        graphs: graphs compiled so far.
-    """
-
-    def __init__(self, model: Any, options: dict[str, str]) -> None:
-        self.graphs = 0
-        self._compiled = torch.compile(own_code(model.forward), fullgraph=True, **options)
-
-    def __call__(self, **inputs: Any) -> Any:
-        before = graphs()
-        output = self._compiled(**inputs)
-        self.graphs += graphs() - before
-        return output
-
-
 def nothing_on_disk(backend: str) -> AbstractContextManager[None]:
     """Empty inductor's caches for a block, so that the first contender to compile has no disadvantage."""
     if backend != INDUCTOR:
@@ -121,7 +99,8 @@ def measure_static(
     dynamic = {REFERENCE: makers[REFERENCE]}
     eager = measure_decode(workload, {**dynamic, **static}, length, trials)
     in_graphs = {compiled(name): make for name, make in static.items()}
-    forwards = {name: Compiled(workload.model, {"backend": backend}) for name in in_graphs}
+    forward = workload.model.forward
+    forwards = {name: torch.compile(own_code(forward), fullgraph=True, backend=backend) for name in in_graphs}
     tick = trials.ticking(f"compiling at {length}", len(in_graphs))
     for name, make in in_graphs.items():
         # As many steps as will be timed, so that all sizes that they need are compiled.

@@ -1,139 +1,16 @@
-"""Steps that check kvlayers on a device: kernels beside float64 in many cases, and the tests for CUDA."""
+"""The step that runs the tests for CUDA."""
 
 import functools
-import itertools
 import os
 import re
 import sys
-import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import torch
-from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
-
-import grouped_backend
 from lib.gpu_stage import PROCESSES, STOPPED, Ended, Findings, Setup, Step, run_process
-from lib.internals import CUDA, Quantization, QuantizedStore, triton_support
-from packed_reference import (
-    attention,
-    dense_states,
-    extended,
-    on_cpu,
-    random_pair,
-    relative_error,
-)
 
 REPOSITORY = Path(__file__).parents[3]
-
-QUANTIZATIONS: dict[str, dict[str, Any]] = {
-    "int4": {"nbits": 4},
-    "int8": {"nbits": 8},
-    "fp8": {"backend": "fp8"},
-    "int2": {"nbits": 2},
-    "int4, a scale for each token": {"backend": grouped_backend.NAME, "nbits": 4},
-}
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-
-
-@dataclass(frozen=True)
-class Case:
-    """One kind of attention to a packed store.
-
-    Attributes:
-        dtype: name of the dtype of the states.
-        queries: query tokens.
-        mask: kind of mask, `None` for none.
-        is_cut: whether tokens were dropped in front, and tokens within a block rolled back.
-    """
-
-    dtype: str
-    queries: int
-    mask: str | None
-    is_cut: bool
-
-    def __str__(self) -> str:
-        return f"{self.dtype}, {self.queries} queries, mask {self.mask}, {'cut' if self.is_cut else 'whole'}"
-
-
-CASES = [
-    # The most telling ones come first.
-    Case("bfloat16", 1, None, False),
-    Case("bfloat16", 5, "bool", True),
-    Case("bfloat16", 16, "added", False),
-    Case("float32", 1, None, True),
-    *itertools.starmap(Case, itertools.product(["bfloat16"], (1, 5, 16), (None, "bool", "added"), (False, True))),
-    Case("float16", 1, None, False),
-    Case("float16", 16, "bool", True),
-    Case("float32", 1, None, False),
-    Case("float32", 5, "added", True),
-]
-QUICK_CASES = [Case("bfloat16", 1, None, False), Case("float32", 5, "bool", True)]
-
-
-def rounding(dtype: torch.dtype) -> float:
-    """Relative rounding of products in a dtype. Triton may multiply float32 in several parts."""
-    return 1e-5 if dtype == torch.float32 else torch.finfo(dtype).eps
-
-
-def numerics(setup: Setup) -> Findings:
-    """Errors of attention to packed states, relative to the norm of what float64 gives."""
-    found, worst, paths = Findings(), dict.fromkeys(DTYPES, 0.0), set()
-
-    def check(case: Case) -> None:
-        begin = time.monotonic()
-        error, path = _error(setup, case)
-        allowed = 4 * rounding(DTYPES[case.dtype])
-        seconds = time.monotonic() - begin
-        found.details[str(case)] = {"error": error, "allowed": allowed, "path": path, "seconds": seconds}
-        found.expect(error < allowed, f"{case}: the error is {error:.1e}, and {allowed:.1e} is allowed")
-        found.expect(
-            path == CUDA or not triton_support.runs_triton(setup.device) or case.dtype == "float32",
-            f"{case}: attention went another way: {path}",
-        )
-        worst[case.dtype] = max(worst[case.dtype], error)
-        paths.add(path)
-
-    with grouped_backend.registered():
-        for case in setup.in_time(found, setup.choose(dict.fromkeys(CASES), QUICK_CASES)):
-            found.guarded(str(case), functools.partial(check, case))
-    for dtype, error in worst.items():
-        if error:
-            found.add(f"largest error, {dtype}", error, "")
-    found.details["paths"] = sorted(paths)
-    return found
-
-
-def _error(setup: Setup, case: Case) -> tuple[float, str]:
-    batch, heads, kv_heads, head_dim, blocks = setup.choose((2, 32, 8, 128, 67), (1, 4, 2, 32, 2))
-    dtype = DTYPES[case.dtype]
-    shape = {"batch": batch, "kv_heads": kv_heads, "head_dim": head_dim, "dtype": dtype, "device": setup.device}
-    store = QuantizedStore(Quantization(**QUANTIZATIONS[setup.part], residual_length=32, sink_tokens=16))
-    extended(store, random_pair(**shape, tokens=48 + 64 * blocks))
-    if case.is_cut:
-        store.truncate(store.length - 64 - 25)
-        extended(store, random_pair(**shape, tokens=90, seed=1))
-        store.drop_oldest(16 + 64 + 17)
-    # Plain torch dequantizes on the CPU, and no kernel of kvlayers takes float64.
-    held = [states.to(setup.device) for states in dense_states(on_cpu(store))]
-    new = random_pair(**shape, tokens=case.queries, seed=2)
-    query = torch.randn(batch, case.queries, heads, head_dim, device=setup.device, dtype=dtype).transpose(1, 2)
-    tokens = store.length + case.queries
-    mask: Tensor | None = None
-    if case.mask is not None:
-        seen = torch.rand(batch, 1, case.queries, tokens, device=setup.device) > 0.3
-        seen[..., -1] = True
-        mask = seen if case.mask == "bool" else torch.where(seen, 0.0, -torch.inf).to(dtype)
-    before = Counter(store.attention_paths)
-    keys, values = extended(store, new)
-    out = scaled_dot_product_attention(query, keys, values, attn_mask=mask, enable_gqa=True)
-    path = ", ".join(Counter(store.attention_paths) - before) or "torch's attention"
-    expected = attention(query, *(torch.cat(both, 2) for both in zip(held, new, strict=True)), mask)
-    return relative_error(out, expected), path
 
 
 def tests(setup: Setup) -> Findings:
@@ -170,5 +47,4 @@ def _run_tests(setup: Setup, file: Path) -> Ended:
     return run_process(command, setup.seconds_left, {"PYTHONPATH": path}, REPOSITORY)
 
 
-NUMERICS = Step("attention over packed states", 80, numerics, isolated=True, parts=tuple(QUANTIZATIONS), least=30)
 TESTS = Step("tests for CUDA", 150, tests, least=60)

@@ -4,7 +4,7 @@ import functools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -60,19 +60,14 @@ median = statistics.median
 
 
 @contextmanager
-def without_cudnn() -> Iterator[None]:
-    """Torch's attention does not take cuDNN, which may plan for each new length."""
+def settings_of(name: str) -> Iterator[None]:
+    """In what a contender decodes. One goes without cuDNN's attention, which may plan for each new length."""
     before = torch.backends.cuda.cudnn_sdp_enabled()
-    torch.backends.cuda.enable_cudnn_sdp(False)
+    torch.backends.cuda.enable_cudnn_sdp(before and name != WITHOUT_CUDNN)
     try:
         yield
     finally:
         torch.backends.cuda.enable_cudnn_sdp(before)
-
-
-def context_of(name: str) -> AbstractContextManager[None]:
-    """In what a contender decodes."""
-    return without_cudnn() if name == WITHOUT_CUDNN else nullcontext()
 
 
 def llama(setup: Setup, shape: Shape) -> Any:
@@ -167,12 +162,8 @@ class Clock(StoppingCriteria):  # type: ignore[misc]
         ]
 
 
-Prepare = Callable[[Maker, int], Any]
-"""Makes and fills a cache that holds so many tokens."""
-
-
 def measure_decoding(
-    setup: Setup, model: Any, makers: Mapping[str, Maker], tokens: int, batch: int, findings: Findings, prepare: Prepare
+    setup: Setup, model: Any, makers: Mapping[str, Maker], tokens: int, batch: int, findings: Findings
 ) -> None:
     """Time steps of `generate()` of all contenders in turns, behind some tokens.
 
@@ -186,7 +177,6 @@ def measure_decoding(
         tokens: tokens in the caches at the beginning.
         batch: sequences.
         findings: gets figures, in a column for this shape, and what is wrong.
-        prepare: makes and fills a cache.
     """
     steps, trials = setup.choose((10, 2), (2, 1))
     column = column_of(tokens, batch)
@@ -195,11 +185,11 @@ def measure_decoding(
 
     def turn(name: str, length: int) -> None:
         before = allocated(setup)
-        cache = prepare(makers[name], length)
+        cache = filled(setup, model.config, makers[name], length, batch)
         ids, clock = token_ids(setup, model.config, batch, length + 1), Clock()
         if setup.on_cuda:
             torch.cuda.reset_peak_memory_stats(setup.device)
-        with context_of(name):
+        with settings_of(name):
             model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
@@ -214,7 +204,7 @@ def measure_decoding(
             peaks[name] = max(peaks[name], torch.cuda.max_memory_allocated(setup.device) - before)
 
     lengths = iter(range(tokens + 1, POSITIONS, WARM + steps + 2))
-    check_decoding(setup, model, makers, tokens, batch, prepare, findings)
+    check_decoding(setup, model, makers, tokens, batch, findings)
     working = list(makers)
     for trial in range(trials):
         for name in interleaved(working, trial):
@@ -232,21 +222,24 @@ def measure_decoding(
 
 
 def check_decoding(
-    setup: Setup, model: Any, makers: Mapping[str, Maker], tokens: int, batch: int, prepare: Prepare, findings: Findings
+    setup: Setup, model: Any, makers: Mapping[str, Maker], tokens: int, batch: int, findings: Findings
 ) -> None:
     """Compare the logits of one step with those of a cache that holds the same states in full precision."""
     ids, column = token_ids(setup, model.config, batch, 1), column_of(tokens, batch)
     expected: list[tuple[Tensor, float]] = []
 
+    def prepared(make: Maker) -> Any:
+        return filled(setup, model.config, make, tokens, batch)
+
     def reference() -> None:
-        expected.append(expected_logits(model, lambda: prepare(CACHES[REFERENCE], tokens), ids))
+        expected.append(expected_logits(model, lambda: prepared(CACHES[REFERENCE]), ids))
 
     def check(name: str) -> None:
-        cache = prepare(makers[name], tokens)
+        cache = prepared(makers[name])
         wanted, allowed = expected[0]
         if name in ROUNDS:
             wanted = newest_logits(model, twin_of(cache, model.config), ids)
-        with context_of(name):
+        with settings_of(name):
             compare_logits(findings, f"{name}, {column}", wanted, newest_logits(model, cache, ids), allowed)
 
     if findings.guarded(f"the reference, {column}", reference):
@@ -275,17 +268,17 @@ def recorded(in_a_row: Callable[[], None]) -> Callable[[], None]:
     return graph.replay
 
 
-def elapsed(setup: Setup, run: Callable[[], Any]) -> float:
-    """Seconds from the first to the last work that a call queues on the device; on a CPU those of the call."""
+def device_milliseconds(setup: Setup, run: Callable[[], Any]) -> float:
+    """Milliseconds from the first to the last work that a call queues on the device; on a CPU those of the call."""
     if not setup.on_cuda:
-        return milliseconds(setup, run) / 1000
+        return milliseconds(setup, run)
     setup.synchronize()
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     begin.record()
     run()
     end.record()
     end.synchronize()
-    return begin.elapsed_time(end) / 1000
+    return begin.elapsed_time(end)
 
 
 def milliseconds(setup: Setup, run: Callable[[], Any]) -> float:

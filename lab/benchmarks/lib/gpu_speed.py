@@ -8,7 +8,7 @@ import torch
 import transformers
 from torch import Tensor
 
-import kvlayers
+from lib import cases
 from lib.gpu_model import (
     CACHES,
     DYNAMIC,
@@ -20,8 +20,8 @@ from lib.gpu_model import (
     WITHOUT_CUDNN,
     column_of,
     compare_logits,
+    device_milliseconds,
     eight_billion,
-    elapsed,
     expected_logits,
     fill_with_random,
     filled,
@@ -35,6 +35,7 @@ from lib.gpu_model import (
 )
 from lib.gpu_stage import NO_DEVICE, Findings, Setup, Step
 from lib.internals import interleaved
+from lib.timing import Turns
 
 SHAPES = ((8192, 1), (32768, 1), (2048, 1), (8192, 8), (32768, 8), (2048, 8))
 """Tokens and sequences, the most telling first."""
@@ -42,8 +43,8 @@ SHAPES = ((8192, 1), (32768, 1), (2048, 1), (8192, 8), (32768, 8), (2048, 8))
 OFFLOADED, OFFLOADED_INT4 = "kvlayers offloaded", "kvlayers offloaded int4"
 TRANSFORMERS_OFFLOADED = "transformers offloaded"
 OFFLOADED_CACHES: dict[str, Callable[[Any, bool], Any]] = {
-    OFFLOADED: lambda config, offloading: kvlayers.DynamicCache(config=config, offloading=offloading),
-    OFFLOADED_INT4: lambda config, offloading: kvlayers.QuantizedCache(config=config, nbits=4, offloading=offloading),
+    OFFLOADED: cases.OFFLOADED["dynamic"],
+    OFFLOADED_INT4: cases.OFFLOADED["int4"],
     TRANSFORMERS_OFFLOADED: lambda config, offloading: transformers.DynamicCache(config=config, offloading=offloading),
 }
 
@@ -52,11 +53,7 @@ def decoding(setup: Setup) -> Findings:
     """Steps of `generate()` behind tokens of each sequence."""
     found, model = Findings(), eight_billion(setup)
     for tokens, batch in setup.in_time(found, setup.choose(SHAPES, ((256, 1), (320, 2)))):
-
-        def prepare(make: Any, length: int, batch: int = batch) -> Any:
-            return filled(setup, model.config, make, length, batch)
-
-        measure_decoding(setup, model, CACHES, tokens, batch, found, prepare)
+        measure_decoding(setup, model, CACHES, tokens, batch, found)
     return found
 
 
@@ -91,7 +88,7 @@ def graphs(setup: Setup) -> Findings:
                 replay = step
             replay()
             compare_logits(found, f"{name}, {column}", expected, logits[-1], allowed)
-            times = [1000 * elapsed(setup, replay) for _ in range(setup.choose(20, 2))]
+            times = [device_milliseconds(setup, replay) for _ in range(setup.choose(20, 2))]
             found.add(name, median(times), "ms a step in a graph", column=column)
             found.details.setdefault(column, {})[name] = times
 
@@ -105,24 +102,22 @@ def graphs(setup: Setup) -> Findings:
 def first_token(setup: Setup) -> Findings:
     """Time to read a prompt."""
     found, model, tokens = Findings(), eight_billion(setup), setup.choose(8192, 256)
-    ids, names = token_ids(setup, model.config, 1, tokens), (REFERENCE, DYNAMIC, INT4, INT8, FP8)
-    times: dict[str, list[float]] = {name: [] for name in names}
-    logits: dict[str, Any] = {}
+    ids, turns = token_ids(setup, model.config, 1, tokens), Turns((REFERENCE, DYNAMIC, INT4, INT8, FP8))
 
-    def turn(name: str) -> None:
-        logits[name] = newest_logits(model, CACHES[name](model.config, tokens), ids)
+    def read(name: str) -> Tensor:
+        logits = newest_logits(model, CACHES[name](model.config, tokens), ids)
+        setup.synchronize()
+        return logits
 
     for trial in range(setup.choose(5, 2)):
-        for name in interleaved(list(names), trial):
-            took = milliseconds(setup, functools.partial(turn, name))
-            # The first one compiles kernels.
-            times[name] += [took] if trial else []
+        # The first one compiles kernels.
+        logits = turns.take(read, is_counted=trial > 0)
     # A prompt attends to its own states in full precision, whatever the cache holds afterwards.
     expected, allowed = expected_logits(model, lambda: CACHES[REFERENCE](model.config, tokens), ids)
-    for name in names:
+    for name, seconds in turns.seconds.items():
         compare_logits(found, name, expected, logits[name], allowed)
-        found.add(f"{name}: first token of {tokens:,}", median(times[name]), "ms")
-    found.details["ms"] = times
+        found.add(f"{name}: first token of {tokens:,}", 1e3 * median(seconds), "ms")
+    found.details["seconds"] = turns.seconds
     return found
 
 

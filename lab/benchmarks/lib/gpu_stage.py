@@ -1,7 +1,6 @@
 """Stages of steps: each runs if its first figures fit the budget, and what it finds is saved as it comes."""
 
 import gc
-import importlib.util
 import json
 import math
 import os
@@ -13,7 +12,6 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -32,7 +30,7 @@ QUICK_FACTOR = 20
 
 CORES = os.cpu_count() or 1
 PROCESSES = min(max(CORES - 2, 1), 12)
-"""Parts of a step that run at the same time: each compiles kernels on a core."""
+"""Processes that run at the same time: each compiles kernels on a core."""
 
 STOPPED = 124
 """Exit code of a process that did not end in time."""
@@ -40,9 +38,7 @@ STOPPED = 124
 CLOSING_SECONDS = 4
 """How much earlier than it is stopped a process ends by itself."""
 
-OPTIONAL = ("numpy", "psutil", "accelerate", "rich", "hqq", "optimum", "pytest", "pytest_timeout", "hypothesis")
 DRIVER = ("nvidia-smi", "--query-gpu=driver_version,clocks.sm,clocks.mem,power.limit", "--format=csv,noheader")
-PROPERTIES = ("multi_processor_count", "L2_cache_size", "shared_memory_per_block_optin")
 
 
 def facts(device: torch.device) -> dict[str, Any]:
@@ -51,7 +47,6 @@ def facts(device: torch.device) -> dict[str, Any]:
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         hardware |= {"gpu": torch.cuda.get_device_name(device), "gpu_memory_bytes": properties.total_memory}
-        hardware |= {name: getattr(properties, name, None) for name in PROPERTIES}
         try:
             driver = subprocess.run(DRIVER, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
         except (OSError, subprocess.SubprocessError) as error:
@@ -63,7 +58,6 @@ def facts(device: torch.device) -> dict[str, Any]:
         "date": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
         "hardware": hardware,
         "versions": versions,
-        "installed": [name for name in OPTIONAL if importlib.util.find_spec(name) is not None],
         "triton_obstacle": triton_support.device_facts(device).obstacle,
     }
 
@@ -113,19 +107,6 @@ class Findings:
             return False
         return True
 
-    def merge(self, name: str, other: "Findings") -> None:
-        """Add what a part of the step found."""
-        for unit, figures in other.figures.items():
-            self.figures.setdefault(unit, {}).update({f"{name}: {what}": value for what, value in figures.items()})
-        self.wrong += [f"{name}: {line}" for line in other.wrong]
-        self.missing |= {f"{name}: {each}": reason for each, reason in other.missing.items()}
-        self.cut += [f"{name}: {each}" for each in other.cut]
-        self.details[name] = other.details
-
-    def plain(self) -> dict[str, Any]:
-        """Everything as JSON holds it."""
-        return {**vars(self), "details": _plain(self.details)}
-
 
 @dataclass
 class Setup:
@@ -135,7 +116,6 @@ class Setup:
         device: the device.
         quick: whether shapes are tiny.
         deadline: when the budget ends, by `time.monotonic()`.
-        part: the part of the step that is to run, empty if it has no parts.
         kept: what steps keep for one another, such as a model.
         step_deadline: when the step that runs must end.
         save: saves what a step has found so far.
@@ -144,7 +124,6 @@ class Setup:
     device: torch.device
     quick: bool
     deadline: float
-    part: str = ""
     kept: dict[str, Any] = field(default_factory=dict)
     step_deadline: float = math.inf
     save: Callable[["Findings"], None] = lambda found: None
@@ -205,7 +184,6 @@ class Step:
         run: measures.
         isolated: whether it runs in a process of its own on a GPU: an error in a kernel leaves the process without the
             device.
-        parts: names of parts that run at the same time, in a process each.
         least: seconds of its first figures, if it can be cut short: `Setup.in_time`.
     """
 
@@ -213,7 +191,6 @@ class Step:
     seconds: float
     run: Callable[[Setup], Findings]
     isolated: bool = False
-    parts: tuple[str, ...] = ()
     least: float | None = None
 
     @property
@@ -299,7 +276,7 @@ class Stage:
         found, status, error = Findings(), "done", ""
 
         def save(found: Findings) -> None:
-            entry.update(seconds=time.monotonic() - begin, error="", **found.plain())
+            entry.update(seconds=time.monotonic() - begin, error="", **vars(found))
             self._save()
 
         self.setup.save = save
@@ -318,36 +295,23 @@ class Stage:
             self._clean_up()
         entry.update(status=status, seconds=time.monotonic() - begin, error=error)
         if status != "failed":
-            entry.update(found.plain())
+            entry.update(vars(found))
 
     def _findings(self, step: Step) -> Findings:
-        alone = (step.isolated and self.setup.on_cuda) or self._device_is_lost
-        parts = self.setup.choose(step.parts, step.parts[:2]) or ("",)
-        if not alone:
-            return self._merged(parts, (run_part(step, self.setup, part) for part in parts))
-        with ThreadPoolExecutor(PROCESSES) as threads:
-            return self._merged(parts, threads.map(lambda part: self._in_own_process(step, part), parts))
+        if (step.isolated and self.setup.on_cuda) or self._device_is_lost:
+            return self._in_own_process(step)
+        return run_here(step, self.setup)
 
-    def _merged(self, parts: Iterable[str], found: Iterable[Findings]) -> Findings:
-        """The findings of all parts of a step, saved as they come."""
-        whole = Findings()
-        for part, findings in zip(parts, found, strict=True):
-            if not part:
-                return findings
-            whole.merge(part, findings)
-            self.setup.save(whole)
-        return whole
-
-    def _in_own_process(self, step: Step, part: str) -> Findings:
-        """Run a part of a step in another process, which may lose the device."""
+    def _in_own_process(self, step: Step) -> Findings:
+        """Run a step in another process, which may lose the device."""
         begin, seconds = time.monotonic(), self.setup.seconds_left
         with tempfile.TemporaryDirectory() as folder:
             result = Path(folder) / "findings.json"
             command = [sys.executable, str(Path(sys.modules["gpu"].__file__ or "")), self.name, "--only", step.name]
-            command += ["--part", part, "--findings", str(result), "--device", str(self.setup.device)]
+            command += ["--findings", str(result), "--device", str(self.setup.device)]
             command += ["--budget", f"{max(seconds - CLOSING_SECONDS, 1):.0f}", "--output", folder]
             command += ["--quick"] if self.setup.quick else []
-            # What a CPU computes is the reference: by plain torch, which is not what is checked.
+            # The device computes all of it, so that nothing need be compiled for a CPU.
             ended = run_process(command, seconds, {"KVLAYERS_COMPILE": "never"}, Path.cwd())
             found = Findings(**json.loads(result.read_text())) if result.exists() else Findings()
         found.add("the process took", time.monotonic() - begin, "s")
@@ -375,12 +339,12 @@ class Stage:
 def write_whole(path: Path, content: dict[str, Any]) -> None:
     """Write a file of JSON and then rename it, so that an interrupted run leaves a readable file."""
     beside = path.with_suffix(".part")
-    beside.write_text(json.dumps(content, indent=1))
+    # No step may be lost because of what it found.
+    beside.write_text(json.dumps(content, indent=1, default=str, skipkeys=True))
     beside.replace(path)
 
 
-def run_part(step: Step, setup: Setup, part: str) -> Findings:
-    setup.part = part
+def run_here(step: Step, setup: Setup) -> Findings:
     begin = time.monotonic()
     with torch.no_grad():
         found = step.run(setup)
@@ -399,12 +363,3 @@ def _show(entry: dict[str, Any]) -> None:
     lines += [f"WRONG {line}" for line in entry["wrong"]]
     lines += [f"no time for {what}" for what in entry["cut"]]
     print("".join(f"          {line}\n" for line in lines), end="", flush=True)
-
-
-def _plain(value: Any) -> Any:
-    """A value as JSON holds it: no step may be lost because of what it found."""
-    if isinstance(value, dict):
-        return {str(key): _plain(part) for key, part in value.items()}
-    if isinstance(value, list | tuple | set):
-        return [_plain(part) for part in value]
-    return value if isinstance(value, str | int | float | None) else str(value)

@@ -13,11 +13,8 @@ from unittest import mock
 import kvlayers.offload.offloading
 from kvlayers.core.named_caches import is_registered
 from kvlayers.generation.cache_by_name import named_cache
-from kvlayers.kernels.attention.dispatch import CUDA
 from kvlayers.kernels.attention.gqa import marked_for_sdpa
 from kvlayers.kernels.attention.packed_tensor import as_dense
-from kvlayers.quantized.quantization import Quantization
-from kvlayers.quantized.quantized_store import QuantizedStore
 from kvlayers.upstream.cache_argument import name_for, name_in_generate
 from kvlayers.utils import triton_support
 from kvlayers_lab.measuring.decoding import interleaved, quiet_clock

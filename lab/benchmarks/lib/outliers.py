@@ -1,8 +1,7 @@
 """Models whose keys or values have outliers, like those of some model families, made of a model that has none."""
 
-import functools
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -46,28 +45,27 @@ class KeyOutliers:
         Raises:
             ValueError: no layer has a `k_proj`.
         """
-        config = model.config.get_text_config()
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        change = torch.zeros(config.num_key_value_heads, head_dim)
+        (kv_heads, head_dim), groups = heads_of(model)
+        change = torch.zeros(kv_heads, head_dim)
         half, first = head_dim // 2, head_dim // 2 - self.pairs if self.speed == "slow" else 0
         of_heads = slice(None) if self.heads == "all" else slice(1)
         for start in (first, half + first):
             change[of_heads, start : start + self.pairs] = 1.0
-        of_queries = change.repeat_interleave(config.num_attention_heads // config.num_key_value_heads, 0)
+        factors = torch.where(change > 0, self.size, 1.0)
         modules = dict(model.named_modules())
         attentions = [name.removesuffix(".k_proj") for name in modules if name.endswith(".k_proj")]
         if not attentions:
             raise ValueError("expected a model with a k_proj in its layers, but found none")
-        handles = []
-        for name in attentions:
-            keys, queries = (modules.get(f"{name}.{x}_norm") or modules[f"{name}.{x}_proj"] for x in "kq")
-            if self.kind == "constant":
-                handles.append(keys.register_forward_hook(functools.partial(_added, change * self.size)))
-            else:
-                for module, where, factor in ((keys, change, self.size), (queries, of_queries, 1 / self.size)):
-                    factors = torch.where(where > 0, factor, 1.0)
-                    handles.append(module.register_forward_hook(functools.partial(_multiplied, factors)))
-        yield from _removed_behind(handles)
+        with ExitStack() as hooks:
+            for name in attentions:
+                keys, queries = (modules.get(f"{name}.{x}_norm") or modules[f"{name}.{x}_proj"] for x in "kq")
+                if self.kind == "constant":
+                    hooks.enter_context(keys.register_forward_hook(changed(torch.add, change * self.size)))
+                else:
+                    of_queries = (1 / factors).repeat_interleave(groups, 0)
+                    for module, operand in ((keys, factors), (queries, of_queries)):
+                        hooks.enter_context(module.register_forward_hook(changed(torch.mul, operand)))
+            yield
 
 
 @dataclass(frozen=True)
@@ -91,11 +89,10 @@ class ValueOutliers:
     @contextmanager
     def applied(self, model: Any) -> Iterator[None]:
         """Give a model these outliers, within a block."""
-        config = model.config.get_text_config()
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        factors = torch.ones(config.num_key_value_heads, head_dim)
+        shape, groups = heads_of(model)
+        factors = torch.ones(shape)
         factors[:, -2:] = self.size
-        of_heads = factors.repeat_interleave(config.num_attention_heads // config.num_key_value_heads, 0)
+        of_heads = factors.repeat_interleave(groups, 0).flatten()
         ids: list[Tensor] = []
 
         def note_ids(module: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
@@ -105,46 +102,39 @@ class ValueOutliers:
             return torch.where((ids[0] % 16 == 0)[..., None], output * self.size, output)
 
         def divided(module: Any, arguments: tuple[Tensor]) -> tuple[Tensor]:
-            return (arguments[0] / of_heads.flatten().to(arguments[0].dtype),)
+            return (arguments[0] / of_heads.to(arguments[0].dtype),)
 
-        handles = [model.register_forward_pre_hook(note_ids, with_kwargs=True)]
-        for name, module in model.named_modules():
-            if name.endswith(".v_proj"):
-                change = enlarged if self.kind == "tokens" else functools.partial(_multiplied, factors)
-                handles.append(module.register_forward_hook(change))
-            if name.endswith(".o_proj") and self.kind == "varying":
-                handles.append(module.register_forward_pre_hook(divided))
-        yield from _removed_behind(handles)
-
-
-def _removed_behind(handles: list[Any]) -> Iterator[None]:
-    """Removes hooks of a model when a block ends."""
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+        with ExitStack() as hooks:
+            hooks.enter_context(model.register_forward_pre_hook(note_ids, with_kwargs=True))
+            for name, module in model.named_modules():
+                if name.endswith(".v_proj"):
+                    change = enlarged if self.kind == "tokens" else changed(torch.mul, factors)
+                    hooks.enter_context(module.register_forward_hook(change))
+                if name.endswith(".o_proj") and self.kind == "varying":
+                    hooks.enter_context(module.register_forward_pre_hook(divided))
+            yield
 
 
-def _added(change: Tensor, module: Any, arguments: Any, output: Tensor) -> Tensor:
-    by_head = _by_head(output, change.shape[0])
-    return _as(output, by_head + change.to(output.dtype))
+def heads_of(model: Any) -> tuple[tuple[int, int], int]:
+    """KV heads and head_dim, and the query heads of each KV head."""
+    config = model.config.get_text_config()
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    kv_heads = config.num_key_value_heads
+    return (kv_heads, head_dim), config.num_attention_heads // kv_heads
 
 
-def _multiplied(factor: Tensor, module: Any, arguments: Any, output: Tensor) -> Tensor:
-    by_head = _by_head(output, factor.shape[0])
-    return _as(output, by_head * factor.to(output.dtype))
+def changed(operation: Callable[[Tensor, Tensor], Tensor], operand: Tensor) -> Callable[[Any, Any, Tensor], Tensor]:
+    """A hook that changes the output of a projection `[..., heads * head_dim]`, or of a norm in any order.
 
+    Args:
+        operation: of the output by heads, and of the operand.
+        operand: `[heads, head_dim]`.
+    """
 
-def _by_head(output: Tensor, heads: int) -> Tensor:
-    """An output `[..., heads, head_dim]`: of a projection `[..., heads * head_dim]`, or of a norm in any order."""
-    if output.dim() < 4:
-        return output.unflatten(-1, (heads, -1))
-    return output if output.shape[-2] == heads else output.transpose(-2, -3)
+    def hook(module: Any, arguments: Any, output: Tensor) -> Tensor:
+        own = operand.to(output.dtype)
+        if output.dim() < 4:
+            return operation(output.unflatten(-1, own.shape), own).flatten(-2)
+        return operation(output, own if output.shape[-2] == len(own) else own[:, None])
 
-
-def _as(output: Tensor, by_head: Tensor) -> Tensor:
-    """What `_by_head` made of an output, in the shape of the output."""
-    if output.dim() < 4:
-        return by_head.flatten(-2)
-    return by_head if output.shape == by_head.shape else by_head.transpose(-2, -3)
+    return hook

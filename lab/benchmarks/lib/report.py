@@ -93,9 +93,11 @@ class Options:
                 setattr(given, name, quick if getattr(given, "quick", False) else usual)
         if self._needs_model and given.model is None:
             self.parser.error(NO_MODEL)
+        if getattr(given, "record", False) and getattr(given, "quick", False):
+            self.parser.error("--record needs the full models, and --quick uses small ones: pass only one of the two")
         if self._kind is not None and given.record:
-            if given.output or getattr(given, "quick", False):
-                self.parser.error("--record keeps a whole run in a file of its own: leave out --quick and --output")
+            if given.output:
+                self.parser.error("--record keeps a whole run in a file of its own: leave out --output")
             given.output = pages.RECORDED / f"{self._kind(given)}-{datetime.date.today()}.json"
         given.output = given.output or RESULTS / f"{self._name}-{datetime.datetime.now():%Y-%m-%d-%H%M%S}.json"
         return given
@@ -137,6 +139,10 @@ class Session:
         if self.given.model in (None, "none"):
             return None
         return RealModel(self.given.model, default_text(), dtype)
+
+    def some_model(self, dtype: torch.dtype) -> RealModel | RandomModel:
+        """The model of `--model`, or a random one if there is none."""
+        return self.real(dtype) or self.random(dtype=dtype)
 
     def expect(self, is_right: bool, otherwise: str) -> None:
         if not is_right:

@@ -35,10 +35,11 @@ class Server(NamedTuple):
     process: "subprocess.Popen[bytes]"
     model: str
 
-    def most_memory(self) -> int:
-        """The most bytes that the process has held, on Linux."""
-        lines = pathlib.Path(f"/proc/{self.process.pid}/status").read_text().splitlines()
-        return 1024 * int(next(line for line in lines if line.startswith("VmHWM:")).split()[1])
+
+def most_memory(process: str) -> int:
+    """The most bytes that a process has held, by its number, or "self"; on Linux."""
+    lines = pathlib.Path(f"/proc/{process}/status").read_text().splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith("VmHWM:")).split()[1])
 
 
 @contextlib.contextmanager

@@ -60,30 +60,22 @@ def score_tokens(
 
     Args:
         model: a causal language model, in eval mode.
-        requests: contexts and continuations. Requests with equal contexts may stand anywhere.
+        requests: contexts and continuations of at least one token. Requests with equal contexts may stand anywhere.
         make_cache: makes an empty cache with room for the longest request, for one sequence or for several.
         store: contexts are looked up here before they are read, and inserted afterwards.
-        batch_size: most continuations in one forward pass.
-        chunk: tokens in one forward pass. An exact cache takes fewer tokens at once to save memory.
+        batch_size: most continuations in one forward pass, at least 1.
+        chunk: tokens in one forward pass, at least 1. An exact cache takes fewer tokens at once to save memory.
         on_scored: is called with the number of further requests that are scored.
 
     Returns:
         The scores, in the order of `requests`.
 
     Raises:
-        OptionError: a context or a continuation is empty, or `batch_size` or `chunk` is no whole number, at least 1.
         CapacityError: a request has more tokens than the model has positions, or than a static cache reserves.
         ConfigError: as `check_model`.
         UnsupportedLayerError: it is not known whether a layer of the cache is exact.
     """
-    check_count("batch_size", batch_size)
-    if chunk is not None:
-        check_count("chunk", chunk)
     check_model(model)
-    for index, request in enumerate(requests):
-        for name, ids in request._asdict().items():
-            if not ids:
-                raise OptionError(f"the {name} of `requests[{index}]` must have at least one token, got none.")
     if not requests:
         return []
     example = make_cache()

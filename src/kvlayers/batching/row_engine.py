@@ -297,7 +297,7 @@ class RowEngine(Generic[Kind]):
         if cache.length == 0 and remembers_lengths(model.config):
             # By a pass over a short sequence, so that the answer does not depend on those before it.
             model(ids[:, :1], use_cache=False)
-        output = pass_unseen(model, ids[:, :stop], cache, None, torch.arange(stop, device=model.device)[None])
+        output = pass_unseen(model, ids[:, :stop], cache)
         if stop == request.prompt_tokens and request.part is not None:
             now = self._part_of_store()
             if now is not None and now.is_of_same_states(request.part):

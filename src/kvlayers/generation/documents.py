@@ -247,7 +247,7 @@ class StoredDocuments:
         hit = self._part.lookup(ids, leave=0)
         cache = usable_cache(hit.cache, self._part.device, empty)
         if hit.covered < tokens:
-            pass_unseen(self._model, ids, cache, chunk, torch.arange(tokens, device=ids.device)[None])
+            pass_unseen(self._model, ids, cache, chunk)
             check_counted(self._model, cache, tokens)
             self._part.insert(ids, cache)
         cache.known_ids = ids

@@ -132,7 +132,14 @@ def make_room_in_call(model: Any, cache: Cache, began: PassStart | None, error: 
         call.inputs = newest
 
 
-def pass_unseen(model: Any, ids: Tensor, cache: Cache, chunk: int | None, positions: Tensor, **arguments: Any) -> Any:
+def pass_unseen(
+    model: Any,
+    ids: Tensor,
+    cache: Cache,
+    chunk: int | None = None,
+    positions: Tensor | None = None,
+    **arguments: Any,
+) -> Any:
     """Pass those of the tokens `[1, tokens]` to a model that its cache has not seen.
 
     A pass that runs out of memory is made again, as often as the cache can give way.
@@ -142,7 +149,7 @@ def pass_unseen(model: Any, ids: Tensor, cache: Cache, chunk: int | None, positi
         ids: all tokens.
         cache: the cache.
         chunk: tokens of one forward pass. Default: as many as the model can take.
-        positions: of all tokens, `[1, tokens]` or `[axes, 1, tokens]`.
+        positions: of all tokens, `[1, tokens]` or `[axes, 1, tokens]`. Default: 0, 1, 2 and so on.
         arguments: further arguments of the model.
 
     Returns:
@@ -151,7 +158,7 @@ def pass_unseen(model: Any, ids: Tensor, cache: Cache, chunk: int | None, positi
     arguments |= {cache_argument.name_in_generate(model): cache, "attention_mask": None, "use_cache": True}
     arguments |= model_types.newest_logits_only(model)
     if "position_ids" in generate_calls.forward_arguments(model):
-        arguments["position_ids"] = positions
+        arguments["position_ids"] = torch.arange(ids.shape[1], device=ids.device)[None] if positions is None else positions
     while True:
         began = cache.newest_pass()
         try:
@@ -169,8 +176,7 @@ def read_again(model: Any, prompts: Sequence[Tensor], caches: Sequence[Cache]) -
     logits = []
     for ids, cache in zip(prompts, caches, strict=True):
         cache.reset()
-        positions = torch.arange(ids.shape[1], device=ids.device)[None]
-        logits.append(pass_unseen(model, ids, cache, None, positions).logits[:, -1])
+        logits.append(pass_unseen(model, ids, cache).logits[:, -1])
     return logits
 
 

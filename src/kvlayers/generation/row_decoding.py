@@ -268,9 +268,7 @@ class RowDecoder(Generic[Row]):
         """Logits of the next tokens; of a row alone as `generate()` computes them, which may read it all again."""
         row, border = self.rows[0], self._border
         if border is not None and tokens.numel() == 1 and cache.length <= border < row.tokens:
-            ids = row.ids[:, row.padding :]
-            positions = torch.arange(row.tokens, device=ids.device)[None]
-            logits: Tensor = retried_pass.pass_unseen(self._model, ids, cache, None, positions).logits
+            logits: Tensor = retried_pass.pass_unseen(self._model, row.ids[:, row.padding :], cache).logits
             return logits
         return pass_rows(self._model, tokens, cache)
 

@@ -411,7 +411,10 @@ class PrefixedCall:
         if not length:
             return
         begin, limit = cache.length, pass_limit(self._model, cache)
-        ids, positions = self._prompts.row(row).to(self._part.device), self._positions_of(row)
+        ids, positions = self._prompts.row(row).to(self._part.device), None
+        if self._positions is not None:
+            # As the model makes them, `[axes, 1, tokens]`.
+            positions = self._positions[..., row : row + 1, self._prompts.padding[row] :].to(self._part.device)
         stops = (self._images.boundary(row, stop) for stop in self._snapshot_lengths(row, cache, begin, least, length))
         for stop in sorted({stop for stop in stops if stop > begin}):
             of_images = self._images.arguments(row, begin, stop)
@@ -422,17 +425,11 @@ class PrefixedCall:
             # A model that takes tokens one by one does so only behind others. Otherwise chunks are those of generate().
             chunk = self.config.prefill_chunk_size if limit is None else stop if begin == 0 else limit
             chunk = None if of_images else chunk
-            pass_unseen(self._model, ids[:, :stop], into, chunk, positions[..., :stop], **of_images)
+            own = None if positions is None else positions[..., :stop]
+            pass_unseen(self._model, ids[:, :stop], into, chunk, own, **of_images)
             check_counted(self._model, into, stop)
             self._images.insert(self._part, self._keys.row(row)[:, :stop], into)
             begin = 0 if is_apart else stop
-
-    def _positions_of(self, row: int) -> Tensor:
-        """The positions of a prompt, `[1, tokens]` or as the model makes them, `[axes, 1, tokens]`."""
-        padding, tokens = self._prompts.padding[row], self._prompts.input_ids.shape[1]
-        if self._positions is None:
-            return torch.arange(tokens - padding, device=self._part.device)[None]
-        return self._positions[..., row : row + 1, padding:].to(self._part.device)
 
     def _snapshot_lengths(self, row: int, cache: Cache, begin: int, least: int | None, length: int) -> list[int]:
         """The lengths between `begin` and `length` at which the cache is inserted into the store."""

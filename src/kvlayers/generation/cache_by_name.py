@@ -126,11 +126,8 @@ def cache_for(name: str, request: CacheRequest) -> transformers.Cache:
     if factory is None:
         # Options may stand behind the name.
         named = requested_cache(name, request.options)
-        factory, request = factory_of(named.name), dataclasses.replace(request, options=named.options)
-    else:
-        checked_options(request.options)
-    if factory is None:
-        raise unknown_name(name)
+        return cache_for(named.name, dataclasses.replace(request, options=named.options))
+    checked_options(request.options)
     cache = factory(request)
     if not isinstance(cache, transformers.Cache):
         raise RegistryError(

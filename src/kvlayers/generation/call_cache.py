@@ -616,12 +616,11 @@ def release(model: Any, acquired: list[Acquired]) -> None:
                 _idle[model] = cache
 
 
-def _static_parts(cache: object) -> list[Any] | None:
+def _static_parts(cache: object) -> tuple[Any, ...] | None:
     """The cache, or both parts of a pair, if each is of a reusable class and all of its layers reserve memory."""
     if not isinstance(cache, Cache):
         return None
-    pair: Any = cache
-    parts = [pair.self_attention_cache, pair.cross_attention_cache] if cache.is_pair else [cache]
+    parts = cache.parts()
     all_static = all([*fixed_layers(part.layers)] == [*part.layers] for part in parts)
     return parts if all_static and type(parts[0]) in REUSABLE else None
 

@@ -158,7 +158,9 @@ def pass_unseen(
     arguments |= {cache_argument.name_in_generate(model): cache, "attention_mask": None, "use_cache": True}
     arguments |= model_types.newest_logits_only(model)
     if "position_ids" in generate_calls.forward_arguments(model):
-        arguments["position_ids"] = torch.arange(ids.shape[1], device=ids.device)[None] if positions is None else positions
+        arguments["position_ids"] = (
+            torch.arange(ids.shape[1], device=ids.device)[None] if positions is None else positions
+        )
     while True:
         began = cache.newest_pass()
         try:

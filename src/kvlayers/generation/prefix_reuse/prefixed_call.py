@@ -41,7 +41,7 @@ from kvlayers.generation.prefix_reuse.eligibility import (
     ids_name,
     prompts_of,
 )
-from kvlayers.generation.prefix_reuse.images import Images, ImagesApart, images_in_place
+from kvlayers.generation.prefix_reuse.images import ImagesApart, images_in_place
 from kvlayers.generation.retried_pass import pass_unseen
 from kvlayers.prefix import Hit
 from kvlayers.prefix.keys import tokens_of
@@ -199,13 +199,14 @@ class PrefixedCall:
         check_options(self.config, self._arguments, model_kwargs, names)
         self._prompts = prompts_of(model, self.config, self._arguments)
         given = {name: value for name, value in model_kwargs.items() if name in names and value is not None}
-        self._images: Images | ImagesApart
-        if given and model.config.model_type in model_types.HAS_IMAGES_APART:
-            if self._prompts.is_padded:
-                raise IneligibleError("its prompt is padded, beside which there are images")
-            self._images = ImagesApart(model.config, self._prompts.input_ids, given)
-        else:
-            self._images = images_in_place(model.config, self._prompts.input_ids, self._prompts.padding, given)
+        are_apart = bool(given) and model.config.model_type in model_types.HAS_IMAGES_APART
+        if are_apart and self._prompts.is_padded:
+            raise IneligibleError("its prompt is padded, beside which there are images")
+        self._images = (
+            ImagesApart(model.config, self._prompts.input_ids, given)
+            if are_apart
+            else images_in_place(model.config, self._prompts.input_ids, self._prompts.padding, given)
+        )
         self._keys = PromptBatch(self._images.keys, self._prompts.padding)
         self._positions = generate_calls.own_positions(model, self._prompts.input_ids, model_kwargs)
         self._repeats = generate_calls.sequences_per_prompt(self.config)
@@ -411,10 +412,7 @@ class PrefixedCall:
         if not length:
             return
         begin, limit = cache.length, pass_limit(self._model, cache)
-        ids, positions = self._prompts.row(row).to(self._part.device), None
-        if self._positions is not None:
-            # As the model makes them, `[axes, 1, tokens]`.
-            positions = self._positions[..., row : row + 1, self._prompts.padding[row] :].to(self._part.device)
+        ids, first = self._prompts.row(row).to(self._part.device), self._prompts.padding[row]
         stops = (self._images.boundary(row, stop) for stop in self._snapshot_lengths(row, cache, begin, least, length))
         for stop in sorted({stop for stop in stops if stop > begin}):
             of_images = self._images.arguments(row, begin, stop)
@@ -425,7 +423,8 @@ class PrefixedCall:
             # A model that takes tokens one by one does so only behind others. Otherwise chunks are those of generate().
             chunk = self.config.prefill_chunk_size if limit is None else stop if begin == 0 else limit
             chunk = None if of_images else chunk
-            own = None if positions is None else positions[..., :stop]
+            # As the model makes them, `[axes, 1, tokens]`.
+            own = None if self._positions is None else self._positions[..., row : row + 1, first : first + stop].to(ids)
             pass_unseen(self._model, ids[:, :stop], into, chunk, own, **of_images)
             check_counted(self._model, into, stop)
             self._images.insert(self._part, self._keys.row(row)[:, :stop], into)

@@ -137,6 +137,22 @@ def cache_for(name: str, request: CacheRequest) -> transformers.Cache:
     return paired(cache, request.encoder_length) if has_cross_attention else cache
 
 
+def own_cache(model: Any, named: "NamedCache", **known: Any) -> Cache:
+    """A cache of kvlayers for a model that is there; `known` as for `request_of`.
+
+    Raises:
+        OptionError: the name stands for a cache of somebody else.
+        KVLayersError: as `make_cache`.
+    """
+    cache = cache_for(named.name, request_of(model, named.options, **known))
+    if not isinstance(cache, Cache):
+        raise OptionError(
+            f"`cache` must be a cache of kvlayers, got {named.name!r}, a {type(cache).__name__} that is not: name "
+            "another one of kvlayers.cache_names()."
+        )
+    return cache
+
+
 def paired(cache: transformers.Cache, encoder_length: int | None) -> transformers.Cache:
     """A cache with another one for cross-attention beside it, unless it is a pair.
 

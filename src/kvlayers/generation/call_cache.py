@@ -452,11 +452,10 @@ def _acquire(
     if compiled:
         with _lock:
             longest = _lengths.get(model, {}).get(request.batch_size, 0)
+            idle = _idle.pop(model, None)
         if request.length_hint is not None and request.length_hint < longest:
             # Another length would have another shape, for which the model would be compiled again.
             cache = cache_by_name.cache_for(name, dataclasses.replace(request, length_hint=longest))
-        with _lock:
-            idle = _idle.pop(model, None)
         # Under autocast, the dtype of states differs from that of the model.
         autocast = None if request.device is None else autocast_dtype(request.device)
         if idle is not None and autocast is None and _can_replace(idle, cache, request):
@@ -564,12 +563,12 @@ def _reserved_tokens(cache: object) -> int | None:
     """The most tokens that the layers of a cache can take in, `None` if there is no such number."""
     if not isinstance(cache, Cache):
         return None
-    limits: list[int | None] = []
+    limits: set[Any] = set()
     for layer in cache.self_attention.adapted_layers():
         attention: Any = layer.parts[0].unwrapped
         if attention.reserved is not None and not attention.reserved.grow:
-            limits.append(attention.token_limit if attention.is_sliding else attention.capacity)
-    return min((limit for limit in limits if limit is not None), default=None)
+            limits.add(attention.token_limit if attention.is_sliding else attention.capacity)
+    return min(limits - {None}, default=None)
 
 
 REUSABLE = (StaticCache, HybridCache, HybridChunkedCache, SlidingWindowCache)

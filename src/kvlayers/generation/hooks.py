@@ -323,7 +323,7 @@ def forward_pass(original: Callable[..., Any]) -> Callable[..., Any]:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         # Read once: another thread may uninstall kvlayers meanwhile.
         is_active_now = is_active
-        if is_active_now is None or cache_argument.has_pages(kwargs):
+        if is_active_now is None or type(kwargs.get("cache")).__name__ == cache_argument.OF_PAGES:
             return original(self, *args, **kwargs)
         name = cache_argument.name_for(self)
         kwargs = cache_argument.respelled(self, kwargs, name)

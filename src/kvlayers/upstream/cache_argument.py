@@ -81,12 +81,9 @@ def respelled(model: Any, arguments: dict[str, Any], name: str | None = None) ->
     return arguments
 
 
-def has_pages(arguments: Mapping[str, Any]) -> bool:
-    """Whether a forward pass is one of continuous batching, whose cache is for attention alone.
-
-    It has the same name on every version of transformers. Importing its class takes long.
-    """
-    return type(arguments.get(SPELLINGS[0])).__name__ == "PagedAttentionCache"
+OF_PAGES = "PagedAttentionCache"
+"""Name of the class of transformers' cache in continuous batching, which is for attention alone. A pass has it as
+`cache` on every version. Importing the class takes long."""
 
 
 def passed_in(arguments: Mapping[str, Any]) -> Any:

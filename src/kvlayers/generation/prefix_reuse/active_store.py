@@ -6,6 +6,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 
 from kvlayers.errors import OptionError
+from kvlayers.generation.call_arguments import check_is
 from kvlayers.generation.patching import ScopedValue
 from kvlayers.prefix import PrefixStore
 
@@ -85,14 +86,13 @@ def _refuse(reason: str) -> None:
 
 
 def _check(prefix_store: object, namespace: object) -> None:
-    if prefix_store is not None and not isinstance(prefix_store, PrefixStore):
-        raise OptionError(
-            f"`prefix_store` must be a kvlayers.PrefixStore, got a {type(prefix_store).__name__}: make one, as in "
-            "kvlayers.PrefixStore('1GiB', directory=PATH). The name of a cache goes by `cache`."
-        )
-    if not isinstance(namespace, str):
-        raise OptionError(
-            f"`namespace` must be a string, got a {type(namespace).__name__}: pass for example str(user_id)."
-        )
+    check_is(
+        PrefixStore | None,
+        prefix_store,
+        "prefix_store",
+        "a kvlayers.PrefixStore",
+        "make one, as in kvlayers.PrefixStore('1GiB', directory=PATH). The name of a cache goes by `cache`",
+    )
+    check_is(str, namespace, "namespace", "a string", "pass for example str(user_id)")
     if namespace and prefix_store is None:
         raise OptionError(f"`namespace` needs a `prefix_store`, got namespace={namespace!r} without one: pass both.")

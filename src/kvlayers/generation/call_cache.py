@@ -136,20 +136,16 @@ def validate(
 
 def check_windows(model: Any, cache: Cache) -> None:
     """Raise `ConfigError` if a layer holds fewer tokens than the model attends to, as it was made for another model."""
-    windows: dict[int, int] = {
-        index: layer.sliding_window
-        for index, layer in enumerate(cache.adapted_layers())
-        if layer.sliding_window is not None
-    }
-    if not windows:
-        return
-    for index, spec in enumerate(model_layers.layer_specs(model.config)):
+    windows = [layer.sliding_window for layer in cache.adapted_layers()]
+    # A model that has none may have a config that does not describe its layers.
+    specs = model_layers.layer_specs(model.config) if set(windows) - {None} else []
+    for index, (window, spec) in enumerate(zip(windows, specs, strict=False)):
         attended = spec.options.get("sliding_window")
-        if index in windows and (attended is None or attended > windows[index]):
+        if window is not None and (attended is None or attended > window):
             raise ConfigError(
                 f"layer {index} of the cache must hold {'all' if attended is None else attended} tokens, as "
-                f"{type(model).__name__} attends to them, got a window of {windows[index]}: the cache was made for "
-                "another model, make one with config=model.config."
+                f"{type(model).__name__} attends to them, got a window of {window}: the cache was made for another "
+                "model, make one with config=model.config."
             )
 
 

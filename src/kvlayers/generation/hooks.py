@@ -7,7 +7,6 @@ their cache by the name that they take.
 
 import functools
 import inspect
-import logging
 import threading
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -36,8 +35,6 @@ from kvlayers.generation.prefill import prefill_in_chunks, prefill_once
 from kvlayers.generation.prefix_reuse import active_store, prefixed_call
 from kvlayers.rope.from_config import frequencies_within
 from kvlayers.upstream import cache_argument, compat, generate_calls, model_types
-
-logger = logging.getLogger(__name__)
 
 
 def generate(original: Method, model: Any, *args: Any, **kwargs: Any) -> Any:

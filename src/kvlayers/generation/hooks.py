@@ -92,7 +92,7 @@ def _without_store(original: Method, model: Any, requested: str | None, cache_na
     if isinstance(cache, Cache) and not was_recording and not is_assistant:
         cache.deactivate_past_recording()
     record.end(output, cache)
-    if returns_tuples:
+    if returns_tuples and isinstance(output, ModelOutput):
         cache_argument.replace_in_output(output, legacy_tuples.to_tuples)
     if acquired:
         call_cache.remember_lengths(model, acquired)

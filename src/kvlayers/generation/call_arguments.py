@@ -15,9 +15,6 @@ from kvlayers.core.cache import CACHE_CLASSES
 from kvlayers.errors import OptionError
 from kvlayers.upstream import cache_argument
 
-PROMPTS = ("inputs", "input_ids")
-"""Names by which `generate()` takes its prompts."""
-
 _SIGNATURE = inspect.signature(GenerationMixin.generate)
 
 _OPTIONS = {
@@ -89,7 +86,7 @@ def with_prompt_by_name(arguments: dict[str, Any]) -> dict[str, Any]:
     Raises:
         OptionError: it has no `input_ids`, or an argument is given twice.
     """
-    place = PROMPTS[0] if isinstance(arguments.get(PROMPTS[0]), Mapping) else PROMPTS[1]
+    place = "inputs" if isinstance(arguments.get("inputs"), Mapping) else "input_ids"
     encoded = arguments.get(place)
     if not isinstance(encoded, Mapping):
         return arguments

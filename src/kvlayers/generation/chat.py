@@ -95,10 +95,21 @@ class Chat:
         namespace: str = "",
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        _check_model(model)
-        _check_tokenizer(tokenizer)
+        check_is(GenerationMixin, model, "model", "a model with generate()", "pass a loaded model")
+        if config_of(model).is_encoder_decoder:
+            raise OptionError(
+                f"`model` must be a decoder, which continues its prompt, but {type(model).__name__} has an encoder: "
+                "call generate() for each turn."
+            )
+        check_is(PreTrainedTokenizerBase, tokenizer, "tokenizer", "a tokenizer", "of a processor, pass its `tokenizer`")
+        if not tokenizer.chat_template:
+            raise OptionError(
+                "`tokenizer` must have a chat template, which says how turns are written, but it has none: set "
+                "`tokenizer.chat_template`, or load the instruction-tuned model."
+            )
         cache = either(cache, cache_implementation)
         required_store(prefix_store, namespace)
+        check_is(Mapping | None, chat_template_kwargs, "chat_template_kwargs", "a mapping", "pass a dict")
         for name in _SET_BY_CHATS & set(chat_template_kwargs or ()):
             raise OptionError(f"`chat_template_kwargs` must not have `{name}`: a chat sets it.")
         if isinstance(messages, str | Mapping) or not isinstance(messages, Iterable):
@@ -106,7 +117,6 @@ class Chat:
                 f"`messages` must be a list of messages, got a {type(messages).__name__}: pass for example "
                 f"[{{'role': 'user', 'content': 'Hello'}}]."
             )
-        check_is(Mapping | None, chat_template_kwargs, "chat_template_kwargs", "a mapping", "pass a dict")
         self.messages: list[Message] = [checked_message(message) for message in messages]
         self.cached_tokens = self.prompt_tokens = 0
         self._model = model
@@ -316,24 +326,6 @@ def _rolled_back(cache: Cache, length: int) -> int:
         # Tokens before a window are gone.
         cache.reset()
     return cache.length
-
-
-def _check_model(model: object) -> None:
-    check_is(GenerationMixin, model, "model", "a model with generate()", "pass a loaded model")
-    if config_of(model).is_encoder_decoder:
-        raise OptionError(
-            f"`model` must be a decoder, which continues its prompt, but {type(model).__name__} has an encoder: call "
-            "generate() for each turn."
-        )
-
-
-def _check_tokenizer(tokenizer: Any) -> None:
-    check_is(PreTrainedTokenizerBase, tokenizer, "tokenizer", "a tokenizer", "of a processor, pass its `tokenizer`")
-    if not tokenizer.chat_template:
-        raise OptionError(
-            "`tokenizer` must have a chat template, which says how turns are written, but it has none: set "
-            "`tokenizer.chat_template`, or load the instruction-tuned model."
-        )
 
 
 def checked_message(message: object) -> Message:

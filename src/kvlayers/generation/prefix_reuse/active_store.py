@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvlayers.errors import OptionError
 from kvlayers.generation.call_arguments import check_is
@@ -67,25 +67,6 @@ def optional_store(prefix_store: PrefixStore | None, namespace: str) -> ActiveSt
     Raises:
         OptionError: `prefix_store` is not a `PrefixStore`, `namespace` is not a string, or it has no store.
     """
-    _check(prefix_store, namespace)
-    return None if prefix_store is None else ActiveStore(prefix_store, namespace, prefix_store.record_bypass)
-
-
-def required_store(prefix_store: PrefixStore | None, namespace: str) -> ActiveStore | None:
-    """A store that calls must use: a call that cannot use it raises `OptionError`. `None` for no store.
-
-    Raises:
-        OptionError: as `optional_store`.
-    """
-    _check(prefix_store, namespace)
-    return None if prefix_store is None else ActiveStore(prefix_store, namespace, _refuse)
-
-
-def _refuse(reason: str) -> None:
-    raise OptionError(f"`prefix_store` must be left out of this call, as {reason}.") from None
-
-
-def _check(prefix_store: object, namespace: object) -> None:
     check_is(
         PrefixStore | None,
         prefix_store,
@@ -96,3 +77,18 @@ def _check(prefix_store: object, namespace: object) -> None:
     check_is(str, namespace, "namespace", "a string", "pass for example str(user_id)")
     if namespace and prefix_store is None:
         raise OptionError(f"`namespace` needs a `prefix_store`, got namespace={namespace!r} without one: pass both.")
+    return None if prefix_store is None else ActiveStore(prefix_store, namespace, prefix_store.record_bypass)
+
+
+def required_store(prefix_store: PrefixStore | None, namespace: str) -> ActiveStore | None:
+    """A store that calls must use: a call that cannot use it raises `OptionError`. `None` for no store.
+
+    Raises:
+        OptionError: as `optional_store`.
+    """
+    active = optional_store(prefix_store, namespace)
+    return None if active is None else replace(active, on_bypass=_refuse)
+
+
+def _refuse(reason: str) -> None:
+    raise OptionError(f"`prefix_store` must be left out of this call, as {reason}.") from None

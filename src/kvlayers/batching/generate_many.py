@@ -158,7 +158,7 @@ def generate_many(
     model = model_types.unwrapped(model)
     given = {"tokenizer": tokenizer, **{name: options.pop(name) for name in SEEN_BY_IDS if name in options}}
     config, left = generate_calls.full_generation_config(model, {"max_new_tokens": max_new_tokens, **options})
-    of_generate = options.keys() & {*generate_calls.arguments_of_generate(), "max_length"} - {"generation_config"}
+    of_generate = options.keys() & {*generate_calls.SIGNATURE.parameters, "max_length"} - {"generation_config"}
     of_generate |= {name for name in NOT_HERE if vars(config).get(name)}
     of_generate |= {"use_cache"} if options.get("use_cache") is False else set()
     if refused := sorted(of_generate):

@@ -13,15 +13,13 @@ from transformers.generation.utils import GenerationMixin
 
 from kvlayers.core.cache import CACHE_CLASSES
 from kvlayers.errors import OptionError
-from kvlayers.upstream import cache_argument
-
-_SIGNATURE = inspect.signature(GenerationMixin.generate)
+from kvlayers.upstream import cache_argument, generate_calls
 
 _OPTIONS = {
     "input_ids",
     "attention_mask",
     *cache_argument.SPELLINGS,
-    *_SIGNATURE.parameters,
+    *generate_calls.SIGNATURE.parameters,
     *vars(GenerationConfig()),
 }
 """What most calls pass, and what `generate()` takes besides."""
@@ -73,8 +71,8 @@ def by_name(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """
     if not args:
         return kwargs
-    _SIGNATURE.bind(None, *args, **kwargs)
-    return {**kwargs, **dict(zip([*_SIGNATURE.parameters][1:], args, strict=False))}
+    generate_calls.SIGNATURE.bind(None, *args, **kwargs)
+    return {**kwargs, **dict(zip([*generate_calls.SIGNATURE.parameters][1:], args, strict=False))}
 
 
 def with_prompt_by_name(arguments: dict[str, Any]) -> dict[str, Any]:

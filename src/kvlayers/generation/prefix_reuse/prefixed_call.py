@@ -26,7 +26,7 @@ from kvlayers.core.cache_layer import LayerState, is_stackable
 from kvlayers.core.description import Fact
 from kvlayers.errors import KVLayersError, UnsupportedLayerError
 from kvlayers.generation import cache_by_name
-from kvlayers.generation.patching import overriding
+from kvlayers.generation.patching import Method, overriding
 from kvlayers.generation.prefill import MIN_TOKENS, is_told_positions, pass_limit
 from kvlayers.generation.prefix_reuse import active_store
 from kvlayers.generation.prefix_reuse.borders import snapshot_lengths
@@ -94,10 +94,8 @@ def depends_on_chunks(cache: Cache) -> bool:
 
 _CACHE_FROM_STORE: ContextVar[Cache | None] = ContextVar("the cache that the current call starts from", default=None)
 
-Generate = Callable[..., Any]
 
-
-def generate(active: active_store.ActiveStore, plain: Generate, model: Any, arguments: dict[str, Any]) -> Any:
+def generate(active: active_store.ActiveStore, plain: Method, model: Any, arguments: dict[str, Any]) -> Any:
     """Call `plain(**arguments)`, which is `generate()`, with a cache from a store if possible.
 
     Args:
@@ -133,7 +131,7 @@ def generate(active: active_store.ActiveStore, plain: Generate, model: Any, argu
         return call.finish(output, cache)
 
 
-def call_with(cache: Cache, plain: Generate, arguments: Mapping[str, Any], cached_tokens: tuple[int, ...]) -> Any:
+def call_with(cache: Cache, plain: Method, arguments: Mapping[str, Any], cached_tokens: tuple[int, ...]) -> Any:
     """Call `generate()` with a cache in the place of one by name.
 
     Args:

@@ -251,10 +251,10 @@ def model_identity(model: torch.nn.Module, weights: str, device: torch.device) -
         IneligibleError: an implementation cannot be compared.
     """
     autocast = autocast_dtype(device)
-    named = implementations.of(model)
-    if own := named.incomparable:
-        raise IneligibleError(f"{own} is no function of transformers, and cannot be compared")
-    return canonical([weights, None if autocast is None else str(autocast), named.names, list(_adapters(model))])
+    names, incomparable = implementations.of(model)
+    if incomparable is not None:
+        raise IneligibleError(f"{incomparable} is no function of transformers, and cannot be compared")
+    return canonical([weights, None if autocast is None else str(autocast), names, list(_adapters(model))])
 
 
 def _adapters(model: torch.nn.Module) -> Iterator[list[Any]]:

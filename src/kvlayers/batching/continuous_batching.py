@@ -24,7 +24,6 @@ import torch
 from kvlayers.batching.row_engine import Request, RowEngine
 from kvlayers.errors import CapacityError, KVLayersError, OptionError
 from kvlayers.generation import cache_by_name
-from kvlayers.generation.call_arguments import check_model
 from kvlayers.generation.install import SERVED
 from kvlayers.generation.prefix_reuse import active_store
 from kvlayers.generation.row_decoding import drafter_of
@@ -266,7 +265,6 @@ class RowsManager:
     """
 
     def __init__(self, model: Any, generation_config: Any, batching_config: Any) -> None:
-        check_model(model)
         self.model, self.generation_config = model.eval(), generation_config
         self.continuous_batching_config, self.warmed_up = batching_config, True
         self.background_thread_status, self._outputs = ThreadStatus(), Outputs()

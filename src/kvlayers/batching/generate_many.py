@@ -12,7 +12,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from kvlayers.batching.row_engine import Request, RowEngine
 from kvlayers.errors import OptionError
 from kvlayers.generation.cache_by_name import either, requested_cache
-from kvlayers.generation.call_arguments import check_generation_config, check_model
+from kvlayers.generation.call_arguments import check_generation_config, check_is, check_model
 from kvlayers.generation.chat import checked_message
 from kvlayers.generation.prefix_reuse.active_store import required_store
 from kvlayers.generation.row_decoding import Drafter, drafter_of
@@ -158,7 +158,7 @@ def generate_many(
     model = model_types.unwrapped(model)
     given = {"tokenizer": tokenizer, **{name: options.pop(name) for name in SEEN_BY_IDS if name in options}}
     config, left = generate_calls.full_generation_config(model, {"max_new_tokens": max_new_tokens, **options})
-    of_generate = options.keys() & {*generate_calls.arguments_of_generate(), "max_length"} - {"generation_config"}
+    of_generate = options.keys() & {*generate_calls.SIGNATURE.parameters, "max_length"} - {"generation_config"}
     of_generate |= {name for name in NOT_HERE if vars(config).get(name)}
     of_generate |= {"use_cache"} if options.get("use_cache") is False else set()
     if refused := sorted(of_generate):
@@ -215,8 +215,7 @@ def _check_callables(tokenizer: object, on_token: object, options: Mapping[str, 
             "it out."
         )
     for name in ("logits_processor", "stopping_criteria"):
-        if not isinstance(options.get(name), list | None):
-            raise OptionError(f"`{name}` must be a list, got a {type(options[name]).__name__}: pass [{name}].")
+        check_is(list | None, options.get(name), name, "a list", f"pass [{name}]")
 
 
 def _drafter(model: Any, config: Any, looked_up: int | None, assistant: Any) -> Drafter | None:
@@ -229,11 +228,7 @@ def _drafter(model: Any, config: Any, looked_up: int | None, assistant: Any) -> 
         check_whole_number(looked_up, "`prompt_lookup_num_tokens`", 1, of="tokens")
     if assistant is not None:
         assistant = model_types.unwrapped(assistant)
-        if not isinstance(assistant, PreTrainedModel):
-            raise OptionError(
-                f"`assistant_model` must be a model of transformers, got a {type(assistant).__name__}: pass a loaded "
-                "model."
-            )
+        check_is(PreTrainedModel, assistant, "assistant_model", "a model of transformers", "pass a loaded model")
         own, smaller = (model_types.decoder_config(each.config).vocab_size for each in (model, assistant))
         if own != smaller:
             raise OptionError(

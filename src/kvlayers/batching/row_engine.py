@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvlayers.core.cache import Cache
 from kvlayers.errors import OptionError
-from kvlayers.generation.cache_by_name import AUTO, NamedCache, cache_for, request_of
+from kvlayers.generation.cache_by_name import AUTO, NamedCache, own_cache, request_of
 from kvlayers.generation.call_arguments import check_vocabulary
 from kvlayers.generation.prefix_reuse.active_store import ActiveStore
 from kvlayers.generation.prefix_reuse.eligibility import StorePart
@@ -131,14 +131,7 @@ class RowEngine(Generic[Kind]):
 
     def _empty_cache(self, length_hint: int) -> Cache:
         """A cache of one sequence, of so many tokens."""
-        request = request_of(self._model, self._named.options, batch_size=1, length_hint=length_hint)
-        cache = cache_for(self._named.name, request)
-        if not isinstance(cache, Cache):
-            raise OptionError(
-                f"`cache` must be a cache of kvlayers, got {self._named.name!r}, a {type(cache).__name__}: name "
-                "another."
-            )
-        return cache
+        return own_cache(self._model, self._named, batch_size=1, length_hint=length_hint)
 
     @property
     def held(self) -> list[Kind]:
@@ -297,7 +290,7 @@ class RowEngine(Generic[Kind]):
         if cache.length == 0 and remembers_lengths(model.config):
             # By a pass over a short sequence, so that the answer does not depend on those before it.
             model(ids[:, :1], use_cache=False)
-        output = pass_unseen(model, ids[:, :stop], cache, None, torch.arange(stop, device=model.device)[None])
+        output = pass_unseen(model, ids[:, :stop], cache)
         if stop == request.prompt_tokens and request.part is not None:
             now = self._part_of_store()
             if now is not None and now.is_of_same_states(request.part):

@@ -126,11 +126,10 @@ def show(console: Console, found: DirectoryReport) -> None:
 def drawn(tree: PrefixTree, title: Text) -> Tree:
     """The drawing of a tree: a line for each run of tokens, below the tokens before them."""
     top = Tree(title, guide_style="dim")
-    pending = [(top, node) for node in reversed(tree.children)]
-    while pending:
-        branch, node = pending.pop()
-        below = branch.add(_line(node))
-        pending += [(below, child) for child in reversed(node.children)]
+    branches: dict[PrefixNode, Tree] = {}
+    for node in tree.nodes:
+        below = branches.get(node, top).add(_line(node))
+        branches.update(dict.fromkeys(node.children, below))
     return top
 
 
@@ -166,21 +165,18 @@ def _count(number: int, one: str, several: str = "") -> str:
 
 def as_plain(found: DirectoryReport) -> dict[str, Any]:
     """All that is known, for machines. `parent` is the place of a node's parent in the list of nodes."""
-    nodes: list[dict[str, Any]] = []
-    pending: list[tuple[int | None, PrefixNode]] = [(None, node) for node in reversed(found.tree.children)]
-    while pending:
-        parent, node = pending.pop()
-        pending += [(len(nodes), child) for child in reversed(node.children)]
-        nodes.append(
-            {
-                "parent": parent,
-                "label": short_label(node.label) if node.label else None,
-                "tokens": node.tokens,
-                "nbytes": node.nbytes + node.file_bytes,
-                "is_entry": node.is_entry,
-                "age": node.age,
-            }
-        )
+    parents = {child: place for place, node in enumerate(found.tree.nodes) for child in node.children}
+    nodes = [
+        {
+            "parent": parents.get(node),
+            "label": short_label(node.label) if node.label else None,
+            "tokens": node.tokens,
+            "nbytes": node.nbytes + node.file_bytes,
+            "is_entry": node.is_entry,
+            "age": node.age,
+        }
+        for node in found.tree.nodes
+    ]
     return {
         "directory": found.directory,
         "entries": found.entries,

@@ -201,11 +201,9 @@ def decode(
         input_ids,
         **{**kwargs, name: replay.cache},
     )
-    is_output = isinstance(output, ModelOutput)
     if rolls_back:
-        replay.complete(output.sequences if is_output else output)
-    if rolls_back and is_output:
-        cache_argument.replace_in_output(output, cache)
+        replay.complete(output.sequences if isinstance(output, ModelOutput) else output)
+        cache_argument.replace_in_output(output, lambda view: cache)
     return output
 
 

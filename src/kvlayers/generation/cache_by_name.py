@@ -126,11 +126,8 @@ def cache_for(name: str, request: CacheRequest) -> transformers.Cache:
     if factory is None:
         # Options may stand behind the name.
         named = requested_cache(name, request.options)
-        factory, request = factory_of(named.name), dataclasses.replace(request, options=named.options)
-    else:
-        checked_options(request.options)
-    if factory is None:
-        raise unknown_name(name)
+        return cache_for(named.name, dataclasses.replace(request, options=named.options))
+    checked_options(request.options)
     cache = factory(request)
     if not isinstance(cache, transformers.Cache):
         raise RegistryError(
@@ -138,6 +135,22 @@ def cache_for(name: str, request: CacheRequest) -> transformers.Cache:
         )
     has_cross_attention = request.config.is_encoder_decoder or request.encoder_length is not None
     return paired(cache, request.encoder_length) if has_cross_attention else cache
+
+
+def own_cache(model: Any, named: "NamedCache", **known: Any) -> Cache:
+    """A cache of kvlayers for a model that is there; `known` as for `request_of`.
+
+    Raises:
+        OptionError: the name stands for a cache of somebody else.
+        KVLayersError: as `make_cache`.
+    """
+    cache = cache_for(named.name, request_of(model, named.options, **known))
+    if not isinstance(cache, Cache):
+        raise OptionError(
+            f"`cache` must be a cache of kvlayers, got {named.name!r}, a {type(cache).__name__} that is not: name "
+            "another one of kvlayers.cache_names()."
+        )
+    return cache
 
 
 def paired(cache: transformers.Cache, encoder_length: int | None) -> transformers.Cache:

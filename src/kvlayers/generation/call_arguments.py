@@ -13,18 +13,13 @@ from transformers.generation.utils import GenerationMixin
 
 from kvlayers.core.cache import CACHE_CLASSES
 from kvlayers.errors import OptionError
-from kvlayers.upstream import cache_argument
-
-PROMPTS = ("inputs", "input_ids")
-"""Names by which `generate()` takes its prompts."""
-
-_SIGNATURE = inspect.signature(GenerationMixin.generate)
+from kvlayers.upstream import cache_argument, generate_calls
 
 _OPTIONS = {
     "input_ids",
     "attention_mask",
     *cache_argument.SPELLINGS,
-    *_SIGNATURE.parameters,
+    *generate_calls.SIGNATURE.parameters,
     *vars(GenerationConfig()),
 }
 """What most calls pass, and what `generate()` takes besides."""
@@ -32,22 +27,40 @@ _OPTIONS = {
 _TOKENIZE = "pass ids as tokenizer(texts, return_tensors='pt') returns them"
 
 
+def check_is(kind: Any, given: object, name: str, what: str, advice: str) -> None:
+    """Raise `OptionError` if an argument is not of a class, or of one of several (`list | None`).
+
+    Args:
+        kind: the class.
+        given: the argument.
+        name: its name.
+        what: what it must be, for the error.
+        advice: what to do, for the end of the error.
+    """
+    if not isinstance(given, kind):
+        raise OptionError(f"`{name}` must be {what}, got a {type(given).__name__}: {advice}.")
+
+
 def check_model(model: object) -> None:
     """Raise `OptionError` if what should be a model is something else: a config, a name, or the prompt."""
-    if not isinstance(model, torch.nn.Module | GenerationMixin):
-        raise OptionError(
-            f"`model` must be a model of transformers, got a {type(model).__name__}: pass the model first, then the "
-            "prompt."
-        )
+    check_is(
+        torch.nn.Module | GenerationMixin,
+        model,
+        "model",
+        "a model of transformers",
+        "pass the model first, then the prompt",
+    )
 
 
 def check_generation_config(given: object) -> None:
     """Raise `OptionError` if a `generation_config` is another object, such as the second of two positional ones."""
-    if given is not None and not isinstance(given, GenerationConfig):
-        raise OptionError(
-            f"`generation_config` must be a GenerationConfig, got a {type(given).__name__}: pass options by their "
-            "names, as in generate(model, input_ids, max_new_tokens=20)."
-        )
+    check_is(
+        GenerationConfig | None,
+        given,
+        "generation_config",
+        "a GenerationConfig",
+        "pass options by their names, as in generate(model, input_ids, max_new_tokens=20)",
+    )
 
 
 def by_name(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -58,8 +71,8 @@ def by_name(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """
     if not args:
         return kwargs
-    _SIGNATURE.bind(None, *args, **kwargs)
-    return {**kwargs, **dict(zip([*_SIGNATURE.parameters][1:], args, strict=False))}
+    generate_calls.SIGNATURE.bind(None, *args, **kwargs)
+    return {**kwargs, **dict(zip([*generate_calls.SIGNATURE.parameters][1:], args, strict=False))}
 
 
 def with_prompt_by_name(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -71,7 +84,7 @@ def with_prompt_by_name(arguments: dict[str, Any]) -> dict[str, Any]:
     Raises:
         OptionError: it has no `input_ids`, or an argument is given twice.
     """
-    place = PROMPTS[0] if isinstance(arguments.get(PROMPTS[0]), Mapping) else PROMPTS[1]
+    place = "inputs" if isinstance(arguments.get("inputs"), Mapping) else "input_ids"
     encoded = arguments.get(place)
     if not isinstance(encoded, Mapping):
         return arguments
@@ -148,10 +161,7 @@ def _check_ids(given: Mapping[str, Any], model: Any) -> None:
     ids, mask = given.get(name), given.get("attention_mask")
     if ids is None:
         return
-    if not isinstance(ids, Tensor):
-        raise OptionError(
-            f"`{name}` must be token ids, an integer tensor [prompts, tokens], got a {type(ids).__name__}: {_TOKENIZE}."
-        )
+    check_is(Tensor, ids, name, "token ids, an integer tensor [prompts, tokens]", _TOKENIZE)
     is_whole = ids.dtype in (torch.int32, torch.int64)
     # Beside embeddings, ids may be those of no token.
     is_empty = ids.numel() == 0 and given.get("inputs_embeds") is None
@@ -162,11 +172,7 @@ def _check_ids(given: Mapping[str, Any], model: Any) -> None:
             f"`{name}` must be token ids, an integer tensor [prompts, tokens] of at least one token, got {ids.dtype} "
             f"of shape {list(ids.shape)}{where}: {advice}."
         )
-    if mask is not None and not isinstance(mask, Tensor):
-        raise OptionError(
-            f"`attention_mask` must be a tensor [prompts, tokens], got a {type(mask).__name__}: pass what the "
-            "tokenizer returns."
-        )
+    check_is(Tensor | None, mask, "attention_mask", "a tensor [prompts, tokens]", "pass what the tokenizer returns")
     if (
         mask is not None
         and mask.dim() == 2 == ids.dim()

@@ -136,20 +136,16 @@ def validate(
 
 def check_windows(model: Any, cache: Cache) -> None:
     """Raise `ConfigError` if a layer holds fewer tokens than the model attends to, as it was made for another model."""
-    windows: dict[int, int] = {
-        index: layer.sliding_window
-        for index, layer in enumerate(cache.adapted_layers())
-        if layer.sliding_window is not None
-    }
-    if not windows:
-        return
-    for index, spec in enumerate(model_layers.layer_specs(model.config)):
+    windows = [layer.sliding_window for layer in cache.adapted_layers()]
+    # A model that has none may have a config that does not describe its layers.
+    specs = model_layers.layer_specs(model.config) if set(windows) - {None} else []
+    for index, (window, spec) in enumerate(zip(windows, specs, strict=False)):
         attended = spec.options.get("sliding_window")
-        if index in windows and (attended is None or attended > windows[index]):
+        if window is not None and (attended is None or attended > window):
             raise ConfigError(
                 f"layer {index} of the cache must hold {'all' if attended is None else attended} tokens, as "
-                f"{type(model).__name__} attends to them, got a window of {windows[index]}: the cache was made for "
-                "another model, make one with config=model.config."
+                f"{type(model).__name__} attends to them, got a window of {window}: the cache was made for another "
+                "model, make one with config=model.config."
             )
 
 
@@ -452,11 +448,10 @@ def _acquire(
     if compiled:
         with _lock:
             longest = _lengths.get(model, {}).get(request.batch_size, 0)
+            idle = _idle.pop(model, None)
         if request.length_hint is not None and request.length_hint < longest:
             # Another length would have another shape, for which the model would be compiled again.
             cache = cache_by_name.cache_for(name, dataclasses.replace(request, length_hint=longest))
-        with _lock:
-            idle = _idle.pop(model, None)
         # Under autocast, the dtype of states differs from that of the model.
         autocast = None if request.device is None else autocast_dtype(request.device)
         if idle is not None and autocast is None and _can_replace(idle, cache, request):
@@ -564,12 +559,12 @@ def _reserved_tokens(cache: object) -> int | None:
     """The most tokens that the layers of a cache can take in, `None` if there is no such number."""
     if not isinstance(cache, Cache):
         return None
-    limits: list[int | None] = []
+    limits: set[Any] = set()
     for layer in cache.self_attention.adapted_layers():
         attention: Any = layer.parts[0].unwrapped
         if attention.reserved is not None and not attention.reserved.grow:
-            limits.append(attention.token_limit if attention.is_sliding else attention.capacity)
-    return min((limit for limit in limits if limit is not None), default=None)
+            limits.add(attention.token_limit if attention.is_sliding else attention.capacity)
+    return min(limits - {None}, default=None)
 
 
 REUSABLE = (StaticCache, HybridCache, HybridChunkedCache, SlidingWindowCache)
@@ -616,12 +611,11 @@ def release(model: Any, acquired: list[Acquired]) -> None:
                 _idle[model] = cache
 
 
-def _static_parts(cache: object) -> list[Any] | None:
+def _static_parts(cache: object) -> tuple[Any, ...] | None:
     """The cache, or both parts of a pair, if each is of a reusable class and all of its layers reserve memory."""
     if not isinstance(cache, Cache):
         return None
-    pair: Any = cache
-    parts = [pair.self_attention_cache, pair.cross_attention_cache] if cache.is_pair else [cache]
+    parts = cache.parts()
     all_static = all([*fixed_layers(part.layers)] == [*part.layers] for part in parts)
     return parts if all_static and type(parts[0]) in REUSABLE else None
 

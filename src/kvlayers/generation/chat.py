@@ -5,17 +5,20 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 from transformers.generation.utils import GenerationMixin
 
 from kvlayers.core.cache import Cache
 from kvlayers.errors import CacheFileError, KVLayersError, OptionError
-from kvlayers.generation.cache_by_name import either, make_cache, requested_cache
+from kvlayers.generation.cache_by_name import DYNAMIC, either, own_cache, requested_cache
+from kvlayers.generation.call_arguments import check_is
 from kvlayers.generation.install import generate
 from kvlayers.generation.prefix_reuse.active_store import required_store
 from kvlayers.persistence import inspect_cache, load_cache, save_cache
 from kvlayers.prefix import PrefixStore
+from kvlayers.prefix.keys import common_tokens
 from kvlayers.rope.from_config import depends_on_length, frequencies_within
 from kvlayers.upstream.cache_argument import SPELLINGS, name_in_generate
 from kvlayers.upstream.generate_calls import full_generation_config, sequences_per_prompt
@@ -92,20 +95,27 @@ class Chat:
         namespace: str = "",
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        _check_model(model)
-        _check_tokenizer(tokenizer)
+        check_is(GenerationMixin, model, "model", "a model with generate()", "pass a loaded model")
+        if config_of(model).is_encoder_decoder:
+            raise OptionError(
+                f"`model` must be a decoder, which continues its prompt, but {type(model).__name__} has an encoder: "
+                "call generate() for each turn."
+            )
+        check_is(PreTrainedTokenizerBase, tokenizer, "tokenizer", "a tokenizer", "of a processor, pass its `tokenizer`")
+        if not tokenizer.chat_template:
+            raise OptionError(
+                "`tokenizer` must have a chat template, which says how turns are written, but it has none: set "
+                "`tokenizer.chat_template`, or load the instruction-tuned model."
+            )
         cache = either(cache, cache_implementation)
         required_store(prefix_store, namespace)
+        check_is(Mapping | None, chat_template_kwargs, "chat_template_kwargs", "a mapping", "pass a dict")
         for name in _SET_BY_CHATS & set(chat_template_kwargs or ()):
             raise OptionError(f"`chat_template_kwargs` must not have `{name}`: a chat sets it.")
         if isinstance(messages, str | Mapping) or not isinstance(messages, Iterable):
             raise OptionError(
                 f"`messages` must be a list of messages, got a {type(messages).__name__}: pass for example "
                 f"[{{'role': 'user', 'content': 'Hello'}}]."
-            )
-        if not isinstance(chat_template_kwargs, Mapping | None):
-            raise OptionError(
-                f"`chat_template_kwargs` must be a mapping, got a {type(chat_template_kwargs).__name__}: pass a dict."
             )
         self.messages: list[Message] = [checked_message(message) for message in messages]
         self.cached_tokens = self.prompt_tokens = 0
@@ -123,25 +133,14 @@ class Chat:
 
     def _checked_cache(self, cache: Cache | str | None) -> Cache | None:
         """The cache of the chat's own, `None` with a store, which has one for each turn."""
-        if self._store is not None:
-            if isinstance(cache, Cache):
-                raise OptionError(
-                    "`cache` must be a name if a `prefix_store` is given, because the store has a cache for each turn, "
-                    f"got a {type(cache).__name__}: pass for example cache='int4', or leave out the store."
-                )
-            if cache is not None:
-                requested_cache(cache, None)
-            return None
         if not isinstance(cache, Cache):
-            made = make_cache(
-                "dynamic" if cache is None else cache, self._model, batch_size=1, device=self._model.device
+            named = requested_cache(DYNAMIC if cache is None else cache, None)
+            return own_cache(self._model, named, batch_size=1) if self._store is None else None
+        if self._store is not None:
+            raise OptionError(
+                "`cache` must be a name if a `prefix_store` is given, because the store has a cache for each turn, "
+                f"got a {type(cache).__name__}: pass for example cache='int4', or leave out the store."
             )
-            if not isinstance(made, Cache):
-                raise OptionError(
-                    f"`cache` must be the name of a cache of kvlayers, got '{cache}', which is transformers' own: "
-                    "pass a name of kvlayers.cache_names()."
-                )
-            return made
         if cache.length or cache.is_pair:
             raise OptionError(
                 f"`cache` must be an empty cache of a decoder, got {cache!r}: pass the conversation as `messages`, or "
@@ -208,7 +207,9 @@ class Chat:
         # that has only some of the states.
         if sequences_per_prompt(config) > 1 or kept_states(self._model) is not None or rotates_otherwise:
             self._cache.reset()
-        held = _rolled_back(self._cache, _common_length(self._held_ids(self._cache), ids))
+        known = common_tokens(np.array(self._held_ids(self._cache), np.int64), np.array(ids, np.int64))
+        # At least one token is left, for the model to compute.
+        held = _rolled_back(self._cache, min(known, len(ids) - 1))
         self._seen, self._frequencies = ids, None
         options[name_in_generate(self._model)] = self._cache
         try:
@@ -325,36 +326,6 @@ def _rolled_back(cache: Cache, length: int) -> int:
         # Tokens before a window are gone.
         cache.reset()
     return cache.length
-
-
-def _common_length(held: list[int], ids: list[int]) -> int:
-    """With how many of the held tokens a prompt begins. At least one token is left, for the model to compute."""
-    most = min(len(held), len(ids) - 1)
-    return next((place for place in range(most) if held[place] != ids[place]), most)
-
-
-def _check_model(model: object) -> None:
-    if not isinstance(model, GenerationMixin):
-        raise OptionError(
-            f"`model` must be a model with generate(), got a {type(model).__name__}: pass a loaded model."
-        )
-    if config_of(model).is_encoder_decoder:
-        raise OptionError(
-            f"`model` must be a decoder, which continues its prompt, but {type(model).__name__} has an encoder: call "
-            "generate() for each turn."
-        )
-
-
-def _check_tokenizer(tokenizer: object) -> None:
-    if not isinstance(tokenizer, PreTrainedTokenizerBase):
-        raise OptionError(
-            f"`tokenizer` must be a tokenizer, got a {type(tokenizer).__name__}: of a processor, pass its `tokenizer`."
-        )
-    if not tokenizer.chat_template:
-        raise OptionError(
-            "`tokenizer` must have a chat template, which says how turns are written, but it has none: set "
-            "`tokenizer.chat_template`, or load the instruction-tuned model."
-        )
 
 
 def checked_message(message: object) -> Message:

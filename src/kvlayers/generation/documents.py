@@ -20,6 +20,7 @@ from kvlayers.core.from_config import WINDOWED
 from kvlayers.documents.joining import EVERYTHING, check_into, check_joinable, joined, recompute_amount
 from kvlayers.errors import OptionError
 from kvlayers.generation import cache_by_name
+from kvlayers.generation.call_arguments import check_is
 from kvlayers.generation.prefix_reuse import active_store
 from kvlayers.generation.prefix_reuse.eligibility import IneligibleError, StorePart, check_generate
 from kvlayers.generation.prefix_reuse.prefixed_call import (
@@ -247,8 +248,7 @@ class StoredDocuments:
         hit = self._part.lookup(ids, leave=0)
         cache = usable_cache(hit.cache, self._part.device, empty)
         if hit.covered < tokens:
-            positions = torch.arange(tokens, device=ids.device)[None]
-            pass_unseen(self._model, ids, cache, chunk, positions, logits=0)
+            pass_unseen(self._model, ids, cache, chunk, logits=0)
             check_counted(self._model, cache, tokens)
             self._part.insert(ids, cache)
         cache.known_ids = ids
@@ -292,8 +292,7 @@ def store_document(
         >>> kvlayers.store_document(store, ids, model).get_seq_length(), store.statistics.tokens_covered
         (3, 3)
     """
-    if not isinstance(store, PrefixStore):
-        raise OptionError(f"`store` must be a PrefixStore, got a {type(store).__name__}: pass it first.")
+    check_is(PrefixStore, store, "store", "a PrefixStore", "pass it first")
     ids_of = functools.partial(_ids, None, model_device(model))
     before = [] if beginning is None else [ids_of("beginning", beginning)]
     whole = torch.cat([*before, ids_of("ids", ids)], dim=1)

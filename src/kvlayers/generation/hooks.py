@@ -7,7 +7,6 @@ their cache by the name that they take.
 
 import functools
 import inspect
-import logging
 import threading
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -36,8 +35,6 @@ from kvlayers.generation.prefill import prefill_in_chunks, prefill_once
 from kvlayers.generation.prefix_reuse import active_store, prefixed_call
 from kvlayers.rope.from_config import frequencies_within
 from kvlayers.upstream import cache_argument, compat, generate_calls, model_types
-
-logger = logging.getLogger(__name__)
 
 
 def generate(original: Method, model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -95,8 +92,8 @@ def _without_store(original: Method, model: Any, requested: str | None, cache_na
     if isinstance(cache, Cache) and not was_recording and not is_assistant:
         cache.deactivate_past_recording()
     record.end(output, cache)
-    if returns_tuples and isinstance(output, ModelOutput) and cache is not None:
-        cache_argument.replace_in_output(output, legacy_tuples.to_tuples(cache))
+    if returns_tuples and isinstance(output, ModelOutput):
+        cache_argument.replace_in_output(output, legacy_tuples.to_tuples)
     if acquired:
         call_cache.remember_lengths(model, acquired)
     if acquired and isinstance(output, Tensor):
@@ -173,18 +170,20 @@ def prepare_cache_for_generation(
         if isinstance(past, Cache):
             # What the cache would look at by itself has been checked here.
             past.forget_call()
-            _note_inputs(model, past, generation_config)
         elif past is None:
             call_cache.leave_on_host(model_kwargs.get(argument), model)
-        return
-    cache = call_cache.for_call(
-        model, name, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
-    )
-    if generation_mode == GenerationMode.ASSISTED_GENERATION:
-        # transformers refuses to verify drafts with a static name, since its static caches cannot be rolled back.
-        generation_config.cache_implementation = None
-    model_kwargs[argument] = cache
-    _note_inputs(model, cache, generation_config)
+    else:
+        model_kwargs[argument] = call_cache.for_call(
+            model, name, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+        )
+        if generation_mode == GenerationMode.ASSISTED_GENERATION:
+            # transformers refuses to verify drafts with a static name, since its static caches cannot be rolled back.
+            generation_config.cache_implementation = None
+    cache = model_kwargs.get(argument)
+    # Passes note what they are prepared from: for a cache that cannot go back by one pass and reads earlier tokens
+    # again, and for the ids of beams.
+    if isinstance(cache, Cache) and (not cache.keeps_every_token or (generation_config.num_beams or 1) > 1):
+        _replace_method(type(model), _noting)
 
 
 def _prepare_passed_cache(
@@ -258,9 +257,11 @@ _handing_over: dict[tuple[type, Callable[..., Any]], Patch] = {}
 
 def hand_over_cache(model: Any) -> None:
     """Let a model that keeps an old name, or gives the cache up, get that of `generate()`, until `take_cache_back`."""
-    is_usual = getattr(type(model), METHOD) is getattr(GenerationMixin, METHOD)
-    if not is_usual and (cache_argument.keeps_an_old_name(model) or model_types.reads_again_behind(model) is not None):
-        _replace_method(type(model), functools.partial(_respelling, cache_argument.name_for(model)))
+    if getattr(type(model), METHOD) is getattr(GenerationMixin, METHOD):
+        return
+    name = cache_argument.name_for(model)
+    if name != cache_argument.name_in_generate(model) or model_types.reads_again_behind(model) is not None:
+        _replace_method(type(model), functools.partial(_respelling, name))
 
 
 def _replace_method(owner: type, wrap: Callable[[Method], Method]) -> None:
@@ -274,13 +275,6 @@ def take_cache_back() -> None:
         for patch in reversed(_handing_over.values()):
             patch.remove()
         _handing_over.clear()
-
-
-def _note_inputs(model: Any, cache: Any, generation_config: Any) -> None:
-    """Note what passes are prepared from: for a cache that cannot go back by one pass and reads earlier tokens again,
-    and for the ids of beams."""
-    if isinstance(cache, Cache) and (not cache.keeps_every_token or (generation_config.num_beams or 1) > 1):
-        _replace_method(type(model), _noting)
 
 
 def _noting(original: Method) -> Method:
@@ -326,7 +320,7 @@ def forward_pass(original: Callable[..., Any]) -> Callable[..., Any]:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         # Read once: another thread may uninstall kvlayers meanwhile.
         is_active_now = is_active
-        if is_active_now is None or cache_argument.has_pages(kwargs):
+        if is_active_now is None or type(kwargs.get("cache")).__name__ == cache_argument.OF_PAGES:
             return original(self, *args, **kwargs)
         name = cache_argument.name_for(self)
         kwargs = cache_argument.respelled(self, kwargs, name)

@@ -1,12 +1,12 @@
 """Nested tuples instead of a cache, as models of transformers 4 took and returned them."""
 
+import functools
 import inspect
 from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import transformers
 from torch import Tensor
-from transformers.utils import ModelOutput
 from typing_extensions import Self
 
 from kvlayers.core import legacy_api
@@ -35,8 +35,8 @@ def forward_with_tuples(original: Callable[..., Any], model: Any, args: tuple[An
         LegacyFormatError: as `cache_for_forward`.
     """
     argument = cache_argument.name_for(model)
-    position = None if argument in kwargs else cache_argument.position_in(model)
-    past = kwargs.get(argument) if position is None else next(iter(args[position : position + 1]), None)
+    by_position = dict(zip(inspect.signature(model.forward).parameters, args, strict=False))
+    past = {**by_position, **kwargs}.get(argument)
     of_repository = inspect.unwrap(type(model).forward).__module__.startswith("transformers_modules.")
     # Code of a model repository that is older than caches reads its own form of tuples. Code of that time uses this
     # attribute to say that it takes caches.
@@ -45,17 +45,15 @@ def forward_with_tuples(original: Callable[..., Any], model: Any, args: tuple[An
         return original(model, *args, **kwargs)
     warn_of_tuples(argument)
     cache = cache_for_forward(model.config, past)
-    if position is None:
-        kwargs = {**kwargs, argument: cache}
-    else:
-        args = (*args[:position], cache, *args[position + 1 :])
+    args = tuple(cache if given is past else given for given in args)
+    kwargs = {name: cache if given is past else given for name, given in kwargs.items()}
     try:
         output = original(model, *args, **kwargs)
     except StateMismatchError as mismatch:
         raise LegacyFormatError(
             f"`{argument}` must be states as {type(model).__name__} computes them for these inputs: {mismatch}"
         ) from mismatch
-    return _with_tuples(output, model.config)
+    return cache_argument.replace_in_output(output, functools.partial(PastTuples.of, config=model.config))
 
 
 def warn_of_tuples(argument: str) -> None:
@@ -64,17 +62,6 @@ def warn_of_tuples(argument: str) -> None:
         f"{argument} as tuples",
         "pass kvlayers.DynamicCache(config=model.config), or what from_legacy_cache() makes of the tuples",
     )
-
-
-def _with_tuples(output: Any, config: object) -> Any:
-    if isinstance(output, ModelOutput):
-        cache = cache_argument.in_output(output)
-        if cache is not None:
-            cache_argument.replace_in_output(output, PastTuples.of(cache, config))
-        return output
-    if type(output) is tuple:
-        return tuple(PastTuples.of(item, config) if isinstance(item, transformers.Cache) else item for item in output)
-    return output
 
 
 class PastTuples(tuple[tuple[Tensor, ...], ...]):

@@ -28,8 +28,6 @@ class Patch:
     def apply(self) -> None:
         """Replace the attribute, unless it is replaced already."""
         current = getattr(self._owner, self._name, None)
-        if current is self._replacement is not None:
-            return
         # If another library has wrapped the replacement, the replacement is still called underneath.
         if self._replacement is None or self._replacement not in _unwrapped(current):
             # `None` if the class inherits or lacks the attribute.

@@ -133,7 +133,13 @@ def make_room_in_call(model: Any, cache: Cache, began: PassStart | None, error: 
 
 
 def pass_unseen(
-    model: Any, ids: Tensor, cache: Cache, chunk: int | None, positions: Tensor, logits: int = 1, **arguments: Any
+    model: Any,
+    ids: Tensor,
+    cache: Cache,
+    chunk: int | None = None,
+    positions: Tensor | None = None,
+    logits: int = 1,
+    **arguments: Any,
 ) -> Any:
     """Pass those of the tokens `[1, tokens]` to a model that its cache has not seen.
 
@@ -144,7 +150,7 @@ def pass_unseen(
         ids: all tokens.
         cache: the cache.
         chunk: tokens of one forward pass. Default: as many as the model can take.
-        positions: of all tokens, `[1, tokens]` or `[axes, 1, tokens]`.
+        positions: of all tokens, `[1, tokens]` or `[axes, 1, tokens]`. Default: 0, 1, 2 and so on.
         logits: the newest tokens whose logits are needed. Without any, the weights of the vocabulary are not read.
         arguments: further arguments of the model.
 
@@ -154,7 +160,9 @@ def pass_unseen(
     arguments |= {cache_argument.name_in_generate(model): cache, "attention_mask": None, "use_cache": True}
     arguments |= model_types.newest_logits_only(model, logits)
     if "position_ids" in generate_calls.forward_arguments(model):
-        arguments["position_ids"] = positions
+        arguments["position_ids"] = (
+            torch.arange(ids.shape[1], device=ids.device)[None] if positions is None else positions
+        )
     while True:
         began = cache.newest_pass()
         try:
@@ -172,8 +180,7 @@ def read_again(model: Any, prompts: Sequence[Tensor], caches: Sequence[Cache]) -
     logits = []
     for ids, cache in zip(prompts, caches, strict=True):
         cache.reset()
-        positions = torch.arange(ids.shape[1], device=ids.device)[None]
-        logits.append(pass_unseen(model, ids, cache, None, positions).logits[:, -1])
+        logits.append(pass_unseen(model, ids, cache).logits[:, -1])
     return logits
 
 

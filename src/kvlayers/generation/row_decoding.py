@@ -268,9 +268,7 @@ class RowDecoder(Generic[Row]):
         """Logits of the next tokens; of a row alone as `generate()` computes them, which may read it all again."""
         row, border = self.rows[0], self._border
         if border is not None and tokens.numel() == 1 and cache.length <= border < row.tokens:
-            ids = row.ids[:, row.padding :]
-            positions = torch.arange(row.tokens, device=ids.device)[None]
-            logits: Tensor = retried_pass.pass_unseen(self._model, ids, cache, None, positions).logits
+            logits: Tensor = retried_pass.pass_unseen(self._model, row.ids[:, row.padding :], cache).logits
             return logits
         return pass_rows(self._model, tokens, cache)
 
@@ -313,7 +311,8 @@ class DraftModel(Drafter):
 
     def __init__(self, model: Any, tokens: int) -> None:
         self._model, self.tokens = model, tokens
-        self._cache: Cache | None = None
+        # None before the first rows.
+        self._cache: Any = None
         if (kept := model_types.kept_states(model)) is not None:
             raise OptionError(
                 f"`assistant_model` must keep its states in its cache, to roll drafts back, got a "
@@ -338,16 +337,14 @@ class DraftModel(Drafter):
 
     def keep(self, indices: Sequence[int]) -> None:
         """Draft for the rows at `indices` alone from now on."""
-        if self._cache is not None and indices:
+        if indices:
             self._cache.keep_rows(indices)
-        elif not indices:
+        else:
             self._cache = None
 
     def drafts(self, rows: Sequence[DecodedRow]) -> list[list[int]]:
         """For each row the tokens that the smaller model would choose."""
         cache = self._cache
-        if cache is None:
-            return [[] for _ in rows]
         # What it has seen of a draft that was not accepted goes. What was accepted beyond its draft it has not seen.
         cache.crop_rows([min(seen, row.tokens - 1) for seen, row in zip(cache.row_lengths, rows, strict=True)])
         missing = [row.ids[0, row.padding + seen :] for seen, row in zip(cache.row_lengths, rows, strict=True)]

@@ -86,20 +86,6 @@ def separate_keys(store: PrefixStore, namespace: str) -> Patch:
     return patch
 
 
-def patches() -> list[Patch]:
-    """What is replaced in the modules of transformers' server, which are imported."""
-    modules = {name: importlib.import_module(f"transformers.cli.serving.{name}") for name in supported.SERVER_MODULES}
-    replacements = (
-        (modules["utils"].BaseHandler, "_validate_request", _in_session),
-        (modules["utils"].InferenceThread, "submit", _in_context_of_request),
-        (modules["utils"].InferenceThread, "async_submit", _in_context_of_request),
-        (modules["chat_completion"], "CompletionUsage", _usage_of_completions),
-        (modules["completion"], "CompletionUsage", _usage_of_completions),
-        (modules["response"], "compute_usage", _usage_of_responses),
-    )
-    return [Patch(owner, name, around(hook)) for owner, name, hook in replacements]
-
-
 def report_reuse() -> list[Patch]:
     """Let the server of this process report reused tokens, and return what was changed.
 
@@ -110,7 +96,16 @@ def report_reuse() -> list[Patch]:
     except ImportError as error:
         logger.warning("The `usage` of this server does not say what was reused: %s", error)
         return []
-    changed = patches()
+    modules = {name: importlib.import_module(f"transformers.cli.serving.{name}") for name in supported.SERVER_MODULES}
+    replacements = (
+        (modules["utils"].BaseHandler, "_validate_request", _in_session),
+        (modules["utils"].InferenceThread, "submit", _in_context_of_request),
+        (modules["utils"].InferenceThread, "async_submit", _in_context_of_request),
+        (modules["chat_completion"], "CompletionUsage", _usage_of_completions),
+        (modules["completion"], "CompletionUsage", _usage_of_completions),
+        (modules["response"], "compute_usage", _usage_of_responses),
+    )
+    changed = [Patch(owner, name, around(hook)) for owner, name, hook in replacements]
     for patch in changed:
         patch.apply()
     return changed

@@ -10,7 +10,6 @@ from types import ModuleType
 from typing import Any
 
 import transformers
-from torch import Tensor
 
 from kvlayers.core import legacy_api
 from kvlayers.core.cache import CACHE_CLASSES
@@ -61,13 +60,12 @@ HOMES: dict[str, tuple[str, ...]] = {
 }
 """Names of these classes, by the module from which old code imports them."""
 
-_patches: list[Patch] = []
-_hidden: list[tuple[dict[str, Any], dict[str, Any]]] = []
-"""The attributes of modules, and those among them that are out of the way meanwhile."""
+_undo: list[Callable[[], object]] = []
+"""What takes the changes back, in their order."""
 
 
 def _apply() -> None:
-    if _patches:
+    if _undo:
         return
     # Before anything is changed: imports take long, and may be interrupted.
     modules = {importlib.import_module(module): names for module, names in HOMES.items()}
@@ -75,7 +73,9 @@ def _apply() -> None:
     for module, names in modules.items():
         missing = set(names) - (set(dir(module)) - set(compat.HOLLOW_CACHE_NAMES))
         attributes = vars(module)
-        _hidden.append((attributes, {name: attributes.pop(name) for name in missing if name in attributes}))
+        for name in missing & attributes.keys():
+            # Out of the way meanwhile, and put back unless somebody has set another one.
+            _undo.append(functools.partial(attributes.setdefault, name, attributes.pop(name)))
         _replace(module, "__getattr__", functools.partial(_providing, module, missing))
     for owner, old in _old_attributes().items():
         for name, value in old.items():
@@ -83,17 +83,14 @@ def _apply() -> None:
 
 
 def _replace(owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
-    _patches.append(Patch(owner, name, wrap))
-    _patches[-1].apply()
+    patch = Patch(owner, name, wrap)
+    _undo.append(patch.remove)
+    patch.apply()
 
 
 def _remove() -> None:
-    for patch in _patches:
-        patch.remove()
-    for attributes, hidden in _hidden:
-        attributes.update({name: value for name, value in hidden.items() if name not in attributes})
-    _patches.clear()
-    _hidden.clear()
+    while _undo:
+        _undo.pop()()
 
 
 ACTIVATION = Activation(_apply, _remove)
@@ -211,20 +208,15 @@ def _max_length_or_none(self: Any, layer_idx: int | None = None) -> int | None:
 
 def _dynamic_from_tuples(cls: Callable[[], Any], past_key_values: object = None) -> Any:
     cache = cls()
-    _fill(cache, () if past_key_values is None else legacy_api.check_tuples(past_key_values, width=(2,)))
+    states = () if past_key_values is None else legacy_api.check_tuples(past_key_values, width=(2,))
+    for index, pair in enumerate(states):
+        legacy_api.check_is_whole(pair, index)
+        cache.update(*pair, index)
     return cache
 
 
 def _encoder_decoder_from_tuples(cls: Callable[..., Any], past_key_values: object = None) -> Any:
     states = () if past_key_values is None else legacy_api.check_tuples(past_key_values, width=(2, 4))
-    own, cross = transformers.DynamicCache(), transformers.DynamicCache()
-    _fill(own, [layer[:2] for layer in states])
-    _fill(cross, [layer[2:] for layer in states if layer[2:]])
+    parts = [layer[:2] for layer in states], [layer[2:] for layer in states if layer[2:]]
     # The pair reads from the cross-attention cache which layers are updated.
-    return cls(own, cross)
-
-
-def _fill(cache: Any, pairs: "legacy_api.LegacyStates | list[tuple[Tensor, ...]]") -> None:
-    for index, pair in enumerate(pairs):
-        legacy_api.check_is_whole(pair, index)
-        cache.update(*pair, index)
+    return cls(*(_dynamic_from_tuples(transformers.DynamicCache, part) for part in parts))

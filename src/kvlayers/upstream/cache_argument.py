@@ -6,7 +6,7 @@ From transformers 5.24 on, every model calls it `cache`. Before, models call it 
 
 import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -34,11 +34,6 @@ def name_in_generate(model: Any) -> str:
     return SPELLINGS[0] if SPELLINGS[0] in _spellings_here() else name_for(model)
 
 
-def keeps_an_old_name(model: Any) -> bool:
-    """Whether a model was written for a name of the argument that `generate()` does not use any more."""
-    return name_for(model) != name_in_generate(model)
-
-
 # While code is traced for compilation, it is asked once.
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def usual_name() -> str:
@@ -54,13 +49,6 @@ def read_tokens(model: Any, ids: torch.Tensor, cache: Any, **arguments: Any) -> 
 def is_taken_by(model: Any) -> bool:
     """Whether the forward pass of a model names an argument for a cache."""
     return bool(_has_parameter(type(model), name_for(model)))
-
-
-def position_in(model: Any) -> int | None:
-    """Index of the cache among the positional arguments of a model's forward pass, `None` if it is not one of them."""
-    names = list(inspect.signature(model.forward).parameters)
-    name = name_for(model)
-    return names.index(name) if name in names else None
 
 
 def respelled(model: Any, arguments: dict[str, Any], name: str | None = None) -> dict[str, Any]:
@@ -93,12 +81,9 @@ def respelled(model: Any, arguments: dict[str, Any], name: str | None = None) ->
     return arguments
 
 
-def has_pages(arguments: Mapping[str, Any]) -> bool:
-    """Whether a forward pass is one of continuous batching, whose cache is for attention alone.
-
-    It has the same name on every version of transformers. Importing its class takes long.
-    """
-    return type(arguments.get(SPELLINGS[0])).__name__ == "PagedAttentionCache"
+OF_PAGES = "PagedAttentionCache"
+"""Name of the class of transformers' cache in continuous batching, which is for attention alone. A pass has it as
+`cache` on every version. Importing the class takes long."""
 
 
 def passed_in(arguments: Mapping[str, Any]) -> Any:
@@ -150,8 +135,11 @@ def in_output(output: Any) -> Any:
     return next((value for value in values if isinstance(value, transformers.Cache)), None)
 
 
-def replace_in_output(output: Any, replacement: Any) -> None:
-    """Put `replacement` where an output has its cache."""
-    for name, value in list(output.items()):
+def replace_in_output(output: Any, make: Callable[[Any], Any]) -> Any:
+    """What a forward pass or `generate()` returned, with what `make` returns for a cache in the place of that cache."""
+    if type(output) is tuple:
+        return tuple(make(value) if isinstance(value, transformers.Cache) else value for value in output)
+    for name, value in list(output.items()) if isinstance(output, ModelOutput) else ():
         if isinstance(value, transformers.Cache):
-            output[name] = replacement
+            output[name] = make(value)
+    return output

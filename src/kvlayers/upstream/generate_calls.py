@@ -26,6 +26,9 @@ from kvlayers.upstream.compat import (
 from kvlayers.upstream.model_layers import layer_configs, layer_specs
 from kvlayers.upstream.model_types import ConfigNumbers, head_dims, kv_heads
 
+SIGNATURE = inspect.signature(GenerationMixin.generate)
+"""That of `generate()`, whose own arguments are no options of a `GenerationConfig`."""
+
 BATCHING_METHODS = ("init_continuous_batching", "destroy_cached_continuous_batching_manager")
 
 
@@ -216,8 +219,7 @@ def gives_windows_full_masks(model: Any) -> bool:
 
 def full_generation_config(model: Any, arguments: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     """The `GenerationConfig` of a call, with all defaults filled in, and the arguments that are for the model."""
-    of_generate = arguments_of_generate()
-    options = {name: value for name, value in arguments.items() if name not in of_generate}
+    options = {name: value for name, value in arguments.items() if name not in SIGNATURE.parameters}
     config, model_kwargs = model._prepare_generation_config(arguments.get("generation_config"), **options)
     return config, model_kwargs
 
@@ -254,11 +256,6 @@ def uses_transformers_generate(model: Any, arguments: Mapping[str, Any]) -> bool
 def sequences_per_prompt(generation_config: Any) -> int:
     """How many sequences are generated side by side from each prompt: its beams, or its samples."""
     return max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
-
-
-def arguments_of_generate() -> frozenset[str]:
-    """Names of the arguments of `generate()` itself, which are no options of a `GenerationConfig`."""
-    return frozenset(inspect.signature(GenerationMixin.generate).parameters)
 
 
 def forward_arguments(model: Any) -> frozenset[str]:

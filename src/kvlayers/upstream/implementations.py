@@ -2,7 +2,7 @@
 
 import sys
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 from transformers import PretrainedConfig, masking_utils, modeling_utils
@@ -14,20 +14,13 @@ KNOWN = ("transformers", "kvlayers")
 """Packages whose functions are what their names say."""
 
 
-class Implementations(NamedTuple):
-    """What the modules of a model call.
+def of(model: nn.Module) -> tuple[list[str], str | None]:
+    """The implementations that the modules of a model go by. Each part of a model may have its own.
 
-    Attributes:
-        names: of the functions, as the configs have them, without repeats.
-        incomparable: one that may be any function, as the caller's own; `None` for none.
+    Returns:
+        The names of the functions, as the configs have them, without repeats; and one that may be any function, as the
+        caller's own, `None` for none.
     """
-
-    names: list[str]
-    incomparable: str | None
-
-
-def of(model: nn.Module) -> Implementations:
-    """The implementations that the modules of a model go by. Each part of a model may have its own."""
     # Modules share a few configs.
     configs = {id(config): config for module in model.modules() if (config := vars(module).get("config")) is not None}
     names = {
@@ -43,7 +36,7 @@ def of(model: nn.Module) -> Implementations:
         for table in _TABLES.get(part, ())
         if not _is_known(table.get(name))
     )
-    return Implementations([f"{part}={name}" for part, name in names], next(own, None))
+    return [f"{part}={name}" for part, name in names], next(own, None)
 
 
 def _is_known(function: Any) -> bool:

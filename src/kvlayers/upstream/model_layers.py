@@ -94,15 +94,18 @@ def layer_specs(config: object) -> list[LayerSpec]:
     # A config may list more layers than the model has.
     layer_types = layer_types[: decoder.num_hidden_layers]
     return [
-        LayerSpec(layer_type, {**_without_window(layer_type, layer_options), **shared}, index)
-        for index, (layer_type, layer_options) in enumerate(zip(layer_types, options_of, strict=False))
+        LayerSpec(
+            layer_type,
+            # In versions with one dict for all layers, it has the window of other ones.
+            {name: own[name] for name in own if name != "sliding_window" or layer_type not in _WITHOUT_WINDOW} | shared,
+            index,
+        )
+        for index, (layer_type, own) in enumerate(zip(layer_types, options_of, strict=False))
     ]
 
 
-def _without_window(layer_type: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Options of a layer without the window of other layers, in versions with one dict for all layers."""
-    has_no_window = layer_type in ("full_attention", "linear_attention", "conv", "hybrid")
-    return {name: value for name, value in options.items() if not (has_no_window and name == "sliding_window")}
+_WITHOUT_WINDOW = ("full_attention", "linear_attention", "conv", "hybrid")
+"""Layer types that attend to every token, or to none."""
 
 
 def layer_configs(config: object) -> list[PretrainedConfig]:

@@ -3,9 +3,10 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvlayers.errors import OptionError
+from kvlayers.generation.call_arguments import check_is
 from kvlayers.generation.patching import ScopedValue
 from kvlayers.prefix import PrefixStore
 
@@ -66,7 +67,16 @@ def optional_store(prefix_store: PrefixStore | None, namespace: str) -> ActiveSt
     Raises:
         OptionError: `prefix_store` is not a `PrefixStore`, `namespace` is not a string, or it has no store.
     """
-    _check(prefix_store, namespace)
+    check_is(
+        PrefixStore | None,
+        prefix_store,
+        "prefix_store",
+        "a kvlayers.PrefixStore",
+        "make one, as in kvlayers.PrefixStore('1GiB', directory=PATH). The name of a cache goes by `cache`",
+    )
+    check_is(str, namespace, "namespace", "a string", "pass for example str(user_id)")
+    if namespace and prefix_store is None:
+        raise OptionError(f"`namespace` needs a `prefix_store`, got namespace={namespace!r} without one: pass both.")
     return None if prefix_store is None else ActiveStore(prefix_store, namespace, prefix_store.record_bypass)
 
 
@@ -76,23 +86,9 @@ def required_store(prefix_store: PrefixStore | None, namespace: str) -> ActiveSt
     Raises:
         OptionError: as `optional_store`.
     """
-    _check(prefix_store, namespace)
-    return None if prefix_store is None else ActiveStore(prefix_store, namespace, _refuse)
+    active = optional_store(prefix_store, namespace)
+    return None if active is None else replace(active, on_bypass=_refuse)
 
 
 def _refuse(reason: str) -> None:
     raise OptionError(f"`prefix_store` must be left out of this call, as {reason}.") from None
-
-
-def _check(prefix_store: object, namespace: object) -> None:
-    if prefix_store is not None and not isinstance(prefix_store, PrefixStore):
-        raise OptionError(
-            f"`prefix_store` must be a kvlayers.PrefixStore, got a {type(prefix_store).__name__}: make one, as in "
-            "kvlayers.PrefixStore('1GiB', directory=PATH). The name of a cache goes by `cache`."
-        )
-    if not isinstance(namespace, str):
-        raise OptionError(
-            f"`namespace` must be a string, got a {type(namespace).__name__}: pass for example str(user_id)."
-        )
-    if namespace and prefix_store is None:
-        raise OptionError(f"`namespace` needs a `prefix_store`, got namespace={namespace!r} without one: pass both.")

@@ -17,6 +17,7 @@ from kvlayers.generation.prefix_reuse.active_store import ActiveStore
 from kvlayers.persistence.fingerprint import Remembered
 from kvlayers.persistence.format import canonical
 from kvlayers.prefix import Hit
+from kvlayers.prefix.keys import common_tokens, tokens_of
 from kvlayers.rope.from_config import depends_on_length
 from kvlayers.upstream import cache_argument, generate_calls, implementations, model_layers, model_types
 from kvlayers.utils.transforms import autocast_dtype
@@ -66,12 +67,9 @@ class PromptBatch:
 
     def common_prefix_length(self) -> int:
         """How many tokens all prompts start with; always less than the length of the shortest prompt."""
-        first, *others = (self.row(index) for index in range(len(self)))
-        common = self.input_ids.shape[1] - max(self.padding) - 1
-        for other in others:
-            differing = (first[0, :common] != other[0, :common]).nonzero()
-            common = int(differing[0]) if len(differing) else common
-        return common
+        first, *others = (tokens_of(self.row(index)) for index in range(len(self)))
+        most = self.input_ids.shape[1] - max(self.padding) - 1
+        return min([most, *(common_tokens(first, other) for other in others)])
 
     def with_padding_after(self, common: int) -> tuple[Tensor, Tensor]:
         """The prompts with their padding moved behind the first `common` tokens, and the mask that excludes it.
@@ -253,10 +251,10 @@ def model_identity(model: torch.nn.Module, weights: str, device: torch.device) -
         IneligibleError: an implementation cannot be compared.
     """
     autocast = autocast_dtype(device)
-    named = implementations.of(model)
-    if own := named.incomparable:
-        raise IneligibleError(f"{own} is no function of transformers, and cannot be compared")
-    return canonical([weights, None if autocast is None else str(autocast), named.names, list(_adapters(model))])
+    names, incomparable = implementations.of(model)
+    if incomparable is not None:
+        raise IneligibleError(f"{incomparable} is no function of transformers, and cannot be compared")
+    return canonical([weights, None if autocast is None else str(autocast), names, list(_adapters(model))])
 
 
 def _adapters(model: torch.nn.Module) -> Iterator[list[Any]]:

@@ -194,7 +194,7 @@ def _numbers(digest: bytes, count: int) -> Tensor:
 MASK = "cross_attention_mask"
 
 
-class ImagesApart:
+class ImagesApart(Images):
     """Images that do not stand in the sequence: layers of cross-attention hold their states, beside those of tokens.
 
     A store compares tokens, and all layers of an entry have seen the same ones. So there are two entries, under a label
@@ -206,9 +206,6 @@ class ImagesApart:
         input_ids: the prompt, int64 `[1, tokens]`.
         given: arguments of the model with what it is given of its images, and which tokens attend to them.
 
-    Attributes:
-        keys: the prompt.
-
     Raises:
         IneligibleError: there are several prompts, or an argument is missing or not a tensor.
     """
@@ -218,7 +215,8 @@ class ImagesApart:
             raise IneligibleError(f"it is not given {', '.join(sorted(model_types.FOR_IMAGES_APART))}, as tensors")
         if len(input_ids) > 1 or input_ids.shape[1] == 1:
             raise IneligibleError("it has several prompts, or one of a single token, beside which there are images")
-        self.keys = input_ids
+        # None of them stands in the sequence, so no length cuts one.
+        super().__init__([], input_ids, {}, (0,))
         self._mask: Tensor = given[MASK]
         self._of_images = {name: value for name, value in given.items() if name != MASK}
         self._layers = sorted(model_types.decoder_config(config).cross_attention_layers)
@@ -232,10 +230,6 @@ class ImagesApart:
     def end(self, row: int) -> int:
         """How many tokens are to be passed at first, together with the images."""
         return 1
-
-    def boundary(self, row: int, length: int) -> int:
-        """No length cuts an image."""
-        return length
 
     def arguments(self, row: int, begin: int, stop: int) -> dict[str, Tensor]:
         """What a model is given for the tokens from `begin` to `stop`: the images with the first ones."""

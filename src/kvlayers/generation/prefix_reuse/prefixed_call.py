@@ -26,7 +26,7 @@ from kvlayers.core.cache_layer import LayerState, is_stackable
 from kvlayers.core.description import Fact
 from kvlayers.errors import KVLayersError, UnsupportedLayerError
 from kvlayers.generation import cache_by_name
-from kvlayers.generation.patching import overriding
+from kvlayers.generation.patching import Method, overriding
 from kvlayers.generation.prefill import MIN_TOKENS, is_told_positions, pass_limit
 from kvlayers.generation.prefix_reuse import active_store
 from kvlayers.generation.prefix_reuse.borders import snapshot_lengths
@@ -41,7 +41,7 @@ from kvlayers.generation.prefix_reuse.eligibility import (
     ids_name,
     prompts_of,
 )
-from kvlayers.generation.prefix_reuse.images import Images, ImagesApart, images_in_place
+from kvlayers.generation.prefix_reuse.images import ImagesApart, images_in_place
 from kvlayers.generation.retried_pass import pass_unseen
 from kvlayers.prefix import Hit
 from kvlayers.prefix.keys import tokens_of
@@ -94,10 +94,8 @@ def depends_on_chunks(cache: Cache) -> bool:
 
 _CACHE_FROM_STORE: ContextVar[Cache | None] = ContextVar("the cache that the current call starts from", default=None)
 
-Generate = Callable[..., Any]
 
-
-def generate(active: active_store.ActiveStore, plain: Generate, model: Any, arguments: dict[str, Any]) -> Any:
+def generate(active: active_store.ActiveStore, plain: Method, model: Any, arguments: dict[str, Any]) -> Any:
     """Call `plain(**arguments)`, which is `generate()`, with a cache from a store if possible.
 
     Args:
@@ -133,7 +131,7 @@ def generate(active: active_store.ActiveStore, plain: Generate, model: Any, argu
         return call.finish(output, cache)
 
 
-def call_with(cache: Cache, plain: Generate, arguments: Mapping[str, Any], cached_tokens: tuple[int, ...]) -> Any:
+def call_with(cache: Cache, plain: Method, arguments: Mapping[str, Any], cached_tokens: tuple[int, ...]) -> Any:
     """Call `generate()` with a cache in the place of one by name.
 
     Args:
@@ -199,13 +197,14 @@ class PrefixedCall:
         check_options(self.config, self._arguments, model_kwargs, names)
         self._prompts = prompts_of(model, self.config, self._arguments)
         given = {name: value for name, value in model_kwargs.items() if name in names and value is not None}
-        self._images: Images | ImagesApart
-        if given and model.config.model_type in model_types.HAS_IMAGES_APART:
-            if self._prompts.is_padded:
-                raise IneligibleError("its prompt is padded, beside which there are images")
-            self._images = ImagesApart(model.config, self._prompts.input_ids, given)
-        else:
-            self._images = images_in_place(model.config, self._prompts.input_ids, self._prompts.padding, given)
+        are_apart = bool(given) and model.config.model_type in model_types.HAS_IMAGES_APART
+        if are_apart and self._prompts.is_padded:
+            raise IneligibleError("its prompt is padded, beside which there are images")
+        self._images = (
+            ImagesApart(model.config, self._prompts.input_ids, given)
+            if are_apart
+            else images_in_place(model.config, self._prompts.input_ids, self._prompts.padding, given)
+        )
         self._keys = PromptBatch(self._images.keys, self._prompts.padding)
         self._positions = generate_calls.own_positions(model, self._prompts.input_ids, model_kwargs)
         self._repeats = generate_calls.sequences_per_prompt(self.config)
@@ -411,7 +410,7 @@ class PrefixedCall:
         if not length:
             return
         begin, limit = cache.length, pass_limit(self._model, cache)
-        ids, positions = self._prompts.row(row).to(self._part.device), self._positions_of(row)
+        ids, first = self._prompts.row(row).to(self._part.device), self._prompts.padding[row]
         stops = (self._images.boundary(row, stop) for stop in self._snapshot_lengths(row, cache, begin, least, length))
         for stop in sorted({stop for stop in stops if stop > begin}):
             of_images = self._images.arguments(row, begin, stop)
@@ -422,17 +421,12 @@ class PrefixedCall:
             # A model that takes tokens one by one does so only behind others. Otherwise chunks are those of generate().
             chunk = self.config.prefill_chunk_size if limit is None else stop if begin == 0 else limit
             chunk = None if of_images else chunk
-            pass_unseen(self._model, ids[:, :stop], into, chunk, positions[..., :stop], logits=0, **of_images)
+            # As the model makes them, `[axes, 1, tokens]`.
+            own = None if self._positions is None else self._positions[..., row : row + 1, first : first + stop].to(ids)
+            pass_unseen(self._model, ids[:, :stop], into, chunk, own, logits=0, **of_images)
             check_counted(self._model, into, stop)
             self._images.insert(self._part, self._keys.row(row)[:, :stop], into)
             begin = 0 if is_apart else stop
-
-    def _positions_of(self, row: int) -> Tensor:
-        """The positions of a prompt, `[1, tokens]` or as the model makes them, `[axes, 1, tokens]`."""
-        padding, tokens = self._prompts.padding[row], self._prompts.input_ids.shape[1]
-        if self._positions is None:
-            return torch.arange(tokens - padding, device=self._part.device)[None]
-        return self._positions[..., row : row + 1, padding:].to(self._part.device)
 
     def _snapshot_lengths(self, row: int, cache: Cache, begin: int, least: int | None, length: int) -> list[int]:
         """The lengths between `begin` and `length` at which the cache is inserted into the store."""

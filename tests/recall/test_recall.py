@@ -314,8 +314,8 @@ def test_bounds_are_counted() -> None:
     for each in (layer, plain):
         each.update(keys, values)
     bounds = layer.nbytes - plain.nbytes
-    # A maximum and a minimum for 64 keys and 64 values, and an eighth of spare room.
-    assert bounds == 2 * 90 * 64 * 4
+    # A maximum and a minimum of 32 channels, of 2 heads of each page, and room for eight more pages.
+    assert bounds == 2 * 88 * 64 * 4
 
 
 def test_a_layer_describes_itself() -> None:

@@ -115,14 +115,6 @@ class EvictionProgress:
         """Every tensor that keeps memory alive. The numbers are on the host."""
         yield from self.shown
 
-    def check_batch(self, batch_size: int) -> None:
-        """Raise `StateMismatchError` if the padding is for another number of sequences."""
-        if self.padding is not None and self.padding.shape[0] != batch_size:
-            raise StateMismatchError(
-                f"`left_padding` has {self.padding.shape[0]} entries, got states of {batch_size} sequences: give one "
-                "entry for each sequence, beams included, or reset the cache."
-            )
-
     def check_truncate(self, length: int, seen: int) -> None:
         """Raise `RollbackError` if some head lacks a token that a text of `length` of the `seen` tokens ends with."""
         if length and length < self.whole_from:
@@ -133,11 +125,6 @@ class EvictionProgress:
             )
 
     # Queries
-
-    @property
-    def shown_tokens(self) -> int:
-        """Tokens whose queries are held."""
-        return sum(part.shape[2] for part in self.shown)
 
     def queries(self, tokens: int) -> Tensor | None:
         """What the rule wants of the queries of the newest `tokens` tokens, `[batch, heads, observed, head_dim]`."""
@@ -160,7 +147,7 @@ class EvictionProgress:
 
     def without_queries(self, tokens: int) -> "EvictionProgress":
         """The same without the queries of the newest `tokens` tokens."""
-        parts, left = [], self.shown_tokens - tokens
+        parts, left = [], sum(part.shape[2] for part in self.shown) - tokens
         for part in self.shown:
             if left > 0:
                 parts.append(part[:, :, :left])
@@ -169,10 +156,9 @@ class EvictionProgress:
 
     # State
 
-    def state(self, device: torch.device) -> dict[str, Tensor]:
-        """Copies of the numbers on a device, and of the queries, by name."""
-        queries = self.queries(self.shown_tokens)
-        held = ((EVICTED_NAME, self.evicted), (PADDING_NAME, self.padding), (QUERIES_NAME, queries))
+    def state(self, device: torch.device, seen: int) -> dict[str, Tensor]:
+        """Copies of the numbers on a device, and of the queries of the newest of `seen` tokens, by name."""
+        held = ((EVICTED_NAME, self.evicted), (PADDING_NAME, self.padding), (QUERIES_NAME, self.queries(seen)))
         return {name: tensor.to(device, copy=True) for name, tensor in held if tensor is not None}
 
     def of_state(self, state: LayerState) -> "EvictionProgress":

@@ -217,10 +217,10 @@ class PageBounds:
 
     def load_state(self, tensors: dict[str, Tensor]) -> None:
         """Restore a state, which `check_bounds_state` has checked."""
-        bounds = [tensors[BOUNDS]]
-        self.prepare(bounds)
-        self.hold(bounds)
+        bounds = tensors[BOUNDS]
+        self._store.load_state({"keys": bounds, "values": bounds[..., :0]})
         self._ends = tensors[ENDS].tolist()
+        self._places = None
 
 
 BOUNDS, ENDS = "page_bounds", "page_ends"

@@ -332,7 +332,7 @@ def test_a_layer_describes_itself() -> None:
         ({"pages": 0}, "`pages` of recall must be a whole number, at least 1"),
         ({"pages": "every"}, 'or "all"'),
         ({"pages": True}, "`pages`"),
-        ({"page_tokens": 65}, "at most 64"),
+        ({"page_tokens": 65}, "from 1 to 64, got 65"),
         ({"page_tokens": 0}, "`page_tokens`"),
         ({"sink_tokens": -1}, "`sink_tokens`"),
         ({"recent_tokens": 0}, "`recent_tokens`"),

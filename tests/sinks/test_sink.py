@@ -228,7 +228,7 @@ def test_states_of_another_rotation_or_window_are_refused(model: Any) -> None:
 
 def test_padding_of_another_batch_is_refused_before_anything_is_changed(model: Any) -> None:
     cache = sink_cache(model, left_padding=[0, 2, 1])
-    with pytest.raises(kvlayers.errors.StateMismatchError, match="3 entries"):
+    with pytest.raises(kvlayers.errors.StateMismatchError, match="3 sequences"):
         model(prompt(2), past_key_values=cache)
     assert cache.get_seq_length() == 0
 

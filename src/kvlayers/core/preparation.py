@@ -183,15 +183,6 @@ def padding_of(left_padding: Sequence[int] | Tensor | None) -> Tensor | None:
     return padding if bool(padding.any()) else None
 
 
-def check_padding(padding: Tensor | None, batch_size: int) -> None:
-    """Raise `StateMismatchError` if padding, int64 `[batch]`, is for another number of sequences than states."""
-    if padding is not None and padding.shape[0] != batch_size:
-        raise StateMismatchError(
-            f"`left_padding` must have an entry for each of the {batch_size} sequences, beams included, got "
-            f"{padding.shape[0]} entries: give as many, or reset the cache."
-        )
-
-
 def _no_padding(left_padding: object) -> OptionError:
     return OptionError(
         f"`left_padding` must be a count of tokens of at least 0 for each sequence, got {left_padding!r}: pass int64 "

@@ -12,7 +12,7 @@ from kvlayers.core.cache_layer import CacheLayer, LayerState, LayerTraits
 from kvlayers.core.dense_store import dense_in_small_steps, may_share
 from kvlayers.core.description import Argument, RotaryArgument
 from kvlayers.core.layer_registry import register_layer
-from kvlayers.core.preparation import check_padding, padding_of
+from kvlayers.core.preparation import padding_of
 from kvlayers.core.token_layer import TokenLayer
 from kvlayers.core.token_store import Fidelity, KVPair, StoreArgument, TokenStore
 from kvlayers.errors import OptionError, StateMismatchError, UnsupportedLayerError
@@ -141,7 +141,7 @@ class EvictingLayer(TokenLayer):
             if isinstance(key_states, Tensor) and key_states.dim() == 4
             else store.validate(key_states, value_states)
         )
-        check_padding(progress.padding, key_states.shape[0])
+        progress.check_batch(key_states.shape[0])
         seen = self._seen + tokens
         is_due = progress.is_due(seen, slack=0) if tokens > 1 else progress.is_due_in_steps(seen)
         evicts = is_due and not self.record_past and key_states.shape[0] > 0

@@ -115,6 +115,14 @@ class EvictionProgress:
         """Every tensor that keeps memory alive. The numbers are on the host."""
         yield from self.shown
 
+    def check_batch(self, batch_size: int) -> None:
+        """Raise `StateMismatchError` if the padding is for another number of sequences."""
+        if self.padding is not None and self.padding.shape[0] != batch_size:
+            raise StateMismatchError(
+                f"`left_padding` has {self.padding.shape[0]} entries, got states of {batch_size} sequences: give one "
+                "entry for each sequence, beams included, or reset the cache."
+            )
+
     def check_truncate(self, length: int, seen: int) -> None:
         """Raise `RollbackError` if some head lacks a token that a text of `length` of the `seen` tokens ends with."""
         if length and length < self.whole_from:

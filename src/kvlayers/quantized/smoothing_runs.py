@@ -33,11 +33,10 @@ class SmoothingRuns:
         return cls(starts, {name: TokenBuffer(held) for name, held in vectors.state().items()})
 
     @classmethod
-    def of_state(cls, tensors: dict[str, Tensor], blocks: int | None = None) -> Self:
+    def of_state(cls, tensors: dict[str, Tensor], blocks: int) -> Self:
         """Copies of those in the state of a store, which has been checked, that begin before a number of blocks."""
         starts = tuple(tensors[STARTS_NAME].tolist()) if STARTS_NAME in tensors else (0,)
-        runs = cls.of(KeySmoothing.of_state(tensors).mapped(torch.clone), starts)
-        return runs if blocks is None else runs.part(0, blocks, keeps_first=True)
+        return cls.of(KeySmoothing.of_state(tensors).mapped(torch.clone), starts).part(0, blocks, keeps_first=True)
 
     def __len__(self) -> int:
         return len(self.starts)

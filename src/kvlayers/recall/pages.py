@@ -107,6 +107,8 @@ class PageBounds:
 
     def prepare(self, bounds: list[Tensor]) -> None:
         """Make room for more pages, in memory that nobody else reads."""
+        # An update that was interrupted may have left bounds of pages whose ends are not known.
+        self._store.truncate(len(self._ends))
         if self._store.is_shared:
             # A product reads all bounds in one tensor.
             self._store.compact()
@@ -131,10 +133,9 @@ class PageBounds:
         """
         kept = self.pages_within(length)
         start = self.start_of(kept)
-        is_cut = kept < len(self._ends) and start < length <= packed
-        if is_cut or kept < len(self._ends):
+        if kept < len(self._ends):
             self._places = None
-            self._ends[kept:] = [length] if is_cut else []
+            self._ends[kept:] = [length] if start < length <= packed else []
             self._store.truncate(len(self._ends))
 
     # The choice
@@ -153,11 +154,10 @@ class PageBounds:
             priority: which pages come first, and which are not to be read; `None` if none of both.
         """
         batch, _, _, head_dim = query.shape
-        bounds = self._store.newest(len(self._ends) - first)[0][:, :, : last - first]
+        bounds = self._store.newest(self._store.length - first)[0][:, :, : last - first]
         rows = query.reshape(batch, bounds.shape[1], -1, head_dim)
         # Torch multiplies half precision so slowly on many CPUs that the conversion pays.
-        is_cpu = query.device.type == "cpu"
-        dtype = torch.float32 if is_cpu else torch.promote_types(rows.dtype, bounds.dtype)
+        dtype = torch.float32 if query.is_cpu else torch.promote_types(rows.dtype, bounds.dtype)
         rows, bounds = rows.to(dtype), bounds.to(dtype)
         signed = torch.cat([rows.clamp(min=0), rows.clamp(max=0)], dim=3)
         scores = (signed @ bounds.transpose(2, 3)).amax(2)
@@ -166,7 +166,7 @@ class PageBounds:
             scores, most = priority.ordered(scores, starts, ends)
         highest, numbers = scores.topk(count, dim=2, sorted=priority is not None)
         numbers = numbers + first
-        if self.end == self.first + len(self._ends) * self.page_tokens:
+        if self._ends[-1] == self.first + len(self._ends) * self.page_tokens:
             # Every page is full.
             starts = numbers * self.page_tokens + self.first
             ends = starts + self.page_tokens

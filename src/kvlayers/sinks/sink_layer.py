@@ -12,7 +12,7 @@ from kvlayers.core.cache_layer import LayerState, forwarded
 from kvlayers.core.dense_store import DenseStore
 from kvlayers.core.description import RotaryArgument
 from kvlayers.core.layer_registry import register_layer
-from kvlayers.core.preparation import PADDING_NAME, check_padding, check_rotary, padding_of
+from kvlayers.core.preparation import PADDING_NAME, check_rotary, padding_of
 from kvlayers.core.sliding_layer import WindowLayer, window_room
 from kvlayers.core.token_store import Fidelity, KVPair, StoreArgument, TokenStore
 from kvlayers.errors import StateMismatchError
@@ -94,7 +94,7 @@ class SinkLayer(WindowLayer):
     def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> KVPair:
         store, seen = self._store, self._seen
         tokens = store.validate(key_states, value_states)
-        check_padding(self._sinks.padding, key_states.shape[0])
+        self._sinks.check_batch(key_states.shape[0])
         sinks = self._sinks.with_tokens(seen, key_states, value_states)
         past = min(seen, self.window - 1)
         first = seen - past

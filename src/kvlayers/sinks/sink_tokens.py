@@ -47,6 +47,14 @@ class Sinks:
             return replace(self, padding=None, first_start=0, last_start=0)
         return replace(self, padding=padding, first_start=int(padding.min()), last_start=int(padding.max()))
 
+    def check_batch(self, batch_size: int) -> None:
+        """Raise `StateMismatchError` if the padding is for another number of sequences."""
+        if self.padding is not None and self.padding.shape[0] != batch_size:
+            raise StateMismatchError(
+                f"States must be of {self.padding.shape[0]} sequences, since left_padding has as many entries, "
+                f"got {batch_size}: give one entry for each sequence, beams included, or reset the cache."
+            )
+
     def with_tokens(self, seen: int, keys: Tensor, values: Tensor) -> "Sinks":
         """The sinks, with any new tokens that fall into sink positions.
 

@@ -1,6 +1,7 @@
 """How far a layer has evicted its text, and the queries that attention has shown of it."""
 
 import functools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -52,15 +53,11 @@ class EvictionProgress:
     whole_from: int = 0
     shown: tuple[Tensor, ...] = ()
 
-    def is_due_in_steps(self, seen: int) -> bool:
-        """Whether any sequence, whose tokens come one by one, holds a step too many. With `keep`, none ever does."""
-        return self.options.budget is not None and seen >= self._next_eviction
-
     @functools.cached_property
-    def _next_eviction(self) -> int:
-        """Tokens seen when the first sequence is due, if tokens come one by one."""
+    def next_eviction(self) -> float:
+        """Tokens seen when a sequence first holds a step too many, if tokens come one by one; infinite with `keep`."""
         absent = self.evicted if self.padding is None else self.evicted + self.padding
-        return int(absent.min()) + self.options.allowed(0) + STEP
+        return math.inf if self.options.budget is None else int(absent.min()) + self.options.budget + STEP
 
     def lengths(self, seen: int) -> Tensor:
         """Tokens of each sequence without its padding, int64 `[batch]`, or `[1]` without padding."""

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 from typing_extensions import Self
 
@@ -69,6 +69,9 @@ class Quantization:
     residual_length: int = DEFAULT_RESIDUAL_LENGTH
     sink_tokens: int = DEFAULT_SINK_TOKENS
 
+    count: ClassVar[int | None] = None
+    """Number of layers that it is for: `None`, because it is for any number."""
+
     def __post_init__(self) -> None:
         # transformers 4 wrote some names in capitals.
         if isinstance(self.backend, str) and self.backend not in quantizer_names():
@@ -79,11 +82,6 @@ class Quantization:
             object.__setattr__(self, name, _scales(getattr(self, name), name))
         for side in (self.keys, self.values):
             self._backend.check(side)
-
-    @property
-    def count(self) -> int | None:
-        """Number of layers that it is for: `None`, because it is for any number."""
-        return None
 
     def of_layer(self, index: int) -> "Quantization":
         """Quantization of the layer with this index: the same for all."""

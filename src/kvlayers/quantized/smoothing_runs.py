@@ -1,5 +1,6 @@
 """Runs of packed blocks, whose keys were smoothed by the same vectors."""
 
+import bisect
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -71,8 +72,7 @@ class SmoothingRuns:
 
     def numbers(self, blocks: int) -> list[int]:
         """The run of each of the first blocks."""
-        ends = (*self.starts[1:], blocks)
-        return [run for run, (start, end) in enumerate(zip(self.starts, ends, strict=True)) for _ in range(start, end)]
+        return [bisect.bisect_right(self.starts, block) - 1 for block in range(blocks)]
 
     def within(self, begin: int, end: int) -> Iterator[tuple[int, int, KeySmoothing]]:
         """The parts of the blocks from `begin` to `end` that belong to a run: first block, block behind, and run."""

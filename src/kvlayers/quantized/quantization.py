@@ -230,12 +230,7 @@ def quantization_of_layers(options: Mapping[str, Any]) -> QuantizationOfLayers:
     Raises:
         OptionError: an option does not exist, the backend does not take a value, or sequences have different lengths.
     """
-    by_layer = {name: options[name] for name in BITS if _is_sequence(options.get(name))}
-    by_layer |= {
-        name: options[name]
-        for name in SCALES
-        if _is_sequence(options.get(name)) and not all(isinstance(entry, int | float) for entry in options[name])
-    }
+    by_layer = {name: options[name] for name in (*BITS, *SCALES) if _is_by_layer(name, options.get(name))}
     if not by_layer:
         return Quantization(**options)
     lengths = {name: len(bits) for name, bits in by_layer.items()}
@@ -253,5 +248,10 @@ def quantization_of_layers(options: Mapping[str, Any]) -> QuantizationOfLayers:
     )
 
 
-def _is_sequence(bits: object) -> bool:
-    return isinstance(bits, Sequence) and not isinstance(bits, str | bytes)
+def _is_by_layer(name: str, given: object) -> bool:
+    """Whether an option has an entry for each layer. Numbers alone are scales of one layer, for each KV head."""
+    return (
+        isinstance(given, Sequence)
+        and not isinstance(given, str | bytes)
+        and (name in BITS or not all(isinstance(entry, int | float) for entry in given))
+    )

@@ -108,9 +108,13 @@ class EncoderDecoderCache(Cache, transformers.EncoderDecoderCache):  # type: ign
         """For each layer, whether cross-attention has its states. Setting a flag to `False` forgets the states."""
         return CrossAttentionFlags(self.cross_attention_cache)
 
+    @property
+    def layers(self) -> list[Any]:  # type: ignore[override]
+        """The layers of self-attention."""
+        return self.self_attention_cache.layers
+
     # What is asked of one cache is asked of the one of self-attention.
     self_attention = forwarded("self_attention_cache")
-    layers = forwarded("self_attention_cache")
     origins = forwarded("self_attention_cache")
     adapted_layers = forwarded("self_attention_cache")
     _layer_at = forwarded("self_attention_cache")

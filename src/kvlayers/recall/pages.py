@@ -211,7 +211,7 @@ class PageBounds:
         """Copies of the bounds and of the ends of the pages; empty without pages."""
         if not self._ends:
             return {}
-        bounds = self._store.state()["keys"]
+        bounds = self._store.state()["keys"][:, :, : len(self._ends)]
         # On the same device as the other tensors, so that a state moves as a whole.
         return {BOUNDS: bounds, ENDS: torch.tensor(self._ends, dtype=torch.int64, device=bounds.device)}
 

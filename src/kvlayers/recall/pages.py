@@ -58,9 +58,6 @@ class PageBounds:
         self._places: Tensor | None = None
         """Starts and ends of all pages, int64 `[2, pages]`, made when they are first asked for."""
 
-    def __len__(self) -> int:
-        return len(self._ends)
-
     @property
     def end(self) -> int:
         """Position behind the last page."""

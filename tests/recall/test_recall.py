@@ -314,8 +314,8 @@ def test_bounds_are_counted() -> None:
     for each in (layer, plain):
         each.update(keys, values)
     bounds = layer.nbytes - plain.nbytes
-    # A maximum and a minimum for 64 keys and 64 values, and an eighth of spare room.
-    assert bounds == 2 * 90 * 64 * 4
+    # A maximum and a minimum of 32 channels, of 2 heads of each page, and room for eight more pages.
+    assert bounds == 2 * 88 * 64 * 4
 
 
 def test_a_layer_describes_itself() -> None:
@@ -332,7 +332,7 @@ def test_a_layer_describes_itself() -> None:
         ({"pages": 0}, "`pages` of recall must be a whole number, at least 1"),
         ({"pages": "every"}, 'or "all"'),
         ({"pages": True}, "`pages`"),
-        ({"page_tokens": 65}, "at most 64"),
+        ({"page_tokens": 65}, "from 1 to 64, got 65"),
         ({"page_tokens": 0}, "`page_tokens`"),
         ({"sink_tokens": -1}, "`sink_tokens`"),
         ({"recent_tokens": 0}, "`recent_tokens`"),

@@ -100,11 +100,9 @@ class _HeadBlocks:
     def compacted(self) -> "_HeadBlocks":
         """The same with the rows of its blocks alone, in order, and tables as wide as the most blocks of a head."""
         is_kept = self.counts > 0
-        numbers = is_kept.flatten().long().cumsum(0).view_as(is_kept) - 1
-        blocks = is_kept.sum(2, keepdim=True)
-        order = places_of(is_kept, int(blocks.max()))
-        is_block = torch.arange(order.shape[2], device=order.device) < blocks
-        starts, counts = (table.gather(2, order) * is_block for table in (numbers, self.counts))
+        starts, is_block = (table.to(is_kept.device) for table in pieces_in_a_row(is_kept.sum(2).cpu(), 1, 1))
+        order = places_of(is_kept, starts.shape[2])
+        counts = self.counts.gather(2, order) * is_block
         return replace(self, rows=_chosen(self.rows, self.starts[is_kept]), starts=starts, counts=counts)
 
     def followed_by(self, other: "_HeadBlocks") -> "_HeadBlocks":
@@ -225,12 +223,9 @@ def _packed(store: QuantizedStore, flat: FlatTokens | None, tokens: HeldTokens, 
         # The last columns, as many as the head with the fewest tokens has. Without any, nothing is smoothed.
         some = taken(states[0], _last(columns, counts, min(size, int(counts.min()))))
         smoothing = KeySmoothing.for_keys(some, quantizers["keys"])
-    tail = QuantizedStore(quantization)
-    ends = _states_of(states, torch.cat([columns[..., :sinks], _last(columns, counts, newest)], 2))
-    tail.validate(*ends)
-    tail.reserve_form(key_form, value_form)
+    # So few that it packs none of them.
+    tail = _even(quantization, states, torch.cat([columns[..., :sinks], _last(columns, counts, newest)], 2))
     tail.runs, tail.follows_packed = SmoothingRuns.of(smoothing), True
-    tail.append(*ends)
     part = PackedBlocks(quantizers, (flat_form(key_form), flat_form(value_form)), size, int((-(-middle // size)).sum()))
     _pack(part, states, columns, sinks, middle, smoothing)
     starts, pieces = (table.to(columns.device) for table in pieces_in_a_row(middle, size, size))
@@ -271,11 +266,20 @@ def _even(
     quantization: Quantization,
     states: KVPair,
     columns: Tensor,
-    sinks: int,
-    held: _HeadBlocks | None,
-    smoothing: KeySmoothing | None,
+    sinks: int = 0,
+    held: _HeadBlocks | None = None,
+    smoothing: KeySmoothing | None = None,
 ) -> QuantizedStore:
-    """A store of heads that keep the same numbers of tokens, `sinks` of them before blocks."""
+    """A store of heads that keep the same numbers of tokens.
+
+    Args:
+        quantization: how it packs tokens.
+        states: keys and values of all single tokens.
+        columns: which of them are kept, int64 `[batch, kv_heads, kept]`.
+        sinks: how many of these stand before the packed blocks.
+        held: the packed blocks, `None` if there are none.
+        smoothing: how their keys were smoothed.
+    """
     store = QuantizedStore(quantization)
     if held is not None:
         keys, values = _states_of(states, columns[..., :sinks])

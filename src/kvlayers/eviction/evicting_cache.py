@@ -198,15 +198,14 @@ def _layers(options: EvictionOptions, rotaries: Sequence[Rotary | None], scale: 
         scale: factor of the scores of attention, `None` for `1 / sqrt(head_dim)`.
     """
     how, count, keep = options.layer_budgets, len(rotaries), options.keep
-    amounts: list[tuple[float | None, int | None]]
-    if keep is None:
-        amounts = [(None, held) for held in layer_tokens(how, count, options.budget or 0, options.protected)]
-    else:
-        amounts = [(part, None) for part in layer_keeps(how, count, keep)]
+    parts: Sequence[float | None] = [None] * count if keep is None else layer_keeps(how, count, keep)
+    budget = options.budget
+    budgets = [None] * count if budget is None else layer_tokens(how, count, budget, options.protected)
     return [
         EvictingLayer(
             options.rule_name or options.rule,
-            *amount,
+            part,
+            held,
             options.sink_tokens,
             options.recent_tokens,
             options.per_head,
@@ -215,7 +214,7 @@ def _layers(options: EvictionOptions, rotaries: Sequence[Rotary | None], scale: 
             None if options.quantization is None else QuantizedStore(options.quantization),
             options.left_padding,
         )
-        for amount, rotary in zip(amounts, rotaries, strict=True)
+        for part, held, rotary in zip(parts, budgets, rotaries, strict=True)
     ]
 
 

@@ -143,7 +143,7 @@ class EvictingLayer(TokenLayer):
         )
         progress.check_batch(key_states.shape[0])
         seen = self._seen + tokens
-        is_due = progress.is_due(seen, slack=0) if tokens > 1 else progress.is_due_in_steps(seen)
+        is_due = progress.is_due(seen, slack=0) if tokens > 1 else seen >= progress.next_eviction
         evicts = is_due and not self.record_past and key_states.shape[0] > 0
         if evicts:
             store.validate(key_states, value_states)
@@ -388,7 +388,7 @@ class EvictingLayer(TokenLayer):
         self._check_settled()
         tensors = self._store.state()
         if tensors:
-            tensors |= self._progress.state(tensors["keys"].device)
+            tensors |= self._progress.state(tensors["keys"].device, self._seen)
         facts = {**self.describe(), "length": self.length, WHOLE_FROM: self._progress.whole_from}
         return LayerState(self.kind, tensors, facts)
 

@@ -1,6 +1,7 @@
 """How far a layer has evicted its text, and the queries that attention has shown of it."""
 
 import functools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -52,15 +53,11 @@ class EvictionProgress:
     whole_from: int = 0
     shown: tuple[Tensor, ...] = ()
 
-    def is_due_in_steps(self, seen: int) -> bool:
-        """Whether any sequence, whose tokens come one by one, holds a step too many. With `keep`, none ever does."""
-        return self.options.budget is not None and seen >= self._next_eviction
-
     @functools.cached_property
-    def _next_eviction(self) -> int:
-        """Tokens seen when the first sequence is due, if tokens come one by one."""
+    def next_eviction(self) -> float:
+        """Tokens seen when a sequence first holds a step too many, if tokens come one by one; infinite with `keep`."""
         absent = self.evicted if self.padding is None else self.evicted + self.padding
-        return int(absent.min()) + self.options.allowed(0) + STEP
+        return math.inf if self.options.budget is None else int(absent.min()) + self.options.budget + STEP
 
     def lengths(self, seen: int) -> Tensor:
         """Tokens of each sequence without its padding, int64 `[batch]`, or `[1]` without padding."""
@@ -134,11 +131,6 @@ class EvictionProgress:
 
     # Queries
 
-    @property
-    def shown_tokens(self) -> int:
-        """Tokens whose queries are held."""
-        return sum(part.shape[2] for part in self.shown)
-
     def queries(self, tokens: int) -> Tensor | None:
         """What the rule wants of the queries of the newest `tokens` tokens, `[batch, heads, observed, head_dim]`."""
         if not self.shown:
@@ -160,7 +152,7 @@ class EvictionProgress:
 
     def without_queries(self, tokens: int) -> "EvictionProgress":
         """The same without the queries of the newest `tokens` tokens."""
-        parts, left = [], self.shown_tokens - tokens
+        parts, left = [], sum(part.shape[2] for part in self.shown) - tokens
         for part in self.shown:
             if left > 0:
                 parts.append(part[:, :, :left])
@@ -169,10 +161,9 @@ class EvictionProgress:
 
     # State
 
-    def state(self, device: torch.device) -> dict[str, Tensor]:
-        """Copies of the numbers on a device, and of the queries, by name."""
-        queries = self.queries(self.shown_tokens)
-        held = ((EVICTED_NAME, self.evicted), (PADDING_NAME, self.padding), (QUERIES_NAME, queries))
+    def state(self, device: torch.device, seen: int) -> dict[str, Tensor]:
+        """Copies of the numbers on a device, and of the queries of the newest of `seen` tokens, by name."""
+        held = ((EVICTED_NAME, self.evicted), (PADDING_NAME, self.padding), (QUERIES_NAME, self.queries(seen)))
         return {name: tensor.to(device, copy=True) for name, tensor in held if tensor is not None}
 
     def of_state(self, state: LayerState) -> "EvictionProgress":

@@ -92,11 +92,11 @@ class FlatTokens:
 
     def _source(self, smoothing: KeySmoothing) -> DenseSegment | PackedSegment:
         """The flat part as if each head of each sequence held all of it."""
-        part: DenseSegment | PackedSegment
-        if isinstance(self.part, DenseStore):
-            part = DenseSegment(*self.part.newest(self.part.length))
-        else:
-            part = with_full_blocks(replace(next(self.part.segments()), smoothing=smoothing))
+        part = (
+            DenseSegment(*self.part.newest(self.part.length))
+            if isinstance(self.part, DenseStore)
+            else with_full_blocks(replace(next(self.part.segments()), smoothing=smoothing))
+        )
         return part.with_tensors(states.expand(*self.counts.shape[:2], -1, -1) for states in part.tensors)
 
     # The batch, copies and memory

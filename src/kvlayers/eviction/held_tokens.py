@@ -5,6 +5,7 @@ from typing import cast
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kvlayers.core.token_store import KVPair, TokenStore
 from kvlayers.eviction.flat_tokens import FlatTokens
@@ -37,16 +38,6 @@ class HeldTokens:
     counts: Tensor
     blocks: Tensor | None = None
 
-    def followed_by(self, keys: Tensor, values: Tensor) -> "HeldTokens":
-        """The same with tokens in full precision behind them, of every sequence and head."""
-        new, blocks = keys.shape[2], self.blocks
-        return HeldTokens(
-            torch.cat([self.keys, keys], 2),
-            torch.cat([self.values, values], 2),
-            self.counts + new,
-            None if blocks is None else torch.cat([blocks, blocks.new_full((*blocks.shape[:2], new), -1)], 2),
-        )
-
 
 def held_tokens(store: TokenStore, new: KVPair | None = None) -> HeldTokens:
     """The tokens of a store, with a column for each of its `length`, and new tokens behind them.
@@ -61,7 +52,13 @@ def held_tokens(store: TokenStore, new: KVPair | None = None) -> HeldTokens:
     keys, values = map(as_dense, new)
     if not store.length:
         return HeldTokens(keys, values, torch.full(keys.shape[:2], keys.shape[2]))
-    return _of_store(store.complete).followed_by(keys, values)
+    held = _of_store(store.complete)
+    return HeldTokens(
+        torch.cat([held.keys, keys], 2),
+        torch.cat([held.values, values], 2),
+        held.counts + keys.shape[2],
+        None if held.blocks is None else pad(held.blocks, (0, keys.shape[2]), value=-1),
+    )
 
 
 def _of_store(store: TokenStore) -> HeldTokens:
@@ -78,7 +75,7 @@ def _blocks_of(store: TokenStore, keys: Tensor) -> Tensor | None:
         return None
     held = torch.tensor(store.blocks.held_counts())
     numbers = torch.arange(len(held)).repeat_interleave(held)
-    numbers = torch.nn.functional.pad(numbers, (store.sinks.length, store.residual.length), value=-1)
+    numbers = pad(numbers, (store.sinks.length, store.residual.length), value=-1)
     return numbers.to(keys.device).expand(*keys.shape[:2], -1)
 
 

@@ -83,21 +83,25 @@ class EvictionOptions:
             raise OptionError(
                 f"`keep` must be a number larger than 0 and at most 1, got {keep!r}: pass a share, such as 0.5."
             )
-        is_number = isinstance(budget, int) and not isinstance(budget, bool)
-        if budget is not None and not (is_number and self.protected <= budget <= MOST_TOKENS):
-            raise OptionError(
-                f"`budget` must be a whole number of at least the {self.protected} sinks and recent tokens "
-                f"(sink_tokens={self.sink_tokens}, recent_tokens={self.recent_tokens}) and at most {MOST_TOKENS}, got "
-                f"{budget!r}: pass another budget, protect fewer tokens, or pass a share of them as keep=0.5."
+        if budget is not None:
+            check_whole_number(
+                budget,
+                "`budget`",
+                self.protected,
+                MOST_TOKENS,
+                of="tokens",
+                advice=f": pass another budget, protect fewer tokens than the {self.protected} sinks and recent tokens "
+                f"(sink_tokens={self.sink_tokens}, recent_tokens={self.recent_tokens}), or pass a share as keep=0.5",
             )
         if not isinstance(self.per_head, bool):
             raise OptionError(f"`per_head` must be True or False, got {self.per_head!r}: pass one of them.")
-        queries: object = self.rule.queries
-        if not isinstance(queries, int) or isinstance(queries, bool) or queries < ALL_QUERIES:
-            raise OptionError(
-                f"`queries` of the rule {type(self.rule).__name__} must be 0, the number of queries that it needs, or "
-                f"ALL_QUERIES, got {queries!r}: correct the rule."
-            )
+        check_whole_number(
+            self.rule.queries,
+            f"`queries` of the rule {type(self.rule).__name__}",
+            # It stands for those of all tokens.
+            ALL_QUERIES,
+            advice=": correct the rule",
+        )
         check_layer_budgets(self.layer_budgets)
         for side in () if self.quantization is None else (self.quantization.keys, self.quantization.values):
             # An eviction puts the blocks of all heads together.

@@ -14,7 +14,7 @@ from typing_extensions import Self, override
 
 from kvlayers.core.arguments import as_batch_indices, no_room_for_tokens, whole_number
 from kvlayers.core.buffer import StateForm, TokenBuffer
-from kvlayers.core.cache_layer import CacheLayer, LayerState, LayerTraits, forwarded
+from kvlayers.core.cache_layer import CacheLayer, LayerState, LayerTraits, check_kind_of_state, forwarded
 from kvlayers.core.description import Fact
 from kvlayers.core.token_store import Fidelity
 from kvlayers.errors import OptionError, RollbackError, StateMismatchError, UnsupportedLayerError
@@ -434,11 +434,7 @@ class TransformersLayer(CacheLayer):
 
     @override
     def check_state(self, state: LayerState) -> None:
-        if state.kind != self.kind:
-            raise StateMismatchError(
-                f"`state` must be that of a {type(self.layer).__name__}, got that of a {state.kind}: load it into a "
-                "cache that was made for the same model config."
-            )
+        check_kind_of_state(state, self.kind)
         known = {name for name, _ in self._entries()}
         if not vars(self.layer).get("is_initialized", True):
             # A layer of transformers gets the attributes that describe its states with the first ones.

@@ -47,6 +47,9 @@ class PackedBlocks:
         forms: the forms of keys and of values.
         block_tokens: tokens of a block.
         hint: the most blocks that are expected, if known.
+
+    Attributes:
+        stores: what holds the codes and parameters of keys, and of values.
     """
 
     def __init__(
@@ -63,9 +66,7 @@ class PackedBlocks:
         }
         self.device = forms[0].device
         self.block_tokens = block_tokens
-        self._packed: dict[Side, DenseStore] = {
-            side: DenseStore(hint, GROWTH_DIVISOR, MINIMUM_GROWTH) for side in SIDES
-        }
+        self.stores = [DenseStore(hint, GROWTH_DIVISOR, MINIMUM_GROWTH) for _ in SIDES]
         self._sides_differ = False
         """Whether keys and values may consist of different segments: there may have been memory for one side alone, and
         two threads that wrote at the same time may have got the slots of one side each."""
@@ -86,15 +87,10 @@ class PackedBlocks:
     def __len__(self) -> int:
         return len(self._ends)
 
-    @property
-    def stores(self) -> tuple[DenseStore, ...]:
-        """What holds the codes and parameters of keys, and of values."""
-        return tuple(self._packed.values())
-
     def promote(self, key_form: StateForm, value_form: StateForm) -> None:
         """Give back states in the dtype of these forms, in which the parameters are held without rounding."""
-        for side, form in zip(SIDES, (key_form, value_form), strict=True):
-            self._packed[side].promote(*packed_forms(self._quantizers[side].format, side, form, self.block_tokens))
+        for side, form, store in zip(SIDES, (key_form, value_form), self.stores, strict=True):
+            store.promote(*packed_forms(self._layouts[side], form))
         self.dtype = key_form.dtype
 
     @property
@@ -141,8 +137,8 @@ class PackedBlocks:
             return
         # Asked once for both sides, and only if no kernel packs them.
         finite = functools.cache(lambda: _finite_tokens(keys, values))
-        for side, states, partner in zip(SIDES, (keys, values), (values, keys), strict=True):
-            codes, parameters = self._packed[side].slots_ahead(skipped, keys.shape[2] // self.block_tokens)
+        for side, store, states, partner in zip(SIDES, self.stores, (keys, values), (values, keys), strict=True):
+            codes, parameters = store.slots_ahead(skipped, keys.shape[2] // self.block_tokens)
             search, layout = self._quantizers[side].kernel_search, self._layouts[side]
             of_side = smoothing if side == "keys" else UNSMOOTHED
             is_here = codes.device == states.device
@@ -251,7 +247,7 @@ class PackedBlocks:
 
     def selected(self, indices: Tensor) -> Self:
         """Blocks of the selected sequences: row `i` is row `indices[i]` of these."""
-        return self._twin({side: store.selected(indices) for side, store in self._packed.items()})
+        return self._twin([store.selected(indices) for store in self.stores])
 
     def held_counts(self) -> list[int]:
         """Tokens that are held of each block."""
@@ -268,7 +264,7 @@ class PackedBlocks:
         Args:
             packed: codes and parameters of each side, `[batch, kv_heads, blocks, bytes or numbers]`, which are copied.
         """
-        twin = self._twin({side: without_spare_room(*packed[side], GROWTH_DIVISOR) for side in SIDES})
+        twin = self._twin([without_spare_room(*packed[side], GROWTH_DIVISOR) for side in SIDES])
         twin._count([self.block_tokens] * packed["keys"][0].shape[2])
         return twin
 
@@ -295,15 +291,15 @@ class PackedBlocks:
 
     def snapshot(self) -> Self:
         """See `TokenStore.snapshot`."""
-        return self._twin({side: store.snapshot() for side, store in self._packed.items()})
+        return self._twin([store.snapshot() for store in self.stores])
 
     def fork(self) -> Self:
         """Independent blocks with the same tokens."""
-        return self._twin({side: store.fork() for side, store in self._packed.items()})
+        return self._twin([store.fork() for store in self.stores])
 
-    def _twin(self, packed: dict[Side, DenseStore]) -> Self:
+    def _twin(self, stores: list[DenseStore]) -> Self:
         twin = copy.copy(self)
-        twin._packed, twin._ends = packed, list(self._ends)
+        twin.stores, twin._ends = stores, list(self._ends)
         return twin
 
     def clear(self) -> None:
@@ -329,8 +325,8 @@ class PackedBlocks:
                 break
             blocks += 1
         if blocks:
-            for side, store in self._packed.items():
-                store.share_prefix(other._packed[side], blocks)
+            for store, others in zip(self.stores, other.stores, strict=True):
+                store.share_prefix(others, blocks)
 
     def swap_buffers(self, swap: BufferSwap) -> None:
         """See `TokenStore.swap_buffers`."""
@@ -347,8 +343,8 @@ class PackedBlocks:
         if not self._ends:
             return {}
         tensors: dict[str, Tensor] = {}
-        for side in SIDES:
-            held = self._packed[side].state()
+        for side, store in zip(SIDES, self.stores, strict=True):
+            held = store.state()
             tensors[f"{side}_codes"], tensors[f"{side}_parameters"] = held["keys"], held["values"]
         # On the same device as the other tensors, so that a state moves as a whole.
         ends = [self._first, *self._ends]
@@ -358,9 +354,8 @@ class PackedBlocks:
     def load_state(self, tensors: dict[str, Tensor]) -> None:
         """Restore a state, which `check_packed_state` has checked."""
         self.clear()
-        for side in SIDES:
-            held = {"keys": tensors[f"{side}_codes"], "values": tensors[f"{side}_parameters"]}
-            self._packed[side].load_state(held)
+        for side, store in zip(SIDES, self.stores, strict=True):
+            store.load_state({"keys": tensors[f"{side}_codes"], "values": tensors[f"{side}_parameters"]})
         first, *ends = tensors["block_ends"].tolist()
         self._count(ends, first)
 
@@ -398,7 +393,7 @@ def check_packed_state(
         )
     ends: list[Any] = seen.tolist()
     for side, form in zip(SIDES, forms, strict=True):
-        packed = packed_forms(quantizers[side].format, side, form, block_tokens)
+        packed = packed_forms(BlockLayout(quantizers[side].format, side, form.head_dim, block_tokens), form)
         for name, (batch, kv_heads, width, dtype, _) in zip(("codes", "parameters"), packed, strict=True):
             seen = tensors[f"{side}_{name}"]
             expected = [batch, kv_heads, len(ends) - 1, width]
@@ -415,16 +410,12 @@ def check_packed_state(
     return int(sum(ends[1:]) - ends[0])
 
 
-def packed_forms(
-    code_format: CodeFormat, side: Side, form: StateForm, block_tokens: int
-) -> tuple[StateForm, StateForm]:
-    """Forms of the codes and of the parameters of one side, in which each block counts as a token."""
-    layout = BlockLayout(code_format, side, form.head_dim, block_tokens)
-    codes, parameters = layout.code_bytes, layout.parameters
-    return form._replace(head_dim=codes, dtype=torch.uint8), form._replace(head_dim=parameters)
+def packed_forms(layout: BlockLayout, form: StateForm) -> tuple[StateForm, StateForm]:
+    """Forms of the codes and of the parameters of states of a form, in which each block counts as a token."""
+    return form._replace(head_dim=layout.code_bytes, dtype=torch.uint8), form._replace(head_dim=layout.parameters)
 
 
 def block_nbytes(code_format: CodeFormat, side: Side, form: StateForm, block_tokens: int) -> int:
     """Bytes of one block of keys, or of values, for all sequences and heads: its codes, scales and zeros."""
-    codes, parameters = packed_forms(code_format, side, form, block_tokens)
-    return nbytes_of(codes, 1) + nbytes_of(parameters, 1)
+    packed = packed_forms(BlockLayout(code_format, side, form.head_dim, block_tokens), form)
+    return sum(nbytes_of(each, 1) for each in packed)

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 from typing_extensions import Self
 
@@ -69,6 +69,9 @@ class Quantization:
     residual_length: int = DEFAULT_RESIDUAL_LENGTH
     sink_tokens: int = DEFAULT_SINK_TOKENS
 
+    count: ClassVar[int | None] = None
+    """Number of layers that it is for: `None`, because it is for any number."""
+
     def __post_init__(self) -> None:
         # transformers 4 wrote some names in capitals.
         if isinstance(self.backend, str) and self.backend not in quantizer_names():
@@ -79,11 +82,6 @@ class Quantization:
             object.__setattr__(self, name, _scales(getattr(self, name), name))
         for side in (self.keys, self.values):
             self._backend.check(side)
-
-    @property
-    def count(self) -> int | None:
-        """Number of layers that it is for: `None`, because it is for any number."""
-        return None
 
     def of_layer(self, index: int) -> "Quantization":
         """Quantization of the layer with this index: the same for all."""
@@ -232,12 +230,7 @@ def quantization_of_layers(options: Mapping[str, Any]) -> QuantizationOfLayers:
     Raises:
         OptionError: an option does not exist, the backend does not take a value, or sequences have different lengths.
     """
-    by_layer = {name: options[name] for name in BITS if _is_sequence(options.get(name))}
-    by_layer |= {
-        name: options[name]
-        for name in SCALES
-        if _is_sequence(options.get(name)) and not all(isinstance(entry, int | float) for entry in options[name])
-    }
+    by_layer = {name: options[name] for name in (*BITS, *SCALES) if _is_by_layer(name, options.get(name))}
     if not by_layer:
         return Quantization(**options)
     lengths = {name: len(bits) for name, bits in by_layer.items()}
@@ -255,5 +248,10 @@ def quantization_of_layers(options: Mapping[str, Any]) -> QuantizationOfLayers:
     )
 
 
-def _is_sequence(bits: object) -> bool:
-    return isinstance(bits, Sequence) and not isinstance(bits, str | bytes)
+def _is_by_layer(name: str, given: object) -> bool:
+    """Whether an option has an entry for each layer. Numbers alone are scales of one layer, for each KV head."""
+    return (
+        isinstance(given, Sequence)
+        and not isinstance(given, str | bytes)
+        and (name in BITS or not all(isinstance(entry, int | float) for entry in given))
+    )

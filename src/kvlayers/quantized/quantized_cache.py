@@ -392,19 +392,18 @@ class QuantizedCache(Cache, transformers.QuantizedCache):  # type: ignore[misc]
             self.quantization = quantization_of_layers({**options, **of_layers})
         placement = offloading, offload_only_non_sliding, offload_device, offload_directory
         if config is None:
-            make_layer, count = self._layer_maker(hint), self.quantization.count
-            bare = [
+            # As many as there are bits for, and any number if they are the same for all.
+            layers = [
                 packed_attention_layer(self.quantization.of_layer(index), hint, self.recall)
-                for index in range(count or 0)
-            ]
-            super().__init__(bare or None, make_layer, *placement)
-            return
-        head_dims = model_types.head_dims(config)
-        if head_dims is not None:
-            # What it checks holds for all layers alike.
-            self.quantization.of_layer(0).quantizers(*head_dims)
-        layers = quantized_layers(config, self.quantization, quantize_sliding, hint, checkpoints, self.recall)
-        super().__init__(layers, None, *placement)
+                for index in range(self.quantization.count or 0)
+            ] or None
+        else:
+            head_dims = model_types.head_dims(config)
+            if head_dims is not None:
+                # What it checks holds for all layers alike.
+                self.quantization.of_layer(0).quantizers(*head_dims)
+            layers = quantized_layers(config, self.quantization, quantize_sliding, hint, checkpoints, self.recall)
+        super().__init__(layers, self._layer_maker(hint) if config is None else None, *placement)
 
     @override
     def _layer_maker(self, length_hint: int | None = None) -> Callable[[], Any] | None:

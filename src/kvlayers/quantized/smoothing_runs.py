@@ -1,5 +1,6 @@
 """Runs of packed blocks, whose keys were smoothed by the same vectors."""
 
+import bisect
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -33,11 +34,10 @@ class SmoothingRuns:
         return cls(starts, {name: TokenBuffer(held) for name, held in vectors.state().items()})
 
     @classmethod
-    def of_state(cls, tensors: dict[str, Tensor], blocks: int | None = None) -> Self:
+    def of_state(cls, tensors: dict[str, Tensor], blocks: int) -> Self:
         """Copies of those in the state of a store, which has been checked, that begin before a number of blocks."""
         starts = tuple(tensors[STARTS_NAME].tolist()) if STARTS_NAME in tensors else (0,)
-        runs = cls.of(KeySmoothing.of_state(tensors).mapped(torch.clone), starts)
-        return runs if blocks is None else runs.part(0, blocks, keeps_first=True)
+        return cls.of(KeySmoothing.of_state(tensors).mapped(torch.clone), starts).part(0, blocks, keeps_first=True)
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -72,8 +72,7 @@ class SmoothingRuns:
 
     def numbers(self, blocks: int) -> list[int]:
         """The run of each of the first blocks."""
-        ends = (*self.starts[1:], blocks)
-        return [run for run, (start, end) in enumerate(zip(self.starts, ends, strict=True)) for _ in range(start, end)]
+        return [bisect.bisect_right(self.starts, block) - 1 for block in range(blocks)]
 
     def within(self, begin: int, end: int) -> Iterator[tuple[int, int, KeySmoothing]]:
         """The parts of the blocks from `begin` to `end` that belong to a run: first block, block behind, and run."""

@@ -1,6 +1,7 @@
 """Pages of a layer of recall: their bounds, which a query is compared with, and the segments that it reads."""
 
 import bisect
+import copy
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,16 +11,13 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from kvlayers.core.buffer import StateForm, TokenBuffer
+from kvlayers.core.dense_store import DenseStore
 from kvlayers.errors import StateMismatchError
 from kvlayers.kernels.attention.segment_kinds import DenseSegment, PackedSegment
 from kvlayers.kernels.attention.segments import GatheredSegment, KVSegments, Segment
 
-GROWTH_DIVISOR = 8
-"""A full buffer grows by its size divided by this."""
-
 MINIMUM_GROWTH = 8
-"""Fewest pages by which a buffer grows."""
+"""Fewest pages for which room is made."""
 
 
 class PagePlaces(NamedTuple):
@@ -54,15 +52,11 @@ class PageBounds:
     def __init__(self, page_tokens: int, first: int = 0) -> None:
         self.page_tokens = page_tokens
         self.first = first
-        self._buffer: TokenBuffer | None = None
+        self._store = DenseStore(minimum_growth=MINIMUM_GROWTH)
+        """The bounds, as keys of a token for each page, whose values have no channels. It never has segments."""
         self._ends: list[int] = []
-        self._is_shared = False
-        """Whether a fork may hold the same buffer, in which case nobody writes to it."""
         self._places: Tensor | None = None
         """Starts and ends of all pages, int64 `[2, pages]`, made when they are first asked for."""
-
-    def __len__(self) -> int:
-        return len(self._ends)
 
     @property
     def end(self) -> int:
@@ -110,30 +104,19 @@ class PageBounds:
 
     def prepare(self, bounds: list[Tensor]) -> None:
         """Make room for more pages, in memory that nobody else reads."""
-        count, held = sum(part.shape[2] for part in bounds), len(self._ends)
-        buffer = self._buffer
-        dtype = bounds[0].dtype if buffer is None else torch.promote_types(bounds[0].dtype, buffer.tensor.dtype)
-        if buffer is None or dtype != buffer.tensor.dtype:
-            batch, kv_heads, _, width = bounds[0].shape
-            form = StateForm(batch, kv_heads, width, dtype, bounds[0].device)
-            self._buffer = TokenBuffer.allocate(form, _capacity_for(held + count))
-            if buffer is not None:
-                self._buffer.write(0, buffer.read(0, held))
-        elif held + count > buffer.capacity or self._is_shared:
-            self._buffer = buffer.reallocated(0, held, _capacity_for(held + count))
-        self._is_shared = False
+        # An update that was interrupted may have left bounds of pages whose ends are not known.
+        self._store.truncate(len(self._ends))
+        if self._store.is_shared:
+            # A product reads all bounds in one tensor.
+            self._store.compact()
+        self._store.validate(bounds[0], bounds[0][..., :0])
+        self._store.prepare_slots(sum(part.shape[2] for part in bounds))
 
     def hold(self, bounds: list[Tensor]) -> None:
         """Hold the bounds of pages for which there is room."""
-        if self._buffer is None:
-            raise StateMismatchError("There is no room for pages: call prepare() first.")
-        held = len(self._ends)
-        with torch.no_grad():
-            for part in bounds:
-                self._buffer.write(held, part)
-                held += part.shape[2]
-        added = held - len(self._ends)
-        end = self.end
+        for part in bounds:
+            self._store.append(part, part[..., :0])
+        end, added = self.end, self._store.length - len(self._ends)
         self._places = None
         self._ends += range(end + self.page_tokens, end + added * self.page_tokens + 1, self.page_tokens)
 
@@ -147,10 +130,10 @@ class PageBounds:
         """
         kept = self.pages_within(length)
         start = self.start_of(kept)
-        is_cut = kept < len(self._ends) and start < length <= packed
-        if is_cut or kept < len(self._ends):
+        if kept < len(self._ends):
             self._places = None
-            self._ends[kept:] = [length] if is_cut else []
+            self._ends[kept:] = [length] if start < length <= packed else []
+            self._store.truncate(len(self._ends))
 
     # The choice
 
@@ -167,14 +150,11 @@ class PageBounds:
             count: pages to choose.
             priority: which pages come first, and which are not to be read; `None` if none of both.
         """
-        if self._buffer is None:
-            raise StateMismatchError("There are no pages to choose from: update the layer first.")
         batch, _, _, head_dim = query.shape
-        bounds = self._buffer.read(first, last - first)
+        bounds = self._store.newest(self._store.length - first)[0][:, :, : last - first]
         rows = query.reshape(batch, bounds.shape[1], -1, head_dim)
         # Torch multiplies half precision so slowly on many CPUs that the conversion pays.
-        is_cpu = query.device.type == "cpu"
-        dtype = torch.float32 if is_cpu else torch.promote_types(rows.dtype, bounds.dtype)
+        dtype = torch.float32 if query.is_cpu else torch.promote_types(rows.dtype, bounds.dtype)
         rows, bounds = rows.to(dtype), bounds.to(dtype)
         signed = torch.cat([rows.clamp(min=0), rows.clamp(max=0)], dim=3)
         scores = (signed @ bounds.transpose(2, 3)).amax(2)
@@ -183,7 +163,7 @@ class PageBounds:
             scores, most = priority.ordered(scores, starts, ends)
         highest, numbers = scores.topk(count, dim=2, sorted=priority is not None)
         numbers = numbers + first
-        if self.end == self.first + len(self._ends) * self.page_tokens:
+        if self._ends[-1] == self.first + len(self._ends) * self.page_tokens:
             # Every page is full.
             starts = numbers * self.page_tokens + self.first
             ends = starts + self.page_tokens
@@ -203,54 +183,41 @@ class PageBounds:
 
     def selected(self, indices: Tensor) -> Self:
         """The bounds of the selected sequences; these ones do not change."""
-        twin = self.fork()
-        if self._buffer is not None:
-            held = len(self._ends)
-            twin._buffer = self._buffer.selected(indices, 0, held, _capacity_for(held))
-            twin._is_shared = False
-        return twin
+        return self._twin(self._store.selected(indices))
 
     def fork(self) -> Self:
-        """Independent bounds of the same pages. Both hold the same buffer until one of them gets another page."""
-        self._is_shared = True
-        twin = self.__class__(self.page_tokens, self.first)
-        twin.__dict__.update(self.__dict__)
-        twin._ends = list(self._ends)
+        """Independent bounds of the same pages. Both hold the same memory until one of them gets another page."""
+        return self._twin(self._store.fork())
+
+    def _twin(self, store: DenseStore) -> Self:
+        twin = copy.copy(self)
+        twin._store, twin._ends = store, list(self._ends)
         return twin
 
     def trim(self) -> None:
         """Give back spare room if it is more than a part of the pages."""
-        if self._buffer is not None and self._buffer.capacity > _capacity_for(len(self._ends)):
-            self._buffer = self._buffer.reallocated(0, len(self._ends), _capacity_for(len(self._ends)))
-            self._is_shared = False
+        self._store.shrink(self._store.capacity_for(len(self._ends), None))
 
     def held_tensors(self) -> Iterator[Tensor]:
         """Every tensor that keeps memory alive."""
-        if self._buffer is not None:
-            yield self._buffer.tensor
+        yield from self._store.held_tensors()
         if self._places is not None:
             yield self._places
 
-    def __getstate__(self) -> dict[str, Any]:
-        buffer = self._buffer
-        if buffer is not None:
-            buffer = buffer.reallocated(0, len(self._ends), len(self._ends))
-        return {**self.__dict__, "_buffer": buffer, "_is_shared": False, "_places": None}
-
     def state(self) -> dict[str, Tensor]:
         """Copies of the bounds and of the ends of the pages; empty without pages."""
-        if self._buffer is None or not self._ends:
+        if not self._ends:
             return {}
-        bounds = self._buffer.read(0, len(self._ends)).clone()
+        bounds = self._store.state()["keys"][:, :, : len(self._ends)]
         # On the same device as the other tensors, so that a state moves as a whole.
         return {BOUNDS: bounds, ENDS: torch.tensor(self._ends, dtype=torch.int64, device=bounds.device)}
 
     def load_state(self, tensors: dict[str, Tensor]) -> None:
         """Restore a state, which `check_bounds_state` has checked."""
-        bounds = [tensors[BOUNDS]]
-        self.prepare(bounds)
-        self.hold(bounds)
+        bounds = tensors[BOUNDS]
+        self._store.load_state({"keys": bounds, "values": bounds[..., :0]})
         self._ends = tensors[ENDS].tolist()
+        self._places = None
 
 
 BOUNDS, ENDS = "page_bounds", "page_ends"
@@ -312,10 +279,6 @@ def check_bounds_state(tensors: dict[str, Tensor], keys: Tensor, first: int, len
             f"`{ENDS}` of a state must be ends of pages of 1 to {page_tokens} tokens, up to {length}, got "
             f"{positions[1:]}: take the state again."
         )
-
-
-def _capacity_for(pages: int) -> int:
-    return pages + max(pages // GROWTH_DIVISOR, MINIMUM_GROWTH)
 
 
 def _bounds_of(pages: Tensor) -> Tensor:

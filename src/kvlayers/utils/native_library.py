@@ -229,8 +229,7 @@ class NativeLibrary:
             OptionError: as `get`.
         """
         compile_choice()
-        is_settled = self._loaded is not None or self._failure is not None
-        if not (is_settled or torch.compiler.is_compiling() or torch.accelerator.is_available()):
+        if not (torch.compiler.is_compiling() or torch.accelerator.is_available()):
             self.get()
 
     def compile(self) -> pathlib.Path:

@@ -5,9 +5,8 @@ Backends have names, for the option `backend="..."`.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -314,34 +313,21 @@ def groups_for(options: SideOptions, head_dim: int, default: int = DEFAULT_GROUP
 ENTRY_POINT_GROUP = "kvlayers.quantizers"
 """Entry points in this group are factories in other packages. The entry point's name is the backend's name."""
 
-Factory = TypeVar("Factory", bound=Callable[[], Backend])
-
 _backends: FactoryRegistry[Backend] = FactoryRegistry(
     "quantization backend", ENTRY_POINT_GROUP, "unregister_quantizer", Backend
 )
 
+register_quantizer = _backends.register
+"""Decorator that registers a factory, a class or function that returns a `Backend`, as the backend of a name.
 
-def register_quantizer(name: str) -> Callable[[Factory], Factory]:
-    """Decorator that registers a factory (a class or function that returns a `Backend`) as backend `name`.
+It raises `RegistryError` if the name is empty or taken, or if the factory can make nothing.
+"""
 
-    Raises:
-        RegistryError: the name is empty or taken.
-    """
-    return _backends.register(name)
+unregister_quantizer = _backends.remove
+"""Remove the backend of a name. It raises `RegistryError` if the name is not registered."""
 
-
-def unregister_quantizer(name: str) -> None:
-    """Remove a backend.
-
-    Raises:
-        RegistryError: the name is not registered.
-    """
-    _backends.remove(name)
-
-
-def quantizer_names() -> list[str]:
-    """All names of backends, including those of entry points in other packages."""
-    return _backends.names()
+quantizer_names = _backends.names
+"""All names of backends, including those of entry points in other packages."""
 
 
 def backend(name: str) -> Backend:

@@ -6,7 +6,6 @@ so no state is ever clipped, unless the scales are those of a checkpoint (`check
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from kvlayers.kernels.codes.groups import (
     GROUP_DIMS,
@@ -38,11 +37,7 @@ class Fp8Quantizer(Quantizer):
     """
 
     smooths_keys = True
-
-    @property
-    @override
-    def kernel_search(self) -> KernelSearch:
-        return KernelSearch()
+    kernel_search = KernelSearch()
 
     def quantize(self, states: Tensor) -> QuantizedGroups:
         """Quantize `[batch, kv_heads, tokens, head_dim]`. The codes are the bytes of float8 numbers."""

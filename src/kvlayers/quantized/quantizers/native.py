@@ -271,10 +271,7 @@ class KiviQuantizer(NativeQuantizer):
         code_format: the meaning of the codes.
     """
 
-    @property
-    @override
-    def kernel_search(self) -> KernelSearch:
-        return KernelSearch(largest_state=LARGEST_STATE)
+    kernel_search = KernelSearch(largest_state=LARGEST_STATE)
 
 
 @register_quantizer("kivi")

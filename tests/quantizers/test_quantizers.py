@@ -429,8 +429,7 @@ def test_a_backend_that_is_registered_again_has_its_own_blocks() -> None:
         register_quantizer("own")(Own)
         try:
             store = QuantizedStore(Quantization("own"))
-            store.validate(*states)
-            store.append(*states)
+            store.take_in(*states)
             assert store.block_tokens == store.blocks.block_tokens == tokens
         finally:
             unregister_quantizer("own")

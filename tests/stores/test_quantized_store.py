@@ -191,7 +191,7 @@ def test_a_cleared_store_keeps_its_memory_and_takes_other_states() -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("side", ["keys", "values"])
-@pytest.mark.parametrize("backend", ["native", "fp8"])
+@pytest.mark.parametrize("backend", ["native", "fp8", "nf4", "turboquant"])
 def test_a_token_that_is_not_finite_harms_no_other(backend: str, side: str, bad: float) -> None:
     quantization = Quantization(backend, residual_length=8, sink_tokens=4)
     keys, values = some_states(300, kv_heads=2, dims=(16, 16))

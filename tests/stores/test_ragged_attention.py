@@ -77,8 +77,7 @@ def test_left_padding_hides_no_token_that_a_head_holds(attend: Callable[..., Ten
     store, lists = padded_prompt()
     for queries in (1, 1, 5, 1):
         new = states(lists.batch, queries)
-        store.validate(*new)
-        held = store.extend(*new)
+        held = store.take_in(*new)
         query = torch.randn(lists.batch, HEADS, queries, KEY_DIM, generator=generator)
         lists.append(*new)
         attended = attend(query, *held, mask_of(store, lists, PADDING, queries))

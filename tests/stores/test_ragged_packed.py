@@ -209,8 +209,7 @@ def test_blocks_of_every_backend_move(backend: str) -> None:
     )
     new = states(1, 400)
     store: TokenStore = QuantizedStore(options)
-    store.validate(*new)
-    store.append(*new)
+    store.take_in(*new)
     held = held_tokens(store)
     assert held.blocks is not None
     places = [

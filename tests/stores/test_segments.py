@@ -88,8 +88,7 @@ class SegmentMachine(RuleBasedStateMachine):
         self.numbers = Numbers()
         store = DenseStore(minimum_growth=growth, maximum_segments=maximum)
         keys, values = self.numbers.states(2, 20)
-        store.validate(keys, values)
-        store.append(keys, values)
+        store.take_in(keys, values)
         self.pairs = [Pair(store, keys, values)]
 
     def one(self, which: int) -> Pair:
@@ -175,8 +174,7 @@ class SegmentMachine(RuleBasedStateMachine):
             torch.cat([pair.values[:, :, :tokens], values], 2),
         )
         store = DenseStore(minimum_growth=2)
-        store.validate(keys, values)
-        store.append(keys, values)
+        store.take_in(keys, values)
         store.share_prefix(pair.store, tokens)
         self.pairs = [*self.pairs, Pair(store, keys, values)][-MOST_STORES:]
 
@@ -264,8 +262,7 @@ def filled(tokens: int, **hints: int) -> tuple[DenseStore, Tensor, Tensor]:
 
 
 def add(store: DenseStore, keys: Tensor, values: Tensor) -> None:
-    store.validate(keys, values)
-    store.append(keys, values)
+    store.take_in(keys, values)
 
 
 class Copies(TorchDispatchMode):

@@ -5,7 +5,6 @@ import itertools
 import pickle
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -38,6 +37,7 @@ from kvlayers.kernels.attention.packed_tensor import Snapshot, Version, packed_p
 from kvlayers.kernels.attention.segment_kinds import DenseSegment, SegmentRows
 from kvlayers.kernels.attention.segments import GatheredSegment, KVSegments, Segment
 from matrix import once, product
+from spies import spy
 
 needs_compiler = pytest.mark.skipif(kernel.library() is None, reason="there is no C++ compiler for the kernel")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -50,6 +50,9 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param != "kernel":
         monkeypatch.setattr(kernel, "library", lambda: None)
         monkeypatch.setattr(kernel.MANY, "get", lambda: None)
+        # Few scores and codes at once, so that few tokens are several slabs.
+        for name in ("CPU_SCORES_AT_ONCE", "CPU_CODES_AT_ONCE"):
+            monkeypatch.setattr(slabs, name, 1)
     if request.param == "accelerator":
         monkeypatch.setattr(slabs, "INTERPRETED", True)
         monkeypatch.setattr(slabs, "MINIMUM_SLAB_TOKENS", 2 * BLOCK)
@@ -278,13 +281,7 @@ def test_groups_are_read_in_few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     own = (dense_source(4, tokens, torch.float32)[0] for tokens in (7, 0))
     read: list[tuple[int, int]] = []
-    of_part = slabs._attended
-
-    def counted(query: Tensor, part: KVSegments, *rest: Any) -> Any:
-        read.append((part.batch, part.tokens))
-        return of_part(query, part, *rest)
-
-    monkeypatch.setattr(slabs, "_attended", counted)
+    spy(monkeypatch, slabs, "_attended", lambda query, part, *rest: read.append((part.batch, part.tokens)))
     slabs.attend(torch.randn(4, 4, 1, 64), KVSegments((*shared, *own)), None, 0.2)
     assert read == [(2, 40), (4, 20), (2, 20), (4, 7)]
 

@@ -19,6 +19,7 @@ from kvlayers.static import static_store as static
 from kvlayers.upstream import compat
 from matrix import once, product
 from models import WINDOW, fresh_model, given, prompt
+from spies import spy
 
 RESERVED = 32
 PARTS = (9, 1, 1, 3, 1, 1)
@@ -57,16 +58,21 @@ def decoded(
 
 
 @pytest.mark.parametrize(
-    ("family", "implementation", "form", "columns"),
-    product(["llama", "gpt2"], [("sdpa", "bool"), ("sdpa", "additive"), ("eager", "additive")], [None, RESERVED]),
+    ("family", "implementation", "form", "columns", "options"),
+    product(
+        ["llama", "gpt2"],
+        [("sdpa", "bool"), ("sdpa", "additive"), ("eager", "additive")],
+        [None, RESERVED],
+        [{}, {"offloading": True}, {"grow": True}, {"max_batch_size": 3}],
+    ),
 )
 def test_both_lengths_give_the_logits_of_a_cache_that_grows(
-    family: str, implementation: str, form: str, columns: int | None
+    family: str, implementation: str, form: str, columns: int | None, options: dict[str, Any]
 ) -> None:
     model, ids = fresh_model(family), prompt(2, sum(PARTS))
     model.set_attn_implementation(implementation)
     expected = decoded(model, transformers.DynamicCache(), ids, form, None)
-    cache = kvlayers.StaticCache(model.config, max_cache_len=RESERVED)
+    cache = kvlayers.StaticCache(model.config, max_cache_len=RESERVED, **options)
     torch.testing.assert_close(decoded(model, cache, ids, form, columns), expected, **TOLERANCE)
 
 
@@ -107,15 +113,6 @@ def test_both_lengths_serve_compiled_code_in_few_graphs(implementation: str, col
     torch.testing.assert_close(logits, expected, **TOLERANCE)
     # The prompt, a single token, and single tokens of any length.
     assert len(graphs) == 3
-
-
-@pytest.mark.parametrize("columns", [None, RESERVED], ids=["held", "reserved"])
-@pytest.mark.parametrize("options", [{"offloading": True}, {"grow": True}, {"max_batch_size": 3}], ids=str)
-def test_a_cache_with_options_takes_both_lengths(options: dict[str, Any], columns: int | None) -> None:
-    model, ids = fresh_model("llama"), prompt(2, sum(PARTS))
-    expected = decoded(model, transformers.DynamicCache(), ids, "additive", None)
-    cache = kvlayers.StaticCache(model.config, max_cache_len=RESERVED, **options)
-    torch.testing.assert_close(decoded(model, cache, ids, "additive", columns), expected, **TOLERANCE)
 
 
 def test_custom_masks_and_those_of_the_model_may_take_turns() -> None:
@@ -200,13 +197,8 @@ def test_keys_of_a_few_queries_are_repeated_no_earlier(
     implementation: str, columns: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dense_kernels, "CPU_MINIMUM_STATES", 0)
-    called: list[tuple[int, int]] = []
-    attend = kernel.attend_dense
-    monkeypatch.setattr(
-        kernel,
-        "attend_dense",
-        lambda *given, **options: called.append(given[1].shape[1]) or attend(*given, **options),
-    )
+    called: list[int] = []
+    spy(monkeypatch, kernel, "attend_dense", lambda query, keys, *others, **options: called.append(keys.shape[1]))
     model, ids = fresh_model("llama"), prompt(2, sum(PARTS))
     model.set_attn_implementation(implementation)
     expected = decoded(model, transformers.DynamicCache(), ids, "additive", None)

@@ -18,6 +18,7 @@ from kvlayers.kernels.attention.cpu import kernel
 from kvlayers.kernels.attention.dense_kernels import takes_on_cpu
 from matrix import seeds
 from models import COMMON, fresh_model, prompt, tiny_model
+from spies import spy
 
 pytestmark = pytest.mark.skipif(kernel.library() is None, reason="there is no C++ compiler for the kernel")
 
@@ -34,13 +35,12 @@ def kernel_at_every_length(monkeypatch: pytest.MonkeyPatch) -> None:
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Heads of the query and of the keys in each call of the kernel."""
     seen: list[tuple[int, int]] = []
-    attend = kernel.attend_dense
-
-    def counted(query: Tensor, keys: Tensor, *arguments: Any, **options: Any) -> Tensor:
-        seen.append((query.shape[1], keys.shape[1]))
-        return attend(query, keys, *arguments, **options)
-
-    monkeypatch.setattr(kernel, "attend_dense", counted)
+    spy(
+        monkeypatch,
+        kernel,
+        "attend_dense",
+        lambda query, keys, *others, **options: seen.append((query.shape[1], keys.shape[1])),
+    )
     return seen
 
 

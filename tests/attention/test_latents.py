@@ -8,7 +8,6 @@ import pytest
 import torch
 import transformers as tf
 from torch.nn.functional import linear, scaled_dot_product_attention
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import kvlayers
 from kvlayers.kernels.attention.absorption import COPY, by_products
@@ -17,6 +16,7 @@ from kvlayers.kernels.attention.packed_tensor import PackedStates
 from kvlayers.upstream import compat
 from matrix import once, product
 from models import COMMON, prompt
+from spies import Operators
 
 if not compat.CACHES_LATENTS:
     pytest.skip("this version of transformers caches the keys and values of all heads", allow_module_level=True)
@@ -81,17 +81,17 @@ def read(model: Any, cache: Any, ids: torch.Tensor, chunks: tuple[int, ...], pad
     return torch.stack(found)
 
 
-class WidestProduct(TorchDispatchMode):
+class WidestProduct(Operators):
     """Notes for how many tokens the keys and values of all heads are computed."""
 
-    tokens = 0
+    def __init__(self) -> None:
+        super().__init__(self._note_product)
+        self.tokens = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
+    def _note_product(self, operator: Any, arguments: Any, out: Any) -> None:
         of_all_heads = HEADS * (NOPE + VALUE)
-        if "mm" in str(func) and isinstance(out, torch.Tensor) and out.shape[-1] == of_all_heads:
+        if "mm" in str(operator) and isinstance(out, torch.Tensor) and out.shape[-1] == of_all_heads:
             self.tokens = max(self.tokens, out.numel() // of_all_heads)
-        return out
 
 
 CACHES: dict[str, Callable[[Any], Any]] = {

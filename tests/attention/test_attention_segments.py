@@ -215,16 +215,11 @@ def test_the_compiled_kernel_takes_what_it_is_fastest_for() -> None:
 def test_threads_change_nothing_but_the_order_of_sums(queries: int, kind: str) -> None:
     for seed in (3, 5):
         held = history(kind, seed, count=8, most=15)
-        query, before = held.query(3, queries), torch.get_num_threads()
-        mask, seen = random_mask("causal", query, held.segments.tokens), []
-        try:
-            for threads in (1, 2):
-                torch.set_num_threads(threads)
-                seen.append(attend(query, held, mask))
-        finally:
-            torch.set_num_threads(before)
-        for result in seen:
-            held.check(query, mask, result)
+        query = held.query(3, queries)
+        mask = random_mask("causal", query, held.segments.tokens)
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            held.check(query, mask, attend(query, held, mask))
 
 
 # Ordinary segments
@@ -243,23 +238,20 @@ def test_states_in_full_precision_are_those_of_each_sequence() -> None:
 @pytest.mark.parametrize("threads", [1, 2])
 def test_segments_that_are_cut_are_read_bit_by_bit_as_one(threads: int) -> None:
     torch.set_num_threads(threads)
-    try:
-        for dtype in (torch.float32, torch.bfloat16):
-            packed = packed_source(2, 12, dtype)[0]
-            # Cut where units of dense tokens end (`UNIT_TOKENS` of plan.h), as blocks do of packed ones.
-            dense = dense_source(2, 1280, dtype)[0]
-            whole = KVSegments((packed, dense))
-            query = torch.randn(2, 6, 2, 64).to(dtype)
-            mask = torch.rand(2, 1, 2, whole.tokens) > 0.2
-            for pieces, cuts in ((1, (256,)), (5, (256, 512, 1024)), (4, (768,))):
-                bounds = itertools.pairwise((0, *cuts, 1280))
-                parts = (DenseSegment(*(side[:, :, start:end] for side in dense.tensors)) for start, end in bounds)
-                cut = KVSegments((*packed.pieces(pieces * BLOCK), *parts))
-                assert len(cut.in_order) == -(-12 // pieces) + len(cuts) + 1
-                for given in (None, mask.expand(2, 6, 2, whole.tokens)):
-                    assert torch.equal(kernel.attend(query, cut, given, 0.2), kernel.attend(query, whole, given, 0.2))
-    finally:
-        torch.set_num_threads(1)
+    for dtype in (torch.float32, torch.bfloat16):
+        packed = packed_source(2, 12, dtype)[0]
+        # Cut where units of dense tokens end (`UNIT_TOKENS` of plan.h), as blocks do of packed ones.
+        dense = dense_source(2, 1280, dtype)[0]
+        whole = KVSegments((packed, dense))
+        query = torch.randn(2, 6, 2, 64).to(dtype)
+        mask = torch.rand(2, 1, 2, whole.tokens) > 0.2
+        for pieces, cuts in ((1, (256,)), (5, (256, 512, 1024)), (4, (768,))):
+            bounds = itertools.pairwise((0, *cuts, 1280))
+            parts = (DenseSegment(*(side[:, :, start:end] for side in dense.tensors)) for start, end in bounds)
+            cut = KVSegments((*packed.pieces(pieces * BLOCK), *parts))
+            assert len(cut.in_order) == -(-12 // pieces) + len(cuts) + 1
+            for given in (None, mask.expand(2, 6, 2, whole.tokens)):
+                assert torch.equal(kernel.attend(query, cut, given, 0.2), kernel.attend(query, whole, given, 0.2))
 
 
 @needs_compiler
@@ -329,6 +321,7 @@ def handed_out(held: History) -> tuple[Tensor, Tensor, PathCounter]:
     return *packed_pair(snapshot, shape, shape), paths
 
 
+@pytest.mark.usefixtures("counted")
 @pytest.mark.parametrize("way", WAYS[:2], indirect=True)
 @pytest.mark.parametrize("kind", ["dense", "dense packed rows"])
 def test_compiled_code_reads_segments(way: str, kind: str) -> None:
@@ -341,12 +334,8 @@ def test_compiled_code_reads_segments(way: str, kind: str) -> None:
     def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
         return scaled_dot_product_attention(query, keys, values, mask, scale=0.2, enable_gqa=True)
 
-    torch._dynamo.reset()
-    try:
-        with torch.no_grad():
-            held.check(query, mask, attend(query, keys, values, mask))
-    finally:
-        torch._dynamo.reset()
+    with torch.no_grad():
+        held.check(query, mask, attend(query, keys, values, mask))
     assert sum(paths.counts.values()) == 1
 
 

@@ -4,7 +4,7 @@ import copy
 import functools
 import io
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -81,13 +81,6 @@ def case_of(
 
 def full(mask: Tensor | None, query: Tensor, tokens: int) -> Tensor | None:
     return None if mask is None else mask.expand(*query.shape[:3], tokens)
-
-
-@pytest.fixture
-def two_threads() -> Iterator[None]:
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(1)
 
 
 # The kernels
@@ -178,7 +171,8 @@ def test_a_finite_mask_that_is_as_low_as_it_gets_gives_all_tokens_one_weight(att
 
 @needs_compiler
 @pytest.mark.parametrize("width", [3, 4, "fp8"])
-def test_threads_that_share_one_head_split_its_tokens(two_threads: None, width: int | str) -> None:
+def test_threads_that_share_one_head_split_its_tokens(width: int | str) -> None:
+    torch.set_num_threads(2)
     case = case_of(width, batch=1, kv_heads=1, block_count=40, dense=(16, 130))
     query = case.query(3, 2)
     # Whole splits are masked in the first row.

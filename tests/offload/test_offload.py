@@ -58,11 +58,6 @@ def record(monkeypatch: pytest.MonkeyPatch, progress: Any) -> list[RecordingTran
     return made
 
 
-def recording_transfers(device: torch.device) -> RecordingTransfers:
-    """Of a module, so that it can be pickled."""
-    return RecordingTransfers()
-
-
 def decode(model: Any, cache: Any, ids: Tensor, steps: int) -> Tensor:
     """Logits of a prompt's last token, and of each token that follows greedily."""
     logits = []
@@ -233,21 +228,6 @@ def test_a_step_sends_the_new_tokens_and_brings_what_is_held(recorded: list[Reco
         assert [step[index].to_host for index in range(3)] == [new_token] * 3
         assert cache.traffic.of_step() == Traffic(3 * new_token, sum(held))
     assert packing_steps == (kind == "quantized")
-
-
-def test_packed_bytes_travel_packed(recorded: list[RecordingTransfers]) -> None:
-    model = fresh_model("llama", num_hidden_layers=2, head_dim=32)
-    makers = {
-        "dynamic": kvlayers.DynamicCache,
-        "quantized": functools.partial(kvlayers.QuantizedCache, residual_length=16),
-    }
-    traffic = {}
-    for kind in ("dynamic", "quantized"):
-        options = {"q_group_size": 32} if kind == "quantized" else {}
-        cache = makers[kind](config=model.config, offloading=True, **options)
-        decode(model, cache, prompt(1, 240), 4)
-        traffic[kind] = cache.traffic.of_step().to_device
-    assert traffic["quantized"] < traffic["dynamic"] / 2
 
 
 def test_windows_stay_on_the_device_where_they_are_asked_to(recorded: list[RecordingTransfers]) -> None:
@@ -506,13 +486,13 @@ def test_nothing_travels_within_the_memory_of_the_host(tmp_path: pathlib.Path) -
         assert cache.traffic.total == Traffic()
 
 
+@pytest.mark.usefixtures("counted")
 @torch.no_grad()
 def test_compiled_code_that_calls_no_operators_breaks_its_graph_at_offloaded_layers(
     recorded: list[RecordingTransfers], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # As before torch 2.13.
     monkeypatch.setattr(kvlayers.upstream.compat, "COMPILES_TENSOR_SUBCLASSES", False)
-    torch._dynamo.reset()
 
     def attend(cache: kvlayers.Cache, new: Tensor) -> Tensor:
         attended = new[2]

@@ -381,6 +381,8 @@ PACKAGES = {"quanto": "optimum.quanto", "hqq": "hqq"}
         ({"key_nbits": 7}, "1, 2, 3, 4, 5, 6, 8.*got 7 for keys"),
         ({"value_nbits": 16}, "2, 3, 4, 5, 6, 8.*got 16 for values"),
         ({"backend": "fp8", "nbits": 4}, "one of 8, got 4"),
+        ({"backend": "quanto", "nbits": 8}, "`nbits` of the quanto backend must be one of 2, 4, got 8"),
+        ({"backend": "hqq", "nbits": 6}, "`nbits` of the hqq backend must be one of 1, 2, 3, 4, 8, got 6"),
         ({"axis_key": 0}, "`axis_key` of the native backend must be left out"),
         ({"backend": "hqq", "axis_key": False}, "`axis_key` of the hqq backend must be one of 0, 1, got False"),
         ({"backend": "hqq", "axis_value": -1}, "`axis_value` of the hqq backend must be one of 0, 1, got -1"),

@@ -17,7 +17,7 @@ from kvlayers.kernels.attention import dense_kernels, gqa, model_attention
 from kvlayers.kernels.attention.cpu import kernel
 from kvlayers.kernels.attention.dense_kernels import takes_on_cpu
 from matrix import seeds
-from models import COMMON, fresh_model, prompt, tiny_model
+from models import prompt, tiny_model
 from spies import spy
 
 pytestmark = pytest.mark.skipif(kernel.library() is None, reason="there is no C++ compiler for the kernel")
@@ -243,12 +243,3 @@ def test_soft_caps_and_sinks_of_models(queries: int, calls: list[tuple[int, int]
     expected = exact(query, keys, values, seen.expand(2, 1, queries, 90), 0.5, 3.0, sinks)
     torch.testing.assert_close(attended.transpose(1, 2).double(), expected, atol=1e-5, rtol=1e-5)
     assert calls == [(4, 2)]
-
-
-def test_speculative_decoding_gives_the_tokens_of_transformers(calls: list[tuple[int, int]]) -> None:
-    model = fresh_model("llama")
-    ids = prompt(1, 60)
-    how = {"max_new_tokens": 12, "do_sample": False, "prompt_lookup_num_tokens": 3}
-    expected = model.generate(ids, **how)
-    assert torch.equal(model.generate(ids, past_key_values=kvlayers.DynamicCache(), **how), expected)
-    assert (COMMON["num_attention_heads"], COMMON["num_key_value_heads"]) in calls

@@ -1,6 +1,7 @@
 """Multi-head latent attention: the logits of transformers' DynamicCache, from latents that are never expanded."""
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -48,23 +49,20 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 NEAR = {"rtol": 1e-4, "atol": 1e-4}
 
-_models: dict[tuple[str, str], Any] = {}
 
-
+@functools.cache
 def model_of(family: str = "deepseek_v3", implementation: str = "sdpa") -> Any:
-    if (family, implementation) not in _models:
-        name, changes = CONFIGS[family]
-        if getattr(tf, name, None) is None:
-            pytest.skip(f"this version of transformers has no {name}")
-        torch.manual_seed(0)
-        config = getattr(tf, name)(**SIZES, **changes)
-        model = tf.AutoModelForCausalLM.from_config(config, attn_implementation=implementation).eval()
-        with torch.no_grad():
-            for parameter_name, weight in model.named_parameters():
-                if weight.dim() > 1 and "norm" not in parameter_name:
-                    weight.mul_(3)
-        _models[family, implementation] = model
-    return _models[family, implementation]
+    name, changes = CONFIGS[family]
+    if getattr(tf, name, None) is None:
+        pytest.skip(f"this version of transformers has no {name}")
+    torch.manual_seed(0)
+    config = getattr(tf, name)(**SIZES, **changes)
+    model = tf.AutoModelForCausalLM.from_config(config, attn_implementation=implementation).eval()
+    with torch.no_grad():
+        for parameter_name, weight in model.named_parameters():
+            if weight.dim() > 1 and "norm" not in parameter_name:
+                weight.mul_(3)
+    return model
 
 
 @torch.no_grad()

@@ -14,7 +14,6 @@ import interpreted_kernels
 import versions
 from kvlayers.kernels.attention.cuda import kernel
 from kvlayers.kernels.attention.cuda.specs import unpacking_instructions
-from kvlayers.kernels.attention.fused import merged
 from kvlayers.kernels.attention.segment_kinds import DenseSegment, PackedSegment
 from kvlayers.kernels.attention.segments import KVSegments
 from kvlayers.kernels.codes.groups import BlockLayout
@@ -291,19 +290,3 @@ def test_instructions_unpack_codes(bits: int, floating: bool, dtype: torch.dtype
 
 def test_float32_has_no_instructions() -> None:
     assert unpacking_instructions(4, False, torch.float32) == ()
-
-
-def test_merging_parts_is_attention_over_all() -> None:
-    scores, values = torch.randn(2, 3, 4, 30, dtype=torch.float64), torch.randn(2, 3, 30, 8, dtype=torch.float64)
-    scores[0, 0, 0, :10] = -1e30
-    cuts = ((0, 10), (10, 11), (11, 30))
-    parts = [
-        (
-            torch.softmax(scores[..., start:end], -1) @ values[:, :, start:end],
-            torch.logsumexp(scores[..., start:end], -1),
-        )
-        for start, end in cuts
-    ]
-    seen, logsumexp = merged(parts, torch.float64, wants_logsumexp=True)
-    torch.testing.assert_close(seen, torch.softmax(scores, -1) @ values)
-    torch.testing.assert_close(logsumexp, torch.logsumexp(scores, -1))

@@ -23,7 +23,7 @@ from kvlayers.offload import HostMemory, Prefetcher, Traffic
 from matrix import once, product
 from models import CONFIGS, fresh_model, prompt, tiny_model
 from oracle import states
-from recording_transfers import RecordingTransfers
+from recording_transfers import RecordingTransfers, live_bytes
 
 QUANTIZED = {"nbits": 4, "residual_length": 16, "sink_tokens": 4, "q_group_size": 4}
 CACHES: dict[str, Callable[..., kvlayers.Cache]] = {
@@ -200,15 +200,6 @@ def test_encoder_decoders_send_cross_attention_once(
 # Traffic
 
 
-def live_bytes(layer: Any) -> int:
-    """Bytes of the tokens that a layer holds, without spare room."""
-    found = []
-    layer.wrapped.store.swap_buffers(
-        lambda buffer, start, end: found.append(buffer.read(start, end - start).nbytes) or buffer
-    )
-    return sum(found)
-
-
 @pytest.mark.parametrize("kind", ["dynamic", "static", "quantized"])
 def test_a_step_sends_the_new_tokens_and_brings_what_is_held(recorded: list[RecordingTransfers], kind: str) -> None:
     model = fresh_model("llama", num_hidden_layers=3)
@@ -217,7 +208,7 @@ def test_a_step_sends_the_new_tokens_and_brings_what_is_held(recorded: list[Reco
     ids = decode(model, cache, prompt(2, 73), 3)[-1].argmax(-1, keepdim=True)
     packing_steps = 0
     for _ in range(30):
-        held = [live_bytes(layer) for layer in cache.layers]
+        held = [live_bytes(layer.wrapped.store) for layer in cache.layers]
         ids = decode(model, cache, ids, 1)[-1].argmax(-1, keepdim=True)
         step = cache.traffic.steps[-1]
         assert [step[index].to_device for index in range(3)] == held

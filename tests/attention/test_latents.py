@@ -16,7 +16,7 @@ from kvlayers.kernels.attention.latents import DeferredStates, LatentStates, New
 from kvlayers.kernels.attention.packed_tensor import PackedStates
 from kvlayers.upstream import compat
 from matrix import once, product
-from models import COMMON, prompt
+from models import COMMON, prompt, with_larger_weights
 from spies import Operators
 
 if not compat.CACHES_LATENTS:
@@ -57,12 +57,7 @@ def model_of(family: str = "deepseek_v3", implementation: str = "sdpa") -> Any:
         pytest.skip(f"this version of transformers has no {name}")
     torch.manual_seed(0)
     config = getattr(tf, name)(**SIZES, **changes)
-    model = tf.AutoModelForCausalLM.from_config(config, attn_implementation=implementation).eval()
-    with torch.no_grad():
-        for parameter_name, weight in model.named_parameters():
-            if weight.dim() > 1 and "norm" not in parameter_name:
-                weight.mul_(3)
-    return model
+    return with_larger_weights(tf.AutoModelForCausalLM.from_config(config, attn_implementation=implementation).eval())
 
 
 @torch.no_grad()

@@ -75,7 +75,7 @@ def test_beams_are_selected_step_by_step(indices_are: str) -> None:
             rows = torch.randint(0, REPEATS, (prefixes, REPEATS), generator=generator)
             twin.select((rows + torch.arange(prefixes)[:, None] * REPEATS).flatten().tolist())
         # Across prefixes, and unevenly.
-        twin.select([0, 0, 0, prefixes * REPEATS - 1])
+        twin.select([prefixes * REPEATS - 1, 0, 0, 1])
         check(twin, *twin.update(3), 2, 3)
         twin.layer.crop(-(twin.states[0].shape[2] - PREFIX_TOKENS + 7))
         twin.states = tuple(side[:, :, : PREFIX_TOKENS - 7] for side in twin.states)

@@ -212,11 +212,18 @@ def test_a_rollback_restores_the_latest_state_before_and_says_what_is_missing(ta
     oracle = at(oracle, expected)
     check(layer, oracle)
     assert layer.nearest_restorable(expected) == expected
-    # Those that were rolled back are gone.
-    assert lengths(layer) == [length for length in taken if 0 < length < expected]
     for tokens in (1, 3, 1):
         step(layer, oracle, tokens, seed=1)
         check(layer, oracle)
+
+
+def test_checkpoints_that_were_rolled_back_are_gone() -> None:
+    layer, oracle = filled(4, 3, 2, 1, checkpoints=Checkpoints(most=5))
+    layer.truncate(7)
+    oracle = at(oracle, 7)
+    for _ in range(4):
+        step(layer, oracle, 1, seed=3)
+    assert lengths(layer) == [4, 7]
 
 
 def test_layers_that_have_other_checkpoints_agree_on_one() -> None:

@@ -286,6 +286,18 @@ def test_states_that_do_not_match_leave_the_layer_as_it_was(kind: str) -> None:
     pair.update(1, steps=3)
 
 
+def test_many_layers_share_a_device_whatever_is_late() -> None:
+    transfers = DeviceTransfers(seed=5)
+    prefetcher = Prefetcher(transfers=lambda device: transfers)
+    pairs = [Pair(kind, prefetcher=prefetcher) for kind in LAYERS]
+    for step in range(30):
+        for pair in pairs:
+            pair.update(1 if step else 60)
+        if step % 10 == 9:
+            for pair in pairs[::2]:
+                pair.both(lambda layer: layer.reorder_cache(torch.tensor([1, 0])))
+
+
 @pytest.mark.parametrize(
     ("kind", "transfers"), [("dynamic", "late"), ("static", "late"), ("quantized", "late"), ("dynamic", "at once")]
 )
@@ -416,11 +428,9 @@ def test_nothing_is_left_on_the_device_of_layers_that_are_gone(kind: str, transf
     before = bytes_in_use()
     prefetcher = Prefetcher(transfers=TRANSFERS[transfers])
     pairs = [Pair(kind, prefetcher=prefetcher) for _ in range(3)]
-    for tokens in (60, *[1] * 30):
+    for tokens in (60, 1, 1):
         for pair in pairs:
             pair.update(tokens)
-        if tokens == 60:
-            pairs[0].both(lambda layer: layer.reorder_cache(torch.tensor([1, 0])))
     del pair, pairs, prefetcher
     assert bytes_in_use() == before
 

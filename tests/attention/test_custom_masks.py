@@ -207,10 +207,10 @@ def test_keys_of_a_few_queries_are_repeated_no_earlier(
 def test_masks_that_a_model_makes_in_compiled_code_are_no_custom_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     """Marked keys could not pass a graph break, as torch compiles no code for them behind it."""
     monkeypatch.setattr(static, "marked_for_custom_masks", None)
-    model, ids = fresh_model("llama", num_hidden_layers=1), prompt(2, 21)
+    model, ids = fresh_model("llama", num_hidden_layers=1), prompt(2, 11)
     cache = kvlayers.StaticCache(model.config, max_cache_len=RESERVED)
     forward = torch.compile(model.forward, backend="eager", fullgraph=True)
     with torch.no_grad():
-        for part in ids.split([9, 9, 1, 1, 1], dim=1):
+        for part in ids.split([9, 1, 1], dim=1):
             forward(part, **versions.positions(part, cache), **given(cache))
-    assert cache.get_seq_length() == 21
+    assert cache.get_seq_length() == 11

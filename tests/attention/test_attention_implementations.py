@@ -99,23 +99,18 @@ def test_flash_attention_over_a_shared_prefix() -> None:
 
 @pytest.mark.usefixtures("flash_attention")
 @pytest.mark.parametrize("name", ["flash_attention_2", "flash_attention_3", "kernels-community/flash-attn3"])
-def test_copies_at_every_step_are_warned_about_once(name: str) -> None:
+def test_copies_at_every_step_are_warned_about_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = fresh_model("llama")
     flash_stand_in.use(model, name)
     import transformers
 
     mapping = transformers.AttentionInterface._global_mapping
-    own = {name: mapping["flash_attention_2"]} if name not in mapping else {}
-    mapping.update(own)
-    try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            for _ in range(2):
-                logits(model, CACHES["packed"](model.config), prompt(1, 123), None)
-            logits(model, CACHES["dynamic"](model.config), prompt(1, 123), None)
-    finally:
-        for key in own:
-            del mapping[key]
+    monkeypatch.setitem(mapping, name, mapping.get(name, mapping["flash_attention_2"]))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            logits(model, CACHES["packed"](model.config), prompt(1, 123), None)
+        logits(model, CACHES["dynamic"](model.config), prompt(1, 123), None)
     (warning,) = [each for each in caught if "full precision" in str(each.message)]
     assert str(warning.message).startswith(f"The attention {name!r} reads states in full precision only.")
     assert "set_attn_implementation('sdpa')" in str(warning.message)
@@ -135,6 +130,7 @@ def test_nothing_is_said_of_attention_that_reads_states_as_they_are_held(name: s
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("counted")
 @pytest.mark.skipif(
     not compat.COMPILES_TENSOR_SUBCLASSES, reason="TorchDynamo is known to trace packed states from torch 2.13"
 )
@@ -150,7 +146,6 @@ def test_flex_attention_attends_to_what_sdpa_does(monkeypatch: pytest.MonkeyPatc
     compiled = torch.compile(flex.flex_attention, backend="eager")
     monkeypatch.setattr(flex.WrappedFlexAttention, "__init__", lambda self, training: None)
     monkeypatch.setattr(flex.WrappedFlexAttention, "_compiled_flex_attention", staticmethod(compiled))
-    torch._dynamo.reset()
     model = fresh_model("llama", head_dim=16, num_hidden_layers=1)
     ids = prompt(1, 115)
     expected = logits(model, CACHES["packed"](model.config), ids, None)

@@ -5,7 +5,6 @@ import itertools
 import pickle
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -38,6 +37,7 @@ from kvlayers.kernels.attention.packed_tensor import Snapshot, Version, packed_p
 from kvlayers.kernels.attention.segment_kinds import DenseSegment, SegmentRows
 from kvlayers.kernels.attention.segments import GatheredSegment, KVSegments, Segment
 from matrix import once, product
+from spies import spy
 
 needs_compiler = pytest.mark.skipif(kernel.library() is None, reason="there is no C++ compiler for the kernel")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -50,6 +50,9 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param != "kernel":
         monkeypatch.setattr(kernel, "library", lambda: None)
         monkeypatch.setattr(kernel.MANY, "get", lambda: None)
+        # Few scores and codes at once, so that few tokens are several slabs.
+        for name in ("CPU_SCORES_AT_ONCE", "CPU_CODES_AT_ONCE"):
+            monkeypatch.setattr(slabs, name, 1)
     if request.param == "accelerator":
         monkeypatch.setattr(slabs, "INTERPRETED", True)
         monkeypatch.setattr(slabs, "MINIMUM_SLAB_TOKENS", 2 * BLOCK)
@@ -212,16 +215,11 @@ def test_the_compiled_kernel_takes_what_it_is_fastest_for() -> None:
 def test_threads_change_nothing_but_the_order_of_sums(queries: int, kind: str) -> None:
     for seed in (3, 5):
         held = history(kind, seed, count=8, most=15)
-        query, before = held.query(3, queries), torch.get_num_threads()
-        mask, seen = random_mask("causal", query, held.segments.tokens), []
-        try:
-            for threads in (1, 2):
-                torch.set_num_threads(threads)
-                seen.append(attend(query, held, mask))
-        finally:
-            torch.set_num_threads(before)
-        for result in seen:
-            held.check(query, mask, result)
+        query = held.query(3, queries)
+        mask = random_mask("causal", query, held.segments.tokens)
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            held.check(query, mask, attend(query, held, mask))
 
 
 # Ordinary segments
@@ -240,23 +238,20 @@ def test_states_in_full_precision_are_those_of_each_sequence() -> None:
 @pytest.mark.parametrize("threads", [1, 2])
 def test_segments_that_are_cut_are_read_bit_by_bit_as_one(threads: int) -> None:
     torch.set_num_threads(threads)
-    try:
-        for dtype in (torch.float32, torch.bfloat16):
-            packed = packed_source(2, 12, dtype)[0]
-            # Cut where units of dense tokens end (`UNIT_TOKENS` of plan.h), as blocks do of packed ones.
-            dense = dense_source(2, 1280, dtype)[0]
-            whole = KVSegments((packed, dense))
-            query = torch.randn(2, 6, 2, 64).to(dtype)
-            mask = torch.rand(2, 1, 2, whole.tokens) > 0.2
-            for pieces, cuts in ((1, (256,)), (5, (256, 512, 1024)), (4, (768,))):
-                bounds = itertools.pairwise((0, *cuts, 1280))
-                parts = (DenseSegment(*(side[:, :, start:end] for side in dense.tensors)) for start, end in bounds)
-                cut = KVSegments((*packed.pieces(pieces * BLOCK), *parts))
-                assert len(cut.in_order) == -(-12 // pieces) + len(cuts) + 1
-                for given in (None, mask.expand(2, 6, 2, whole.tokens)):
-                    assert torch.equal(kernel.attend(query, cut, given, 0.2), kernel.attend(query, whole, given, 0.2))
-    finally:
-        torch.set_num_threads(1)
+    for dtype in (torch.float32, torch.bfloat16):
+        packed = packed_source(2, 12, dtype)[0]
+        # Cut where units of dense tokens end (`UNIT_TOKENS` of plan.h), as blocks do of packed ones.
+        dense = dense_source(2, 1280, dtype)[0]
+        whole = KVSegments((packed, dense))
+        query = torch.randn(2, 6, 2, 64).to(dtype)
+        mask = torch.rand(2, 1, 2, whole.tokens) > 0.2
+        for pieces, cuts in ((1, (256,)), (5, (256, 512, 1024)), (4, (768,))):
+            bounds = itertools.pairwise((0, *cuts, 1280))
+            parts = (DenseSegment(*(side[:, :, start:end] for side in dense.tensors)) for start, end in bounds)
+            cut = KVSegments((*packed.pieces(pieces * BLOCK), *parts))
+            assert len(cut.in_order) == -(-12 // pieces) + len(cuts) + 1
+            for given in (None, mask.expand(2, 6, 2, whole.tokens)):
+                assert torch.equal(kernel.attend(query, cut, given, 0.2), kernel.attend(query, whole, given, 0.2))
 
 
 @needs_compiler
@@ -278,13 +273,7 @@ def test_groups_are_read_in_few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     own = (dense_source(4, tokens, torch.float32)[0] for tokens in (7, 0))
     read: list[tuple[int, int]] = []
-    of_part = slabs._attended
-
-    def counted(query: Tensor, part: KVSegments, *rest: Any) -> Any:
-        read.append((part.batch, part.tokens))
-        return of_part(query, part, *rest)
-
-    monkeypatch.setattr(slabs, "_attended", counted)
+    spy(monkeypatch, slabs, "_attended", lambda query, part, *rest: read.append((part.batch, part.tokens)))
     slabs.attend(torch.randn(4, 4, 1, 64), KVSegments((*shared, *own)), None, 0.2)
     assert read == [(2, 40), (4, 20), (2, 20), (4, 7)]
 
@@ -332,6 +321,7 @@ def handed_out(held: History) -> tuple[Tensor, Tensor, PathCounter]:
     return *packed_pair(snapshot, shape, shape), paths
 
 
+@pytest.mark.usefixtures("counted")
 @pytest.mark.parametrize("way", WAYS[:2], indirect=True)
 @pytest.mark.parametrize("kind", ["dense", "dense packed rows"])
 def test_compiled_code_reads_segments(way: str, kind: str) -> None:
@@ -344,12 +334,8 @@ def test_compiled_code_reads_segments(way: str, kind: str) -> None:
     def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
         return scaled_dot_product_attention(query, keys, values, mask, scale=0.2, enable_gqa=True)
 
-    torch._dynamo.reset()
-    try:
-        with torch.no_grad():
-            held.check(query, mask, attend(query, keys, values, mask))
-    finally:
-        torch._dynamo.reset()
+    with torch.no_grad():
+        held.check(query, mask, attend(query, keys, values, mask))
     assert sum(paths.counts.values()) == 1
 
 

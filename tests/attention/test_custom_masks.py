@@ -11,6 +11,7 @@ import transformers
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+import counted_graphs
 import kvlayers
 import versions
 from kvlayers.kernels.attention import dense_kernels
@@ -19,6 +20,7 @@ from kvlayers.static import static_store as static
 from kvlayers.upstream import compat
 from matrix import once, product
 from models import WINDOW, fresh_model, given, prompt
+from spies import spy
 
 RESERVED = 32
 PARTS = (9, 1, 1, 3, 1, 1)
@@ -57,16 +59,21 @@ def decoded(
 
 
 @pytest.mark.parametrize(
-    ("family", "implementation", "form", "columns"),
-    product(["llama", "gpt2"], [("sdpa", "bool"), ("sdpa", "additive"), ("eager", "additive")], [None, RESERVED]),
+    ("family", "implementation", "form", "columns", "options"),
+    product(
+        ["llama", "gpt2"],
+        [("sdpa", "bool"), ("sdpa", "additive"), ("eager", "additive")],
+        [None, RESERVED],
+        [{}, {"offloading": True}, {"grow": True}, {"max_batch_size": 3}],
+    ),
 )
 def test_both_lengths_give_the_logits_of_a_cache_that_grows(
-    family: str, implementation: str, form: str, columns: int | None
+    family: str, implementation: str, form: str, columns: int | None, options: dict[str, Any]
 ) -> None:
     model, ids = fresh_model(family), prompt(2, sum(PARTS))
     model.set_attn_implementation(implementation)
     expected = decoded(model, transformers.DynamicCache(), ids, form, None)
-    cache = kvlayers.StaticCache(model.config, max_cache_len=RESERVED)
+    cache = kvlayers.StaticCache(model.config, max_cache_len=RESERVED, **options)
     torch.testing.assert_close(decoded(model, cache, ids, form, columns), expected, **TOLERANCE)
 
 
@@ -86,36 +93,19 @@ def test_both_lengths_serve_the_attention_of_kvlayers(family: str, columns: int 
 @pytest.mark.skipif(
     not compat.COMPILES_TENSOR_SUBCLASSES, reason="TorchDynamo is known to trace marked keys from torch 2.13"
 )
+@pytest.mark.usefixtures("counted")
 @pytest.mark.parametrize(("implementation", "columns"), once(["sdpa", "eager"], [None, RESERVED]))
 def test_both_lengths_serve_compiled_code_in_few_graphs(implementation: str, columns: int | None) -> None:
-    model, ids, graphs = fresh_model("llama", num_hidden_layers=1), prompt(2, 30), []
-
-    def counting(graph: Any, inputs: Any) -> Any:
-        graphs.append(graph)
-        return graph.forward
-
+    model, ids = fresh_model("llama", num_hidden_layers=1), prompt(2, 30)
     model.set_attn_implementation(implementation)
     parts = (9, *[1] * 12)
     expected = decoded(model, transformers.DynamicCache(), ids, "additive", None, parts=parts)
     cache = kvlayers.StaticCache(model.config, max_cache_len=RESERVED)
-    torch._dynamo.reset()
-    try:
-        forward = torch.compile(model.forward, backend=counting, fullgraph=True)
-        logits = decoded(model, cache, ids, "additive", columns, forward, parts)
-    finally:
-        torch._dynamo.reset()
+    forward = torch.compile(model.forward, backend=counted_graphs.backend, fullgraph=True)
+    logits = decoded(model, cache, ids, "additive", columns, forward, parts)
     torch.testing.assert_close(logits, expected, **TOLERANCE)
     # The prompt, a single token, and single tokens of any length.
-    assert len(graphs) == 3
-
-
-@pytest.mark.parametrize("columns", [None, RESERVED], ids=["held", "reserved"])
-@pytest.mark.parametrize("options", [{"offloading": True}, {"grow": True}, {"max_batch_size": 3}], ids=str)
-def test_a_cache_with_options_takes_both_lengths(options: dict[str, Any], columns: int | None) -> None:
-    model, ids = fresh_model("llama"), prompt(2, sum(PARTS))
-    expected = decoded(model, transformers.DynamicCache(), ids, "additive", None)
-    cache = kvlayers.StaticCache(model.config, max_cache_len=RESERVED, **options)
-    torch.testing.assert_close(decoded(model, cache, ids, "additive", columns), expected, **TOLERANCE)
+    assert counted_graphs.graphs() == 3
 
 
 def test_custom_masks_and_those_of_the_model_may_take_turns() -> None:
@@ -200,13 +190,8 @@ def test_keys_of_a_few_queries_are_repeated_no_earlier(
     implementation: str, columns: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dense_kernels, "CPU_MINIMUM_STATES", 0)
-    called: list[tuple[int, int]] = []
-    attend = kernel.attend_dense
-    monkeypatch.setattr(
-        kernel,
-        "attend_dense",
-        lambda *given, **options: called.append(given[1].shape[1]) or attend(*given, **options),
-    )
+    called: list[int] = []
+    spy(monkeypatch, kernel, "attend_dense", lambda query, keys, *others, **options: called.append(keys.shape[1]))
     model, ids = fresh_model("llama"), prompt(2, sum(PARTS))
     model.set_attn_implementation(implementation)
     expected = decoded(model, transformers.DynamicCache(), ids, "additive", None)
@@ -218,17 +203,14 @@ def test_keys_of_a_few_queries_are_repeated_no_earlier(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("counted")
 def test_masks_that_a_model_makes_in_compiled_code_are_no_custom_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     """Marked keys could not pass a graph break, as torch compiles no code for them behind it."""
     monkeypatch.setattr(static, "marked_for_custom_masks", None)
-    model, ids = fresh_model("llama", num_hidden_layers=1), prompt(2, 21)
+    model, ids = fresh_model("llama", num_hidden_layers=1), prompt(2, 11)
     cache = kvlayers.StaticCache(model.config, max_cache_len=RESERVED)
-    torch._dynamo.reset()
-    try:
-        forward = torch.compile(model.forward, backend="eager", fullgraph=True)
-        with torch.no_grad():
-            for part in ids.split([9, 9, 1, 1, 1], dim=1):
-                forward(part, **versions.positions(part, cache), **given(cache))
-    finally:
-        torch._dynamo.reset()
-    assert cache.get_seq_length() == 21
+    forward = torch.compile(model.forward, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        for part in ids.split([9, 1, 1], dim=1):
+            forward(part, **versions.positions(part, cache), **given(cache))
+    assert cache.get_seq_length() == 11

@@ -17,7 +17,8 @@ from kvlayers.kernels.attention import dense_kernels, gqa, model_attention
 from kvlayers.kernels.attention.cpu import kernel
 from kvlayers.kernels.attention.dense_kernels import takes_on_cpu
 from matrix import seeds
-from models import COMMON, fresh_model, prompt, tiny_model
+from models import prompt, tiny_model
+from spies import spy
 
 pytestmark = pytest.mark.skipif(kernel.library() is None, reason="there is no C++ compiler for the kernel")
 
@@ -34,13 +35,12 @@ def kernel_at_every_length(monkeypatch: pytest.MonkeyPatch) -> None:
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Heads of the query and of the keys in each call of the kernel."""
     seen: list[tuple[int, int]] = []
-    attend = kernel.attend_dense
-
-    def counted(query: Tensor, keys: Tensor, *arguments: Any, **options: Any) -> Tensor:
-        seen.append((query.shape[1], keys.shape[1]))
-        return attend(query, keys, *arguments, **options)
-
-    monkeypatch.setattr(kernel, "attend_dense", counted)
+    spy(
+        monkeypatch,
+        kernel,
+        "attend_dense",
+        lambda query, keys, *others, **options: seen.append((query.shape[1], keys.shape[1])),
+    )
     return seen
 
 
@@ -243,12 +243,3 @@ def test_soft_caps_and_sinks_of_models(queries: int, calls: list[tuple[int, int]
     expected = exact(query, keys, values, seen.expand(2, 1, queries, 90), 0.5, 3.0, sinks)
     torch.testing.assert_close(attended.transpose(1, 2).double(), expected, atol=1e-5, rtol=1e-5)
     assert calls == [(4, 2)]
-
-
-def test_speculative_decoding_gives_the_tokens_of_transformers(calls: list[tuple[int, int]]) -> None:
-    model = fresh_model("llama")
-    ids = prompt(1, 60)
-    how = {"max_new_tokens": 12, "do_sample": False, "prompt_lookup_num_tokens": 3}
-    expected = model.generate(ids, **how)
-    assert torch.equal(model.generate(ids, past_key_values=kvlayers.DynamicCache(), **how), expected)
-    assert (COMMON["num_attention_heads"], COMMON["num_key_value_heads"]) in calls

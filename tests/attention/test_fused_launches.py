@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import device_counts as counting
 from kvlayers import DynamicLayer
@@ -18,6 +17,7 @@ from kvlayers.kernels.attention.segments import KVSegments
 from kvlayers.kernels.codes.groups import BlockLayout
 from kvlayers.kernels.codes.packed_side import PackedSide
 from kvlayers.kernels.codes.quantizer_contract import CodeFormat, Side
+from spies import Operators
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK = 32, 8, 128, 64
 """Of a layer of an 8B model."""
@@ -154,15 +154,13 @@ def test_the_kernel_with_a_mask_gets_aligned_rows_and_no_copied_keys(sizes: tupl
     held = KVSegments((DenseSegment(keys, keys),))
     given: list[Any] = []
 
-    class Record(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if func is torch.ops.aten._scaled_dot_product_efficient_attention.default:
-                given.append(args)
-            return func(*args, **(kwargs or {}))
+    def note(operator: Any, arguments: Any, result: Any) -> None:
+        if operator is torch.ops.aten._scaled_dot_product_efficient_attention.default:
+            given.append(arguments)
 
     for mask_heads in (1, HEADS):
         mask = meta(batch, mask_heads, queries, 1003, dtype=kind).expand(-1, HEADS, -1, -1)
-        with Record():
+        with Operators(note):
             slabs.attend(query_of_a_model(batch, queries), held, mask, 0.1)
     assert len(given) == (2 if batch == 1 or queries == 1 else 2 * HEADS // KV_HEADS)
     for query, its_keys, its_values, bias, wants_logsumexp, *_ in given:
@@ -181,16 +179,12 @@ def test_the_kernel_with_a_mask_gets_aligned_rows_and_no_copied_keys(sizes: tupl
 def test_a_long_mask_is_converted_piece_by_piece() -> None:
     held = int4_segments(1 << 18, 128)
     mask = meta(1, 1, 8192, held.tokens, dtype=torch.bool)
-    largest = 0
+    sizes = [0]
 
-    class Largest(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            nonlocal largest
-            result = func(*args, **(kwargs or {}))
-            if func is torch.ops.aten.full.default:
-                largest = max(largest, result.numel() * result.element_size())
-            return result
+    def note(operator: Any, arguments: Any, result: Any) -> None:
+        if operator is torch.ops.aten.full.default:
+            sizes.append(result.numel() * result.element_size())
 
-    with Largest():
+    with Operators(note):
         slabs.attend(query_of_a_model(1, 8192), held, mask.expand(-1, HEADS, -1, -1), 0.1)
-    assert 0 < largest <= slabs.SLAB_BYTES
+    assert 0 < max(sizes) <= slabs.SLAB_BYTES

@@ -1,6 +1,7 @@
 """Multi-head latent attention: the logits of transformers' DynamicCache, from latents that are never expanded."""
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -8,7 +9,6 @@ import pytest
 import torch
 import transformers as tf
 from torch.nn.functional import linear, scaled_dot_product_attention
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import kvlayers
 from kvlayers.kernels.attention.absorption import COPY, by_products
@@ -16,7 +16,8 @@ from kvlayers.kernels.attention.latents import DeferredStates, LatentStates, New
 from kvlayers.kernels.attention.packed_tensor import PackedStates
 from kvlayers.upstream import compat
 from matrix import once, product
-from models import COMMON, prompt
+from models import COMMON, prompt, with_larger_weights
+from spies import Operators
 
 if not compat.CACHES_LATENTS:
     pytest.skip("this version of transformers caches the keys and values of all heads", allow_module_level=True)
@@ -48,23 +49,15 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 NEAR = {"rtol": 1e-4, "atol": 1e-4}
 
-_models: dict[tuple[str, str], Any] = {}
 
-
+@functools.cache
 def model_of(family: str = "deepseek_v3", implementation: str = "sdpa") -> Any:
-    if (family, implementation) not in _models:
-        name, changes = CONFIGS[family]
-        if getattr(tf, name, None) is None:
-            pytest.skip(f"this version of transformers has no {name}")
-        torch.manual_seed(0)
-        config = getattr(tf, name)(**SIZES, **changes)
-        model = tf.AutoModelForCausalLM.from_config(config, attn_implementation=implementation).eval()
-        with torch.no_grad():
-            for parameter_name, weight in model.named_parameters():
-                if weight.dim() > 1 and "norm" not in parameter_name:
-                    weight.mul_(3)
-        _models[family, implementation] = model
-    return _models[family, implementation]
+    name, changes = CONFIGS[family]
+    if getattr(tf, name, None) is None:
+        pytest.skip(f"this version of transformers has no {name}")
+    torch.manual_seed(0)
+    config = getattr(tf, name)(**SIZES, **changes)
+    return with_larger_weights(tf.AutoModelForCausalLM.from_config(config, attn_implementation=implementation).eval())
 
 
 @torch.no_grad()
@@ -81,17 +74,17 @@ def read(model: Any, cache: Any, ids: torch.Tensor, chunks: tuple[int, ...], pad
     return torch.stack(found)
 
 
-class WidestProduct(TorchDispatchMode):
+class WidestProduct(Operators):
     """Notes for how many tokens the keys and values of all heads are computed."""
 
-    tokens = 0
+    def __init__(self) -> None:
+        super().__init__(self._note_product)
+        self.tokens = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
+    def _note_product(self, operator: Any, arguments: Any, out: Any) -> None:
         of_all_heads = HEADS * (NOPE + VALUE)
-        if "mm" in str(func) and isinstance(out, torch.Tensor) and out.shape[-1] == of_all_heads:
+        if "mm" in str(operator) and isinstance(out, torch.Tensor) and out.shape[-1] == of_all_heads:
             self.tokens = max(self.tokens, out.numel() // of_all_heads)
-        return out
 
 
 CACHES: dict[str, Callable[[Any], Any]] = {

@@ -17,6 +17,7 @@ from kvlayers.kernels.attention.dispatch import BLOCKS, COPY
 from kvlayers.utils.native_library import NativeLibrary
 from matrix import product
 from models import fresh_model, given, prompt
+from spies import spy
 
 needs_kernel = pytest.mark.skipif(kernel.MANY.get() is None, reason="no C++ compiler")
 
@@ -93,16 +94,12 @@ def test_as_exact_as_torch(dtype: torch.dtype, name: str) -> None:
 
 
 @needs_kernel
-@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("threads", [2, 3])
 def test_threads_change_nothing(threads: int) -> None:
     query, keys, values = states(SHAPES["long"], torch.float32)
-    before = torch.get_num_threads()
     expected = kernel.attend_dense(query, keys, values, None, None)
-    try:
-        torch.set_num_threads(threads)
-        assert torch.equal(kernel.attend_dense(query, keys, values, None, None), expected)
-    finally:
-        torch.set_num_threads(before)
+    torch.set_num_threads(threads)
+    assert torch.equal(kernel.attend_dense(query, keys, values, None, None), expected)
 
 
 @needs_kernel
@@ -193,11 +190,8 @@ def test_states_need_not_be_contiguous(dtype: torch.dtype) -> None:
 
 @needs_kernel
 def test_masks_are_broadcast_as_in_torch_or_refused_as_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dense_kernels, "CPU_MINIMUM_PRODUCTS", 0)
     query, keys, values = states((2, 4, 2, 40, 50, 32, 32), torch.float32)
-    calls = []
-    attend_many = kernel.MANY.get().kvlayers_attend_many  # type: ignore[union-attr]
-    monkeypatch.setattr(kernel.MANY.get(), "kvlayers_attend_many", lambda *args: (calls.append(1), attend_many(*args)))
+    calls = counted(monkeypatch)
     generator = torch.Generator().manual_seed(0)
     shapes = [(4, 40, 50), (1, 40, 50), (4, 1, 50), (40, 1), (1, 50), (2, 1, 1, 50), (1, 4, 40, 1), (2, 4, 40, 50)]
     for shape in shapes:
@@ -284,20 +278,17 @@ def test_without_a_kernel_torch_is_told_that_a_mask_is_causal(tokens: int, monke
         assert True not in told
 
 
-class Counted:
-    """The queries of each call of the kernel, and the calls."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(dense_kernels, "CPU_MINIMUM_PRODUCTS", 0)
-        library = kernel.MANY.get()
-        assert library is not None
-        self.queries: list[int] = []
-        self._attend = library.kvlayers_attend_many
-        monkeypatch.setattr(library, "kvlayers_attend_many", self.count)
-
-    def count(self, numbers: bytes, *others: Any) -> None:
-        self.queries.append(QUERIES.unpack_from(numbers)[0])
-        self._attend(numbers, *others)
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The queries of each call of the kernel from now on, which takes attention of any size."""
+    monkeypatch.setattr(dense_kernels, "CPU_MINIMUM_PRODUCTS", 0)
+    queries: list[int] = []
+    spy(
+        monkeypatch,
+        kernel.MANY.get(),
+        "kvlayers_attend_many",
+        lambda numbers, *others: queries.append(QUERIES.unpack_from(numbers)[0]),
+    )
+    return queries
 
 
 CACHES: dict[str, Any] = {
@@ -324,7 +315,7 @@ def last_logits(model: Any, cache: Any, ids: Tensor, mask: Tensor) -> Tensor:
 @needs_kernel
 @pytest.mark.parametrize(("family", "cache", "pads"), product(["llama", "gemma3"], CACHES, [False, True]))
 def test_prompts_and_second_turns_of_models(family: str, cache: str, pads: bool, monkeypatch: Any) -> None:
-    counted = Counted(monkeypatch)
+    queries = counted(monkeypatch)
     model, ids = fresh_model(family), prompt(2, 383, 1)
     mask = torch.ones_like(ids)
     if pads:
@@ -332,7 +323,7 @@ def test_prompts_and_second_turns_of_models(family: str, cache: str, pads: bool,
     seen = last_logits(model, CACHES[cache](model.config), ids, mask)
     # Each layer, for the prompt and for the second turn.
     layers = model.config.num_hidden_layers
-    assert counted.queries == [300] * layers + [80] * layers
+    assert queries == [300] * layers + [80] * layers
     monkeypatch.undo()
     # What is packed is compared with what plain torch makes of it.
     monkeypatch.setattr(kernel.MANY, "get", lambda: None)
@@ -344,7 +335,7 @@ def test_prompts_and_second_turns_of_models(family: str, cache: str, pads: bool,
 @needs_kernel
 @pytest.mark.parametrize("is_packed", [False, True])
 def test_prompts_behind_a_prefix_that_sequences_share(is_packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    counted = Counted(monkeypatch)
+    queries = counted(monkeypatch)
     model, ids = fresh_model("llama"), prompt(1, 300, 1)
     kind = "int8" if is_packed else "dynamic"
     cache = CACHES[kind](model.config)
@@ -354,7 +345,7 @@ def test_prompts_behind_a_prefix_that_sequences_share(is_packed: bool, monkeypat
         cache.expand(3)
         logits = model(turns, **given(cache)).logits[:, -1]
         after = model(turns[:, :1], **given(cache)).logits[:, -1]
-        assert counted.queries == [300, 300, 90, 90]
+        assert queries == [300, 300, 90, 90]
         whole = torch.cat([ids.expand(3, -1), turns, turns[:, :1]], 1)
         expected = model(whole).logits
     # Codes of 8 bits are not exact, and logits spread by some tens.
@@ -372,11 +363,11 @@ def test_documents_of_which_some_tokens_are_computed_again(monkeypatch: pytest.M
         caches.append(kvlayers.DynamicCache(config=model.config))
         with torch.no_grad():
             model(ids, **given(caches[-1]))
-    counted = Counted(monkeypatch)
+    queries = counted(monkeypatch)
     joined = kvlayers.concatenate(caches, model, recompute="40%", ids=documents)
     # The first layer reads all tokens to see what changes; each layer then reads some among all.
-    chosen = counted.queries[-1]
-    assert counted.queries == [240, *[chosen] * model.config.num_hidden_layers]
+    chosen = queries[-1]
+    assert queries == [240, *[chosen] * model.config.num_hidden_layers]
     assert 16 < chosen < 240
     monkeypatch.setattr(kernel.MANY, "get", lambda: None)
     expected = kvlayers.concatenate(caches, model, recompute="40%", ids=documents)
@@ -387,7 +378,7 @@ def test_documents_of_which_some_tokens_are_computed_again(monkeypatch: pytest.M
 
 @needs_kernel
 def test_chunks_and_rows_of_many_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
-    counted = Counted(monkeypatch)
+    queries = counted(monkeypatch)
     model = fresh_model("llama")
     prompts = [prompt(1, tokens, tokens)[0] for tokens in (60, 130, 90)]
     how = {
@@ -400,7 +391,7 @@ def test_chunks_and_rows_of_many_prompts(monkeypatch: pytest.MonkeyPatch) -> Non
     }
     found = [answer.ids.tolist() for answer in kvlayers.generate_many(model, prompts, **how)]
     # Two layers, and chunks of 64 tokens.
-    assert sorted(counted.queries) == sorted(2 * [60, 64, 64, 64, 26])
+    assert sorted(queries) == sorted(2 * [60, 64, 64, 64, 26])
     monkeypatch.setattr(kernel.MANY, "get", lambda: None)
     assert [answer.ids.tolist() for answer in kvlayers.generate_many(model, prompts, **how)] == found
 

@@ -1,6 +1,5 @@
 """`attn_implementation="kvlayers"`: the tokens of transformers' attention, read from codes, for as long as asked."""
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -107,20 +106,6 @@ def test_soft_caps_and_learned_sinks_are_those_of_eager_attention(make_model: An
         assert reads_codes(seen.past_key_values)
 
 
-def test_the_formula_is_not_that_without_a_cap_or_sinks(installed: None) -> None:
-    """So that the test above can fail."""
-    layer, generator = torch.nn.Identity(), torch.Generator().manual_seed(0)
-    query, key, value = (torch.randn(1, heads, 5, 8, generator=generator) for heads in (4, 2, 2))
-    layer.num_key_value_groups = 2
-    plain, _ = model_attention.attention(layer, query, key, value, None)
-    for options in ({"softcap": 0.5}, {"s_aux": torch.ones(4)}):
-        other, _ = model_attention.attention(layer, query, key, value, None, **options)
-        assert other.shape == plain.shape
-        assert not torch.allclose(plain, other, atol=1e-3)
-    same, _ = model_attention.attention(layer, query, key, value, None, softcap=1e6)
-    torch.testing.assert_close(same, plain, rtol=1e-3, atol=1e-3)
-
-
 def test_queries_without_a_mask_are_those_of_the_newest_tokens() -> None:
     """Models that share states between layers drop the other queries after the masks are made."""
     layer, generator = torch.nn.Identity(), torch.Generator().manual_seed(0)
@@ -198,22 +183,6 @@ def test_gradients_are_those_of_sdpa(installed: None) -> None:
     expected = gradient()
     model.set_attn_implementation("kvlayers")
     torch.testing.assert_close(gradient(), expected)
-
-
-def test_a_chat_and_a_copy_of_its_cache(installed: None) -> None:
-    """Several queries behind packed tokens, without a mask of padding."""
-    model, ids = fresh_model("llama"), prompt(1, 130)
-
-    def logits() -> torch.Tensor:
-        cache = kvlayers.QuantizedCache(config=model.config, nbits=4, **QUANTIZATION)
-        model(ids[:, :110], past_key_values=cache)
-        twin = copy.deepcopy(cache)
-        return torch.cat([model(ids[:, 110:], past_key_values=each).logits for each in (cache, twin)])
-
-    with torch.no_grad():
-        expected = logits()
-        model.set_attn_implementation("kvlayers")
-        torch.testing.assert_close(logits(), expected)
 
 
 def test_a_prompt_before_free_slots_gets_a_mask() -> None:

@@ -25,6 +25,7 @@ from kvlayers.kernels.attention.segments import KVSegments
 from kvlayers.utils import native_library
 from kvlayers.utils.native_builds import BUILDS, best_build, cpu_features, headers
 from kvlayers.utils.native_library import NativeLibrary
+from spies import spy
 
 needs_compiler = pytest.mark.skipif(kernel.library() is None, reason="there is no C++ compiler for the kernel")
 forks = pytest.mark.skipif(sys.platform == "win32", reason="there is no fork on Windows")
@@ -316,8 +317,7 @@ def test_attention_does_not_wait_for_the_compiler_and_takes_the_kernel_when_it_i
     expected = decoded()
     monkeypatch.setattr(kernel, "LIBRARY", library)
     called: list[bool] = []
-    original = kernel.attend
-    monkeypatch.setattr(kernel, "attend", lambda *a, **k: (called.append(True), original(*a, **k))[1])
+    spy(monkeypatch, kernel, "attend", lambda *_, **__: called.append(True))
     seen = decoded()
     assert not called
     assert library.obstacle == "is still being compiled"
@@ -400,8 +400,7 @@ def test_packed_codes_are_attended_to_in_torch_until_their_products_are_there(
     stand_in(monkeypatch, gate.parent, pathlib.Path(kernel.OTHER.compile()), gate)
     monkeypatch.setattr(kernel, "OTHER", late)
     called: list[bool] = []
-    original = kernel.attend
-    monkeypatch.setattr(kernel, "attend", lambda *a, **k: (called.append(True), original(*a, **k))[1])
+    spy(monkeypatch, kernel, "attend", lambda *_, **__: called.append(True))
     torch.testing.assert_close(decoded(), expected, rtol=1e-5, atol=1e-5)
     assert not called
     dense = torch.randn(1, 2, 300, 16)

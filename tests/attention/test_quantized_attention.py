@@ -4,7 +4,7 @@ import copy
 import functools
 import io
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from transformers.integrations.sdpa_attention import repeat_kv
 from transformers.models.llama.modeling_llama import repeat_kv as eager_repeat_kv
@@ -26,10 +25,10 @@ from kvlayers.kernels.attention.packed_tensor import PackedStates
 from kvlayers.kernels.attention.segment_kinds import DenseSegment, PackedSegment
 from kvlayers.kernels.attention.segments import KVSegments
 from kvlayers.kernels.codes import packed_side
-from kvlayers.kernels.codes.groups import rotate
 from kvlayers.kernels.codes.quantizer_contract import Side
 from matrix import product
 from random_states import SUMS, Rule, check, code_format, packed_states
+from spies import Operators, spy
 
 needs_compiler = pytest.mark.skipif(kernel.library() is None, reason="there is no C++ compiler for the kernel")
 KERNELS = [pytest.param(kernel.attend, marks=needs_compiler, id="cpu"), pytest.param(slabs.attend, id="blocks")]
@@ -82,13 +81,6 @@ def case_of(
 
 def full(mask: Tensor | None, query: Tensor, tokens: int) -> Tensor | None:
     return None if mask is None else mask.expand(*query.shape[:3], tokens)
-
-
-@pytest.fixture
-def two_threads() -> Iterator[None]:
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(1)
 
 
 # The kernels
@@ -179,7 +171,8 @@ def test_a_finite_mask_that_is_as_low_as_it_gets_gives_all_tokens_one_weight(att
 
 @needs_compiler
 @pytest.mark.parametrize("width", [3, 4, "fp8"])
-def test_threads_that_share_one_head_split_its_tokens(two_threads: None, width: int | str) -> None:
+def test_threads_that_share_one_head_split_its_tokens(width: int | str) -> None:
+    torch.set_num_threads(2)
     case = case_of(width, batch=1, kv_heads=1, block_count=40, dense=(16, 130))
     query = case.query(3, 2)
     # Whole splits are masked in the first row.
@@ -368,21 +361,34 @@ ATTENTIONS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize(("attention", "groups", "queries", "dtype"), product(ATTENTIONS, [1, 3], [1, 3], DTYPES))
+@pytest.mark.parametrize(
+    ("attention", "groups", "queries", "dtype", "compiled"),
+    product(ATTENTIONS, [1, 3], [1, 3], [*DTYPES, torch.float16], [pytest.param(True, marks=needs_compiler), False]),
+)
 def test_attention_to_packed_states_makes_no_dense_copy(
-    attention: str, groups: int, queries: int, dtype: torch.dtype, no_copy: Callable[[], None]
+    attention: str,
+    groups: int,
+    queries: int,
+    dtype: torch.dtype,
+    compiled: bool,
+    no_copy: Callable[[], None],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if "eager" in attention and attention != "repeat_kv of eager" and kernel.library() is None:
-        pytest.skip("eager attention without the kernel reads dense states")
+    if not compiled:
+        monkeypatch.setattr(kernel, "library", lambda: None)
     keys, values = some_handles(queries, dtype)
     query = some_query(groups, queries, dtype)
     expected = ATTENTIONS[attention](query, keys.dense(), values.dense())
-    no_copy()
+    # Eager attention without the kernel reads dense states.
+    if compiled or not attention.startswith("eager"):
+        no_copy()
     seen = ATTENTIONS[attention](query, keys, values)
-    if "eager" in attention and dtype == torch.bfloat16:
-        # Scores and weights are rounded to bfloat16 in between, on both sides and each in its own way: the error of a
-        # score of up to 4 goes into an exponential.
-        torch.testing.assert_close(seen, expected, rtol=0.05, atol=0.05)
+    if dtype != torch.float32 and ("eager" in attention or "scale" in attention):
+        # Scores and weights are rounded to the dtype in between, on both sides and each in its own way, and dense keys
+        # once more, after smoothing: a score of up to 16 that is rounded the other way is a sixteenth larger in
+        # bfloat16, and so is its weight.
+        tolerance = 0.0625 if dtype == torch.bfloat16 else 0.01
+        torch.testing.assert_close(seen, expected, rtol=tolerance, atol=tolerance)
     else:
         close(seen, expected)
 
@@ -644,6 +650,13 @@ def test_gradients_are_those_of_dense_attention(attention: str, new: int) -> Non
         torch.testing.assert_close(seen, expected, rtol=1e-4, atol=1e-4)
 
 
+def test_attention_in_inference_mode() -> None:
+    with torch.inference_mode():
+        keys, values = some_handles()
+        query = some_query()
+        close(with_gqa(query, keys, values), with_gqa(query, keys.dense(), values.dense()))
+
+
 def test_a_query_alone_may_want_gradients() -> None:
     keys, values = some_handles()
     query = some_query().requires_grad_()
@@ -655,77 +668,7 @@ def test_a_query_alone_may_want_gradients() -> None:
         assert not with_gqa(query, keys, values).requires_grad
 
 
-def test_attention_in_inference_mode_and_in_float16() -> None:
-    with torch.inference_mode():
-        keys, values = some_handles()
-        query = some_query()
-        close(with_gqa(query, keys, values), with_gqa(query, keys.dense(), values.dense()))
-    keys, values = some_handles(dtype=torch.float16)
-    query = some_query(dtype=torch.float16)
-    close(with_gqa(query, keys, values), with_gqa(query, keys.dense(), values.dense()))
-    seen = ATTENTIONS["eager"](query, keys, values)
-    # Scores and weights are rounded to float16 on both sides, scores of up to 4.
-    torch.testing.assert_close(seen, ATTENTIONS["eager"](query, keys.dense(), values.dense()), rtol=0.01, atol=0.01)
-
-
-# Without a compiler
-
-
-@pytest.fixture
-def no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel, "library", lambda: None)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("attention", ATTENTIONS)
-def test_without_the_kernel_the_results_are_the_same(no_kernel: None, attention: str, dtype: torch.dtype) -> None:
-    keys, values = some_handles(3, dtype)
-    query = some_query(2, 3, dtype)
-    seen, expected = (ATTENTIONS[attention](query, *pair) for pair in ((keys, values), (keys.dense(), values.dense())))
-    if dtype == torch.bfloat16 and (attention.startswith("eager") or "scale" in attention):
-        # Dense keys are rounded once more, after smoothing. A score of up to 16 that is rounded the other way is a
-        # sixteenth larger, and so is its weight.
-        torch.testing.assert_close(seen, expected, rtol=0.0625, atol=0.0625)
-    else:
-        close(seen, expected)
-
-
-def test_without_the_kernel_attention_goes_block_by_block(
-    no_kernel: None, no_copy: Callable[[], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    keys, values = some_handles()
-    query = some_query()
-    expected = with_gqa(query, keys.dense(), values.dense())
-    no_copy()
-    called = []
-    attend = slabs.attend
-    monkeypatch.setattr(slabs, "attend", lambda *args: called.append(args) or attend(*args))
-    close(with_gqa(query, keys, values), expected)
-    assert len(called) == 1
-
-
 # Memory
-
-
-class Created(TorchDispatchMode):
-    """Sizes of the memory that torch functions allocate for their results, in bytes.
-
-    What the C++ kernel allocates for itself does not show: it is a few vectors of one block of scores and of one token
-    for each row of queries, whatever the length of the history.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sizes: list[int] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        given = {t.untyped_storage().data_ptr() for t in tree_iter((args, kwargs)) if type(t) is Tensor}
-        result = func(*args, **kwargs)
-        for tensor in tree_iter(result):
-            if type(tensor) is Tensor and tensor.untyped_storage().data_ptr() not in given:
-                self.sizes.append(tensor.untyped_storage().nbytes())
-        return result
 
 
 LONG = 64 * 64
@@ -739,36 +682,28 @@ def long_layer() -> kvlayers.QuantizedLayer:
     return filled_layer(LONG + QUANTIZATION.sink_tokens + QUANTIZATION.residual_length + 1, batch=1)
 
 
-def created_by(layer: kvlayers.QuantizedLayer, tokens: int, attention: str = "enable_gqa") -> list[int]:
+def created_by(act: Callable[[], Any]) -> list[int]:
+    """Sizes of the memory that torch functions allocate for their results, in bytes.
+
+    What the C++ kernel allocates for itself does not show: it is a few vectors of one block of scores and of one token
+    for each row of queries, whatever the length of the history.
+    """
+    sizes: list[int] = []
+
+    def note(operator: Any, arguments: Any, result: Any) -> None:
+        given = {t.untyped_storage().data_ptr() for t in tree_iter(arguments) if type(t) is Tensor}
+        made = (tensor.untyped_storage() for tensor in tree_iter(result) if type(tensor) is Tensor)
+        sizes.extend(storage.nbytes() for storage in made if storage.data_ptr() not in given)
+
+    with Operators(note):
+        act()
+    return sizes
+
+
+def created_by_a_step(layer: kvlayers.QuantizedLayer, tokens: int, attention: str = "enable_gqa") -> list[int]:
     keys, values = some_states(tokens, batch=1)
     query = torch.randn(1, 4, tokens, KEY_DIM)
-    with Created() as created:
-        attended = layer.update(keys, values)
-        assert type(attended[0]) is PackedStates
-        ATTENTIONS[attention](query, *attended)
-    return created.sizes
-
-
-@needs_compiler
-def test_a_decode_step_allocates_less_than_two_blocks_of_states(long_layer: kvlayers.QuantizedLayer) -> None:
-    layer = long_layer.fork()
-    output = 4 * VALUE_DIM * 4
-    for _ in range(3):
-        sizes = created_by(layer, 1)
-        assert output in sizes
-        assert sum(sizes) - output < 2 * 64 * STATE_BYTES
-
-
-class Called(TorchDispatchMode):
-    """Names of the functions of torch that are called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
+    return created_by(lambda: ATTENTIONS[attention](query, *layer.update(keys, values)))
 
 
 @needs_compiler
@@ -778,14 +713,16 @@ def test_a_decode_step_writes_its_token_and_makes_no_view_of_the_others() -> Non
     layer.update(*some_states(1, batch=1))
     for _ in range(3):
         states, query = some_states(1, batch=1), torch.randn(1, 4, 1, KEY_DIM)
-        with Called() as called:
+        names: list[str] = []
+        with Operators(lambda operator, *_, names=names: names.append(operator.overloadpacket.__name__)):
             with_gqa(query, *layer.update(*states))
-        assert called.names == ["as_strided", "copy_", "as_strided", "copy_", "new_empty_strided"]
+        # Of its own memory, it takes that of its result.
+        assert names == ["as_strided", "copy_", "as_strided", "copy_", "new_empty_strided"]
 
 
 @needs_compiler
 def test_an_eager_decode_step_allocates_scores_and_no_states(long_layer: kvlayers.QuantizedLayer) -> None:
-    sizes = created_by(long_layer.fork(), 1, "eager")
+    sizes = created_by_a_step(long_layer.fork(), 1, "eager")
     scores = 4 * (LONG + 100) * 4
     # Products, scaled products, weights.
     assert max(sizes) <= scores
@@ -803,7 +740,7 @@ def test_attention_allocates_no_tensor_as_large_as_the_held_states(
     # Of a cache that is as many times longer than this one.
     monkeypatch.setattr(slabs, "CPU_CODES_AT_ONCE", KV_HEADS * LONG * KEY_DIM // 4)
     for tokens in (1, 40, 200):
-        sizes = created_by(long_layer.fork(), tokens)
+        sizes = created_by_a_step(long_layer.fork(), tokens)
         # The largest are scores: as many as slabs.py says at once, for each kv head, or those of one block.
         at_once = 4 * max(KV_HEADS * max(slabs.CPU_SCORES_AT_ONCE, 2 * tokens * 64), slabs.CPU_CODES_AT_ONCE)
         codes_that_moved = LONG * STATE_BYTES // 3
@@ -819,9 +756,7 @@ def test_attention_allocates_no_tensor_as_large_as_the_held_states(
 
 def test_the_measure_of_memory_sees_a_dense_copy(long_layer: kvlayers.QuantizedLayer) -> None:
     keys, _ = long_layer.fork().update(*some_states(1, batch=1))
-    with Created() as created:
-        keys.clone()
-    assert max(created.sizes) >= KV_HEADS * LONG * KEY_DIM * 4
+    assert max(created_by(keys.clone)) >= KV_HEADS * LONG * KEY_DIM * 4
 
 
 @pytest.mark.parametrize("scale", [None, 0.5])
@@ -834,19 +769,6 @@ def test_the_scale_is_that_of_torch_where_it_is_not_given(queries: int, scale: f
     check(dispatch.attend(query, case.segments, mask, scale, PathCounter()), *case.attended(query, mask, used))
 
 
-@pytest.mark.parametrize("queries", [1, 40])
-def test_slabs_are_one_softmax(queries: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("CPU_SCORES_AT_ONCE", "CPU_CODES_AT_ONCE"):
-        monkeypatch.setattr(slabs, name, 1)
-    case = case_of(block_count=4)
-    query, mask = case.query(2, queries), torch.ones(1, 1, queries, case.segments.tokens, dtype=torch.bool)
-    # The first slab shows no token, or all slabs do.
-    mask[..., 0, :70] = False
-    for given in (None, mask):
-        seen = slabs.attend(query, case.segments, full(given, query, case.segments.tokens), 0.2)
-        check(seen, *case.attended(query, given, 0.2))
-
-
 @pytest.mark.parametrize("cut", [False, True], ids=["codes", "cropped"])
 @pytest.mark.parametrize("queries", [1, 30, 400])
 def test_slabs_rotate_what_is_smaller_and_once(queries: int, cut: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -854,7 +776,7 @@ def test_slabs_rotate_what_is_smaller_and_once(queries: int, cut: bool, monkeypa
         monkeypatch.setattr(slabs, name, 1)
     rotated = []
     for module in (slabs, packed_side):
-        monkeypatch.setattr(module, "rotate", lambda states: rotated.append(states.numel()) or rotate(states))
+        spy(monkeypatch, module, "rotate", lambda states: rotated.append(states.numel()))
     case = case_of(block_count=8, cut=cut)
     query, rows = case.query(2, queries), 2 * queries
     check(slabs.attend(query, case.segments, None, 0.2), *case.attended(query, None, 0.2))

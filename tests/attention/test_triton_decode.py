@@ -2,7 +2,6 @@
 
 import itertools
 import re
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,15 +13,13 @@ import interpreted_kernels
 import versions
 from kvlayers.kernels.attention.cuda import kernel
 from kvlayers.kernels.attention.cuda.specs import unpacking_instructions
-from kvlayers.kernels.attention.fused import merged
 from kvlayers.kernels.attention.segment_kinds import DenseSegment, PackedSegment
 from kvlayers.kernels.attention.segments import KVSegments
 from kvlayers.kernels.codes.groups import BlockLayout
 from kvlayers.kernels.codes.packed_side import PackedSide
 from kvlayers.kernels.codes.quantizer_contract import CodeFormat, Side
-from kvlayers.utils import triton_support
-from kvlayers.utils.triton_support import TritonKernel
 from matrix import of_cases
+from offline_gpu import OfflineDriver, as_gpu, recorded_launches
 from triton_decode_cases import CASES
 
 with_triton = versions.interprets_kernels
@@ -139,30 +136,24 @@ def test_kernels_are_not_imported_before_they_are_called() -> None:
 
 @with_triton
 def test_drafts_and_histories_of_all_lengths_share_a_few_compiled_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
-    compiled: dict[str, set[str]] = {}
-    binders: dict[str, Any] = {}
-
-    def launch(kernel: TritonKernel, device: object, grid: object, arguments: Any, constants: Any) -> None:
-        # What triton looks compiled kernels up by: types, alignments, and constants.
-        if kernel.name not in binders:
-            binders[kernel.name] = kernel.function.create_binder()[4]
-        _, specialisation, options = binders[kernel.name](*arguments, **constants)
-        compiled.setdefault(kernel.name, set()).add(f"{specialisation} {options}")
-
     keys, values = CodeFormat(4, 64, 1, rotated=True), CodeFormat(4, 1, 64, rotated=True)
-    facts = triton_support.DeviceFacts(None, multiprocessors=132)
-    monkeypatch.setattr(driver, "_active", SimpleNamespace(get_current_target=lambda: GPUTarget("cuda", 90, 32)))
-    monkeypatch.setattr(triton_support, "device_facts", lambda device: facts)
-    monkeypatch.setattr(TritonKernel, "launch", launch)
-    for blocks, residual, queries in itertools.product((1, 17, 2000), (1, 64, 129), range(1, 21)):
-        segments = empty_segments(keys, values, blocks, before=4, after=residual)
-        query = torch.empty(1, queries, 8, 128, dtype=torch.bfloat16, device="meta").transpose(1, 2)
-        mask = torch.empty(1, 1, queries, segments.tokens, dtype=torch.bool, device="meta")
-        for given in (None, mask.expand(1, 8, -1, -1)):
-            assert isinstance(kernel.attend(query, segments, given, 0.1, never), torch.Tensor)
+    with as_gpu(90), recorded_launches() as launches:
+        for blocks, residual, queries in itertools.product((1, 17, 2000), (1, 64, 129), range(1, 21)):
+            segments = empty_segments(keys, values, blocks, before=4, after=residual)
+            query = torch.empty(1, queries, 8, 128, dtype=torch.bfloat16, device="meta").transpose(1, 2)
+            mask = torch.empty(1, 1, queries, segments.tokens, dtype=torch.bool, device="meta")
+            for given in (None, mask.expand(1, 8, -1, -1)):
+                assert isinstance(kernel.attend(query, segments, given, 0.1, never), torch.Tensor)
+    monkeypatch.setattr(driver, "_active", OfflineDriver(90))
+    compiled: dict[str, set[str]] = {}
+    functions = {launch.kernel.name: launch.kernel.function for launch in launches}
+    binders = {name: function.create_binder()[4] for name, function in functions.items()}
+    for launch in launches:
+        # What triton looks compiled kernels up by: types, alignments, and constants.
+        _, specialisation, options = binders[launch.kernel.name](*launch.arguments, **launch.constants)
+        compiled.setdefault(launch.kernel.name, set()).add(f"{specialisation} {options}")
     # 16 or 32 rows of queries, with and without a mask.
     assert {name: len(variants) for name, variants in compiled.items()} == {"attend_split": 4, "merge_splits": 1}
 
@@ -172,31 +163,17 @@ def test_drafts_and_histories_of_all_lengths_share_a_few_compiled_kernels(monkey
 @pytest.mark.parametrize(("bits", "queries"), [pytest.param(2, 1, marks=pytest.mark.nightly), (4, 16)])
 def test_operands_of_products_have_each_number_once(monkeypatch: pytest.MonkeyPatch, bits: int, queries: int) -> None:
     """On Hopper, where the interpreter tells nothing of layouts: four threads share a row of numbers to multiply."""
-    from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
-    layouts: list[str] = []
-
-    def launch(
-        kernel: TritonKernel, device: object, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: Any
-    ) -> None:
-        if kernel.name == "attend_split":
-            layouts.append(kernel.function.warmup(*arguments, grid=grid, **constants).asm["ttgir"])
-
-    offline = SimpleNamespace(
-        get_current_target=lambda: GPUTarget("cuda", 90, 32),
-        get_current_device=lambda: 90,
-        get_current_stream=lambda device: 0,
-    )
-    monkeypatch.setattr(driver, "_active", offline)
-    monkeypatch.setattr(triton_support, "device_facts", lambda device: triton_support.DeviceFacts(None, 132))
-    monkeypatch.setattr(TritonKernel, "launch", launch)
     keys, values = CodeFormat(bits, 64, 1, rotated=True), CodeFormat(bits, 1, 64, rotated=True)
     segments = empty_segments(keys, values, 5, before=4, after=9)
     query = torch.empty(1, queries, 8, 128, dtype=torch.bfloat16, device="meta").transpose(1, 2)
     mask = torch.empty(1, 1, queries, segments.tokens, dtype=torch.bool, device="meta")
-    assert isinstance(kernel.attend(query, segments, mask, 0.1, never), torch.Tensor)
-    (layout,) = layouts
+    with as_gpu(90), recorded_launches() as launches:
+        assert isinstance(kernel.attend(query, segments, mask, 0.1, never), torch.Tensor)
+    monkeypatch.setattr(driver, "_active", OfflineDriver(90))
+    (launch,) = (launch for launch in launches if launch.kernel.name == "attend_split")
+    layout = launch.kernel.function.warmup(*launch.arguments, grid=launch.grid, **launch.constants).asm["ttgir"]
     assert "warp_group_dot" not in layout
     operands = set(re.findall(r"tensor<(\d+)x(\d+)x\w+, #ttg.dot_op<{opIdx = (\d), [^{}]*kWidth = (\d+)", layout))
     assert len(operands) > 4
@@ -291,19 +268,3 @@ def test_instructions_unpack_codes(bits: int, floating: bool, dtype: torch.dtype
 
 def test_float32_has_no_instructions() -> None:
     assert unpacking_instructions(4, False, torch.float32) == ()
-
-
-def test_merging_parts_is_attention_over_all() -> None:
-    scores, values = torch.randn(2, 3, 4, 30, dtype=torch.float64), torch.randn(2, 3, 30, 8, dtype=torch.float64)
-    scores[0, 0, 0, :10] = -1e30
-    cuts = ((0, 10), (10, 11), (11, 30))
-    parts = [
-        (
-            torch.softmax(scores[..., start:end], -1) @ values[:, :, start:end],
-            torch.logsumexp(scores[..., start:end], -1),
-        )
-        for start, end in cuts
-    ]
-    seen, logsumexp = merged(parts, torch.float64, wants_logsumexp=True)
-    torch.testing.assert_close(seen, torch.softmax(scores, -1) @ values)
-    torch.testing.assert_close(logsumexp, torch.logsumexp(scores, -1))

@@ -1,6 +1,6 @@
 """Caches on a CUDA device give what they give on a CPU."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,17 +10,12 @@ import cuda_device
 import kvlayers
 from cuda_caches import KINDS, Kind, on_device
 from cuda_device import DEVICE
+from cuda_device import exact_products as exact_products
 from kvlayers.upstream.cache_argument import name_for
 from models import prompt, tiny_model
 from packed_reference import relative_error
 
-pytestmark = cuda_device.on_cuda
-
-
-@pytest.fixture(autouse=True)
-def _exact_products() -> Iterator[None]:
-    with cuda_device.exact_products():
-        yield
+pytestmark = [*cuda_device.on_cuda, pytest.mark.usefixtures("exact_products")]
 
 
 class Pair:
@@ -82,13 +77,13 @@ def test_a_model_decodes_as_on_a_cpu(name: str) -> None:
     pair.decode(ids[:, 20:25])
 
 
-@pytest.mark.parametrize("family", ["t5", "bart"])
-def test_models_with_an_encoder_generate_as_on_a_cpu(family: str) -> None:
-    model = tiny_model(family)
-    ids = prompt(2, 12)
+@pytest.mark.parametrize(("family", "batch", "beams"), [("t5", 2, 1), ("bart", 2, 1), ("llama", 1, 3), ("llama", 3, 3)])
+def test_models_with_an_encoder_and_beams_generate_as_on_a_cpu(family: str, batch: int, beams: int) -> None:
+    model, ids = tiny_model(family), prompt(batch, 16)
+    how = {"max_new_tokens": 10, "num_beams": beams, "do_sample": False}
     with kvlayers.installed():
-        expected = model.generate(ids, max_new_tokens=10, do_sample=False)
-        seen = on_device(model, DEVICE).generate(ids.to(DEVICE), max_new_tokens=10, do_sample=False)
+        expected = model.generate(ids, **how)
+        seen = on_device(model, DEVICE).generate(ids.to(DEVICE), **how)
     assert torch.equal(seen.cpu(), expected)
 
 
@@ -111,13 +106,3 @@ def test_a_saved_cache_goes_on_on_a_cpu(name: str, tmp_path: Any) -> None:
     loaded = kvlayers.load_cache(path, "cpu", pair.models[0].config)
     pair.caches = loaded, pair.caches[1]
     pair.decode(ids[:, 90:])
-
-
-@pytest.mark.parametrize("batch", [1, 3])
-def test_beam_search_gives_the_tokens_of_a_cpu(batch: int) -> None:
-    model = tiny_model("llama")
-    ids = prompt(batch, 20)
-    with kvlayers.installed():
-        expected = model.generate(ids, max_new_tokens=8, num_beams=3, do_sample=False)
-        seen = on_device(model, DEVICE).generate(ids.to(DEVICE), max_new_tokens=8, num_beams=3, do_sample=False)
-    assert torch.equal(seen.cpu(), expected)

@@ -1,6 +1,6 @@
 """Decode steps as CUDA graphs, recorded by hand and by compiled code."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,6 +18,7 @@ from kvlayers.stores import QuantizedStore
 from kvlayers.upstream import compat
 from models import prompt
 from packed_reference import extended, random_pair, relative_error
+from spies import spy
 
 pytestmark = cuda_device.on_cuda
 
@@ -25,13 +26,6 @@ HEADS, KV_HEADS, HEAD_DIM = 4, 2, 64
 compiles_packed_states = pytest.mark.skipif(
     not compat.COMPILES_TENSOR_SUBCLASSES, reason="TorchDynamo is known to trace packed states from torch 2.13"
 )
-
-
-@pytest.fixture
-def _nothing_compiled() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def recorded(call: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
@@ -101,17 +95,11 @@ def graphs_and_logits(model: Any, cache: Any, forward: Any, ids: Tensor, prompt_
     return found
 
 
-@pytest.mark.usefixtures("_nothing_compiled")
+@pytest.mark.usefixtures("counted")
 @pytest.mark.parametrize("name", ["static", "static windows", pytest.param("int4", marks=compiles_packed_states)])
 def test_compiled_steps_are_those_of_eager_code(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    captures = [0]
-    enter: Any = torch.cuda.graph.__enter__
-
-    def counting(self: Any) -> Any:
-        captures[0] += 1
-        return enter(self)
-
-    monkeypatch.setattr(torch.cuda.graph, "__enter__", counting)
+    captures: list[Any] = []
+    spy(monkeypatch, torch.cuda.graph, "__enter__", captures.append)
     kind = KINDS[name]
     model = on_device(kind.model(), DEVICE)
     ids = prompt(1, 110).to(DEVICE)
@@ -122,4 +110,4 @@ def test_compiled_steps_are_those_of_eager_code(name: str, monkeypatch: pytest.M
     for one, other in zip(expected, seen, strict=True):
         assert relative_error(other, one) < max(kind.tolerance, 1e-3)
     # One for each size of what is attended to; never one for each step.
-    assert captures[0] <= 8 or name not in ("static", "static windows")
+    assert len(captures) <= 8 or name not in ("static", "static windows")

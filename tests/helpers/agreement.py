@@ -12,6 +12,7 @@ from kvlayers import CacheLayer, OffloadedLayer
 from kvlayers.errors import RollbackError
 from kvlayers.eviction.eviction_progress import EvictionProgress
 from kvlayers.kernels.attention.packed_tensor import Version
+from kvlayers.layers import LayerState
 from kvlayers.rope.rotary import Rotary
 from oracle import Oracle, states
 
@@ -58,6 +59,13 @@ def bytes_reached(thing: Any) -> int:
     """Bytes of the distinct storages that an object keeps alive."""
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors_in(thing)}
     return sum(storages.values())
+
+
+def same_state(state: LayerState, other: LayerState) -> bool:
+    """Whether two layers hold the same, to the last bit."""
+    return (state.facts, state.tensors.keys()) == (other.facts, other.tensors.keys()) and all(
+        torch.equal(states.nan_to_num(7), other.tensors[name].nan_to_num(7)) for name, states in state.tensors.items()
+    )
 
 
 def check_at_rest(layer: CacheLayer, oracle: Oracle) -> None:

@@ -100,8 +100,7 @@ def launches_of(case: Case, capability: int) -> list[Launch]:
                 store.expand(batch)
             shape = batch, KV_HEADS, tokens, case.head_dim
             new = [torch.empty(shape, dtype=case.dtype, device=META) for _ in range(2)]
-            store.validate(*new)
-            keys, values = store.extend(*new)
+            keys, values = store.take_in(*new)
         if not isinstance(keys, PackedStates) or not isinstance(values, PackedStates):
             raise RuntimeError(f"no token of {case.name} is packed")
         shape = case.readers, KV_HEADS * GROUPS, case.queries, case.head_dim

@@ -34,7 +34,7 @@ def no_synchronisation() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-@contextmanager
+@pytest.fixture
 def exact_products() -> Iterator[None]:
     """Products and convolutions of float32 have the precision of float32."""
     before = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32

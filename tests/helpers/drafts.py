@@ -6,19 +6,14 @@ from typing import Any
 import torch
 
 from families import model_and_inputs
-from models import CONFIGS, fresh_model
+from models import CONFIGS, fresh_model, with_larger_weights
 
 
 def spread(family: str) -> Any:
     """A random model whose logits say something."""
     if family in CONFIGS:
         return fresh_model(family)
-    model = model_and_inputs(family)[0]
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if weight.dim() > 1 and "norm" not in name:
-                weight.mul_(3)
-    return model
+    return with_larger_weights(model_and_inputs(family)[0])
 
 
 def draft_of(model: Any) -> Any:

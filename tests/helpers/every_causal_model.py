@@ -11,6 +11,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import versions
+from models import with_larger_weights
 
 MODEL_TYPES = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
@@ -170,10 +171,6 @@ def model_of(model_type: str) -> Any:
     if sum(weight.numel() for weight in shapes.parameters()) > MOST_PARAMETERS:
         pytest.skip(f"no small config of {model_type} is known: the model is too large")
     torch.manual_seed(0)
-    model = tf.AutoModelForCausalLM.from_config(config).eval()
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if weight.dim() > 1 and "norm" not in name:
-                weight.mul_(3)
+    model = with_larger_weights(tf.AutoModelForCausalLM.from_config(config).eval())
     model.generation_config.use_cache = True
     return model

@@ -8,6 +8,7 @@ import transformers
 
 import versions
 from families import FAMILIES as OTHERS
+from models import with_larger_weights
 
 # With few heads some scores are zero, and which of them are the best ones depends on how many there are to choose from.
 INDEXER = {**OTHERS["deepseek_v32"][1], "index_n_heads": 64}
@@ -32,9 +33,6 @@ def model_of(family: str, seed: int = 0) -> Any:
     class_name, options = FAMILIES[family]
     versions.need_model_class(class_name)
     torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, class_name)(**options)).eval()
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if weight.dim() > 1 and "norm" not in name:
-                weight.mul_(3)
-    return model
+    return with_larger_weights(
+        transformers.AutoModelForCausalLM.from_config(getattr(transformers, class_name)(**options)).eval()
+    )

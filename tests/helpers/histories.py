@@ -77,29 +77,36 @@ def packed_source(
 Pieces = list[tuple[int, int]]
 """Start and count of each piece of a head."""
 
+NOWHERE = 1 << 40
+"""Where a piece of no token may start."""
 
-def gathered(source: Source, pieces: list[list[Pieces]], gap: int = 0) -> Held:
-    """The pieces `[sequence][kv head]` of a source, in columns aligned to the right, with so many in between."""
+
+def gathered(source: Source, pieces: list[list[Pieces]], gap: int = 0, spare: int = 0) -> Held:
+    """The pieces `[sequence][kv head]` of a source, in columns aligned to the right, with so many in between.
+
+    Before the columns of every head are the `spare` ones.
+    """
     segment, keys, values = source
     if segment.rows is not None:
         keys, values = (states[list(segment.rows.known or ())] for states in (keys, values))
-    batch, most = len(pieces), max(len(of_head) for of_sequence in pieces for of_head in of_sequence)
-    width = max(sum(count + gap for _, count in of_head) for of_sequence in pieces for of_head in of_sequence)
-    starts, counts, columns = (torch.zeros(batch, KV_HEADS, most, dtype=torch.int64) for _ in range(3))
-    exact = [torch.zeros(batch, KV_HEADS, width, states.shape[3], dtype=torch.float64) for states in (keys, values)]
-    is_token = torch.zeros(batch, KV_HEADS, width, dtype=torch.bool)
+    shape = len(pieces), len(pieces[0])
+    most = max(len(of_head) for of_sequence in pieces for of_head in of_sequence)
+    width = spare + max(sum(count + gap for _, count in of_head) for of_sequence in pieces for of_head in of_sequence)
+    starts, counts, columns = (torch.zeros(*shape, most, dtype=torch.int64) for _ in range(3))
+    exact = [torch.zeros(*shape, width, states.shape[3], dtype=torch.float64) for states in (keys, values)]
+    is_token = torch.zeros(*shape, width, dtype=torch.bool)
     for sequence, of_sequence in enumerate(pieces):
         for head, of_head in enumerate(of_sequence):
             column = width - sum(count + gap for _, count in of_head)
             # Unused entries of the table say nothing but that they have no token.
-            starts[sequence, head, len(of_head) :] = 1 << 40
+            starts[sequence, head, len(of_head) :] = NOWHERE
             for index, (start, count) in enumerate(of_head):
                 table = starts, counts, columns
                 for entries, entry in zip(table, (start, count, column), strict=True):
                     entries[sequence, head, index] = entry
                 begin = start
                 if isinstance(segment, PackedSegment):
-                    begin = start * BLOCK + (segment.first if start == 0 else 0)
+                    begin = start * segment.keys.layout.block_tokens + (segment.first if start == 0 else 0)
                 for of_columns, states in zip(exact, (keys, values), strict=True):
                     of_columns[sequence, head, column : column + count] = states[sequence, head, begin : begin + count]
                 is_token[sequence, head, column : column + count] = True

@@ -29,7 +29,7 @@ from oracle import BucketOracle, Oracle
 from other_package import RecentLayer, SteppedStore
 from other_package.recent_oracle import RecentOracle
 from quantized_oracle import QuantizedOracle
-from recording_transfers import RecordingTransfers
+from recording_transfers import recording_transfers
 from sink_oracle import INV_FREQ, SinkOracle
 
 WINDOW = 8
@@ -53,12 +53,8 @@ def _quantized_window(window: int) -> tuple[SlidingLayer, Oracle]:
     return layer, QuantizedOracle(quantization, window=window, room=layer.room)
 
 
-def _recording_transfers(device: torch.device) -> RecordingTransfers:
-    return RecordingTransfers()
-
-
 def _offloaded(layer: TokenLayer, oracle: Oracle) -> tuple[CacheLayer, Oracle]:
-    return OffloadedLayer(layer, Prefetcher(transfers=_recording_transfers)), oracle
+    return OffloadedLayer(layer, Prefetcher(transfers=recording_transfers)), oracle
 
 
 def _evicting(per_head: bool, **amount: float) -> tuple[EvictingLayer, KeptOracle]:
@@ -222,31 +218,13 @@ def _record_and_roll_back(layer: CacheLayer, oracle: Oracle) -> CacheLayer:
     return layer
 
 
-def _select(rows: list[int]) -> Operation:
-    def select(layer: CacheLayer, oracle: Oracle) -> CacheLayer:
-        layer.batch_select_indices(torch.tensor(rows))
+def _selecting(rows: list[int], select: Callable[[CacheLayer], object]) -> Operation:
+    def operation(layer: CacheLayer, oracle: Oracle) -> CacheLayer:
+        select(layer)
         oracle.select(rows)
         return layer
 
-    return select
-
-
-def _reorder(layer: CacheLayer, oracle: Oracle) -> CacheLayer:
-    layer.reorder_cache(torch.tensor([1, 1]))
-    oracle.select([1, 1])
-    return layer
-
-
-def _mask(layer: CacheLayer, oracle: Oracle) -> CacheLayer:
-    layer.batch_select_indices(torch.tensor([False, True]))
-    oracle.select([1])
-    return layer
-
-
-def _repeat(layer: CacheLayer, oracle: Oracle) -> CacheLayer:
-    layer.batch_repeat_interleave(3)
-    oracle.select([0, 0, 0, 1, 1, 1])
-    return layer
+    return operation
 
 
 def _expand(layer: CacheLayer, oracle: Oracle) -> CacheLayer:
@@ -287,11 +265,11 @@ OPERATIONS: dict[str, Operation] = {
     "remove one": _remove(lambda length: min(1, length)),
     "remove three": _remove(lambda length: min(3, length)),
     "record and roll back": _record_and_roll_back,
-    "reorder": _reorder,
-    "select one": _select([1]),
-    "select by a mask": _mask,
-    "select more": _select([1, 0, 1, 1, 0]),
-    "repeat": _repeat,
+    "reorder": _selecting([1, 1], lambda layer: layer.reorder_cache(torch.tensor([1, 1]))),
+    "select one": _selecting([1], lambda layer: layer.batch_select_indices(torch.tensor([1]))),
+    "select by a mask": _selecting([1], lambda layer: layer.batch_select_indices(torch.tensor([False, True]))),
+    "select more": _selecting([1, 0, 1, 1, 0], lambda layer: layer.batch_select_indices(torch.tensor([1, 0, 1, 1, 0]))),
+    "repeat": _selecting([0, 0, 0, 1, 1, 1], lambda layer: layer.batch_repeat_interleave(3)),
     "expand": _expand,
     "fork": _twin(lambda layer: layer.fork()),
     # As that of a layer of transformers.

@@ -144,8 +144,11 @@ def fresh_model(family: str, seed: int = 0, **changes: Any) -> Any:
         setattr(config, field, value)
     torch.manual_seed(seed)
     auto = tf.AutoModelForSeq2SeqLM if family in ENCODER_DECODERS else tf.AutoModelForCausalLM
-    model = auto.from_config(config).eval()
-    # Random weights of the usual size give logits so close together that a token says nothing: spread them.
+    return with_larger_weights(auto.from_config(config).eval())
+
+
+def with_larger_weights(model: Any) -> Any:
+    """A model with larger weights: random ones of the usual size give logits so close that a token says nothing."""
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.dim() > 1 and "norm" not in name:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -182,3 +183,15 @@ def squared_error(side: PackedSide, states: Tensor, finite: Tensor) -> float:
     exact = states.double()[finite]
     largest = exact.abs().amax().clamp(min=1e-300)
     return float(((side.states(torch.float32).double()[finite] - exact) / largest).square().sum())
+
+
+def check_side(one: PackedSide, other: PackedSide, states: Tensor, finite: Tensor) -> None:
+    """Blocks that a kernel packed are as good as those that torch packed."""
+    # A code differs where rounding moves a state over the border between two, or the search to another range.
+    assert float((codes_of(one) == codes_of(other)).double().mean()) > 0.998
+    errors = [squared_error(each, states, finite) for each in (one, other)]
+    assert errors[0] <= errors[1] * 1.002 + 1e-12
+    assert torch.equal(one.parameters.isnan(), other.parameters.isnan())
+    # A sum that overflows makes a parameter many times too large, and need not change a code.
+    largest = [float(each.parameters.nan_to_num(0).double().abs().amax()) for each in (one, other)]
+    assert largest[0] == pytest.approx(largest[1], rel=0.1)

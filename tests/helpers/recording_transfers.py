@@ -8,6 +8,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -134,6 +135,38 @@ class RecordingTransfers(Transfers):
             return found[start:end]
 
         return read
+
+
+def recording_transfers(device: torch.device) -> RecordingTransfers:
+    """Of a module, so that it can be pickled."""
+    return RecordingTransfers()
+
+
+def buffers_of(layer: Any) -> list[tuple[Any, int, int]]:
+    """The buffers of a layer, and the slots of each that its tokens are in."""
+    found: list[tuple[Any, int, int]] = []
+
+    def note(*buffer: Any) -> Any:
+        found.append(buffer)
+        return buffer[0]
+
+    layer.swap_buffers(note)
+    return found
+
+
+def live_bytes(layer: Any) -> int:
+    """Bytes of the tokens that a layer holds, without spare room."""
+    return sum(buffer.read(start, end - start).nbytes for buffer, start, end in buffers_of(layer))
+
+
+def held_bytes(layer: Any) -> int:
+    """Bytes of the buffers of a layer, with spare room."""
+    return sum(buffer.tensor.nbytes for buffer, *_ in buffers_of(layer))
+
+
+def devices_of(layer: Any) -> set[torch.device]:
+    """Where the states of a layer are."""
+    return {buffer.tensor.device for buffer, *_ in buffers_of(layer)}
 
 
 def _finish(copy: _Copy) -> None:

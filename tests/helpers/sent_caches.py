@@ -22,18 +22,6 @@ EVICTS: dict[str, Any] = {"keep": 0.5, "sink_tokens": 2, "recent_tokens": 8}
 RECALL = {"pages": 2, "page_tokens": 8, "sink_tokens": 2, "recent_tokens": 8}
 
 
-def _on_disk(config: Any) -> kvlayers.Cache:
-    return kvlayers.DynamicCache(
-        config=config, offloading=True, offload_device="disk", offload_directory=tempfile.gettempdir()
-    )
-
-
-def _pair(config: Any) -> kvlayers.EncoderDecoderCache:
-    return kvlayers.EncoderDecoderCache(
-        kvlayers.DynamicCache(config=config), kvlayers.StaticCache(config, max_cache_len=ENCODED)
-    )
-
-
 KINDS: dict[str, tuple[str, Callable[[Any], kvlayers.Cache]]] = {
     "dynamic": ("llama", lambda config: kvlayers.DynamicCache(config=config)),
     "without a config": ("llama", lambda config: kvlayers.DynamicCache()),
@@ -50,8 +38,18 @@ KINDS: dict[str, tuple[str, Callable[[Any], kvlayers.Cache]]] = {
     ),
     "recall": ("llama", lambda config: kvlayers.DynamicCache(config=config, recall=RECALL)),
     "latents": ("deepseek_v3", lambda config: kvlayers.QuantizedCache(config=config, nbits=8, **CODES)),
-    "on disk": ("llama", _on_disk),
-    "encoder-decoder": ("t5", _pair),
+    "on disk": (
+        "llama",
+        lambda config: kvlayers.DynamicCache(
+            config=config, offloading=True, offload_device="disk", offload_directory=tempfile.gettempdir()
+        ),
+    ),
+    "encoder-decoder": (
+        "t5",
+        lambda config: kvlayers.EncoderDecoderCache(
+            kvlayers.DynamicCache(config=config), kvlayers.StaticCache(config, max_cache_len=ENCODED)
+        ),
+    ),
     "recurrent": ("mamba", lambda config: kvlayers.DynamicCache(config=config)),
     "hybrid": ("jamba", lambda config: kvlayers.DynamicCache(config=config)),
 }

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaConfig
 
-from histories import Held, side_by_side
+from histories import Held, History, ordinary, side_by_side
 from kvlayers import QuantizedCache
 from kvlayers.kernels.attention import dispatch, slabs
 from kvlayers.kernels.attention.cuda import kernel, plan
@@ -25,7 +25,7 @@ from kvlayers.kernels.attention.cuda.plan import Launch, supports
 from kvlayers.kernels.attention.dispatch import PathCounter
 from kvlayers.kernels.attention.packed_tensor import PackedStates
 from kvlayers.kernels.attention.segment_kinds import DenseSegment, PackedSegment, SegmentRows, of_repeats
-from kvlayers.kernels.attention.segments import KVSegments, Segment
+from kvlayers.kernels.attention.segments import KVSegments
 from kvlayers.kernels.codes.groups import BlockLayout
 from kvlayers.kernels.codes.packed_side import PackedSide, pack_side
 from kvlayers.kernels.codes.quantizer_contract import CodeFormat, QuantizedGroups, Side
@@ -325,16 +325,20 @@ def quantized(code_format: CodeFormat, side: Side, head_dim: int, case: Case) ->
     return PackedSide(spare_codes[where], spare_parameters[where], layout)
 
 
+def dense_segment(case: Case, tokens: int, batch: int) -> DenseSegment:
+    """A view of what projections give: `[batch, tokens, kv_heads, head_dim]`."""
+    sides = (
+        torch.randn(batch, tokens, case.kv_heads, head_dim).transpose(1, 2).to(case.dtype)
+        for head_dim in (case.key_dim, case.value_dim)
+    )
+    return DenseSegment(*sides)
+
+
 def states_of(case: Case) -> KVSegments:
     """Random states of a case."""
 
     def dense(tokens: int, batch: int = case.batch) -> DenseSegment:
-        # A view of what projections give: `[batch, tokens, kv_heads, head_dim]`.
-        sides = [
-            torch.randn(batch, tokens, case.kv_heads, head_dim).transpose(1, 2).to(case.dtype)
-            for head_dim in (case.key_dim, case.value_dim)
-        ]
-        return DenseSegment(*sides)
+        return dense_segment(case, tokens, batch)
 
     first, ends = case.options.get("first", 0), case.options.get("ends")
     has_packed = case.blocks or not (case.before or case.after)
@@ -373,31 +377,29 @@ def smoothing_of(case: Case) -> KeySmoothing:
     return KeySmoothing(**{name: vectors[name][of_readers].to(case.dtype) for name in case.smoothed})
 
 
-def states_in_float64(segment: Segment, side: Side) -> Tensor:
-    """The held states of a segment, as they were before they were packed, for each sequence of the batch."""
-    if isinstance(segment, DenseSegment):
-        states = segment.states(side, torch.float64)
-    else:
-        packed = segment.side(side)
-        held = counted(packed.blocks, packed.layout.block_tokens, {"first": segment.first, "ends": segment.ends})
-        states = packed.dequantized()[:, :, held].double()
-        states = states @ hadamard(packed.layout.head_dim) if packed.layout.format.rotated else states
-    states = states if segment.rows is None else states[list(segment.rows.known or ())]
-    return segment.source.smoothing.restored(states) if side == "keys" else states
+def before_packing(packed: PackedSide) -> Tensor:
+    """All states of a side in float64, as they were before they were packed."""
+    states = packed.dequantized().double()
+    return states @ hadamard(packed.layout.head_dim) if packed.layout.format.rotated else states
 
 
-def held_in_float64(segment: Segment) -> Held:
+def held_in_float64(segment: DenseSegment | PackedSegment) -> Held:
     """A segment with the states of its columns in float64, all of which are tokens."""
-    keys, values = (states_in_float64(segment, side) for side in SIDES)
-    return Held(segment, keys, values, torch.ones(keys.shape[:3], dtype=torch.bool))
+    if isinstance(segment, DenseSegment):
+        exact = [segment.states(side, torch.float64) for side in SIDES]
+    else:
+        exact = [before_packing(segment.side(side)) for side in SIDES]
+    held = ordinary((segment, *exact), segment.rows)
+    return replace(held, keys=segment.smoothing.restored(held.keys))
 
 
 def mask_of(case: Case, segments: KVSegments) -> Tensor | None:
-    """A random mask, that of one row hiding all."""
+    """A random mask, of which the last of several rows hides all."""
     if case.mask_shape is None:
         return None
     shown = torch.rand(*case.mask_shape, segments.tokens) > 0.4
-    shown[-1, -1, -1] = False
+    if case.mask_shape != (1, 1, 1):
+        shown[-1, -1, -1] = False
     before, packed = sum(case.before), slice(sum(case.before), segments.tokens - sum(case.after))
     if case.hidden == "packed":
         shown[:, :, 0, packed] = False
@@ -439,11 +441,6 @@ def errors_of(case: Case) -> dict[str, float]:
     mask = mask_of(case, segments)
     scale = case.options.get("scale", case.key_dim**-0.5)
     out = attended_in_float32(query, segments, mask, scale)
-    parts = [held_in_float64(segment) for segment in segments.in_order]
-    expected, size = side_by_side(parts, case.dtype).attended(query, mask, scale)
-    assert out.dtype == torch.float32
-    # Of a query that sees nothing.
-    assert not out[(size == 0).expand_as(out)].any()
     if case.after and case.dtype != torch.float32:
         rounded = attended(query, segments, mask, scale)
         assert isinstance(rounded, Tensor), rounded
@@ -451,16 +448,24 @@ def errors_of(case: Case) -> dict[str, float]:
         assert rounded.transpose(1, 2).is_contiguous()
         # The interpreter cuts float32 off to bfloat16, and does not round it.
         torch.testing.assert_close(rounded, out.to(case.dtype))
+    held = side_by_side([held_in_float64(segment) for segment in segments.in_order], case.dtype)
+    return {"out": error_of(case, held, query, mask, scale, out)}
+
+
+def error_of(case: Case, held: History, query: Tensor, mask: Tensor | None, scale: float, out: Tensor) -> float:
+    """The largest error of attention, as a share of what it may be."""
+    expected, size = held.attended(query, mask, scale)
+    assert out.dtype == torch.float32
+    # Of a query that sees nothing.
+    assert not out[(size == 0).expand_as(out)].any()
     # Operands of products are rounded to the dtype of the states: the queries after scaling, whose errors add up over
     # head_dim in a score, and the weights, of which each output is a mean. With float32 the sums round, and exp2.
     rounding = torch.finfo(case.dtype).eps if case.dtype != torch.float32 else 8 * torch.finfo(torch.float32).eps
-    spread = query.double().norm(dim=-1).amax() * scale
-    if "factor" in case.smoothed:
-        # Random factors are below it.
-        spread = spread * 2
-    score_limit = rounding * (1 + 2 * abs(float(spread)))
-    largest = max((float(part.values.nan_to_num(0).abs().amax()) for part in parts if part.values.numel()), default=1.0)
-    return {"out": float((out - expected).abs().amax() / (largest * (score_limit + rounding))) if out.numel() else 0.0}
+    # Random factors are below two.
+    spread = abs(float(query.double().norm(dim=-1).amax() * scale)) * (2 if "factor" in case.smoothed else 1)
+    largest = float(held.values.abs().amax()) if held.values.numel() else 1.0
+    limit = max(largest, 1e-9) * rounding * (2 + 2 * spread)
+    return float((out - expected).abs().amax() / limit) if out.numel() else 0.0
 
 
 def check_cases() -> dict[str, Any]:

@@ -3,7 +3,6 @@
 As in `triton_decode_cases`, triton decides at its import whether it interprets.
 """
 
-import itertools
 import json
 import sys
 from dataclasses import dataclass, field, replace
@@ -11,30 +10,30 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor
 
-from histories import Held, side_by_side
+import histories
+from histories import NOWHERE, Held, History, Pieces, Source, side_by_side
 from kvlayers.kernels.attention.cuda import plan
 from kvlayers.kernels.attention.cuda.plan import Launch
 from kvlayers.kernels.attention.segment_kinds import DenseSegment, PackedSegment, SegmentRows
-from kvlayers.kernels.attention.segments import GatheredSegment, KVSegments, Segment
-from kvlayers.kernels.codes.quantizer_contract import Side
+from kvlayers.kernels.attention.segments import GatheredSegment
 from matrix import to_run
 from packed_reference import counted_launches
-from random_states import hadamard
 from triton_decode_cases import (
     FLOAT8,
-    SIDES,
     Case,
     attended_in_float32,
+    before_packing,
+    dense_segment,
+    error_of,
     held_in_float64,
+    mask_of,
     native,
     quantized,
+    query_of,
 )
 
 PIECE_TOKENS = 64
-NOWHERE = 10**12
-"""Where a piece of no token may start."""
 
 
 @dataclass
@@ -128,167 +127,86 @@ CASES: dict[str, Gathered] = {
 }
 
 
-def source_of(gathered: Gathered) -> DenseSegment | PackedSegment:
-    """The segment that pieces are of; what no piece has is nan in a dense one."""
-    case = gathered.sizes
+def source_of(gathered: Gathered) -> Source:
+    """The segment that pieces are of, with all of its states."""
+    case, shape = gathered.sizes, (gathered.sizes.batch, len(gathered.pieces), -1, -1)
     if gathered.flat:
         case = replace(case, batch=1, kv_heads=1)
+    rows = SegmentRows(case.batch, case.rows) if case.rows else None
     if gathered.packed is None:
-        tokens = case.blocks * PIECE_TOKENS
-        sides = [
-            torch.randn(case.batch, tokens, case.kv_heads, dim).transpose(1, 2).to(case.dtype)
-            for dim in (case.key_dim, case.value_dim)
-        ]
-        keys, values = (side.expand(gathered.sizes.batch, len(gathered.pieces), -1, -1) for side in sides)
-        return DenseSegment(*((keys, values) if gathered.flat else sides), rows=rows_of(case))
+        dense = dense_segment(case, case.blocks * PIECE_TOKENS, case.batch)
+        sides = [side.expand(shape) if gathered.flat else side for side in dense.tensors]
+        return DenseSegment(*sides, rows=rows), *(side.double() for side in sides)
     # What `first` hides counts as forgotten: it holds nan.
-    sides_of = [
+    packed = [
         quantized(case.keys, "keys", case.key_dim, case),
         quantized(case.values, "values", case.value_dim, case),
     ]
     if gathered.flat:
-        shape = gathered.sizes.batch, len(gathered.pieces), -1, -1
-        sides_of = [
-            replace(side, codes=side.codes.expand(shape), parameters=side.parameters.expand(shape)) for side in sides_of
+        packed = [
+            replace(side, codes=side.codes.expand(shape), parameters=side.parameters.expand(shape)) for side in packed
         ]
-    return PackedSegment(*sides_of, first=case.options.get("first", 0), rows=rows_of(case))
+    segment = PackedSegment(*packed, first=case.options.get("first", 0), rows=rows)
+    return segment, *map(before_packing, packed)
 
 
-def rows_of(case: Case) -> SegmentRows | None:
-    return SegmentRows(case.batch, case.rows) if case.rows else None
+def pieces_of(gathered: Gathered, number: int) -> Pieces:
+    """Random pieces of a head, some of them whole, and empty ones to fill its table."""
+    case = gathered.sizes
+    size, first = (case.block_tokens, case.options.get("first", 0)) if gathered.packed else (PIECE_TOKENS, 0)
+    blocks = torch.randperm(case.blocks)[:number].tolist()
+    if blocks and first and 0 not in blocks:
+        blocks[0] = 0
+    pieces = []
+    for block in blocks:
+        most = size - (first if block == 0 else 0)
+        count = most if torch.rand(()) < 0.5 else int(torch.randint(1, most + 1, ()))
+        start = block if gathered.packed else block * size + int(torch.randint(0, size - count + 1, ()))
+        pieces.append((start, count))
+    return pieces + [(NOWHERE, 0)] * (gathered.table - len(pieces))
 
 
-def gathered_of(gathered: Gathered) -> GatheredSegment:
-    """Random pieces of a source: each table has its empty pieces anywhere."""
-    case, source = gathered.sizes, source_of(gathered)
-    batch, heads = len(case.rows) or case.batch, len(gathered.pieces)
-    shape = batch, heads, gathered.table
-    starts, counts, columns = (torch.full(shape, NOWHERE), torch.zeros(shape, dtype=torch.int64), torch.zeros(shape))
-    size = case.block_tokens if gathered.packed else PIECE_TOKENS
-    first = case.options.get("first", 0)
-    held = torch.zeros(batch, heads, dtype=torch.int64)
-    for sequence in range(batch):
-        for head, pieces in enumerate(gathered.pieces):
-            number = max(pieces - (sequence == 0 and batch > 1), 0)
-            entries = sorted(torch.randperm(gathered.table)[:number].tolist())
-            blocks = torch.randperm(case.blocks)[:number].tolist()
-            if blocks and first and 0 not in blocks:
-                blocks[0] = 0
-            for entry, block in zip(entries, blocks, strict=True):
-                most = size - (first if gathered.packed and block == 0 else 0)
-                # Some are full.
-                count = most if torch.rand(()) < 0.5 else int(torch.randint(1, most + 1, ()))
-                starts[sequence, head, entry] = (
-                    block if gathered.packed else block * size + int(torch.randint(0, size - count + 1, ()))
-                )
-                counts[sequence, head, entry] = count
-    held = counts.sum(2)
-    if gathered.right_aligned:
-        width = int(held.max()) + 2 if held.numel() and gathered.table else 2
-        columns = width - held[..., None] + counts.cumsum(2) - counts
-    else:
-        width = gathered.table * size
-        columns = torch.arange(gathered.table).flip(0).expand(shape) * size
-    return GatheredSegment(source, starts, counts, columns.to(torch.int64), width)
+def gathered_of(gathered: Gathered) -> Held:
+    """Random pieces of a source, which each table has in any order."""
+    batch = len(gathered.sizes.rows) or gathered.sizes.batch
+    pieces = [
+        [pieces_of(gathered, max(number - (sequence == 0 and batch > 1), 0)) for number in gathered.pieces]
+        for sequence in range(batch)
+    ]
+    held = histories.gathered(source_of(gathered), pieces, gap=0 if gathered.right_aligned else 9, spare=2)
+    assert isinstance(held.segment, GatheredSegment)
+    order = torch.randperm(gathered.table)
+    tables = (table[:, :, order] for table in (held.segment.starts, held.segment.counts, held.segment.columns))
+    return replace(held, segment=GatheredSegment(held.segment.source, *tables, held.segment.width))
 
 
-def states_of(gathered: Gathered) -> KVSegments:
+def states_of(gathered: Gathered) -> History:
     """Random segments of a case."""
     case = gathered.sizes
     batch = len(case.rows) or case.batch
-
-    def dense(tokens: int, rows: SegmentRows | None = None) -> DenseSegment:
-        sequences = batch if rows is None else rows.sequences
-        sides = [
-            torch.randn(sequences, tokens, case.kv_heads, dim).transpose(1, 2).to(case.dtype)
-            for dim in (case.key_dim, case.value_dim)
-        ]
-        return DenseSegment(*sides, rows=rows)
-
-    segments: list[Segment] = [*map(dense, case.before), gathered_of(gathered)]
+    parts = [dense_segment(case, tokens, batch) for tokens in case.before]
+    behind: list[DenseSegment | PackedSegment] = []
     if gathered.packed_after:
-        formats = case.options.get("tail", native(4))
-        tail = replace(case, batch=batch, blocks=2, options={}, **formats)
-        keys, values = (
-            quantized(tail.keys, "keys", tail.key_dim, tail),
-            quantized(tail.values, "values", tail.value_dim, tail),
-        )
-        segments.append(PackedSegment(keys, values, 3))
-    if gathered.gathered_after:
-        segments.append(gathered_of(replace(gathered, packed=None)))
+        tail = replace(case, batch=batch, blocks=2, options={}, **case.options.get("tail", native(4)))
+        sides = quantized(tail.keys, "keys", tail.key_dim, tail), quantized(tail.values, "values", tail.value_dim, tail)
+        behind.append(PackedSegment(*sides, 3))
+    others = [gathered_of(replace(gathered, packed=None))] if gathered.gathered_after else []
     if gathered.tail_rows:
-        segments.append(dense(11, SegmentRows(max(gathered.tail_rows) + 1, gathered.tail_rows)))
-    return KVSegments((*segments, *map(dense, case.after)))
-
-
-def columns_in_float64(segment: Segment) -> Held:
-    """A segment with the states of its columns, zeros where there is no token."""
-    if not isinstance(segment, GatheredSegment):
-        return held_in_float64(segment)
-    source = segment.source
-    block_tokens = source.keys.layout.block_tokens if isinstance(source, PackedSegment) else 1
-    states = [states_of_source(source, side) for side in SIDES]
-    batch, heads, pieces = segment.starts.shape
-    found = [torch.zeros(batch, heads, segment.width, side.shape[3], dtype=torch.float64) for side in states]
-    is_token = torch.zeros(batch, heads, segment.width, dtype=torch.bool)
-    for sequence, head, piece in itertools.product(range(batch), range(heads), range(pieces)):
-        of_source = sequence if source.rows is None else (source.rows.known or ())[sequence]
-        start, count, column = (
-            int(table[sequence, head, piece]) for table in (segment.starts, segment.counts, segment.columns)
-        )
-        token = start * block_tokens
-        if isinstance(source, PackedSegment) and start == 0:
-            token += source.first
-        for place in range(count):
-            assert not is_token[sequence, head, column + place]
-            is_token[sequence, head, column + place] = True
-            for of_columns, side in zip(found, states, strict=True):
-                of_columns[sequence, head, column + place] = side[of_source, head, token + place]
-    return Held(segment, *found, is_token)
-
-
-def states_of_source(source: DenseSegment | PackedSegment, side: Side) -> Tensor:
-    """All states of a source in float64, as they were before they were packed."""
-    if isinstance(source, DenseSegment):
-        return source.states(side, torch.float64)
-    packed = source.side(side)
-    states = packed.dequantized().double()
-    return states @ hadamard(packed.layout.head_dim) if packed.layout.format.rotated else states
-
-
-def mask_of(case: Case, tokens: int) -> Tensor | None:
-    """A random mask, of which the last of several rows hides all."""
-    if case.mask_shape is None:
-        return None
-    shown = torch.rand(*case.mask_shape, tokens) > 0.3
-    if case.mask_shape != (1, 1, 1):
-        shown[-1, -1, -1] = False
-    if case.mask_dtype == torch.bool:
-        return shown
-    return torch.randn(shown.shape).masked_fill(~shown, -torch.inf).to(case.mask_dtype)
+        rows = SegmentRows(max(gathered.tail_rows) + 1, gathered.tail_rows)
+        behind.append(dense_segment(case, 11, rows.sequences).with_rows(rows))
+    behind += [dense_segment(case, tokens, batch) for tokens in case.after]
+    held = [*map(held_in_float64, parts), gathered_of(gathered), *others, *map(held_in_float64, behind)]
+    return side_by_side(held, case.dtype)
 
 
 def errors(gathered: Gathered) -> dict[str, float]:
-    """Errors of a case, each as a share of what it may be, and how many kernels are launched."""
+    """The error of a case, as a share of what it may be, and how many kernels are launched."""
     torch.manual_seed(1)
-    case, segments = gathered.sizes, states_of(gathered)
-    batch, heads = len(case.rows) or case.batch, case.kv_heads * case.groups
-    query = torch.randn(batch, case.q_tokens, heads, case.key_dim).transpose(1, 2).to(case.dtype)
-    mask = mask_of(case, sum(segment.tokens for segment in segments.in_order))
-    scale = case.key_dim**-0.5
+    case, held = gathered.sizes, states_of(gathered)
+    query, mask, scale = query_of(case), mask_of(case, held.segments), case.key_dim**-0.5
     with counted_launches() as launches:
-        out = attended_in_float32(query, segments, mask, scale)
-    parts = [columns_in_float64(segment) for segment in segments.in_order]
-    expected, size = side_by_side(parts, case.dtype).attended(query, mask, scale)
-    assert not out[(size == 0).expand_as(out)].any()
-    # As in the cases of packed segments.
-    rounding = torch.finfo(case.dtype).eps if case.dtype != torch.float32 else 8 * torch.finfo(torch.float32).eps
-    score_limit = rounding * (1 + 2 * abs(float(query.double().norm(dim=-1).amax() * scale)))
-    largest = max((float(part.values.nan_to_num(0).abs().amax()) for part in parts if part.values.numel()), default=1.0)
-    return {
-        "out": float((out - expected).abs().amax() / (max(largest, 1e-9) * (score_limit + rounding))),
-        "launches": sum(launches.values()),
-    }
+        out = attended_in_float32(query, held.segments, mask, scale)
+    return {"out": error_of(case, held, query, mask, scale, out), "launches": sum(launches.values())}
 
 
 FEW_SPLITS = ("dense, uneven heads", "4 bits, uneven heads")

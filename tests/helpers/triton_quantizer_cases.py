@@ -24,9 +24,9 @@ from kvlayers.kernels.codes.packed_side import PackedSide, pack_side
 from kvlayers.quantized import packed_blocks as blocks_module
 from kvlayers.quantized.packed_blocks import SIDES
 from kvlayers.quantizers import CodeFormat, QuantizedGroups
-from kvlayers.utils.triton_support import TritonKernel
 from matrix import to_run
-from packing_cases import PACKINGS, Packing, codes_of, packed, smoothing_of, squared_error, states_of
+from packed_reference import counted_launches
+from packing_cases import PACKINGS, Packing, check_side, packed, smoothing_of, states_of
 
 
 @contextlib.contextmanager
@@ -44,33 +44,31 @@ def without_kernels() -> Iterator[None]:
 
 
 def check_packing(case: Packing) -> dict[str, Any]:
-    """Blocks that kernels packed beside those that the CPU packed."""
+    """Blocks that kernels packed are as good as those that the CPU packed, and are read as the CPU reads them."""
     keys, values = states_of(case)
     blocks = packed(case, keys, values)
     with without_kernels():
         expected = packed(case, keys, values)
     finite = keys.isfinite().all(-1) & values.isfinite().all(-1)
     (ours,), (other,) = blocks.segments(), expected.segments()
-    found: dict[str, Any] = {"obstacles": [blocks.obstacle(side) for side in SIDES]}
-    even = smoothing_of(case, keys, values).applied(keys)
+    even, read = smoothing_of(case, keys, values).applied(keys), []
     for side, states in zip(SIDES, (even, values), strict=True):
-        one, two = ours.side(side), other.side(side)
+        one = ours.side(side)
         with without_kernels():
-            errors = [squared_error(each, states, finite) for each in (one, two)]
-            dense = one.states(case.dtype)
-        read = one.states(case.dtype)
+            check_side(one, other.side(side), states, finite)
         # Rounded once to the dtype, from sums of float32 over head_dim, which take another order.
-        allowed = 2 * max(torch.finfo(case.dtype).eps, 1e-6) * dense.double().abs().nan_to_num(0).amax()
-        found[side] = {
-            "codes": float((codes_of(one) == codes_of(two)).double().mean()),
-            "errors": errors,
-            "largest": [float(each.parameters.nan_to_num(0).double().abs().amax()) for each in (one, two)],
-            "nan": torch.equal(one.parameters.isnan(), two.parameters.isnan()),
-            "any nan": bool(one.parameters.isnan().any()),
-            "read": bool(((read.double() - dense.double()).abs().nan_to_num(0) <= allowed).all())
-            and torch.equal(read.isnan(), dense.isnan()),
-        }
-    return found
+        read.append(is_read(one, case.dtype, 2 * max(torch.finfo(case.dtype).eps, 1e-6)))
+    any_nan = bool(ours.values.parameters.isnan().any())
+    return {"obstacles": [blocks.obstacle(side) for side in SIDES], "read": read, "any nan": any_nan}
+
+
+def is_read(side: PackedSide, dtype: torch.dtype, rounding: float) -> bool:
+    """Whether a kernel reads the states that the CPU reads."""
+    read = side.states(dtype)
+    with without_kernels():
+        dense = side.states(dtype)
+    close = (read.double() - dense.double()).abs().nan_to_num(0) <= rounding * dense.double().abs().nan_to_num(0).amax()
+    return bool(close.all()) and torch.equal(read.isnan(), dense.isnan())
 
 
 READINGS: dict[str, tuple[CodeFormat, int, int, torch.dtype]] = {
@@ -98,12 +96,7 @@ def check_reading(code_format: CodeFormat, head_dim: int, block_tokens: int, dty
         found = pack_side(groups, layout)
         # The second block alone: a view of larger buffers.
         one = PackedSide(*(part[:, 1:, 1:] for part in found), layout)
-        read = one.states(dtype)
-        with without_kernels():
-            dense = one.states(dtype)
-        allowed = 2 * torch.finfo(dtype).eps * dense.double().abs().nan_to_num(0).amax()
-        close = (read.double() - dense.double()).abs().nan_to_num(0) <= allowed
-        same.append(bool(close.all()) and torch.equal(read.isnan(), dense.isnan()))
+        same.append(is_read(one, dtype, 2 * torch.finfo(dtype).eps))
     return same
 
 
@@ -157,14 +150,7 @@ def check_cache(**options: Any) -> dict[str, Any]:
     """A cache that kernels pack and read beside one that the CPU packs and reads."""
     torch.manual_seed(0)
     passes = [(torch.randn(2, 2, tokens, 16), torch.randn(2, 2, tokens, 16)) for tokens in (200, *[1] * 140, 70)]
-    launched = []
-    launch = TritonKernel.launch
-
-    def counted(kernel: TritonKernel, *arguments: Any) -> None:
-        launched.append(kernel.name)
-        launch(kernel, *arguments)
-
-    with mock.patch.object(TritonKernel, "launch", counted):
+    with counted_launches() as launched:
         state, returned = decoded(passes, **options)
     with without_kernels():
         expected, expected_returned = decoded(passes, **options)
@@ -172,7 +158,7 @@ def check_cache(**options: Any) -> dict[str, Any]:
     # Sums of 16 channels in another order.
     close = {"atol": 1e-5, "rtol": 1e-5}
     return {
-        "launched": {name: launched.count(name) for name in sorted(set(launched))},
+        "launched": launched,
         "codes": {name: float((state[name] == expected[name]).double().mean()) for name in state if "codes" in name},
         "others": [
             name for name in state if "codes" not in name and not torch.allclose(state[name], expected[name], **close)

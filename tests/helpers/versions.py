@@ -83,7 +83,6 @@ windows_in_chunks = pytest.mark.skipif(
     Version("5.0") <= TRANSFORMERS < Version("5.1"),
     reason=f"static windows of transformers {TRANSFORMERS} give other tokens if a prompt comes in chunks",
 )
-batches_continuously_on_a_cpu = _since("5.2", "continuous batching on a CPU")
 static_caches_count_in_a_tensor = _since("5.4", "static cache that counts in a tensor")
 cache_length_of_a_call = _since("5.13", "max_cache_len in a GenerationConfig")
 NO_END = None if Version("5.13") <= TRANSFORMERS else 10_000

@@ -10,7 +10,7 @@ import transformers as tf
 
 import versions
 from kvlayers.upstream import compat
-from models import COMMON, WINDOW
+from models import COMMON, WINDOW, with_larger_weights
 
 SIDE = 16
 """Height and width of an image in pixels. Images of models with grids may have others."""
@@ -115,14 +115,12 @@ def _shared_model(family: str) -> Any:
     for name, value in SPECIAL.items():
         setattr(config, name, value)
     model = tf.AutoModelForImageTextToText.from_config(config).eval()
-    # As those of `models.fresh_model`: so that a token says something.
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if not weight.any() and not name.endswith("bias"):
                 # What would be learned before an image has an effect: projections, and gates of cross-attention.
                 weight.normal_(std=0.5)
-            if weight.dim() > 1 and "norm" not in name:
-                weight.mul_(3)
+    with_larger_weights(model)
     for name, value in SPECIAL.items():
         setattr(model.generation_config, name, value)
     return model

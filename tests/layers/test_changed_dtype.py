@@ -51,6 +51,8 @@ def test_tokens_are_promoted_as_concatenation_does(name: str, first: torch.dtype
     cache, expected = EXACT[name](), [torch.zeros(2, 2, 0, 32, dtype=first)] * 2
     for index, (tokens, dtype) in enumerate([(9, first), (1, first), (3, then), (1, then), (1, first), (30, then)]):
         new = states(tokens, dtype, index)
+        if index == 2:
+            fork, before = cache.fork(), expected
         expected = [torch.cat(sides, dim=2) for sides in zip(expected, new, strict=True)]
         seen = attended(cache.layers[0].update(*new))
         for side, whole in zip(seen, expected, strict=True):
@@ -61,22 +63,11 @@ def test_tokens_are_promoted_as_concatenation_does(name: str, first: torch.dtype
     if name != "sliding":
         cache.crop(12)
         assert torch.equal(cache.layers[0].keys + 0, expected[0][:, :, :12])
-
-
-@pytest.mark.parametrize(("first", "then"), CHANGES, ids=str)
-def test_forks_go_their_own_ways(first: torch.dtype, then: torch.dtype) -> None:
-    cache = kvlayers.DynamicCache(config=config())
-    held = states(200, first)
-    cache.update(*held, 0)
-    twin = cache.fork()
-    new = states(3, then, 1)
-    for side, old, added in zip(attended(twin.layers[0].update(*new)), held, new, strict=True):
-        assert torch.equal(side, torch.cat([old, added], dim=2))
-    more = states(1, first, 2)
-    for side, old, added in zip(attended(cache.layers[0].update(*more)), held, more, strict=True):
+    # A fork from before the change goes on in the dtype that it was in.
+    more = states(1, first, 6)
+    for side, held, new in zip(attended(fork.layers[0].update(*more)), before, more, strict=True):
         assert side.dtype == first
-        assert torch.equal(side, torch.cat([old, added], dim=2))
-    assert twin.get_seq_length() == 203
+        assert torch.equal(side, torch.cat([held, new], dim=2))
 
 
 @pytest.mark.parametrize(("first", "then", "nbits", "forked"), product(CHANGES, [2, 4, 8], [False, True]))
@@ -161,15 +152,6 @@ def test_pages_are_found_by_promoted_keys(first: torch.dtype, then: torch.dtype)
     assert torch.equal(attend(query, *seen), attend(query, *wanted))
 
 
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
-def test_dtypes_that_are_not_promoted_are_refused(dtype: torch.dtype) -> None:
-    cache = kvlayers.DynamicCache(config=config())
-    cache.update(*states(9, torch.float32), 0)
-    with pytest.raises(StateMismatchError, match="must have dtype torch.float32"):
-        cache.update(*(side.to(dtype) for side in states(1, torch.float32)), 0)
-    assert cache.get_seq_length() == 9
-
-
 def test_states_promoted_in_inference_mode_go_on_outside_of_it() -> None:
     cache = kvlayers.QuantizedCache(config=config(), nbits=4, residual_length=8)
     cache.update(*states(100, torch.bfloat16), 0)
@@ -180,11 +162,21 @@ def test_states_promoted_in_inference_mode_go_on_outside_of_it() -> None:
     assert torch.equal(keys[:, :, -8:] + 0, states(90, torch.float32, 2)[0][:, :, -8:])
 
 
-def test_another_batch_of_another_dtype_is_still_refused() -> None:
+@pytest.mark.parametrize(
+    ("dtype", "rows", "message"),
+    [
+        (torch.float8_e4m3fn, 2, "must have dtype torch.float32"),
+        (torch.int8, 2, "must have dtype torch.float32"),
+        (torch.bfloat16, 1, "batch size 2, like the 9 held tokens"),
+    ],
+)
+def test_dtypes_that_are_not_promoted_and_another_batch_are_refused(
+    dtype: torch.dtype, rows: int, message: str
+) -> None:
     cache = kvlayers.DynamicCache(config=config())
     cache.update(*states(9, torch.float32), 0)
-    with pytest.raises(StateMismatchError, match="batch size 2, like the 9 held tokens"):
-        cache.update(*(side[:1] for side in states(1, torch.bfloat16)), 0)
+    with pytest.raises(StateMismatchError, match=message):
+        cache.update(*(side[:rows].to(dtype) for side in states(1, torch.float32)), 0)
     assert cache.get_seq_length() == 9
 
 

@@ -275,20 +275,6 @@ def test_gradients_through_heads_of_different_lengths_are_refused_before_anythin
     assert even.update(new, new)[0].requires_grad
 
 
-def test_no_token_is_evicted_while_the_past_is_recorded() -> None:
-    layer = pair("knorm", keep=0.4).layer
-    states = torch.randn(1, KV_HEADS, 30, HEAD_DIM)
-    layer.activate_past_recording()
-    layer.update(states, states)
-    assert layer.held_tokens == 30
-    layer.crop(25)
-    assert (layer.length, layer.held_tokens, layer.exact_from) == (25, 25, 0)
-    layer.update(states, states)
-    assert layer.held_tokens == 55
-    layer.crop(-1)
-    assert (layer.length, layer.held_tokens) == (54, 22)
-
-
 @pytest.mark.parametrize("tokens", [1, 3])
 @pytest.mark.parametrize("per_head", [False, True])
 def test_announced_columns_stand_for_no_token(per_head: bool, tokens: int) -> None:

@@ -12,6 +12,7 @@ from agreement import bytes_reached
 from kvlayers import DynamicCache, DynamicLayer, SlidingLayer, StaticLayer, StaticSlidingLayer
 from kvlayers.core.buffer import TokenBuffer
 from models import tiny_model
+from spies import spy
 
 
 def token(tokens: int = 1, batch: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
@@ -91,15 +92,12 @@ def test_a_window_moves_to_the_front_in_pieces_that_do_not_overlap_themselves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     moves = []
-    write = TokenBuffer.write
 
-    def spy(buffer: TokenBuffer, start: int, states: torch.Tensor) -> None:
+    def note(buffer: TokenBuffer, start: int, states: torch.Tensor) -> None:
         if states.untyped_storage().data_ptr() == buffer.tensor.untyped_storage().data_ptr():
-            source = states.storage_offset() // states.shape[3]
-            moves.append((start, source, states.shape[2]))
-        write(buffer, start, states)
+            moves.append((start, states.storage_offset() // states.shape[3], states.shape[2]))
 
-    monkeypatch.setattr(TokenBuffer, "write", spy)
+    spy(monkeypatch, TokenBuffer, "write", note)
     layer = SlidingLayer(100)
     for _ in range(130):
         layer.update(*token())
@@ -108,16 +106,10 @@ def test_a_window_moves_to_the_front_in_pieces_that_do_not_overlap_themselves(
 
 
 def test_a_window_that_its_memory_barely_fits_is_not_copied_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    copied = []
-    write = TokenBuffer.write
-
-    def spy(buffer: TokenBuffer, start: int, states: torch.Tensor) -> None:
-        copied.append(states.shape[2])
-        write(buffer, start, states)
-
+    copied: list[int] = []
     layer = SlidingLayer(4000)
     layer.update(*token(3560))
-    monkeypatch.setattr(TokenBuffer, "write", spy)
+    spy(monkeypatch, TokenBuffer, "write", lambda buffer, start, states: copied.append(states.shape[2]))
     for _ in range(1000):
         layer.update(*token())
     assert sum(copied) <= 2 * 1000 * (1 + 8), "of keys and of values, each token once and what moves for it"

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import kvlayers
 import versions
@@ -21,6 +20,7 @@ from layer_kinds import KINDS as ALL_KINDS
 from matrix import once, product
 from models import prompt, tiny_model
 from oracle import Oracle, states
+from spies import Operators
 
 KINDS = [
     "dynamic",
@@ -220,18 +220,6 @@ def test_reading_keys_moves_the_reader_alone() -> None:
     assert {one.layers[0].peek()[0].data_ptr() for one in (cache, forks[0], forks[2])} == {address}
 
 
-class Operations(TorchDispatchMode):
-    """Counts what torch computes, by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen[str(func)] += 1
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("kind", ["dynamic", "sliding over a long window", "static", "quantized"])
 def test_decoding_pays_nothing(kind: str) -> None:
     """Steps of a layer of which views were handed out, or that was forked, are those of one that is alone."""
@@ -243,11 +231,12 @@ def test_decoding_pays_nothing(kind: str) -> None:
         layer = cache.layers[0]
         prepare(layer)
         new = [states(2, 1, generator) for _ in range(10)]
-        with Operations() as operations:
+        seen = Counter[str]()
+        with Operators(lambda operator, arguments, result, seen=seen: seen.update([str(operator)])):
             for keys, values in new:
                 layer.mask_sizes(1)
                 layer.update(keys, values)
-        counts.append(operations.seen)
+        counts.append(seen)
     assert counts[0] == counts[1] == counts[2]
     assert sum(count for name, count in counts[0].items() if "copy_" in name) == 20
     assert not any(name.startswith(("aten.empty", "aten.clone", "aten.zeros", "aten.cat")) for name in counts[0])

@@ -281,6 +281,9 @@ def test_columns_are_recorded_where_there_is_nothing_else() -> None:
     layer.activate_past_recording()
     layer.update_conv_state(columns[..., 2:3], conv_kernel_size=KERNEL)
     layer.update_conv_state(columns[..., 3:9], conv_kernel_size=KERNEL)
+    # What is recorded follows the sequences.
+    layer.reorder_cache(torch.tensor([1, 0]))
+    columns = columns[[1, 0]]
     assert layer.is_croppable
     assert layer.nbytes == bytes_reached(layer)
     for removed, length in ((2, 7), (0, 7)):
@@ -355,16 +358,6 @@ def test_checkpoints_follow_the_sequences(rows: list[int]) -> None:
     check(layer, oracle)
     assert layer.truncate(4) == 0
     check(layer, at(oracle, 4))
-
-
-def test_recorded_columns_follow_the_sequences() -> None:
-    layer = LinearAttentionLayer()
-    layer.activate_past_recording()
-    columns = torch.randn(2, CHANNELS, 9)
-    layer.update_conv_state(columns, conv_kernel_size=KERNEL)
-    layer.reorder_cache(torch.tensor([1, 0]))
-    layer.crop(-2)
-    assert torch.equal(layer.conv_states[0], columns[[1, 0], :, 3:7])
 
 
 def test_an_empty_layer_takes_another_batch() -> None:

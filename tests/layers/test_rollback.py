@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 
+import counted_graphs
 import kvlayers
 import versions
 from families import FAMILIES, model_and_inputs
@@ -187,19 +188,12 @@ def test_a_model_that_keeps_states_in_its_modules_is_not_rolled_back() -> None:
 
 # Recurrent states alone, beside attention in each layer, of a gated delta rule, and convolutions alone.
 @pytest.mark.slow
+@pytest.mark.usefixtures("counted")
 @pytest.mark.parametrize("family", some(["mamba", "falcon_h1", "qwen3_next", "lfm2"], ["falcon_h1"]))
 def test_compiled_code_is_compiled_once_and_counts(family: str) -> None:
     decoder, ids = Decoder(family), prompt(2, 24)
     cache, other = kvlayers.StaticCache(decoder.config, max_cache_len=40), kvlayers.DynamicCache(config=decoder.config)
-    graphs = 0
-
-    def backend(graph: Any, inputs: Any) -> Any:
-        nonlocal graphs
-        graphs += 1
-        return graph.forward
-
-    torch._dynamo.reset()
-    compiled = torch.compile(decoder.model.forward, backend=backend)
+    compiled = torch.compile(decoder.model.forward, backend=counted_graphs.backend)
     name = cache_argument.name_for(decoder.model)
     for one in (cache, other):
         decoder.pass_on(one, ids[:, :PROMPT])
@@ -207,13 +201,12 @@ def test_compiled_code_is_compiled_once_and_counts(family: str) -> None:
         for token in ids[:, PROMPT:20].split(1, dim=1):
             seen = compiled(token, **{name: cache}, use_cache=True).logits
             torch.testing.assert_close(seen, decoder.pass_at_once(other, token), rtol=0, atol=1e-5)
-    assert graphs == 1
+    assert counted_graphs.graphs() == 1
     assert [layer.length for layer in cache.adapted_layers()] == [20] * len(cache.layers)
     assert cache.truncate(15) == 5
     missing = decoder.pass_on(cache, ids[:, PROMPT:15])
     assert other.truncate(15) == 5
     torch.testing.assert_close(missing, decoder.pass_on(other, ids[:, PROMPT:15]), rtol=0, atol=1e-5)
-    torch._dynamo.reset()
 
 
 def test_every_family_of_the_tests_is_known() -> None:

@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaConfig
 
 import kvlayers
-from agreement import step
+from agreement import same_state, step
 from kvlayers.errors import BatchIndexError, KVLayersError, OptionError, RegistryError
 from kvlayers.stores import DenseStore
 from layer_kinds import KINDS
@@ -39,10 +39,7 @@ def test_what_is_no_number_and_what_are_no_indices_is_named(kind: str) -> None:
         error, said = (KVLayersError, "must be .* got ") if member in NUMBERS else (BatchIndexError, "must .* got ")
         with pytest.raises(error, match=said):
             getattr(layer, member)(wrong)
-    after = layer.state()
-    assert after.facts == before.facts
-    assert after.tensors.keys() == before.tensors.keys()
-    assert all(torch.equal(after.tensors[name], own) for name, own in before.tensors.items())
+    assert same_state(layer.state(), before)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -15,8 +15,13 @@ from models import fresh_model, prompt
 pytest.importorskip("accelerate", reason="accelerate is not installed")
 
 FAMILIES = ("llama", "gemma3")
-NAMES = ("dynamic", "static", "hybrid", "quantized", "int8", "offloaded", "offloaded_static", "offloaded_quantized")
-SINKS = {"window_length": 8, "num_sink_tokens": 2}
+RESERVED = {"max_cache_len": 64}
+NAMES: dict[str, dict[str, Any]] = {
+    **{name: {} for name in ("dynamic", "quantized", "int8", "offloaded", "offloaded_quantized")},
+    **dict.fromkeys(("static", "hybrid", "offloaded_static"), RESERVED),
+    "sink": {"window_length": 8, "num_sink_tokens": 2},
+}
+"""What a cache is made with, by its name. `generate()` knows how much to reserve."""
 
 
 def continuation(model: Any, **options: Any) -> torch.Tensor:
@@ -47,21 +52,12 @@ def models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @pytest.mark.parametrize(("models", "name"), once(FAMILIES, NAMES), indirect=["models"])
 def test_tokens_by_name_and_from_a_cache_that_is_given(models: tuple[Any, Any], name: str) -> None:
     whole, split = models
-    reserved = {"max_cache_len": 64} if "static" in name or name == "hybrid" else {}
+    by_name = {"cache_implementation": name, "cache_config": None if NAMES[name] is RESERVED else NAMES[name] or None}
     with kvlayers.installed():
-        expected = continuation(whole, cache_implementation=name)
-        assert torch.equal(continuation(split, cache_implementation=name), expected)
-    cache = kvlayers.make_cache(name, split, **reserved)
+        expected = continuation(whole, **by_name)
+        assert torch.equal(continuation(split, **by_name), expected)
+    cache = kvlayers.make_cache(name, split, **NAMES[name])
     assert torch.equal(continuation(split, past_key_values=cache), expected)
-
-
-def test_tokens_from_a_cache_with_sinks(models: tuple[Any, Any]) -> None:
-    whole, split = models
-    given = [kvlayers.SinkCache(**SINKS, config=model.config) for model in models]
-    expected = continuation(whole, past_key_values=given[0])
-    assert torch.equal(continuation(split, past_key_values=given[1]), expected)
-    with kvlayers.installed():
-        assert torch.equal(continuation(split, cache_implementation="sink", cache_config=SINKS), expected)
 
 
 def test_tokens_from_states_on_disk_behind_weights_on_disk(models: tuple[Any, Any], tmp_path: pathlib.Path) -> None:

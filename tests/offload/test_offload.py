@@ -23,7 +23,7 @@ from kvlayers.offload import HostMemory, Prefetcher, Traffic
 from matrix import once, product
 from models import CONFIGS, fresh_model, prompt, tiny_model
 from oracle import states
-from recording_transfers import RecordingTransfers
+from recording_transfers import RecordingTransfers, live_bytes
 
 QUANTIZED = {"nbits": 4, "residual_length": 16, "sink_tokens": 4, "q_group_size": 4}
 CACHES: dict[str, Callable[..., kvlayers.Cache]] = {
@@ -56,11 +56,6 @@ def record(monkeypatch: pytest.MonkeyPatch, progress: Any) -> list[RecordingTran
 
     monkeypatch.setattr(kvlayers.offload.offloading, "Prefetcher", functools.partial(Prefetcher, transfers=transfers))
     return made
-
-
-def recording_transfers(device: torch.device) -> RecordingTransfers:
-    """Of a module, so that it can be pickled."""
-    return RecordingTransfers()
 
 
 def decode(model: Any, cache: Any, ids: Tensor, steps: int) -> Tensor:
@@ -205,15 +200,6 @@ def test_encoder_decoders_send_cross_attention_once(
 # Traffic
 
 
-def live_bytes(layer: Any) -> int:
-    """Bytes of the tokens that a layer holds, without spare room."""
-    found = []
-    layer.wrapped.store.swap_buffers(
-        lambda buffer, start, end: found.append(buffer.read(start, end - start).nbytes) or buffer
-    )
-    return sum(found)
-
-
 @pytest.mark.parametrize("kind", ["dynamic", "static", "quantized"])
 def test_a_step_sends_the_new_tokens_and_brings_what_is_held(recorded: list[RecordingTransfers], kind: str) -> None:
     model = fresh_model("llama", num_hidden_layers=3)
@@ -222,7 +208,7 @@ def test_a_step_sends_the_new_tokens_and_brings_what_is_held(recorded: list[Reco
     ids = decode(model, cache, prompt(2, 73), 3)[-1].argmax(-1, keepdim=True)
     packing_steps = 0
     for _ in range(30):
-        held = [live_bytes(layer) for layer in cache.layers]
+        held = [live_bytes(layer.wrapped.store) for layer in cache.layers]
         ids = decode(model, cache, ids, 1)[-1].argmax(-1, keepdim=True)
         step = cache.traffic.steps[-1]
         assert [step[index].to_device for index in range(3)] == held
@@ -233,21 +219,6 @@ def test_a_step_sends_the_new_tokens_and_brings_what_is_held(recorded: list[Reco
         assert [step[index].to_host for index in range(3)] == [new_token] * 3
         assert cache.traffic.of_step() == Traffic(3 * new_token, sum(held))
     assert packing_steps == (kind == "quantized")
-
-
-def test_packed_bytes_travel_packed(recorded: list[RecordingTransfers]) -> None:
-    model = fresh_model("llama", num_hidden_layers=2, head_dim=32)
-    makers = {
-        "dynamic": kvlayers.DynamicCache,
-        "quantized": functools.partial(kvlayers.QuantizedCache, residual_length=16),
-    }
-    traffic = {}
-    for kind in ("dynamic", "quantized"):
-        options = {"q_group_size": 32} if kind == "quantized" else {}
-        cache = makers[kind](config=model.config, offloading=True, **options)
-        decode(model, cache, prompt(1, 240), 4)
-        traffic[kind] = cache.traffic.of_step().to_device
-    assert traffic["quantized"] < traffic["dynamic"] / 2
 
 
 def test_windows_stay_on_the_device_where_they_are_asked_to(recorded: list[RecordingTransfers]) -> None:
@@ -506,13 +477,13 @@ def test_nothing_travels_within_the_memory_of_the_host(tmp_path: pathlib.Path) -
         assert cache.traffic.total == Traffic()
 
 
+@pytest.mark.usefixtures("counted")
 @torch.no_grad()
 def test_compiled_code_that_calls_no_operators_breaks_its_graph_at_offloaded_layers(
     recorded: list[RecordingTransfers], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # As before torch 2.13.
     monkeypatch.setattr(kvlayers.upstream.compat, "COMPILES_TENSOR_SUBCLASSES", False)
-    torch._dynamo.reset()
 
     def attend(cache: kvlayers.Cache, new: Tensor) -> Tensor:
         attended = new[2]

@@ -23,6 +23,7 @@ from kvlayers.offload.transfers import BlockingTransfers, Transfers, transfers_f
 from kvlayers.quantized.quantized_store import QuantizedStore
 from matrix import once
 from models import fresh_model, prompt
+from recording_transfers import devices_of, live_bytes
 
 pytestmark = pytest.mark.skipif(not IS_SUPPORTED, reason="PyTorch has no devices that are written in Python")
 
@@ -108,20 +109,6 @@ def check_equal(seen: Any, expected: Any) -> None:
         # Matrix products, as quantizers have them, are not rounded alike on any two devices.
         tolerance = 1e-5 if isinstance(other, PackedStates) else 0
         torch.testing.assert_close((one + 0).to(CPU), other + 0, rtol=tolerance, atol=tolerance)
-
-
-def buffers_of(layer: OffloadedLayer) -> list[Tensor]:
-    """The tensors that hold a layer's states."""
-    found: list[Tensor] = []
-    layer.swap_buffers(lambda buffer, start, end: found.append(buffer.tensor) or buffer)  # type: ignore[func-returns-value]
-    return found
-
-
-def live_bytes(layer: OffloadedLayer) -> int:
-    """Bytes of the tokens that a layer holds, without spare room."""
-    found: list[int] = []
-    layer.swap_buffers(lambda buffer, start, end: found.append(buffer.read(start, end - start).nbytes) or buffer)  # type: ignore[func-returns-value]
-    return sum(found)
 
 
 def bytes_in_use() -> int:
@@ -217,7 +204,7 @@ def test_a_state_goes_to_a_layer_that_is_fresh_or_was_used_and_from_one_kind_of_
         other.offloaded.load_state(state)
         other.check()
         other.update(1, steps=5)
-        assert all(tensor.device == CPU for tensor in buffers_of(other.offloaded))
+        assert devices_of(other.offloaded) <= {CPU}
     on_device = LayerState(
         state.kind, {name: tensor.to(DEVICE) for name, tensor in state.tensors.items()}, {**state.facts}
     )
@@ -246,7 +233,7 @@ def test_a_form_that_is_reserved_early_is_that_of_the_states_to_come(kind: str, 
     for layer, where in ((pair.plain, CPU), (pair.offloaded, torch.device(place))):
         no_tokens = torch.empty((2, KV_HEADS, 0, HEAD_DIM), device=where)
         layer.lazy_initialization(no_tokens, no_tokens)
-    assert all(tensor.device == CPU for tensor in buffers_of(pair.offloaded))
+    assert devices_of(pair.offloaded) <= {CPU}
     pair.check()
     pair.update(21)
     pair.update(1, steps=12)
@@ -264,7 +251,7 @@ def test_where_tensors_are_made_by_default_does_not_matter(kind: str) -> None:
         twin.load_state(layer.state())
         for one in (layer, twin):
             one.update(*torch.randn(2, 4, KV_HEADS, 1, HEAD_DIM).unbind())
-            assert all(tensor.device == CPU for tensor in buffers_of(one))
+            assert devices_of(one) <= {CPU}
 
 
 def test_a_device_without_streams_is_served_without() -> None:
@@ -402,7 +389,7 @@ def test_what_is_done_at_home_takes_nothing_of_the_device(kind: str, operation: 
     assert (crossings.to_host, crossings.to_device, crossings.numbers) == (0, 0, 0)
     # A fork has counts of its own.
     assert device.allocated_bytes <= COUNTS * (kind in STATIC)
-    assert all(tensor.device == CPU for tensor in buffers_of(pair.offloaded))
+    assert devices_of(pair.offloaded) <= {CPU}
 
 
 # What is left on the device
@@ -479,7 +466,7 @@ def test_an_update_that_runs_out_of_memory_leaves_the_layer_as_it_was(kind: str)
             except torch.OutOfMemoryError:
                 failures += 1
                 assert pair.offloaded.length == pair.plain.length == held
-                assert all(tensor.device == CPU for tensor in buffers_of(pair.offloaded))
+                assert devices_of(pair.offloaded) <= {CPU}
             else:
                 pair.plain.update(keys.to(CPU), values.to(CPU))
                 break

@@ -22,6 +22,7 @@ from kvlayers.offload.transfers import BlockingTransfers, Transfers
 from kvlayers.stores import QuantizedStore
 from matrix import some
 from race_detector import RaceDetector
+from recording_transfers import buffers_of, devices_of, held_bytes
 from short_steps import STEP, shorten_steps
 
 KV_HEADS, HEAD_DIM = 2, 8
@@ -152,12 +153,6 @@ class Pair:
         self.check()
 
 
-def buffers_of(layer: OffloadedLayer) -> list[Tensor]:
-    found: list[Tensor] = []
-    layer.swap_buffers(lambda buffer, start, end: found.append(buffer.tensor) or buffer)  # type: ignore[func-returns-value]
-    return found
-
-
 # Late copies can go wrong in every way that immediate ones can.
 TRANSFERS: dict[str, Callable[[torch.device], Transfers]] = {
     "at once": BlockingTransfers,
@@ -174,7 +169,7 @@ TRANSFERS: dict[str, Callable[[torch.device], Transfers]] = {
 def test_the_same_tokens_are_kept_on_the_host(kind: str, transfers: str) -> None:
     pair = Pair(kind, Prefetcher(transfers=TRANSFERS[transfers]), DEVICE)
     pair.go_through_every_operation()
-    assert {tensor.device for tensor in buffers_of(pair.offloaded)} == {CPU}
+    assert devices_of(pair.offloaded) == {CPU}
 
 
 @on_a_device
@@ -186,9 +181,9 @@ def test_memory_of_other_sequences_is_given_back_on_the_host(kind: str, give_bac
     pair = Pair(kind, Prefetcher(transfers=BlockingTransfers), DEVICE)
     pair.update(200)
     pair.both(lambda layer: layer.batch_select_indices([1]))
-    before = sum(tensor.nbytes for tensor in buffers_of(pair.offloaded))
+    before = held_bytes(pair.offloaded)
     pair.both(give_back)
-    assert sum(tensor.nbytes for tensor in buffers_of(pair.offloaded)) < before
+    assert held_bytes(pair.offloaded) < before
     pair.update(1, steps=3)
     pair.check()
 
@@ -198,13 +193,7 @@ def test_the_same_tokens_are_kept_on_disk(kind: str, tmp_path: pathlib.Path) -> 
     pair = Pair(kind, Prefetcher(DiskMemory(tmp_path)), CPU)
     pair.go_through_every_operation()
     assert pair.offloaded.memory_tier == "disk"
-    assert all(type(buffer).__name__ == "HostBuffer" for buffer in kinds_of(pair.offloaded))
-
-
-def kinds_of(layer: OffloadedLayer) -> list[Any]:
-    found: list[Any] = []
-    layer.swap_buffers(lambda buffer, start, end: found.append(buffer) or buffer)  # type: ignore[func-returns-value]
-    return found
+    assert {type(buffer).__name__ for buffer, *_ in buffers_of(pair.offloaded)} == {"HostBuffer"}
 
 
 @on_a_device
@@ -217,14 +206,14 @@ def test_what_is_evicted_leaves_the_host_and_does_not_travel_there(kind: str) ->
     assert kept <= 200
     token = 2 * 2 * KV_HEADS * HEAD_DIM * 4
     assert prefetcher.meter.total == Traffic(to_host=kept * token, to_device=0)
-    assert sum(tensor.nbytes for tensor in buffers_of(pair.offloaded)) <= (kept + 32) * token
+    assert held_bytes(pair.offloaded) <= (kept + 32) * token
     largest = kept
     for _ in range(2 * STEP + 4):
         pair.update(1)
         largest = max(largest, pair.plain.held_tokens)
     if "budget" in kind:
         assert largest <= 60 + STEP
-        assert sum(tensor.nbytes for tensor in buffers_of(pair.offloaded)) <= (largest + 32) * token
+        assert held_bytes(pair.offloaded) <= (largest + 32) * token
 
 
 @on_a_device

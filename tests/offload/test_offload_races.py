@@ -180,17 +180,7 @@ INBOUND, OUTBOUND = 0, 1
 
 def no_wait_for_computation(direction: int) -> Callable[[pytest.MonkeyPatch], None]:
     """Copies in one direction begin without waiting for the current stream."""
-
-    def remove(patch: pytest.MonkeyPatch) -> None:
-        wait_event = FakeStream.wait_event
-
-        def wait(self: FakeStream, event: Any) -> None:
-            if not is_of(self, direction):
-                wait_event(self, event)
-
-        patch.setattr(FakeStream, "wait_event", wait)
-
-    return remove
+    return skipped(FakeStream, "wait_event", lambda stream: is_of(stream, direction))
 
 
 def no_wait_for_copies(direction: int) -> Callable[[pytest.MonkeyPatch], None]:

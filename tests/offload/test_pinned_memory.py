@@ -16,7 +16,7 @@ import kvlayers.offload.offloading
 from kvlayers.offload import DiskMemory, HostMemory, Prefetcher, storage
 from kvlayers.upstream import compat
 from models import COMMON
-from recording_transfers import RecordingTransfers
+from recording_transfers import held_bytes, recording_transfers
 
 CONFIG = transformers.LlamaConfig(**COMMON)
 CACHES: dict[str, Callable[..., kvlayers.Cache]] = {
@@ -57,7 +57,7 @@ def allocator(monkeypatch: pytest.MonkeyPatch) -> PinnedAllocator:
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
 
     def prefetcher(memory: Any) -> Prefetcher:
-        return Prefetcher(memory, transfers=lambda device: RecordingTransfers())
+        return Prefetcher(memory, transfers=recording_transfers)
 
     monkeypatch.setattr(kvlayers.offload.offloading, "Prefetcher", prefetcher)
     return made
@@ -107,13 +107,7 @@ def test_a_plan_says_what_is_pinned(allocator: PinnedAllocator, name: str, token
         kvlayers.unregister("pinned")
     assert planned.nbytes == planned.host_bytes == cache.nbytes
     # Copies on the device have no spare room of this kind.
-    assert planned.device_bytes == 2 * (sum(rows_nbytes(cache.layers[0])) + count_bytes(cache))
-
-
-def rows_nbytes(layer: Any) -> list[int]:
-    found: list[int] = []
-    layer.swap_buffers(lambda buffer, start, end: found.append(buffer.tensor.nbytes) or buffer)
-    return found
+    assert planned.device_bytes == 2 * (held_bytes(cache.layers[0]) + count_bytes(cache))
 
 
 def test_a_buffer_grows_in_the_memory_that_was_rounded_up_to(allocator: PinnedAllocator) -> None:
@@ -139,16 +133,11 @@ def test_a_buffer_grows_in_the_memory_that_was_rounded_up_to(allocator: PinnedAl
 
 
 def test_a_pickle_has_no_spare_room(allocator: PinnedAllocator) -> None:
-    layer = kvlayers.OffloadedLayer(kvlayers.DynamicLayer(), Prefetcher(transfers=transfers_of_no_test))
+    layer = kvlayers.OffloadedLayer(kvlayers.DynamicLayer(), Prefetcher(transfers=recording_transfers))
     keys, values = torch.randn(2, 1, 2, 520, 8)
     layer.update(keys, values)
     assert len(pickle.dumps(layer)) < 2 * keys.nbytes + 10_000 < layer.nbytes + 10_000
     assert torch.equal(pickle.loads(pickle.dumps(layer)).keys, keys)
-
-
-def transfers_of_no_test(device: torch.device) -> RecordingTransfers:
-    """Of a module, so that it can be pickled."""
-    return RecordingTransfers()
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 2, 3, 4096, 4097, 75_497_472])

@@ -33,29 +33,9 @@ def interpreted() -> dict[str, Any]:
 @pytest.mark.slow
 @with_triton
 @pytest.mark.parametrize("name", of_cases(PACKINGS))
-def test_kernels_pack_the_codes_that_the_cpu_packs(interpreted: dict[str, Any], name: str) -> None:
+def test_kernels_pack_the_codes_that_the_cpu_packs_and_read_them(interpreted: dict[str, Any], name: str) -> None:
     found = interpreted["packings"][name]
-    assert isinstance(found, dict), found
-    assert found["obstacles"] == [None, None]
-    for side in ("keys", "values"):
-        # A code differs where rounding moves a state over the border between two, or the search to another range.
-        assert found[side]["codes"] > 0.998
-        error, expected = found[side]["errors"]
-        assert error <= expected * 1.002 + 1e-12
-        assert found[side]["nan"]
-        # A sum that overflows makes a parameter many times too large, and need not change a code.
-        largest, expected = found[side]["largest"]
-        assert largest == pytest.approx(expected, rel=0.1)
-    assert found["values"]["any nan"] == ("not_finite" in name)
-
-
-@pytest.mark.slow
-@with_triton
-@pytest.mark.parametrize("name", of_cases(PACKINGS))
-def test_kernels_read_the_states_of_blocks_that_they_packed(interpreted: dict[str, Any], name: str) -> None:
-    found = interpreted["packings"][name]
-    assert isinstance(found, dict), found
-    assert [found[side]["read"] for side in ("keys", "values")] == [True, True]
+    assert found == {"obstacles": [None, None], "read": [True, True], "any nan": "not_finite" in name}
 
 
 @pytest.mark.slow

@@ -1,12 +1,14 @@
-"""`extend_and_evict` returns the tokens that queries attend to, and holds the newest ones, whichever are more."""
+"""Compiled code that evicts gets the tokens that queries attend to, and holds the newest ones, whichever are more.
 
-from typing import Any
+The layer matrix has the same of eager code.
+"""
 
 import pytest
 import torch
 from torch import Tensor
 
-from kvlayers.stores import DenseStore, StaticStore
+from kvlayers.core.token_store import KVPair
+from kvlayers.stores import StaticStore
 
 CAPACITY = 12
 CASES = {
@@ -37,41 +39,27 @@ def numbers_of(attended: tuple[Tensor, Tensor]) -> list[int]:
     return [int(number) for number in keys[0, 0, :, 0]]
 
 
-def compiled(store: Any) -> Any:
-    """`extend_and_evict` of a store, within a compiled function."""
+@pytest.mark.usefixtures("counted")
+@pytest.mark.parametrize("case", CASES)
+def test_attended_tokens_and_kept_ones_are_those_of_a_list(case: str) -> None:
+    held, new, past, kept = CASES[case]
+    store = StaticStore(CAPACITY)
 
     @torch.compile(fullgraph=True, backend="eager")
-    def call(keys: Tensor, values: Tensor, past: int, kept: int) -> Any:
+    def extend_and_evict(keys: Tensor, values: Tensor, past: int, kept: int) -> KVPair:
         attended = store.extend_and_evict(keys, values, past, kept)
         return attended[0].clone(), attended[1].clone()
 
-    return call
-
-
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("kind", ["dense", "static", "compiled"])
-def test_attended_tokens_and_kept_ones_are_those_of_a_list(kind: str, case: str) -> None:
-    torch.compiler.reset()
-    held, new, past, kept = CASES[case]
-    store: Any = DenseStore() if kind == "dense" else StaticStore(CAPACITY)
     with torch.no_grad():
         if held:
-            keys, values = states(0, held)
-            store.validate(keys, values)
-            store.extend(keys, values, 0)
-        keys, values = states(held, new)
-        store.validate(keys, values)
-        call = compiled(store) if kind == "compiled" else store.extend_and_evict
-        attended = call(keys, values, past, kept)
+            store.take_in(*states(0, held))
+        store.validate(*states(held, new))
+        attended = extend_and_evict(*states(held, new), past, kept)
         tokens = list(range(held + new))
         assert numbers_of(attended) == tokens[held - past :]
-        assert store.length == kept
-        if kind != "dense":
-            assert store.total == held + new
+        assert (store.length, store.total) == (kept, held + new)
         # Decoding goes on with what is held.
         for step in range(held + new, held + new + 3):
-            keys, values = states(step, 1)
-            store.validate(keys, values)
-            seen = numbers_of(store.extend(keys, values))
+            seen = numbers_of(store.take_in(*states(step, 1)))
             assert seen == [*tokens[-kept:], *range(held + new, step + 1)]
             assert numbers_of(store.newest(store.length)) == seen

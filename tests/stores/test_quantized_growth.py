@@ -12,6 +12,7 @@ from kvlayers import DynamicLayer, Quantization, QuantizedLayer, SlidingLayer
 from kvlayers.core.buffer import TokenBuffer
 from matrix import once
 from models import COMMON
+from spies import spy
 
 HEAD_DIM = 64
 LONGEST = 300
@@ -110,14 +111,8 @@ def test_a_packed_layer_that_was_offloaded_forked_cropped_or_loaded_holds_no_mor
 
 
 def test_growing_copies_a_few_tokens_for_each_that_comes(monkeypatch: pytest.MonkeyPatch) -> None:
-    copied = []
-    write = TokenBuffer.write
-
-    def spy(buffer: TokenBuffer, start: int, tokens: torch.Tensor) -> None:
-        copied.append(tokens.nbytes)
-        write(buffer, start, tokens)
-
-    monkeypatch.setattr(TokenBuffer, "write", spy)
+    copied: list[int] = []
+    spy(monkeypatch, TokenBuffer, "write", lambda buffer, start, tokens: copied.append(tokens.nbytes))
     layer = QuantizedLayer(Quantization(nbits=8))
     for _ in range(2048):
         layer.update(*states(1))

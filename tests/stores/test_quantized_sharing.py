@@ -13,6 +13,7 @@ from kvlayers.kernels.attention.segment_kinds import PackedSegment
 from kvlayers.quantized.packed_blocks import PackedBlocks
 from kvlayers.stores import QuantizedStore
 from kvlayers.utils.tensor_memory import storages_of
+from spies import spy
 
 QUANTIZATION = Quantization(nbits=4, residual_length=24, sink_tokens=4)
 BLOCK, PREFIX = 64, 1000
@@ -26,8 +27,7 @@ def some_states(tokens: int, seed: int, rows: int) -> tuple[Tensor, Tensor]:
 
 def add(store: QuantizedStore, tokens: int, seed: int) -> tuple[Tensor, Tensor]:
     keys, values = some_states(tokens, seed, 2 if store.key_form is None else store.key_form.batch_size)
-    store.validate(keys, values)
-    return store.extend(keys, values)
+    return store.take_in(keys, values)
 
 
 def filled(*updates: int) -> QuantizedStore:
@@ -61,13 +61,7 @@ def packed_segments(states: Tensor) -> list[PackedSegment]:
 
 def test_a_block_is_packed_once_and_read_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     packed: list[int] = []
-    write = PackedBlocks.write
-
-    def counted(self: PackedBlocks, skipped: int, keys: Tensor, *others: Any) -> None:
-        packed.append(keys.shape[2] // BLOCK)
-        write(self, skipped, keys, *others)
-
-    monkeypatch.setattr(PackedBlocks, "write", counted)
+    spy(monkeypatch, PackedBlocks, "write", lambda blocks, at, keys, *others: packed.append(keys.shape[2] // BLOCK))
     store = filled(PREFIX)
     forks = [store.fork() for _ in range(3)]
     before = sum(packed)

@@ -1,5 +1,8 @@
 """Eviction from packed stores: codes move as they are, and every other token stays as it came."""
 
+import copy
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -11,7 +14,6 @@ from kvlayers.eviction.held_tokens import held_tokens
 from kvlayers.eviction.ragged_store import RaggedStore
 from kvlayers.quantized.packed_blocks import SIDES, block_nbytes
 from kvlayers.stores import QuantizedStore
-from ragged_operations import OPERATIONS, operated
 from ragged_reference import (
     KEY_DIM,
     KV_HEADS,
@@ -159,11 +161,45 @@ def test_sequences_that_read_no_block_go_on_alone() -> None:
         step(loaded, lists, tokens)
 
 
-@pytest.mark.parametrize("operation", OPERATIONS)
-def test_decoding_and_eviction_go_on_after_an_operation(operation: str) -> None:
+def loaded(store: RaggedStore) -> RaggedStore:
+    """A store with the same state, made of an empty one."""
+    twin = store.fork()
+    twin.clear()
+    state = store.state()
+    assert twin.check_state(state) == store.length
+    twin.load_state(state)
+    assert twin.length == store.length
+    return twin
+
+
+Change = Callable[[RaggedStore], RaggedStore | None]
+OPERATIONS: dict[str, tuple[Change, list[int] | None, int]] = {
+    "fork": (lambda store: store.fork(), None, 0),
+    "select": (lambda store: store.select(torch.tensor([1, 0, 1])), [1, 0, 1], 0),
+    "drop": (lambda store: store.select(torch.tensor([1])), [1], 0),
+    "expand": (lambda store: store.expand(2), [0, 0, 1, 1], 0),
+    "truncate": (lambda store: store.truncate(store.length - 3), None, 3),
+    "state": (loaded, None, 0),
+    "copy": (copy.deepcopy, None, 0),
+    "compact": (lambda store: store.compact(), None, 0),
+    "trim": (lambda store: store.trim(), None, 0),
+    "offload": (
+        lambda store: store.swap_buffers(lambda buffer, start, end: buffer.reallocated(0, end, buffer.capacity)),
+        None,
+        0,
+    ),
+}
+"""What is done to a store, the sequences that are left if not all are, and how many of their tokens are taken back."""
+
+
+@pytest.mark.parametrize("operations", [*((name,) for name in OPERATIONS), ("drop", "trim")], ids=", ".join)
+def test_decoding_and_eviction_go_on_after_operations(operations: tuple[str, ...]) -> None:
     store, lists = ragged()
     step(store, lists, 90)
-    store, lists = operated(operation, store, lists)
+    for change, rows, removed in map(OPERATIONS.__getitem__, operations):
+        store = change(store) or store
+        lists.select(list(range(lists.batch)) if rows is None else rows)
+        lists.crop(removed)
     for tokens in (1, 90, 1):
         step(store, lists, tokens)
     other = evict(store, lists, (lists.counts // 2).tolist())
@@ -209,8 +245,7 @@ def test_blocks_of_every_backend_move(backend: str) -> None:
     )
     new = states(1, 400)
     store: TokenStore = QuantizedStore(options)
-    store.validate(*new)
-    store.append(*new)
+    store.take_in(*new)
     held = held_tokens(store)
     assert held.blocks is not None
     places = [

@@ -5,13 +5,13 @@ import sys
 import threading
 from dataclasses import dataclass
 from types import FrameType
+from typing import Any
 
 import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import kvlayers
@@ -20,6 +20,7 @@ from kvlayers.errors import StaleStatesError
 from kvlayers.kernels.attention.packed_tensor import PackedStates, as_dense
 from kvlayers.stores import DenseStore
 from kvlayers.utils.tensor_memory import storages_of
+from spies import Operators
 
 HEADS, KEY_DIM, VALUE_DIM = 2, 3, 2
 MOST_TOKENS, MOST_ROWS, MOST_STORES = 120, 12, 4
@@ -88,8 +89,7 @@ class SegmentMachine(RuleBasedStateMachine):
         self.numbers = Numbers()
         store = DenseStore(minimum_growth=growth, maximum_segments=maximum)
         keys, values = self.numbers.states(2, 20)
-        store.validate(keys, values)
-        store.append(keys, values)
+        store.take_in(keys, values)
         self.pairs = [Pair(store, keys, values)]
 
     def one(self, which: int) -> Pair:
@@ -175,8 +175,7 @@ class SegmentMachine(RuleBasedStateMachine):
             torch.cat([pair.values[:, :, :tokens], values], 2),
         )
         store = DenseStore(minimum_growth=2)
-        store.validate(keys, values)
-        store.append(keys, values)
+        store.take_in(keys, values)
         store.share_prefix(pair.store, tokens)
         self.pairs = [*self.pairs, Pair(store, keys, values)][-MOST_STORES:]
 
@@ -264,24 +263,16 @@ def filled(tokens: int, **hints: int) -> tuple[DenseStore, Tensor, Tensor]:
 
 
 def add(store: DenseStore, keys: Tensor, values: Tensor) -> None:
-    store.validate(keys, values)
-    store.append(keys, values)
+    store.take_in(keys, values)
 
 
-class Copies(TorchDispatchMode):
-    """Counts the bytes that operations write."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.nbytes = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        result = func(*args, **(kwargs or {}))
-        schema = func._schema
-        is_view = schema.returns and all(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
-        if not is_view and "empty" not in schema.name:
-            self.nbytes += sum(leaf.nbytes for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
-        return result
+def bytes_written(operator: Any, result: Any) -> int:
+    """Bytes that an operator has written."""
+    schema = operator._schema
+    is_view = schema.returns and all(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+    if is_view or "empty" in schema.name:
+        return 0
+    return sum(leaf.nbytes for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
 
 
 def test_a_fork_that_writes_behind_a_document_copies_nothing_of_it() -> None:
@@ -290,13 +281,14 @@ def test_a_fork_that_writes_behind_a_document_copies_nothing_of_it() -> None:
     question = Numbers().states(1, 100)
     token = HEADS * (KEY_DIM + VALUE_DIM) * keys.itemsize
     for fork in forks:
-        with Copies() as copies:
+        copied: list[int] = []
+        with Operators(lambda operator, _, result, copied=copied: copied.append(bytes_written(operator, result))):
             add(fork, *question)
             for _ in range(10):
                 add(fork, *(states[:, :, :1] for states in question))
             fork.newest(fork.length)
         # The new tokens, and a tail that grows once. (A document of 8,000 tokens is 640,000 bytes.)
-        assert copies.nbytes <= token * (2 * 110 + 16)
+        assert sum(copied) <= token * (2 * 110 + 16)
     held = storages_of(held for one in (store, *forks) for held in one.held_tensors())
     # The document and its spare room, and 4 tails: one fork goes on in place.
     assert sum(held.values()) <= token * (8128 + 4 * (110 + 16))

@@ -6,25 +6,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 import kvlayers
 from kvlayers import DynamicCache, DynamicLayer
-from kvlayers.kernels.attention.packed_tensor import PackedStates
 from models import fresh_model, prompt
-
-
-@pytest.mark.parametrize("queries", [1, 3])
-def test_causal_attention_of_torch_is_that_over_all_of_it(queries: int) -> None:
-    layer = DynamicLayer()
-    layer.update(torch.randn(2, 2, 50, 16), torch.randn(2, 2, 50, 24))
-    layer.expand(3)
-    keys, values = layer.update(torch.randn(6, 2, queries, 16), torch.randn(6, 2, queries, 24))
-    assert isinstance(keys, PackedStates)
-    query = torch.randn(6, 6, queries, 16)
-    seen = scaled_dot_product_attention(query, keys, values, is_causal=True, enable_gqa=True)
-    expected = scaled_dot_product_attention(query, keys.dense(), values.dense(), is_causal=True, enable_gqa=True)
-    torch.testing.assert_close(seen, expected, rtol=1e-5, atol=1e-5)
 
 
 def loop(model: Any, cache: Any, ids: Tensor, steps: int) -> Tensor:
@@ -78,14 +63,3 @@ def test_states_of_another_form_are_refused_while_a_prefix_is_held() -> None:
     with pytest.raises(kvlayers.errors.StateMismatchError, match="batch size 4"):
         layer.update(torch.randn(1, 2, 1, 8), torch.randn(1, 2, 1, 8))
     assert layer.length == 9
-
-
-def test_gradients_reach_what_comes_behind_the_prefix() -> None:
-    layer = DynamicLayer()
-    layer.update(torch.randn(1, 2, 9, 8), torch.randn(1, 2, 9, 8))
-    layer.expand(2)
-    keys, values = (torch.randn(2, 2, 1, 8, requires_grad=True) for _ in range(2))
-    seen_keys, seen_values = layer.update(keys, values)
-    scaled_dot_product_attention(torch.randn(2, 2, 1, 8), seen_keys, seen_values).sum().backward()
-    assert keys.grad.abs().sum() > 0
-    assert values.grad.abs().sum() > 0

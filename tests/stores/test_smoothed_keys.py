@@ -20,7 +20,6 @@ from kvlayers.eviction.selection import KeptTokens
 from kvlayers.kernels.attention.packed_tensor import as_dense
 from kvlayers.kernels.codes.quantizer_contract import CodeFormat
 from kvlayers.kernels.codes.smoothing import LARGEST_FACTOR, MOST_RUNS, KeySmoothing, vectors_for
-from kvlayers.quantized.packed_blocks import PackedBlocks
 from kvlayers.quantized.quantization import Quantization
 from kvlayers.quantized.smoothing_runs import SmoothingRuns
 from kvlayers.quantizers import NativeQuantizer, SideOptions, backend
@@ -48,11 +47,15 @@ def query_for(batch: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return query.to(dtype)
 
 
-def filled(states: tuple[Tensor, Tensor], name: str = "native", **options: Any) -> QuantizedStore:
+def in_chunks(states: tuple[Tensor, Tensor], name: str, size: int = 64, **options: Any) -> QuantizedStore:
     store = QuantizedStore(Quantization(name, **{"residual_length": 16, "sink_tokens": 4, **options}))
-    store.validate(*states)
-    store.append(*states)
+    for keys, values in zip(*(side.split(size, 2) for side in states), strict=True):
+        store.take_in(keys, values)
     return store
+
+
+def filled(states: tuple[Tensor, Tensor], name: str = "native", **options: Any) -> QuantizedStore:
+    return in_chunks(states, name, states[0].shape[2], **options)
 
 
 def check_attention(store: Any, states: tuple[Tensor, Tensor], error: float) -> None:
@@ -90,8 +93,7 @@ def test_the_dtype_of_the_vectors_is_promoted_with_the_states(name: str) -> None
     states = pair(1, 300, dtype=torch.bfloat16)
     store = filled(states, name)
     more = pair(1, 150, seed=3)
-    store.validate(*more)
-    store.append(*more)
+    store.take_in(*more)
     whole = tuple(torch.cat([ours.float(), new], 2) for ours, new in zip(states, more, strict=True))
     check_attention(store, whole, 0.05 if name == "fp8" else 0.2)  # type: ignore[arg-type]
 
@@ -110,8 +112,7 @@ def test_a_state_without_vectors_is_read_and_goes_on_as_it_was() -> None:
     store.load_state(tensors)
     more = pair(1, 150, seed=3)
     for each in (plain, store):
-        each.validate(*more)
-        each.append(*more)
+        each.take_in(*more)
     assert all(torch.equal(store.state()[name], tensor) for name, tensor in plain.state().items())
     keys, _ = store.newest(store.length)
     exact = torch.cat([states[0], more[0]], 2)
@@ -145,50 +146,25 @@ def test_other_text_finds_its_own_vectors() -> None:
     store.truncate(2)
     assert not len(store.runs)
     other = keys.flip(-1)
-    store.validate(other, values)
-    store.append(other, values)
+    store.take_in(other, values)
     fresh = filled((torch.cat([keys[:, :, :2], other], 2), torch.cat([values[:, :, :2], values], 2)))
     assert torch.equal(as_dense(store.newest(302)[0]), as_dense(fresh.newest(302)[0]))
 
 
-def test_an_interrupted_packing_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    states = pair(1, 300)
-    store = QuantizedStore(Quantization(residual_length=16, sink_tokens=4))
-    first = states[0][:, :, :80], states[1][:, :, :80]
-    store.validate(*first)
-    store.append(*first)
-    with monkeypatch.context() as patched:
-        patched.setattr(PackedBlocks, "hold", _interrupted)
-        rest = states[0][:, :, 80:], states[1][:, :, 80:]
-        store.validate(*rest)
-        with pytest.raises(KeyboardInterrupt):
-            store.append(*rest)
-    assert store.length == store.old_tokens + store.residual.length == 80
-    store.append(*rest)
-    check_attention(store, states, 0.2)
-
-
-def _interrupted(*_: Any) -> None:
-    raise KeyboardInterrupt
-
-
 @pytest.mark.parametrize(
     "vectors",
-    [torch.ones(1, KV_HEADS, 1, 32), torch.ones(2, KV_HEADS, 1, HEAD_DIM), torch.ones(1, KV_HEADS, 1, HEAD_DIM).half()],
+    [
+        torch.ones(1, KV_HEADS, 1, 32),
+        torch.ones(2, KV_HEADS, 1, HEAD_DIM),
+        torch.ones(1, KV_HEADS, 1, HEAD_DIM).half(),
+        # These would lose the keys.
+        *(torch.ones(1, KV_HEADS, 1, HEAD_DIM).index_fill(3, torch.tensor(3), number) for number in (0.0, math.nan)),
+    ],
 )
-def test_vectors_of_another_form_are_refused(vectors: Tensor) -> None:
+def test_vectors_of_another_form_and_those_that_lose_keys_are_refused(vectors: Tensor) -> None:
     store = filled(pair(1, 300))
     tensors = {**store.state(), "smoothing_factor": vectors}
     with pytest.raises(StateMismatchError, match="smoothing_factor"):
-        store.check_state(tensors)
-
-
-@pytest.mark.parametrize(("name", "number"), [("smoothing_factor", 0.0), ("smoothing_factor", math.nan)])
-def test_vectors_that_would_lose_the_keys_are_refused(name: str, number: float) -> None:
-    store = filled(pair(1, 300))
-    tensors = store.state()
-    tensors[name][0, 0, 0, 3] = number
-    with pytest.raises(StateMismatchError, match=name):
         store.check_state(tensors)
 
 
@@ -249,12 +225,8 @@ def test_factors_cost_little_where_queries_are_large(name: str, size: int, chann
     share = min(1.0, max(0.0, (2.5 * mean - 1) / (most - 1))) if most > 1 else 0.5
     weights = torch.cat([torch.full((channels,), share / channels), torch.ones(HEAD_DIM - channels)])
     weights[channels:] *= (1 - share) / (HEAD_DIM - channels)
-    errors = []
-    for smooths in (True, False):
-        with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(type(keys_quantizer(name)), "smooths_keys", smooths)
-            store = filled((keys, keys), name, residual_length=0, sink_tokens=0)
-        errors.append(float(((as_dense(store.newest(512)[0]) - keys).square() * weights).sum(-1).mean()))
+    smoothed, plain = (keys_behind_sinks(name, (keys, keys), 512, smooths, sinks=0) for smooths in (True, False))
+    errors = [((seen - keys).square() * weights).sum() for seen in (smoothed, plain)]
     assert errors[0] <= LIMIT * errors[1]
 
 
@@ -290,26 +262,6 @@ def test_extreme_keys_have_finite_vectors_and_come_back(kind: str, name: str, dt
         assert float((restored - keys.float()).abs().max()) <= 4 * torch.finfo(dtype).eps * float(
             keys.float().abs().max()
         )
-
-
-@pytest.mark.parametrize("name", BACKENDS)
-@pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf])
-def test_a_number_that_is_not_finite_stays_in_its_token(number: float, name: str) -> None:
-    keys, values = pair(1, 300)
-    broken = keys.clone()
-    broken[0, 0, 10, 3] = number
-    store, clean = filled((broken, values), name), filled((keys, values), name)
-    query = query_for(1)
-    seen, expected = (
-        scaled_dot_product_attention(query, *each.newest(each.length), enable_gqa=True) for each in (store, clean)
-    )
-    assert bool(seen[:, :2].isnan().all())
-    assert torch.equal(seen[:, 2:], expected[:, 2:])
-    mask = torch.arange(300) != 10
-    hidden = scaled_dot_product_attention(
-        query, *store.newest(store.length), attn_mask=mask[None, None, None], enable_gqa=True
-    )
-    assert bool(hidden[:, 2:].isfinite().all())
 
 
 @pytest.mark.parametrize("group", [1, 2])
@@ -396,16 +348,19 @@ UNLIKE: dict[str, Callable[[Tensor], None]] = {
 }
 
 
-def divergence(name: str, states: tuple[Tensor, Tensor], at_once: int, smooths: bool) -> float:
-    """KL divergence of the attention to the tokens behind the first block."""
+def keys_behind_sinks(
+    name: str, states: tuple[Tensor, Tensor], at_once: int, smooths: bool, sinks: int = SINKS
+) -> Tensor:
+    """The keys of a store that packs all but its sinks, with vectors or without."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(type(keys_quantizer(name)), "smooths_keys", smooths)
-        store = QuantizedStore(Quantization(name, 8 if name == "fp8" else 4, residual_length=0, sink_tokens=SINKS))
-        for start in range(0, states[0].shape[2], at_once):
-            new = states[0][:, :, start : start + at_once], states[1][:, :, start : start + at_once]
-            store.validate(*new)
-            store.append(*new)
-    held = as_dense(store.newest(store.length)[0])
+        store = in_chunks(states, name, at_once, nbits=8 if name == "fp8" else 4, residual_length=0, sink_tokens=sinks)
+    return as_dense(store.newest(store.length)[0])
+
+
+def divergence(name: str, states: tuple[Tensor, Tensor], at_once: int, smooths: bool) -> float:
+    """KL divergence of the attention to the tokens behind the first block."""
+    held = keys_behind_sinks(name, states, at_once, smooths)
     query = torch.randn(*states[0].shape[:2], 200, HEAD_DIM, generator=torch.Generator().manual_seed(9))
     # A large channel whose queries are as large would leave one token all the attention.
     largest = states[0][:, :, FIRST.stop :].std(2, keepdim=True).clamp(min=1)
@@ -457,15 +412,8 @@ def test_a_constant_that_positions_turn_loses_no_more_than_without_vectors(
     if neighbours:
         keys[..., [1, HEAD_DIM // 2]] = keys[..., [HEAD_DIM // 2, 1]]
         pair_of = [0, 1]
-    errors = []
-    for smooths in (True, False):
-        with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(type(keys_quantizer(name)), "smooths_keys", smooths)
-            store = QuantizedStore(Quantization(name, 8 if name == "fp8" else 4, residual_length=0, sink_tokens=SINKS))
-            for some in zip(keys.split(at_once, 2), values.split(at_once, 2), strict=True):
-                store.validate(*some)
-                store.append(*some)
-        errors.append((as_dense(store.newest(store.length)[0]) - keys)[..., pair_of].square().mean())
+    smoothed, plain = (keys_behind_sinks(name, (keys, values), at_once, smooths) for smooths in (True, False))
+    errors = [(seen - keys)[..., pair_of].square().mean() for seen in (smoothed, plain)]
     assert errors[0] <= LIMIT * errors[1]
 
 
@@ -523,10 +471,7 @@ def test_a_channel_that_is_large_in_all_blocks_still_gains(name: str, first: str
 @pytest.mark.parametrize("name", BACKENDS)
 def test_blocks_that_agree_find_the_same_vectors_in_any_chunks(name: str) -> None:
     states = pair(2, 600)
-    whole, parts = filled(states, name), QuantizedStore(Quantization(name, residual_length=16, sink_tokens=4))
-    for keys, values in zip(*(side.split(64, 2) for side in states), strict=True):
-        parts.validate(keys, values)
-        parts.append(keys, values)
+    whole, parts = filled(states, name), in_chunks(states, name)
     assert len(whole.runs) == len(parts.runs) == 1
     assert whole.runs.in_order[0].is_same(parts.runs.in_order[0])
 
@@ -541,14 +486,6 @@ def bordered(batch: int, tokens: int = 400, seed: int = 0, other: Sequence[int] 
     keys[:, 1, 130:, 40] -= 200
     keys[list(other)] = keys[list(other)].flip(-1)
     return keys, values
-
-
-def in_chunks(states: tuple[Tensor, Tensor], name: str, size: int = 64, **options: Any) -> QuantizedStore:
-    store = QuantizedStore(Quantization(name, **{"residual_length": 16, "sink_tokens": 4, **options}))
-    for keys, values in zip(*(side.split(size, 2) for side in states), strict=True):
-        store.validate(keys, values)
-        store.append(keys, values)
-    return store
 
 
 def check_runs(store: Any, states: tuple[Tensor, Tensor], name: str) -> None:
@@ -616,8 +553,7 @@ def test_runs_go_on_after_a_change(name: str, change: str, kernel: bool, monkeyp
         side[:, :, 200:] for side in bordered(len(rows), seed=3, other=[at for at, row in enumerate(rows) if row])
     )
     for some in zip(*(side.split(1, 2) for side in more), strict=True):
-        store.validate(*some)
-        store.extend(*some)
+        store.take_in(*some)
     check_runs(store, tuple(torch.cat(sides, 2) for sides in zip(states, more, strict=True)), name)  # type: ignore[arg-type]
 
 
@@ -659,8 +595,7 @@ def test_an_eviction_reads_tokens_of_all_runs(name: str, per_head: bool) -> None
         more[0][..., 3] -= 300
         more[0][..., 7] *= 0.01
         for some in zip(*(side.split(64, 2) for side in more), strict=True):
-            store.validate(*some)
-            store.extend(*some)
+            store.take_in(*some)
 
 
 HEADS = [(row, head) for row in range(2) for head in range(KV_HEADS)]

@@ -28,8 +28,7 @@ from kvlayers.persistence.format import (
     metadata_text,
     rotary_name,
 )
-from kvlayers.persistence.safetensors_header import TOKEN_IDS, Header, TensorEntry, checked_path, file_header
-from kvlayers.persistence.tensor_file import write_file
+from kvlayers.persistence.tensor_file import TOKEN_IDS, Header, TensorEntry, checked_path, file_header, write_file
 from kvlayers.utils.options import checks_options
 from kvlayers.version import __version__
 

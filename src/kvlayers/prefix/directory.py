@@ -1,15 +1,14 @@
 """Entries in files: nodes that entries share, wherever they are."""
 
 import contextlib
-import heapq
 import itertools
 import logging
+import math
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotArrived
 from dataclasses import dataclass
 
@@ -18,11 +17,9 @@ import torch
 from kvlayers.core.cache import Cache
 from kvlayers.core.cache_layer import LAYER_CLASSES
 from kvlayers.errors import CacheFileError, KVLayersError
-from kvlayers.persistence.load import StateReader
+from kvlayers.persistence.load import StateReader, check_remakeable
 from kvlayers.persistence.node_file import NodeFile
-from kvlayers.persistence.rebuild import check_remakeable
-from kvlayers.persistence.safetensors_header import Content, ranges_of
-from kvlayers.persistence.tensor_file import TensorFile
+from kvlayers.persistence.tensor_file import Content, TensorFile, ranges_of
 from kvlayers.prefix.backends import GoneError, StorageBackend, StoredFile, UnreachableError
 from kvlayers.prefix.backends.contract import ABANDONED_SECONDS
 from kvlayers.prefix.entry import PrefixEntry, restorable_length
@@ -38,9 +35,6 @@ ATTEMPTS = 4
 
 READERS = 2
 """Threads that read nodes and compare them with their digests, while the caller uses those before."""
-
-BATCHES_AT_ONCE = 3
-"""Batches of nodes that are in memory, or on their way to it, at the same time."""
 
 BATCH_BYTES = 32 * 2**20
 """Bytes after which the nodes that follow are another batch."""
@@ -335,17 +329,11 @@ class Directory:
 
     def _opened(self, chain: Sequence[Node], deadline: float | None) -> Iterator[NodeFile | KVLayersError]:
         """The file of each node, or what is wrong with it, in order. Threads read the next ones and compare digests."""
-        batches, coming = _batches(chain), deque[tuple[list[Node], Future[list[NodeFile | KVLayersError]]]]()
         threads = ThreadPoolExecutor(READERS, thread_name_prefix="kvlayers-read")
-
-        def read_ahead(count: int) -> None:
-            some = itertools.islice(batches, count)
-            coming.extend((batch, threads.submit(self._read_batch, batch)) for batch in some)
-
+        # All of them are held in the end, so there is no need to read only a few ahead.
+        coming = [(batch, threads.submit(self._read_batch, batch)) for batch in _batches(chain)]
         try:
-            read_ahead(BATCHES_AT_ONCE)
-            while coming:
-                batch, found = coming.popleft()
+            for batch, found in coming:
                 try:
                     yield from found.result(None if deadline is None else max(deadline - time.monotonic(), 0.0))
                 except NotArrived:
@@ -353,7 +341,6 @@ class Directory:
                     yield from map(UnreachableError, late)
                 except UnreachableError as error:
                     yield from [error] * len(batch)
-                read_ahead(1)
         finally:
             # The caller does not wait for what it does not want any more.
             threads.shutdown(wait=False, cancel_futures=True)
@@ -414,22 +401,20 @@ class Directory:
         gone: dict[str, Node] = {}
         try:
             left = self.nbytes
-            uses = self.backend.last_uses() if left > most else {}
+            uses: dict[str, float] = dict(self.backend.last_uses()) if left > most else {}
+            uses.update(dict.fromkeys(map(name_in, kept), math.inf))
             with self._lock:
-                nodes, children = dict(self._tree.nodes), self._tree.children()
-                names = {name_in(path) for path in kept}
-                oldest = [(uses.get(name, 0), name) for name in nodes if not children[name] and name not in names]
-            heapq.heapify(oldest)
-            while oldest and left > most:
-                _, name = heapq.heappop(oldest)
-                node = nodes[name]
-                self._delete([name])
-                left -= node.nbytes
-                gone[self.backend.path_of(name)] = node
+                nodes = sorted(self._tree.nodes.values(), key=lambda node: -node.record.start)
+            # Whoever uses a node uses those before it, and children begin behind the beginning of their parents.
+            for node in nodes:
                 parent = node.record.parent
-                children[parent] -= 1
-                if parent in nodes and not children[parent] and parent not in names:
-                    heapq.heappush(oldest, (uses.get(parent, 0), parent))
+                uses[parent] = max(uses.get(parent, 0), uses.setdefault(node.name, 0))
+            for node in sorted(nodes, key=lambda node: uses[node.name]):
+                if left <= most or uses[node.name] == math.inf:
+                    break
+                self._delete([node.name])
+                left -= node.nbytes
+                gone[self.backend.path_of(node.name)] = node
         except UnreachableError as error:
             logger.warning("A file of a prefix store was not deleted: %s", error)
         parents = {node.record.parent for node in gone.values()}

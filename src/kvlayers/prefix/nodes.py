@@ -13,7 +13,7 @@ import numpy as np
 
 from kvlayers.errors import CacheFileError, KVLayersError
 from kvlayers.persistence.node_file import NODE, NodeHead, read_head
-from kvlayers.persistence.safetensors_header import Content, parse_header
+from kvlayers.persistence.tensor_file import Content, parse_header
 from kvlayers.prefix.backends import GoneError, StorageBackend, StoredFile, UnreachableError
 from kvlayers.prefix.backends.contract import ByteRange
 from kvlayers.prefix.entry import PrefixEntry
@@ -166,10 +166,6 @@ class NodeTree:
             different.insert(kind, ids, node)
         return list(different)
 
-    def children(self) -> Counter[str]:
-        """How many children each node has, by its name."""
-        return Counter(node.record.parent for node in self.nodes.values())
-
     def unneeded_without(self, names: Iterable[str], kept: Container[str] = ()) -> list[str]:
         """Those of these nodes that have no children, and the nodes before them that no others need; children first.
 
@@ -177,7 +173,7 @@ class NodeTree:
             names: names of nodes.
             kept: names of nodes that stay.
         """
-        children = self.children()
+        children = Counter(node.record.parent for node in self.nodes.values())
         unneeded: dict[str, None] = {}
         for name in names:
             while name in self.nodes and name not in unneeded and name not in kept and not children[name]:

@@ -21,6 +21,7 @@ from kvlayers.core.token_store import KVPair
 from kvlayers.errors import CacheFileError, UnsupportedLayerError
 from kvlayers.kernels.codes.smoothing import NAMES as SMOOTHING_NAMES
 from kvlayers.persistence.format import DTYPES, Description, LayerRecord, ModelRecord, canonical, layer_prefix
+from kvlayers.persistence.load import SavedFile, loads_prefixes
 from kvlayers.persistence.node_file import (
     CACHE,
     NODE,
@@ -33,10 +34,8 @@ from kvlayers.persistence.node_file import (
     TensorForm,
     rows_name,
 )
-from kvlayers.persistence.rebuild import SavedFile, loads_prefixes
-from kvlayers.persistence.safetensors_header import DIGEST_BYTES, TOKEN_IDS, Content, file_header
 from kvlayers.persistence.save import described, header_of
-from kvlayers.persistence.tensor_file import content_of
+from kvlayers.persistence.tensor_file import DIGEST_BYTES, TOKEN_IDS, Content, content_of, file_header
 from kvlayers.prefix.keys import Tokens
 from kvlayers.prefix.nodes import Node
 from kvlayers.quantized.packed_blocks import PACKED_NAMES

@@ -19,7 +19,7 @@ from typing_extensions import Self
 from kvlayers.errors import CacheFileError, CachePathError, OptionError, PrefixError
 from kvlayers.persistence.atomic_file import replacing
 from kvlayers.persistence.node_file import SUFFIX
-from kvlayers.persistence.safetensors_header import check_regular
+from kvlayers.persistence.tensor_file import check_regular
 from kvlayers.prefix import PrefixStore
 from kvlayers.prefix.backends.local import LocalBackend
 from kvlayers.prefix.directory import Directory, NeedsConfigError

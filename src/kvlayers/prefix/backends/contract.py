@@ -12,7 +12,7 @@ from urllib.parse import unquote
 
 from kvlayers.errors import CacheFileError, CachePathError, KVLayersError
 from kvlayers.persistence.node_file import SUFFIX
-from kvlayers.persistence.safetensors_header import Content
+from kvlayers.persistence.tensor_file import Content
 
 ABANDONED_SECONDS = 3600
 """A file that no entry needs is deleted if nobody has used it for so long."""

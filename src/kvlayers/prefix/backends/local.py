@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from kvlayers.errors import CachePathError, KVLayersError
 from kvlayers.persistence.atomic_file import clear_temporaries, replacing, temporary_name
-from kvlayers.persistence.safetensors_header import Content, check_regular, mapped
+from kvlayers.persistence.tensor_file import Content, check_regular, mapped
 from kvlayers.prefix.backends.contract import (
     ABANDONED_SECONDS,
     ByteRange,

@@ -12,7 +12,7 @@ from typing import Any
 from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
 from kvlayers.errors import CapacityError, KVLayersError, OptionError
-from kvlayers.persistence.safetensors_header import DIGEST_BYTES, Content
+from kvlayers.persistence.tensor_file import DIGEST_BYTES, Content
 from kvlayers.prefix.backends.contract import (
     Address,
     ByteRange,

@@ -135,8 +135,12 @@ OWN_METADATA = "metadata"
 DESCRIPTION = "description"
 """In the metadata of a saved cache: what its tensors mean, as JSON."""
 
-Options = dict[str, Any]
-Facts = dict[str, bool | Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)] | float | str | None]
+MAX_SETTING = 2**48
+"""The largest number that a layer is made with. No window, budget of bytes or group is larger."""
+
+Plain = bool | Annotated[int, msgspec.Meta(ge=-MAX_SETTING, le=MAX_SETTING)] | float | str | None
+Facts = dict[str, Plain]
+Options = dict[str, Plain | list[Any] | dict[str, Any]]
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from kvlayers.errors import (
 from kvlayers.persistence.fingerprint import check_model
 from kvlayers.persistence.format import (
     DESCRIPTION,
+    MAX_SETTING,
     OWN_METADATA,
     CacheRecord,
     LayerRecord,
@@ -45,9 +46,6 @@ from kvlayers.rope.rotary import Rotary
 from kvlayers.upstream.model_layers import layer_specs
 from kvlayers.upstream.model_types import config_of
 from kvlayers.utils.options import checked_device, checks_options
-
-MAX_SETTING = 2**48
-"""The largest number that a layer is made with. No window, budget of bytes or group is larger."""
 
 MAX_RESERVED_TOKENS = 2**22
 """The most tokens that a layer may reserve. On the host, each slot costs some hundred bytes before any state."""
@@ -362,7 +360,9 @@ def rebuilt(saved: SavedFile, part: int, context: DescriptionContext, config: ob
     """
     path, record = saved.path, saved.description.caches()[part]
     cache_class = cache_class_of(path, record)
-    _check_settings(path, record)
+    options = [record.options[name] for name in ("offloading", "only_non_sliding", "grows")]
+    if not all(isinstance(option, bool) for option in options):
+        refuse(path, "True or False for offloading, only_non_sliding and grows", shown(options))
     # Before any layer is made: a static layer makes something for each slot that it may reserve.
     _check_reservation(saved, record, part, [_reserved_by_facts(layer) for layer in record.layers])
     layers = [_layer(layer, context) for layer in record.layers]
@@ -437,18 +437,6 @@ def loads_prefixes(record: LayerRecord) -> bool:
     return has_states_alone and layer_class.traits.keeps_every_token is True and store_class.holds_tokens_apart is True
 
 
-def _check_settings(path: str, record: CacheRecord) -> None:
-    options = [record.options[name] for name in ("offloading", "only_non_sliding", "grows")]
-    if not all(isinstance(option, bool) for option in options):
-        refuse(path, "True or False for offloading, only_non_sliding and grows", shown(options))
-    for names in (record.options, *(layer.facts for layer in record.layers)):
-        for name, value in names.items():
-            if type(value) is int and name != "length" and "tokens." not in name and abs(value) > MAX_SETTING:
-                refuse(path, f"{shown(name)} of at most {MAX_SETTING}", shown(value))
-    # Layers that are made from a config reserve what the options say.
-    _check_amount(path, "reserved tokens", record.options.get("max_cache_len") or 0, MAX_RESERVED_TOKENS)
-
-
 def _reserved_by_facts(layer: LayerRecord) -> tuple[int, int]:
     """Tokens, and sequences, that a layer reserves that is made from these facts; none is if they are incomplete."""
     layer_class = LAYER_CLASSES.get(layer.kind)
@@ -467,6 +455,8 @@ def _check_reservation(saved: SavedFile, record: CacheRecord, part: int, layers:
         part: 0, or 1 for the cross-attention of a pair.
         layers: tokens, and sequences, that each layer reserves.
     """
+    # Layers that are made from a config reserve what the options say.
+    _check_amount(saved.path, "reserved tokens", record.options.get("max_cache_len") or 0, MAX_RESERVED_TOKENS)
     total, most_rows = 0, record.options.get("max_batch_size") or 0
     for index, (tokens, sequences) in enumerate(layers):
         _check_amount(saved.path, "reserved tokens", tokens, MAX_RESERVED_TOKENS)

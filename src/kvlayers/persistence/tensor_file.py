@@ -128,16 +128,17 @@ def check_regular(path: str, missing_is_fine: bool = False) -> os.stat_result | 
     return found
 
 
-def mapped(opened: BinaryIO) -> mmap.mmap | bytes:
+def mapped(path: str) -> mmap.mmap | bytes:
     """The content of a file, which stays the same if another process replaces or deletes the file.
 
     Raises:
         OSError: it cannot be read.
     """
-    if not os.fstat(opened.fileno()).st_size:
-        return b""
-    # A private copy of what is written to, because torch warns of memory that it must not write to.
-    return mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
+    with open(path, "rb") as opened:
+        if not os.fstat(opened.fileno()).st_size:
+            return b""
+        # A private copy of what is written to, because torch warns of memory that it must not write to.
+        return mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
 
 
 def ranges_of(content: Content | mmap.mmap) -> ReadRange:
@@ -372,8 +373,7 @@ def opened_file(path: str) -> TensorFile:
     """
     check_regular(path)
     try:
-        with open(path, "rb") as opened:
-            content = mapped(opened)
+        content = mapped(path)
     except OSError as error:
         raise CachePathError(f"{path} cannot be read: {error.strerror}.") from error
     return file_in(path, content)

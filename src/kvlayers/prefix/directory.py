@@ -7,10 +7,11 @@ import math
 import os
 import threading
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotArrived
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
@@ -30,11 +31,16 @@ from kvlayers.utils.options import checked_device
 
 logger = logging.getLogger(__name__)
 
+Answer = TypeVar("Answer")
+
 ATTEMPTS = 4
 """How often a writer starts again if nodes disappear while it writes."""
 
 READERS = 2
 """Threads that read nodes and compare them with their digests, while the caller uses those before."""
+
+ASIDE_SECONDS = 1.0
+"""How long whoever looks something up waits at most for what a backend does besides reading."""
 
 BATCH_BYTES = 32 * 2**20
 """Bytes after which the nodes that follow are another batch."""
@@ -112,8 +118,7 @@ class Directory:
         """
         self._refresh()
         with self._lock:
-            lost = {node.name for node in self._tree.orphans()}
-            gone = {path for path in known if (name := name_in(path)) not in self._tree.nodes or name in lost}
+            gone = {path for path in known if not self._tree.chain(name_in(path))}
             ends = sorted(self._tree.ends(), key=lambda node: (node.used, node.name))
             return DirectoryChanges(self._entries(ends, known), gone)
 
@@ -137,15 +142,23 @@ class Directory:
                 self.failed_reads += 1
             logger.warning("A file of a prefix store could not be read now: %s", error)
             return
-        path, file = self.backend.path_of(name), None
-        with contextlib.suppress(UnreachableError):
-            (file,) = self.backend.find([name])
+        path, found = self.backend.path_of(name), self._aside(self.backend.find, [name])
+        file = found[0] if found else None
         with self._lock:
             if self._is_reported(path, file):
                 return
             self._reported[path] = file
             self.damaged_files += 1
         logger.warning("A file of a prefix store is skipped: %s", error)
+
+    def _aside(self, call: Callable[[Sequence[str]], Answer], names: Sequence[str]) -> Answer | None:
+        """What a call of the backend returns, `None` if it does not answer soon."""
+        thread = ThreadPoolExecutor(1, thread_name_prefix="kvlayers-aside")
+        answer = thread.submit(call, names)
+        thread.shutdown(wait=False)
+        with contextlib.suppress(NotArrived, UnreachableError):
+            return answer.result(ASIDE_SECONDS)
+        return None
 
     def _refresh(self) -> None:
         """Read nodes that others have written, and forget nodes that others have deleted."""
@@ -220,9 +233,8 @@ class Directory:
         self.backend.touch([node.name for node in chain])
         new = list(states.nodes(chain[-1].name if chain else "", start)) if start < len(states.ids) else []
         for node, file in zip(new, self.backend.find([node.name for node in new]), strict=True):
-            content = states.content(node)
-            if file is None or file.nbytes != len(content) or node.name in self._unusable:
-                self.backend.write(node.name, content)
+            if file is None or file.nbytes != node.nbytes or node.name in self._unusable:
+                self.backend.write(node.name, states.content(node))
             with self._lock:
                 self._unusable.discard(node.name)
                 self._tree.nodes[node.name] = node
@@ -250,6 +262,8 @@ class Directory:
             most, best = boundary, [node for node in best if node.record.start < boundary]
         return best, most
 
+    # The caller's modes of torch are not those of what others will use.
+    @torch.inference_mode(False)
     def load(
         self,
         path: str,
@@ -298,8 +312,7 @@ class Directory:
         except KVLayersError as error:
             # The label has identified the model already, so the file is to blame.
             raise CacheFileError(str(error)) from error
-        with contextlib.suppress(UnreachableError):
-            self.backend.touch([node.name for node in chain[: len(read)]])
+        self._aside(self.backend.touch, [node.name for node in chain[: len(read)]])
         target = restorable_length(cache, min(length, cache.length))
         if 0 < target < cache.length:
             cache.truncate(target)
@@ -368,7 +381,7 @@ class Directory:
             # Others may have written nodes behind these.
             self._refresh()
             with self._lock:
-                names = self._tree.unneeded_without(map(name_in, paths))
+                names = self._tree.unneeded(self._tree.leaves() - set(map(name_in, paths)))
             self._delete(names)
         except UnreachableError as error:
             logger.warning("A file of a prefix store was not deleted: %s", error)
@@ -425,7 +438,7 @@ class Directory:
     def tidy(self) -> None:
         """Delete nodes that nobody can use, or that longer entries have replaced, an hour after their last use."""
         with self._lock:
-            useless = self._tree.unneeded_without(self._tree.nodes, {node.name for node in self._tree.ends()})
+            useless = self._tree.unneeded(node.name for node in self._tree.ends())
         with contextlib.suppress(UnreachableError):
             self._delete(useless, time.time_ns() - ABANDONED_SECONDS * NANOSECONDS)
 

@@ -11,7 +11,7 @@ from kvlayers.core.cache_layer import CacheLayer
 from kvlayers.errors import RollbackError
 from kvlayers.eviction.evicting_layer import EvictingLayer
 from kvlayers.offload.offloaded_layer import OffloadedLayer
-from kvlayers.prefix.keys import PrefixMatch, Tokens
+from kvlayers.prefix.keys import Tokens
 from kvlayers.utils.tensor_memory import Storages
 
 MOST_RANKED = 256
@@ -168,20 +168,21 @@ def shares_memory(cache: Cache) -> bool:
     return not cache.is_static and not any(isinstance(layer, OffloadedLayer) for layer in cache.adapted_layers())
 
 
-def packed(fork: Cache, length: int, beside: PrefixMatch[Cache] | None) -> Cache:
+def packed(fork: Cache, length: int, beside: Cache | None, tokens: int) -> Cache:
     """A fork, with no more memory than its tokens need.
 
     Args:
         fork: the fork, which is changed.
         length: its tokens.
         beside: another cache, in whose memory the fork has the tokens that are equal; `None` for memory of its own.
+        tokens: how many of the first tokens are equal.
     """
-    shared = 0 if beside is None or fork.rotates_keys else min(beside.tokens, length)
+    shared = 0 if beside is None or fork.rotates_keys else min(tokens, length)
     if shared * 3 < length * 2:
         # Without a long shared part, all is copied: a caller may hold what others do not.
         fork.compact()
     if beside is not None and shared:
-        fork.share_prefix(beside.value.fork(), shared)
+        fork.share_prefix(beside.fork(), shared)
     return fork
 
 

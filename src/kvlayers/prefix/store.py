@@ -284,7 +284,7 @@ class PrefixStore:
                 raise PrefixError(
                     f"the entry for these {len(ids)} tokens is not pinned: call unpin() once for each pin()."
                 )
-            self._index.unpin(entry)
+            self._index.set_pins(entry, entry.pins[:-1])
 
     @checks_options
     def session(self, name: str, namespace: str = "", ttl: float = 3600.0) -> Any:

@@ -195,7 +195,7 @@ class Session:
                 hit = self.access.find(label, ids, None, None, MOST_SECONDS)
                 if hit.cache is not None:
                     ids = ids[: hit.covered]
-                    neighbours = [(near.value, near.tokens) for near in trees.nearest(label, ids)]
+                    neighbours = list(trees.nearest(label, ids))
                     paths.append(directory.write(label, ids, {len(ids)}, hit.cache, neighbours[:4])[0])
                     trees.insert(label, ids, paths[-1])
             if not paths:

@@ -75,8 +75,7 @@ class LocalBackend(StorageBackend):
         path = self.path_of(name)
         try:
             check_regular(path, missing_is_fine=True)
-            with open(path, "rb") as opened:
-                content = mapped(opened)
+            content = mapped(path)
         except KVLayersError as error:
             return error
         except FileNotFoundError:

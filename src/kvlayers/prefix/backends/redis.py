@@ -5,8 +5,6 @@ import importlib
 import logging
 import secrets
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from concurrent.futures import TimeoutError as NotYet
 from functools import partial
 from typing import Any
 from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
@@ -36,9 +34,6 @@ MOST_BYTES = 512 * 2**20
 CONNECT_SECONDS = 5
 ANSWER_SECONDS = 30
 """Timeouts, unless the options or the URL set others."""
-
-TOUCH_SECONDS = 1.0
-"""How long a reader waits at most until it is recorded that a file was used."""
 
 
 class RedisBackend(StorageBackend):
@@ -201,14 +196,7 @@ class RedisBackend(StorageBackend):
         return {name.decode("utf-8", "replace"): _used(score) for name, score in found}
 
     def touch(self, names: Sequence[str]) -> None:
-        """As `StorageBackend.touch`. Whoever has read a file does not wait for a server that has stopped to answer."""
-        thread = ThreadPoolExecutor(1, thread_name_prefix="kvlayers-touch")
-        touched = thread.submit(self._record_uses, names)
-        thread.shutdown(wait=False)
-        with contextlib.suppress(NotYet):
-            touched.result(TOUCH_SECONDS)
-
-    def _record_uses(self, names: Sequence[str]) -> None:
+        """As `StorageBackend.touch`."""
         scores = {name: used // 1000 for name, used in clock.uses(names).items()}
         if scores:
             # `xx`, since a file that was deleted meanwhile must not be listed again.

@@ -25,13 +25,13 @@ class MemoryPiece:
     Attributes:
         address: its address, or a number of its own on the meta device.
         nbytes: its bytes.
-        holders: the entries that hold it.
+        holders: the entries that hold it, in order, so that equal calls have equal effects.
         staying: how many of them are not leaving.
     """
 
     address: int
     nbytes: int
-    holders: "set[PrefixEntry]" = field(default_factory=set)
+    holders: "dict[PrefixEntry, None]" = field(default_factory=dict)
     staying: int = 0
 
 
@@ -309,14 +309,14 @@ class MemoryAccount:
         """Count the memory of an entry, in place of what was counted for it before."""
         self.stay(entry, -(not entry.is_leaving))
         for piece in entry.pieces:
-            piece.holders.remove(entry)
+            del piece.holders[entry]
             if not piece.holders:
                 self.nbytes -= piece.nbytes
                 del self.pieces[piece.address, piece.nbytes]
         entry.pieces = tuple(self.pieces.get(key) or MemoryPiece(*key) for key in storages.items())
         for piece in entry.pieces:
             self.pieces[piece.address, piece.nbytes] = piece
-            piece.holders.add(entry)
+            piece.holders[entry] = None
             self.nbytes += piece.nbytes * (len(piece.holders) == 1)
         self.stay(entry, +(not entry.is_leaving))
 
@@ -338,7 +338,7 @@ class MemoryAccount:
     def bytes_without(self, holders: Collection[PrefixEntry]) -> int:
         """Total bytes if these had left."""
         pieces = {piece for holder in holders for piece in holder.pieces}
-        return self.nbytes - sum(piece.nbytes for piece in pieces if piece.holders <= set(holders))
+        return self.nbytes - sum(piece.nbytes for piece in pieces if piece.holders.keys() <= set(holders))
 
 
 def union_bytes(caches: Iterable[Storages]) -> int:

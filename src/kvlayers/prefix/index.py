@@ -241,8 +241,8 @@ class EntryIndex:
                 self.memory.move(piece, *place)
                 continue
             # What was there before has not been counted again yet.
-            for each in piece.holders - {by}:
-                if each.cache is not None:
+            for each in list(piece.holders):
+                if each is not by and each.cache is not None:
                     self.memory.count(each, each.cache.storages())
 
     def leave(self, entry: PrefixEntry) -> None:
@@ -502,7 +502,7 @@ class EntryIndex:
         self._trim(entry)
         if is_shorter and self.memory.nbytes >= before:
             # A caller holds what this entry has left, so the others that read some of it move.
-            self._move_apart({holder for piece in pieces for holder in piece.holders})
+            self._move_apart(dict.fromkeys(holder for piece in pieces for holder in piece.holders))
 
     def _move_apart(self, entries: Collection[PrefixEntry]) -> None:
         """Hold entries in memory that they share with each other alone, if that is less."""

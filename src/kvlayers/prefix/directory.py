@@ -262,7 +262,7 @@ class Directory:
             most, best = boundary, [node for node in best if node.record.start < boundary]
         return best, most
 
-    # The caller's modes of torch are not those of what others will use.
+    # What is loaded serves others as well, who may be in no inference mode.
     @torch.inference_mode(False)
     def load(
         self,

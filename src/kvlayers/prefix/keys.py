@@ -62,11 +62,11 @@ class PrefixMap(Generic[T]):
 
     def insert(self, label: str, ids: Tokens, value: T) -> None:
         """Set the value of these tokens."""
-        self.remove(label, ids)
         key = label, ids.tobytes()
-        place = bisect.bisect_left(self._keys, key)
-        self.tokens += self._tokens_between(place - 1, key, place)
-        self._keys.insert(place, key)
+        if key not in self._values:
+            place = bisect.bisect_left(self._keys, key)
+            self.tokens += self._tokens_between(place - 1, key, place)
+            self._keys.insert(place, key)
         self._values[key] = value
 
     def remove(self, label: str, ids: Tokens) -> None:

@@ -183,8 +183,7 @@ class WriteQueue:
         self.directory.delete_all(paths)
         with self._changed:
             # A refresh has found them if it listed the files before.
-            for entry in [entry for entry in self._index if entry.path in paths]:
-                self._index.drop_file(entry)
+            self._index.update((), paths)
 
     def tidy(self) -> None:
         """Delete files: what killed writers left behind, and what exceeds `directory_max_bytes`."""

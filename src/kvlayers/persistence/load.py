@@ -457,7 +457,8 @@ def _check_reservation(saved: SavedFile, record: CacheRecord, part: int, layers:
     """
     # Layers that are made from a config reserve what the options say.
     _check_amount(saved.path, "reserved tokens", record.options.get("max_cache_len") or 0, MAX_RESERVED_TOKENS)
-    total, most_rows = 0, record.options.get("max_batch_size") or 0
+    most_rows = _check_amount(saved.path, "reserved sequences", record.options.get("max_batch_size") or 0, MAX_SETTING)
+    total = 0
     for index, (tokens, sequences) in enumerate(layers):
         _check_amount(saved.path, "reserved tokens", tokens, MAX_RESERVED_TOKENS)
         _check_amount(saved.path, "reserved sequences", sequences, MAX_SETTING)
@@ -476,8 +477,8 @@ def _check_reservation(saved: SavedFile, record: CacheRecord, part: int, layers:
         )
 
 
-def _check_amount(path: str, what: str, amount: object, most: int) -> None:
-    """Raise `CacheFileError` unless `amount` is a whole number from 0 to `most`."""
+def _check_amount(path: str, what: str, amount: object, most: int) -> int:
+    """`amount`, or `CacheFileError` unless it is a whole number from 0 to `most`."""
     if type(amount) is not int or not 0 <= amount <= most:
         refuse(
             path,
@@ -485,6 +486,7 @@ def _check_amount(path: str, what: str, amount: object, most: int) -> None:
             shown(amount),
             "if it is meant, make the cache yourself, and pass it as into=",
         )
+    return amount
 
 
 def check_layers(path: str, record: CacheRecord, config: object) -> None:

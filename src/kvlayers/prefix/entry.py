@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 from kvlayers.core.cache import Cache
-from kvlayers.core.cache_layer import CacheLayer
 from kvlayers.errors import RollbackError
 from kvlayers.eviction.evicting_layer import EvictingLayer
 from kvlayers.offload.offloaded_layer import OffloadedLayer
@@ -144,8 +143,9 @@ def restorable_length(cache: Cache, length: int) -> int:
     """The greatest length, at most `length`, to which `cache` can be rolled back; 0 if there is no such length."""
     if cache.keeps_every_token or length == cache.length:
         return length
-    if any(_has_evicted(layer) for layer in cache.adapted_layers()):
-        # The tokens behind `length` have had a part in which of those before were evicted.
+    parts = [part.unwrapped.original for layer in cache.adapted_layers() for part in layer.parts]
+    if any(isinstance(part, EvictingLayer) and part.held_tokens < part.length for part in parts):
+        # The tokens behind `length` have had a part in which of those before were evicted for the scores of a rule.
         return 0
     try:
         target = cache.nearest_restorable(length)
@@ -155,12 +155,6 @@ def restorable_length(cache: Cache, length: int) -> int:
     except RollbackError:
         return 0
     return target
-
-
-def _has_evicted(layer: CacheLayer) -> bool:
-    """Whether tokens have been evicted for the scores of a rule."""
-    parts = [part.unwrapped.original for part in layer.parts]
-    return any(isinstance(part, EvictingLayer) and part.held_tokens < part.length for part in parts)
 
 
 def shares_memory(cache: Cache) -> bool:

@@ -247,10 +247,9 @@ class EntryIndex:
 
     def leave(self, entry: PrefixEntry) -> None:
         """Stop holding the cache of an entry as soon as the entry is in a file."""
-        if not entry.is_leaving:
-            entry.is_leaving = True
-            self.memory.stay(entry, -1)
-            self._order.discard(entry)
+        entry.is_leaving = True
+        self.memory.stay(entry, -1)
+        self._order.discard(entry)
 
     def set_file(self, entry: PrefixEntry, path: str, nbytes: int) -> None:
         """Record the file of an entry, which leaves memory if it was to."""
@@ -401,19 +400,16 @@ class EntryIndex:
             # That there is no room is known before anything changes.
             raise
         except BaseException:
-            self._recount()
+            entries = list(self)
+            self._start()
+            for entry in entries:
+                cache, entry.cache, entry.pieces, entry.is_leaving = entry.cache, None, (), False
+                self.entries.insert(entry.label, entry.ids, entry)
+                self.set_pins(entry, entry.pins)
+                if cache is not None:
+                    self.set_cache(entry, cache)
+                    self._unpacked[entry] = None
             raise
-
-    def _recount(self) -> None:
-        entries = list(self)
-        self._start()
-        for entry in entries:
-            cache, entry.cache, entry.pieces, entry.is_leaving = entry.cache, None, (), False
-            self.entries.insert(entry.label, entry.ids, entry)
-            self.set_pins(entry, entry.pins)
-            if cache is not None:
-                self.set_cache(entry, cache)
-                self._unpacked[entry] = None
 
     def evict(self, most: int, kept: PrefixEntry | None = None) -> list[PrefixEntry]:
         """Evict entries until those that stay take at most `most` bytes, or no other one can leave.

@@ -276,21 +276,17 @@ class WriteQueue:
         self.work_off(deadline)
 
 
-_locked_for_fork: "list[WriteQueue]" = []
-"""The queues whose locks the forking thread holds."""
+_held_for_fork = contextlib.ExitStack()
+"""The locks of all queues, while a thread forks.
+
+The child goes on as well, in a thread of its own: what the parent was writing is written by both.
+"""
 
 
 def _before_fork() -> None:
     # In the same order in every thread.
     for queue in sorted(_queues, key=id):
-        queue._changed.acquire()
-        _locked_for_fork.append(queue)
-
-
-def _after_fork() -> None:
-    # The child goes on as well, in a thread of its own: what the parent was writing is written by both.
-    while _locked_for_fork:
-        _locked_for_fork.pop()._changed.release()
+        _held_for_fork.enter_context(queue._changed)
 
 
 def _flush_at_exit() -> None:
@@ -301,4 +297,4 @@ def _flush_at_exit() -> None:
 
 atexit.register(_flush_at_exit)
 if sys.platform != "win32":
-    os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork)
+    os.register_at_fork(before=_before_fork, after_in_parent=_held_for_fork.close, after_in_child=_held_for_fork.close)

@@ -250,17 +250,16 @@ class Directory:
 
     def _shared(self, states: EntryStates, neighbours: Sequence[tuple[str, int]]) -> tuple[list[Node], int]:
         """Nodes of a neighbour that an entry may go on from, and the position of the first row that they lack."""
-        best: list[Node] = []
-        most = 0
-        for path, tokens in neighbours:
-            chain = list(itertools.takewhile(lambda node: node.name not in self._unusable, self._chain(path)))
-            start = states.shared(chain, tokens)
-            if start > most:
-                best, most = [node for node in chain if node.record.start < start], start
+        chains = (
+            (list(itertools.takewhile(lambda node: node.name not in self._unusable, self._chain(path))), tokens)
+            for path, tokens in neighbours
+        )
+        shared = [(states.shared(chain, tokens), chain) for chain, tokens in chains]
+        most, best = max(shared, key=lambda found: found[0], default=(0, list[Node]()))
         boundary = most // NODE_TOKENS * NODE_TOKENS
-        if sum(node.record.start >= boundary for node in best) >= MOST_PIECES:
-            most, best = boundary, [node for node in best if node.record.start < boundary]
-        return best, most
+        if sum(boundary <= node.record.start < most for node in best) >= MOST_PIECES:
+            most = boundary
+        return [node for node in best if node.record.start < most], most
 
     # What is loaded serves others as well, who may be in no inference mode.
     @torch.inference_mode(False)

@@ -133,14 +133,11 @@ class NodeTree:
     def orphans(self) -> list[Node]:
         """Nodes that nobody can use, because a node with the tokens before is missing."""
         usable: dict[str, Node] = {}
-        orphans = []
         for node in sorted(self.nodes.values(), key=lambda node: node.record.start):
             parent = usable.get(node.record.parent)
             if not node.record.parent or (parent is not None and parent.record.start < node.record.start <= parent.end):
                 usable[node.name] = node
-            else:
-                orphans.append(node)
-        return orphans
+        return [node for node in self.nodes.values() if node.name not in usable]
 
     def ends(self) -> list[Node]:
         """Nodes at whose ends an entry ends, because no longer entry serves the same prompts."""

@@ -313,15 +313,16 @@ def _reader(tensors: Mapping[str, Tensor]) -> Callable[[int, int], Mapping[str, 
 
 def _forms(tensors: Mapping[str, Tensor]) -> tuple[TensorForm, ...]:
     """The forms of tensors `[batch, kv_heads, rows, width]`; none if rows of them cannot be held apart."""
-    forms = []
-    for name, states in sorted(tensors.items()):
-        if states.dim() != 4 or states.layout != torch.strided or states.dtype not in DTYPES.values():
-            return ()
-        batch, kv_heads, _, width = states.shape
-        if not batch * kv_heads * width:
-            return ()
-        forms.append(TensorForm(name, states.dtype, batch, kv_heads, width))
-    return tuple(forms)
+    are_apart = all(
+        states.dim() == 4 and 0 not in (*states.shape[:2], states.shape[3]) and states.layout == torch.strided
+        for states in tensors.values()
+    )
+    if not are_apart or not {states.dtype for states in tensors.values()} <= set(DTYPES.values()):
+        return ()
+    return tuple(
+        TensorForm(name, states.dtype, states.shape[0], states.shape[1], states.shape[3])
+        for name, states in sorted(tensors.items())
+    )
 
 
 def _runs(first: int, tokens: Sequence[int]) -> tuple[RowRun, ...]:

@@ -239,9 +239,6 @@ def _strings(options: object) -> Iterator[str]:
     """All strings in options, at any depth."""
     if isinstance(options, str):
         yield options
-    elif isinstance(options, Mapping):
-        for value in options.values():
-            yield from _strings(value)
-    elif isinstance(options, list | tuple):
-        for value in options:
+    elif isinstance(options, Mapping | list | tuple):
+        for value in options.values() if isinstance(options, Mapping) else options:
             yield from _strings(value)

@@ -131,9 +131,11 @@ class RedisBackend(StorageBackend):
 
     def find(self, names: Sequence[str]) -> list[StoredFile | None]:
         """As `StorageBackend.find`. The last digest in a file stands for all of its bytes."""
-        asked: list[tuple[Any, ...]] = []
-        for key, name in ((self._key(name), name) for name in names):
-            asked += [("STRLEN", key), ("GETRANGE", key, -DIGEST_BYTES, -1), ("ZSCORE", self._index, name)]
+        asked = [
+            command
+            for key, name in ((self._key(name), name) for name in names)
+            for command in (("STRLEN", key), ("GETRANGE", key, -DIGEST_BYTES, -1), ("ZSCORE", self._index, name))
+        ]
         found = iter(self._many(asked))
         return [
             StoredFile(name, nbytes, digest.hex(), _used(score)) if nbytes and digest else None

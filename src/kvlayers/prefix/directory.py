@@ -394,24 +394,22 @@ class Directory:
                 if file is None:
                     self._tree.nodes.pop(name, None)
 
-    def touch(self, used: Iterable[tuple[str, int]]) -> None:
-        """Record that entries are used now: the path of each, and how many of its first tokens; the last use last."""
-        names = [node.name for path, tokens in used for node in self._chain(path) if node.record.start < tokens]
-        with contextlib.suppress(UnreachableError):
-            self.backend.touch(names)
-
-    def shrink(self, most: int, kept: Collection[str]) -> DirectoryChanges:
+    def shrink(self, most: int, kept: Collection[str], used: Iterable[tuple[str, int]] = ()) -> DirectoryChanges:
         """Delete the nodes that were used longest ago, each after its children, until all take at most `most` bytes.
 
         Args:
             most: bytes.
             kept: paths of entries that stay.
+            used: entries that were used since, the last one last: the path of each, and how many of its first tokens.
 
         Returns:
             Entries that are shorter now, and the paths of deleted nodes.
         """
         gone: dict[str, Node] = {}
         try:
+            self.backend.touch(
+                [node.name for path, tokens in used for node in self._chain(path) if node.record.start < tokens]
+            )
             left = self.nbytes
             uses: dict[str, float] = dict(self.backend.last_uses()) if left > most else {}
             uses.update(dict.fromkeys(map(name_in, kept), math.inf))

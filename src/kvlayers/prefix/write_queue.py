@@ -256,8 +256,7 @@ class WriteQueue:
             uses = sorted((time, path, tokens) for entry, path in in_files for tokens, time in entry.uses.items())
             new = [(path, tokens) for time, path, tokens in uses if time > self._refreshed]
             self._refreshed = self._index.uses
-        self.directory.touch(new)
-        changes = self.directory.shrink(most, kept)
+        changes = self.directory.shrink(most, kept, new)
         with self._changed:
             self._index.update(changes.added, changes.gone)
 

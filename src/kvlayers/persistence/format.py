@@ -42,7 +42,7 @@ DTYPES: dict[str, torch.dtype] = {
 }
 """The dtypes of states by their names in safetensors."""
 
-_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 Form = TypeVar("Form")
 
@@ -87,7 +87,7 @@ def canonical(content: object) -> str:
 
 def _plain(value: Any) -> str:
     """What is written for a value that JSON does not know: a dtype, or a text of a class of its own."""
-    return str(value) if isinstance(value, str) else _DTYPE_NAMES[value]
+    return str(value) if isinstance(value, str) else DTYPE_NAMES[value]
 
 
 def decoded(path: str, what: str, form: type[Form], text: bytes | str) -> Form:

@@ -20,7 +20,7 @@ from kvlayers.core.token_layer import TokenLayer
 from kvlayers.core.token_store import KVPair
 from kvlayers.errors import CacheFileError, UnsupportedLayerError
 from kvlayers.kernels.codes.smoothing import NAMES as SMOOTHING_NAMES
-from kvlayers.persistence.format import DTYPES, Description, LayerRecord, ModelRecord, canonical, layer_prefix
+from kvlayers.persistence.format import DTYPE_NAMES, Description, LayerRecord, ModelRecord, canonical, layer_prefix
 from kvlayers.persistence.load import SavedFile, loads_prefixes
 from kvlayers.persistence.node_file import (
     CACHE,
@@ -317,7 +317,7 @@ def _forms(tensors: Mapping[str, Tensor]) -> tuple[TensorForm, ...]:
         states.dim() == 4 and 0 not in (*states.shape[:2], states.shape[3]) and states.layout == torch.strided
         for states in tensors.values()
     )
-    if not are_apart or not {states.dtype for states in tensors.values()} <= set(DTYPES.values()):
+    if not are_apart or not {states.dtype for states in tensors.values()} <= DTYPE_NAMES.keys():
         return ()
     return tuple(
         TensorForm(name, states.dtype, states.shape[0], states.shape[1], states.shape[3])

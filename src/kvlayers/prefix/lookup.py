@@ -188,6 +188,9 @@ class EntryAccess:
         lock: the lock of the store.
         changed: has this lock, and is notified when a file was read or written.
         writes: what writes entries to a directory, `None` without one.
+
+    Attributes:
+        sessions: the sessions of the store, by namespace and name, which `serving` makes.
     """
 
     def __init__(
@@ -201,6 +204,7 @@ class EntryAccess:
         # Not by the condition, whose methods are Python: an interrupt within them would leave it locked.
         self.lock = lock
         self._loading: set[PrefixEntry] = set()
+        self.sessions: dict[tuple[str, str], Any] = {}
 
     def insert(self, label: str, ids: Tokens, cache: Cache, wait_seconds: float, pins: Sequence[Pin] = ()) -> bool:
         """Insert a cache for tokens, unless an entry in memory can be rolled back to them.

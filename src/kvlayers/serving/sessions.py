@@ -6,7 +6,6 @@ import math
 import os
 import re
 import time
-import weakref
 import zipfile
 from collections.abc import Mapping
 from contextvars import Token
@@ -40,9 +39,6 @@ MOST_SECONDS = 3600.0
 """Seconds without use after which a session expires that says nothing else."""
 
 _NODE = re.compile(r"[0-9a-f]{64}" + re.escape(SUFFIX))
-
-_sessions: "weakref.WeakKeyDictionary[EntryAccess, dict[tuple[str, str], Session]]" = weakref.WeakKeyDictionary()
-"""The sessions of each store, by namespace and name."""
 
 
 def pin_of(ttl: float | None, priority: float | None) -> Pin:
@@ -221,9 +217,9 @@ def session_of(access: EntryAccess, name: str, namespace: str, ttl: float) -> Se
         pin_of(ttl, None)
     with access.lock:
         # Sessions that have ended go whenever one is made.
-        known = {key: own for key, own in _sessions.get(access, {}).items() if own.seconds_left}
-        session = known.setdefault((namespace, name), Session(name, ttl, access))
-        session.ttl, _sessions[access] = ttl, known
+        access.sessions = {key: own for key, own in access.sessions.items() if own.seconds_left}
+        session: Session = access.sessions.setdefault((namespace, name), Session(name, ttl, access))
+        session.ttl = ttl
         return session
 
 

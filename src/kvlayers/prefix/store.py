@@ -407,6 +407,7 @@ class PrefixStore:
         changes = writes.directory.changes(known)
         with self._lock, self._index.counted():
             added = self._index.update(changes.added, changes.gone)
+            writes.wait()
         writes.tidy()
         return added
 

@@ -12,7 +12,7 @@ import kvlayers
 from kvlayers import inspect_cache, load_cache, save_cache
 from kvlayers.core.named_caches import cache_class_names, register_cache_class, unregister_cache_class
 from kvlayers.errors import CacheFileError, OptionError, RegistryError, StateMismatchError
-from kvlayers.persistence.rebuild import check_remakeable
+from kvlayers.persistence.load import check_remakeable
 from models import prompt, tiny_model
 from other_package import HalvesBackend, RecentLayer, SteppedStore
 

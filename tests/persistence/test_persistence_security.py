@@ -25,10 +25,9 @@ import versions
 from damage import damaged
 from kvlayers import KVLayersError, inspect_cache, load_cache, save_cache
 from kvlayers.errors import CacheFileError
-from kvlayers.persistence import rebuild
+from kvlayers.persistence import load
 from kvlayers.persistence.format import DTYPES, canonical
-from kvlayers.persistence.safetensors_header import TensorEntry, file_header
-from kvlayers.persistence.tensor_file import content_of
+from kvlayers.persistence.tensor_file import TensorEntry, content_of, file_header
 from models import CONFIGS
 
 ROOM = 192 * 2**20
@@ -464,7 +463,7 @@ def test_a_file_that_was_forged_without_a_change_is_loaded(kind: str, path: path
 def test_a_reservation_of_layers_that_are_made_from_a_config_is_limited(
     tokens: Any, path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rebuild, "FREE_RESERVATION", 2**20)
+    monkeypatch.setattr(load, "FREE_RESERVATION", 2**20)
     forged = Forged.of("static")
     for layer in forged.cache["layers"]:
         del layer["facts"]["grow"]

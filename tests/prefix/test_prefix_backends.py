@@ -18,7 +18,7 @@ from backend_cases import Files, FilesystemFiles, LocalFiles, ServerFiles, cover
 from kvlayers import OptionError, PrefixStore
 from kvlayers.errors import CachePathError
 from kvlayers.persistence.node_file import SUFFIX
-from kvlayers.persistence.safetensors_header import Header, TensorEntry, file_header, parse_header
+from kvlayers.persistence.tensor_file import Header, TensorEntry, file_header, parse_header
 from kvlayers.prefix.backends.contract import Address
 from kvlayers.prefix.nodes import HEAD_BYTES
 from models import prompt, tiny_model

@@ -106,6 +106,18 @@ def test_what_is_loaded_is_what_was_written_and_goes_on(kind: str, tmp_path: pat
     assert (directory.damaged_files, directory.failed_reads) == (0, 0)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_loaded_in_inference_mode_serves_outside_of_it(kind: str, tmp_path: pathlib.Path) -> None:
+    directory, ids = opened(tmp_path), DOCUMENT[:150]
+    entry = write(directory, ids, kind=KINDS[kind])
+    with torch.inference_mode():
+        cache = load(directory, entry.path, ids)
+    held = [states for layer in cache.adapted_layers() for states in layer.held_tensors()]
+    assert held
+    assert not any(states.is_inference() for states in held)
+    check_and_continue(KINDS[kind], cache, ids)
+
+
 @pytest.mark.parametrize(
     "make", [kvlayers.DynamicCache, lambda: kvlayers.QuantizedCache(nbits=4)], ids=["full", "int4"]
 )

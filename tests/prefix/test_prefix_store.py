@@ -135,12 +135,12 @@ def test_the_map_finds_what_plain_comparison_finds() -> None:
             kept.add(ids)
         asked = np.array(generator.choices((1, 2), k=7), np.int64)
         found = list(tree.nearest("m", asked))
-        assert sorted(each.value for each in found) == sorted(own for own in kept if own[0] == asked[0])
+        assert sorted(value for value, _ in found) == sorted(own for own in kept if own[0] == asked[0])
         assert sorted(tree) == sorted(kept)
         assert tree.tokens == len({own[:length] for own in kept for length in range(1, len(own) + 1)})
         assert len(tree) == len(kept)
-        shared = [common_tokens(asked, np.array(each.value, np.int64)) for each in found]
-        assert [each.tokens for each in found] == shared == sorted(shared, reverse=True)
+        shared = [common_tokens(asked, np.array(value, np.int64)) for value, _ in found]
+        assert [tokens for _, tokens in found] == shared == sorted(shared, reverse=True)
         prefixes = [tuple(asked[:n].tolist()) for n in range(1, 8)]
         assert tree.prefixes_of("m", asked) == [ids for ids in prefixes if ids in kept]
         assert tree.get("m", array) == (ids if ids in kept else None)

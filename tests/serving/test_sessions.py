@@ -1,8 +1,10 @@
 """Sessions: what one conversation holds, for how long, and on another host; and what pins with a time and a rank do."""
 
+import gc
 import os
 import pathlib
 import time
+import weakref
 import zipfile
 from typing import Any
 
@@ -335,3 +337,14 @@ def test_many_sessions_are_forgotten_when_they_have_expired(clock: Any) -> None:
         clock.now += 1
         store.session(f"{number}", ttl=2)
     assert store.session("first") is not first
+
+
+def test_a_store_that_has_sessions_is_freed_with_the_last_reference() -> None:
+    store = PrefixStore("1MiB")
+    with store.session("a"):
+        insert(store, ONE)
+    held = weakref.ref(next(iter(store._index)).cache)
+    assert held() is not None
+    del store
+    gc.collect()
+    assert held() is None

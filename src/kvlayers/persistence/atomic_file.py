@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 
 from kvlayers.errors import CachePathError
-from kvlayers.persistence.safetensors_header import check_regular
+from kvlayers.persistence.tensor_file import check_regular
 
 _TEMPORARY_PREFIX = ".kvlayers-"
 _TEMPORARY_SUFFIX = ".tmp"

@@ -42,7 +42,7 @@ DTYPES: dict[str, torch.dtype] = {
 }
 """The dtypes of states by their names in safetensors."""
 
-_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 Form = TypeVar("Form")
 
@@ -87,7 +87,7 @@ def canonical(content: object) -> str:
 
 def _plain(value: Any) -> str:
     """What is written for a value that JSON does not know: a dtype, or a text of a class of its own."""
-    return str(value) if isinstance(value, str) else _DTYPE_NAMES[value]
+    return str(value) if isinstance(value, str) else DTYPE_NAMES[value]
 
 
 def decoded(path: str, what: str, form: type[Form], text: bytes | str) -> Form:
@@ -135,8 +135,12 @@ OWN_METADATA = "metadata"
 DESCRIPTION = "description"
 """In the metadata of a saved cache: what its tensors mean, as JSON."""
 
-Options = dict[str, Any]
-Facts = dict[str, bool | Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)] | float | str | None]
+MAX_SETTING = 2**48
+"""The largest number that a layer is made with. No window, budget of bytes or group is larger."""
+
+Plain = bool | Annotated[int, msgspec.Meta(ge=-MAX_SETTING, le=MAX_SETTING)] | float | str | None
+Facts = dict[str, Plain]
+Options = dict[str, Plain | list[Any] | dict[str, Any]]
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,9 @@ from torch import Tensor
 from kvlayers.core.cache_layer import LAYER_CLASSES
 from kvlayers.errors import CacheFileError
 from kvlayers.persistence.format import refuse
+from kvlayers.persistence.load import SavedFile, loads_prefixes
 from kvlayers.persistence.node_file import NODE, NodeRecord, read_node
-from kvlayers.persistence.rebuild import SavedFile, loads_prefixes
-from kvlayers.persistence.safetensors_header import TOKEN_IDS, checked_path
-from kvlayers.persistence.tensor_file import TensorFile, opened_file
+from kvlayers.persistence.tensor_file import TOKEN_IDS, TensorFile, checked_path, opened_file
 
 
 @dataclass(frozen=True)

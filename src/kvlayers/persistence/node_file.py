@@ -16,15 +16,16 @@ import numpy.typing as npt
 import torch
 
 from kvlayers.persistence.format import MOST_FILE_BYTES, Count, parsed, refuse, shown
-from kvlayers.persistence.safetensors_header import (
+from kvlayers.persistence.tensor_file import (
     DIGESTS,
     TOKEN_IDS,
     Header,
     ReadRange,
     TensorEntry,
+    TensorFile,
     file_header,
+    file_in,
 )
-from kvlayers.persistence.tensor_file import TensorFile, file_in
 
 NODE = "node"
 """In the metadata: the record of a node, as JSON."""

@@ -17,7 +17,7 @@ from kvlayers.persistence.atomic_file import replacing
 from kvlayers.persistence.fingerprint import model_record
 from kvlayers.persistence.format import (
     DESCRIPTION,
-    DTYPES,
+    DTYPE_NAMES,
     OWN_METADATA,
     CacheRecord,
     Description,
@@ -28,12 +28,9 @@ from kvlayers.persistence.format import (
     metadata_text,
     rotary_name,
 )
-from kvlayers.persistence.safetensors_header import TOKEN_IDS, Header, TensorEntry, checked_path, file_header
-from kvlayers.persistence.tensor_file import write_file
+from kvlayers.persistence.tensor_file import TOKEN_IDS, Header, TensorEntry, checked_path, file_header, write_file
 from kvlayers.utils.options import checks_options
 from kvlayers.version import __version__
-
-_STORABLE = frozenset(DTYPES.values())
 
 
 @checks_options
@@ -156,9 +153,9 @@ def _facts(state: LayerState) -> dict[str, Any]:
 
 def _storable(tensor: Tensor, name: str, kind: str) -> Tensor:
     """`tensor` in the form that safetensors writes: on the host, contiguous, without gradients."""
-    if tensor.layout != torch.strided or tensor.is_meta or tensor.dtype not in _STORABLE:
+    if tensor.layout != torch.strided or tensor.is_meta or tensor.dtype not in DTYPE_NAMES:
         raise StateMismatchError(
-            f"A file can hold dense tensors of {', '.join(sorted(map(str, _STORABLE)))}, got {name} of a {kind} of "
+            f"A file can hold dense tensors of {', '.join(sorted(map(str, DTYPE_NAMES)))}, got {name} of a {kind} of "
             f"{tensor.dtype}, {tensor.layout} on {tensor.device}: convert the states first."
         )
     return tensor.detach().to("cpu").contiguous()

@@ -7,30 +7,228 @@ last digest is that of the header and of all other digests, so it stands for the
 import hashlib
 import io
 import itertools
+import math
 import mmap
-from collections.abc import Iterator, Mapping, Sequence
+import os
+import stat
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import BinaryIO
 
+import msgspec
 import torch
 from torch import Tensor
 
-from kvlayers.errors import CachePathError, StateMismatchError
-from kvlayers.persistence.format import refuse, shown
-from kvlayers.persistence.safetensors_header import (
-    DIGEST_BYTES,
-    DIGESTS,
-    LENGTH_BYTES,
-    MAX_HEADER_BYTES,
-    RUN_TOKENS,
-    Content,
-    Header,
-    ReadRange,
-    check_regular,
-    mapped,
-    parse_header,
-    ranges_of,
-    run_count,
-)
+from kvlayers.errors import CacheFileError, CachePathError, OptionError, StateMismatchError
+from kvlayers.persistence.format import MOST_FILE_BYTES, Count, canonical, decoded, refuse, shown
+
+FORMAT = "kvlayers.cache"
+FORMAT_VERSION = "11"
+"""The version of saved caches and of nodes of a prefix store, the only one that is read and written."""
+
+TOKEN_IDS, DIGESTS = "token_ids", "digests"
+"""The first tensor, if the file has ids, and the last tensor, uint8 `[digests, 32]`."""
+
+DIGEST_BYTES = 32
+
+RUN_TOKENS = 512
+"""Tokens of keys or values that share one digest."""
+
+LENGTH_BYTES = 8
+"""A safetensors file begins with the length of its header, little-endian."""
+
+MAX_HEADER_BYTES = 4 * 2**20
+"""Far more than any cache needs, and still quick to parse."""
+
+MAX_DIMS = 8
+MAX_EMPTY_ELEMENTS = 2**32
+"""The greatest product of the other dimensions of an empty tensor, which the size of the file does not limit."""
+
+Content = bytes | bytearray | memoryview
+"""The bytes of a file."""
+
+
+ReadRange = Callable[[int, int], Content]
+"""Reads the bytes of a file from a start to an end, or fewer if the file ends before."""
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """The form of one tensor."""
+
+    dtype: torch.dtype
+    shape: tuple[Count, ...]
+
+
+@dataclass(frozen=True)
+class Header:
+    """The header of a file.
+
+    Attributes:
+        content: the bytes of the file up to its tensors.
+        metadata: texts by name.
+        tensors: forms of the tensors by name, in the order of their bytes.
+        ranges: start and end of each tensor in the file, in bytes.
+        file_bytes: size of the whole file.
+    """
+
+    content: bytes
+    metadata: dict[str, str]
+    tensors: dict[str, TensorEntry]
+    ranges: dict[str, tuple[int, int]]
+    file_bytes: int
+
+
+@dataclass(frozen=True)
+class _Claim(TensorEntry):
+    """What a header says of one tensor."""
+
+    data_offsets: tuple[int, int]
+
+
+def checked_path(path: object) -> str:
+    """The path as text.
+
+    Raises:
+        OptionError: `path` is not a path.
+    """
+    try:
+        text = os.fsdecode(path)  # type: ignore[arg-type]
+    except TypeError:
+        raise OptionError(
+            f"`path` must be the path of a file, got a {type(path).__name__}: pass a str or a Path."
+        ) from None
+    if "\0" in text or not text:
+        raise OptionError(f"`path` must be the path of a file, got {text!r}: pass a path without null bytes.")
+    return text
+
+
+def check_regular(path: str, missing_is_fine: bool = False) -> os.stat_result | None:
+    """The status of the regular file at `path`, `None` if it may be missing and is.
+
+    Raises:
+        CachePathError: the file is missing, or is not a regular file.
+    """
+    try:
+        found = os.lstat(path)
+    except FileNotFoundError:
+        if missing_is_fine:
+            return None
+        raise CachePathError(f"The file {path} does not exist: save a cache to it first.") from None
+    except OSError as error:
+        raise CachePathError(f"The path {path} cannot be reached: {error.strerror}.") from error
+    if stat.S_ISLNK(found.st_mode):
+        raise CachePathError(
+            f"`path` must be a regular file, but {path} is a symbolic link, which may lead anywhere: pass "
+            "os.path.realpath() of it if you mean its target."
+        )
+    if not stat.S_ISREG(found.st_mode):
+        what = "a directory" if stat.S_ISDIR(found.st_mode) else "a device, a pipe or a socket"
+        raise CachePathError(f"`path` must be a regular file, but {path} is {what}: pass the path of a file.")
+    return found
+
+
+def mapped(path: str) -> mmap.mmap | bytes:
+    """The content of a file, which stays the same if another process replaces or deletes the file.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with open(path, "rb") as opened:
+        if not os.fstat(opened.fileno()).st_size:
+            return b""
+        # A private copy of what is written to, because torch warns of memory that it must not write to.
+        return mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
+
+
+def ranges_of(content: Content | mmap.mmap) -> ReadRange:
+    """What reads ranges of bytes in memory, without copies if they may be written to."""
+    view = memoryview(bytearray(content) if isinstance(content, bytes) else content)
+    return lambda start, end: view[start:end]
+
+
+def run_count(shape: tuple[int, ...]) -> int:
+    """The number of digests of a tensor, without iterating over runs, since a header may claim any number of tokens."""
+    return max(-(-shape[2] // RUN_TOKENS), 1) if len(shape) == 4 else 1
+
+
+def file_header(tensors: Mapping[str, TensorEntry], metadata: Mapping[str, str]) -> Header:
+    """The header of a file of these tensors and texts. Equal ones have equal bytes.
+
+    Ids come first, since they are read to inspect a file. The others follow by the size of their numbers, and by name.
+
+    Args:
+        tensors: their forms, without digests.
+        metadata: texts by name. Those that each file has may be left out.
+    """
+    names = sorted(tensors, key=lambda name: (name != TOKEN_IDS, -tensors[name].dtype.itemsize, name))
+    rows = sum(run_count(entry.shape) for entry in tensors.values()) + 1
+    entries = {name: tensors[name] for name in names} | {DIGESTS: TensorEntry(torch.uint8, (rows, DIGEST_BYTES))}
+    texts = {"format": FORMAT, "format_version": FORMAT_VERSION, **metadata}
+    claims: dict[str, object] = {"__metadata__": texts}
+    ranges: dict[str, tuple[int, int]] = {}
+    end = 0
+    for name, entry in entries.items():
+        start, end = end, end + math.prod(entry.shape) * entry.dtype.itemsize
+        claims[name] = _Claim(entry.dtype, entry.shape, (start, end))
+        ranges[name] = start, end
+    text = canonical(claims).encode()
+    text += b" " * (-len(text) % LENGTH_BYTES)
+    content = len(text).to_bytes(LENGTH_BYTES, "little") + text
+    ranges = {name: (len(content) + start, len(content) + stop) for name, (start, stop) in ranges.items()}
+    return Header(content, texts, entries, ranges, len(content) + end)
+
+
+def parse_header(path: str, file_bytes: int, read: ReadRange) -> Header:
+    """The header of a file that is read by ranges.
+
+    Args:
+        path: name of the file in errors.
+        file_bytes: size of the file.
+        read: reads a range of bytes. Only the range of the header is read.
+
+    Raises:
+        CacheFileError: it is of another version or no file of kvlayers, or its header is not as kvlayers writes it.
+    """
+    start = bytes(read(0, LENGTH_BYTES))
+    length, most = int.from_bytes(start, "little"), min(file_bytes - LENGTH_BYTES, MAX_HEADER_BYTES)
+    if length > MOST_FILE_BYTES:
+        raise CacheFileError(
+            f"{path} is no saved cache: it does not begin as the files of save_cache() do. Name another file."
+        )
+    if length > most:
+        refuse(
+            path,
+            f"a header of at most {MAX_HEADER_BYTES} bytes within its {file_bytes}",
+            f"one that claims {length}" if file_bytes else "an empty file",
+        )
+    text = bytes(read(LENGTH_BYTES, LENGTH_BYTES + length))
+    claims = decoded(path, "a header", dict[str, msgspec.Raw], text)
+    metadata = decoded(path, "metadata", dict[str, str], bytes(claims.pop("__metadata__", msgspec.Raw(b"{}"))))
+    if metadata.get("format") != FORMAT:
+        refuse(
+            path,
+            f"the format {FORMAT}",
+            shown(metadata.get("format")),
+            "it was not made by save_cache(); files of a model's weights have the format 'pt'",
+        )
+    if metadata.get("format_version") != FORMAT_VERSION:
+        version = shown(metadata.get("format_version"))
+        refuse(path, f"version {FORMAT_VERSION} of the format", version, "it is of another kvlayers: save it again")
+    entries: dict[str, TensorEntry] = {}
+    for name, fields in claims.items():
+        claim = decoded(path, f"an entry of {shown(name)}", _Claim, bytes(fields))
+        is_vast = 0 in claim.shape and math.prod(size or 1 for size in claim.shape) > MAX_EMPTY_ELEMENTS
+        if is_vast or len(claim.shape) > MAX_DIMS:
+            refuse(path, f"a shape that states have for {shown(name)}", shown(claim.shape))
+        entries[name] = TensorEntry(claim.dtype, claim.shape)
+    entries.pop(DIGESTS, None)
+    header = file_header(entries, metadata)
+    if header.content != start + text:
+        refuse(path, "a header as kvlayers writes it", "other words, or other places of its tensors")
+    if header.file_bytes != file_bytes:
+        refuse(path, f"{header.file_bytes} bytes", str(file_bytes))
+    return header
 
 
 def _digests_of(states: Tensor) -> Iterator[bytes]:
@@ -175,8 +373,7 @@ def opened_file(path: str) -> TensorFile:
     """
     check_regular(path)
     try:
-        with open(path, "rb") as opened:
-            content = mapped(opened)
+        content = mapped(path)
     except OSError as error:
         raise CachePathError(f"{path} cannot be read: {error.strerror}.") from error
     return file_in(path, content)

@@ -1,28 +1,26 @@
 """Entries in files: nodes that entries share, wherever they are."""
 
 import contextlib
-import heapq
 import itertools
 import logging
+import math
 import os
 import threading
 import time
-from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotArrived
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
 from kvlayers.core.cache import Cache
 from kvlayers.core.cache_layer import LAYER_CLASSES
 from kvlayers.errors import CacheFileError, KVLayersError
-from kvlayers.persistence.load import StateReader
+from kvlayers.persistence.load import StateReader, check_remakeable
 from kvlayers.persistence.node_file import NodeFile
-from kvlayers.persistence.rebuild import check_remakeable
-from kvlayers.persistence.safetensors_header import Content, ranges_of
-from kvlayers.persistence.tensor_file import TensorFile
+from kvlayers.persistence.tensor_file import Content, TensorFile, ranges_of
 from kvlayers.prefix.backends import GoneError, StorageBackend, StoredFile, UnreachableError
 from kvlayers.prefix.backends.contract import ABANDONED_SECONDS
 from kvlayers.prefix.entry import PrefixEntry, restorable_length
@@ -33,14 +31,16 @@ from kvlayers.utils.options import checked_device
 
 logger = logging.getLogger(__name__)
 
+Answer = TypeVar("Answer")
+
 ATTEMPTS = 4
 """How often a writer starts again if nodes disappear while it writes."""
 
 READERS = 2
 """Threads that read nodes and compare them with their digests, while the caller uses those before."""
 
-BATCHES_AT_ONCE = 3
-"""Batches of nodes that are in memory, or on their way to it, at the same time."""
+ASIDE_SECONDS = 1.0
+"""How long whoever looks something up waits at most for what a backend does besides reading."""
 
 BATCH_BYTES = 32 * 2**20
 """Bytes after which the nodes that follow are another batch."""
@@ -118,8 +118,7 @@ class Directory:
         """
         self._refresh()
         with self._lock:
-            lost = {node.name for node in self._tree.orphans()}
-            gone = {path for path in known if (name := name_in(path)) not in self._tree.nodes or name in lost}
+            gone = {path for path in known if not self._tree.chain(name_in(path))}
             ends = sorted(self._tree.ends(), key=lambda node: (node.used, node.name))
             return DirectoryChanges(self._entries(ends, known), gone)
 
@@ -143,15 +142,23 @@ class Directory:
                 self.failed_reads += 1
             logger.warning("A file of a prefix store could not be read now: %s", error)
             return
-        path, file = self.backend.path_of(name), None
-        with contextlib.suppress(UnreachableError):
-            (file,) = self.backend.find([name])
+        path, found = self.backend.path_of(name), self._aside(self.backend.find, [name])
+        file = found[0] if found else None
         with self._lock:
             if self._is_reported(path, file):
                 return
             self._reported[path] = file
             self.damaged_files += 1
         logger.warning("A file of a prefix store is skipped: %s", error)
+
+    def _aside(self, call: Callable[[Sequence[str]], Answer], names: Sequence[str]) -> Answer | None:
+        """What a call of the backend returns, `None` if it does not answer soon."""
+        thread = ThreadPoolExecutor(1, thread_name_prefix="kvlayers-aside")
+        answer = thread.submit(call, names)
+        thread.shutdown(wait=False)
+        with contextlib.suppress(NotArrived, UnreachableError):
+            return answer.result(ASIDE_SECONDS)
+        return None
 
     def _refresh(self) -> None:
         """Read nodes that others have written, and forget nodes that others have deleted."""
@@ -226,9 +233,8 @@ class Directory:
         self.backend.touch([node.name for node in chain])
         new = list(states.nodes(chain[-1].name if chain else "", start)) if start < len(states.ids) else []
         for node, file in zip(new, self.backend.find([node.name for node in new]), strict=True):
-            content = states.content(node)
-            if file is None or file.nbytes != len(content) or node.name in self._unusable:
-                self.backend.write(node.name, content)
+            if file is None or file.nbytes != node.nbytes or node.name in self._unusable:
+                self.backend.write(node.name, states.content(node))
             with self._lock:
                 self._unusable.discard(node.name)
                 self._tree.nodes[node.name] = node
@@ -244,18 +250,19 @@ class Directory:
 
     def _shared(self, states: EntryStates, neighbours: Sequence[tuple[str, int]]) -> tuple[list[Node], int]:
         """Nodes of a neighbour that an entry may go on from, and the position of the first row that they lack."""
-        best: list[Node] = []
-        most = 0
-        for path, tokens in neighbours:
-            chain = list(itertools.takewhile(lambda node: node.name not in self._unusable, self._chain(path)))
-            start = states.shared(chain, tokens)
-            if start > most:
-                best, most = [node for node in chain if node.record.start < start], start
+        chains = (
+            (list(itertools.takewhile(lambda node: node.name not in self._unusable, self._chain(path))), tokens)
+            for path, tokens in neighbours
+        )
+        shared = [(states.shared(chain, tokens), chain) for chain, tokens in chains]
+        most, best = max(shared, key=lambda found: found[0], default=(0, list[Node]()))
         boundary = most // NODE_TOKENS * NODE_TOKENS
-        if sum(node.record.start >= boundary for node in best) >= MOST_PIECES:
-            most, best = boundary, [node for node in best if node.record.start < boundary]
-        return best, most
+        if sum(boundary <= node.record.start < most for node in best) >= MOST_PIECES:
+            most = boundary
+        return [node for node in best if node.record.start < most], most
 
+    # What is loaded serves others as well, who may be in no inference mode.
+    @torch.inference_mode(False)
     def load(
         self,
         path: str,
@@ -304,8 +311,7 @@ class Directory:
         except KVLayersError as error:
             # The label has identified the model already, so the file is to blame.
             raise CacheFileError(str(error)) from error
-        with contextlib.suppress(UnreachableError):
-            self.backend.touch([node.name for node in chain[: len(read)]])
+        self._aside(self.backend.touch, [node.name for node in chain[: len(read)]])
         target = restorable_length(cache, min(length, cache.length))
         if 0 < target < cache.length:
             cache.truncate(target)
@@ -335,17 +341,11 @@ class Directory:
 
     def _opened(self, chain: Sequence[Node], deadline: float | None) -> Iterator[NodeFile | KVLayersError]:
         """The file of each node, or what is wrong with it, in order. Threads read the next ones and compare digests."""
-        batches, coming = _batches(chain), deque[tuple[list[Node], Future[list[NodeFile | KVLayersError]]]]()
         threads = ThreadPoolExecutor(READERS, thread_name_prefix="kvlayers-read")
-
-        def read_ahead(count: int) -> None:
-            some = itertools.islice(batches, count)
-            coming.extend((batch, threads.submit(self._read_batch, batch)) for batch in some)
-
+        # All of them are held in the end, so there is no need to read only a few ahead.
+        coming = [(batch, threads.submit(self._read_batch, batch)) for batch in _batches(chain)]
         try:
-            read_ahead(BATCHES_AT_ONCE)
-            while coming:
-                batch, found = coming.popleft()
+            for batch, found in coming:
                 try:
                     yield from found.result(None if deadline is None else max(deadline - time.monotonic(), 0.0))
                 except NotArrived:
@@ -353,7 +353,6 @@ class Directory:
                     yield from map(UnreachableError, late)
                 except UnreachableError as error:
                     yield from [error] * len(batch)
-                read_ahead(1)
         finally:
             # The caller does not wait for what it does not want any more.
             threads.shutdown(wait=False, cancel_futures=True)
@@ -381,7 +380,7 @@ class Directory:
             # Others may have written nodes behind these.
             self._refresh()
             with self._lock:
-                names = self._tree.unneeded_without(map(name_in, paths))
+                names = self._tree.unneeded(self._tree.leaves() - set(map(name_in, paths)))
             self._delete(names)
         except UnreachableError as error:
             logger.warning("A file of a prefix store was not deleted: %s", error)
@@ -395,41 +394,37 @@ class Directory:
                 if file is None:
                     self._tree.nodes.pop(name, None)
 
-    def touch(self, used: Iterable[tuple[str, int]]) -> None:
-        """Record that entries are used now: the path of each, and how many of its first tokens; the last use last."""
-        names = [node.name for path, tokens in used for node in self._chain(path) if node.record.start < tokens]
-        with contextlib.suppress(UnreachableError):
-            self.backend.touch(names)
-
-    def shrink(self, most: int, kept: Collection[str]) -> DirectoryChanges:
+    def shrink(self, most: int, kept: Collection[str], used: Iterable[tuple[str, int]] = ()) -> DirectoryChanges:
         """Delete the nodes that were used longest ago, each after its children, until all take at most `most` bytes.
 
         Args:
             most: bytes.
             kept: paths of entries that stay.
+            used: entries that were used since, the last one last: the path of each, and how many of its first tokens.
 
         Returns:
             Entries that are shorter now, and the paths of deleted nodes.
         """
         gone: dict[str, Node] = {}
         try:
+            self.backend.touch(
+                [node.name for path, tokens in used for node in self._chain(path) if node.record.start < tokens]
+            )
             left = self.nbytes
-            uses = self.backend.last_uses() if left > most else {}
+            uses: dict[str, float] = dict(self.backend.last_uses()) if left > most else {}
+            uses.update(dict.fromkeys(map(name_in, kept), math.inf))
             with self._lock:
-                nodes, children = dict(self._tree.nodes), self._tree.children()
-                names = {name_in(path) for path in kept}
-                oldest = [(uses.get(name, 0), name) for name in nodes if not children[name] and name not in names]
-            heapq.heapify(oldest)
-            while oldest and left > most:
-                _, name = heapq.heappop(oldest)
-                node = nodes[name]
-                self._delete([name])
-                left -= node.nbytes
-                gone[self.backend.path_of(name)] = node
+                nodes = sorted(self._tree.nodes.values(), key=lambda node: -node.record.start)
+            # Whoever uses a node uses those before it, and children begin behind the beginning of their parents.
+            for node in nodes:
                 parent = node.record.parent
-                children[parent] -= 1
-                if parent in nodes and not children[parent] and parent not in names:
-                    heapq.heappush(oldest, (uses.get(parent, 0), parent))
+                uses[parent] = max(uses.get(parent, 0), uses.setdefault(node.name, 0))
+            for node in sorted(nodes, key=lambda node: uses[node.name]):
+                if left <= most or uses[node.name] == math.inf:
+                    break
+                self._delete([node.name])
+                left -= node.nbytes
+                gone[self.backend.path_of(node.name)] = node
         except UnreachableError as error:
             logger.warning("A file of a prefix store was not deleted: %s", error)
         parents = {node.record.parent for node in gone.values()}
@@ -440,7 +435,7 @@ class Directory:
     def tidy(self) -> None:
         """Delete nodes that nobody can use, or that longer entries have replaced, an hour after their last use."""
         with self._lock:
-            useless = self._tree.unneeded_without(self._tree.nodes, {node.name for node in self._tree.ends()})
+            useless = self._tree.unneeded(node.name for node in self._tree.ends())
         with contextlib.suppress(UnreachableError):
             self._delete(useless, time.time_ns() - ABANDONED_SECONDS * NANOSECONDS)
 

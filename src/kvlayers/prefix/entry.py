@@ -7,11 +7,10 @@ from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 from kvlayers.core.cache import Cache
-from kvlayers.core.cache_layer import CacheLayer
 from kvlayers.errors import RollbackError
 from kvlayers.eviction.evicting_layer import EvictingLayer
 from kvlayers.offload.offloaded_layer import OffloadedLayer
-from kvlayers.prefix.keys import PrefixMatch, Tokens
+from kvlayers.prefix.keys import Tokens
 from kvlayers.utils.tensor_memory import Storages
 
 MOST_RANKED = 256
@@ -25,13 +24,13 @@ class MemoryPiece:
     Attributes:
         address: its address, or a number of its own on the meta device.
         nbytes: its bytes.
-        holders: the entries that hold it.
+        holders: the entries that hold it, in order, so that equal calls have equal effects.
         staying: how many of them are not leaving.
     """
 
     address: int
     nbytes: int
-    holders: "set[PrefixEntry]" = field(default_factory=set)
+    holders: "dict[PrefixEntry, None]" = field(default_factory=dict)
     staying: int = 0
 
 
@@ -144,8 +143,9 @@ def restorable_length(cache: Cache, length: int) -> int:
     """The greatest length, at most `length`, to which `cache` can be rolled back; 0 if there is no such length."""
     if cache.keeps_every_token or length == cache.length:
         return length
-    if any(_has_evicted(layer) for layer in cache.adapted_layers()):
-        # The tokens behind `length` have had a part in which of those before were evicted.
+    parts = [part.unwrapped.original for layer in cache.adapted_layers() for part in layer.parts]
+    if any(isinstance(part, EvictingLayer) and part.held_tokens < part.length for part in parts):
+        # The tokens behind `length` have had a part in which of those before were evicted for the scores of a rule.
         return 0
     try:
         target = cache.nearest_restorable(length)
@@ -157,31 +157,26 @@ def restorable_length(cache: Cache, length: int) -> int:
     return target
 
 
-def _has_evicted(layer: CacheLayer) -> bool:
-    """Whether tokens have been evicted for the scores of a rule."""
-    parts = [part.unwrapped.original for part in layer.parts]
-    return any(isinstance(part, EvictingLayer) and part.held_tokens < part.length for part in parts)
-
-
 def shares_memory(cache: Cache) -> bool:
     """Whether forks of `cache` share its memory. Those of reservations and of states on the host are copies."""
     return not cache.is_static and not any(isinstance(layer, OffloadedLayer) for layer in cache.adapted_layers())
 
 
-def packed(fork: Cache, length: int, beside: PrefixMatch[Cache] | None) -> Cache:
+def packed(fork: Cache, length: int, beside: Cache | None, tokens: int) -> Cache:
     """A fork, with no more memory than its tokens need.
 
     Args:
         fork: the fork, which is changed.
         length: its tokens.
         beside: another cache, in whose memory the fork has the tokens that are equal; `None` for memory of its own.
+        tokens: how many of the first tokens are equal.
     """
-    shared = 0 if beside is None or fork.rotates_keys else min(beside.tokens, length)
+    shared = 0 if beside is None or fork.rotates_keys else min(tokens, length)
     if shared * 3 < length * 2:
         # Without a long shared part, all is copied: a caller may hold what others do not.
         fork.compact()
     if beside is not None and shared:
-        fork.share_prefix(beside.value.fork(), shared)
+        fork.share_prefix(beside.fork(), shared)
     return fork
 
 
@@ -308,14 +303,14 @@ class MemoryAccount:
         """Count the memory of an entry, in place of what was counted for it before."""
         self.stay(entry, -(not entry.is_leaving))
         for piece in entry.pieces:
-            piece.holders.remove(entry)
+            del piece.holders[entry]
             if not piece.holders:
                 self.nbytes -= piece.nbytes
                 del self.pieces[piece.address, piece.nbytes]
         entry.pieces = tuple(self.pieces.get(key) or MemoryPiece(*key) for key in storages.items())
         for piece in entry.pieces:
             self.pieces[piece.address, piece.nbytes] = piece
-            piece.holders.add(entry)
+            piece.holders[entry] = None
             self.nbytes += piece.nbytes * (len(piece.holders) == 1)
         self.stay(entry, +(not entry.is_leaving))
 
@@ -337,7 +332,7 @@ class MemoryAccount:
     def bytes_without(self, holders: Collection[PrefixEntry]) -> int:
         """Total bytes if these had left."""
         pieces = {piece for holder in holders for piece in holder.pieces}
-        return self.nbytes - sum(piece.nbytes for piece in pieces if piece.holders <= set(holders))
+        return self.nbytes - sum(piece.nbytes for piece in pieces if piece.holders.keys() <= set(holders))
 
 
 def union_bytes(caches: Iterable[Storages]) -> int:

@@ -21,7 +21,7 @@ from kvlayers.prefix.entry import (
     shares_memory,
     union_bytes,
 )
-from kvlayers.prefix.keys import PrefixMap, PrefixMatch, Tokens
+from kvlayers.prefix.keys import PrefixMap, Tokens
 from kvlayers.utils.units import exact_bytes
 
 MOST_NEIGHBOURS = 4
@@ -111,15 +111,14 @@ class EntryIndex:
 
     def closest_in_memory(
         self, label: str, ids: Tokens, besides: PrefixEntry | None = None
-    ) -> PrefixMatch[PrefixEntry] | None:
-        """The entry in memory that begins with most of these tokens, and how many they are; `None` without one."""
-        return next((each for each in self.in_memory.nearest(label, ids) if each.value is not besides), None)
+    ) -> tuple[PrefixEntry | None, int]:
+        """The entry in memory that begins with most of these tokens, and how many; `None` and 0 without one."""
+        return next((each for each in self.in_memory.nearest(label, ids) if each[0] is not besides), (None, 0))
 
     def neighbours_in_files(self, entry: PrefixEntry) -> list[tuple[str, int]]:
         """Paths of other entries that begin with some of the tokens of `entry`, and how many; the best first."""
         begin_alike = self.entries.nearest(entry.label, entry.ids)
-        neighbours = ((each.value.path, each.tokens) for each in begin_alike if each.value is not entry)
-        in_files = ((path, tokens) for path, tokens in neighbours if path is not None)
+        in_files = ((each.path, tokens) for each, tokens in begin_alike if each is not entry and each.path is not None)
         return list(itertools.islice(in_files, MOST_NEIGHBOURS))
 
     def superseded_files(self, entry: PrefixEntry) -> list[PrefixEntry]:
@@ -153,11 +152,7 @@ class EntryIndex:
         """Pin an entry. If it was leaving memory, it stays."""
         self._first_end = min(self._first_end, pin.until)
         self.stay(entry)
-        self._set_pins(entry, (*entry.pins, pin))
-
-    def unpin(self, entry: PrefixEntry) -> None:
-        """Undo the newest `pin`."""
-        self._set_pins(entry, entry.pins[:-1])
+        self.set_pins(entry, (*entry.pins, pin))
 
     def end_pins(self, ended: Pin | None = None) -> None:
         """Take back the pins whose time is over, and this one."""
@@ -165,22 +160,17 @@ class EntryIndex:
         if ended is None and now < self._first_end:
             return
         for entry in list(self._pinned):
-            self._set_pins(entry, tuple(pin for pin in entry.pins if pin is not ended and pin.until > now))
+            self.set_pins(entry, tuple(pin for pin in entry.pins if pin is not ended and pin.until > now))
         self._first_end = min([pin.until for entry in self._pinned for pin in entry.pins], default=math.inf)
 
-    def _set_pins(self, entry: PrefixEntry, pins: tuple[Pin, ...]) -> None:
+    def set_pins(self, entry: PrefixEntry, pins: tuple[Pin, ...]) -> None:
+        """Have an entry kept by these pins alone."""
         entry.pins = pins
         self._pinned.pop(entry, None)
         if pins:
             self._pinned[entry] = None
         if entry.cache is not None and not entry.is_leaving:
             self._order.add(entry)
-
-    def hit(self, entry: PrefixEntry, tokens: int) -> None:
-        """Record that the first tokens of an entry serve a look-up."""
-        self.touch(entry, tokens)
-        entry.hits += 1
-        entry.used = time.time()
 
     def remove(self, entry: PrefixEntry) -> None:
         """Remove an entry from the index; its file stays."""
@@ -251,16 +241,15 @@ class EntryIndex:
                 self.memory.move(piece, *place)
                 continue
             # What was there before has not been counted again yet.
-            for each in piece.holders - {by}:
-                if each.cache is not None:
+            for each in list(piece.holders):
+                if each is not by and each.cache is not None:
                     self.memory.count(each, each.cache.storages())
 
     def leave(self, entry: PrefixEntry) -> None:
         """Stop holding the cache of an entry as soon as the entry is in a file."""
-        if not entry.is_leaving:
-            entry.is_leaving = True
-            self.memory.stay(entry, -1)
-            self._order.discard(entry)
+        entry.is_leaving = True
+        self.memory.stay(entry, -1)
+        self._order.discard(entry)
 
     def set_file(self, entry: PrefixEntry, path: str, nbytes: int) -> None:
         """Record the file of an entry, which leaves memory if it was to."""
@@ -411,19 +400,16 @@ class EntryIndex:
             # That there is no room is known before anything changes.
             raise
         except BaseException:
-            self._recount()
+            entries = list(self)
+            self._start()
+            for entry in entries:
+                cache, entry.cache, entry.pieces, entry.is_leaving = entry.cache, None, (), False
+                self.entries.insert(entry.label, entry.ids, entry)
+                self.set_pins(entry, entry.pins)
+                if cache is not None:
+                    self.set_cache(entry, cache)
+                    self._unpacked[entry] = None
             raise
-
-    def _recount(self) -> None:
-        entries = list(self)
-        self._start()
-        for entry in entries:
-            cache, entry.cache, entry.pieces, entry.is_leaving = entry.cache, None, (), False
-            self.entries.insert(entry.label, entry.ids, entry)
-            self._set_pins(entry, entry.pins)
-            if cache is not None:
-                self.set_cache(entry, cache)
-                self._unpacked[entry] = None
 
     def evict(self, most: int, kept: PrefixEntry | None = None) -> list[PrefixEntry]:
         """Evict entries until those that stay take at most `most` bytes, or no other one can leave.
@@ -467,8 +453,7 @@ class EntryIndex:
 
         If none stay, the entry is removed.
         """
-        closest = self.closest_in_memory(entry.label, entry.ids, besides=entry)
-        shared = 0 if closest is None else closest.tokens
+        closest, shared = self.closest_in_memory(entry.label, entry.ids, besides=entry)
         least = max([shared, *(length for length in entry.uses if length < entry.length)])
         step = entry.length // LEAST_PART + 1
         stays = most > 0 and entry.cache is not None and shares_memory(entry.cache)
@@ -483,7 +468,7 @@ class EntryIndex:
             return
         if closest is not None:
             for tokens, time in entry.uses.items():
-                closest.value.use(min(tokens, shared), time)
+                closest.use(min(tokens, shared), time)
         self.remove(entry)
 
     def _pack(self, entry: PrefixEntry, length: int) -> None:
@@ -495,15 +480,14 @@ class EntryIndex:
         if entry.cache is None or not shares_memory(entry.cache):
             return
         ids = entry.ids[:length]
-        closest = self.closest_in_memory(entry.label, ids, besides=entry)
-        other = None if closest is None else closest.value.cache
-        beside = None if closest is None or other is None else PrefixMatch(other, closest.tokens)
+        closest, shared = self.closest_in_memory(entry.label, ids, besides=entry)
         before, cache, pieces = self.memory.nbytes, entry.cache, entry.pieces
-        self.set_cache(entry, packed(entry.fork(cache, length), length, beside))
+        beside = None if closest is None else closest.cache
+        self.set_cache(entry, packed(entry.fork(cache, length), length, beside, shared))
         if self.memory.nbytes > before:
             # What it held stays, as a caller goes on with what others share with it.
             self.set_cache(entry, entry.fork(cache, length))
-        del cache
+        del cache, beside
         is_shorter = length < entry.length
         if is_shorter:
             for held in (self.entries, self.in_memory):
@@ -514,7 +498,7 @@ class EntryIndex:
         self._trim(entry)
         if is_shorter and self.memory.nbytes >= before:
             # A caller holds what this entry has left, so the others that read some of it move.
-            self._move_apart({holder for piece in pieces for holder in piece.holders})
+            self._move_apart(dict.fromkeys(holder for piece in pieces for holder in piece.holders))
 
     def _move_apart(self, entries: Collection[PrefixEntry]) -> None:
         """Hold entries in memory that they share with each other alone, if that is less."""
@@ -529,11 +513,10 @@ class EntryIndex:
 
 def _packed_together(held: Sequence[tuple[PrefixEntry, Cache]]) -> list[Cache]:
     """Forks of the caches of entries, which have the memory that they need together, and share it with nobody else."""
-    numbers = PrefixMap[int]()
+    known = PrefixMap[Cache]()
     forks: list[Cache] = []
     for entry, cache in held:
-        closest = next(numbers.nearest(entry.label, entry.ids), None)
-        beside = None if closest is None else PrefixMatch(forks[closest.value], closest.tokens)
-        numbers.insert(entry.label, entry.ids, len(forks))
-        forks.append(packed(cache.fork(), entry.length, beside))
+        beside, shared = next(known.nearest(entry.label, entry.ids), (None, 0))
+        forks.append(packed(cache.fork(), entry.length, beside, shared))
+        known.insert(entry.label, entry.ids, forks[-1])
     return forks

@@ -5,7 +5,6 @@ import functools
 import hashlib
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -23,14 +22,6 @@ Tokens = npt.NDArray[np.int64]
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class PrefixMatch(Generic[T]):
-    """A value, and the length of the prefix that its tokens share with the requested ones."""
-
-    value: T
-    tokens: int
-
-
 class PrefixMap(Generic[T]):
     """A mapping from sequences of token ids to values, which finds those that begin alike. Labels are kept apart.
 
@@ -44,21 +35,21 @@ class PrefixMap(Generic[T]):
         >>> known = PrefixMap()
         >>> known.insert("model", np.array([1, 2, 3]), "abc")
         >>> known.insert("model", np.array([1, 2, 9, 9]), "abzz")
-        >>> [(found.value, found.tokens) for found in known.nearest("model", np.array([1, 2, 9, 4]))]
+        >>> list(known.nearest("model", np.array([1, 2, 9, 4])))
         [('abzz', 3), ('abc', 2)]
     """
 
     def __init__(self) -> None:
         self.tokens = 0
         self._keys: list[tuple[str, bytes]] = []
-        self._values: list[T] = []
+        self._values: dict[tuple[str, bytes], T] = {}
 
     def __len__(self) -> int:
         return len(self._keys)
 
     def __iter__(self) -> Iterator[T]:
         """All values, those that begin alike together, each behind its prefixes."""
-        return iter(self._values)
+        return map(self._values.__getitem__, self._keys)
 
     def has(self, label: str) -> bool:
         """Whether there is any sequence of a label."""
@@ -67,25 +58,23 @@ class PrefixMap(Generic[T]):
 
     def get(self, label: str, ids: Tokens) -> T | None:
         """The value of exactly these tokens, or `None`."""
-        key = label, ids.tobytes()
-        place = bisect.bisect_left(self._keys, key)
-        return self._values[place] if self._keys[place : place + 1] == [key] else None
+        return self._values.get((label, ids.tobytes()))
 
     def insert(self, label: str, ids: Tokens, value: T) -> None:
         """Set the value of these tokens."""
-        self.remove(label, ids)
         key = label, ids.tobytes()
-        place = bisect.bisect_left(self._keys, key)
-        self.tokens += self._tokens_between(place - 1, key, place)
-        self._keys.insert(place, key)
-        self._values.insert(place, value)
+        if key not in self._values:
+            place = bisect.bisect_left(self._keys, key)
+            self.tokens += self._tokens_between(place - 1, key, place)
+            self._keys.insert(place, key)
+        self._values[key] = value
 
     def remove(self, label: str, ids: Tokens) -> None:
         """Remove the value of these tokens, if there is one."""
         key = label, ids.tobytes()
-        place = bisect.bisect_left(self._keys, key)
-        if self._keys[place : place + 1] == [key]:
-            del self._keys[place], self._values[place]
+        if key in self._values:
+            place = bisect.bisect_left(self._keys, key)
+            del self._keys[place], self._values[key]
             self.tokens -= self._tokens_between(place - 1, key, place)
 
     def _tokens_between(self, before: int, key: tuple[str, bytes], behind: int) -> int:
@@ -106,20 +95,20 @@ class PrefixMap(Generic[T]):
         while place and self._keys[place - 1][0] == label:
             place -= 1
             if content.startswith(self._keys[place][1]):
-                found.append(self._values[place])
+                found.append(self._values[self._keys[place]])
             else:
                 # What lies between goes on otherwise than `ids` behind as many tokens.
                 shared = self._shared(place, label, ids) * ids.itemsize
                 place = bisect.bisect_right(self._keys, (label, content[:shared]), hi=place)
         return found[::-1]
 
-    def nearest(self, label: str, ids: Tokens) -> Iterator[PrefixMatch[T]]:
-        """The values whose tokens begin as `ids` do, in descending order of the prefix that they share.
+    def nearest(self, label: str, ids: Tokens) -> Iterator[tuple[T, int]]:
+        """The values whose tokens begin as `ids` do, and how many tokens they share with `ids`, in descending order.
 
         Among equally long shared prefixes, the value of exactly the prefix comes first. The values that are taken cost
         time, and the others do not. The mapping must not change meanwhile.
         """
-        return (PrefixMatch(value, tokens) for tokens, values in self.groups(label, ids) for value in values)
+        return ((value, tokens) for tokens, values in self.groups(label, ids) for value in values)
 
     def groups(self, label: str, ids: Tokens) -> Iterator[tuple[int, Iterator[T]]]:
         """The values as `nearest` has them, those together that share equally many tokens with `ids`."""
@@ -131,7 +120,7 @@ class PrefixMap(Generic[T]):
             first = bisect.bisect_left(self._keys, key, hi=first)
             last = bisect.bisect_right(self._keys, key, lo=last, key=lambda each: (each[0], each[1][: len(key[1])]))
             places = itertools.chain(range(first, inner.start), range(inner.stop, last))
-            yield tokens, map(self._values.__getitem__, places)
+            yield tokens, map(self._values.__getitem__, map(self._keys.__getitem__, places))
 
 
 def common_tokens(one: Tokens, other: Tokens) -> int:

@@ -6,8 +6,6 @@ import itertools
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -68,62 +66,51 @@ class FileCandidate(NamedTuple):
 
 
 @dataclass(eq=False)
-class Found:
-    """The longest prefix that was found so far.
-
-    Attributes:
-        cache: a cache that has seen it; `None` if nothing was found.
-        entry: the entry that it is from.
-        covered: number of tokens.
-        is_whole: whether the cache was loaded from a file with all tokens of the entry.
-        damaged: entries whose files are gone or damaged.
-        notes: why files did not serve, each once.
-    """
-
-    cache: Cache | None = None
-    entry: PrefixEntry | None = None
-    covered: int = 0
-    is_whole: bool = False
-    damaged: list[FileCandidate] = field(default_factory=list)
-    notes: dict[str, None] = field(default_factory=dict)
-
-
-@dataclass(eq=False)
 class Search:
-    """One lookup.
+    """One lookup, and the longest prefix that it has found so far.
 
     Args:
         label: model and namespace, as returned by `keys.label_of`.
         ids: the tokens to look for.
 
     Attributes:
-        found: the longest prefix.
+        cache: a cache that has seen the longest prefix; `None` if nothing was found.
+        entry: the entry that it is from.
+        covered: number of its tokens.
+        is_whole: whether the cache was loaded from a file with all tokens of the entry.
         files: what to load, the best first: each may serve more tokens than what memory has.
         shared: tokens that an entry begins with, whether or not its states can go back to there.
+        damaged: entries whose files are gone or damaged.
+        notes: why files did not serve, each once.
     """
 
     label: str
     ids: Tokens
-    found: Found = field(default_factory=Found)
+    cache: Cache | None = None
+    entry: PrefixEntry | None = None
+    covered: int = 0
+    is_whole: bool = False
     files: list[FileCandidate] = field(default_factory=list)
     shared: int = 0
+    damaged: list[FileCandidate] = field(default_factory=list)
+    notes: dict[str, None] = field(default_factory=dict)
 
     def choose(self, index: EntryIndex) -> None:
         """Find the longest prefix in memory, and the files that may have a longer one."""
-        self.found, self.files, self.shared = Found(), [], 0
+        self.cache, self.entry, self.covered, self.files, self.shared = None, None, 0, [], 0
         for bound, group in index.in_memory.groups(self.label, self.ids):
             self.shared = max(self.shared, bound)
-            if bound <= self.found.covered:
+            if bound <= self.covered:
                 break
             # The shortest first, as a window that has moved less is more likely to be rolled back far enough.
             for entry in sorted(itertools.islice(group, MOST_TRIED), key=attrgetter("length")):
-                if entry.cache is None or self.found.covered >= bound:
+                if entry.cache is None or self.covered >= bound:
                     break
-                if (target := restorable_length(entry.cache, bound)) > self.found.covered:
-                    self.found = Found(entry.fork(entry.cache, target), entry, target)
+                if (target := restorable_length(entry.cache, bound)) > self.covered:
+                    self.cache, self.entry, self.covered = entry.fork(entry.cache, target), entry, target
         for bound, group in index.entries.groups(self.label, self.ids) if index.has_directory else ():
             self.shared = max(self.shared, bound)
-            if bound <= self.found.covered or sum(file.is_whole for file in self.files) >= MAX_FILES:
+            if bound <= self.covered or sum(file.is_whole for file in self.files) >= MAX_FILES:
                 # More would never be read, unless all of these are damaged.
                 break
             in_files = (
@@ -137,23 +124,40 @@ class Search:
         self, directory: Directory, config: object | None, device: torch.device | str | None, deadline: float
     ) -> None:
         """Load from files until nothing longer can be found, or until `deadline`, as `time.monotonic()` counts."""
-        # What arrives late is used as far as it has arrived, and this takes a moment.
-        last_call = deadline - min((deadline - time.monotonic()) / 10, 0.5)
-        # In a thread, since nobody knows how long a file system takes to answer.
-        reader = ThreadPoolExecutor(1, thread_name_prefix="kvlayers-prefix-reader")
-        load = contextvars.copy_context().run
-        result = reader.submit(load, _loaded, self.files, self.found, directory, config, device, last_call)
-        reader.shutdown(wait=False)
-        try:
-            self.found = result.result(max(deadline - time.monotonic(), 0.0))
-        except FutureTimeout:
-            late = self.files[0].path
-            directory.report(name_in(late), UnreachableError(f"{late} was not read in time."))
-            self.found.notes["a file could not be reached in time"] = None
+        tried = 0
+        for file in self.files:
+            if file.shared <= self.covered:
+                break
+            if tried >= MAX_FILES and not file.is_whole:
+                self.notes[f"a lookup tries no more than {MAX_FILES} files"] = None
+                continue
+            tried += 1
+            try:
+                cache = directory.load(file.path, file.shared, config, device, deadline)
+            except NeedsConfigError:
+                self.notes["a file needs config=model.config to be loaded"] = None
+            except UnreachableError as error:
+                directory.report(name_in(file.path), error)
+                self.notes["a file could not be reached"] = None
+                # Do not wait for the others.
+                break
+            except CachePathError:
+                self.damaged.append(file)
+            except CacheFileError as error:
+                directory.report(name_in(file.path), error)
+                self.damaged.append(file)
+                self.notes["a damaged file was skipped"] = None
+            else:
+                length = 0 if cache is None else cache.length
+                if cache is not None and cache.keeps_every_token and length < min(file.shared, file.entry.length):
+                    self.notes["part of a file was damaged, missing or late"] = None
+                if length > self.covered:
+                    self.cache, self.entry, self.covered = cache, file.entry, length
+                    self.is_whole = length == file.entry.length
 
     def reason(self, index: EntryIndex) -> str:
         """Why no more was found."""
-        covered, notes, entry = self.found.covered, self.found.notes, self.found.entry
+        covered, notes, entry = self.covered, self.notes, self.entry
         if covered == len(self.ids):
             return "" if covered else "the prompt is a single token, which must be computed"
         if not self.shared and not index.entries.has(self.label):
@@ -173,48 +177,6 @@ class Search:
         return "; ".join([reason, *notes])
 
 
-def _loaded(
-    files: Sequence[FileCandidate],
-    in_memory: Found,
-    directory: Directory,
-    config: object | None,
-    device: torch.device | str | None,
-    deadline: float,
-) -> Found:
-    """The longest prefix in memory or in one of these files."""
-    found, tried = Found(in_memory.cache, in_memory.entry, in_memory.covered), 0
-    for file in files:
-        if file.shared <= found.covered:
-            break
-        if tried >= MAX_FILES and not file.is_whole:
-            found.notes[f"a lookup tries no more than {MAX_FILES} files"] = None
-            continue
-        tried += 1
-        try:
-            cache = directory.load(file.path, file.shared, config, device, deadline)
-        except NeedsConfigError:
-            found.notes["a file needs config=model.config to be loaded"] = None
-        except UnreachableError as error:
-            directory.report(name_in(file.path), error)
-            found.notes["a file could not be reached"] = None
-            # Do not wait for the others.
-            break
-        except CachePathError:
-            found.damaged.append(file)
-        except CacheFileError as error:
-            directory.report(name_in(file.path), error)
-            found.damaged.append(file)
-            found.notes["a damaged file was skipped"] = None
-        else:
-            length = 0 if cache is None else cache.length
-            if cache is not None and cache.keeps_every_token and length < min(file.shared, file.entry.length):
-                found.notes["part of a file was damaged, missing or late"] = None
-            if length > found.covered:
-                found.cache, found.entry, found.covered = cache, file.entry, length
-                found.is_whole = length == file.entry.length
-    return found
-
-
 class EntryAccess:
     """Inserts and finds entries for several threads at once.
 
@@ -226,6 +188,9 @@ class EntryAccess:
         lock: the lock of the store.
         changed: has this lock, and is notified when a file was read or written.
         writes: what writes entries to a directory, `None` without one.
+
+    Attributes:
+        sessions: the sessions of the store, by namespace and name, which `serving` makes.
     """
 
     def __init__(
@@ -238,7 +203,8 @@ class EntryAccess:
         self.index, self._changed, self._writes = index, changed, writes
         # Not by the condition, whose methods are Python: an interrupt within them would leave it locked.
         self.lock = lock
-        self._loading: set[int] = set()
+        self._loading: set[PrefixEntry] = set()
+        self.sessions: dict[tuple[str, str], Any] = {}
 
     def insert(self, label: str, ids: Tokens, cache: Cache, wait_seconds: float, pins: Sequence[Pin] = ()) -> bool:
         """Insert a cache for tokens, unless an entry in memory can be rolled back to them.
@@ -313,12 +279,11 @@ class EntryAccess:
         try:
             if self._writes is not None and search.files:
                 search.load(self._writes.directory, config, device, deadline)
-            found = search.found
-            if found.is_whole and found.cache is not None:
-                self._share(label, ids[: found.covered], found.cache)
+            if search.is_whole and search.cache is not None:
+                self._share(label, ids[: search.covered], search.cache)
             with self.lock, self.index.counted():
                 self._keep(search)
-                return Hit(search.found.cache, search.found.covered, search.reason(self.index), search.shared)
+                return Hit(search.cache, search.covered, search.reason(self.index), search.shared)
         finally:
             # Not before it is in memory, or whoever waits would read it again.
             if announced:
@@ -330,10 +295,10 @@ class EntryAccess:
         """Have a cache hold its first tokens where an entry in memory holds them, and give back its spare room."""
         with self.lock:
             can_share = shares_memory(cache) and not cache.rotates_keys
-            closest = self.index.closest_in_memory(label, ids) if can_share else None
-            other = None if closest is None or closest.value.cache is None else closest.value.cache.fork()
-        if closest is not None and other is not None:
-            cache.share_prefix(other, closest.tokens)
+            closest, tokens = self.index.closest_in_memory(label, ids) if can_share else (None, 0)
+            other = None if closest is None or closest.cache is None else closest.cache.fork()
+        if other is not None:
+            cache.share_prefix(other, tokens)
             # Of the other cache's holders, the entry alone is left.
             del other
         before = cache.storages()
@@ -353,33 +318,35 @@ class EntryAccess:
                 self._writes.write_instead(old, entry)
         return has_entered
 
-    def _choose(self, search: Search, deadline: float) -> set[int]:
+    def _choose(self, search: Search, deadline: float) -> set[PrefixEntry]:
         """Choose what serves a prompt. An entry that another thread loads as a whole is waited for, not loaded too.
 
         Returns:
             What other threads are to wait for.
         """
-        search.choose(self.index)
-        while search.files and id(search.files[0].entry) in self._loading:
-            if not self._changed.wait(deadline - time.monotonic()):
-                break
+
+        def is_read_by_nobody() -> bool:
             search.choose(self.index)
-        announced = {id(file.entry) for file in search.files[:1] if file.is_whole} - self._loading
+            return not search.files or search.files[0].entry not in self._loading
+
+        self._changed.wait_for(is_read_by_nobody, deadline - time.monotonic())
+        announced = {file.entry for file in search.files[:1] if file.is_whole} - self._loading
         self._loading |= announced
         return announced
 
     def _keep(self, search: Search) -> None:
         """Hold in memory what was loaded, and forget files that are gone or damaged."""
-        index, found = self.index, search.found
-        for file in found.damaged:
+        for file in search.damaged:
             if file.entry.path == file.path:
-                index.drop_file(file.entry)
-        entry, cache = found.entry, found.cache
+                self.index.drop_file(file.entry)
+        entry, cache = search.entry, search.cache
         # What is in memory is in the index.
-        if entry is None or cache is None or (entry.cache is None and entry not in index):
+        if entry is None or cache is None or (entry.cache is None and entry not in self.index):
             return
-        if found.is_whole and entry.cache is None:
-            found.cache = cache.fork()
+        if search.is_whole and entry.cache is None:
+            search.cache = cache.fork()
             with contextlib.suppress(CapacityError):
                 self._take(entry, cache)
-        index.hit(entry, found.covered)
+        self.index.touch(entry, search.covered)
+        entry.hits += 1
+        entry.used = time.time()

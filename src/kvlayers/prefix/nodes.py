@@ -5,15 +5,14 @@ equal tokens have one name, whoever writes them, and a file never changes. Nothi
 or deleted: the tokens of a prompt are those on the way up from a node, and without its parent nobody can use a node.
 """
 
-from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from kvlayers.errors import CacheFileError, KVLayersError
 from kvlayers.persistence.node_file import NODE, NodeHead, read_head
-from kvlayers.persistence.safetensors_header import Content, parse_header
+from kvlayers.persistence.tensor_file import Content, parse_header
 from kvlayers.prefix.backends import GoneError, StorageBackend, StoredFile, UnreachableError
 from kvlayers.prefix.backends.contract import ByteRange
 from kvlayers.prefix.entry import PrefixEntry
@@ -134,57 +133,46 @@ class NodeTree:
     def orphans(self) -> list[Node]:
         """Nodes that nobody can use, because a node with the tokens before is missing."""
         usable: dict[str, Node] = {}
-        orphans = []
         for node in sorted(self.nodes.values(), key=lambda node: node.record.start):
             parent = usable.get(node.record.parent)
             if not node.record.parent or (parent is not None and parent.record.start < node.record.start <= parent.end):
                 usable[node.name] = node
-            else:
-                orphans.append(node)
-        return orphans
+        return [node for node in self.nodes.values() if node.name not in usable]
 
     def ends(self) -> list[Node]:
         """Nodes at whose ends an entry ends, because no longer entry serves the same prompts."""
         served: dict[str, set[int]] = {}
-        lost = {node.name for node in self.orphans()}
         ends = []
         # Children begin behind the beginning of their parents.
         for node in sorted(self.nodes.values(), key=lambda node: -node.record.start):
             serves = served.get(node.name, set())
             is_served = node.name in served if node.record.entry.cuttable else set(node.record.lengths) <= serves
-            if node.record.whole and not is_served and node.name not in lost:
-                ends.append(node)
+            if node.record.whole and not is_served and (chain := self.chain(node.name)):
+                ends.append((node, self.ids(chain)))
             parent = self.nodes.get(node.record.parent)
             if parent is not None and _continues(node, parent):
                 served.setdefault(parent.name, set()).update(serves, node.record.lengths)
         # Writers that know only some of the files may have written the same tokens in other nodes.
         different = PrefixMap[Node]()
-        for node in sorted(ends, key=lambda node: node.end):
-            kind, ids = f"{node.record.entry.label} {node.record.entry.cuttable}", self.ids(self.chain(node.name))
+        for node, ids in sorted(ends, key=lambda end: end[0].end):
+            kind = f"{node.record.entry.label} {node.record.entry.cuttable}"
             for shorter in different.prefixes_of(kind, ids) if node.record.entry.cuttable else ():
                 different.remove(kind, ids[: shorter.end])
             different.insert(kind, ids, node)
         return list(different)
 
-    def children(self) -> Counter[str]:
-        """How many children each node has, by its name."""
-        return Counter(node.record.parent for node in self.nodes.values())
+    def leaves(self) -> set[str]:
+        """Names of the nodes without children."""
+        return self.nodes.keys() - {node.record.parent for node in self.nodes.values()}
 
-    def unneeded_without(self, names: Iterable[str], kept: Container[str] = ()) -> list[str]:
-        """Those of these nodes that have no children, and the nodes before them that no others need; children first.
-
-        Args:
-            names: names of nodes.
-            kept: names of nodes that stay.
-        """
-        children = self.children()
-        unneeded: dict[str, None] = {}
-        for name in names:
-            while name in self.nodes and name not in unneeded and name not in kept and not children[name]:
-                unneeded[name] = None
+    def unneeded(self, kept: Iterable[str]) -> list[str]:
+        """Names of the nodes that neither are nor lead to those of these names; children first."""
+        needed = set[str]()
+        for name in kept:
+            while name in self.nodes and name not in needed:
+                needed.add(name)
                 name = self.nodes[name].record.parent
-                children[name] -= 1
-        return list(unneeded)
+        return sorted(self.nodes.keys() - needed, key=lambda name: -self.nodes[name].record.start)
 
     def ids(self, chain: Sequence[Node]) -> Tokens:
         """All tokens that lead to the end of a chain."""

@@ -20,7 +20,8 @@ from kvlayers.core.token_layer import TokenLayer
 from kvlayers.core.token_store import KVPair
 from kvlayers.errors import CacheFileError, UnsupportedLayerError
 from kvlayers.kernels.codes.smoothing import NAMES as SMOOTHING_NAMES
-from kvlayers.persistence.format import DTYPES, Description, LayerRecord, ModelRecord, canonical, layer_prefix
+from kvlayers.persistence.format import DTYPE_NAMES, Description, LayerRecord, ModelRecord, canonical, layer_prefix
+from kvlayers.persistence.load import SavedFile, loads_prefixes
 from kvlayers.persistence.node_file import (
     CACHE,
     NODE,
@@ -33,10 +34,8 @@ from kvlayers.persistence.node_file import (
     TensorForm,
     rows_name,
 )
-from kvlayers.persistence.rebuild import SavedFile, loads_prefixes
-from kvlayers.persistence.safetensors_header import DIGEST_BYTES, TOKEN_IDS, Content, file_header
 from kvlayers.persistence.save import described, header_of
-from kvlayers.persistence.tensor_file import content_of
+from kvlayers.persistence.tensor_file import DIGEST_BYTES, TOKEN_IDS, Content, content_of, file_header
 from kvlayers.prefix.keys import Tokens
 from kvlayers.prefix.nodes import Node
 from kvlayers.quantized.packed_blocks import PACKED_NAMES
@@ -314,15 +313,16 @@ def _reader(tensors: Mapping[str, Tensor]) -> Callable[[int, int], Mapping[str, 
 
 def _forms(tensors: Mapping[str, Tensor]) -> tuple[TensorForm, ...]:
     """The forms of tensors `[batch, kv_heads, rows, width]`; none if rows of them cannot be held apart."""
-    forms = []
-    for name, states in sorted(tensors.items()):
-        if states.dim() != 4 or states.layout != torch.strided or states.dtype not in DTYPES.values():
-            return ()
-        batch, kv_heads, _, width = states.shape
-        if not batch * kv_heads * width:
-            return ()
-        forms.append(TensorForm(name, states.dtype, batch, kv_heads, width))
-    return tuple(forms)
+    are_apart = all(
+        states.dim() == 4 and 0 not in (*states.shape[:2], states.shape[3]) and states.layout == torch.strided
+        for states in tensors.values()
+    )
+    if not are_apart or not {states.dtype for states in tensors.values()} <= DTYPE_NAMES.keys():
+        return ()
+    return tuple(
+        TensorForm(name, states.dtype, states.shape[0], states.shape[1], states.shape[3])
+        for name, states in sorted(tensors.items())
+    )
 
 
 def _runs(first: int, tokens: Sequence[int]) -> tuple[RowRun, ...]:

@@ -284,7 +284,7 @@ class PrefixStore:
                 raise PrefixError(
                     f"the entry for these {len(ids)} tokens is not pinned: call unpin() once for each pin()."
                 )
-            self._index.unpin(entry)
+            self._index.set_pins(entry, entry.pins[:-1])
 
     @checks_options
     def session(self, name: str, namespace: str = "", ttl: float = 3600.0) -> Any:
@@ -407,9 +407,9 @@ class PrefixStore:
         changes = writes.directory.changes(known)
         with self._lock, self._index.counted():
             added = self._index.update(changes.added, changes.gone)
-            writes.tidy()
             writes.wait()
-            return added
+        writes.tidy()
+        return added
 
     def _need_directory(self) -> WriteQueue:
         if self._writes is None:
@@ -422,8 +422,9 @@ class PrefixStore:
             paths = self._index.clear()
             if self._writes is not None:
                 # Entries that wait to be written are in the index no more, and so are not written.
-                self._writes.delete(paths)
                 self._writes.wait()
+        if self._writes is not None and paths:
+            self._writes.delete(paths)
 
     def forget_weights(self) -> None:
         """Remove all entries, since weights have changed, and take weights as unchanged until the next call of this.

@@ -1,4 +1,4 @@
-"""Writes evicted entries to a directory, and deletes files there, in a thread of its own."""
+"""Writes evicted entries to a directory, in a thread of its own, and deletes files there."""
 
 import atexit
 import contextlib
@@ -10,7 +10,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from kvlayers.errors import CachePathError, KVLayersError
 from kvlayers.prefix.directory import Directory
@@ -33,22 +32,18 @@ _queues: "weakref.WeakSet[WriteQueue]" = weakref.WeakSet()
 
 
 @dataclass(eq=False)
-class _Write:
+class _Job:
     """An entry to write, and how often that was tried."""
 
     entry: PrefixEntry
     tries: int = 0
 
 
-_Job = _Write | Callable[[], None]
-"""An entry to write, or files to delete."""
-
-
 class WriteQueue:
-    """Jobs for the directory of a store, which one thread works off in order.
+    """Entries that are to be in the directory of a store, which one thread writes in order.
 
     The memory of an entry that waits here counts as memory of the store, so the queue never holds more bytes than the
-    store's budget. The thread ends when there is nothing left to do. All methods except `work_off` and `stop_trying`
+    store's budget. The thread ends when there is nothing left to do. All methods except `work_off`, `delete` and `tidy`
     need the lock of `changed`, which is the lock of the store. No file is touched while it is held.
 
     Args:
@@ -84,33 +79,17 @@ class WriteQueue:
 
     def write(self, entries: Iterable[PrefixEntry]) -> None:
         """Have entries written that are in memory, but in no file."""
-        waiting = {id(job.entry) for job in self._writes()}
+        waiting = {id(job.entry) for job in self._jobs}
         for entry in entries:
             if entry.cache is not None and entry.path is None and id(entry) not in waiting:
-                self._add(_Write(entry))
+                self._jobs.append(_Job(entry))
+        self._ensure_worker()
 
     def write_instead(self, replaced: PrefixEntry, entry: PrefixEntry) -> None:
         """Have an entry written in place of another one, which it has replaced, if that waits to be written."""
-        for job in self._writes():
+        for job in self._jobs:
             if job.entry is replaced and job is not self._running:
                 job.entry, job.tries = entry, 0
-
-    def delete(self, paths: Sequence[str]) -> None:
-        """Have files deleted."""
-        if paths:
-            self._add(partial(self._do_delete, paths))
-
-    def tidy(self) -> None:
-        """Have files deleted: what killed writers left behind, and what exceeds `directory_max_bytes`."""
-        # Each is a job of its own, also beside an equal one.
-        self._add(partial(self._do_tidy))
-
-    def _add(self, job: _Job) -> None:
-        self._jobs.append(job)
-        self._ensure_worker()
-
-    def _writes(self) -> list[_Write]:
-        return [job for job in self._jobs if isinstance(job, _Write)]
 
     @property
     def lost(self) -> int:
@@ -120,7 +99,7 @@ class WriteQueue:
     @property
     def pending_writes(self) -> int:
         """Entries that wait to be written, or are being written."""
-        return len(self._writes())
+        return len(self._jobs)
 
     # Waiting
 
@@ -150,7 +129,7 @@ class WriteQueue:
             self._is_stalled = not self._wait_until(lambda: not now.issubset(self._jobs), deadline)
             return True
         writing = self._index.writing
-        for job in self._writes():
+        for job in self._jobs:
             if job.entry.is_leaving and job.entry is not writing:
                 self._jobs.remove(job)
                 self.dropped_writes += 1
@@ -186,7 +165,7 @@ class WriteQueue:
                 job = self._running = self._jobs[0]
             delay: float | None = None
             try:
-                delay = self._do_write(job) if isinstance(job, _Write) else job()
+                delay = self._do_write(job)
             except Exception:
                 logger.exception("A prefix store could not tidy its directory")
             finally:
@@ -199,18 +178,19 @@ class WriteQueue:
                     if delay is not None:
                         self._changed.wait_for(lambda: self._most_tries == 1, delay)
 
-    def _do_delete(self, paths: Sequence[str]) -> None:
+    def delete(self, paths: Sequence[str]) -> None:
+        """Delete files."""
         self.directory.delete_all(paths)
         with self._changed:
             # A refresh has found them if it listed the files before.
-            for entry in [entry for entry in self._index if entry.path in paths]:
-                self._index.drop_file(entry)
+            self._index.update((), paths)
 
-    def _do_tidy(self) -> None:
+    def tidy(self) -> None:
+        """Delete files: what killed writers left behind, and what exceeds `directory_max_bytes`."""
         self._do_shrink()
         self.directory.tidy()
 
-    def _do_write(self, job: _Write) -> float | None:
+    def _do_write(self, job: _Job) -> float | None:
         """Write an entry, and return the seconds after which to try again, `None` if it is done."""
         job.tries += 1
         try:
@@ -276,8 +256,7 @@ class WriteQueue:
             uses = sorted((time, path, tokens) for entry, path in in_files for tokens, time in entry.uses.items())
             new = [(path, tokens) for time, path, tokens in uses if time > self._refreshed]
             self._refreshed = self._index.uses
-        self.directory.touch(new)
-        changes = self.directory.shrink(most, kept)
+        changes = self.directory.shrink(most, kept, new)
         with self._changed:
             self._index.update(changes.added, changes.gone)
 
@@ -296,21 +275,17 @@ class WriteQueue:
         self.work_off(deadline)
 
 
-_locked_for_fork: "list[WriteQueue]" = []
-"""The queues whose locks the forking thread holds."""
+_held_for_fork = contextlib.ExitStack()
+"""The locks of all queues, while a thread forks.
+
+The child goes on as well, in a thread of its own: what the parent was writing is written by both.
+"""
 
 
 def _before_fork() -> None:
     # In the same order in every thread.
     for queue in sorted(_queues, key=id):
-        queue._changed.acquire()
-        _locked_for_fork.append(queue)
-
-
-def _after_fork() -> None:
-    # The child goes on as well, in a thread of its own: what the parent was writing is written by both.
-    while _locked_for_fork:
-        _locked_for_fork.pop()._changed.release()
+        _held_for_fork.enter_context(queue._changed)
 
 
 def _flush_at_exit() -> None:
@@ -321,4 +296,4 @@ def _flush_at_exit() -> None:
 
 atexit.register(_flush_at_exit)
 if sys.platform != "win32":
-    os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork)
+    os.register_at_fork(before=_before_fork, after_in_parent=_held_for_fork.close, after_in_child=_held_for_fork.close)

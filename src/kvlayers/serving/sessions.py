@@ -6,7 +6,6 @@ import math
 import os
 import re
 import time
-import weakref
 import zipfile
 from collections.abc import Mapping
 from contextvars import Token
@@ -19,7 +18,7 @@ from typing_extensions import Self
 from kvlayers.errors import CacheFileError, CachePathError, OptionError, PrefixError
 from kvlayers.persistence.atomic_file import replacing
 from kvlayers.persistence.node_file import SUFFIX
-from kvlayers.persistence.safetensors_header import check_regular
+from kvlayers.persistence.tensor_file import check_regular
 from kvlayers.prefix import PrefixStore
 from kvlayers.prefix.backends.local import LocalBackend
 from kvlayers.prefix.directory import Directory, NeedsConfigError
@@ -40,9 +39,6 @@ MOST_SECONDS = 3600.0
 """Seconds without use after which a session expires that says nothing else."""
 
 _NODE = re.compile(r"[0-9a-f]{64}" + re.escape(SUFFIX))
-
-_sessions: "weakref.WeakKeyDictionary[EntryAccess, dict[tuple[str, str], Session]]" = weakref.WeakKeyDictionary()
-"""The sessions of each store, by namespace and name."""
 
 
 def pin_of(ttl: float | None, priority: float | None) -> Pin:
@@ -195,7 +191,7 @@ class Session:
                 hit = self.access.find(label, ids, None, None, MOST_SECONDS)
                 if hit.cache is not None:
                     ids = ids[: hit.covered]
-                    neighbours = [(near.value, near.tokens) for near in trees.nearest(label, ids)]
+                    neighbours = list(trees.nearest(label, ids))
                     paths.append(directory.write(label, ids, {len(ids)}, hit.cache, neighbours[:4])[0])
                     trees.insert(label, ids, paths[-1])
             if not paths:
@@ -221,9 +217,9 @@ def session_of(access: EntryAccess, name: str, namespace: str, ttl: float) -> Se
         pin_of(ttl, None)
     with access.lock:
         # Sessions that have ended go whenever one is made.
-        known = {key: own for key, own in _sessions.get(access, {}).items() if own.seconds_left}
-        session = known.setdefault((namespace, name), Session(name, ttl, access))
-        session.ttl, _sessions[access] = ttl, known
+        access.sessions = {key: own for key, own in access.sessions.items() if own.seconds_left}
+        session: Session = access.sessions.setdefault((namespace, name), Session(name, ttl, access))
+        session.ttl = ttl
         return session
 
 

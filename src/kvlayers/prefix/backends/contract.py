@@ -12,7 +12,7 @@ from urllib.parse import unquote
 
 from kvlayers.errors import CacheFileError, CachePathError, KVLayersError
 from kvlayers.persistence.node_file import SUFFIX
-from kvlayers.persistence.safetensors_header import Content
+from kvlayers.persistence.tensor_file import Content
 
 ABANDONED_SECONDS = 3600
 """A file that no entry needs is deleted if nobody has used it for so long."""
@@ -239,9 +239,6 @@ def _strings(options: object) -> Iterator[str]:
     """All strings in options, at any depth."""
     if isinstance(options, str):
         yield options
-    elif isinstance(options, Mapping):
-        for value in options.values():
-            yield from _strings(value)
-    elif isinstance(options, list | tuple):
-        for value in options:
+    elif isinstance(options, Mapping | list | tuple):
+        for value in options.values() if isinstance(options, Mapping) else options:
             yield from _strings(value)

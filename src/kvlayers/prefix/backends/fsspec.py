@@ -13,7 +13,7 @@ from fsspec.registry import known_implementations
 
 from kvlayers.errors import KVLayersError, OptionError
 from kvlayers.persistence.atomic_file import temporary_name
-from kvlayers.persistence.safetensors_header import Content
+from kvlayers.persistence.tensor_file import Content
 from kvlayers.prefix.backends.contract import Address, ByteRange, StorageBackend, StoredFile, clock, is_of_a_store
 
 Result = TypeVar("Result")

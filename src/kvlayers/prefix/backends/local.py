@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from kvlayers.errors import CachePathError, KVLayersError
 from kvlayers.persistence.atomic_file import clear_temporaries, replacing, temporary_name
-from kvlayers.persistence.safetensors_header import Content, check_regular, mapped
+from kvlayers.persistence.tensor_file import Content, check_regular, mapped
 from kvlayers.prefix.backends.contract import (
     ABANDONED_SECONDS,
     ByteRange,
@@ -75,8 +75,7 @@ class LocalBackend(StorageBackend):
         path = self.path_of(name)
         try:
             check_regular(path, missing_is_fine=True)
-            with open(path, "rb") as opened:
-                content = mapped(opened)
+            content = mapped(path)
         except KVLayersError as error:
             return error
         except FileNotFoundError:

@@ -5,14 +5,12 @@ import importlib
 import logging
 import secrets
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from concurrent.futures import TimeoutError as NotYet
 from functools import partial
 from typing import Any
 from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
 from kvlayers.errors import CapacityError, KVLayersError, OptionError
-from kvlayers.persistence.safetensors_header import DIGEST_BYTES, Content
+from kvlayers.persistence.tensor_file import DIGEST_BYTES, Content
 from kvlayers.prefix.backends.contract import (
     Address,
     ByteRange,
@@ -36,9 +34,6 @@ MOST_BYTES = 512 * 2**20
 CONNECT_SECONDS = 5
 ANSWER_SECONDS = 30
 """Timeouts, unless the options or the URL set others."""
-
-TOUCH_SECONDS = 1.0
-"""How long a reader waits at most until it is recorded that a file was used."""
 
 
 class RedisBackend(StorageBackend):
@@ -136,9 +131,11 @@ class RedisBackend(StorageBackend):
 
     def find(self, names: Sequence[str]) -> list[StoredFile | None]:
         """As `StorageBackend.find`. The last digest in a file stands for all of its bytes."""
-        asked: list[tuple[Any, ...]] = []
-        for key, name in ((self._key(name), name) for name in names):
-            asked += [("STRLEN", key), ("GETRANGE", key, -DIGEST_BYTES, -1), ("ZSCORE", self._index, name)]
+        asked = [
+            command
+            for key, name in ((self._key(name), name) for name in names)
+            for command in (("STRLEN", key), ("GETRANGE", key, -DIGEST_BYTES, -1), ("ZSCORE", self._index, name))
+        ]
         found = iter(self._many(asked))
         return [
             StoredFile(name, nbytes, digest.hex(), _used(score)) if nbytes and digest else None
@@ -201,14 +198,7 @@ class RedisBackend(StorageBackend):
         return {name.decode("utf-8", "replace"): _used(score) for name, score in found}
 
     def touch(self, names: Sequence[str]) -> None:
-        """As `StorageBackend.touch`. Whoever has read a file does not wait for a server that has stopped to answer."""
-        thread = ThreadPoolExecutor(1, thread_name_prefix="kvlayers-touch")
-        touched = thread.submit(self._record_uses, names)
-        thread.shutdown(wait=False)
-        with contextlib.suppress(NotYet):
-            touched.result(TOUCH_SECONDS)
-
-    def _record_uses(self, names: Sequence[str]) -> None:
+        """As `StorageBackend.touch`."""
         scores = {name: used // 1000 for name, used in clock.uses(names).items()}
         if scores:
             # `xx`, since a file that was deleted meanwhile must not be listed again.

@@ -151,13 +151,15 @@ class Directory:
             self.damaged_files += 1
         logger.warning("A file of a prefix store is skipped: %s", error)
 
-    def _aside(self, call: Callable[[Sequence[str]], Answer], names: Sequence[str]) -> Answer | None:
-        """What a call of the backend returns, `None` if it does not answer soon."""
+    def _aside(
+        self, call: Callable[[Sequence[str]], Answer], names: Sequence[str], deadline: float | None = None
+    ) -> Answer | None:
+        """What a call of the backend returns, `None` if it does not answer soon, or by a deadline."""
         thread = ThreadPoolExecutor(1, thread_name_prefix="kvlayers-aside")
         answer = thread.submit(call, names)
         thread.shutdown(wait=False)
         with contextlib.suppress(NotArrived, UnreachableError):
-            return answer.result(ASIDE_SECONDS)
+            return answer.result(ASIDE_SECONDS if deadline is None else min(ASIDE_SECONDS, _seconds_to(deadline)))
         return None
 
     def _refresh(self) -> None:
@@ -311,7 +313,7 @@ class Directory:
         except KVLayersError as error:
             # The label has identified the model already, so the file is to blame.
             raise CacheFileError(str(error)) from error
-        self._aside(self.backend.touch, [node.name for node in chain[: len(read)]])
+        self._aside(self.backend.touch, [node.name for node in chain[: len(read)]], deadline)
         target = restorable_length(cache, min(length, cache.length))
         if 0 < target < cache.length:
             cache.truncate(target)
@@ -347,7 +349,7 @@ class Directory:
         try:
             for batch, found in coming:
                 try:
-                    yield from found.result(None if deadline is None else max(deadline - time.monotonic(), 0.0))
+                    yield from found.result(None if deadline is None else _seconds_to(deadline))
                 except NotArrived:
                     late = (f"{self.backend.path_of(node.name)} has not arrived in time." for node in batch)
                     yield from map(UnreachableError, late)
@@ -438,6 +440,10 @@ class Directory:
             useless = self._tree.unneeded(node.name for node in self._tree.ends())
         with contextlib.suppress(UnreachableError):
             self._delete(useless, time.time_ns() - ABANDONED_SECONDS * NANOSECONDS)
+
+
+def _seconds_to(deadline: float) -> float:
+    return max(deadline - time.monotonic(), 0.0)
 
 
 def _batches(nodes: Sequence[Node]) -> Iterator[list[Node]]:

@@ -88,6 +88,14 @@ def test_tuples_make_the_round_trip(kind: str) -> None:
     again.update(*(states[:, :, :1] for states in pairs[0]), 0)
     assert (cache.get_seq_length(), again.get_seq_length()) == (tokens, tokens + 1)
     assert transformers.DynamicCache(legacy).get_seq_length() == tokens
+    # They outlive what comes after, in the memory of the cache too.
+    cache.crop(-3)
+    cache.reorder_cache(torch.tensor([1, 0]))
+    cache.reset()
+    for index, pair in enumerate(pairs):
+        cache.update(*(states + 1 for states in pair), index)
+    for pair, seen in zip(pairs, legacy, strict=True):
+        check(seen, pair, kind)
 
 
 def test_no_tuples_make_an_empty_cache() -> None:

@@ -56,8 +56,8 @@ def small_model(family: str) -> Any:
     return fresh_model(family, **changes)
 
 
-def filled(model: Any, ids: Tensor) -> DynamicCache:
-    cache = DynamicCache(config=model.config)
+def filled(model: Any, ids: Tensor, cache: Any = None) -> Any:
+    cache = DynamicCache(config=model.config) if cache is None else cache
     model(ids, **{NAME: cache})
     return cache
 
@@ -247,13 +247,7 @@ def test_exporters_of_transformers_refuse_caches_that_are_no_trees(make_cache: A
     from transformers.exporters.exporter_dynamo import DynamoExporter
 
     model = fresh_model("llama")  # the exporter leaves an attribute on it
-    cache = filled_by(model, make_cache(model.config), prompt(1, PROMPT))
+    cache = filled(model, prompt(1, PROMPT), make_cache(model.config))
     with kvlayers.installed(), pytest.raises(UnsupportedLayerError, match=says):
         DynamoExporter().export(model, {"input_ids": prompt(1, 1), NAME: cache}, {"dynamic": False})
     assert cache.get_seq_length() == PROMPT
-
-
-def filled_by(model: Any, cache: Any, ids: Tensor) -> Any:
-    with torch.no_grad():
-        model(ids, **{NAME: cache})
-    return cache

@@ -14,6 +14,7 @@ import kvlayers
 import versions
 from kvlayers.core import named_caches
 from models import fresh_model, prompt, tiny_model
+from named_factories import registered
 
 CLASSES = {
     "auto": kvlayers.DynamicCache,
@@ -123,16 +124,14 @@ def test_a_name_of_ones_own_is_accepted_everywhere_while_installed(tmp_path: Pat
     class Mine(kvlayers.DynamicCache):
         """A cache of the user's."""
 
+    def make(request: kvlayers.CacheRequest) -> Mine:
+        assert request.length_hint == 8
+        assert request.dtype == torch.float32
+        assert request.device == torch.device("cpu")
+        return Mine(config=request.config, **request.options)
+
     with kvlayers.installed():
-
-        @kvlayers.register("mine")
-        def make(request: kvlayers.CacheRequest) -> Mine:
-            assert request.length_hint == 8
-            assert request.dtype == torch.float32
-            assert request.device == torch.device("cpu")
-            return Mine(config=request.config, **request.options)
-
-        try:
+        with registered(mine=make):
             config = transformers.GenerationConfig(cache_implementation="mine", pad_token_id=0)
             save(config, tmp_path)
             loaded = transformers.GenerationConfig.from_pretrained(tmp_path)
@@ -140,15 +139,8 @@ def test_a_name_of_ones_own_is_accepted_everywhere_while_installed(tmp_path: Pat
             assert type(used_cache(generation_config=loaded)) is Mine
             with pytest.raises(kvlayers.OptionError, match="length_hnt"):
                 used_cache(cache_implementation="mine", cache_config={"length_hnt": 3})
-        finally:
-            kvlayers.unregister("mine")
         with pytest.raises(ValueError, match="mine"):
             transformers.GenerationConfig(cache_implementation="mine").validate()
-
-
-def test_options_of_a_name_reach_its_cache(installed: None) -> None:
-    cache = used_cache("llama", cache_implementation="static", cache_config={"max_cache_len": 77})
-    assert cache.get_max_length() == 77
 
 
 @versions.cache_length_of_a_call
@@ -315,12 +307,9 @@ def test_a_static_cache_needs_a_size() -> None:
 
 
 def test_a_factory_that_returns_no_cache_is_named() -> None:
-    kvlayers.register("broken")(lambda request: 3)
-    try:
-        with pytest.raises(kvlayers.errors.RegistryError, match="factory of 'broken' must return a cache, got a int"):
-            kvlayers.make_cache("broken", tiny_model("llama"))
-    finally:
-        kvlayers.unregister("broken")
+    words = "factory of 'broken' must return a cache, got a int"
+    with registered(broken=lambda request: 3), pytest.raises(kvlayers.errors.RegistryError, match=words):
+        kvlayers.make_cache("broken", tiny_model("llama"))
 
 
 def test_other_packages_register_by_entry_points(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,8 +85,7 @@ def upstream_pair() -> transformers.EncoderDecoderCache:
 
 @functools.cache
 def tokens_of_transformers(family: str, way: str) -> Tensor:
-    tokens: Tensor = generate(family, past_key_values=upstream_pair(), **WAYS[way])
-    return tokens
+    return generate(family, past_key_values=upstream_pair(), **WAYS[way])
 
 
 # The two that quantize nothing are lossless: all that comes is in the newest tokens that stay as they are.

@@ -182,8 +182,7 @@ def test_a_program_cannot_contain_a_cache_that_evicts(strict: bool) -> None:
             self.cache = kvlayers.EvictingCache(self.model, rule="knorm", keep=0.5)
 
         def forward(self, ids: Tensor) -> Tensor:
-            logits: Tensor = self.model(ids, **{NAME: self.cache}).logits
-            return logits
+            return self.model(ids, **{NAME: self.cache}).logits
 
     with pytest.raises(Exception, match="A cache that evicts cannot be part of an exported program") as caught:
         torch.export.export(Reader(), (prompt(1, 150),), strict=strict)

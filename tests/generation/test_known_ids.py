@@ -23,8 +23,7 @@ MAKERS: dict[str, Callable[[Any], Any]] = {
 
 def generate(ids: torch.Tensor, cache: Any, tokens: int = 5, **how: Any) -> torch.Tensor:
     given = {"attention_mask": torch.ones_like(ids), "do_sample": False, **how}
-    sequences: torch.Tensor = tiny_model("llama").generate(ids, max_new_tokens=tokens, past_key_values=cache, **given)
-    return sequences
+    return tiny_model("llama").generate(ids, max_new_tokens=tokens, past_key_values=cache, **given)
 
 
 def behind(ids: torch.Tensor, tokens: int = 3) -> torch.Tensor:

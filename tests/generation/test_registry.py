@@ -173,14 +173,6 @@ def test_a_quantized_name_has_its_backend_and_its_bits(name: str, installed: Non
     assert bits(hybrid) == QUANTIZED[name]
 
 
-@pytest.mark.parametrize(
-    ("name", "option"), [("int8", {"nbits": 2}), ("fp8", {"backend": "native"}), ("int2", {"nbits": 4})]
-)
-def test_an_option_does_not_say_other_than_the_name(name: str, option: dict[str, Any]) -> None:
-    with pytest.raises(kvlayers.OptionError, match="for a cache of this name, got"):
-        kvlayers.make_cache(name, tiny_model("llama"), **option)
-
-
 GIVEN = {"nbits": 2, "value_nbits": 8, "residual_length": 32, "sink_tokens": 0, "key_group_size": 16}
 CONFIGS = {"dict": dict, "QuantizedCacheConfig": kvlayers.QuantizedCacheConfig}
 
@@ -286,20 +278,6 @@ def test_an_unknown_name_is_refused_with_those_that_exist(installed: None) -> No
             used_cache(cache_implementation=wrong)
 
 
-@pytest.mark.parametrize(
-    ("options", "twice"),
-    [
-        ("residual_length=1,residual_length=2", "residual_length"),
-        ("recall.pages=1,recall.pages=2", "recall.pages"),
-        ("recall=1,recall.pages=2", "recall.pages"),
-        ("recall.pages=1,recall=2", "recall"),
-    ],
-)
-def test_an_option_behind_a_name_is_given_once(options: str, twice: str) -> None:
-    with pytest.raises(kvlayers.OptionError, match=f"must have each option once, got '{twice}' twice in 'recall:"):
-        kvlayers.make_cache(f"recall:{options}", tiny_model("llama"))
-
-
 def test_a_static_cache_needs_a_size() -> None:
     with pytest.raises(kvlayers.OptionError, match="max_cache_len.* None"):
         kvlayers.make_cache("static", tiny_model("llama"))
@@ -323,6 +301,26 @@ def test_other_packages_register_by_entry_points(monkeypatch: pytest.MonkeyPatch
         kvlayers.StaticCache, "__init__", lambda self, request: kvlayers.Cache.__init__(self, layers=[])
     )
     assert type(kvlayers.make_cache("theirs", tiny_model("llama"))) is kvlayers.StaticCache
+
+
+TWICE = "must have each option once, got '{}' twice in 'recall:"
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        ("int8", {"nbits": 2}, "for a cache of this name, got"),
+        ("fp8", {"backend": "native"}, "for a cache of this name, got"),
+        ("int2", {"nbits": 4}, "for a cache of this name, got"),
+        ("recall:residual_length=1,residual_length=2", {}, TWICE.format("residual_length")),
+        ("recall:recall.pages=1,recall.pages=2", {}, TWICE.format("recall.pages")),
+        ("recall:recall=1,recall.pages=2", {}, TWICE.format("recall.pages")),
+        ("recall:recall.pages=1,recall=2", {}, TWICE.format("recall")),
+    ],
+)
+def test_options_of_a_name_are_given_once(name: str, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(kvlayers.OptionError, match=said):
+        kvlayers.make_cache(name, tiny_model("llama"), **options)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,6 @@ HEAD_DIM = 64
 CONFIG = transformers.LlamaConfig(
     num_hidden_layers=1, hidden_size=2 * HEAD_DIM, num_attention_heads=2, num_key_value_heads=2, head_dim=HEAD_DIM
 )
-LLAMA = transformers.LlamaConfig(**COMMON)
 
 BACKENDS: dict[str, dict[str, Any]] = {
     "native": {},

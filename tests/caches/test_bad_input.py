@@ -1,5 +1,6 @@
 """Bad input is a named error, raised before anything is changed: the cache still decodes correctly after it."""
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +11,9 @@ import transformers
 
 import kvlayers
 from families import model_and_inputs
+from kvlayers.core.buffer import TokenBuffer
 from kvlayers.core.cache_operations import CacheState
+from kvlayers.serving import prometheus_text
 from matrix import once
 from models import COMMON, WINDOW, prompt, tiny_model
 
@@ -268,6 +271,47 @@ WRONG_ARGUMENTS: dict[str, tuple[type[Exception], str, Callable[[], object]]] = 
     "neither layers nor a class": (CONFIG, MUST, lambda: kvlayers.Cache()),
     "a path": (CONFIG, MUST, lambda: kvlayers.make_cache("dynamic", "gpt2")),
     "a module without a config": (CONFIG, MUST, lambda: kvlayers.make_cache("dynamic", torch.nn.Linear(2, 2))),
+    "a recurrent model to export": (
+        kvlayers.errors.UnsupportedLayerError,
+        "other types",
+        lambda: kvlayers.ExportableDecoder(tiny_model("jamba"), max_cache_len=64),
+    ),
+    "nothing reserved to export": (
+        OPTION,
+        "max_cache_len",
+        lambda: kvlayers.ExportableDecoder(tiny_model("llama"), max_cache_len=0),
+    ),
+    "a listener that cannot be called": (
+        OPTION,
+        "on_event",
+        lambda: kvlayers.PrefixStore("1MiB", on_event="http://router"),
+    ),
+    **{
+        f"session {name!r}": (OPTION, "name", lambda name=name: kvlayers.PrefixStore("1MiB").session(name))
+        for name in ("", None, 3, b"a")
+    },
+    **{
+        f"namespace {name!r}": (
+            OPTION,
+            "namespace",
+            lambda name=name: kvlayers.PrefixStore("1MiB").session("a", namespace=name),
+        )
+        for name in (1, 3, b"a")
+    },
+    "a session of less than no time": (OPTION, "ttl", lambda: kvlayers.PrefixStore("1MiB").session("a", ttl=-1)),
+    **{
+        f"labels {labels}": (
+            OPTION,
+            "labels",
+            lambda labels=labels: prometheus_text(kvlayers.PrefixStore("1MiB").statistics, labels),
+        )
+        for labels in ({"a-b": "1"}, {"reason": "1"}, {"a": 1}, {"__name__": "a"})
+    },
+    "a prefix that begins with a number": (
+        OPTION,
+        "prefix",
+        lambda: prometheus_text(kvlayers.PrefixStore("1MiB").statistics, prefix="1p"),
+    ),
     "an unknown layer type": (CONFIG, MUST, lambda: kvlayers.DynamicCache(config=_with_layer_type("telepathy"))),
 }
 
@@ -364,6 +408,36 @@ def test_what_the_caller_passed_is_never_written_to_or_read_again() -> None:
     cache.update(keys, values, 0)
     values.zero_()
     assert torch.equal(cache[0][1], before[1])
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("operation", ["update", "select"])
+def test_running_out_of_memory_leaves_a_layer_as_it_was(
+    kind: str, operation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer, untouched = LAYERS[kind](), LAYERS[kind]()
+    for _ in range(12):
+        pair = states(*GOOD), states(*GOOD)
+        layer.update(*pair)
+        untouched.update(*pair)
+    allocate, calls = TokenBuffer.allocate, []
+
+    def second_fails(*args: Any) -> TokenBuffer:
+        calls.append(args)
+        if len(calls) == 2:
+            raise MemoryError
+        return allocate(*args)
+
+    layer.activate_past_recording()
+    monkeypatch.setattr(TokenBuffer, "allocate", second_fails)
+    with contextlib.suppress(MemoryError, kvlayers.CapacityError):
+        layer.update(states(2, 3, 200, 8), states(2, 3, 200, 8)) if operation == "update" else layer.select(
+            torch.tensor([0, 1, 0])
+        )
+    monkeypatch.undo()
+    pair = states(*GOOD), states(*GOOD)
+    for seen, expected in zip(layer.update(*pair), untouched.update(*pair), strict=True):
+        assert torch.equal(seen, expected)
 
 
 def test_layers_of_different_batch_sizes_are_not_selected() -> None:

@@ -136,6 +136,17 @@ def test_a_cache_of_transformers_is_refused_as_transformers_refuses_it(installed
         generated(model, prompt_lookup_num_tokens=4, past_key_values=cache)
 
 
+def test_nothing_is_left_on_the_model() -> None:
+    model = spread("qwen3_next")
+    with kvlayers.installed():
+        generated(model, prompt_lookup_num_tokens=4)
+        with pytest.raises(ZeroDivisionError):
+            generated(model, prompt_lookup_num_tokens=4, logits_processor=[lambda *_: 1 / 0])
+    assert not {"prepare_inputs_for_generation", "_is_stateful"} & vars(model).keys()
+    with pytest.raises(ValueError, match="not supported with stateful models"):
+        generated(model, prompt_lookup_num_tokens=4)
+
+
 @pytest.mark.parametrize("given", [kvlayers.DynamicCache, transformers.DynamicCache])
 @pytest.mark.parametrize("way", ["draft model", "prompt look-up"])
 def test_a_chat_goes_on_with_drafts(way: str, given: Any, installed: None) -> None:

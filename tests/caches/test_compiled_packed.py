@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
-from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 
 import kvlayers
 import kvlayers.offload.offloading
@@ -17,7 +17,7 @@ from kvlayers.kernels.attention.segments import KVSegments
 from kvlayers.offload import Prefetcher
 from kvlayers.upstream import compat
 from matrix import some
-from models import COMMON, bare, given, prompt
+from models import COMMON, bare, given, prompt, without_mlps
 from recording_transfers import RecordingTransfers
 
 pytestmark = [
@@ -27,74 +27,55 @@ pytestmark = [
     ),
 ]
 
-# Two layers tell a graph for each layer from one for all of them.
 SIZES: dict[str, Any] = {**COMMON, "num_hidden_layers": 2}
+"""Two layers tell a graph for each layer from one for all of them. One is compiled sooner."""
 QUANTIZATION = {"nbits": 4, "residual_length": 8}
 AWAY = {"offloading": True, "offload_only_non_sliding": False}
 
 
-def llama() -> Any:
-    return bare(tf.LlamaForCausalLM(tf.LlamaConfig(**SIZES)).eval())
+def llama(layers: int = 2) -> Any:
+    config = tf.LlamaConfig(**{**SIZES, "num_hidden_layers": layers})
+    return bare(without_mlps(tf.LlamaForCausalLM(config).eval()))
 
 
 def mistral() -> Any:
-    return bare(tf.MistralForCausalLM(tf.MistralConfig(**SIZES, sliding_window=30)).eval())
+    config = tf.MistralConfig(**SIZES, sliding_window=30)
+    return bare(without_mlps(tf.MistralForCausalLM(config).eval()))
 
 
-def packed(model: Any) -> Any:
-    return kvlayers.QuantizedCache(config=model.config, **QUANTIZATION)
-
-
-def packed_windows(model: Any) -> Any:
-    return kvlayers.QuantizedCache(config=model.config, **QUANTIZATION, quantize_sliding=True)
-
-
-def packed_sinks(model: Any) -> Any:
-    options = {"window_length": 90, "num_sink_tokens": 4, "quantization": QUANTIZATION}
-    return kvlayers.SinkCache(config=model.config, **options)
-
-
-def packed_away(model: Any) -> Any:
-    return kvlayers.QuantizedCache(config=model.config, **QUANTIZATION, **AWAY)
-
-
-def dense_away(model: Any) -> Any:
-    return kvlayers.DynamicCache(config=model.config, length_hint=40, **AWAY)
-
-
-def static_away(model: Any) -> Any:
-    return kvlayers.StaticCache(model.config, max_cache_len=160, **AWAY)
-
-
-def dense(model: Any) -> Any:
-    return kvlayers.DynamicCache(config=model.config, length_hint=40)
+CACHES: dict[str, Callable[[Any], Any]] = {
+    "packed": lambda model: kvlayers.QuantizedCache(config=model.config, **QUANTIZATION),
+    "packed windows": lambda model: kvlayers.QuantizedCache(config=model.config, **QUANTIZATION, quantize_sliding=True),
+    "packed sinks": lambda model: kvlayers.SinkCache(
+        config=model.config, window_length=90, num_sink_tokens=4, quantization=QUANTIZATION
+    ),
+    "dense": lambda model: kvlayers.DynamicCache(config=model.config, length_hint=40),
+    "packed, offloaded": lambda model: kvlayers.QuantizedCache(config=model.config, **QUANTIZATION, **AWAY),
+    "offloaded": lambda model: kvlayers.DynamicCache(config=model.config, length_hint=40, **AWAY),
+    "static, offloaded": lambda model: kvlayers.StaticCache(model.config, max_cache_len=160, **AWAY),
+    "without a hint": lambda model: kvlayers.DynamicCache(config=model.config),
+    "sinks": lambda model: kvlayers.SinkCache(config=model.config, window_length=101, num_sink_tokens=4),
+}
 
 
 # A prompt, and steps: over where blocks are packed, windows are full, and buffers, which have room for 40 tokens, grow.
-KINDS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], int, int]] = {
-    "packed": (llama, packed, 140, 20),
-    "packed windows": (mistral, packed_windows, 26, 30),
-    "packed sinks": (llama, packed_sinks, 80, 36),
-    "dense": (llama, dense, 16, 28),
-    "packed, offloaded": (llama, packed_away, 140, 20),
-    "windows, offloaded": (mistral, dense_away, 26, 24),
-    "static, offloaded": (llama, static_away, 16, 24),
+KINDS: dict[str, tuple[Callable[[], Any], str, int, int]] = {
+    "packed": (llama, "packed", 140, 20),
+    "packed windows": (mistral, "packed windows", 26, 30),
+    "packed sinks": (llama, "packed sinks", 80, 36),
+    "dense": (llama, "dense", 16, 28),
+    "packed, offloaded": (llama, "packed, offloaded", 140, 20),
+    "windows, offloaded": (mistral, "offloaded", 26, 24),
+    "static, offloaded": (llama, "static, offloaded", 16, 24),
 }
 
 
 @pytest.fixture(autouse=True)
-def _away_from_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Offloaded caches move their states between two memories of the host."""
+def _alone_and_away_from_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is compiled yet, and offloaded caches move their states between two memories of the host."""
+    torch._dynamo.reset()
     make = functools.partial(Prefetcher, transfers=lambda device: RecordingTransfers(None))
     monkeypatch.setattr(kvlayers.offload.offloading, "Prefetcher", make)
-
-
-def counting(graphs: list[Any]) -> Callable[[Any, Any], Any]:
-    def backend(graph: Any, inputs: Any) -> Any:
-        graphs.append(graph)
-        return graph.forward
-
-    return backend
 
 
 @pytest.fixture
@@ -131,7 +112,7 @@ class OverwritingInterpreter(torch.fx.Interpreter):
 
 
 def overwriting(graphs: list[Any], overwritten: list[int]) -> Callable[[Any, Any], Any]:
-    """As `counting`, and notes how many tensors were overwritten after each run of a graph."""
+    """Keeps the graphs that it runs, and notes how many tensors were overwritten after each run."""
 
     def backend(graph: Any, inputs: Any) -> Any:
         graphs.append(graph)
@@ -151,14 +132,13 @@ def overwriting(graphs: list[Any], overwritten: list[int]) -> Callable[[Any, Any
 def test_no_layer_is_compiled_for_on_its_own_and_caches_copy_what_they_are_handed(
     kind: str, read_in_full: list[str]
 ) -> None:
-    torch._dynamo.reset()
-    make_model, make_cache, tokens, steps = KINDS[kind]
+    make_model, cache_name, tokens, steps = KINDS[kind]
     graphs: list[Any] = []
     overwritten: list[int] = []
     model, backend = make_model(), overwriting(graphs, overwritten)
     forward = torch.compile(model.forward, backend=backend, fullgraph=True)
     ids = prompt(1, tokens + steps)
-    cache, eager = make_cache(model), make_cache(model)
+    cache, eager = (CACHES[cache_name](model) for _ in range(2))
     with torch.no_grad():
         for start, end in [(0, tokens), *((step, step + 1) for step in range(tokens, tokens + steps))]:
             part = ids[:, start:end]
@@ -178,11 +158,11 @@ def test_no_layer_is_compiled_for_on_its_own_and_caches_copy_what_they_are_hande
         assert cache.explain().attention == eager.explain().attention != {}
 
 
-@pytest.mark.parametrize("make_cache", [packed, dense_away])
-def test_another_cache_and_its_operations_go_on_in_the_same_graphs(make_cache: Callable[[Any], Any]) -> None:
-    torch._dynamo.reset()
-    model, graphs = llama(), []
-    forward = torch.compile(model.forward, backend=counting(graphs), fullgraph=True)
+@pytest.mark.parametrize("kind", ["packed", "offloaded"])
+def test_another_cache_and_its_operations_go_on_in_the_same_graphs(kind: str, read_in_full: list[str]) -> None:
+    """Until both branches have packed a block of their own."""
+    model, graphs = llama(), CompileCounter()
+    forward = torch.compile(model.forward, backend=graphs, fullgraph=True)
     ids = prompt(2, 120)
 
     def decoded(run: Any, cache: Any) -> torch.Tensor:
@@ -191,70 +171,30 @@ def test_another_cache_and_its_operations_go_on_in_the_same_graphs(make_cache: C
         twin = cache.fork()
         cache.crop(85)
         cache.reorder_cache(torch.tensor([1, 0]))
-        logits += [run(ids[:, step : step + 1], **given(cache)).logits for step in range(94, 97)]
         # The fork is called by a handle of its own.
-        logits += [run(ids[:, step : step + 1], **given(twin)).logits for step in range(94, 97)]
-        assert (cache.get_seq_length(), twin.get_seq_length()) == (88, 97)
+        for step in range(94, 110):
+            for branch in (cache, twin):
+                logits.append(run(ids[:, step : step + 1], **given(branch)).logits)
+        assert (cache.get_seq_length(), twin.get_seq_length()) == (101, 110)
         return torch.cat(logits, 1)
 
     with torch.no_grad():
-        expected = decoded(model, make_cache(model))
+        expected = decoded(model, CACHES[kind](model))
         for _ in range(2):
-            torch.testing.assert_close(decoded(forward, make_cache(model)), expected, rtol=1e-4, atol=1e-5)
-    assert len(graphs) <= 3
-
-
-def shared(model: Any) -> Any:
-    """Three sequences that go on from one prompt."""
-    cache = kvlayers.DynamicCache(config=model.config)
-    model(prompt(1, 40, seed=1), **given(cache))
-    cache.expand(3)
-    return cache
-
-
-def packed_and_expanded(model: Any) -> Any:
-    cache = packed(model)
-    model(prompt(1, 100, seed=1), **given(cache))
-    cache.expand(3)
-    return cache
-
-
-def sinks_and_expanded(model: Any) -> Any:
-    cache = kvlayers.SinkCache(config=model.config, window_length=101, num_sink_tokens=4)
-    model(prompt(1, 80, seed=1), **given(cache))
-    cache.expand(3)
-    return cache
-
-
-def test_branches_with_blocks_of_their_own_go_on_in_the_same_graphs(read_in_full: list[str]) -> None:
-    torch._dynamo.reset()
-    model, graphs, ids = llama(), [], prompt(1, 120)
-    forward = torch.compile(model.forward, backend=counting(graphs), fullgraph=True)
-
-    def decoded(run: Any) -> torch.Tensor:
-        cache = packed(model)
-        model(ids[:, :85], **given(cache))
-        branches = [cache, *cache.fork(2)]
-        logits = []
-        for step in range(85, 100):
-            for number, branch in enumerate(branches):
-                part = (ids[:, step : step + 1] + number) % 97
-                logits.append(run(part, **given(branch)).logits)
-        return torch.cat(logits, 1)
-
-    with torch.no_grad():
-        torch.testing.assert_close(decoded(forward), decoded(model), rtol=1e-4, atol=1e-5)
-    assert len(graphs) <= 3
+            torch.testing.assert_close(decoded(forward, CACHES[kind](model)), expected, rtol=1e-4, atol=1e-5)
+    assert graphs.frame_count <= 3
     assert not read_in_full
 
 
-@pytest.mark.parametrize("make_cache", [shared, packed_and_expanded, sinks_and_expanded])
-def test_sequences_that_go_on_from_one_prompt(make_cache: Callable[[Any], Any], read_in_full: list[str]) -> None:
-    torch._dynamo.reset()
-    model, graphs, ids = llama(), [], prompt(3, 60)
-    forward = torch.compile(model.forward, backend=counting(graphs), fullgraph=True)
+@pytest.mark.parametrize(("kind", "tokens"), [("without a hint", 40), ("packed", 100), ("sinks", 80)])
+def test_sequences_that_go_on_from_one_prompt(kind: str, tokens: int, read_in_full: list[str]) -> None:
+    model, graphs, ids = llama(layers=1), CompileCounter(), prompt(3, 60)
+    forward = torch.compile(model.forward, backend=graphs, fullgraph=True)
     with torch.no_grad():
-        cache, eager = make_cache(model), make_cache(model)
+        cache, eager = (CACHES[kind](model) for _ in range(2))
+        for each in (cache, eager):
+            model(prompt(1, tokens, seed=1), **given(each))
+            each.expand(3)
         for step in range(30):
             if step == 10:
                 for each in (cache, eager):
@@ -266,7 +206,7 @@ def test_sequences_that_go_on_from_one_prompt(make_cache: Callable[[Any], Any], 
             logits = (model if step == 15 else forward)(part, **given(cache)).logits
             torch.testing.assert_close(logits, model(part, **given(eager)).logits, rtol=1e-4, atol=1e-5)
             assert cache.get_seq_length() == eager.get_seq_length()
-    assert len(graphs) <= 2
+    assert graphs.frame_count <= 2
     assert not read_in_full
     assert cache.explain().attention == eager.explain().attention != {}
 
@@ -277,17 +217,16 @@ def test_an_operator_is_never_captured_in_a_cuda_graph(name: str) -> None:
     assert torch.Tag.cudagraph_unsafe in getattr(torch.ops.kvlayers, name).default.tags
 
 
-@pytest.mark.parametrize("make_cache", [packed, dense_away])
-def test_two_updates_in_one_graph_attend_each_to_what_it_was_given(make_cache: Callable[[Any], Any]) -> None:
-    torch._dynamo.reset()
-    model = llama()
+@pytest.mark.parametrize(("kind", "layers"), [("packed", 1), ("offloaded", 2)])
+def test_two_updates_in_one_graph_attend_each_to_what_it_was_given(kind: str, layers: int) -> None:
+    model = llama(layers)
     ids = prompt(1, 100)
 
     def two(cache: Any) -> torch.Tensor:
         first = model(ids[:, 90:93], **given(cache)).logits
         return torch.cat([first, model(ids[:, 93:94], **given(cache)).logits], 1)
 
-    caches = [make_cache(model) for _ in range(2)]
+    caches = [CACHES[kind](model) for _ in range(2)]
     with torch.no_grad():
         for cache in caches:
             model(ids[:, :90], **given(cache))
@@ -296,18 +235,29 @@ def test_two_updates_in_one_graph_attend_each_to_what_it_was_given(make_cache: C
     assert caches[0].get_seq_length() == caches[1].get_seq_length() == 94
 
 
-@pytest.mark.parametrize("attention", some(["eager", "sdpa", "kvlayers"], ["sdpa"]))
-def test_padded_batches_and_attention_in_plain_torch(attention: str, installed: None, read_in_full: list[str]) -> None:
-    torch._dynamo.reset()
-    config = tf.LlamaConfig(**{**SIZES, "num_hidden_layers": 1})
+SOFT_CAPS = {"attn_logit_softcapping": 2.0, "sliding_window": 512}
+
+
+@pytest.mark.parametrize(
+    ("config_class", "options", "attention"),
+    [
+        (tf.LlamaConfig, {}, "sdpa"),
+        *(pytest.param(tf.LlamaConfig, {}, each, marks=pytest.mark.nightly) for each in ("eager", "kvlayers")),
+        (tf.Gemma2Config, SOFT_CAPS, "kvlayers"),
+    ],
+)
+def test_padded_batches_attention_in_plain_torch_and_soft_caps(
+    config_class: Any, options: dict[str, Any], attention: str, installed: None, read_in_full: list[str]
+) -> None:
+    config = config_class(**{**SIZES, "num_hidden_layers": 1}, **options)
     config._attn_implementation = attention
-    model = bare(tf.LlamaForCausalLM(config).eval())
+    model = bare(without_mlps(tf.AutoModelForCausalLM.from_config(config).eval()))
     forward = torch.compile(model.forward, backend="eager", fullgraph=True)
     ids, mask = prompt(2, 96), torch.ones(2, 96, dtype=torch.int64)
     mask[0, :5] = 0
-    cache, eager = packed(model), packed(model)
+    cache, eager = (CACHES["packed windows"](model) for _ in range(2))
     with torch.no_grad():
-        for start, end in ((0, 90), (90, 91), (91, 96)):
+        for start, end in ((0, 90), (90, 91), (91, 92), (92, 96)):
             options = {"attention_mask": mask[:, :end]}
             logits = forward(ids[:, start:end], **given(cache), **options).logits
             expected = model(ids[:, start:end], **given(eager), **options).logits
@@ -316,34 +266,16 @@ def test_padded_batches_and_attention_in_plain_torch(attention: str, installed: 
     assert not read_in_full
 
 
-def test_soft_caps_in_compiled_code(installed: None, read_in_full: list[str]) -> None:
-    torch._dynamo.reset()
-    config = tf.Gemma2Config(**{**SIZES, "num_hidden_layers": 1}, attn_logit_softcapping=2.0, sliding_window=512)
-    model = bare(tf.Gemma2ForCausalLM(config).eval())
-    model.set_attn_implementation("kvlayers")
-    forward, ids = torch.compile(model.forward, backend="eager", fullgraph=True), prompt(1, 96)
-    caches = [kvlayers.QuantizedCache(config=config, **QUANTIZATION, quantize_sliding=True) for _ in range(2)]
-    with torch.no_grad():
-        for start, end in ((0, 90), (90, 91), (91, 92), (92, 96)):
-            part = ids[:, start:end]
-            logits, expected = (
-                run(part, **given(cache)).logits for run, cache in zip((forward, model), caches, strict=True)
-            )
-            torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
-    assert not read_in_full
-
-
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_gradients_of_queries_alone(attention: str) -> None:
     """The keys of the first layer require none, so the cache is called by operators."""
-    torch._dynamo.reset()
     config = tf.LlamaConfig(**{**SIZES, "num_hidden_layers": 1})
     config._attn_implementation = attention
     model, ids = bare(tf.LlamaForCausalLM(config).eval()).requires_grad_(False), prompt(1, 94)
     weight = model.model.layers[0].self_attn.q_proj.weight.requires_grad_()
     found = []
     for forward in (torch.compile(model.forward, backend="aot_eager"), model):
-        cache = packed(model)
+        cache = CACHES["packed"](model)
         with torch.no_grad():
             model(ids[:, :90], **given(cache))
         loss = forward(ids[:, 90:], **given(cache)).logits.square().mean()
@@ -358,8 +290,7 @@ def test_compiled_code_does_not_run_on_a_cache_that_was_deleted() -> None:
 
 
 def test_states_that_have_left_the_device_are_not_read() -> None:
-    torch._dynamo.reset()
-    cache = dense_away(llama())
+    cache = CACHES["offloaded"](llama())
 
     def late(states: torch.Tensor) -> torch.Tensor:
         keys, _ = cache.update(states, states, 0)
@@ -372,7 +303,6 @@ def test_states_that_have_left_the_device_are_not_read() -> None:
 
 
 def test_a_cache_that_compiled_code_makes_is_traced_through() -> None:
-    torch._dynamo.reset()
 
     def made(states: torch.Tensor) -> torch.Tensor:
         return kvlayers.DynamicCache().update(states, states, 0)[0] + 1
@@ -402,7 +332,6 @@ def filled(generator: torch.Generator, tokens: int = 100) -> Any:
 
 @pytest.mark.parametrize("backend", some(["aot_eager", "inductor"], ["aot_eager"]))
 def test_compiled_attention_reads_the_codes_that_it_is_given(backend: str, read_in_full: list[str]) -> None:
-    torch._dynamo.reset()
     generator = torch.Generator().manual_seed(0)
     compiled = torch.compile(attended, backend=backend, fullgraph=True)
     with torch.no_grad():
@@ -414,7 +343,6 @@ def test_compiled_attention_reads_the_codes_that_it_is_given(backend: str, read_
 
 
 def test_compiled_code_that_computes_otherwise_gets_full_precision(read_in_full: list[str]) -> None:
-    torch._dynamo.reset()
     generator = torch.Generator().manual_seed(0)
 
     def sums(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -430,7 +358,6 @@ def test_compiled_code_that_computes_otherwise_gets_full_precision(read_in_full:
 
 
 def test_gradients_go_through_compiled_attention() -> None:
-    torch._dynamo.reset()
     generator = torch.Generator().manual_seed(0)
     cache = filled(generator)
     compiled = torch.compile(attended, backend="aot_eager")
@@ -444,7 +371,6 @@ def test_gradients_go_through_compiled_attention() -> None:
 
 
 def test_compiled_code_does_not_read_later_states_of_as_many_tokens() -> None:
-    torch._dynamo.reset()
     generator = torch.Generator().manual_seed(0)
     cache = filled(generator)
     counter = CompileCounterWithBackend("aot_eager")
@@ -492,7 +418,6 @@ def test_operators_do_what_they_declare(name: str) -> None:
 
 
 def test_attention_behind_a_graph_break_reads_codes(read_in_full: list[str]) -> None:
-    torch._dynamo.reset()
     generator = torch.Generator().manual_seed(0)
     cache = filled(generator)
 
@@ -516,7 +441,6 @@ def test_attention_behind_a_graph_break_reads_codes(read_in_full: list[str]) -> 
 
 def test_placeholders_of_states_are_no_numbers() -> None:
     """If code got hold of one, its results would say so."""
-    torch._dynamo.reset()
     cache = filled(torch.Generator().manual_seed(0))
 
     def leak(states: torch.Tensor) -> torch.Tensor:

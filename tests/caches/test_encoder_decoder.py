@@ -85,8 +85,7 @@ def upstream_pair() -> transformers.EncoderDecoderCache:
 
 @functools.cache
 def tokens_of_transformers(family: str, way: str) -> Tensor:
-    tokens: Tensor = generate(family, past_key_values=upstream_pair(), **WAYS[way])
-    return tokens
+    return generate(family, past_key_values=upstream_pair(), **WAYS[way])
 
 
 # The two that quantize nothing are lossless: all that comes is in the newest tokens that stay as they are.
@@ -497,8 +496,10 @@ def iterated(decoding: PairDecoding) -> Decoding:
 
 def reserved_early(decoding: PairDecoding) -> Decoding:
     cache = decoding.make()
+    assert (cache.batch_size, cache.is_initialized) == (-1, False)
     for heads, head_dim in ((4, 8), ([4, 4], [8, 8])):
         cache.early_initialization(2, heads, head_dim, torch.float32, "cpu")
+    assert (cache.batch_size, cache.is_initialized) == (2, True)
     assert cache.get_seq_length() == 0
     assert not any(cache.is_updated.values())
     return decoding.twin(cache)
@@ -609,28 +610,6 @@ def test_a_reservation_too_small_for_the_encoder_is_named_and_can_be_used_again(
     pair.truncate(0)
     assert {layer.length for part in pair.parts() for layer in part.layers} == {0}
     decoding_of(family, pair, lambda: pair, prompt(2, 3), tokens=9, seed=2).step()
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_pair_that_broke_off_in_the_middle_goes_on(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    pair = pair_of(family, "dynamic", "dynamic")
-    update, calls = kvlayers.DynamicLayer.update, []
-
-    def second_cross_update_fails(self: Any, *states: Tensor) -> Any:
-        calls.append(self)
-        if len(calls) == 4:
-            raise MemoryError
-        return update(self, *states)
-
-    monkeypatch.setattr(kvlayers.DynamicLayer, "update", second_cross_update_fails)
-    decoding = PairDecoding(prompt(2, 3), pair, lambda: pair, family, encoded(family))
-    with pytest.raises(MemoryError):
-        decoding.step()
-    assert pair.is_updated.get(0)
-    assert not pair.is_updated.get(1)
-    pair.truncate(0)
-    decoding.step()
-    decoding.step()
 
 
 # Bad input
@@ -761,11 +740,15 @@ def test_a_pair_decodes_correctly_after_misuse(misuse: str) -> None:
     decoding.step()
 
 
-def test_parts_of_other_batch_sizes_are_not_selected() -> None:
+def test_parts_are_selected_together_or_not_at_all() -> None:
     pair = filled(2, 3)
     with pytest.raises(kvlayers.errors.BatchIndexError, match="2 and 3"):
         pair.batch_select_indices([0])
     assert (pair.self_attention_cache.batch_size, pair.cross_attention_cache.batch_size) == (2, 3)
+    # An empty part is of any batch size.
+    before_decoding = Pair(kvlayers.DynamicCache(), pair.cross_attention_cache)
+    before_decoding.batch_repeat_interleave(2)
+    assert before_decoding.batch_size == pair.cross_attention_cache.batch_size == 6
 
 
 def test_layers_of_both_parts_are_reserved_or_of_neither() -> None:

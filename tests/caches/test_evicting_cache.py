@@ -105,12 +105,6 @@ def test_a_model_is_served_with_all_tokens_kept_exactly(family: str, rule: str) 
     assert cache.get_seq_length() == 30 + TOKENS
 
 
-def test_windows_are_left_alone() -> None:
-    cache = EvictingCache(tiny_model("gemma3").config)
-    kinds = [type(layer).__name__ for layer in cache.layers]
-    assert kinds == ["SlidingLayer", "SlidingLayer", "EvictingLayer", "SlidingLayer"]
-
-
 def test_a_decoder_evicts_beside_its_encoder() -> None:
     model, ids = tiny_model("bart"), prompt(1, 12)
     how = {"do_sample": False, "max_new_tokens": 90}

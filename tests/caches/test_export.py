@@ -76,13 +76,3 @@ def test_a_static_cache_that_is_exported_by_hand_is_read_as_a_whole() -> None:
     ids = ids_of(model, 1)
     steps = [decode(ids[:, i : i + 1], torch.tensor(i)) for i in range(LENGTH)]
     torch.testing.assert_close(torch.cat(steps, dim=1), model(ids).logits, atol=TOLERANCE, rtol=0)
-
-
-def test_a_model_with_a_recurrent_state_is_refused() -> None:
-    with pytest.raises(kvlayers.errors.UnsupportedLayerError, match="other types"):
-        kvlayers.ExportableDecoder(tiny_model("jamba"), max_cache_len=64)
-
-
-def test_a_reservation_of_nothing_is_refused() -> None:
-    with pytest.raises(kvlayers.OptionError, match="max_cache_len"):
-        kvlayers.ExportableDecoder(tiny_model("llama"), max_cache_len=0)

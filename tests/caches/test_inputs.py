@@ -14,6 +14,7 @@ import versions
 from kvlayers.planning import planner
 from kvlayers.upstream import model_types
 from models import COMMON, WINDOW, prompt, tiny_model
+from named_factories import registered
 
 MISTRAL = tf.MistralConfig(**COMMON, sliding_window=WINDOW)
 
@@ -72,8 +73,9 @@ def test_a_model_that_is_wrapped_is_one_too(mistral: Any) -> None:
 
 def test_alibi_is_seen_in_a_model_as_in_its_config() -> None:
     bloom = tf.BloomForCausalLM(tf.BloomConfig(vocab_size=97, hidden_size=32, n_layer=1, n_head=4))
-    for given in (bloom, bloom.config):
-        with pytest.raises(kvlayers.errors.ConfigError, match="got a BloomConfig, whose alibi"):
+    falcon = tf.FalconConfig(num_hidden_layers=2, alibi=True)
+    for given, name in ((bloom, "BloomConfig"), (bloom.config, "BloomConfig"), (falcon, "FalconConfig")):
+        with pytest.raises(kvlayers.errors.ConfigError, match=f"got a {name}, whose alibi"):
             kvlayers.StaticCache(given, 32, compiled=True)
 
 
@@ -140,15 +142,12 @@ def test_what_generate_is_given_is_read_alike() -> None:
 def test_dtypes_go_by_their_names() -> None:
     request: dict[str, Any] = {}
 
-    @kvlayers.register("noting")
     def noting(asked: kvlayers.CacheRequest) -> Any:
         request.update(vars(asked))
         return kvlayers.DynamicCache(config=asked.config)
 
-    try:
+    with registered(noting=noting):
         kvlayers.make_cache("noting", MISTRAL, dtype="bfloat16", device="cpu")
-    finally:
-        kvlayers.unregister("noting")
     assert (request["dtype"], request["device"]) == (torch.bfloat16, torch.device("cpu"))
     kvlayers.StaticCache(MISTRAL, 8, dtype="float16")
     for wrong in ("int4", "bfloat", "nn", "int8", torch.int8):

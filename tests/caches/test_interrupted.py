@@ -13,14 +13,13 @@ import torch
 import transformers as tf
 from torch import Tensor
 
-import families
 import fresh_process
 import kvlayers
+from families import model_of
 from kvlayers.core.buffer import TokenBuffer
 from kvlayers.errors import InterruptedPassError, KVLayersError, RollbackError, UnsupportedLayerError
 from matrix import once
 from models import COMMON, bare, fresh_model, given, prompt, tiny_model
-from versions import need_recurrent_layers
 
 LAYERS = 3
 UPDATES = ("update", "update_conv_state", "update_recurrent_state")
@@ -127,11 +126,6 @@ def begun(model: Any, kind: str, ids: Tensor, passes: Sequence[tuple[int, int]] 
 def decoded(model: Any, cache: Any, ids: Tensor, begin: int) -> Tensor:
     """Logits of what follows `begin` tokens, one by one."""
     return torch.stack([passed(model, cache, token) for token in ids[:, begin:].split(1, dim=1)])
-
-
-def model_of(family: str) -> Any:
-    need_recurrent_layers(family)
-    return families.model_and_inputs(family)[0] if family in families.FAMILIES else tiny_model(family)
 
 
 def calls_of(model: Any, kind: str, ids: Tensor, passes: list[tuple[int, int]], before: Callable[[Any], Any]) -> int:
@@ -396,12 +390,16 @@ def test_the_decoder_of_a_pair_is_cropped_and_its_encoder_read_anew_after_a_rese
 
     @torch.no_grad()
     def step(cache: Any, begin: int, end: int) -> Tensor:
-        logits: Tensor = model(
+        return model(
             input_ids=encoder_ids, decoder_input_ids=ids[:, begin:end], past_key_values=cache, use_cache=True
         ).logits
-        return logits
 
-    whole, cache = (kvlayers.make_cache("dynamic", model) for _ in range(2))
+    whole = kvlayers.make_cache("dynamic", model)
+    cache = kvlayers.EncoderDecoderCache(*(kvlayers.DynamicCache(config=model.config) for _ in range(2)))
+    with interrupted(cache.cross_attention_cache, 2):
+        step(cache, 0, 4)
+    assert cache.is_updated == {0: True, 1: False}
+    cache.truncate(0)
     parts = ((0, 4), (4, 5), (5, 6))
     for (begin, end), words in zip(parts, (r"reset\(\) the cache", r"crop\(4\) the", r"crop\(5\) the"), strict=True):
         with interrupted(cache.self_attention_cache, 2):

@@ -44,8 +44,7 @@ def check(answers: Answer, caches: Mapping[str, Cache], copies: Mapping[str, Cac
 
 def values_of(caches: Mapping[str, Cache]) -> dict[str, Cache]:
     """Copies by a plain pickle, whose own tests are elsewhere."""
-    copies: dict[str, Cache] = pickle.loads(pickle.dumps(caches))
-    return copies
+    return pickle.loads(pickle.dumps(caches))
 
 
 @pytest.mark.slow

@@ -56,8 +56,8 @@ def small_model(family: str) -> Any:
     return fresh_model(family, **changes)
 
 
-def filled(model: Any, ids: Tensor) -> DynamicCache:
-    cache = DynamicCache(config=model.config)
+def filled(model: Any, ids: Tensor, cache: Any = None) -> Any:
+    cache = DynamicCache(config=model.config) if cache is None else cache
     model(ids, **{NAME: cache})
     return cache
 
@@ -182,8 +182,7 @@ def test_a_program_cannot_contain_a_cache_that_evicts(strict: bool) -> None:
             self.cache = kvlayers.EvictingCache(self.model, rule="knorm", keep=0.5)
 
         def forward(self, ids: Tensor) -> Tensor:
-            logits: Tensor = self.model(ids, **{NAME: self.cache}).logits
-            return logits
+            return self.model(ids, **{NAME: self.cache}).logits
 
     with pytest.raises(Exception, match="A cache that evicts cannot be part of an exported program") as caught:
         torch.export.export(Reader(), (prompt(1, 150),), strict=strict)
@@ -247,13 +246,7 @@ def test_exporters_of_transformers_refuse_caches_that_are_no_trees(make_cache: A
     from transformers.exporters.exporter_dynamo import DynamoExporter
 
     model = fresh_model("llama")  # the exporter leaves an attribute on it
-    cache = filled_by(model, make_cache(model.config), prompt(1, PROMPT))
+    cache = filled(model, prompt(1, PROMPT), make_cache(model.config))
     with kvlayers.installed(), pytest.raises(UnsupportedLayerError, match=says):
         DynamoExporter().export(model, {"input_ids": prompt(1, 1), NAME: cache}, {"dynamic": False})
     assert cache.get_seq_length() == PROMPT
-
-
-def filled_by(model: Any, cache: Any, ids: Tensor) -> Any:
-    with torch.no_grad():
-        model(ids, **{NAME: cache})
-    return cache

@@ -1,8 +1,7 @@
 """What a cache says of itself, beside what it really holds."""
 
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import kvlayers
 import versions
 from kvlayers.utils.units import readable_bytes
 from models import COMMON, WINDOW, prompt, tiny_model
+from named_factories import registered
 
 LLAMA = tf.LlamaConfig(**COMMON)
 
@@ -163,7 +163,7 @@ def test_caches_plans_and_explanations_are_html_in_notebooks_and_believe_no_name
     cache = filled(Hostile(config=LLAMA))
     assert cache._repr_html_() == cache.summary()._repr_html_()
     cache.prefix_notes = ("<img src=x>",)
-    with kvlayers_named("<b>", lambda request: kvlayers.DynamicCache(config=request.config)):
+    with registered(**{"<b>": lambda request: kvlayers.DynamicCache(config=request.config)}):
         plan = kvlayers.plan(LLAMA, 100, names=["<b>", "int4"])
     pages = [cache._repr_html_(), cache.explain()._repr_html_(), plan._repr_html_()]
     for page in pages:
@@ -172,15 +172,6 @@ def test_caches_plans_and_explanations_are_html_in_notebooks_and_believe_no_name
     assert pages[2].count("<tr") == 3
     assert pages[2].count("font-weight: bold") == 1
     assert pages[2].count("<p>") == len(plan.notes)
-
-
-@contextmanager
-def kvlayers_named(name: str, factory: Any) -> Iterator[None]:
-    kvlayers.register(name)(factory)
-    try:
-        yield
-    finally:
-        kvlayers.unregister(name)
 
 
 def test_the_representation_says_tokens_bits_batch_and_bytes() -> None:

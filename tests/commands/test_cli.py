@@ -135,12 +135,13 @@ def test_a_saved_cache_is_shown(run: Any, saved: Path) -> None:
     seen = kvlayers.inspect_cache(saved)
     assert f"{CONFIG.num_hidden_layers} x DynamicLayer" in result.output
     assert seen.checksum in result.output
-    for words in ("tokens +5", "batch +3", "token ids +not in the file"):
+    for words in ("tokens +5", "batch +3", "token ids +not in the file", r"bits +full precision +\n"):
         assert re.search(words, result.output)
     said = json.loads(run("inspect", saved, "--json").stdout)
     assert said["dtype"] == "float32"
     assert (said["length"], said["batch_size"], said["checksum"]) == (5, 3, seen.checksum)
     assert said["layers"] == list(seen.layers)
+    assert seen.bits == (None,) * CONFIG.num_hidden_layers
 
 
 def test_bits_and_backend_of_a_saved_cache_are_shown(run: Any, tmp_path: Path) -> None:
@@ -156,11 +157,6 @@ def test_bits_and_backend_of_a_saved_cache_are_shown(run: Any, tmp_path: Path) -
     assert re.search(r"bits +8 \(fp8\) in layers 0 to 1 +\n", run("inspect", tmp_path / "fp8").output)
     said = json.loads(run("inspect", tmp_path / "mixed", "--json").stdout)
     assert (said["bits"], said["backends"]) == ([[8, 8], [4, 2]], ["native", "native"])
-
-
-def test_a_saved_cache_in_full_precision_says_so(run: Any, saved: Path) -> None:
-    assert re.search(r"bits +full precision +\n", run("inspect", saved).output)
-    assert kvlayers.inspect_cache(saved).bits == (None,) * CONFIG.num_hidden_layers
 
 
 COMMANDS = ("plan", "inspect", "compile", "run", *commands.OF_THE_LAB)

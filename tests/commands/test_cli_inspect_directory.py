@@ -36,15 +36,6 @@ def directory(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return place
 
 
-def names(directory: str, suffix: str) -> list[str]:
-    fs, root = url_to_fs(directory)
-    return sorted(path for path in fs.find(root) if path.endswith(suffix))
-
-
-def delete(directory: str, path: str) -> None:
-    url_to_fs(directory)[0].rm_file(path)
-
-
 def test_what_a_directory_holds_is_drawn(run: Any, directory: str) -> None:
     result = run("inspect", directory)
     assert result.exit_code == 0, result.output
@@ -78,9 +69,11 @@ def test_the_json_says_the_same(run: Any, directory: str) -> None:
 
 def test_files_behind_a_missing_one_are_named(run: Any, directory: str) -> None:
     before = json.loads(run("inspect", directory, "--json").stdout)
-    sizes = {path: url_to_fs(directory)[0].size(path) for path in names(directory, ".safetensors")}
+    fs, place = url_to_fs(directory)
+    sizes = {path: fs.size(path) for path in fs.find(place) if path.endswith(".safetensors")}
     # The first tokens of the document.
-    delete(directory, root := max(sizes, key=lambda path: sizes[path]))
+    root = max(sizes, key=lambda path: sizes[path])
+    fs.rm_file(root)
     result = run("inspect", directory, "--json")
     assert result.exit_code == 1
     said = json.loads(result.stdout)

@@ -89,6 +89,8 @@ def test_a_prompt_that_is_none_is_refused(way: str, given: Any, words: str) -> N
         ({"past_key_values": {}}, "or the name of one, got a dict"),
         ({"cache_implementation": kvlayers.DynamicCache}, "got the class DynamicCache"),
         ({"cache_implementation": "int4", "cache_config": "nbits=4"}, "`cache_config` must be a mapping"),
+        ({"cache_implementation": "dynamic", "cache_config": {"config": 3}}, "from names to values"),
+        ({"cache_implementation": "dynamic", "cache_config": {1: 2}}, "from names to values"),
         ({"cache_implementation": "sink:window=1", "past_key_values": "int4"}, "ask for different caches"),
         ({"nbits": 2}, r"`nbits` is no option of generate\(\), but one of a cache: pass cache_config=\{'nbits': 2\}"),
         ({"past_key_values": "int4", "length_hint": 24}, r"pass cache_config=\{'length_hint': 24\}"),
@@ -199,28 +201,6 @@ def test_the_default_cache_may_be_named_by_either_argument() -> None:
     with pytest.raises(RegistryError, match="did you mean 'int4'"):
         kvlayers.install(cache_implementation="int44")
     assert not kvlayers.is_installed()
-
-
-@pytest.mark.parametrize("given", [{"device": "cdua"}, {"device": 1.5}, {"device": -1}, {"dtype": "flot"}])
-def test_a_device_or_a_dtype_that_does_not_exist_is_refused(given: dict[str, Any]) -> None:
-    config = tiny_model("llama").config
-    with pytest.raises(OptionError, match=f"`{next(iter(given))}` must be a"):
-        kvlayers.StaticCache(config, max_cache_len=8, **given)
-    with pytest.raises(OptionError, match=f"`{next(iter(given))}` must be a"):
-        kvlayers.SlidingWindowCache(config, max_cache_len=8, **given)
-    # A device of another machine is none the less one.
-    kvlayers.StaticCache(config, max_cache_len=8, device="cuda:7", dtype="bfloat16")
-
-
-def test_a_directory_that_is_no_path_is_refused() -> None:
-    with pytest.raises(OptionError, match="`offload_directory` must be a directory"):
-        kvlayers.StaticCache(
-            tiny_model("llama").config,
-            8,
-            offloading=True,
-            offload_device="disk",
-            offload_directory=3,  # type: ignore[arg-type]
-        )
 
 
 def test_options_of_kvlayers_are_in_the_signature() -> None:

@@ -24,8 +24,7 @@ def test_embeddings_of_new_tokens_alone_are_refused_with_what_to_pass_instead(se
 
     def generated(cache: kvlayers.DynamicCache, embeds: torch.Tensor) -> torch.Tensor:
         how = {"attention_mask": mask, "past_key_values": cache, "max_new_tokens": 5, "do_sample": False}
-        output: torch.Tensor = model.generate(inputs_embeds=embeds, **how)
-        return output
+        return model.generate(inputs_embeds=embeds, **how)
 
     with kvlayers.installed():
         cache = started()

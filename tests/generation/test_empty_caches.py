@@ -16,6 +16,7 @@ from families import FAMILIES, any_model_and_inputs, model_and_inputs
 from kvlayers.upstream import cache_argument, compat
 from matrix import some
 from models import WINDOW, fresh_model, prompt, tiny_model
+from named_factories import registered
 
 MAKERS: dict[str, Callable[[Any], Any]] = {
     "bare": lambda model: transformers.DynamicCache(),
@@ -135,12 +136,7 @@ def test_recurrent_layers_are_replaced_where_they_take_a_chat(family: str) -> No
 
 
 def test_both_parts_of_a_pair_are_replaced() -> None:
-    config = transformers.BartConfig(
-        vocab_size=97, d_model=32, encoder_layers=1, decoder_layers=2, encoder_attention_heads=4,
-        decoder_attention_heads=4, encoder_ffn_dim=32, decoder_ffn_dim=32, max_position_embeddings=64,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model, ids = transformers.BartForConditionalGeneration(config).eval(), prompt(2, 7)
+    model, ids = tiny_model("bart"), prompt(2, 7)
 
     def pair() -> Any:
         return transformers.EncoderDecoderCache(transformers.DynamicCache(), transformers.DynamicCache())
@@ -292,16 +288,9 @@ def test_a_cache_of_pages_is_passed_on_as_it_is() -> None:
 
 
 def test_a_cache_of_transformers_by_the_name_of_a_factory_is_the_one_that_was_named() -> None:
-    @kvlayers.register("theirs")
-    def theirs(request: Any) -> transformers.DynamicCache:
-        return transformers.DynamicCache()
-
-    ids = prompt(1, 5)
-    try:
-        with kvlayers.installed(), warnings.catch_warnings():
-            warnings.filterwarnings("error", message=".*is not used")
-            fresh_model("llama").generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=3, cache_implementation="theirs"
-            )
-    finally:
-        kvlayers.unregister("theirs")
+    model, ids = fresh_model("llama"), prompt(1, 5)
+    how = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 3, "cache_implementation": "theirs"}
+    with registered(theirs=lambda request: transformers.DynamicCache()), warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*is not used")
+        with kvlayers.installed():
+            model.generate(ids, **how)

@@ -35,8 +35,7 @@ def test_every_family_generates_the_tokens_of_transformers(family: str, way: str
     def tokens_of_transformers(name: str | None) -> torch.Tensor:
         forgets = versions.CROSS_ATTENTION_FORGETS and family == "t5gemma"
         how = {"use_cache": False} if forgets else {"cache_implementation": name}
-        tokens: torch.Tensor = generated(model, inputs, **how, **WAYS[way]()).sequences
-        return tokens
+        return generated(model, inputs, **how, **WAYS[way]()).sequences
 
     expected = {name: tokens_of_transformers(name) for name in names if name != "dynamic"}
     # To transformers, no name is the name of its dynamic cache.

@@ -1,6 +1,5 @@
 """generate() returns the tokens that it returns with transformers' own caches, in every way of decoding."""
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -113,20 +112,6 @@ def test_a_conversation_goes_on_from_the_cache_that_is_passed(family: str) -> No
 
 
 @pytest.mark.parametrize("family", some(ATTENDING, OF_EACH_KIND))
-def test_a_prefix_serves_many_prompts_and_stays_as_it_was(family: str) -> None:
-    prefix, twins = prompt(1, 20), (copy.deepcopy, lambda cache: cache.fork())
-    prompts = [torch.cat([prefix, prompt(1, 3, seed=seed)], dim=1) for seed in (1, 2)]
-    expected = [generate(family, ids) for ids in prompts]
-    for kind, make in caches_for(family).items():
-        cache = make()
-        with torch.no_grad():
-            tiny_model(family)(prefix, past_key_values=cache)
-        for twin_of, ids, tokens in zip(twins, prompts, expected, strict=True):
-            assert torch.equal(generate(family, ids, past_key_values=twin_of(cache)), tokens), kind
-        assert cache.get_seq_length() == 20
-
-
-@pytest.mark.parametrize("family", some(ATTENDING, OF_EACH_KIND))
 def test_prompt_lookup_and_a_draft_model_change_no_token(family: str) -> None:
     # A prompt that repeats itself, so that look-up finds drafts, and a draft that is wrong often enough to roll back.
     ids = torch.cat([prompt(1, 6)] * 4, dim=1)
@@ -159,17 +144,6 @@ def test_a_cache_records_no_more_after_assisted_decoding(installed: None) -> Non
     assert cache.layers[0].keys.shape[2] < 8
 
 
-@pytest.mark.parametrize("family", ENCODER_DECODERS)
-def test_logits_of_encoder_decoders_are_those_of_transformers(family: str) -> None:
-    """Random encoder-decoders repeat one token, which says little: their logits say more."""
-    how = {"output_logits": True, "return_dict_in_generate": True, "num_beams": 1}
-    expected = generate(family, prompt(2), **how)
-    with kvlayers.installed():
-        for name in NAMES:
-            seen = generate(family, prompt(2), cache_implementation=name, **how)
-            assert torch.equal(torch.stack(seen.logits), torch.stack(expected.logits)), name
-
-
 @pytest.mark.parametrize("family", ATTENDING)
 def test_a_chunk_of_queries_after_a_full_window_sees_what_single_ones_see(family: str) -> None:
     model = tiny_model(family)
@@ -181,18 +155,6 @@ def test_a_chunk_of_queries_after_a_full_window_sees_what_single_ones_see(family
             parts = [model(chunk, past_key_values=cache).logits for chunk in ids.split([11, 1, 7, 4, 1, 6], dim=1)]
             # Chunks change the order of sums in a matrix product, by a few units in the last place.
             torch.testing.assert_close(torch.cat(parts, dim=1), whole, rtol=1e-4, atol=1e-4)
-
-
-def test_inference_mode_and_no_grad_may_take_turns() -> None:
-    model, ids = tiny_model("gemma3"), prompt(1)
-    expected = generate("gemma3", ids)
-    for make in caches_for("gemma3").values():
-        cache, tokens, step = make(), ids, ids
-        for turn in range(NEW_TOKENS):
-            with torch.inference_mode() if turn % 3 else torch.no_grad():
-                step = model(step, past_key_values=cache).logits[:, -1].argmax(-1, keepdim=True)
-            tokens = torch.cat([tokens, step.clone()], dim=1)
-        assert torch.equal(tokens, expected)
 
 
 @pytest.mark.parametrize(("made_for", "given_to"), [("gemma3", "llama"), ("mistral", "qwen2"), ("gemma3", "gemma2")])
@@ -241,7 +203,9 @@ def test_a_static_cache_that_a_model_is_given_masks_of_all_slots_for_is_refused_
     how = {"max_new_tokens": 4, "do_sample": False}
     expected = model.generate(ids, use_cache=False, **how)
     with kvlayers.installed():
-        assert torch.equal(model.generate(ids, cache_implementation="static", **how), expected)
+        # Nor is it compiled around.
+        for more in ({}, {"compile_config": transformers.CompileConfig(backend="eager")}):
+            assert torch.equal(model.generate(ids, cache_implementation="static", **more, **how), expected)
         if generate_calls.masks_the_whole_reservation(model):
             with pytest.raises(kvlayers.errors.ConfigError, match="cache_implementation='static'"):
                 model.generate(ids, past_key_values=cache, **how)

@@ -141,19 +141,10 @@ def test_lists_of_states_are_assigned_to_the_layers(kind: Any, legacy_names: Non
 def test_caches_of_transformers_have_their_old_methods_again(legacy_names: None) -> None:
     cache = transformers.DynamicCache()
     assert (cache.seen_tokens, list(cache), cache.to_legacy_cache()) == (0, [], ())
-    pairs = [(torch.randn(2, 2, 7, 8), torch.randn(2, 2, 7, 4)) for _ in range(3)]
-    for index, pair in enumerate(pairs):
-        cache.update(*pair, index)
+    for index in range(3):
+        cache.update(torch.randn(2, 2, 7, 8), torch.randn(2, 2, 7, 4), index)
     assert (cache.seen_tokens, cache.get_usable_length(3), cache.get_usable_length(3, 1)) == (7, 7, 7)
     assert (cache.get_max_length(), cache.get_max_cache_shape()) == (None, -1)
-    for index, (keys, values) in enumerate(cache):
-        for seen in ((keys, values), cache[index], (cache.key_cache[index], cache.value_cache[index])):
-            assert all(map(torch.equal, seen, pairs[index]))
-    legacy = cache.to_legacy_cache()
-    again = transformers.DynamicCache.from_legacy_cache(legacy)
-    assert type(again) is transformers.DynamicCache
-    assert len(again) == len(legacy) == 3
-    assert all(torch.equal(*keys) for keys in zip(again.key_cache, cache.key_cache, strict=True))
     assert transformers.DynamicCache.from_legacy_cache(None).get_seq_length() == 0
     with pytest.raises((kvlayers.errors.LegacyFormatError, ValueError)):
         transformers.DynamicCache.from_legacy_cache(((torch.randn(1, 2, 3, 4),),))
@@ -168,19 +159,6 @@ def test_crop_of_caches_of_transformers_takes_a_length_again(legacy_names: None)
         assert [cache.get_seq_length(index) for index in range(2)] == [expected] * 2
     cache.crop(max_length=1)
     assert [cache.get_seq_length(index) for index in range(2)] == [1, 1]
-
-
-def test_pairs_of_caches_of_transformers_have_their_old_methods_again(legacy_names: None) -> None:
-    four = tuple(tuple(torch.randn(1, 2, tokens, 8) for tokens in (3, 3, 5, 5)) for _ in range(2))
-    cache = transformers.EncoderDecoderCache.from_legacy_cache(four)
-    assert type(cache) is transformers.EncoderDecoderCache
-    assert cache.is_updated == {0: True, 1: True}
-    assert cache.get_seq_length() == 3
-    for seen in (cache.to_legacy_cache(), tuple(cache), tuple(cache[index] for index in range(2))):
-        assert all(all(map(torch.equal, *layers)) for layers in zip(seen, four, strict=True))
-    own_alone = transformers.EncoderDecoderCache.from_legacy_cache(tuple(layer[:2] for layer in four))
-    assert {len(layer) for layer in own_alone.to_legacy_cache()} == {2}
-    assert not any(own_alone.is_updated.values())
 
 
 def test_a_static_cache_of_transformers_reads_as_what_it_reserves(legacy_names: None) -> None:

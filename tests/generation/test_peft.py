@@ -1,16 +1,13 @@
 """PEFT's prefix tuning: a prompt of keys and values is trained through a cache, and then decoded behind."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import Tensor
 
 import kvlayers
 import versions
-from kvlayers.core.legacy_api import LegacyStates
 from matrix import once
 from models import ENCODER_DECODERS, fresh_model, prompt
 
@@ -127,21 +124,3 @@ def test_a_prefix_is_trained_where_peft_has_moved_it_to_the_devices_of_layers(
     monkeypatch.setattr(model.get_base_model(), "hf_device_map", devices, raising=False)
     seen, _ = training_steps(model)
     assert seen == pytest.approx(expected, rel=1e-5)
-
-
-def test_gradients_reach_what_tuples_were_projected_from() -> None:
-    model, ids = fresh_model("llama"), prompt(2)
-    projection = torch.nn.Linear(8, 2 * 2 * 2 * 8)
-
-    def gradient_through(make_cache: Callable[[LegacyStates], transformers.Cache]) -> Tensor:
-        projection.zero_grad()
-        # Layers, then keys and values: [batch, kv_heads, tokens, head_dim] each.
-        states = projection(torch.eye(8)).view(1, 8, 2, 2, 2, 8).expand(2, -1, -1, -1, -1, -1).permute(2, 3, 0, 4, 1, 5)
-        pairs = tuple((keys, values) for keys, values in states)
-        model(ids, past_key_values=make_cache(pairs), labels=ids).loss.backward()
-        return projection.weight.grad.clone()
-
-    expected = gradient_through(transformers.DynamicCache)
-    assert expected.abs().max() > 0
-    torch.testing.assert_close(gradient_through(kvlayers.DynamicCache.from_legacy_cache), expected)
-    torch.testing.assert_close(gradient_through(kvlayers.DynamicCache), expected)

@@ -21,7 +21,6 @@ from matrix import once, some
 from models import ATTENDING, ENCODER_DECODERS, prompt, tiny_model
 
 SMALL: dict[str, Any] = {"residual_length": 16, "sink_tokens": 4}
-BLOCK = 64
 TOKENS = 140
 """Of a prompt: 4 sinks, one block, and 72 tokens in the residual, which has room for 16 and a block."""
 BEFORE_THE_NEXT_BLOCK = 8
@@ -44,7 +43,6 @@ SEEDS = {
     "bart": 8,
 }
 """Prompts whose greedy tokens are ahead of the others by several times the error of 8 bits."""
-FULL_ATTENTION = ("llama", "qwen2", "gpt2", "deepseek_v3")
 DECODERS = (*ATTENDING, "jamba")
 WITH_BLOCKS = tuple(family for family in DECODERS if family != "mistral")
 WIDE = 100
@@ -290,20 +288,6 @@ def test_cross_attention_is_quantized_once(family: str, arguments: dict[str, Any
             for name, tensor in layer.tensors.items():
                 # Bit for bit, where beams of one prompt are copies of each other.
                 assert torch.equal(tensor, first.tensors[name]), name
-
-
-def test_an_encoder_decoder_cache_may_mix_kinds() -> None:
-    model, given = tiny_model("t5"), inputs("t5")
-    expected = generated(model, given, past_key_values=in_full_precision(model))
-    for own, cross in ((8, None), (None, 8)):
-        parts = [
-            kvlayers.DynamicCache()
-            if nbits is None
-            else kvlayers.QuantizedCache(config=model.config, nbits=nbits, **SMALL)
-            for nbits in (own, cross)
-        ]
-        output = generated(model, given, past_key_values=kvlayers.EncoderDecoderCache(*parts))
-        assert torch.equal(output.sequences, expected.sequences)
 
 
 # Ways of decoding

@@ -77,23 +77,6 @@ def test_greedy_tokens_are_those_of_transformers(model: Any, text: torch.Tensor,
         ), "drafts are verified several at once, which in bfloat16 may tip a tie"
 
 
-def test_a_saved_state_goes_on_as_if_nothing_had_happened(
-    model: Any, text: torch.Tensor, expected: torch.Tensor
-) -> None:
-    cache = kvlayers.DynamicCache(config=model.config)
-    with torch.no_grad():
-        model(text[:, :-1], past_key_values=cache)
-    state, whole = cache.state(), cache.fork()
-    cache.crop(CONTEXT // 2)
-    again = kvlayers.DynamicCache(config=model.config)
-    again.load_state(state)
-    seen = generated(model, text, past_key_values=again)
-    assert torch.equal(seen, generated(model, text, past_key_values=whole))
-    assert torch.equal(seen, expected) or model.dtype == torch.bfloat16, (
-        "the last token alone rather than with the prompt, which in bfloat16 may tip a tie"
-    )
-
-
 @pytest.mark.nightly
 def test_text_of_ten_windows_is_predicted_as_by_recomputing_sinks_and_window(text_of_windows: torch.Tensor) -> None:
     """The last ones token by token; the paper's reference recomputes, for each token, all that is held as one text."""

@@ -14,6 +14,7 @@ import kvlayers
 import versions
 from kvlayers.core import named_caches
 from models import fresh_model, prompt, tiny_model
+from named_factories import registered
 
 CLASSES = {
     "auto": kvlayers.DynamicCache,
@@ -123,16 +124,14 @@ def test_a_name_of_ones_own_is_accepted_everywhere_while_installed(tmp_path: Pat
     class Mine(kvlayers.DynamicCache):
         """A cache of the user's."""
 
+    def make(request: kvlayers.CacheRequest) -> Mine:
+        assert request.length_hint == 8
+        assert request.dtype == torch.float32
+        assert request.device == torch.device("cpu")
+        return Mine(config=request.config, **request.options)
+
     with kvlayers.installed():
-
-        @kvlayers.register("mine")
-        def make(request: kvlayers.CacheRequest) -> Mine:
-            assert request.length_hint == 8
-            assert request.dtype == torch.float32
-            assert request.device == torch.device("cpu")
-            return Mine(config=request.config, **request.options)
-
-        try:
+        with registered(mine=make):
             config = transformers.GenerationConfig(cache_implementation="mine", pad_token_id=0)
             save(config, tmp_path)
             loaded = transformers.GenerationConfig.from_pretrained(tmp_path)
@@ -140,15 +139,8 @@ def test_a_name_of_ones_own_is_accepted_everywhere_while_installed(tmp_path: Pat
             assert type(used_cache(generation_config=loaded)) is Mine
             with pytest.raises(kvlayers.OptionError, match="length_hnt"):
                 used_cache(cache_implementation="mine", cache_config={"length_hnt": 3})
-        finally:
-            kvlayers.unregister("mine")
         with pytest.raises(ValueError, match="mine"):
             transformers.GenerationConfig(cache_implementation="mine").validate()
-
-
-def test_options_of_a_name_reach_its_cache(installed: None) -> None:
-    cache = used_cache("llama", cache_implementation="static", cache_config={"max_cache_len": 77})
-    assert cache.get_max_length() == 77
 
 
 @versions.cache_length_of_a_call
@@ -179,14 +171,6 @@ def test_a_quantized_name_has_its_backend_and_its_bits(name: str, installed: Non
     kinds = kvlayers.SlidingLayer, kvlayers.SlidingLayer, kvlayers.QuantizedLayer, kvlayers.SlidingLayer
     assert all(isinstance(layer, kind) for layer, kind in zip(hybrid.layers, kinds, strict=True))
     assert bits(hybrid) == QUANTIZED[name]
-
-
-@pytest.mark.parametrize(
-    ("name", "option"), [("int8", {"nbits": 2}), ("fp8", {"backend": "native"}), ("int2", {"nbits": 4})]
-)
-def test_an_option_does_not_say_other_than_the_name(name: str, option: dict[str, Any]) -> None:
-    with pytest.raises(kvlayers.OptionError, match="for a cache of this name, got"):
-        kvlayers.make_cache(name, tiny_model("llama"), **option)
 
 
 GIVEN = {"nbits": 2, "value_nbits": 8, "residual_length": 32, "sink_tokens": 0, "key_group_size": 16}
@@ -294,20 +278,6 @@ def test_an_unknown_name_is_refused_with_those_that_exist(installed: None) -> No
             used_cache(cache_implementation=wrong)
 
 
-@pytest.mark.parametrize(
-    ("options", "twice"),
-    [
-        ("residual_length=1,residual_length=2", "residual_length"),
-        ("recall.pages=1,recall.pages=2", "recall.pages"),
-        ("recall=1,recall.pages=2", "recall.pages"),
-        ("recall.pages=1,recall=2", "recall"),
-    ],
-)
-def test_an_option_behind_a_name_is_given_once(options: str, twice: str) -> None:
-    with pytest.raises(kvlayers.OptionError, match=f"must have each option once, got '{twice}' twice in 'recall:"):
-        kvlayers.make_cache(f"recall:{options}", tiny_model("llama"))
-
-
 def test_a_static_cache_needs_a_size() -> None:
     with pytest.raises(kvlayers.OptionError, match="max_cache_len.* None"):
         kvlayers.make_cache("static", tiny_model("llama"))
@@ -315,12 +285,9 @@ def test_a_static_cache_needs_a_size() -> None:
 
 
 def test_a_factory_that_returns_no_cache_is_named() -> None:
-    kvlayers.register("broken")(lambda request: 3)
-    try:
-        with pytest.raises(kvlayers.errors.RegistryError, match="factory of 'broken' must return a cache, got a int"):
-            kvlayers.make_cache("broken", tiny_model("llama"))
-    finally:
-        kvlayers.unregister("broken")
+    words = "factory of 'broken' must return a cache, got a int"
+    with registered(broken=lambda request: 3), pytest.raises(kvlayers.errors.RegistryError, match=words):
+        kvlayers.make_cache("broken", tiny_model("llama"))
 
 
 def test_other_packages_register_by_entry_points(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -334,6 +301,26 @@ def test_other_packages_register_by_entry_points(monkeypatch: pytest.MonkeyPatch
         kvlayers.StaticCache, "__init__", lambda self, request: kvlayers.Cache.__init__(self, layers=[])
     )
     assert type(kvlayers.make_cache("theirs", tiny_model("llama"))) is kvlayers.StaticCache
+
+
+TWICE = "must have each option once, got '{}' twice in 'recall:"
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        ("int8", {"nbits": 2}, "for a cache of this name, got"),
+        ("fp8", {"backend": "native"}, "for a cache of this name, got"),
+        ("int2", {"nbits": 4}, "for a cache of this name, got"),
+        ("recall:residual_length=1,residual_length=2", {}, TWICE.format("residual_length")),
+        ("recall:recall.pages=1,recall.pages=2", {}, TWICE.format("recall.pages")),
+        ("recall:recall=1,recall.pages=2", {}, TWICE.format("recall.pages")),
+        ("recall:recall.pages=1,recall=2", {}, TWICE.format("recall")),
+    ],
+)
+def test_options_of_a_name_are_given_once(name: str, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(kvlayers.OptionError, match=said):
+        kvlayers.make_cache(name, tiny_model("llama"), **options)
 
 
 @pytest.mark.parametrize(

@@ -84,8 +84,7 @@ def prompt(tokens: int) -> torch.Tensor:
 
 def answer(model: Any, ids: torch.Tensor, **options: Any) -> list[int]:
     sequences = model.generate(ids, attention_mask=torch.ones_like(ids), **{**ANSWER, **options})
-    found: list[int] = sequences[0, ids.shape[1] :].tolist()
-    return found
+    return sequences[0, ids.shape[1] :].tolist()
 
 
 _alone: dict[tuple[str, int], list[int]] = {}

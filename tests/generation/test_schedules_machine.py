@@ -61,8 +61,7 @@ class Schedules(RuleBasedStateMachine):
 
     @torch.no_grad()
     def expected(self, text: list[int]) -> Tensor:
-        logits: Tensor = self.model(torch.tensor([text]), use_cache=False).logits[0, -1]
-        return logits
+        return self.model(torch.tensor([text]), use_cache=False).logits[0, -1]
 
     @torch.no_grad()
     def step(self, token: int) -> None:

@@ -1,5 +1,6 @@
 """Models that keep states outside of the cache, or states that cannot be rolled back, are left alone there."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import kvlayers_lab
 import versions
 from families import FAMILIES, any_model_and_inputs
 from kvlayers.interop.adapter import TransformersLayer
-from kvlayers.upstream import cache_argument, model_types
+from kvlayers.upstream import cache_argument
 from kvlayers.upstream.model_types import kept_states
 
 
@@ -64,17 +65,6 @@ class Inheriting(Remembering):
 def test_states_of_any_module_are_found(module_class: type[nn.Module]) -> None:
     assert kept_states(nn.Sequential(nn.Linear(2, 2), module_class())) == "1.last"
     assert kept_states(nn.Sequential(nn.Linear(2, 2), nn.LSTM(2, 2))) is None
-
-
-def test_samples_of_a_model_that_keeps_states_in_its_modules() -> None:
-    """Its prompt was computed for one row, and its samples went on from states of another batch."""
-    model = every_causal_model.model_of("recurrent_gemma")
-    ids, how = ids_of(40), {"do_sample": True, "num_return_sequences": 3}
-    torch.manual_seed(1)
-    expected = generated(model, ids, **how)
-    with kvlayers.installed():
-        torch.manual_seed(1)
-        assert torch.equal(generated(model, ids, **how), expected)
 
 
 def by_full_passes(model: Any, ids: Tensor, tokens: int = 6) -> list[int]:
@@ -128,33 +118,59 @@ def test_a_filled_cache_of_a_model_that_keeps_states_in_its_modules_is_refused()
     assert found[0, -6:].tolist() == by_full_passes(model, longer)
 
 
-def test_drafts_of_any_model_that_keeps_states_in_its_modules_are_refused() -> None:
-    """Also of one whose class says nothing of states."""
+def remembering() -> Any:
+    """A model that keeps states although its class says nothing of them."""
     model = every_causal_model.model_of("llama")
     model.model.norm = nn.Sequential(model.model.norm, Remembering())
     assert not model._is_stateful
-    with kvlayers.installed(), pytest.raises(kvlayers.errors.RollbackError, match="1.last"):
-        generated(model, ids_of(12), prompt_lookup_num_tokens=2)
+    return model
 
 
-def test_a_model_that_keeps_states_in_its_modules_makes_no_drafts() -> None:
-    """Its cache was rolled back, and an interrupted pass was blamed."""
-    model, assistant = every_causal_model.model_of("llama"), every_causal_model.model_of("recurrent_gemma")
-    said = "`assistant_model` must keep its states in its cache, to roll drafts back, got a R.*conv1d_state"
-    for rows in (1, 2):
-        with kvlayers.installed(), pytest.raises(kvlayers.errors.RollbackError, match=said):
-            generated(model, ids_of(12).repeat(rows, 1), assistant_model=assistant)
-    with pytest.raises(kvlayers.OptionError, match=said):
-        kvlayers.generate_many(model, [ids_of(12)], assistant_model=assistant)
+Refused = tuple[Callable[[Any, Any], object], type[Exception], str]
+DRAFTS = "`assistant_model` must keep its states in its cache, to roll drafts back, got a R.*conv1d_state"
+REFUSED: dict[str, Refused] = {
+    "drafts that are looked up": (
+        lambda model, keeps: generated(remembering(), ids_of(12), prompt_lookup_num_tokens=2),
+        kvlayers.errors.RollbackError,
+        "1.last",
+    ),
+    # Its cache was rolled back, and an interrupted pass was blamed.
+    "drafts by it": (
+        lambda model, keeps: generated(model, ids_of(12), assistant_model=keeps),
+        kvlayers.errors.RollbackError,
+        DRAFTS,
+    ),
+    "drafts by it of two prompts": (
+        lambda model, keeps: generated(model, ids_of(12).repeat(2, 1), assistant_model=keeps),
+        kvlayers.errors.RollbackError,
+        DRAFTS,
+    ),
+    "drafts by it of rows": (
+        lambda model, keeps: kvlayers.generate_many(model, [ids_of(12)], assistant_model=keeps),
+        kvlayers.OptionError,
+        DRAFTS,
+    ),
+    "documents": (
+        lambda model, keeps: kvlayers.generate(
+            keeps, documents=[ids_of(12), ids_of(9)], question=ids_of(4), recompute=0, max_new_tokens=2
+        ),
+        kvlayers.OptionError,
+        "conv1d_state|takes no cache",
+    ),
+    "scores": (
+        lambda model, keeps: kvlayers_lab.score(keeps, [ids_of(12)[0].tolist()], [[[3, 4]]]),
+        kvlayers.errors.ConfigError,
+        "keep all of its states|must take a cache",
+    ),
+}
 
 
-def test_documents_and_scores_of_a_model_that_keeps_states_in_its_modules_are_refused() -> None:
-    model, ids = every_causal_model.model_of("recurrent_gemma"), ids_of(12)
-    why = "conv1d_state" if cache_argument.is_taken_by(model) else "takes no cache"
-    with pytest.raises(kvlayers.OptionError, match=why):
-        kvlayers.generate(model, documents=[ids, ids_of(9)], question=ids_of(4), recompute=0, max_new_tokens=2)
-    with pytest.raises(kvlayers.errors.ConfigError, match="keep all of its states|must take a cache"):
-        kvlayers_lab.score(model, [ids[0].tolist()], [[[3, 4]]])
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_states_in_modules_cannot_do_is_refused(what: str) -> None:
+    call, error, said = REFUSED[what]
+    models = [every_causal_model.model_of(model_type) for model_type in ("llama", "recurrent_gemma")]
+    with kvlayers.installed(), pytest.raises(error, match=said):
+        call(*models)
 
 
 def test_a_cache_without_the_states_of_its_model_is_not_copied() -> None:
@@ -209,25 +225,6 @@ def test_a_layer_is_cropped_if_its_crop_knows_its_states(layer_class: type, may:
     assert layer.length == (3 if may else 5)
 
 
-def test_compressed_states_are_not_rolled_back() -> None:
-    """All is within the window, so that nothing else prevents it: 8 of 9 tokens were found, with states of all."""
-    model, ids = every_causal_model.model_of("deepseek_v4"), ids_of(9)
-    cache = kvlayers.DynamicCache(config=model.config)
-    with torch.no_grad():
-        model(ids, past_key_values=cache)
-    with pytest.raises(kvlayers.errors.RollbackError, match="states beside its keys and values"):
-        cache.crop(-1)
-    store = kvlayers.PrefixStore(2**24)
-    for asked in (ids_of(12), ids_of(12)[:, :9], ids_of(12)):
-        expected = generated(model, asked, return_dict_in_generate=True, output_logits=True).logits
-        with kvlayers.installed(prefix_store=store):
-            found = generated(model, asked, return_dict_in_generate=True, output_logits=True).logits
-        # Other shapes of the same products round differently; what was wrong was off by 0.1.
-        torch.testing.assert_close(torch.cat(found), torch.cat(expected), rtol=0, atol=1e-3)
-    # A whole stored sequence serves.
-    assert store.statistics.hits
-
-
 def test_a_model_that_takes_one_token_at_a_time_behind_others() -> None:
     """A second turn is passed one by one, and a store is not used, since its states depend on that."""
     versions.need_since("5.1", "tokens of prophetnet one by one")
@@ -273,11 +270,6 @@ def test_windows_beside_recurrent_states_are_not_compiled_with_masks_for_every_t
     with kvlayers.installed():
         cache = kvlayers.make_cache(name, model, max_cache_len=200)
         assert torch.equal(generated(model, ids, past_key_values=cache, compile_config=compiled), expected)
-
-
-def test_models_that_take_one_token_at_a_time_are_known() -> None:
-    assert model_types.tokens_at_once(every_causal_model.config_of("prophetnet")) == 1
-    assert model_types.tokens_at_once(every_causal_model.config_of("llama")) is None
 
 
 def test_states_that_a_layer_keeps_by_name_are_selected_once() -> None:

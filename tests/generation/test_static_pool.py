@@ -1,6 +1,7 @@
 """generate() with static caches: the tokens of eager code, few graphs, and memory that a compiled call uses again."""
 
 import copy
+import functools
 import gc
 import warnings
 import weakref
@@ -18,7 +19,7 @@ from families import FAMILIES
 from kvlayers import CapacityError
 from kvlayers.stores import Buckets
 from matrix import once, some
-from models import fresh_model, prompt, tiny_model
+from models import fresh_model, prompt, tiny_model, without_mlps
 
 pytestmark = pytest.mark.slow
 
@@ -36,7 +37,8 @@ STATIC: dict[str, Any] = {"cache_implementation": "static"}
 
 
 @pytest.fixture(autouse=True)
-def _no_limit() -> Any:
+def _nothing_is_kept_and_any_number_of_graphs() -> Any:
+    kvlayers.free_reservations()
     with torch._dynamo.config.patch(recompile_limit=256, accumulated_recompile_limit=512):
         yield
 
@@ -44,7 +46,12 @@ def _no_limit() -> Any:
 def new_model(family: str, seed: int = 0) -> Any:
     """A model that no other test has generated with."""
     name, changes = MODELS.get(family, (family, {}))
-    return fresh_model(name, seed, **changes)
+    model = fresh_model(name, seed, **changes)
+    return without_mlps(model) if name == "qwen2" else model
+
+
+shared_model = functools.cache(new_model)
+"""A model for tests that do not count graphs: what is compiled for one of them, the others use."""
 
 
 def compiling(**options: Any) -> dict[str, Any]:
@@ -59,21 +66,9 @@ def generate(model: Any, ids: Tensor, **arguments: Any) -> Any:
     return model.generate(ids, **{**defaults, **arguments})
 
 
-class Recording(transformers.LogitsProcessor):
-    """Keeps the logits of each step: random models may repeat one token, which says little."""
-
-    def __init__(self) -> None:
-        self.logits: list[Tensor] = []
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        self.logits.append(scores.clone())
-        return scores
-
-
 def logits_of(model: Any, ids: Tensor, **arguments: Any) -> Tensor:
-    recording = Recording()
-    generate(model, ids, logits_processor=transformers.LogitsProcessorList([recording]), **arguments)
-    return torch.stack(recording.logits)
+    """Of each step: random models may repeat one token, which says little."""
+    return torch.stack(generate(model, ids, output_logits=True, return_dict_in_generate=True, **arguments).logits)
 
 
 class Caches:
@@ -117,7 +112,7 @@ WAYS: dict[str, dict[str, Any]] = {
     ("family", "name"), [("hybrid", "static"), pytest.param("jamba", "hybrid_chunked", marks=pytest.mark.nightly)]
 )
 def test_compiled_tokens_are_those_of_the_eager_dynamic_cache(family: str, name: str) -> None:
-    model, ids = new_model(family), prompt(2, PROMPT)
+    model, ids = shared_model(family), prompt(2, PROMPT)
     expected = {way: generate(model, ids, **WAYS[way]) for way in WAYS}
     with kvlayers.installed():
         for way, arguments in WAYS.items():
@@ -133,7 +128,7 @@ def test_compiled_tokens_are_those_of_the_eager_dynamic_cache(family: str, name:
 
 @pytest.mark.parametrize("family", ["hybrid", "llama4", "jamba"])
 def test_compiled_batches_may_be_padded_on_the_left(family: str) -> None:
-    model = new_model(family)
+    model = shared_model(family)
     mask = torch.tensor([[0] * 5 + [1] * 4, [1] * 9])
     ids = torch.where(mask == 1, prompt(2, 9), 0)
     expected = logits_of(model, ids, attention_mask=mask)
@@ -143,7 +138,7 @@ def test_compiled_batches_may_be_padded_on_the_left(family: str) -> None:
 
 
 def test_compiled_decoding_stops_where_eager_decoding_stops(installed: None) -> None:
-    model, ids = new_model("hybrid"), prompt(2, PROMPT)
+    model, ids = shared_model("hybrid"), prompt(2, PROMPT)
     free = generate(model, ids)
     for row, step in ((0, 4), (1, 11), (0, 0)):
         how = {"eos_token_id": int(free[row, PROMPT + step]), "pad_token_id": 0}
@@ -171,8 +166,8 @@ OTHER_WAYS: dict[str, dict[str, Any]] = {
     ],
 )
 def test_ways_that_are_not_compiled_keep_their_tokens(installed: None, family: str, way: str) -> None:
-    model = new_model(family)
-    arguments = {"assistant_model": new_model(family, seed=1)} if way == "a draft model" else OTHER_WAYS[way]
+    model = shared_model(family)
+    arguments = {"assistant_model": shared_model(family, seed=1)} if way == "a draft model" else OTHER_WAYS[way]
     ids = torch.cat([prompt(1, 4)] * 3, dim=1)
     expected = generate(model, ids, **arguments)
     # Chunks are compiled for as well, which takes long: with beams, they are not.
@@ -282,7 +277,7 @@ SCHEDULES: dict[str, tuple[list[tuple[int, int, dict[str, Any]]], int]] = {
 
 @pytest.mark.parametrize("schedule", some(SCHEDULES, [*SCHEDULES][:-2]))
 def test_a_cache_serves_the_calls_that_it_is_large_enough_for(installed: None, schedule: str) -> None:
-    model, (calls, used) = new_model("hybrid"), SCHEDULES[schedule]
+    model, (calls, used) = shared_model("hybrid"), SCHEDULES[schedule]
     asked = [{"ids": prompt(batch, PROMPT), "max_new_tokens": tokens} for batch, tokens, _ in calls]
     expected = [generate(model, **call) for call in asked]
     caches = Caches(model)
@@ -314,7 +309,7 @@ def test_a_cache_that_somebody_holds_is_never_used_again(
     installed: None, compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two that were returned, one that was passed, and one that code of the user's holds since a call."""
-    model, ids = new_model("hybrid"), prompt(2, PROMPT)
+    model, ids = shared_model("hybrid"), prompt(2, PROMPT)
     how = compiling() if compiled else STATIC
     expected = generate(model, ids)
     generate(model, ids, **how)
@@ -346,7 +341,7 @@ def test_a_cache_that_somebody_holds_is_never_used_again(
 
 
 def test_models_do_not_share_memory(installed: None) -> None:
-    one, other = new_model("hybrid"), new_model("hybrid", seed=1)
+    one, other = shared_model("hybrid"), shared_model("hybrid", seed=1)
     ids = prompt(1, PROMPT)
     expected = [generate(model, ids) for model in (one, other)]
     caches = [Caches(model) for model in (one, other)]
@@ -374,7 +369,7 @@ class Calling(transformers.LogitsProcessor):
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_call_within_a_call_has_a_cache_of_its_own(installed: None, compiled: bool) -> None:
-    model, outer, inner = new_model("hybrid"), prompt(2, PROMPT), prompt(2, 6, seed=4)
+    model, outer, inner = shared_model("hybrid"), prompt(2, PROMPT), prompt(2, 6, seed=4)
     how = compiling() if compiled else STATIC
     expected = generate(model, outer), generate(model, inner)
     generate(model, outer, **how)
@@ -393,7 +388,7 @@ def test_a_call_within_a_call_has_a_cache_of_its_own(installed: None, compiled: 
 
 
 def test_an_error_within_a_call_leaves_later_calls_right(installed: None) -> None:
-    model, ids = new_model("hybrid"), prompt(2, PROMPT)
+    model, ids = shared_model("hybrid"), prompt(2, PROMPT)
     expected = generate(model, ids)
 
     def fail() -> None:
@@ -411,7 +406,7 @@ def test_an_error_within_a_call_leaves_later_calls_right(installed: None) -> Non
 def test_a_reservation_that_is_too_small_refuses_before_anything_is_written(
     installed: None, family: str, compiled: bool
 ) -> None:
-    model, ids = new_model(family), prompt(2, PROMPT)
+    model, ids = shared_model(family), prompt(2, PROMPT)
     expected, how = generate(model, ids), compiling() if compiled else STATIC
     for _ in range(2):
         with pytest.raises(CapacityError, match=r"at most 20 tokens.*20 held and 1 new|reservation of 20"):
@@ -429,7 +424,7 @@ def test_a_reservation_that_is_too_small_refuses_before_anything_is_written(
 
 
 def test_memory_is_let_go_of_when_it_is_asked_for() -> None:
-    model, ids = new_model("hybrid"), prompt(2, PROMPT)
+    model, ids = shared_model("hybrid"), prompt(2, PROMPT)
     with kvlayers.installed():
         caches = Caches(model)
         generate(model, ids, **compiling())
@@ -493,7 +488,7 @@ def test_eager_calls_keep_no_byte_for_a_call_that_may_never_come(installed: None
 
 
 def test_eager_calls_leave_the_memory_of_a_compiled_program_alone(installed: None) -> None:
-    model, ids = new_model("hybrid"), prompt(2, PROMPT)
+    model, ids = shared_model("hybrid"), prompt(2, PROMPT)
     expected, caches = generate(model, ids), Caches(model)
     others = (STATIC, {"cache_implementation": "dynamic"}, {**STATIC, "cache_config": {"max_cache_len": 300}})
     for how in (compiling(), *(how for other in others for how in (other, compiling()))):

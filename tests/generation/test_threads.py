@@ -128,8 +128,7 @@ def repetitive(seed: int = 0) -> Tensor:
 
 def tokens_of(model: Any, ids: Tensor, **how: Any) -> Tensor:
     defaults = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "attention_mask": torch.ones_like(ids)}
-    tokens: Tensor = model.generate(ids, **{**defaults, **how})
-    return tokens
+    return model.generate(ids, **{**defaults, **how})
 
 
 def a_model(family: str) -> Any:

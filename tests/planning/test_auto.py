@@ -50,14 +50,6 @@ def test_generate_takes_what_the_free_memory_has_room_for(
     assert "'auto' takes 'int8'" in caplog.text
 
 
-@pytest.mark.parametrize("name", ["dynamic", "int8", "int4"])
-def test_it_takes_the_most_faithful_that_fits(name: str, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "kvlayers.planning")
-    cache = chosen(device_bytes(name))
-    assert f"'auto' takes '{name}'" in caplog.text
-    assert isinstance(cache, kvlayers.QuantizedCache) is (name != "dynamic")
-
-
 def test_the_host_is_for_models_of_other_devices() -> None:
     config = tf.LlamaConfig(**{**COMMON, "num_hidden_layers": 40})
     too_small = device_bytes("int4", config) - 1

@@ -1,14 +1,11 @@
 """Plans: equal to what caches that were really filled hold, for every name and every family."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 import transformers as tf
 from torch.nn.functional import scaled_dot_product_attention
-from typing_extensions import override
 
 import families
 import kvlayers
@@ -16,10 +13,10 @@ import versions
 from kvlayers.eviction import BUILTIN_RULES
 from kvlayers.generation import cache_by_name
 from kvlayers.generation.cache_by_name import named_cache
-from kvlayers.layers import TokenLayer
 from kvlayers.upstream import cache_argument, model_layers
 from matrix import once, product
 from models import COMMON, CONFIGS, WINDOW, fresh_model, prompt, tiny_model
+from named_factories import registered
 from rounds import NIGHTLY
 
 UNKNOWN = ("minimax",)
@@ -149,17 +146,6 @@ def test_a_long_window_keeps_the_spare_room_that_its_growth_left(tokens: int) ->
         assert fed(cache.name, config, tokens, 1, torch.float32).nbytes == cache.nbytes, cache.name
 
 
-@contextmanager
-def registered(**factories: Any) -> Iterator[list[str]]:
-    for name, factory in factories.items():
-        kvlayers.register(name)(factory)
-    try:
-        yield list(factories)
-    finally:
-        for name in factories:
-            kvlayers.unregister(name)
-
-
 def quantized(**options: Any) -> Any:
     return lambda request: kvlayers.QuantizedCache(
         config=request.config, **{"length_hint": request.length_hint, **options}
@@ -185,6 +171,7 @@ def test_caches_of_other_options_are_planned_by_a_name_of_their_own() -> None:
         "unhinted": lambda request: kvlayers.DynamicCache(config=request.config),
         "of_its_own": static(max_cache_len=2000),
         "growing": static(max_cache_len=100, grow=True),
+        "roomier": lambda request: kvlayers.StaticCache(request.config, max_cache_len=request.length_hint + 512),
         "for_more": static(max_batch_size=4),
         "sinks": sink(window_length=160, num_sink_tokens=8),
         "quantized_sinks": sink(window_length=400, quantization={"nbits": 4, "residual_length": 16}),
@@ -209,33 +196,6 @@ def test_a_name_with_options_is_planned_as_the_cache_of_these_options() -> None:
         kvlayers.plan(WINDOWED, 450, names=["sink:window=3"])
 
 
-@pytest.mark.parametrize(
-    ("rule", "options"),
-    [
-        ("knorm", "keep=0.5"),
-        ("snapkv", "keep=0.5"),
-        ("snapkv", "keep=0.25,per_head=false"),
-        ("knorm", "budget=150"),
-        ("knorm", "keep=0.5,quantization.nbits=4"),
-    ],
-)
-def test_a_plan_is_what_caches_that_evict_hold(rule: str, options: str) -> None:
-    """Heads of different lengths have tables, whose size depends on how they differ."""
-    model, name = tiny_model("llama"), f"{rule}:recent_tokens=32,{options}"
-    ids = prompt(2, 400)
-    cache = cache_by_name.cache_for(
-        rule, kvlayers.CacheRequest(model.config, named_cache(name).options, length_hint=400, dtype=model.dtype)
-    )
-    with torch.no_grad():
-        model(input_ids=ids, past_key_values=cache)
-    planned = kvlayers.plan(model.config, 400, 2, model.dtype, names=[name, "dynamic"])
-    tolerance = 0 if "per_head=false" in options else 0.03
-    assert planned[name].nbytes == pytest.approx(cache.nbytes, rel=tolerance)
-    assert planned[name].fidelity == "evicting"
-    assert planned[name].nbytes < planned["dynamic"].nbytes
-    assert planned.recommended.name == "dynamic"
-
-
 WIDE = tf.LlamaConfig(
     **{**COMMON, "hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
 )
@@ -251,6 +211,7 @@ WIDE = tf.LlamaConfig(
             ("knorm:keep=0.5,quantization.nbits=4", 0.03),
             ("knorm:budget=800,quantization.nbits=2", 0.03),
             ("snapkv:budget=800", 0.03),
+            ("snapkv:keep=0.25,per_head=false", 0.01),
             ("h2o:budget=2k", 0.03),
             ("recall:recall.pages=8", 0.001),
         ],
@@ -361,10 +322,12 @@ def test_the_longest_context_is_the_last_one_that_fits() -> None:
 
 
 def test_a_reservation_of_its_own_is_the_longest_context() -> None:
-    with registered(reserved=static(max_cache_len=128)) as names:
-        assert kvlayers.plan(LLAMA, 100, memory=2**30, names=names)["reserved"].longest_context == 128
-        with pytest.raises(kvlayers.CapacityError, match="at most 128 tokens.*129 new"):
-            kvlayers.plan(LLAMA, 129, names=names)
+    # One token is what a plan asks for to see whether a cache follows the length hint.
+    for reserved in (128, 1):
+        with registered(reserved=static(max_cache_len=reserved)) as names:
+            assert kvlayers.plan(LLAMA, 1, memory=2**30, names=names)["reserved"].longest_context == reserved
+            with pytest.raises(kvlayers.CapacityError, match=f"at most {reserved} tokens?, .*{reserved + 1} new"):
+                kvlayers.plan(LLAMA, reserved + 1, names=names)
 
 
 def test_what_is_recommended_is_the_most_faithful_that_fits() -> None:
@@ -404,13 +367,6 @@ def test_a_budget_that_nothing_fits_says_the_least_that_is_needed() -> None:
     assert kvlayers.plan(LLAMA, 4000, memory=least.device_bytes).recommended.device_bytes == least.device_bytes
     with pytest.raises(kvlayers.CapacityError, match="at most [0-9]+ tokens, with"):
         kvlayers.plan(LLAMA, 4000, memory=100_000)
-
-
-def test_the_dtype_is_that_of_the_config() -> None:
-    config = tf.LlamaConfig(**COMMON)
-    assert kvlayers.plan(config, 8).dtype is torch.float32
-    config.dtype = torch.float16
-    assert kvlayers.plan(config, 8).dtype is torch.float16
 
 
 def test_nothing_is_allocated() -> None:
@@ -461,14 +417,6 @@ def test_states_of_an_unknown_form_are_refused() -> None:
         kvlayers.plan(getattr(tf, class_name)(**options), 100)
 
 
-def test_a_factory_that_changes_the_length_hint_is_planned_as_what_it_makes() -> None:
-    own = {"roomier": lambda request: kvlayers.StaticCache(request.config, max_cache_len=request.length_hint + 512)}
-    with registered(**own) as names:
-        planned = kvlayers.plan(LLAMA, 100, dtype=torch.float32, names=names)["roomier"]
-        assert fed("roomier", LLAMA, 100, 1, torch.float32).nbytes == planned.nbytes
-    assert planned.nbytes == kvlayers.plan(LLAMA, 612, dtype=torch.float32)["static"].nbytes
-
-
 def test_layers_of_others_are_left_out_with_the_reason() -> None:
     with registered(foreign=lambda request: tf.DynamicCache(config=request.config)):
         plan = kvlayers.plan(LLAMA, 100)
@@ -477,80 +425,16 @@ def test_layers_of_others_are_left_out_with_the_reason() -> None:
         plan["foreign"]
 
 
-class Newest(TokenLayer):
-    """A layer of another package, which keeps a fixed number of the newest tokens."""
-
-    fidelity = "evicting"
-    room = 40
-
-    def __init__(self, store: kvlayers.stores.TokenStore) -> None:
-        super().__init__(store)
-        self._seen = 0
-
-    @override
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        past = self._store.length
-        self._seen += self._store.validate(key_states, value_states)
-        return self._store.extend_and_evict(key_states, value_states, past, min(self.room, past + key_states.shape[2]))
-
-    @property
-    @override
-    def length(self) -> int:
-        return self._seen
-
-    @property
-    @override
-    def capacity(self) -> int | None:
-        return None
-
-    @override
-    def mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self._store.length + query_length, self._seen - self._store.length
-
-    @override
-    def check_truncate(self, length: int) -> None:
-        raise kvlayers.errors.RollbackError("A `Newest` evicts.")
-
-    @override
-    def truncate(self, length: int) -> None:
-        self.check_truncate(length)
-
-
-def newest(request: kvlayers.CacheRequest) -> kvlayers.Cache:
-    stores = [kvlayers.stores.DenseStore(request.length_hint) for _ in range(request.config.num_hidden_layers)]
-    return kvlayers.Cache(layers=[Newest(store) for store in stores])
-
-
-@pytest.mark.parametrize("tokens", [7, 40, 41, 300])
-def test_layers_of_another_package_are_planned_like_those_of_kvlayers(tokens: int) -> None:
-    with registered(newest=newest) as names:
-        plan = kvlayers.plan(LLAMA, tokens, 2, torch.bfloat16, memory=2**40, names=names)
-        assert fed("newest", LLAMA, tokens, 2, torch.bfloat16).nbytes == plan["newest"].nbytes
-    assert (plan["newest"].fidelity, plan["newest"].bits) == ("evicting", 16)
-    assert plan["newest"].longest_context is None
-
-
 def test_a_layer_that_reads_the_numbers_of_its_states_is_left_out_with_the_reason() -> None:
-    class Reading(Newest):
-        @override
+    class Reading(kvlayers.DynamicLayer):
         def update(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             self.largest = key_states.max().item()
             return super().update(key_states, value_states)
 
     def reading(request: kvlayers.CacheRequest) -> kvlayers.Cache:
-        return kvlayers.Cache(layers=[Reading(kvlayers.stores.DenseStore())])
+        return kvlayers.Cache(layers=[Reading()])
 
     with registered(reading=reading) as names:
         assert "`Reading` cannot be planned" in kvlayers.plan(LLAMA, 10).left_out["reading"]
         with pytest.raises(kvlayers.errors.UnsupportedLayerError, match="which have no numbers"):
             kvlayers.plan(LLAMA, 10, names=names)
-
-
-def test_a_store_that_does_not_say_its_fidelity_is_refused_by_the_name_of_the_member() -> None:
-    with pytest.raises(kvlayers.errors.UnsupportedLayerError, match=r"`Mute.fidelity`"):
-        _ = type("Mute", (kvlayers.stores.DenseStore,), {"fidelity": kvlayers.stores.TokenStore.fidelity})().fidelity
-
-
-def test_a_reservation_of_one_token_is_not_taken_for_the_length_hint() -> None:
-    with registered(tiny=static(max_cache_len=1)) as names, pytest.raises(kvlayers.CapacityError, match="at most 1 "):
-        kvlayers.plan(LLAMA, 2, names=names)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvlayers import OptionError, PrefixStore
+from kvlayers import PrefixStore
 from kvlayers.serving import StoreEvent, key_of, namespace_mark, prometheus_text
 from prefix_caches import KINDS, extend
 
@@ -116,11 +116,6 @@ def test_a_listener_that_fails_breaks_nothing_and_is_logged_once(caplog: pytest.
     assert caplog.text.count("The listener of a prefix store has failed") == 1
 
 
-def test_what_cannot_be_called_is_no_listener() -> None:
-    with pytest.raises(OptionError, match="on_event"):
-        PrefixStore("1MiB", on_event="http://router")  # type: ignore[arg-type]
-
-
 LINE = re.compile(r'[a-z_]+(\{([a-z_]+="([^"\\\n]|\\["\\n])*",?)+\})? \d+')
 
 
@@ -145,15 +140,6 @@ def test_figures_are_lines_that_prometheus_reads() -> None:
     assert f'kvlayers_prefix_bypasses_total{{host="a\\"b",{reason}}} 1' in text.splitlines()
     assert "# HELP kvlayers_prefix_hits_total lookups that found a prefix." in text.splitlines()
     assert "kvlayers_prefix_entries 1" in prometheus_text(store.statistics).splitlines()
-
-
-@pytest.mark.parametrize("labels", [{"a-b": "1"}, {"reason": "1"}, {"a": 1}, {"__name__": "a"}], ids=str)
-def test_names_that_prometheus_does_not_read_are_refused(labels: Any) -> None:
-    statistics = PrefixStore("1MiB").statistics
-    with pytest.raises(OptionError, match="labels"):
-        prometheus_text(statistics, labels)
-    with pytest.raises(OptionError, match="prefix"):
-        prometheus_text(statistics, prefix="1p")
 
 
 def test_explain_says_why_a_turn_found_less() -> None:

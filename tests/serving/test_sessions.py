@@ -132,16 +132,6 @@ def test_a_name_is_a_name_and_no_path(name: str, tmp_path: pathlib.Path) -> None
     assert other.session(name).tokens == len(ONE)
 
 
-@pytest.mark.parametrize("name", ["", None, 3, b"a"], ids=repr)
-def test_what_is_no_name_is_refused(name: Any) -> None:
-    with pytest.raises(OptionError, match="name"):
-        PrefixStore("1MiB").session(name)
-    with pytest.raises(OptionError, match="namespace"):
-        PrefixStore("1MiB").session("a", namespace=name or 1)  # type: ignore[arg-type]
-    with pytest.raises(OptionError, match="ttl"):
-        PrefixStore("1MiB").session("a", ttl=-1)
-
-
 def test_a_session_counts_what_it_shares_once_and_only_its_own_tokens() -> None:
     store = PrefixStore("1MiB")
     with store.session("a") as session:

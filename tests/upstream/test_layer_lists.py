@@ -19,7 +19,7 @@ from families import FAMILIES, HOLDS_ITS_OWN_CACHE, generated
 from kvlayers.rope.from_config import rotaries
 from kvlayers.upstream import model_layers, model_types
 from kvlayers.upstream.model_layers import layer_specs
-from matrix import once, some
+from matrix import once
 from models import CONFIGS, fresh_model, prompt
 
 
@@ -88,31 +88,56 @@ def lists_of(decoder: Any) -> list[str]:
     return [name for name, value in vars(decoder).items() if isinstance(value, list) and len(value) == layers]
 
 
+def with_other_layers(config: Any, what: str) -> Iterator[tuple[str, Any]]:
+    """Configs whose lists have an entry too few, or one too many, or that have a layer less than their lists."""
+    if what == "fewer layers":
+        changed = copy.deepcopy(config)
+        # Layers without attention alone cannot generate in transformers.
+        changed.num_hidden_layers = max(config.num_hidden_layers - 1, 1)
+        yield "num_hidden_layers", changed
+        return
+    for name in lists_of(config):
+        changed = copy.deepcopy(config)
+        listed = getattr(changed, name)
+        setattr(changed, name, listed[:-1] if what == "fewer entries" else listed + listed[:1])
+        yield name, changed
+
+
 DECODERS = [family for family in (*CONFIGS, *FAMILIES) if family not in ("t5", "bart", "marian", "t5gemma", "whisper")]
 TAKE_CACHES = [family for family in DECODERS if family not in HOLDS_ITS_OWN_CACHE]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "entries"), once(DECODERS, ["fewer", "more"]))
-def test_models_with_lists_of_other_lengths_generate_as_with_transformers(family: str, entries: str) -> None:
-    config = small_config(family)
-    for name in lists_of(config):
-        changed = copy.deepcopy(config)
-        listed = getattr(changed, name)
-        setattr(changed, name, listed[:-1] if entries == "fewer" else listed + listed[:1])
+@pytest.mark.parametrize(
+    ("family", "what"),
+    [
+        *once(DECODERS, ["fewer entries", "more entries"]),
+        *(
+            pytest.param(family, "fewer layers", marks=() if family in TAKE_CACHES[::4] else pytest.mark.nightly)
+            for family in TAKE_CACHES
+        ),
+    ],
+)
+def test_models_with_lists_of_other_lengths_generate_as_with_transformers(family: str, what: str) -> None:
+    for name, changed in with_other_layers(small_config(family), what):
         torch.manual_seed(0)
         try:
             model = tf.AutoModelForCausalLM.from_config(changed).eval()
         except Exception:
             # Such a model does not exist, but such a config does.
-            if entries == "fewer" and name == "layer_types":
+            if (what, name) == ("fewer entries", "layer_types"):
                 with pytest.raises(kvlayers.KVLayersError):
                     kvlayers.DynamicCache(config=changed)
             continue
+        if what == "fewer layers":
+            layers = kvlayers.DynamicCache(config=changed).adapted_layers()
+            if not any(layer.traits.attends for layer in layers):
+                pytest.skip(f"no layer of the first ones of {family} attends; older transformers count in one")
         ids = prompt(2, 12)
         inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-        for kind in (None, "static"):
-            expected = tokens_or_error(model, inputs, kind)
+        # The sequences are so short that all tokens of int8 are in full precision.
+        for kind, theirs in ((None, None), ("static", "static"), ("int8", None)):
+            expected = tokens_or_error(model, inputs, theirs)
             with kvlayers.installed():
                 seen = tokens_or_error(model, inputs, kind)
             if isinstance(expected, torch.Tensor) and not lacks_static_layer(seen):
@@ -131,37 +156,6 @@ def tokens_or_error(model: Any, inputs: dict[str, torch.Tensor], kind: str | Non
     except Exception as error:
         return error
     return sequences
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", some(TAKE_CACHES, TAKE_CACHES[::4]))
-def test_the_first_layers_of_a_model_generate_as_with_transformers(family: str) -> None:
-    config = small_config(family)
-    # Layers without attention alone cannot generate in transformers.
-    config.num_hidden_layers = max(config.num_hidden_layers - 1, 1)
-    torch.manual_seed(0)
-    try:
-        model = tf.AutoModelForCausalLM.from_config(config).eval()
-    except Exception as error:
-        pytest.skip(f"transformers has no such model of {family}: {error}")
-    if not any(layer.traits.attends for layer in kvlayers.DynamicCache(config=config).adapted_layers()):
-        pytest.skip(
-            f"no layer of the first ones of {family} attends; older transformers count in one that is not there"
-        )
-    ids = prompt(2, 12)
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    for kind in (None, "static"):
-        expected = tokens_or_error(model, inputs, kind)
-        if isinstance(expected, Exception):
-            pytest.skip(f"transformers does not run the first layers of {family}: {expected}")
-        with kvlayers.installed():
-            for name in (kind, "int8") if kind is None else (kind,):
-                # The sequences are so short that all of their tokens are in full precision.
-                seen = tokens_or_error(model, inputs, name)
-                if lacks_static_layer(seen):
-                    continue
-                assert isinstance(seen, torch.Tensor), seen
-                assert torch.equal(seen, expected), name
 
 
 @versions.early_exits

@@ -13,17 +13,14 @@ from transformers import cache_utils as upstream
 
 import kvlayers
 from kvlayers import errors
-from kvlayers.quantized import quantized_layer as quantized
 from kvlayers.upstream import compat
 from matrix import once
 from models import COMMON, prompt
-from namesakes import members_left_to_transformers
 
 HEAD_DIM = 64
 CONFIG = transformers.LlamaConfig(
     num_hidden_layers=1, hidden_size=2 * HEAD_DIM, num_attention_heads=2, num_key_value_heads=2, head_dim=HEAD_DIM
 )
-LLAMA = transformers.LlamaConfig(**COMMON)
 
 BACKENDS: dict[str, dict[str, Any]] = {
     "native": {},
@@ -61,24 +58,6 @@ def blocks(layer: Any) -> int:
 
 
 # The public surface
-
-NAMESAKES = {
-    kvlayers.QuantizedCache: upstream.QuantizedCache,
-    kvlayers.QuantoQuantizedCache: upstream.QuantizedCache,
-    kvlayers.HQQQuantizedCache: upstream.QuantizedCache,
-    kvlayers.QuantizedLayer: upstream.CacheLayerMixin,
-    quantized.QuantoQuantizedLayer: compat.QUANTO_LAYER,
-    quantized.HQQQuantizedLayer: compat.HQQ_LAYER,
-    quantized.Fp8QuantizedLayer: compat.FP8_LAYER,
-}
-
-
-@pytest.mark.parametrize("ours", NAMESAKES, ids=lambda ours: ours.__name__)
-def test_no_public_member_is_still_that_of_transformers(ours: type) -> None:
-    """So that a release of transformers cannot change what a cache of kvlayers does."""
-    assert issubclass(ours, NAMESAKES[ours])
-    assert members_left_to_transformers(ours, NAMESAKES[ours]) == []
-
 
 UPSTREAM_CLASSES = {"quanto": compat.QUANTO_LAYER, "hqq": compat.HQQ_LAYER, "fp8": compat.FP8_LAYER}
 
@@ -286,29 +265,6 @@ def test_a_crop_at_any_depth_leaves_what_was_held_before(backend: str, removed: 
 # Wrong costs
 
 
-@pytest.mark.parametrize(("backend", "requires_grad"), once(BACKENDS, [False, True]))
-def test_a_deep_copy_goes_on_by_itself(backend: str, requires_grad: bool) -> None:
-    cache = cache_of(backend, residual_length=16)
-    pair = [side.requires_grad_(requires_grad) for side in states(200)]
-    cache.update(*pair, 0)
-    held = [(side + 0).detach() for side in cache[0]]
-    twins = copy.deepcopy(cache), cache.fork()
-    more = states(150)
-    for twin in twins:
-        assert isinstance(twin, transformers.QuantizedCache)
-        twin.update(*more, 0)
-        twin.crop(-100)
-        assert (twin.get_seq_length(), cache.get_seq_length()) == (250, 200)
-    for seen, before in zip(cache[0], held, strict=True):
-        assert torch.equal(seen + 0, before)
-    expected = [side + 0 for side in cache.update(*more, 0)]
-    cache.crop(-100)
-    for twin in twins:
-        for seen, ours, newest in zip(twin[0], cache[0], expected, strict=True):
-            assert torch.equal(seen + 0, ours + 0)
-            assert newest.shape[2] == 350
-
-
 class PackedUnrounded(upstream.QuantizedLayer):
     """A layer of transformers that packs tokens as those of its backends do, in codes that lose nothing."""
 
@@ -335,36 +291,3 @@ def test_layers_of_transformers_go_on_when_all_their_tokens_are_packed(is_filled
                 assert torch.equal(seen[side], torch.cat([each[side] for each in passes[: taken + 1]], 2))
         with pytest.raises(errors.LegacyFormatError, match="must hold every token"):
             cache.to_legacy_cache()
-
-
-# The surface of transformers 4
-
-
-def filled(tokens: int = 200) -> tuple[kvlayers.QuantizedCache, list[tuple[torch.Tensor, torch.Tensor]]]:
-    cache = kvlayers.QuantizedCache(config=LLAMA, nbits=8, residual_length=16, sink_tokens=4)
-    pairs = [states(tokens, batch=2, head_dim=8) for _ in range(2)]
-    for index, pair in enumerate(pairs):
-        cache.update(*pair, index)
-    assert blocks(cache.layers[0]) == blocks(cache.layers[1]) == 2
-    return cache, pairs
-
-
-def check_close(seen: torch.Tensor, exact: torch.Tensor) -> None:
-    assert seen.shape == exact.shape
-    assert seen.dtype == exact.dtype
-    # 8 bits: half a step of 1/255 of the range of a group, which is 6 or so.
-    torch.testing.assert_close(seen + 0, exact, rtol=0, atol=0.03)
-
-
-def test_tuples_outlive_the_updates_that_come_after() -> None:
-    cache, pairs = filled()
-    legacy = cache.to_legacy_cache()
-    for index in range(2):
-        cache.update(*states(100, batch=2, head_dim=8), index)
-    cache.crop(-150)
-    cache.reorder_cache(torch.tensor([1, 0]))
-    cache.reset()
-    for layer, exact in zip(legacy, pairs, strict=True):
-        for seen, states_in in zip(layer, exact, strict=True):
-            assert type(seen) is torch.Tensor
-            check_close(seen, states_in)

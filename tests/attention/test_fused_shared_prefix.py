@@ -94,7 +94,7 @@ def test_attention_is_that_over_prefix_and_own_tokens(
 def test_only_the_prefix_without_own_tokens(indices_are: str) -> None:
     twin = Twin(2, torch.bfloat16, (16, 16))
     twin.select([2, 2, 0, 3, 3, 5])
-    keys, values = twin.layer._store.newest(PREFIX_TOKENS)
+    keys, values = twin.layer.store.newest(PREFIX_TOKENS)
     check(twin, keys, values, 2, 2, None)
 
 

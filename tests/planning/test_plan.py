@@ -489,9 +489,9 @@ class Newest(TokenLayer):
 
     @override
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        past = self._store.length
-        self._seen += self._store.validate(key_states, value_states)
-        return self._store.extend_and_evict(key_states, value_states, past, min(self.room, past + key_states.shape[2]))
+        past = self.store.length
+        self._seen += self.store.validate(key_states, value_states)
+        return self.store.extend_and_evict(key_states, value_states, past, min(self.room, past + key_states.shape[2]))
 
     @property
     @override
@@ -505,7 +505,7 @@ class Newest(TokenLayer):
 
     @override
     def mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self._store.length + query_length, self._seen - self._store.length
+        return self.store.length + query_length, self._seen - self.store.length
 
     @override
     def check_truncate(self, length: int) -> None:

@@ -500,7 +500,7 @@ def test_a_quantizer_that_fails_leaves_the_layer_as_it_was(past: int, tokens: in
     generator = torch.Generator().manual_seed(0)
     states = [torch.randn(1, 2, past + 2 * tokens + 200, 8, generator=generator) for _ in range(2)]
     layer.update(*(side[:, :, :past] for side in states))
-    blocks = layer._store.blocks
+    blocks = layer.store.blocks
     # The keys are quantized first: where the values fail, those of the keys must not stay behind.
     failing = blocks._quantizers["values"] = Failing(blocks._quantizers["values"])
     twin = layer.fork()
@@ -562,7 +562,7 @@ def test_sequences_are_selected_in_all_parts_or_in_none(monkeypatch: pytest.Monk
         raise MemoryError("no memory for these sequences")
 
     with monkeypatch.context() as patch:
-        patch.setattr(type(layer._store.blocks), "selected", fails)
+        patch.setattr(type(layer.store.blocks), "selected", fails)
         with pytest.raises(MemoryError):
             layer.batch_select_indices(torch.tensor([1, 0, 1]))
     after = layer.state()
@@ -612,7 +612,7 @@ def test_a_quantizer_that_returns_something_else_is_refused(wrong: str) -> None:
 
     layer = kvlayers.QuantizedLayer(Quantization(q_group_size=2, residual_length=4))
     layer.update(torch.randn(1, 2, 50, 8), torch.randn(1, 2, 50, 8))
-    blocks = layer._store.blocks
+    blocks = layer.store.blocks
     blocks._quantizers["keys"] = Wrong(blocks._quantizers["keys"])
     with pytest.raises(StateMismatchError, match="correct the quantizer"):
         layer.update(torch.randn(1, 2, 100, 8), torch.randn(1, 2, 100, 8))

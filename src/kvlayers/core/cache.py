@@ -321,9 +321,11 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
             layer = self.layers[layer_idx] if 0 <= layer_idx < len(self.layers) else None
         except (TypeError, ValueError, RuntimeError):
             raise self._no_layer(layer_idx) from None
+        made: Sequence[CacheLayer] = ()
         if layer is None:
-            return self._update_new_layer(key_states, value_states, layer_idx)
-        if layer_idx >= len(self._adapted) or self._adapted[layer_idx] is not layer:
+            made = self._layers_with_new(layer_idx)
+            layer = made[layer_idx]
+        elif layer_idx >= len(self._adapted) or self._adapted[layer_idx] is not layer:
             layer = self._layer(layer_idx)
             if not layer.traits.attends:
                 raise UnsupportedLayerError(
@@ -334,47 +336,38 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
         if compiling:
             self._note_trace(layer_idx)
             handle = self._handle
-            if handle is not None and calls_operators(layer, key_states, value_states):
+            if handle is not None and not made and calls_operators(layer, key_states, value_states):
                 return updated(handle, layer, layer_idx, key_states, value_states)
-        elif not following.at < layer_idx <= following.in_step:
+        elif made or not following.at < layer_idx <= following.in_step:
             new = key_states.shape[-2] if isinstance(key_states, Tensor) and key_states.dim() > 1 else 0
             if new and (key_states.dtype, key_states.device) != following.goes_on_with:
                 following.check_states(layer, key_states, value_states)
             if self.budget is not None:
-                self.budget.make_room(self, self.adapted_layers(), layer_idx, key_states, value_states)
+                self.budget.make_room(self, made or self.adapted_layers(), layer_idx, key_states, value_states)
                 # It may have set rows apart.
-                layer = self.adapted_layers()[layer_idx]
+                layer = (made or self.adapted_layers())[layer_idx]
             following.follow(self, layer_idx, layer, new)
         attended: tuple[Tensor, Tensor] = (
             layer.update(key_states, value_states, *args, **kwargs)
             if layer.traits.is_upstream
             else layer.update(key_states, value_states)
         )
+        if made:
+            # Only now, as its states might not have been taken in.
+            self.layers.extend([new_layer.original for new_layer in made[len(self.layers) :]])
+            # Compiled code must not find out: what it sees for the first time it is compiled for.
+            self.adapted_layers()
         if not compiling:
             following.at = layer_idx
             if key_states.shape[1] == 1 and _are_latents(key_states, value_states):
                 return as_latents(*attended)
         return attended
 
-    def _update_new_layer(self, key_states: Tensor, value_states: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
+    def _layers_with_new(self, layer_idx: int) -> list[CacheLayer]:
+        """The layers, and those that the cache makes for this index beyond them, which it does not hold yet."""
         if self.layer_class_to_replicate is None or layer_idx < 0:
             raise self._no_layer(layer_idx)
-        compiling = torch.compiler.is_compiling()
-        if not compiling:
-            self._pass.follow(self, layer_idx, None, key_states.shape[-2])
-        layers = self.layers_for(layer_idx + 1)
-        new_layers = [adapted(layer) for layer in layers]
-        if self.budget is not None:
-            self.budget.make_room(self, new_layers, layer_idx, key_states, value_states)
-        attended: tuple[Tensor, Tensor] = layers[layer_idx].update(key_states, value_states)
-        self.layers.extend(layers[len(self.layers) :])
-        # Now, so that compiled code does not find out: what it sees for the first time it is compiled for.
-        self.adapted_layers()
-        if not compiling:
-            self._pass.at = layer_idx
-            if _are_latents(key_states, value_states):
-                return as_latents(*attended)
-        return attended
+        return [adapted(layer) for layer in self.layers_for(layer_idx + 1)]
 
     @override
     def _forget_pass(self) -> None:

@@ -136,7 +136,6 @@ class CacheLayer(ABC):
         is_compileable: whether generate() may compile the forward pass around it.
         supports_early_init: whether memory can be reserved before the first states.
         record_past: whether models must pass the states of every token to it, instead of writing to the held states.
-        is_interrupted: whether a forward pass ended within its update, so that its states are not of the same tokens.
         is_opaque: whether compiled code calls `update` by an operator, instead of being traced through it.
         sliding_window: tokens that a query attends to, itself included; `None` for full attention.
         counts_on_device: whether its count of tokens stands on a device that would have to be waited for.
@@ -160,7 +159,6 @@ class CacheLayer(ABC):
     is_sliding = False
     supports_early_init = True
     record_past: bool = False
-    is_interrupted: bool = False
     is_opaque = False
     sliding_window: int | None = None
     counts_on_device: bool = False
@@ -677,7 +675,6 @@ class Forwarded:
 
     def __init__(self, part: str) -> None:
         self.part = part
-        self.name = ""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
@@ -719,7 +716,6 @@ class WrapperLayer(forwarding("wrapped", ANSWERED_BY_WRAPPED), CacheLayer, Cache
     wrapped: Any
 
     def __init__(self, wrapped: CacheLayer) -> None:
-        super().__init__()
         self.wrapped = wrapped
 
     def __getattr__(self, name: str) -> Any:

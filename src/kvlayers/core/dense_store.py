@@ -166,7 +166,7 @@ class DenseStore(TokenStore):
 
     @property
     @override
-    def sized_for(self) -> int | None:
+    def sized_for(self) -> int | None:  # type: ignore[override]
         return self.length_hint
 
     @property
@@ -197,7 +197,7 @@ class DenseStore(TokenStore):
 
     @property
     @override
-    def attention_paths(self) -> Mapping[str, int]:
+    def attention_paths(self) -> Mapping[str, int]:  # type: ignore[override]
         return self._returned.paths.counts
 
     # Taking in states

@@ -179,7 +179,7 @@ def interruption(cache: Any) -> InterruptedPassError | None:
     """The error for layers that have seen different numbers of tokens, `None` if all have seen as many."""
     count = len(cache.layers)
     seen = {_seen_by(cache, index) for index in range(count)} - {None}
-    is_within = any(layer.is_interrupted for layer in cache.adapted_layers())
+    is_within = any(part.is_interrupted for part in cache.recurrent_parts())
     return _interrupted_cache(cache, count - 1) if len(seen) > 1 or is_within else None
 
 

@@ -118,20 +118,6 @@ class LayerList(metaclass=CacheClass):
         """The `LinearAttentionLayer` of each layer that has one: the layer itself, or a part of a hybrid layer."""
         return [part for layer in self.adapted_layers() for part in layer.parts if part.traits.counts_columns]
 
-    def _index_of(self, layer_idx: int) -> int:
-        """`layer_idx` counted from the first layer. Negative numbers count from the last.
-
-        Raises:
-            LayerIndexError: no layer has that index.
-        """
-        try:
-            index = operator.index(layer_idx)
-        except (TypeError, RuntimeError):
-            raise self._no_layer(layer_idx) from None
-        if not -len(self.layers) <= index < len(self.layers):
-            raise self._no_layer(layer_idx)
-        return index % len(self.layers)
-
     def _no_layer(self, layer_idx: object) -> LayerIndexError:
         return LayerIndexError(
             f"`layer_idx` must be a whole number from 0 to {len(self.layers) - 1}, got a "

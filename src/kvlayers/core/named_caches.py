@@ -103,14 +103,13 @@ def is_registered(name: str) -> bool:
     return name in _factories
 
 
+factory_of = _factories.get
+"""The factory of the caches called by a name, `None` for an unknown name."""
+
+
 def on_change(listener: Callable[[], None]) -> None:
     """Call `listener` whenever a name is registered or removed."""
     _listeners.append(listener)
-
-
-def factory_of(name: str) -> CacheFactory | None:
-    """The factory of the caches called `name`, `None` for an unknown name."""
-    return _factories.get(name)
 
 
 def unknown(name: object) -> RegistryError:

@@ -67,9 +67,9 @@ class WindowLayer(TokenLayer):
         length = whole_number(length, "`length`")
         self.check_truncate(length)
         if length:
-            self._store.truncate(self._store.length - (self._seen - length))
+            self.store.truncate(self.store.length - (self._seen - length))
         else:
-            self._store.clear()
+            self.store.clear()
         self._seen = length
         self._keep_window()
 
@@ -78,7 +78,7 @@ class WindowLayer(TokenLayer):
 
         An update that is interrupted has not happened.
         """
-        store, tokens = self._store, keys.shape[2]
+        store, tokens = self.store, keys.shape[2]
         held = store.length
         if self.record_past:
             store.reserve(held + tokens)
@@ -93,13 +93,13 @@ class WindowLayer(TokenLayer):
 
     def _keep_window(self) -> None:
         self._drop_beyond_window()
-        self._store.shrink(self.room)
+        self.store.shrink(self.room)
 
     def _drop_beyond_window(self) -> None:
         """Drop the tokens to which no later token attends."""
-        beyond = self._store.length - (self.window - 1)
+        beyond = self.store.length - (self.window - 1)
         if beyond > 0:
-            self._store.drop_oldest(beyond)
+            self.store.drop_oldest(beyond)
 
     @property
     @override
@@ -124,7 +124,7 @@ class WindowLayer(TokenLayer):
 
     def _tokens_to_return_to(self) -> int:
         """How many of the newest tokens a rollback may need."""
-        return self._store.length
+        return self.store.length
 
     @override
     def check_held(self, held: int, seen: int) -> None:
@@ -154,7 +154,7 @@ class SlidingLayer(WindowLayer):
 
     described = ("sliding_window",)
     made_with: ClassVar[tuple[Argument, ...]] = (
-        StoreArgument("store", "_store", room=lambda facts: window_room(facts["sliding_window"])),
+        StoreArgument("store", room=lambda facts: window_room(facts["sliding_window"])),
     )
     traits = LayerTraits(can_be_stacked=True)
     is_sliding = True
@@ -172,7 +172,7 @@ class SlidingLayer(WindowLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        store, seen = self._store, self._seen
+        store, seen = self.store, self._seen
         tokens = store.validate(key_states, value_states)
         past = min(store.length, self.sliding_window - 1)
         attended = self._extend(key_states, value_states, past, past)
@@ -187,7 +187,7 @@ class SlidingLayer(WindowLayer):
 
     @override
     def _recount(self, length: int) -> None:
-        held = self._store.length
+        held = self.store.length
         if not min(length, self.sliding_window - 1) <= held <= length:
             raise not_of_so_many(length, held)
         self._seen = length

@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
@@ -109,10 +110,17 @@ class TokenStore(ABC):
     holds_tokens_apart = False
     """Whether `state()` is `keys` and `values` alone, in which each token lies by itself, in full precision."""
 
-    @property
-    def sized_for(self) -> int | None:
-        """The number of tokens that the store was told to make room for, `None` if it was told no number."""
-        return None
+    sized_for: int | None = None
+    """The number of tokens that the store was told to make room for, `None` if it was told no number."""
+
+    bits: tuple[int, int] | None = None
+    """Bits of a number of a key and of a value if they are rounded, `None` in full precision."""
+
+    attention_paths: Mapping[str, int] = MappingProxyType({})
+    """How often attention on the states of this store took each path; empty if torch reads plain tensors."""
+
+    packing_paths: Mapping[str, int] = MappingProxyType({})
+    """How often an accelerator packed keys, or values, on each path; empty if it packs none."""
 
     @property
     def fidelity(self) -> Fidelity:
@@ -142,11 +150,6 @@ class TokenStore(ABC):
     @abstractmethod
     def length(self) -> int:
         """Tokens held."""
-
-    @property
-    def bits(self) -> tuple[int, int] | None:
-        """Bits of a number of a key and of a value if they are rounded, `None` in full precision."""
-        return None
 
     @property
     def complete(self) -> Self:
@@ -387,16 +390,6 @@ class TokenStore(ABC):
     def nbytes(self) -> int:
         """Bytes of memory held, including spare room."""
         return sum(storages_of(self.held_tensors()).values())
-
-    @property
-    def attention_paths(self) -> Mapping[str, int]:
-        """How often attention on the states of this store took each path; empty if torch reads plain tensors."""
-        return {}
-
-    @property
-    def packing_paths(self) -> Mapping[str, int]:
-        """How often an accelerator packed keys, or values, on each path; empty if it packs none."""
-        return {}
 
 
 def keeps_updates_of(store_class: type[TokenStore], ancestor: type[TokenStore]) -> bool:

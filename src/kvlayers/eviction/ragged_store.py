@@ -91,7 +91,7 @@ class RaggedStore(TokenStore):
 
     @property
     @override
-    def attention_paths(self) -> Mapping[str, int]:
+    def attention_paths(self) -> Mapping[str, int]:  # type: ignore[override]
         return {**self.tail.attention_paths, **self._returned.paths.counts}
 
     # Taking in states

@@ -49,7 +49,7 @@ class QuantizedLayer(DynamicLayer):
 
     made_with = (_StoredQuantization("quantization", options=Quantization),)
 
-    _store: QuantizedStore
+    store: QuantizedStore
 
     @checks_options
     def __init__(self, quantization: Quantization | None = None, length_hint: int | None = None) -> None:
@@ -59,7 +59,7 @@ class QuantizedLayer(DynamicLayer):
     def quantization(self) -> Quantization:
         """Bits, groups, and the tokens that stay in full precision."""
         # Also while the keys have been assigned and the values have not.
-        return self._store.complete.quantization
+        return self.store.complete.quantization
 
     @classmethod
     @override

@@ -129,7 +129,7 @@ class QuantizedStore(TokenStore):
 
     @property
     @override
-    def bits(self) -> tuple[int, int] | None:
+    def bits(self) -> tuple[int, int] | None:  # type: ignore[override]
         return self.quantization.keys.nbits, self.quantization.values.nbits
 
     @property
@@ -151,12 +151,12 @@ class QuantizedStore(TokenStore):
 
     @property
     @override
-    def attention_paths(self) -> Mapping[str, int]:
+    def attention_paths(self) -> Mapping[str, int]:  # type: ignore[override]
         return self._returned.paths.counts
 
     @property
     @override
-    def packing_paths(self) -> Mapping[str, int]:
+    def packing_paths(self) -> Mapping[str, int]:  # type: ignore[override]
         return self._packing_paths
 
     @property
@@ -236,7 +236,7 @@ class QuantizedStore(TokenStore):
 
     @property
     @override
-    def sized_for(self) -> int | None:
+    def sized_for(self) -> int | None:  # type: ignore[override]
         return self.length_hint
 
     @property

@@ -132,11 +132,6 @@ class HybridLayer(
         return self.wrapped.is_recording or self.linear.is_recording
 
     @property
-    @override
-    def is_interrupted(self) -> bool:  # type: ignore[override]
-        return self.wrapped.is_interrupted or self.linear.is_interrupted
-
-    @property
     def is_croppable(self) -> bool:  # type: ignore[override]
         """Whether `crop` can put both back as they were."""
         return self.wrapped.is_croppable and self.linear.is_croppable

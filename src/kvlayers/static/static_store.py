@@ -400,7 +400,7 @@ class StaticStore(DenseStore):
 
     @property
     @override
-    def sized_for(self) -> int | None:
+    def sized_for(self) -> int | None:  # type: ignore[override]
         return self.capacity
 
     def _use_reservation(

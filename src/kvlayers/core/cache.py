@@ -483,8 +483,7 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
         """Position of the next token in a layer."""
-        seen = self.get_seq_length(layer_idx)
-        return seen if torch.compiler.is_compiling() else int(seen)
+        return self._seen_by(layer_idx)
 
     # Memory
 

@@ -29,6 +29,7 @@ from kvlayers.core.description import (
     arguments_from,
     check_initialiser,
     described_facts,
+    registered_class,
 )
 from kvlayers.core.token_store import Fidelity, lacks_member
 from kvlayers.errors import RegistryError, StateMismatchError, UnsupportedLayerError
@@ -517,16 +518,6 @@ class CacheLayer(ABC):
     def deactivate_past_recording(self) -> None:
         """End what `activate_past_recording` began."""
 
-    def check_removal(self, tokens: int) -> None:
-        """Raise `RollbackError` if `remove_newest(tokens)` would."""
-        if length := self.length:
-            self.check_truncate(length - whole_number(tokens, "`tokens`"))
-
-    def remove_newest(self, tokens: int) -> None:
-        """Roll back the newest `tokens` tokens. A layer that the model never used is left alone."""
-        if length := self.length:
-            self.truncate(length - whole_number(tokens, "`tokens`"))
-
     def expand(self, repeats: int) -> None:
         """Repeat each sequence `repeats` times in a row. What the copies have in common may be held only once."""
         self.batch_repeat_interleave(repeats)
@@ -656,6 +647,30 @@ def rows_of(layers: Sequence[CacheLayer]) -> list[CacheLayer]:
 
 LAYER_CLASSES = ClassRegistry("layer", "kvlayers.layers", "unregister_layer", CacheLayer, check_initialiser)  # type: ignore[type-abstract]
 """The layers that a file may name."""
+
+register_layer = LAYER_CLASSES.register
+"""Let layers of a class, which derives from `TokenLayer` or from `CacheLayer`, be loaded from files."""
+
+unregister_layer = LAYER_CLASSES.remove
+"""Remove a class of layers from the registry, by its name."""
+
+layer_names = LAYER_CLASSES.names
+"""The names of all registered layers, including those of entry points in other packages."""
+
+
+def layer_class(kind: Fact) -> type[CacheLayer]:
+    """The class that is registered as a kind of layer.
+
+    Raises:
+        RegistryError: no class is registered as this kind.
+    """
+    found: type[CacheLayer] = registered_class(LAYER_CLASSES, kind, "register_layer")
+    return found
+
+
+def layer_from_description(kind: Fact, facts: Facts, context: DescriptionContext) -> CacheLayer:
+    """An empty layer of a kind, from what its `describe` returned. Raises as `layer_class`."""
+    return layer_class(kind).from_description(facts, context)
 
 
 def not_of_so_many(length: int, held: int | None) -> StateMismatchError:

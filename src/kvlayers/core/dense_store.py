@@ -20,7 +20,7 @@ from kvlayers.core.buffer import StateForm, TokenBuffer, forms_of_batch
 from kvlayers.core.returned_states import ReturnedStates
 from kvlayers.core.sharing import CopyOnWrite, SharedSegment, at_most, selected, tokens_of, write_segment
 from kvlayers.core.token_store import BufferSwap, Fidelity, KVPair, TokenStore, keeps_updates_of, register_store
-from kvlayers.errors import InterruptedPassError, StateMismatchError
+from kvlayers.errors import InterruptedPassError
 from kvlayers.kernels.attention.gqa import first_grouped_length, marked_for_one_query, marked_for_sdpa
 from kvlayers.kernels.attention.packed_tensor import PackedStates, as_dense
 from kvlayers.kernels.attention.segment_kinds import DenseSegment
@@ -101,6 +101,7 @@ class DenseStore(TokenStore):
     hints: ClassVar[tuple[str, ...]] = ("length_hint", "growth_divisor", "minimum_growth", "maximum_segments")
     holds_tokens_apart = True
     can_share: ClassVar[bool] = True
+    forms: tuple[StateForm, StateForm] | None = None
 
     _appends_one = True
 
@@ -121,7 +122,6 @@ class DenseStore(TokenStore):
         self.maximum_segments = maximum_segments
         self._keys: TokenBuffer | None = None
         self._values: TokenBuffer | None = None
-        self._forms: tuple[StateForm, StateForm] | None = None
         self._start = 0
         self._end = 0
         self._capacity = 0
@@ -148,21 +148,6 @@ class DenseStore(TokenStore):
     def _tail_length(self) -> int:
         """Tokens in the buffers."""
         return self._end - self._start
-
-    @property
-    @override
-    def key_form(self) -> StateForm | None:
-        return None if self._forms is None else self._forms[0]
-
-    @property
-    @override
-    def value_form(self) -> StateForm | None:
-        return None if self._forms is None else self._forms[1]
-
-    def _known_forms(self) -> tuple[StateForm, StateForm]:
-        if self._forms is None:
-            raise StateMismatchError("The store is empty, so it has no states to read: update the layer first.")
-        return self._forms
 
     @property
     @override
@@ -224,7 +209,7 @@ class DenseStore(TokenStore):
         """
         last = self._last_valid
         # As in `validate`, which would be a call more.
-        if last is None or last.forms is not self._forms:
+        if last is None or last.forms is not self.forms:
             return False
         try:
             facts = (keys.shape, values.shape, keys.dtype, values.dtype, keys.device, values.device)
@@ -258,15 +243,15 @@ class DenseStore(TokenStore):
         except AttributeError:
             # They are no tensors, as this says.
             return self._validate(keys, values)
-        if last is None or facts != last.facts or last.forms is not self._forms:
+        if last is None or facts != last.facts or last.forms is not self.forms:
             self._validate(keys, values)
-            valid = ValidStates(facts, self._forms, first_grouped_length(keys))
+            valid = ValidStates(facts, self.forms, first_grouped_length(keys))
             self._last_valid = None if self._validated else valid
         return keys.shape[2]
 
     def _validate(self, keys: Tensor, values: Tensor) -> int:
         forms = checked_forms(keys, values)
-        if forms == self._forms:
+        if forms == self.forms:
             return keys.shape[2]
         if self._is_invalid:
             raise InterruptedPassError(
@@ -526,9 +511,9 @@ class DenseStore(TokenStore):
 
     @override
     def select(self, indices: Tensor) -> None:
-        if self._forms is None:
+        if self.forms is None:
             return
-        length, forms = self._tail_length, forms_of_batch(self._forms, indices.shape[0])
+        length, forms = self._tail_length, forms_of_batch(self.forms, indices.shape[0])
         if self._tracks_gradients and (torch.is_grad_enabled() or compat.is_exporting()):
             chosen = [states.index_select(0, indices.to(states.device)) for states in self._plain(self.length)]
             self._adopt(chosen[0], chosen[1], forms=forms)
@@ -568,7 +553,7 @@ class DenseStore(TokenStore):
 
     @override
     def state(self) -> dict[str, Tensor]:
-        if self._forms is None:
+        if self.forms is None:
             return {}
         if not self._segments or self._tracks_gradients:
             held = self.newest(self.length)
@@ -628,7 +613,7 @@ class DenseStore(TokenStore):
     def share_prefix(self, other: TokenStore, tokens: int) -> None:
         if not isinstance(other, DenseStore) or not 0 < tokens <= min(self.length, other.length):
             return
-        if self._forms != other._forms or not (self._may_freeze() and other._may_freeze()):
+        if self.forms != other.forms or not (self._may_freeze() and other._may_freeze()):
             return
         # A fork of the other store, which therefore knows that it is forked.
         held, shared = self._as_segments(tokens), other.fork()._as_segments(tokens)
@@ -837,7 +822,7 @@ class DenseStore(TokenStore):
         sharing, self._copy_on_write, self._keys, self._values = self._copy_on_write, None, keys, values
         self._views = None
         self._start, self._end, self._capacity = start, start + tail, capacity
-        self._forms = forms or self._forms
+        self.forms = forms or self.forms
         self._tracks_gradients = False
         self._segments, self._shared_tokens, self._length = segments, shared, shared + tail
         self._is_forked = bool(segments)
@@ -870,7 +855,7 @@ class DenseStore(TokenStore):
     def _invalidate(self) -> None:
         """Hold nothing and refuse to go on, because keys and values no longer belong to the same tokens."""
         self._release()
-        self._forms, self._is_invalid = None, True
+        self.forms, self._is_invalid = None, True
 
     def _set_end(self, end: int) -> None:
         self._end, self._length = end, self._shared_tokens + end - self._start

@@ -6,9 +6,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from kvlayers.core.arguments import check_rollback
-from kvlayers.core.cache_layer import CacheLayer, LayerTraits
+from kvlayers.core.cache_layer import CacheLayer, LayerTraits, register_layer
 from kvlayers.core.dense_store import DenseStore
-from kvlayers.core.layer_registry import register_layer
 from kvlayers.core.token_layer import TokenLayer
 from kvlayers.core.token_store import TokenStore
 from kvlayers.utils import late

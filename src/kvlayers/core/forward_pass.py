@@ -370,5 +370,4 @@ class NoNewTokens(int):
             check_is_new(cache, int(self.seen), self.given)
         return -int(self)
 
-    def __reduce__(self) -> tuple[type[int], tuple[int]]:
-        return int, (int(self),)
+    __reduce__ = SeenTokens.__reduce__

@@ -367,7 +367,9 @@ class LegacySurface(LayerList):
         for index, layer in enumerate(self.adapted_layers()):
             keys, values = states_of(layer)
             if layer.traits.is_recurrent or (layer.traits.attends and layer.traits.has_other_states):
-                more = "a recurrent state" if layer.traits.is_recurrent else "other states, such as the keys of an indexer"
+                more = (
+                    "a recurrent state" if layer.traits.is_recurrent else "other states, such as the keys of an indexer"
+                )
                 raise LegacyFormatError(
                     f"Layers must have keys and values alone, got layer {index}, which has {more}: use state() and "
                     "load_state(), which keep all states."
@@ -379,8 +381,8 @@ class LegacySurface(LayerList):
                 continue
             if empty is not None:
                 raise LegacyFormatError(
-                    f"Layers before a filled one must be filled, got an empty layer {empty} before layer {index}, which "
-                    "tuples cannot express: use state() and load_state()."
+                    f"Layers before a filled one must be filled, got an empty layer {empty} before layer {index}, "
+                    "which tuples cannot express: use state() and load_state()."
                 )
             # Layers of transformers that have just packed all their tokens show tensors of one dimension.
             seen, shown = layer.length or 0, keys.shape[2] if keys.dim() == 4 else 0

@@ -6,10 +6,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from kvlayers.core.arguments import check_rollback, whole_number
-from kvlayers.core.cache_layer import LayerState, LayerTraits, not_of_so_many
+from kvlayers.core.cache_layer import LayerState, LayerTraits, not_of_so_many, register_layer
 from kvlayers.core.dense_store import DenseStore
 from kvlayers.core.description import Argument
-from kvlayers.core.layer_registry import register_layer
 from kvlayers.core.token_layer import TokenLayer
 from kvlayers.core.token_store import KVPair, StoreArgument, TokenStore
 from kvlayers.errors import ConfigError, RollbackError, StateMismatchError

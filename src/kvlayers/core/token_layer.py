@@ -26,34 +26,28 @@ class PendingAssignment:
     held.
 
     Args:
-        store: the store with the tokens that are held until then.
+        complete: the store with the tokens that are held until then.
         keys: `[batch, kv_heads, tokens, key_head_dim]`, the assigned keys or the held ones.
         values: `[batch, kv_heads, tokens, value_head_dim]`, the assigned values or the held ones.
     """
 
     holds_tokens_apart = False
 
-    def __init__(self, store: TokenStore, keys: Tensor, values: Tensor) -> None:
-        self.store = store
+    def __init__(self, complete: TokenStore, keys: Tensor, values: Tensor) -> None:
+        self.complete = complete
         self.keys = keys
         self.values = values
-
-    @property
-    def complete(self) -> TokenStore:
-        """The store with the tokens that are held until then."""
-        return self.store
 
     def caller_views(self) -> tuple[Tensor, Tensor]:
         """The keys and values, which do not match."""
         return self.keys, self.values
 
-    key_form = forwarded("store")
-    value_form = forwarded("store")
-    swap_buffers = forwarded("store")
+    forms = forwarded("complete")
+    swap_buffers = forwarded("complete")
 
     def held_tensors(self) -> Iterator[Tensor]:
         """All tensors that keep memory alive."""
-        yield from self.store.held_tensors()
+        yield from self.complete.held_tensors()
         yield from (self.keys, self.values)
 
     def __getattr__(self, name: str) -> Any:
@@ -66,12 +60,12 @@ class PendingAssignment:
         )
 
 
-def part_of_form(side: str, part: str) -> Any:
-    """A property of a layer: a part of the form of its store's keys or values, `None` before the first states."""
+def part_of_form(part: str, side: int = 0) -> Any:
+    """A property of a layer: a part of the form of its keys (side 0) or values, `None` before the first states."""
 
     def read(layer: "TokenLayer") -> Any:
-        form = getattr(layer.store, side)
-        return None if form is None else getattr(form, part)
+        forms = layer.store.forms
+        return None if forms is None else getattr(forms[side], part)
 
     return property(read)
 
@@ -123,7 +117,7 @@ class TokenLayer(forwarding("store", ANSWERED_BY_STORE), CacheLayer, CacheLayerM
     @property
     @override
     def forms(self) -> tuple[StateForm, ...]:
-        return tuple(form for form in (self.store.key_form, self.store.value_form) if form is not None)
+        return self.store.forms or ()
 
     def attended_past(self, tokens: int) -> int:
         """How many of the newest `tokens` tokens the next one attends to, besides itself."""
@@ -169,13 +163,13 @@ class TokenLayer(forwarding("store", ANSWERED_BY_STORE), CacheLayer, CacheLayerM
 
     def _handed_out(self, side: Side) -> Tensor | None:
         store = self.store
-        if store.key_form is None and store.complete is store:
+        if store.forms is None and store.complete is store:
             return None
         return store.caller_views()[side == "values"]
 
     @override
     def peek(self) -> tuple[Tensor | None, Tensor | None]:
-        return (None, None) if self.store.key_form is None else self.store.newest(self.store.length)
+        return (None, None) if self.store.forms is None else self.store.newest(self.store.length)
 
     def _assign(self, states: Tensor, side: Side) -> None:
         if not isinstance(states, Tensor) or states.dim() != 4:
@@ -217,9 +211,9 @@ class TokenLayer(forwarding("store", ANSWERED_BY_STORE), CacheLayer, CacheLayerM
 
     # Parts of the forms of keys and values, `None` before the first states
 
-    batch_size = part_of_form("key_form", "batch_size")
-    dtype = part_of_form("key_form", "dtype")
-    device = part_of_form("key_form", "device")
+    batch_size = part_of_form("batch_size")
+    dtype = part_of_form("dtype")
+    device = part_of_form("device")
 
     @override
     def check_select(self, batch_size: int) -> None:

@@ -21,7 +21,7 @@ from kvlayers.core.description import (
     described_facts,
     registered_class,
 )
-from kvlayers.errors import UnsupportedLayerError
+from kvlayers.errors import StateMismatchError, UnsupportedLayerError
 from kvlayers.utils.registry import ClassRegistry
 from kvlayers.utils.sending import sent_by_value
 from kvlayers.utils.tensor_memory import storages_of
@@ -162,13 +162,16 @@ class TokenStore(ABC):
 
     @property
     @abstractmethod
-    def key_form(self) -> StateForm | None:
-        """Form of the keys: batch size, kv_heads, head_dim, dtype and device; `None` before the first states."""
+    def forms(self) -> tuple[StateForm, StateForm] | None:
+        """Forms of the keys and of the values: batch size, kv_heads, head_dim, dtype and device.
 
-    @property
-    @abstractmethod
-    def value_form(self) -> StateForm | None:
-        """Form of the values, as `key_form`."""
+        `None` before the first states.
+        """
+
+    def _known_forms(self) -> tuple[StateForm, StateForm]:
+        if self.forms is None:
+            raise StateMismatchError("The store is empty, so it has no states to read: update the layer first.")
+        return self.forms
 
     @abstractmethod
     def validate(self, keys: Tensor, values: Tensor) -> int:
@@ -276,8 +279,8 @@ class TokenStore(ABC):
 
     def expand(self, repeats: int) -> None:
         """Repeat each sequence `repeats` times in a row. What the copies have in common may be held only once."""
-        if self.key_form is not None:
-            self.select(torch.arange(self.key_form.batch_size).repeat_interleave(repeats))
+        if self.forms is not None:
+            self.select(torch.arange(self.forms[0].batch_size).repeat_interleave(repeats))
 
     def share_prefix(self, other: "TokenStore", tokens: int) -> None:
         """Hold the first `tokens` tokens in the memory in which `other` holds them, if both stores can.

@@ -8,10 +8,9 @@ from torch import Tensor
 from typing_extensions import Self, override
 
 from kvlayers.core.arguments import check_rollback, whole_number
-from kvlayers.core.cache_layer import CacheLayer, LayerState, LayerTraits
+from kvlayers.core.cache_layer import CacheLayer, LayerState, LayerTraits, register_layer
 from kvlayers.core.dense_store import dense_in_small_steps, may_share
 from kvlayers.core.description import Argument, RotaryArgument
-from kvlayers.core.layer_registry import register_layer
 from kvlayers.core.preparation import padding_of
 from kvlayers.core.token_layer import TokenLayer
 from kvlayers.core.token_store import Fidelity, KVPair, StoreArgument, TokenStore

@@ -11,10 +11,17 @@ from torch import Tensor
 from typing_extensions import Self, override
 
 from kvlayers.core.buffer import StateForm
-from kvlayers.core.cache_layer import LayerState, WrapperLayer, beside_attention, forwarded
+from kvlayers.core.cache_layer import (
+    LayerState,
+    WrapperLayer,
+    beside_attention,
+    forwarded,
+    layer_class,
+    layer_from_description,
+    register_layer,
+)
 from kvlayers.core.description import DescriptionContext, Fact, Facts
 from kvlayers.core.layer_list import adapted
-from kvlayers.core.layer_registry import layer_class, layer_from_description, register_layer
 from kvlayers.core.token_layer import TokenLayer
 from kvlayers.core.token_store import TokenStore
 from kvlayers.errors import CapacityError, OptionError, UnsupportedLayerError

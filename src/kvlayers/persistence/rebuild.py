@@ -7,9 +7,8 @@ from typing import Any
 from torch import Tensor
 
 from kvlayers.core.cache import CACHE_CLASSES, Cache
-from kvlayers.core.cache_layer import LAYER_CLASSES
+from kvlayers.core.cache_layer import LAYER_CLASSES, layer_from_description, layer_names
 from kvlayers.core.description import DescriptionContext
-from kvlayers.core.layer_registry import layer_from_description, layer_names
 from kvlayers.core.token_store import STORE_CLASSES, KVPair
 from kvlayers.errors import CacheFileError, KVLayersError, ModelMismatchError, RegistryError
 from kvlayers.persistence.format import (

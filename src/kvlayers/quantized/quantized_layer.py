@@ -6,10 +6,9 @@ import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
-from kvlayers.core.cache_layer import LAYER_CLASSES, forwarded
+from kvlayers.core.cache_layer import LAYER_CLASSES, forwarded, register_layer
 from kvlayers.core.description import DescriptionContext, Fact, Facts, OptionsArgument, arguments_from
 from kvlayers.core.dynamic_layer import DynamicLayer
-from kvlayers.core.layer_registry import register_layer
 from kvlayers.kernels.attention.packed_tensor import as_dense
 from kvlayers.kernels.codes.quantizer_contract import Side
 from kvlayers.quantized.quantization import Quantization

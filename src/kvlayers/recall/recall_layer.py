@@ -11,12 +11,11 @@ from torch import Tensor
 from typing_extensions import Self, override
 
 from kvlayers.core.buffer import LayerShape, nbytes_of
-from kvlayers.core.cache_layer import LayerState
+from kvlayers.core.cache_layer import LayerState, register_layer
 from kvlayers.core.dense_store import DenseStore
 from kvlayers.core.description import OptionFacts, OptionsArgument
 from kvlayers.core.dynamic_cache import DynamicCache
 from kvlayers.core.dynamic_layer import DynamicLayer
-from kvlayers.core.layer_registry import register_layer
 from kvlayers.core.named_caches import named, register
 from kvlayers.core.token_store import Fidelity, TokenStore, filled_nbytes
 from kvlayers.errors import OptionError

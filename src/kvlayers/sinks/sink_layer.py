@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
-from kvlayers.core.cache_layer import LayerState, forwarded
+from kvlayers.core.cache_layer import LayerState, forwarded, register_layer
 from kvlayers.core.dense_store import DenseStore
 from kvlayers.core.description import RotaryArgument
-from kvlayers.core.layer_registry import register_layer
 from kvlayers.core.preparation import PADDING_NAME, check_rotary, padding_of
 from kvlayers.core.sliding_layer import WindowLayer, window_room
 from kvlayers.core.token_store import Fidelity, KVPair, StoreArgument, TokenStore
@@ -167,7 +166,7 @@ class SinkLayer(WindowLayer):
 
     @override
     def peek(self) -> tuple[Tensor | None, Tensor | None]:
-        if self.store.key_form is None:
+        if self.store.forms is None:
             return None, None
         past = self.attended_past(self._seen)
         front = self._in_front(self._sinks, self._seen - past, past)

@@ -8,11 +8,10 @@ from torch import Tensor
 from typing_extensions import Self, override
 
 from kvlayers.core.arguments import no_room_for_tokens
-from kvlayers.core.cache_layer import forwarded
+from kvlayers.core.cache_layer import forwarded, register_layer
 from kvlayers.core.description import Argument, OptionsArgument
 from kvlayers.core.dynamic_layer import DynamicLayer
 from kvlayers.core.layer_list import in_step
-from kvlayers.core.layer_registry import register_layer
 from kvlayers.core.sliding_layer import SlidingLayer, check_window, window_room
 from kvlayers.core.token_layer import TokenLayer, part_of_form
 from kvlayers.errors import CapacityError, StateMismatchError
@@ -36,10 +35,10 @@ class ReservedLayer(TokenLayer):
 
     store: StaticStore
     # As layers of transformers that reserve their memory have them, `None` before the first states
-    num_heads = part_of_form("key_form", "kv_heads")
+    num_heads = part_of_form("kv_heads")
     # In transformers 4, keys and values have one `head_dim`.
-    k_head_dim = head_dim = part_of_form("key_form", "head_dim")
-    v_head_dim = part_of_form("value_form", "head_dim")
+    k_head_dim = head_dim = part_of_form("head_dim")
+    v_head_dim = part_of_form("head_dim", 1)
 
     token_limit: int | None
     """The most tokens that the layer may see, `None` for no limit."""

@@ -404,13 +404,6 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
 
     # Lengths and masks
 
-    @property
-    def length(self) -> int:
-        """Tokens that the cache has seen and not rolled back. Raises as `get_seq_length`, for which it is the name in
-        kvlayers.
-        """
-        return self._seen_by(0)
-
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens that a layer has seen. If layer 0 does not attend, it stands for the first layer that does.
 
@@ -422,21 +415,6 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
         seen = self._seen_by(layer_idx)
         is_asked = not torch.compiler.is_compiling() and self._is_in_prefill()
         return SeenTokens.of(self, seen) if is_asked else seen
-
-    def _seen_by(self, layer_idx: int) -> int:
-        layer = self._layer_at(layer_idx)
-        if layer is None:
-            return 0
-        compiling = torch.compiler.is_compiling()
-        if layer_idx == 0 and not compiling and self._pass.at < self._pass.in_step:
-            self._pass.check_in_step(self)
-        if not layer.traits.attends and (
-            self._first_attending(layer_idx) is not None or not layer.traits.counts_columns
-        ):
-            layer = self._attending(layer_idx)
-        seen = layer.get_seq_length()
-        # transformers' layers may count in a tensor, and in compiled code all static layers do.
-        return seen if compiling else int(seen)
 
     def _is_in_prefill(self) -> bool:
         """Whether `generate()` may be asking, to find the tokens of its sequence that are new."""

@@ -701,9 +701,8 @@ class Forwarded:
         setattr(getattr(layer, self.part), self.name, value)
 
 
-def forwarded(part: str) -> Any:
-    """A `Forwarded`, which stands for a member of any type."""
-    return Forwarded(part)
+forwarded: Any = Forwarded
+"""A `Forwarded` stands for a member of any type."""
 
 
 def forwarding(part: str, names: str) -> Any:

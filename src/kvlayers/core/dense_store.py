@@ -48,13 +48,6 @@ MINIMUM_GROWTH = 128
 TAIL_MINIMUM_GROWTH = 16
 """The same for a tail behind segments: there may be many sequences, and their tails are short."""
 
-SMALL_STEP_DIVISOR = 40
-"""What a store grows by if it must have next to no spare room, since evicted tokens are to leave memory. A token is
-then copied 40 times on average, which costs less than attention reading it at every step."""
-
-SMALL_STEP = 16
-"""Fewest tokens by which such a store grows."""
-
 
 @dataclass(frozen=True, slots=True)
 class ValidStates:
@@ -672,12 +665,6 @@ class DenseStore(TokenStore):
             segments.append(SharedSegment(self._sharing(), self._start, self._start + in_tail))
         return segments
 
-    def _keeps_tail(self) -> bool:
-        """Whether the tail becomes a segment rather than being copied: others hold it, and it is long."""
-        if self._copy_on_write is None or self._copy_on_write.has_one_holder:
-            return False
-        return self._tail_length > max(self.length // GROWTH_DIVISOR, self.minimum_growth - 1) and self._can_share()
-
     def _leave_buffers(self, tokens: int, capacity: int) -> None:
         """Go on in buffers of its own: behind the old tail, which becomes a segment, or in a copy of `capacity` tokens.
 
@@ -685,7 +672,13 @@ class DenseStore(TokenStore):
             tokens: new tokens for which a new tail has room.
             capacity: tokens of a copy, held and new ones.
         """
-        if self._keeps_tail():
+        # A copy of a short tail takes no more memory than the spare room of a new one.
+        if (
+            self._copy_on_write is not None
+            and not self._copy_on_write.has_one_holder
+            and self._tail_length > max(self.length // GROWTH_DIVISOR, self.minimum_growth - 1)
+            and self._can_share()
+        ):
             self._hold(self._as_segments(self.length))
             capacity = self._grown_capacity(tokens)
         self._allocate(capacity)
@@ -916,33 +909,17 @@ def may_share(store: object) -> TypeGuard[DenseStore]:
     return isinstance(store, DenseStore) and store.can_share
 
 
-def store_of(keys: Tensor, values: Tensor, growth_divisor: int, minimum_growth: int) -> DenseStore:
-    """A store of a copy of states `[batch, kv_heads, tokens, head_dim]`, with spare room for the next tokens.
-
-    Args:
-        keys: the keys.
-        values: the values.
-        growth_divisor: the spare room is the size of the store divided by this.
-        minimum_growth: fewest tokens for which there is spare room.
-    """
-    return _filled(DenseStore(None, growth_divisor, minimum_growth), keys, values)
-
-
 def without_spare_room(keys: Tensor, values: Tensor, growth_divisor: int = 1, minimum_growth: int = 0) -> DenseStore:
-    """As `store_of`, without spare room until further tokens are appended."""
-    store = _filled(DenseStore(keys.shape[2], growth_divisor, minimum_growth), keys, values)
+    """A store of a copy of states, without spare room until further tokens are appended; see `filled`."""
+    store = filled(DenseStore(keys.shape[2], growth_divisor, minimum_growth), keys, values)
     # From now on it grows in its own steps.
     store.length_hint = None
     return store
 
 
-def _filled(store: DenseStore, keys: Tensor, values: Tensor) -> DenseStore:
+def filled(store: DenseStore, keys: Tensor, values: Tensor) -> DenseStore:
+    """An empty store, which takes in a copy of states `[batch, kv_heads, tokens, head_dim]`."""
     store.validate(keys, values)
     with torch.no_grad():
         store.append(keys.detach(), values.detach())
     return store
-
-
-def dense_in_small_steps() -> DenseStore:
-    """An empty `DenseStore` with next to no spare room."""
-    return DenseStore(growth_divisor=SMALL_STEP_DIVISOR, minimum_growth=SMALL_STEP)

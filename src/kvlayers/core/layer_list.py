@@ -91,6 +91,28 @@ class LayerList(metaclass=CacheClass):
                 return known
         return self.adapted_layers()[layer_idx]
 
+    @property
+    def length(self) -> int:
+        """Tokens that the cache has seen and not rolled back. Raises as `get_seq_length`, for which it is the name in
+        kvlayers.
+        """
+        return self._seen_by(0)
+
+    def _seen_by(self, layer_idx: int) -> int:
+        layer = self._layer_at(layer_idx)
+        if layer is None:
+            return 0
+        compiling = torch.compiler.is_compiling()
+        if layer_idx == 0 and not compiling and self._pass.at < self._pass.in_step:
+            self._pass.check_in_step(self)
+        if not layer.traits.attends and (
+            self._first_attending(layer_idx) is not None or not layer.traits.counts_columns
+        ):
+            layer = self._attending(layer_idx)
+        seen = layer.get_seq_length()
+        # transformers' layers may count in a tensor, and in compiled code all static layers do.
+        return seen if compiling else int(seen)
+
     def most_seen(self) -> int:
         """Tokens that the layer which has seen most has seen. After an interrupted pass, others have seen fewer."""
         most = 0

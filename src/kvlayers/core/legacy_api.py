@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast
 
@@ -278,10 +277,6 @@ def _state_list(cache: Any, side: str) -> StateList:
 class LegacySurface(LayerList):
     """The part of a cache's interface that code written for transformers 4 calls."""
 
-    @abstractmethod
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens that a layer has seen."""
-
     def get_max_length(self, layer_idx: int | None = None) -> int:
         """The most tokens that a layer, or the whole cache, can hold; -1 if there is no maximum.
 
@@ -321,7 +316,7 @@ class LegacySurface(LayerList):
     def seen_tokens(self) -> int:
         """Tokens that the cache has seen; an old name of `get_seq_length()`."""
         warn_of_old_use("cache.seen_tokens", "use cache.get_seq_length()")
-        return self.get_seq_length()
+        return self.length
 
     @property
     def max_batch_size(self) -> int:
@@ -348,7 +343,7 @@ class LegacySurface(LayerList):
         warn_of_old_use(
             "cache.get_usable_length()", "use cache.get_seq_length(), and cache.get_max_length() for limits"
         )
-        most, seen = self.most_tokens(layer_idx), self.get_seq_length(layer_idx)
+        most, seen = self.most_tokens(layer_idx), self._seen_by(layer_idx)
         new = whole_number(new_seq_length, "`new_seq_length`")
         return most - new if most >= 0 and seen + new > most else seen
 

@@ -71,7 +71,8 @@ class StoreArgument(Argument):
     @override
     def read(self, facts: Facts, context: DescriptionContext) -> Any:
         hint = None if self.room is None else self.room(facts)
-        return store_from_description(facts, replace(context, length_hint=hint))
+        store_class = store_class_of(facts)
+        return None if store_class is None else store_class.from_description(facts, replace(context, length_hint=hint))
 
 
 UPDATE_METHODS = ("validate", "append", "extend", "newest", "length", "count")
@@ -421,12 +422,6 @@ def store_class_of(facts: Facts) -> type[TokenStore] | None:
         RegistryError: no store is registered by the name in the facts.
     """
     return registered_class(STORE_CLASSES, facts["store"], "register_store") if "store" in facts else None
-
-
-def store_from_description(facts: Facts, context: DescriptionContext) -> Any:
-    """The empty store that a layer's facts describe; `None` if the layer makes its own. Raises as `store_class_of`."""
-    store_class = store_class_of(facts)
-    return None if store_class is None else store_class.from_description(facts, context)
 
 
 def states_on_meta(forms: Sequence[StateForm], tokens: int) -> Iterator[Tensor]:

@@ -9,7 +9,7 @@ from typing_extensions import Self, override
 
 from kvlayers.core.arguments import check_rollback, whole_number
 from kvlayers.core.cache_layer import CacheLayer, LayerState, LayerTraits, register_layer
-from kvlayers.core.dense_store import dense_in_small_steps, may_share
+from kvlayers.core.dense_store import DenseStore, may_share
 from kvlayers.core.description import Argument, RotaryArgument
 from kvlayers.core.preparation import padding_of
 from kvlayers.core.token_layer import TokenLayer
@@ -28,6 +28,13 @@ from kvlayers.kernels.codes.quantizer_contract import Side
 from kvlayers.quantized.quantized_store import QuantizedStore
 from kvlayers.rope.rotary import Rotary
 from kvlayers.utils.options import checks_options
+
+SMALL_STEP_DIVISOR = 40
+"""What a store grows by. It has next to no spare room, since evicted tokens are to leave memory. A token is then copied
+40 times on average, which costs less than attention reading it at every step."""
+
+SMALL_STEP = 16
+"""Fewest tokens by which such a store grows."""
 
 
 @register_layer
@@ -120,7 +127,7 @@ class EvictingLayer(TokenLayer):
         )
         self.options = options = replace(given, rule=given.rule.for_attention(rotary, scale))
         self.rotary, self.scale = rotary, scale
-        self._empty = dense_in_small_steps() if store is None else store
+        self._empty = DenseStore(None, SMALL_STEP_DIVISOR, SMALL_STEP) if store is None else store
         super().__init__(self._empty.fork())
         self.record_past = False
         self._start_over(EvictionProgress(options, padding_of(left_padding)))

@@ -143,6 +143,8 @@ class CacheLayer(ABC):
         bits: bits of a number of a key and of a value if they are rounded, `None` in full precision.
         attention_paths: how often attention on its states was computed in which way; empty in full precision.
         packing_paths: how often an accelerator packed keys, or values, on each path; empty if it packs none.
+        forms: form of the keys and of the values; empty before the first states, and for a layer that does not attend.
+        device: device of the states, `None` before the first ones.
         reserved: the memory that was reserved at one address, `None` for a layer that takes memory as it needs it.
         memory_tier: where the states are between updates: "device", "host" or "disk".
         sized_for: the number of tokens that the layer was told to make room for, `None` if it was told no number.
@@ -166,6 +168,8 @@ class CacheLayer(ABC):
     bits: tuple[int, int] | None = None
     attention_paths: Mapping[str, int] = MappingProxyType({})
     packing_paths: Mapping[str, int] = MappingProxyType({})
+    forms: tuple[StateForm, ...] = ()
+    device: Any = None
     reserved: Any = None
     memory_tier: str = "device"
     sized_for: int | None = None
@@ -210,11 +214,6 @@ class CacheLayer(ABC):
     def separate_rows(self) -> "Sequence[CacheLayer]":
         """The layers of its rows, if each row is a layer of its own; otherwise the layer itself."""
         return (self,)
-
-    @property
-    def forms(self) -> tuple[StateForm, ...]:
-        """Form of the keys and of the values; empty before the first states, and for a layer that does not attend."""
-        return ()
 
     @property
     def row_lengths(self) -> tuple[int | None, ...]:
@@ -301,11 +300,6 @@ class CacheLayer(ABC):
     @abstractmethod
     def batch_size(self) -> int | None:
         """Sequences side by side, `None` before the first states."""
-
-    @property
-    def device(self) -> Any:
-        """Device of the states, `None` before the first ones."""
-        return None
 
     @property
     def is_initialized(self) -> bool:
@@ -576,9 +570,8 @@ class CacheLayer(ABC):
         """As `capacity`, with -1 for no maximum."""
         return unbounded_as_minus_one(self.capacity)
 
-    def get_max_cache_shape(self) -> int:
-        """The name of `get_max_length` before transformers 5.13."""
-        return self.get_max_length()
+    get_max_cache_shape = get_max_length
+    """The name of `get_max_length` before transformers 5.13."""
 
     def crop(self, tokens: int) -> None:
         """Roll back, exactly: keep `tokens` tokens if the number is positive, else remove the newest `-tokens` tokens.

@@ -95,6 +95,7 @@ class DenseStore(TokenStore):
     holds_tokens_apart = True
     can_share: ClassVar[bool] = True
     forms: tuple[StateForm, StateForm] | None = None
+    fidelity: Fidelity = "exact"
 
     _appends_one = True
 
@@ -146,11 +147,6 @@ class DenseStore(TokenStore):
     @override
     def sized_for(self) -> int | None:  # type: ignore[override]
         return self.length_hint
-
-    @property
-    @override
-    def fidelity(self) -> Fidelity:
-        return "exact"
 
     @property
     def is_opaque(self) -> bool:  # type: ignore[override]

@@ -6,7 +6,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from kvlayers.core.arguments import check_rollback
-from kvlayers.core.cache_layer import CacheLayer, LayerTraits, register_layer
+from kvlayers.core.cache_layer import CacheLayer, LayerTraits, forwarded, register_layer
 from kvlayers.core.dense_store import DenseStore
 from kvlayers.core.token_layer import TokenLayer
 from kvlayers.core.token_store import TokenStore
@@ -51,9 +51,7 @@ class DynamicLayer(TokenLayer):
     def length(self) -> int:
         return self.store.length
 
-    @override
-    def count(self, tokens: int) -> None:
-        self.store.count(tokens)
+    count = forwarded("store")
 
     @override
     def mask_sizes(self, query_length: int) -> tuple[int, int]:

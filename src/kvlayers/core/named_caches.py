@@ -107,9 +107,8 @@ factory_of = _factories.get
 """The factory of the caches called by a name, `None` for an unknown name."""
 
 
-def on_change(listener: Callable[[], None]) -> None:
-    """Call `listener` whenever a name is registered or removed."""
-    _listeners.append(listener)
+on_change = _listeners.append
+"""Let a function be called whenever a name is registered or removed."""
 
 
 def unknown(name: object) -> RegistryError:

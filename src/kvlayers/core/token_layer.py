@@ -116,7 +116,7 @@ class TokenLayer(forwarding("store", ANSWERED_BY_STORE), CacheLayer, CacheLayerM
 
     @property
     @override
-    def forms(self) -> tuple[StateForm, ...]:
+    def forms(self) -> tuple[StateForm, ...]:  # type: ignore[override]
         return self.store.forms or ()
 
     def attended_past(self, tokens: int) -> int:

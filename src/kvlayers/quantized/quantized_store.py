@@ -72,6 +72,7 @@ class QuantizedStore(TokenStore):
 
     is_opaque = True
     forms: tuple[StateForm, StateForm] | None = None
+    fidelity: Fidelity = "rounded"
 
     made_with = (OptionsArgument("quantization", options=Quantization),)
     hints = ("length_hint",)
@@ -229,11 +230,6 @@ class QuantizedStore(TokenStore):
     @override
     def sized_for(self) -> int | None:  # type: ignore[override]
         return self.length_hint
-
-    @property
-    @override
-    def fidelity(self) -> Fidelity:
-        return "rounded"
 
     @property
     @override

@@ -15,7 +15,7 @@ from kvlayers.core.arguments import query_count, whole_number
 from kvlayers.core.cache_layer import CacheLayer
 from kvlayers.core.cache_operations import AS_TEXT, LayerwiseOperations, Origin
 from kvlayers.core.description import Argument, DescriptionContext, arguments_of, described_facts, rotaries_of
-from kvlayers.core.forward_pass import ForwardPassFollower, GivenToGenerate, PassStart, SeenTokens
+from kvlayers.core.forward_pass import ForwardPassFollower, GivenToGenerate, PassStart
 from kvlayers.core.from_config import AttentionMaker, dynamic_layers
 from kvlayers.core.graph_operators import GraphHandle, calls_operators, updated
 from kvlayers.core.layer_list import adapted, in_step, let_static_layers_agree
@@ -30,7 +30,6 @@ from kvlayers.errors import (
 from kvlayers.kernels.attention.cpu import kernel
 from kvlayers.kernels.attention.latents import as_latents
 from kvlayers.rope.rotary import Rotary
-from kvlayers.upstream import compat
 from kvlayers.utils import late
 from kvlayers.utils.options import checks_options
 from kvlayers.utils.registry import ClassRegistry
@@ -80,7 +79,6 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
     steps_taken: tuple[str, ...] = ()
     """The steps that `give_way` has taken."""
     _prefetcher: Any = None
-    _given: GivenToGenerate | None = None
     _outlives_generate = False
 
     @checks_options
@@ -404,28 +402,6 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
 
     # Lengths and masks
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens that a layer has seen. If layer 0 does not attend, it stands for the first layer that does.
-
-        Raises:
-            UnsupportedLayerError: neither attends, and no layer with a recurrent state counts its tokens.
-            InterruptedPassError: layer 0 is asked, outside of the model, and the last forward pass was interrupted, so
-                that later layers have seen fewer tokens. `crop` to the length that they have, or `reset`.
-        """
-        seen = self._seen_by(layer_idx)
-        is_asked = not torch.compiler.is_compiling() and self._is_in_prefill()
-        return SeenTokens.of(self, seen) if is_asked else seen
-
-    def _is_in_prefill(self) -> bool:
-        """Whether `generate()` may be asking, to find the tokens of its sequence that are new."""
-        if not compat.MARKS_GIVEN_CACHES:
-            return compat.PREFILL_SUBTRACTS_LENGTHS
-        given = self._given
-        if given is None or given.is_measured:
-            return False
-        given.measure()
-        return True
-
     def get_mask_sizes(self, query_length: int | Tensor, layer_idx: int) -> tuple[int, int]:
         """Length of the states that the next update of a layer returns, and the position of its first token.
 
@@ -461,7 +437,8 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
         """Position of the next token in a layer."""
-        return self._seen_by(layer_idx)
+        seen = self.get_seq_length(layer_idx)
+        return seen if torch.compiler.is_compiling() else int(seen)
 
     # Memory
 

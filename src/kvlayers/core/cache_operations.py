@@ -444,8 +444,7 @@ class LayerwiseOperations(LayerList):
 
     def check_select(self, batch_size: int) -> None:
         """Raise what selecting any `batch_size` sequences would raise."""
-        filled = [layer for layer in self.adapted_layers() if layer.length]
-        sizes = {layer.batch_size for layer in filled if layer.batch_size is not None}
+        sizes = {layer.batch_size for layer in self.adapted_layers() if layer.length and layer.batch_size is not None}
         if len(sizes) > 1:
             raise BatchIndexError(
                 f"Layers must have one batch size, got {sorted(sizes)}: crop the cache to before the forward "

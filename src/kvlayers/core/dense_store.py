@@ -425,10 +425,9 @@ class DenseStore(TokenStore):
         return (*(segment.dense() for segment in segments), *tail)
 
     def tail_segment(self) -> DenseSegment:
-        """The tokens in the buffers as attention reads them. Only for code that is not being compiled."""
-        keys, values = self._keys, self._values
-        if keys is None or values is None:
-            keys, values = self._buffers()
+        """The tokens in the buffers as attention reads them: for a store with tokens, in code that is not compiled."""
+        keys: Any = self._keys
+        values: Any = self._values
         return DenseSegment(keys.tensor, values.tensor, None, (self._start, self._end - self._start))
 
     def _plain(self, count: int) -> KVPair:

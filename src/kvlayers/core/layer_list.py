@@ -11,8 +11,9 @@ from torch import Tensor
 from kvlayers.core.arguments import unbounded_as_minus_one
 from kvlayers.core.buffer import StateForm
 from kvlayers.core.cache_layer import CacheLayer
-from kvlayers.core.forward_pass import ForwardPassFollower
+from kvlayers.core.forward_pass import ForwardPassFollower, GivenToGenerate, SeenTokens
 from kvlayers.errors import LayerIndexError, OptionError, UnsupportedLayerError
+from kvlayers.upstream import compat
 from kvlayers.utils import late
 from kvlayers.utils.options import check_accepted, check_whole_number, checked_dtype
 
@@ -59,6 +60,7 @@ class LayerList(metaclass=CacheClass):
     layers: list[Any]
     layer_class_to_replicate: Callable[[], Any] | None
     _pass: ForwardPassFollower
+    _given: GivenToGenerate | None = None
     _adapted: Sequence[CacheLayer] = ()
     """Each layer, or its adapter if it is one of transformers' layers, as of the last time that somebody asked."""
     _grows = False
@@ -98,6 +100,18 @@ class LayerList(metaclass=CacheClass):
         """
         return self._seen_by(0)
 
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens that a layer has seen. If layer 0 does not attend, it stands for the first layer that does.
+
+        Raises:
+            UnsupportedLayerError: neither attends, and no layer with a recurrent state counts its tokens.
+            InterruptedPassError: layer 0 is asked, outside of the model, and the last forward pass was interrupted, so
+                that later layers have seen fewer tokens. `crop` to the length that they have, or `reset`.
+        """
+        seen = self._seen_by(layer_idx)
+        is_asked = not torch.compiler.is_compiling() and self._is_in_prefill()
+        return SeenTokens.of(self, seen) if is_asked else seen
+
     def _seen_by(self, layer_idx: int) -> int:
         layer = self._layer_at(layer_idx)
         if layer is None:
@@ -112,6 +126,16 @@ class LayerList(metaclass=CacheClass):
         seen = layer.get_seq_length()
         # transformers' layers may count in a tensor, and in compiled code all static layers do.
         return seen if compiling else int(seen)
+
+    def _is_in_prefill(self) -> bool:
+        """Whether `generate()` may be asking, to find the tokens of its sequence that are new."""
+        if not compat.MARKS_GIVEN_CACHES:
+            return compat.PREFILL_SUBTRACTS_LENGTHS
+        given = self._given
+        if given is None or given.is_measured:
+            return False
+        given.measure()
+        return True
 
     def most_seen(self) -> int:
         """Tokens that the layer which has seen most has seen. After an interrupted pass, others have seen fewer."""

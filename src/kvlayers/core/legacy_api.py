@@ -316,7 +316,7 @@ class LegacySurface(LayerList):
     def seen_tokens(self) -> int:
         """Tokens that the cache has seen; an old name of `get_seq_length()`."""
         warn_of_old_use("cache.seen_tokens", "use cache.get_seq_length()")
-        return self.length
+        return self.get_seq_length()
 
     @property
     def max_batch_size(self) -> int:
@@ -343,7 +343,7 @@ class LegacySurface(LayerList):
         warn_of_old_use(
             "cache.get_usable_length()", "use cache.get_seq_length(), and cache.get_max_length() for limits"
         )
-        most, seen = self.most_tokens(layer_idx), self._seen_by(layer_idx)
+        most, seen = self.most_tokens(layer_idx), self.get_seq_length(layer_idx)
         new = whole_number(new_seq_length, "`new_seq_length`")
         return most - new if most >= 0 and seen + new > most else seen
 

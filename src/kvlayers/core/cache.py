@@ -117,8 +117,8 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
         let_static_layers_agree(self.adapted_layers())
 
     def __getstate__(self) -> dict[str, Any]:
-        # Compiled code knows a copy by another handle.
-        return {name: value for name, value in self.__dict__.items() if name != "_handle"}
+        # Compiled code knows a copy by another handle, and no call of generate() was given the copy.
+        return {name: value for name, value in self.__dict__.items() if name not in ("_handle", "_given")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -209,7 +209,7 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
     def _twin_with(self, layers: Sequence[CacheLayer]) -> Self:
         twin = super()._twin_with(layers)
         twin._pass = copy.copy(self._pass)
-        twin._given, twin.budget = None, copy.copy(self.budget)
+        twin.budget = copy.copy(self.budget)
         if self._prefetcher is not None:
             # A prefetcher belongs to one thread, and the two caches may be used in two.
             twin._prefetcher = self._prefetcher.for_another_cache()

@@ -242,10 +242,6 @@ class GivenToGenerate:
         self._seen: int | None = None
         self._model: nn.Module | None = None
 
-    def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        # A copy of the cache was not given to the call.
-        return type(None), ()
-
     def measure(self) -> None:
         """Note that the call has asked for the length: the next model to be called takes in the prompt.
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -71,12 +71,16 @@ class RaggedStore(TokenStore):
     def length(self) -> int:
         return self._width + self.tail.length
 
+    @property
+    @override
+    def forms(self) -> Any:
+        # They are known as soon as there is a flat part.
+        return self.tail.forms
+
     # What the tail answers
 
     fidelity = forwarded("tail")
     bits = forwarded("tail")
-    # Known as soon as there is a flat part.
-    forms = forwarded("tail")
     packing_paths = forwarded("tail")
     planned_bits = forwarded("tail")
     reserve_form = forwarded("tail")

@@ -437,13 +437,11 @@ class DenseStore(TokenStore):
 
     @override
     def caller_views(self) -> KVPair:
-        # Compiled code reads at once.
-        if torch.compiler.is_compiling():
+        # Compiled code reads at once. Of sequences that share segments each would get a copy: packed states cannot be
+        # written to, and know when they are stale.
+        if torch.compiler.is_compiling() or any(segment.rows is not None for segment in self._segments):
             return self.newest(self.length)
         if self._segments:
-            if any(segment.rows is not None for segment in self._segments):
-                # Each sequence would get a copy. Packed states cannot be written to, and know when they are stale.
-                return self.newest(self.length)
             self.compact()
         # States that autograd follows are never written to. Models with cross-attention read the same tokens at every
         # step.

@@ -1,10 +1,9 @@
 """The contract of a layer of a cache, and a layer that attends by another one."""
 
-from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
@@ -22,7 +21,6 @@ from kvlayers.core.arguments import (
 )
 from kvlayers.core.buffer import StateForm
 from kvlayers.core.description import (
-    Argument,
     DescriptionContext,
     Fact,
     Facts,
@@ -31,12 +29,11 @@ from kvlayers.core.description import (
     described_facts,
     registered_class,
 )
-from kvlayers.core.token_store import Fidelity, lacks_member
+from kvlayers.core.token_store import StateHolder
 from kvlayers.errors import RegistryError, StateMismatchError, UnsupportedLayerError
 from kvlayers.utils import late
 from kvlayers.utils.registry import ClassRegistry
 from kvlayers.utils.sending import sent_by_value
-from kvlayers.utils.tensor_memory import storages_of
 
 
 @sent_by_value
@@ -122,7 +119,7 @@ class LayerTraits:
     can_be_stacked: bool = False
 
 
-class CacheLayer(ABC):
+class CacheLayer(StateHolder):
     """What a layer can do: say what it is and holds, take in states, roll back, select sequences, copy and save.
 
     A kind of layer implements the abstract members. The other members have an answer that suits most layers: a layer
@@ -137,23 +134,14 @@ class CacheLayer(ABC):
         is_compileable: whether generate() may compile the forward pass around it.
         supports_early_init: whether memory can be reserved before the first states.
         record_past: whether models must pass the states of every token to it, instead of writing to the held states.
-        is_opaque: whether compiled code calls `update` by an operator, instead of being traced through it.
         sliding_window: tokens that a query attends to, itself included; `None` for full attention.
         counts_on_device: whether its count of tokens stands on a device that would have to be waited for.
-        bits: bits of a number of a key and of a value if they are rounded, `None` in full precision.
-        attention_paths: how often attention on its states was computed in which way; empty in full precision.
-        packing_paths: how often an accelerator packed keys, or values, on each path; empty if it packs none.
         forms: form of the keys and of the values; empty before the first states, and for a layer that does not attend.
         device: device of the states, `None` before the first ones.
         reserved: the memory that was reserved at one address, `None` for a layer that takes memory as it needs it.
         memory_tier: where the states are between updates: "device", "host" or "disk".
-        sized_for: the number of tokens that the layer was told to make room for, `None` if it was told no number.
-        described: names of arguments of the initialiser that are plain facts, each kept in an attribute of the same
-            name. A file records them.
-        made_with: the other arguments that a file records. A subclass inherits them, and names its own in `described`.
         reservation_facts: names of described facts that states do not depend on. A state may be loaded into a layer
             whose facts of these names differ, and rows of one batch may differ in them.
-        hints: names of arguments that no file records, because no state depends on them.
     """
 
     traits = LayerTraits()
@@ -162,25 +150,16 @@ class CacheLayer(ABC):
     is_sliding = False
     supports_early_init = True
     record_past: bool = False
-    is_opaque = False
     sliding_window: int | None = None
     counts_on_device: bool = False
-    bits: tuple[int, int] | None = None
-    attention_paths: Mapping[str, int] = MappingProxyType({})
-    packing_paths: Mapping[str, int] = MappingProxyType({})
     forms: tuple[StateForm, ...] = ()
     device: Any = None
     reserved: Any = None
     memory_tier: str = "device"
-    sized_for: int | None = None
     reservation_facts: frozenset[str] = frozenset()
-    described: ClassVar[tuple[str, ...]] = ()
-    made_with: ClassVar[tuple[Argument, ...]] = ()
-    hints: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        sent_by_value(cls)
         if beside := sorted(LayerTraits.__dataclass_fields__.keys() & vars(cls).keys()):
             raise RegistryError(
                 f"`traits` of {cls.__qualname__} must say what its kind is like, got an attribute `{beside[0]}` of the "
@@ -262,14 +241,6 @@ class CacheLayer(ABC):
         """
         return cls(**arguments_from(cls, facts, context))
 
-    @classmethod
-    def reserved_by(cls, facts: Facts) -> tuple[int, int]:
-        """Tokens, and sequences, that a layer of these facts reserves memory for: 0 if it takes memory as it needs it.
-
-        A file that asks for much more memory than it holds states for is refused because of this number.
-        """
-        return 0, 0
-
     # What it holds
 
     @property
@@ -322,27 +293,6 @@ class CacheLayer(ABC):
         return self.length
 
     @property
-    def fidelity(self) -> Fidelity:
-        """What the layer does to the states that the model attends to.
-
-        Raises:
-            UnsupportedLayerError: the class does not say.
-        """
-        raise lacks_member(self, "fidelity")
-
-    @property
-    def exact_from(self) -> int | None:
-        """Position from which on the layer holds every token as it came; `None` if the class does not say.
-
-        It is 0 until a token is rounded or evicted, and grows whenever that happens to further tokens. Tokens that a
-        model's own window has passed do not count, since the model attends to none of them. Neither do sinks.
-
-        Raises:
-            UnsupportedLayerError: the class does not say what its `fidelity` is.
-        """
-        return 0 if self.fidelity == "exact" else None
-
-    @property
     def is_recording(self) -> bool:
         """Whether more is held than is needed, for a later rollback."""
         return self.record_past
@@ -383,10 +333,6 @@ class CacheLayer(ABC):
     def reset(self) -> None:
         """Forget all tokens; the memory is kept for the next ones."""
 
-    @abstractmethod
-    def fork(self) -> Self:
-        """An independent continuation: a change of one layer never shows in the other."""
-
     @property
     @abstractmethod
     def keys(self) -> Any:
@@ -404,15 +350,6 @@ class CacheLayer(ABC):
         are `None` for a layer that does not attend.
         """
         return self.keys, self.values
-
-    @abstractmethod
-    def held_tensors(self) -> Iterator[Tensor]:
-        """Every tensor that keeps memory alive, spare room included. Forks may hold the same memory."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of memory held, spare room included."""
-        return sum(storages_of(self.held_tensors()).values())
 
     @abstractmethod
     def state(self) -> LayerState:
@@ -521,12 +458,6 @@ class CacheLayer(ABC):
 
         The states must be the same, which nobody checks. A layer without tokens in stores does nothing.
         """
-
-    def trim(self) -> None:
-        """Give back spare room, and memory of tokens that no layer reads any more, if that is worth a copy."""
-
-    def compact(self) -> None:
-        """Hold all tokens in memory of its own, in one piece."""
 
     def offload(self) -> None:
         """Refuse to move the states to the host: only an `OffloadedLayer` moves them.

@@ -6,7 +6,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from kvlayers.core.arguments import check_rollback, whole_number
-from kvlayers.core.cache_layer import LayerState, LayerTraits, not_of_so_many, register_layer
+from kvlayers.core.cache_layer import CacheLayer, LayerState, LayerTraits, not_of_so_many, register_layer
 from kvlayers.core.dense_store import DenseStore
 from kvlayers.core.description import Argument
 from kvlayers.core.token_layer import TokenLayer
@@ -26,8 +26,8 @@ def window_room(sliding_window: int) -> int:
     return sliding_window - 1 + max(sliding_window // SLACK_DIVISOR, MINIMUM_SLACK)
 
 
-class WindowLayer(TokenLayer):
-    """A layer that counts the tokens that it has seen, and drops tokens that have left its window.
+class WindowLayer(CacheLayer):
+    """What a `TokenLayer` with a window has before it: it counts the tokens seen, and drops those that left the window.
 
     While the past is recorded, no token is dropped between one `truncate` or `crop` and the next. So the tokens of a
     rejected draft can be taken back although the window is full.
@@ -37,6 +37,7 @@ class WindowLayer(TokenLayer):
         room: tokens of memory for the window, beyond which the store shrinks.
     """
 
+    store: TokenStore
     window: int
     room: int
     _seen = 0
@@ -105,8 +106,8 @@ class WindowLayer(TokenLayer):
     def capacity(self) -> int | None:
         return self.window
 
-    @override
     def attended_past(self, tokens: int) -> int:
+        """See `TokenLayer.attended_past`."""
         return min(tokens, self.window - 1)
 
     @override
@@ -125,8 +126,8 @@ class WindowLayer(TokenLayer):
         """How many of the newest tokens a rollback may need."""
         return self.store.length
 
-    @override
     def check_held(self, held: int, seen: int) -> None:
+        """See `TokenLayer.check_held`."""
         if not min(seen, self.window - 1) <= held <= seen:
             raise StateMismatchError(
                 f"A state must have at least the newest {min(seen, self.window - 1)} of {seen} tokens, "
@@ -135,12 +136,12 @@ class WindowLayer(TokenLayer):
 
     @override
     def reset(self) -> None:
-        super().reset()
+        super().reset()  # type: ignore[safe-super]
         self._seen = 0
 
 
 @register_layer
-class SlidingLayer(WindowLayer):
+class SlidingLayer(WindowLayer, TokenLayer):
     """Sliding-window and chunked attention: keeps the newest `sliding_window - 1` tokens.
 
     A query attends to itself and the `sliding_window - 1` tokens before it, so no more tokens are kept between updates.

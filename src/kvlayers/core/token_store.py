@@ -36,12 +36,6 @@ def least_faithful(fidelities: Iterable[Fidelity]) -> Fidelity:
     return max(fidelities, key=get_args(Fidelity).index, default="exact")
 
 
-def lacks_member(part: object, member: str) -> UnsupportedLayerError:
-    """The error for a layer or a store whose class does not define a member that a plan asks for."""
-    name = type(part).__name__
-    return UnsupportedLayerError(f"`{name}` has no `{member}`, which a plan asks for: define `{name}.{member}`.")
-
-
 KVPair = tuple[Tensor, Tensor]
 """Keys and values of the same tokens."""
 
@@ -79,7 +73,89 @@ UPDATE_METHODS = ("validate", "append", "extend", "newest", "length", "count")
 """What updates of a store are made of."""
 
 
-class TokenStore(ABC):
+class StateHolder(ABC):
+    """What layers and stores have in common: how they are made from facts, and what they say of the states they hold.
+
+    Attributes:
+        described: names of arguments of the initialiser that are plain facts, each kept in an attribute of the same
+            name. A file records them.
+        made_with: the other arguments that a file records. A subclass inherits them, and names its own in `described`.
+        hints: names of arguments that no file records, because no state depends on them.
+        is_opaque: whether compiled code calls the update of the layer by an operator, instead of being traced through
+            it.
+        sized_for: the number of tokens that it was told to make room for, `None` if it was told no number.
+        bits: bits of a number of a key and of a value if they are rounded, `None` in full precision.
+        attention_paths: how often attention on the states was computed in which way; empty if torch reads plain
+            tensors.
+        packing_paths: how often an accelerator packed keys, or values, on each path; empty if it packs none.
+    """
+
+    described: ClassVar[tuple[str, ...]] = ()
+    made_with: ClassVar[tuple[Argument, ...]] = ()
+    hints: ClassVar[tuple[str, ...]] = ()
+    is_opaque = False
+    sized_for: int | None = None
+    bits: tuple[int, int] | None = None
+    attention_paths: Mapping[str, int] = MappingProxyType({})
+    packing_paths: Mapping[str, int] = MappingProxyType({})
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        sent_by_value(cls)
+
+    @property
+    def fidelity(self) -> Fidelity:
+        """What is done to the states that the model attends to.
+
+        Raises:
+            UnsupportedLayerError: the class does not say.
+        """
+        name = type(self).__name__
+        raise UnsupportedLayerError(f"`{name}` has no `fidelity`, which a plan asks for: define `{name}.fidelity`.")
+
+    @property
+    def exact_from(self) -> int | None:
+        """Position from which on every token is held as it came; `None` if the class does not say.
+
+        A store counts from the first token that it holds, and a layer from the first that it has seen. It is 0 until a
+        token is rounded or evicted, and grows whenever that happens to further tokens. Tokens that a model's own window
+        has passed do not count, since the model attends to none of them. Neither do sinks, in front of rounded tokens.
+        What is exact need not define it.
+
+        Raises:
+            UnsupportedLayerError: the class does not say what its `fidelity` is.
+        """
+        return 0 if self.fidelity == "exact" else None
+
+    @classmethod
+    def reserved_by(cls, facts: Facts) -> tuple[int, int]:
+        """Tokens, and sequences, that one of these facts reserves memory for: 0 if it takes memory as it needs it.
+
+        A file that asks for much more memory than it holds states for is refused because of this number.
+        """
+        return 0, 0
+
+    @abstractmethod
+    def held_tensors(self) -> Iterator[Tensor]:
+        """Every tensor that keeps memory alive, spare room included. Forks may hold the same memory."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory held, spare room included."""
+        return sum(storages_of(self.held_tensors()).values())
+
+    def trim(self) -> None:
+        """Give back spare room, and memory of tokens that nobody reads any more, if that is worth a copy."""
+
+    def compact(self) -> None:
+        """Hold all tokens in memory of its own, in one piece. Sequences no longer share tokens."""
+
+    @abstractmethod
+    def fork(self) -> Self:
+        """An independent continuation: a change of one never shows in the other."""
+
+
+class TokenStore(StateHolder):
     """Holds the keys and values of consecutive tokens.
 
     Keys are `[batch, kv_heads, tokens, key_head_dim]`, values `[batch, kv_heads, tokens, value_head_dim]`; the two
@@ -89,59 +165,10 @@ class TokenStore(ABC):
     If the initialiser of a store takes only plain facts, the class names them in `described` and keeps them in
     attributes of the same names. The store can then be saved, and loaded once it is registered with
     `register_store`. Any other store defines `describe` and `from_description`.
-
-    Attributes:
-        described: names of arguments of the initialiser that are plain facts, each kept in an attribute of the same
-            name. A file records them.
-        made_with: the other arguments that a file records. A subclass inherits them, and names its own in `described`.
-        hints: names of arguments that no file records, because no state depends on them.
     """
-
-    described: ClassVar[tuple[str, ...]] = ()
-    made_with: ClassVar[tuple[Argument, ...]] = ()
-    hints: ClassVar[tuple[str, ...]] = ()
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
-        sent_by_value(cls)
-
-    is_opaque = False
-    """Whether compiled code calls the store's layer by an operator instead of tracing through it."""
 
     holds_tokens_apart = False
     """Whether `state()` is `keys` and `values` alone, in which each token lies by itself, in full precision."""
-
-    sized_for: int | None = None
-    """The number of tokens that the store was told to make room for, `None` if it was told no number."""
-
-    bits: tuple[int, int] | None = None
-    """Bits of a number of a key and of a value if they are rounded, `None` in full precision."""
-
-    attention_paths: Mapping[str, int] = MappingProxyType({})
-    """How often attention on the states of this store took each path; empty if torch reads plain tensors."""
-
-    packing_paths: Mapping[str, int] = MappingProxyType({})
-    """How often an accelerator packed keys, or values, on each path; empty if it packs none."""
-
-    @property
-    def fidelity(self) -> Fidelity:
-        """What the store does to the states that it takes in.
-
-        Raises:
-            UnsupportedLayerError: the class does not say.
-        """
-        raise lacks_member(self, "fidelity")
-
-    @property
-    def exact_from(self) -> int | None:
-        """Number of the held token from which on every token is held as it came; `None` if the class does not say.
-
-        The sinks of a quantized store, in front of rounded tokens, do not count. Exact stores need not define it.
-
-        Raises:
-            UnsupportedLayerError: the class does not say what its `fidelity` is.
-        """
-        return 0 if self.fidelity == "exact" else None
 
     def planned_bits(self, key_form: StateForm, value_form: StateForm) -> float:
         """Bits of one number of a key or value in the store's main memory, with its share of scales and zeros."""
@@ -293,12 +320,6 @@ class TokenStore(ABC):
             tokens: how many tokens they have in common.
         """
 
-    def trim(self) -> None:
-        """Give back spare room, and memory of dropped tokens that no other store reads, if that is worth a copy."""
-
-    def compact(self) -> None:
-        """Hold all tokens in memory of its own, in one piece. Sequences no longer share tokens."""
-
     @abstractmethod
     def clear(self) -> None:
         """Forget all tokens; keep the memory."""
@@ -329,14 +350,6 @@ class TokenStore(ABC):
         hints = {"length_hint": context.length_hint} if "length_hint" in cls.hints else {}
         return cls(**arguments_from(cls, facts, context), **hints)
 
-    @classmethod
-    def reserved_by(cls, facts: Facts) -> tuple[int, int]:
-        """Tokens and sequences for which a store with these facts reserves memory when its first states arrive.
-
-        0 if it allocates memory as needed. A loader compares the numbers with the states in the file.
-        """
-        return 0, 0
-
     @abstractmethod
     def state(self) -> dict[str, Tensor]:
         """Copies of all held tensors, `keys` and `values` among them; empty before the first states."""
@@ -352,10 +365,6 @@ class TokenStore(ABC):
     @abstractmethod
     def load_state(self, tensors: dict[str, Tensor]) -> None:
         """Restore a state, which the caller has checked."""
-
-    @abstractmethod
-    def fork(self) -> Self:
-        """An independent store with the same tokens."""
 
     @abstractmethod
     def swap_buffers(self, swap: BufferSwap) -> None:
@@ -385,15 +394,6 @@ class TokenStore(ABC):
         fresh.validate(keys, values)
         fresh.append(keys, values)
         return fresh
-
-    @abstractmethod
-    def held_tensors(self) -> Iterator[Tensor]:
-        """All tensors that keep memory alive, including spare room."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of memory held, including spare room."""
-        return sum(storages_of(self.held_tensors()).values())
 
 
 def keeps_updates_of(store_class: type[TokenStore], ancestor: type[TokenStore]) -> bool:

@@ -13,6 +13,7 @@ from kvlayers.core.dense_store import DenseStore
 from kvlayers.core.description import RotaryArgument
 from kvlayers.core.preparation import PADDING_NAME, check_rotary, padding_of
 from kvlayers.core.sliding_layer import WindowLayer, window_room
+from kvlayers.core.token_layer import TokenLayer
 from kvlayers.core.token_store import Fidelity, KVPair, StoreArgument, TokenStore
 from kvlayers.errors import StateMismatchError
 from kvlayers.kernels.attention.gqa import marked_for_sdpa
@@ -28,7 +29,7 @@ from kvlayers.utils.options import checks_options
 
 
 @register_layer
-class SinkLayer(WindowLayer):
+class SinkLayer(WindowLayer, TokenLayer):
     """Attention sinks: keeps the first `num_sink_tokens` tokens and the newest tokens, `window_length` in all.
 
     StreamingLLM (Xiao et al. 2023, arXiv:2309.17453) lets a query attend to the kept tokens as if they were one

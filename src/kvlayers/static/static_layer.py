@@ -192,7 +192,7 @@ def reserved_room(max_cache_len: int, sliding_window: int, grow: bool) -> int:
 
 
 @register_layer
-class StaticSlidingLayer(ReservedLayer, SlidingLayer):
+class StaticSlidingLayer(ReservedLayer, SlidingLayer):  # type: ignore[misc]
     """Sliding-window and chunked attention over memory that is reserved once, at an address that does not change.
 
     The window has spare room, and moves to the front when the room is used up. So a token is written once, and moved

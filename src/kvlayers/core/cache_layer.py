@@ -322,13 +322,6 @@ class CacheLayer(StateHolder):
             RollbackError: the layer cannot go back; nothing is changed.
         """
 
-    def check_select(self, batch_size: int) -> None:
-        """Raise what `select` would raise for any `batch_size` indices: nothing if memory is taken as needed."""
-
-    @abstractmethod
-    def select(self, indices: Tensor) -> None:
-        """Make sequence `i` what sequence `indices[i]` was. `indices` is int64 `[new_batch]` and in range."""
-
     @abstractmethod
     def reset(self) -> None:
         """Forget all tokens; the memory is kept for the next ones."""
@@ -416,27 +409,6 @@ class CacheLayer(StateHolder):
             UnsupportedLayerError: the layer does not attend.
         """
 
-    def count(self, tokens: int) -> None:
-        """Count tokens that an operator takes in, while compiled code that calls the operator is traced.
-
-        When that code runs, the operator counts the tokens itself, and arrives at the same number.
-
-        Raises:
-            UnsupportedLayerError: the class does not say how, although its `is_opaque` is true.
-        """
-        raise UnsupportedLayerError(
-            f"A layer that compiled code calls by an operator must count its tokens, got a {type(self).__name__}: "
-            "define its `count`, as its is_opaque is true."
-        )
-
-    @abstractmethod
-    def reserve_form(self, key_form: StateForm, value_form: StateForm) -> None:
-        """Prepare for states of these forms before the first ones arrive.
-
-        Raises:
-            UnsupportedLayerError: the layer does not attend.
-        """
-
     def _does_not_attend(self) -> UnsupportedLayerError:
         return UnsupportedLayerError(
             f"The layer must be one that attends, got a {type(self.original).__name__}: the cache was made for another "
@@ -452,12 +424,6 @@ class CacheLayer(StateHolder):
     def expand(self, repeats: int) -> None:
         """Repeat each sequence `repeats` times in a row. What the copies have in common may be held only once."""
         self.batch_repeat_interleave(repeats)
-
-    def share_prefix(self, other: "CacheLayer", tokens: int) -> None:
-        """Hold the first `tokens` tokens in the memory of `other`, which has seen the same ones, if both can.
-
-        The states must be the same, which nobody checks. A layer without tokens in stores does nothing.
-        """
 
     def offload(self) -> None:
         """Refuse to move the states to the host: only an `OffloadedLayer` moves them.

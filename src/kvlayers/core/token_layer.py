@@ -71,7 +71,7 @@ def part_of_form(part: str, side: int = 0) -> Any:
 
 
 # A layer that evicts tokens to which the model would attend has another fidelity than its store.
-ANSWERED_BY_STORE = "is_opaque bits fidelity attention_paths packing_paths sized_for trim compact"
+ANSWERED_BY_STORE = "is_opaque bits fidelity attention_paths packing_paths sized_for check_select trim compact"
 
 
 class TokenLayer(forwarding("store", ANSWERED_BY_STORE), CacheLayer, CacheLayerMixin):  # type: ignore[misc]
@@ -214,10 +214,6 @@ class TokenLayer(forwarding("store", ANSWERED_BY_STORE), CacheLayer, CacheLayerM
     batch_size = part_of_form("batch_size")
     dtype = part_of_form("dtype")
     device = part_of_form("device")
-
-    @override
-    def check_select(self, batch_size: int) -> None:
-        self.store.check_batch(batch_size)
 
     @override
     def select(self, indices: Tensor) -> None:

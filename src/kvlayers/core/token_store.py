@@ -151,6 +151,42 @@ class StateHolder(ABC):
         """Hold all tokens in memory of its own, in one piece. Sequences no longer share tokens."""
 
     @abstractmethod
+    def reserve_form(self, key_form: StateForm, value_form: StateForm) -> None:
+        """Prepare for states of these forms before the first ones arrive: reserve memory if its size is known.
+
+        Raises:
+            UnsupportedLayerError: the layer does not attend.
+        """
+
+    def count(self, tokens: int) -> None:
+        """Count tokens that an operator takes in, while compiled code that calls the operator is traced.
+
+        When that code runs, the operator counts the tokens itself, and arrives at the same number. Only what is opaque
+        needs it.
+
+        Raises:
+            UnsupportedLayerError: the class does not say how, although its `is_opaque` is true.
+        """
+        raise UnsupportedLayerError(
+            f"A layer that compiled code calls by an operator must count its tokens, got a {type(self).__name__}: "
+            "define its `count`, as its is_opaque is true."
+        )
+
+    def check_select(self, batch_size: int) -> None:
+        """Raise what `select` would raise for any `batch_size` indices: nothing if memory is taken as needed."""
+
+    @abstractmethod
+    def select(self, indices: Tensor) -> None:
+        """Make sequence `i` what sequence `indices[i]` was. `indices` is int64 `[new_batch]` and in range."""
+
+    def share_prefix(self, other: Any, tokens: int) -> None:
+        """Hold the first `tokens` tokens in the memory of `other`, which has the same ones, if both can.
+
+        The states must be the same, which nobody checks. The other does not change while this is done. By default
+        nothing is shared.
+        """
+
+    @abstractmethod
     def fork(self) -> Self:
         """An independent continuation: a change of one never shows in the other."""
 
@@ -184,10 +220,6 @@ class TokenStore(StateHolder):
         """The store itself; of a `PendingAssignment`, the one that held tokens before keys or values were assigned."""
         return self
 
-    def count(self, tokens: int) -> None:
-        """See `CacheLayer.count`. Only opaque stores need it."""
-        raise NotImplementedError
-
     @property
     @abstractmethod
     def forms(self) -> tuple[StateForm, StateForm] | None:
@@ -210,10 +242,6 @@ class TokenStore(StateHolder):
         Raises:
             StateMismatchError: keys and values do not match each other, or the states that are held.
         """
-
-    @abstractmethod
-    def reserve_form(self, key_form: StateForm, value_form: StateForm) -> None:
-        """Take on a form before the first states arrive, and allocate memory if its size is known."""
 
     @abstractmethod
     def append(self, keys: Tensor, values: Tensor) -> None:
@@ -298,27 +326,10 @@ class TokenStore(StateHolder):
     def shrink(self, tokens: int) -> None:
         """Free the memory beyond what `tokens` tokens need."""
 
-    def check_batch(self, batch_size: int) -> None:
-        """Raise `CapacityError` if `batch_size` sequences do not fit. Stores that grow never raise it."""
-
-    @abstractmethod
-    def select(self, indices: Tensor) -> None:
-        """Make row `indices[i]` of the batch row `i`; `indices` is `[new_batch]`, int64, checked by the caller."""
-
     def expand(self, repeats: int) -> None:
         """Repeat each sequence `repeats` times in a row. What the copies have in common may be held only once."""
         if self.forms is not None:
             self.select(torch.arange(self.forms[0].batch_size).repeat_interleave(repeats))
-
-    def share_prefix(self, other: "TokenStore", tokens: int) -> None:
-        """Hold the first `tokens` tokens in the memory in which `other` holds them, if both stores can.
-
-        The states of these tokens must be the same in both stores, which nobody checks.
-
-        Args:
-            other: a store with the same first tokens. It does not change while this is done.
-            tokens: how many tokens they have in common.
-        """
 
     @abstractmethod
     def clear(self) -> None:

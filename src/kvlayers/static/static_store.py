@@ -339,10 +339,10 @@ class StaticStore(DenseStore):
             seen = forms_of_batch(forms, reserved[0].batch_size)
             if seen != reserved:
                 raise mismatch(seen, reserved, self.length)
-        self.check_batch(forms[0].batch_size)
+        self.check_select(forms[0].batch_size)
 
     @override
-    def check_batch(self, batch_size: int) -> None:
+    def check_select(self, batch_size: int) -> None:
         reserved = self.reserved_batch_size
         if reserved is not None and batch_size > reserved and not self.grow:
             raise no_room_for_batch(reserved, batch_size)
@@ -387,7 +387,7 @@ class StaticStore(DenseStore):
         batch_size, current = forms[0].batch_size, self._reserved
         if current is not None and current[0].capacity == capacity and current[0].form.batch_size >= batch_size:
             return current
-        self.check_batch(batch_size)
+        self.check_select(batch_size)
         rows = max(batch_size, self.reserved_batch_size or 0)
         alike = (self._keys, self._values) if current is None else current
         keys, values = (
@@ -574,7 +574,7 @@ class StaticStore(DenseStore):
             return
         batch_size, length = indices.shape[0], self.length
         forms = forms_of_batch(self.forms, batch_size)
-        self.check_batch(batch_size)
+        self.check_select(batch_size)
         self.mask_extent.forget()
         held = None
         if self._keys is not None:

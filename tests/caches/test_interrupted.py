@@ -296,7 +296,7 @@ def test_a_scan_that_is_missing_is_in_no_store_or_file_and_is_put_back(
     # The last convolution has seen the tokens, and what comes behind it has not.
     with interrupted(cache, 1 + max(n for n, name in enumerate(calls) if name == "update_conv_state"), after=True):
         passed(model, cache, ids[:, begin:end])
-    assert cache.layers[last].is_interrupted
+    assert cache.layers[last].parts[-1].is_interrupted
     for refused in (
         lambda: kvlayers.save_cache(cache, tmp_path / "cache.safetensors", config=model.config),
         lambda: kvlayers.PrefixStore().insert(ids, cache.fork(), model="m"),

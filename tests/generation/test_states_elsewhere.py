@@ -218,10 +218,10 @@ def test_a_layer_is_cropped_if_its_crop_knows_its_states(layer_class: type, may:
     layer.update(torch.ones(1, 2, 5, 4), torch.ones(1, 2, 5, 4))
     assert layer.is_croppable == may
     if may:
-        layer.remove_newest(2)
+        layer.truncate(3)
     else:
         with pytest.raises(kvlayers.errors.RollbackError, match="WithMeans .* states beside its keys and values"):
-            layer.remove_newest(2)
+            layer.truncate(3)
     assert layer.length == (3 if may else 5)
 
 

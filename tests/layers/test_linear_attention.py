@@ -159,7 +159,7 @@ def test_columns_that_need_not_be_tokens_are_not_counted() -> None:
         layer.update_recurrent_state(torch.zeros(2, 3))
     assert layer.length is None
     assert layer.conv_states[0].shape[-1] == KERNEL
-    for roll_back in (lambda: layer.truncate(1), lambda: layer.check_removal(1), layer.get_seq_length):
+    for roll_back in (lambda: layer.truncate(1), lambda: layer.check_truncate(1), layer.get_seq_length):
         with pytest.raises(
             (kvlayers.errors.RollbackError, kvlayers.errors.UnsupportedLayerError),
             match="counts its tokens|how many tokens",

@@ -15,7 +15,7 @@ from kvlayers.stores import DenseStore
 from layer_kinds import KINDS
 
 NUMBERS = (
-    *("truncate", "check_truncate", "nearest_restorable", "remove_newest", "check_removal"),
+    *("truncate", "check_truncate", "nearest_restorable"),
     *("row", "get_mask_sizes", "crop"),
 )
 NOT_NUMBERS = (None, "3", True, 1.5, [1], torch.tensor(1, device="meta"), torch.tensor(True))

@@ -134,7 +134,7 @@ def test_codes_of_8_bits_are_packed_again_as_what_they_stand_for(operation: str)
         # Slow: a store of 4 bits, whose blocks are packed one by one from what the codes of 8 bits stand for.
         held, reference = other.store, layer.store
         again = QuantizedStore(layer.store.quantization).fork()
-        again.reserve_form(other.store.key_form, other.store.value_form)
+        again.reserve_form(*other.store.forms)
         for block, (keys, values) in enumerate(whole_blocks(other.store)):
             again.blocks.prepare(1)
             again.blocks.write(0, keys, values)

@@ -252,7 +252,7 @@ def test_windows_get_scales_if_they_are_quantized(tmp_path: pathlib.Path) -> Non
             assert [*held.keys.scales, *held.values.scales] == expected
             if expected:
                 cache.update(*torch.randn(2, 1, KV_HEADS, 70, HEAD_DIM).unbind(), layer)
-                assert [*cache.layers[layer]._store.quantization.keys.scales] == expected[:1]
+                assert [*cache.layers[layer].store.quantization.keys.scales] == expected[:1]
 
 
 def test_scales_for_no_layer_are_refused(tmp_path: pathlib.Path) -> None:

@@ -26,7 +26,7 @@ def some_states(tokens: int, seed: int, rows: int) -> tuple[Tensor, Tensor]:
 
 
 def add(store: QuantizedStore, tokens: int, seed: int) -> tuple[Tensor, Tensor]:
-    keys, values = some_states(tokens, seed, 2 if store.key_form is None else store.key_form.batch_size)
+    keys, values = some_states(tokens, seed, 2 if store.forms is None else store.forms[0].batch_size)
     return store.take_in(keys, values)
 
 

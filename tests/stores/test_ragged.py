@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from kvlayers import Quantization
-from kvlayers.core.dense_store import dense_in_small_steps
 from kvlayers.errors import RollbackError, StaleStatesError, StateMismatchError, UnsupportedLayerError
+from kvlayers.eviction.evicting_layer import SMALL_STEP, SMALL_STEP_DIVISOR
 from kvlayers.eviction.ragged_store import RaggedStore
 from kvlayers.stores import DenseStore, QuantizedStore
 from ragged_reference import (
@@ -33,7 +33,7 @@ def ragged(counts: list[list[int]] | None = None, tokens: int = 200) -> tuple[Ra
     """A store of uneven heads: the second sequence has very few tokens."""
     counts = [[150, 70], [9, 30]] if counts is None else counts
     lists = RaggedLists(len(counts))
-    store = evict(dense_in_small_steps(), lists, counts, states(len(counts), tokens), RECENT)
+    store = evict(DenseStore(None, SMALL_STEP_DIVISOR, SMALL_STEP), lists, counts, states(len(counts), tokens), RECENT)
     assert isinstance(store, RaggedStore)
     assert store.flat is not None
     return store, lists

@@ -69,9 +69,9 @@ def test_budgets_that_differ_by_whole_blocks_fill_every_block() -> None:
     assert set(counts_of_pieces.unique().tolist()) <= {0, BLOCK}
     assert store.tail.length == 50
     assert store.flat.places == 7 + 2 + 1 + 5
-    assert store.key_form is not None
+    assert store.forms is not None
     quantizers = quantization().quantizers(KEY_DIM, VALUE_DIM)
-    forms = {"keys": store.key_form.of_batch(1)._replace(kv_heads=1)}
+    forms = {"keys": store.forms[0].of_batch(1)._replace(kv_heads=1)}
     forms["values"] = forms["keys"]._replace(head_dim=VALUE_DIM)
     block = sum(block_nbytes(quantizers[side].format, side, forms[side], BLOCK) for side in SIDES)
     assert store.nbytes == 15 * block + 3 * 8 * counts_of_pieces.numel() + store.tail.nbytes

@@ -68,9 +68,9 @@ class Pair:
         store = self.store
         assert store.length == self.length
         assert store.nbytes == bytes_reached(store)
-        if store.key_form is None:
+        if store.forms is None:
             return
-        assert store.key_form.batch_size == self.rows
+        assert store.forms[0].batch_size == self.rows
         assert sum(piece.tokens for piece in store.pieces(self.length)) == self.length
         # Segments, and the tail.
         assert len(store.pieces(self.length)) <= store.maximum_segments + 1
@@ -204,7 +204,7 @@ class SegmentMachine(RuleBasedStateMachine):
     @rule(which=st.integers(0, 9), tokens=st.integers(0, 40))
     def reserve(self, which: int, tokens: int) -> None:
         pair = self.one(which)
-        if pair.store.key_form is not None:
+        if pair.store.forms is not None:
             pair.store.reserve(pair.length + tokens)
             pair.store.shrink(pair.length)
 

@@ -15,7 +15,7 @@ from kvlayers.core.arguments import query_count, whole_number
 from kvlayers.core.cache_layer import CacheLayer
 from kvlayers.core.cache_operations import AS_TEXT, LayerwiseOperations, Origin
 from kvlayers.core.description import Argument, DescriptionContext, arguments_of, described_facts, rotaries_of
-from kvlayers.core.forward_pass import ForwardPassFollower, GivenToGenerate, PassStart, SeenTokens
+from kvlayers.core.forward_pass import ForwardPassFollower, GivenToGenerate, PassStart
 from kvlayers.core.from_config import AttentionMaker, dynamic_layers
 from kvlayers.core.graph_operators import GraphHandle, calls_operators, updated
 from kvlayers.core.layer_list import adapted, in_step, let_static_layers_agree
@@ -30,7 +30,6 @@ from kvlayers.errors import (
 from kvlayers.kernels.attention.cpu import kernel
 from kvlayers.kernels.attention.latents import as_latents
 from kvlayers.rope.rotary import Rotary
-from kvlayers.upstream import compat
 from kvlayers.utils import late
 from kvlayers.utils.options import checks_options
 from kvlayers.utils.registry import ClassRegistry
@@ -80,7 +79,6 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
     steps_taken: tuple[str, ...] = ()
     """The steps that `give_way` has taken."""
     _prefetcher: Any = None
-    _given: GivenToGenerate | None = None
     _outlives_generate = False
 
     @checks_options
@@ -119,8 +117,8 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
         let_static_layers_agree(self.adapted_layers())
 
     def __getstate__(self) -> dict[str, Any]:
-        # Compiled code knows a copy by another handle.
-        return {name: value for name, value in self.__dict__.items() if name != "_handle"}
+        # Compiled code knows a copy by another handle, and no call of generate() was given the copy.
+        return {name: value for name, value in self.__dict__.items() if name not in ("_handle", "_given")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -211,7 +209,7 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
     def _twin_with(self, layers: Sequence[CacheLayer]) -> Self:
         twin = super()._twin_with(layers)
         twin._pass = copy.copy(self._pass)
-        twin._given, twin.budget = None, copy.copy(self.budget)
+        twin.budget = copy.copy(self.budget)
         if self._prefetcher is not None:
             # A prefetcher belongs to one thread, and the two caches may be used in two.
             twin._prefetcher = self._prefetcher.for_another_cache()
@@ -321,9 +319,11 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
             layer = self.layers[layer_idx] if 0 <= layer_idx < len(self.layers) else None
         except (TypeError, ValueError, RuntimeError):
             raise self._no_layer(layer_idx) from None
+        made: Sequence[CacheLayer] = ()
         if layer is None:
-            return self._update_new_layer(key_states, value_states, layer_idx)
-        if layer_idx >= len(self._adapted) or self._adapted[layer_idx] is not layer:
+            made = self._layers_with_new(layer_idx)
+            layer = made[layer_idx]
+        elif layer_idx >= len(self._adapted) or self._adapted[layer_idx] is not layer:
             layer = self._layer(layer_idx)
             if not layer.traits.attends:
                 raise UnsupportedLayerError(
@@ -334,47 +334,38 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
         if compiling:
             self._note_trace(layer_idx)
             handle = self._handle
-            if handle is not None and calls_operators(layer, key_states, value_states):
+            if handle is not None and not made and calls_operators(layer, key_states, value_states):
                 return updated(handle, layer, layer_idx, key_states, value_states)
-        elif not following.at < layer_idx <= following.in_step:
+        elif made or not following.at < layer_idx <= following.in_step:
             new = key_states.shape[-2] if isinstance(key_states, Tensor) and key_states.dim() > 1 else 0
             if new and (key_states.dtype, key_states.device) != following.goes_on_with:
                 following.check_states(layer, key_states, value_states)
             if self.budget is not None:
-                self.budget.make_room(self, self.adapted_layers(), layer_idx, key_states, value_states)
+                self.budget.make_room(self, made or self.adapted_layers(), layer_idx, key_states, value_states)
                 # It may have set rows apart.
-                layer = self.adapted_layers()[layer_idx]
+                layer = (made or self.adapted_layers())[layer_idx]
             following.follow(self, layer_idx, layer, new)
         attended: tuple[Tensor, Tensor] = (
             layer.update(key_states, value_states, *args, **kwargs)
             if layer.traits.is_upstream
             else layer.update(key_states, value_states)
         )
+        if made:
+            # Only now, as its states might not have been taken in.
+            self.layers.extend([new_layer.original for new_layer in made[len(self.layers) :]])
+            # Compiled code must not find out: what it sees for the first time it is compiled for.
+            self.adapted_layers()
         if not compiling:
             following.at = layer_idx
             if key_states.shape[1] == 1 and _are_latents(key_states, value_states):
                 return as_latents(*attended)
         return attended
 
-    def _update_new_layer(self, key_states: Tensor, value_states: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
+    def _layers_with_new(self, layer_idx: int) -> list[CacheLayer]:
+        """The layers, and those that the cache makes for this index beyond them, which it does not hold yet."""
         if self.layer_class_to_replicate is None or layer_idx < 0:
             raise self._no_layer(layer_idx)
-        compiling = torch.compiler.is_compiling()
-        if not compiling:
-            self._pass.follow(self, layer_idx, None, key_states.shape[-2])
-        layers = self.layers_for(layer_idx + 1)
-        new_layers = [adapted(layer) for layer in layers]
-        if self.budget is not None:
-            self.budget.make_room(self, new_layers, layer_idx, key_states, value_states)
-        attended: tuple[Tensor, Tensor] = layers[layer_idx].update(key_states, value_states)
-        self.layers.extend(layers[len(self.layers) :])
-        # Now, so that compiled code does not find out: what it sees for the first time it is compiled for.
-        self.adapted_layers()
-        if not compiling:
-            self._pass.at = layer_idx
-            if _are_latents(key_states, value_states):
-                return as_latents(*attended)
-        return attended
+        return [adapted(layer) for layer in self.layers_for(layer_idx + 1)]
 
     @override
     def _forget_pass(self) -> None:
@@ -410,50 +401,6 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
         return [*self.layers, *(_placed(layer, self._prefetcher, self.only_non_sliding) for layer in made)]
 
     # Lengths and masks
-
-    @property
-    def length(self) -> int:
-        """Tokens that the cache has seen and not rolled back. Raises as `get_seq_length`, for which it is the name in
-        kvlayers.
-        """
-        return self._seen_by(0)
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens that a layer has seen. If layer 0 does not attend, it stands for the first layer that does.
-
-        Raises:
-            UnsupportedLayerError: neither attends, and no layer with a recurrent state counts its tokens.
-            InterruptedPassError: layer 0 is asked, outside of the model, and the last forward pass was interrupted, so
-                that later layers have seen fewer tokens. `crop` to the length that they have, or `reset`.
-        """
-        seen = self._seen_by(layer_idx)
-        is_asked = not torch.compiler.is_compiling() and self._is_in_prefill()
-        return SeenTokens.of(self, seen) if is_asked else seen
-
-    def _seen_by(self, layer_idx: int) -> int:
-        layer = self._layer_at(layer_idx)
-        if layer is None:
-            return 0
-        compiling = torch.compiler.is_compiling()
-        if layer_idx == 0 and not compiling and self._pass.at < self._pass.in_step:
-            self._pass.check_in_step(self)
-        if not layer.traits.attends and (
-            self._first_attending(layer_idx) is not None or not layer.traits.counts_columns
-        ):
-            layer = self._attending(layer_idx)
-        seen = layer.get_seq_length()
-        # transformers' layers may count in a tensor, and in compiled code all static layers do.
-        return seen if compiling else int(seen)
-
-    def _is_in_prefill(self) -> bool:
-        """Whether `generate()` may be asking, to find the tokens of its sequence that are new."""
-        if not compat.MARKS_GIVEN_CACHES:
-            return compat.PREFILL_SUBTRACTS_LENGTHS
-        given = self._given
-        if given is None or given.is_measured:
-            return False
-        given.measure()
-        return True
 
     def get_mask_sizes(self, query_length: int | Tensor, layer_idx: int) -> tuple[int, int]:
         """Length of the states that the next update of a layer returns, and the position of its first token.

@@ -1,10 +1,9 @@
 """The contract of a layer of a cache, and a layer that attends by another one."""
 
-from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
@@ -22,20 +21,19 @@ from kvlayers.core.arguments import (
 )
 from kvlayers.core.buffer import StateForm
 from kvlayers.core.description import (
-    Argument,
     DescriptionContext,
     Fact,
     Facts,
     arguments_from,
     check_initialiser,
     described_facts,
+    registered_class,
 )
-from kvlayers.core.token_store import Fidelity, lacks_member
+from kvlayers.core.token_store import StateHolder
 from kvlayers.errors import RegistryError, StateMismatchError, UnsupportedLayerError
 from kvlayers.utils import late
 from kvlayers.utils.registry import ClassRegistry
 from kvlayers.utils.sending import sent_by_value
-from kvlayers.utils.tensor_memory import storages_of
 
 
 @sent_by_value
@@ -121,7 +119,7 @@ class LayerTraits:
     can_be_stacked: bool = False
 
 
-class CacheLayer(ABC):
+class CacheLayer(StateHolder):
     """What a layer can do: say what it is and holds, take in states, roll back, select sequences, copy and save.
 
     A kind of layer implements the abstract members. The other members have an answer that suits most layers: a layer
@@ -136,22 +134,14 @@ class CacheLayer(ABC):
         is_compileable: whether generate() may compile the forward pass around it.
         supports_early_init: whether memory can be reserved before the first states.
         record_past: whether models must pass the states of every token to it, instead of writing to the held states.
-        is_interrupted: whether a forward pass ended within its update, so that its states are not of the same tokens.
-        is_opaque: whether compiled code calls `update` by an operator, instead of being traced through it.
         sliding_window: tokens that a query attends to, itself included; `None` for full attention.
         counts_on_device: whether its count of tokens stands on a device that would have to be waited for.
-        bits: bits of a number of a key and of a value if they are rounded, `None` in full precision.
-        attention_paths: how often attention on its states was computed in which way; empty in full precision.
-        packing_paths: how often an accelerator packed keys, or values, on each path; empty if it packs none.
+        forms: form of the keys and of the values; empty before the first states, and for a layer that does not attend.
+        device: device of the states, `None` before the first ones.
         reserved: the memory that was reserved at one address, `None` for a layer that takes memory as it needs it.
         memory_tier: where the states are between updates: "device", "host" or "disk".
-        sized_for: the number of tokens that the layer was told to make room for, `None` if it was told no number.
-        described: names of arguments of the initialiser that are plain facts, each kept in an attribute of the same
-            name. A file records them.
-        made_with: the other arguments that a file records. A subclass inherits them, and names its own in `described`.
         reservation_facts: names of described facts that states do not depend on. A state may be loaded into a layer
             whose facts of these names differ, and rows of one batch may differ in them.
-        hints: names of arguments that no file records, because no state depends on them.
     """
 
     traits = LayerTraits()
@@ -160,24 +150,16 @@ class CacheLayer(ABC):
     is_sliding = False
     supports_early_init = True
     record_past: bool = False
-    is_interrupted: bool = False
-    is_opaque = False
     sliding_window: int | None = None
     counts_on_device: bool = False
-    bits: tuple[int, int] | None = None
-    attention_paths: Mapping[str, int] = MappingProxyType({})
-    packing_paths: Mapping[str, int] = MappingProxyType({})
+    forms: tuple[StateForm, ...] = ()
+    device: Any = None
     reserved: Any = None
     memory_tier: str = "device"
-    sized_for: int | None = None
     reservation_facts: frozenset[str] = frozenset()
-    described: ClassVar[tuple[str, ...]] = ()
-    made_with: ClassVar[tuple[Argument, ...]] = ()
-    hints: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        sent_by_value(cls)
         if beside := sorted(LayerTraits.__dataclass_fields__.keys() & vars(cls).keys()):
             raise RegistryError(
                 f"`traits` of {cls.__qualname__} must say what its kind is like, got an attribute `{beside[0]}` of the "
@@ -211,11 +193,6 @@ class CacheLayer(ABC):
     def separate_rows(self) -> "Sequence[CacheLayer]":
         """The layers of its rows, if each row is a layer of its own; otherwise the layer itself."""
         return (self,)
-
-    @property
-    def forms(self) -> tuple[StateForm, ...]:
-        """Form of the keys and of the values; empty before the first states, and for a layer that does not attend."""
-        return ()
 
     @property
     def row_lengths(self) -> tuple[int | None, ...]:
@@ -264,14 +241,6 @@ class CacheLayer(ABC):
         """
         return cls(**arguments_from(cls, facts, context))
 
-    @classmethod
-    def reserved_by(cls, facts: Facts) -> tuple[int, int]:
-        """Tokens, and sequences, that a layer of these facts reserves memory for: 0 if it takes memory as it needs it.
-
-        A file that asks for much more memory than it holds states for is refused because of this number.
-        """
-        return 0, 0
-
     # What it holds
 
     @property
@@ -304,11 +273,6 @@ class CacheLayer(ABC):
         """Sequences side by side, `None` before the first states."""
 
     @property
-    def device(self) -> Any:
-        """Device of the states, `None` before the first ones."""
-        return None
-
-    @property
     def is_initialized(self) -> bool:
         """Whether the form of the states is known. Setting it to false is a `reset`."""
         return self.batch_size is not None
@@ -327,27 +291,6 @@ class CacheLayer(ABC):
     def held_tokens(self) -> int | None:
         """Tokens of which keys and values are held, `None` for a layer that does not attend."""
         return self.length
-
-    @property
-    def fidelity(self) -> Fidelity:
-        """What the layer does to the states that the model attends to.
-
-        Raises:
-            UnsupportedLayerError: the class does not say.
-        """
-        raise lacks_member(self, "fidelity")
-
-    @property
-    def exact_from(self) -> int | None:
-        """Position from which on the layer holds every token as it came; `None` if the class does not say.
-
-        It is 0 until a token is rounded or evicted, and grows whenever that happens to further tokens. Tokens that a
-        model's own window has passed do not count, since the model attends to none of them. Neither do sinks.
-
-        Raises:
-            UnsupportedLayerError: the class does not say what its `fidelity` is.
-        """
-        return 0 if self.fidelity == "exact" else None
 
     @property
     def is_recording(self) -> bool:
@@ -379,20 +322,9 @@ class CacheLayer(ABC):
             RollbackError: the layer cannot go back; nothing is changed.
         """
 
-    def check_select(self, batch_size: int) -> None:
-        """Raise what `select` would raise for any `batch_size` indices: nothing if memory is taken as needed."""
-
-    @abstractmethod
-    def select(self, indices: Tensor) -> None:
-        """Make sequence `i` what sequence `indices[i]` was. `indices` is int64 `[new_batch]` and in range."""
-
     @abstractmethod
     def reset(self) -> None:
         """Forget all tokens; the memory is kept for the next ones."""
-
-    @abstractmethod
-    def fork(self) -> Self:
-        """An independent continuation: a change of one layer never shows in the other."""
 
     @property
     @abstractmethod
@@ -411,15 +343,6 @@ class CacheLayer(ABC):
         are `None` for a layer that does not attend.
         """
         return self.keys, self.values
-
-    @abstractmethod
-    def held_tensors(self) -> Iterator[Tensor]:
-        """Every tensor that keeps memory alive, spare room included. Forks may hold the same memory."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of memory held, spare room included."""
-        return sum(storages_of(self.held_tensors()).values())
 
     @abstractmethod
     def state(self) -> LayerState:
@@ -486,27 +409,6 @@ class CacheLayer(ABC):
             UnsupportedLayerError: the layer does not attend.
         """
 
-    def count(self, tokens: int) -> None:
-        """Count tokens that an operator takes in, while compiled code that calls the operator is traced.
-
-        When that code runs, the operator counts the tokens itself, and arrives at the same number.
-
-        Raises:
-            UnsupportedLayerError: the class does not say how, although its `is_opaque` is true.
-        """
-        raise UnsupportedLayerError(
-            f"A layer that compiled code calls by an operator must count its tokens, got a {type(self).__name__}: "
-            "define its `count`, as its is_opaque is true."
-        )
-
-    @abstractmethod
-    def reserve_form(self, key_form: StateForm, value_form: StateForm) -> None:
-        """Prepare for states of these forms before the first ones arrive.
-
-        Raises:
-            UnsupportedLayerError: the layer does not attend.
-        """
-
     def _does_not_attend(self) -> UnsupportedLayerError:
         return UnsupportedLayerError(
             f"The layer must be one that attends, got a {type(self.original).__name__}: the cache was made for another "
@@ -519,31 +421,9 @@ class CacheLayer(ABC):
     def deactivate_past_recording(self) -> None:
         """End what `activate_past_recording` began."""
 
-    def check_removal(self, tokens: int) -> None:
-        """Raise `RollbackError` if `remove_newest(tokens)` would."""
-        if length := self.length:
-            self.check_truncate(length - whole_number(tokens, "`tokens`"))
-
-    def remove_newest(self, tokens: int) -> None:
-        """Roll back the newest `tokens` tokens. A layer that the model never used is left alone."""
-        if length := self.length:
-            self.truncate(length - whole_number(tokens, "`tokens`"))
-
     def expand(self, repeats: int) -> None:
         """Repeat each sequence `repeats` times in a row. What the copies have in common may be held only once."""
         self.batch_repeat_interleave(repeats)
-
-    def share_prefix(self, other: "CacheLayer", tokens: int) -> None:
-        """Hold the first `tokens` tokens in the memory of `other`, which has seen the same ones, if both can.
-
-        The states must be the same, which nobody checks. A layer without tokens in stores does nothing.
-        """
-
-    def trim(self) -> None:
-        """Give back spare room, and memory of tokens that no layer reads any more, if that is worth a copy."""
-
-    def compact(self) -> None:
-        """Hold all tokens in memory of its own, in one piece."""
 
     def offload(self) -> None:
         """Refuse to move the states to the host: only an `OffloadedLayer` moves them.
@@ -587,9 +467,8 @@ class CacheLayer(ABC):
         """As `capacity`, with -1 for no maximum."""
         return unbounded_as_minus_one(self.capacity)
 
-    def get_max_cache_shape(self) -> int:
-        """The name of `get_max_length` before transformers 5.13."""
-        return self.get_max_length()
+    get_max_cache_shape = get_max_length
+    """The name of `get_max_length` before transformers 5.13."""
 
     def crop(self, tokens: int) -> None:
         """Roll back, exactly: keep `tokens` tokens if the number is positive, else remove the newest `-tokens` tokens.
@@ -659,6 +538,30 @@ def rows_of(layers: Sequence[CacheLayer]) -> list[CacheLayer]:
 LAYER_CLASSES = ClassRegistry("layer", "kvlayers.layers", "unregister_layer", CacheLayer, check_initialiser)  # type: ignore[type-abstract]
 """The layers that a file may name."""
 
+register_layer = LAYER_CLASSES.register
+"""Let layers of a class, which derives from `TokenLayer` or from `CacheLayer`, be loaded from files."""
+
+unregister_layer = LAYER_CLASSES.remove
+"""Remove a class of layers from the registry, by its name."""
+
+layer_names = LAYER_CLASSES.names
+"""The names of all registered layers, including those of entry points in other packages."""
+
+
+def layer_class(kind: Fact) -> type[CacheLayer]:
+    """The class that is registered as a kind of layer.
+
+    Raises:
+        RegistryError: no class is registered as this kind.
+    """
+    found: type[CacheLayer] = registered_class(LAYER_CLASSES, kind, "register_layer")
+    return found
+
+
+def layer_from_description(kind: Fact, facts: Facts, context: DescriptionContext) -> CacheLayer:
+    """An empty layer of a kind, from what its `describe` returned. Raises as `layer_class`."""
+    return layer_class(kind).from_description(facts, context)
+
 
 def not_of_so_many(length: int, held: int | None) -> StateMismatchError:
     """The error for a number of tokens whose states a layer does not hold."""
@@ -677,7 +580,6 @@ class Forwarded:
 
     def __init__(self, part: str) -> None:
         self.part = part
-        self.name = ""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
@@ -689,9 +591,8 @@ class Forwarded:
         setattr(getattr(layer, self.part), self.name, value)
 
 
-def forwarded(part: str) -> Any:
-    """A `Forwarded`, which stands for a member of any type."""
-    return Forwarded(part)
+forwarded: Any = Forwarded
+"""A `Forwarded` stands for a member of any type."""
 
 
 def forwarding(part: str, names: str) -> Any:
@@ -719,7 +620,6 @@ class WrapperLayer(forwarding("wrapped", ANSWERED_BY_WRAPPED), CacheLayer, Cache
     wrapped: Any
 
     def __init__(self, wrapped: CacheLayer) -> None:
-        super().__init__()
         self.wrapped = wrapped
 
     def __getattr__(self, name: str) -> Any:

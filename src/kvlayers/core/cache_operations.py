@@ -179,10 +179,11 @@ class LayerwiseOperations(LayerList):
                 "Recurrent layers must have seen the same tokens as the others, got one that has seen nothing: the "
                 "model keeps its states elsewhere, or a forward pass was interrupted; reset() the cache."
             )
-        for layer, tokens in removals:
-            layer.check_removal(tokens)
-        for layer, tokens in removals:
-            layer.remove_newest(tokens)
+        targets = [target for layer, tokens in removals for target in _without_newest(layer, tokens)]
+        for layer, length in targets:
+            layer.check_truncate(length)
+        for layer, length in targets:
+            layer.truncate(length)
         if self.known_ids is not None:
             self.known_ids = self.known_ids[:, : self.most_seen()]
         self._cut_origins()
@@ -443,8 +444,7 @@ class LayerwiseOperations(LayerList):
 
     def check_select(self, batch_size: int) -> None:
         """Raise what selecting any `batch_size` sequences would raise."""
-        filled = [layer for layer in self.adapted_layers() if layer.length]
-        sizes = {layer.batch_size for layer in filled if layer.batch_size is not None}
+        sizes = {layer.batch_size for layer in self.adapted_layers() if layer.length and layer.batch_size is not None}
         if len(sizes) > 1:
             raise BatchIndexError(
                 f"Layers must have one batch size, got {sorted(sizes)}: crop the cache to before the forward "
@@ -558,6 +558,22 @@ class LayerwiseOperations(LayerList):
             layer.load_state(layer_state)
         self.origins = state.origins
         self._forget_pass()
+
+
+def _without_newest(layer: CacheLayer, tokens: int) -> list[tuple[CacheLayer, int]]:
+    """What must be truncated, and to which length, to take back the newest `tokens` tokens: the layer, or one part.
+
+    What has seen nothing, as the model never used it, is left alone.
+    """
+    if layer.length or layer.traits.is_upstream:
+        return [(layer, (layer.length or 0) - tokens)]
+    # A first pass that was interrupted has left the tokens in one of two parts. A part that does not count its tokens
+    # says that it cannot go back.
+    return [
+        (part, (part.length or 0) - tokens)
+        for part in layer.parts
+        if part.length or (tokens and part.length is None and part.batch_size is not None)
+    ]
 
 
 def form_of_rows(cache: LayerwiseOperations) -> list[Any]:

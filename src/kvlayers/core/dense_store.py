@@ -20,7 +20,7 @@ from kvlayers.core.buffer import StateForm, TokenBuffer, forms_of_batch
 from kvlayers.core.returned_states import ReturnedStates
 from kvlayers.core.sharing import CopyOnWrite, SharedSegment, at_most, selected, tokens_of, write_segment
 from kvlayers.core.token_store import BufferSwap, Fidelity, KVPair, TokenStore, keeps_updates_of, register_store
-from kvlayers.errors import InterruptedPassError, StateMismatchError
+from kvlayers.errors import InterruptedPassError
 from kvlayers.kernels.attention.gqa import first_grouped_length, marked_for_one_query, marked_for_sdpa
 from kvlayers.kernels.attention.packed_tensor import PackedStates, as_dense
 from kvlayers.kernels.attention.segment_kinds import DenseSegment
@@ -47,13 +47,6 @@ MINIMUM_GROWTH = 128
 
 TAIL_MINIMUM_GROWTH = 16
 """The same for a tail behind segments: there may be many sequences, and their tails are short."""
-
-SMALL_STEP_DIVISOR = 40
-"""What a store grows by if it must have next to no spare room, since evicted tokens are to leave memory. A token is
-then copied 40 times on average, which costs less than attention reading it at every step."""
-
-SMALL_STEP = 16
-"""Fewest tokens by which such a store grows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +94,8 @@ class DenseStore(TokenStore):
     hints: ClassVar[tuple[str, ...]] = ("length_hint", "growth_divisor", "minimum_growth", "maximum_segments")
     holds_tokens_apart = True
     can_share: ClassVar[bool] = True
+    forms: tuple[StateForm, StateForm] | None = None
+    fidelity: Fidelity = "exact"
 
     _appends_one = True
 
@@ -121,7 +116,6 @@ class DenseStore(TokenStore):
         self.maximum_segments = maximum_segments
         self._keys: TokenBuffer | None = None
         self._values: TokenBuffer | None = None
-        self._forms: tuple[StateForm, StateForm] | None = None
         self._start = 0
         self._end = 0
         self._capacity = 0
@@ -151,28 +145,8 @@ class DenseStore(TokenStore):
 
     @property
     @override
-    def key_form(self) -> StateForm | None:
-        return None if self._forms is None else self._forms[0]
-
-    @property
-    @override
-    def value_form(self) -> StateForm | None:
-        return None if self._forms is None else self._forms[1]
-
-    def _known_forms(self) -> tuple[StateForm, StateForm]:
-        if self._forms is None:
-            raise StateMismatchError("The store is empty, so it has no states to read: update the layer first.")
-        return self._forms
-
-    @property
-    @override
-    def sized_for(self) -> int | None:
+    def sized_for(self) -> int | None:  # type: ignore[override]
         return self.length_hint
-
-    @property
-    @override
-    def fidelity(self) -> Fidelity:
-        return "exact"
 
     @property
     def is_opaque(self) -> bool:  # type: ignore[override]
@@ -197,7 +171,7 @@ class DenseStore(TokenStore):
 
     @property
     @override
-    def attention_paths(self) -> Mapping[str, int]:
+    def attention_paths(self) -> Mapping[str, int]:  # type: ignore[override]
         return self._returned.paths.counts
 
     # Taking in states
@@ -224,7 +198,7 @@ class DenseStore(TokenStore):
         """
         last = self._last_valid
         # As in `validate`, which would be a call more.
-        if last is None or last.forms is not self._forms:
+        if last is None or last.forms is not self.forms:
             return False
         try:
             facts = (keys.shape, values.shape, keys.dtype, values.dtype, keys.device, values.device)
@@ -258,15 +232,15 @@ class DenseStore(TokenStore):
         except AttributeError:
             # They are no tensors, as this says.
             return self._validate(keys, values)
-        if last is None or facts != last.facts or last.forms is not self._forms:
+        if last is None or facts != last.facts or last.forms is not self.forms:
             self._validate(keys, values)
-            valid = ValidStates(facts, self._forms, first_grouped_length(keys))
+            valid = ValidStates(facts, self.forms, first_grouped_length(keys))
             self._last_valid = None if self._validated else valid
         return keys.shape[2]
 
     def _validate(self, keys: Tensor, values: Tensor) -> int:
         forms = checked_forms(keys, values)
-        if forms == self._forms:
+        if forms == self.forms:
             return keys.shape[2]
         if self._is_invalid:
             raise InterruptedPassError(
@@ -451,10 +425,9 @@ class DenseStore(TokenStore):
         return (*(segment.dense() for segment in segments), *tail)
 
     def tail_segment(self) -> DenseSegment:
-        """The tokens in the buffers as attention reads them. Only for code that is not being compiled."""
-        keys, values = self._keys, self._values
-        if keys is None or values is None:
-            keys, values = self._buffers()
+        """The tokens in the buffers as attention reads them: for a store with tokens, in code that is not compiled."""
+        keys: Any = self._keys
+        values: Any = self._values
         return DenseSegment(keys.tensor, values.tensor, None, (self._start, self._end - self._start))
 
     def _plain(self, count: int) -> KVPair:
@@ -464,13 +437,11 @@ class DenseStore(TokenStore):
 
     @override
     def caller_views(self) -> KVPair:
-        # Compiled code reads at once.
-        if torch.compiler.is_compiling():
+        # Compiled code reads at once. Of sequences that share segments each would get a copy: packed states cannot be
+        # written to, and know when they are stale.
+        if torch.compiler.is_compiling() or any(segment.rows is not None for segment in self._segments):
             return self.newest(self.length)
         if self._segments:
-            if any(segment.rows is not None for segment in self._segments):
-                # Each sequence would get a copy. Packed states cannot be written to, and know when they are stale.
-                return self.newest(self.length)
             self.compact()
         # States that autograd follows are never written to. Models with cross-attention read the same tokens at every
         # step.
@@ -526,9 +497,9 @@ class DenseStore(TokenStore):
 
     @override
     def select(self, indices: Tensor) -> None:
-        if self._forms is None:
+        if self.forms is None:
             return
-        length, forms = self._tail_length, forms_of_batch(self._forms, indices.shape[0])
+        length, forms = self._tail_length, forms_of_batch(self.forms, indices.shape[0])
         if self._tracks_gradients and (torch.is_grad_enabled() or compat.is_exporting()):
             chosen = [states.index_select(0, indices.to(states.device)) for states in self._plain(self.length)]
             self._adopt(chosen[0], chosen[1], forms=forms)
@@ -568,7 +539,7 @@ class DenseStore(TokenStore):
 
     @override
     def state(self) -> dict[str, Tensor]:
-        if self._forms is None:
+        if self.forms is None:
             return {}
         if not self._segments or self._tracks_gradients:
             held = self.newest(self.length)
@@ -628,7 +599,7 @@ class DenseStore(TokenStore):
     def share_prefix(self, other: TokenStore, tokens: int) -> None:
         if not isinstance(other, DenseStore) or not 0 < tokens <= min(self.length, other.length):
             return
-        if self._forms != other._forms or not (self._may_freeze() and other._may_freeze()):
+        if self.forms != other.forms or not (self._may_freeze() and other._may_freeze()):
             return
         # A fork of the other store, which therefore knows that it is forked.
         held, shared = self._as_segments(tokens), other.fork()._as_segments(tokens)
@@ -687,12 +658,6 @@ class DenseStore(TokenStore):
             segments.append(SharedSegment(self._sharing(), self._start, self._start + in_tail))
         return segments
 
-    def _keeps_tail(self) -> bool:
-        """Whether the tail becomes a segment rather than being copied: others hold it, and it is long."""
-        if self._copy_on_write is None or self._copy_on_write.has_one_holder:
-            return False
-        return self._tail_length > max(self.length // GROWTH_DIVISOR, self.minimum_growth - 1) and self._can_share()
-
     def _leave_buffers(self, tokens: int, capacity: int) -> None:
         """Go on in buffers of its own: behind the old tail, which becomes a segment, or in a copy of `capacity` tokens.
 
@@ -700,7 +665,13 @@ class DenseStore(TokenStore):
             tokens: new tokens for which a new tail has room.
             capacity: tokens of a copy, held and new ones.
         """
-        if self._keeps_tail():
+        # A copy of a short tail takes no more memory than the spare room of a new one.
+        if (
+            self._copy_on_write is not None
+            and not self._copy_on_write.has_one_holder
+            and self._tail_length > max(self.length // GROWTH_DIVISOR, self.minimum_growth - 1)
+            and self._can_share()
+        ):
             self._hold(self._as_segments(self.length))
             capacity = self._grown_capacity(tokens)
         self._allocate(capacity)
@@ -837,7 +808,7 @@ class DenseStore(TokenStore):
         sharing, self._copy_on_write, self._keys, self._values = self._copy_on_write, None, keys, values
         self._views = None
         self._start, self._end, self._capacity = start, start + tail, capacity
-        self._forms = forms or self._forms
+        self.forms = forms or self.forms
         self._tracks_gradients = False
         self._segments, self._shared_tokens, self._length = segments, shared, shared + tail
         self._is_forked = bool(segments)
@@ -870,7 +841,7 @@ class DenseStore(TokenStore):
     def _invalidate(self) -> None:
         """Hold nothing and refuse to go on, because keys and values no longer belong to the same tokens."""
         self._release()
-        self._forms, self._is_invalid = None, True
+        self.forms, self._is_invalid = None, True
 
     def _set_end(self, end: int) -> None:
         self._end, self._length = end, self._shared_tokens + end - self._start
@@ -931,33 +902,17 @@ def may_share(store: object) -> TypeGuard[DenseStore]:
     return isinstance(store, DenseStore) and store.can_share
 
 
-def store_of(keys: Tensor, values: Tensor, growth_divisor: int, minimum_growth: int) -> DenseStore:
-    """A store of a copy of states `[batch, kv_heads, tokens, head_dim]`, with spare room for the next tokens.
-
-    Args:
-        keys: the keys.
-        values: the values.
-        growth_divisor: the spare room is the size of the store divided by this.
-        minimum_growth: fewest tokens for which there is spare room.
-    """
-    return _filled(DenseStore(None, growth_divisor, minimum_growth), keys, values)
-
-
 def without_spare_room(keys: Tensor, values: Tensor, growth_divisor: int = 1, minimum_growth: int = 0) -> DenseStore:
-    """As `store_of`, without spare room until further tokens are appended."""
-    store = _filled(DenseStore(keys.shape[2], growth_divisor, minimum_growth), keys, values)
+    """A store of a copy of states, without spare room until further tokens are appended; see `filled`."""
+    store = filled(DenseStore(keys.shape[2], growth_divisor, minimum_growth), keys, values)
     # From now on it grows in its own steps.
     store.length_hint = None
     return store
 
 
-def _filled(store: DenseStore, keys: Tensor, values: Tensor) -> DenseStore:
+def filled(store: DenseStore, keys: Tensor, values: Tensor) -> DenseStore:
+    """An empty store, which takes in a copy of states `[batch, kv_heads, tokens, head_dim]`."""
     store.validate(keys, values)
     with torch.no_grad():
         store.append(keys.detach(), values.detach())
     return store
-
-
-def dense_in_small_steps() -> DenseStore:
-    """An empty `DenseStore` with next to no spare room."""
-    return DenseStore(growth_divisor=SMALL_STEP_DIVISOR, minimum_growth=SMALL_STEP)

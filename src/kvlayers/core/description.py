@@ -98,7 +98,7 @@ class RotaryArgument(Argument):
 
 @dataclass(frozen=True)
 class OptionsArgument(Argument):
-    """An argument that is an object of options, which has facts of its own.
+    """An argument that is an object of options, which has facts of its own; no facts if it is `None`.
 
     Attributes:
         options: its class, with `facts` and `from_facts`.
@@ -108,8 +108,8 @@ class OptionsArgument(Argument):
 
     @override
     def facts_of(self, described: object) -> dict[str, Fact]:
-        facts: dict[str, Fact] = self.value_of(described).facts()
-        return facts
+        options = self.value_of(described)
+        return {} if options is None else options.facts()
 
     @override
     def read(self, facts: Facts, context: DescriptionContext) -> Any:

@@ -162,7 +162,11 @@ class DynamicCache(Cache, transformers.DynamicCache):  # type: ignore[misc]
 
 def _fill(pairs: Sequence[tuple[CacheLayer, tuple[Any, ...]]]) -> None:
     """Update empty layers with the keys and values of a legacy cache, which come first in the tuple of each."""
-    legacy_api.check_takes_pairs(layer for layer, _ in pairs)
+    if any(layer.traits.has_other_states for layer, _ in pairs):
+        raise LegacyFormatError(
+            "Layers must have keys and values alone, got one that has other states, such as the keys of an "
+            "indexer: use state() and load_state(), which keep all states."
+        )
     for layer, states in pairs:
         layer.update(*legacy_api.with_dropped(states, layer.is_sliding))
 

@@ -6,9 +6,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from kvlayers.core.arguments import check_rollback
-from kvlayers.core.cache_layer import CacheLayer, LayerTraits
+from kvlayers.core.cache_layer import CacheLayer, LayerTraits, forwarded, register_layer
 from kvlayers.core.dense_store import DenseStore
-from kvlayers.core.layer_registry import register_layer
 from kvlayers.core.token_layer import TokenLayer
 from kvlayers.core.token_store import TokenStore
 from kvlayers.utils import late
@@ -36,7 +35,7 @@ class DynamicLayer(TokenLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        return self._store.take_in(key_states, value_states)
+        return self.store.take_in(key_states, value_states)
 
     @override
     def side_by_side(self, layers: Sequence[CacheLayer]) -> CacheLayer:
@@ -50,22 +49,20 @@ class DynamicLayer(TokenLayer):
     @property
     @override
     def length(self) -> int:
-        return self._store.length
+        return self.store.length
 
-    @override
-    def count(self, tokens: int) -> None:
-        self._store.count(tokens)
+    count = forwarded("store")
 
     @override
     def mask_sizes(self, query_length: int) -> tuple[int, int]:
         # Asked in each step: without the calls of layers that hold less than they saw.
-        return self._store.length + query_length, 0
+        return self.store.length + query_length, 0
 
     @override
     def check_truncate(self, length: int) -> None:
-        check_rollback(length, self._store.length)
+        check_rollback(length, self.store.length)
 
     @override
     def truncate(self, length: int) -> None:
         self.check_truncate(length)
-        self._store.truncate(int(length))
+        self.store.truncate(int(length))

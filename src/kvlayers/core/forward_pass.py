@@ -179,7 +179,7 @@ def interruption(cache: Any) -> InterruptedPassError | None:
     """The error for layers that have seen different numbers of tokens, `None` if all have seen as many."""
     count = len(cache.layers)
     seen = {_seen_by(cache, index) for index in range(count)} - {None}
-    is_within = any(layer.is_interrupted for layer in cache.adapted_layers())
+    is_within = any(part.is_interrupted for part in cache.recurrent_parts())
     return _interrupted_cache(cache, count - 1) if len(seen) > 1 or is_within else None
 
 
@@ -241,10 +241,6 @@ class GivenToGenerate:
         self._began: PassStart | None = cache.self_attention._pass.began
         self._seen: int | None = None
         self._model: nn.Module | None = None
-
-    def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        # A copy of the cache was not given to the call.
-        return type(None), ()
 
     def measure(self) -> None:
         """Note that the call has asked for the length: the next model to be called takes in the prompt.
@@ -370,5 +366,4 @@ class NoNewTokens(int):
             check_is_new(cache, int(self.seen), self.given)
         return -int(self)
 
-    def __reduce__(self) -> tuple[type[int], tuple[int]]:
-        return int, (int(self),)
+    __reduce__ = SeenTokens.__reduce__

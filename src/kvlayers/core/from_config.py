@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Protocol
 from typing_extensions import override
 
 from kvlayers.core.cache_layer import CacheLayer, beside_attention
-from kvlayers.core.description import Argument, DescriptionContext, Fact, Facts, OptionFacts
+from kvlayers.core.description import DescriptionContext, Fact, Facts, OptionFacts, OptionsArgument
 from kvlayers.core.dynamic_layer import DynamicLayer
 from kvlayers.core.layer_list import adapted
 from kvlayers.core.sliding_layer import SlidingLayer
@@ -141,13 +141,8 @@ def budget_of(max_bytes: object, ladder: object, length_hint: int | None) -> Any
 
 
 @dataclass(frozen=True)
-class ProvidedArgument(Argument):
-    """An option of a cache that a room above serves, such as `recall`. A cache without it has no such facts."""
-
-    @override
-    def facts_of(self, described: object) -> dict[str, Fact]:
-        given: AttentionMaker | None = self.value_of(described)
-        return {} if given is None else given.facts()
+class ProvidedArgument(OptionsArgument):
+    """Options of a cache that a room above serves, such as `recall`."""
 
     @override
     def read(self, facts: Facts, context: DescriptionContext) -> Any:

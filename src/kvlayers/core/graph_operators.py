@@ -256,23 +256,19 @@ class CalledStates(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if func in METADATA_FUNCTIONS or func in PLACEHOLDER_FUNCTIONS:
                 return func(*args, **kwargs)
-            states = args[0]
+            states, result = args[0], None
             if func is scaled_dot_product_attention and not kwargs.get("dropout_p") and len(args) < 5:
-                return _attend(*args, **kwargs)
-            if func is Tensor.contiguous and isinstance(states, CalledStates):
-                return states
-            if func is Tensor.transpose and isinstance(states, CalledStates):
-                swapped = _swapped(states, *args[1:], **kwargs)
-                if swapped is not None:
-                    return swapped
-            if func is torch.matmul and len(args) == 2 and not kwargs:
-                product = _product(*args)
-                if product is not None:
-                    return product
-            if isinstance(states, CalledStates) and func in (Tensor.__getitem__, Tensor.expand, Tensor.reshape):
-                viewed = _repeated(states, func(*args, **kwargs))
-                if viewed is not None:
-                    return viewed
+                result = _attend(*args, **kwargs)
+            elif func is torch.matmul and len(args) == 2 and not kwargs:
+                result = _product(*args)
+            elif func is Tensor.contiguous and isinstance(states, CalledStates):
+                result = states
+            elif func is Tensor.transpose and isinstance(states, CalledStates):
+                result = _swapped(states, *args[1:], **kwargs)
+            elif func in (Tensor.__getitem__, Tensor.expand, Tensor.reshape) and isinstance(states, CalledStates):
+                result = _repeated(states, func(*args, **kwargs))
+            if result is not None:
+                return result
             return func(*map(_in_full, args), **{name: _in_full(value) for name, value in kwargs.items()})
 
 

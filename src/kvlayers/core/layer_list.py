@@ -11,8 +11,9 @@ from torch import Tensor
 from kvlayers.core.arguments import unbounded_as_minus_one
 from kvlayers.core.buffer import StateForm
 from kvlayers.core.cache_layer import CacheLayer
-from kvlayers.core.forward_pass import ForwardPassFollower
+from kvlayers.core.forward_pass import ForwardPassFollower, GivenToGenerate, SeenTokens
 from kvlayers.errors import LayerIndexError, OptionError, UnsupportedLayerError
+from kvlayers.upstream import compat
 from kvlayers.utils import late
 from kvlayers.utils.options import check_accepted, check_whole_number, checked_dtype
 
@@ -59,6 +60,7 @@ class LayerList(metaclass=CacheClass):
     layers: list[Any]
     layer_class_to_replicate: Callable[[], Any] | None
     _pass: ForwardPassFollower
+    _given: GivenToGenerate | None = None
     _adapted: Sequence[CacheLayer] = ()
     """Each layer, or its adapter if it is one of transformers' layers, as of the last time that somebody asked."""
     _grows = False
@@ -91,6 +93,50 @@ class LayerList(metaclass=CacheClass):
                 return known
         return self.adapted_layers()[layer_idx]
 
+    @property
+    def length(self) -> int:
+        """Tokens that the cache has seen and not rolled back. Raises as `get_seq_length`, for which it is the name in
+        kvlayers.
+        """
+        return self._seen_by(0)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens that a layer has seen. If layer 0 does not attend, it stands for the first layer that does.
+
+        Raises:
+            UnsupportedLayerError: neither attends, and no layer with a recurrent state counts its tokens.
+            InterruptedPassError: layer 0 is asked, outside of the model, and the last forward pass was interrupted, so
+                that later layers have seen fewer tokens. `crop` to the length that they have, or `reset`.
+        """
+        seen = self._seen_by(layer_idx)
+        is_asked = not torch.compiler.is_compiling() and self._is_in_prefill()
+        return SeenTokens.of(self, seen) if is_asked else seen
+
+    def _seen_by(self, layer_idx: int) -> int:
+        layer = self._layer_at(layer_idx)
+        if layer is None:
+            return 0
+        compiling = torch.compiler.is_compiling()
+        if layer_idx == 0 and not compiling and self._pass.at < self._pass.in_step:
+            self._pass.check_in_step(self)
+        if not layer.traits.attends and (
+            self._first_attending(layer_idx) is not None or not layer.traits.counts_columns
+        ):
+            layer = self._attending(layer_idx)
+        seen = layer.get_seq_length()
+        # transformers' layers may count in a tensor, and in compiled code all static layers do.
+        return seen if compiling else int(seen)
+
+    def _is_in_prefill(self) -> bool:
+        """Whether `generate()` may be asking, to find the tokens of its sequence that are new."""
+        if not compat.MARKS_GIVEN_CACHES:
+            return compat.PREFILL_SUBTRACTS_LENGTHS
+        given = self._given
+        if given is None or given.is_measured:
+            return False
+        given.measure()
+        return True
+
     def most_seen(self) -> int:
         """Tokens that the layer which has seen most has seen. After an interrupted pass, others have seen fewer."""
         most = 0
@@ -117,20 +163,6 @@ class LayerList(metaclass=CacheClass):
     def recurrent_parts(self) -> list[Any]:
         """The `LinearAttentionLayer` of each layer that has one: the layer itself, or a part of a hybrid layer."""
         return [part for layer in self.adapted_layers() for part in layer.parts if part.traits.counts_columns]
-
-    def _index_of(self, layer_idx: int) -> int:
-        """`layer_idx` counted from the first layer. Negative numbers count from the last.
-
-        Raises:
-            LayerIndexError: no layer has that index.
-        """
-        try:
-            index = operator.index(layer_idx)
-        except (TypeError, RuntimeError):
-            raise self._no_layer(layer_idx) from None
-        if not -len(self.layers) <= index < len(self.layers):
-            raise self._no_layer(layer_idx)
-        return index % len(self.layers)
 
     def _no_layer(self, layer_idx: object) -> LayerIndexError:
         return LayerIndexError(

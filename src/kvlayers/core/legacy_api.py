@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast
 
@@ -24,68 +23,20 @@ LegacyStates = tuple[tuple[Tensor, ...], ...]
 """`((keys, values), ...)`, or with cross-attention `((keys, values, cross_keys, cross_values), ...)`, one per layer."""
 
 
-def pairs_of(layers: Iterable[Any], states_of: Callable[[Any], StatePair]) -> LegacyStates:
-    """Keys and values of each layer that attends, as `states_of` reads them.
-
-    Raises:
-        LegacyFormatError: a layer has dropped tokens, or has other states than keys and values.
-    """
-    pairs: list[tuple[Tensor, Tensor]] = []
-    empty: int | None = None
-    for index, layer in enumerate(layers):
-        keys, values = states_of(layer)
-        if layer.traits.is_recurrent or (layer.traits.attends and layer.traits.has_other_states):
-            more = "a recurrent state" if layer.traits.is_recurrent else "other states, such as the keys of an indexer"
-            raise LegacyFormatError(
-                f"Layers must have keys and values alone, got layer {index}, which has {more}: use state() and "
-                "load_state(), which keep all states."
-            )
-        if not layer.traits.attends:
-            continue
-        if keys is None or values is None:
-            empty = index
-            continue
-        if empty is not None:
-            raise LegacyFormatError(
-                f"Layers before a filled one must be filled, got an empty layer {empty} before layer {index}, which "
-                "tuples cannot express: use state() and load_state()."
-            )
-        # Layers of transformers that have just packed all their tokens show tensors of one dimension.
-        seen, shown = layer.length or 0, keys.shape[2] if keys.dim() == 4 else 0
-        if seen > shown:
-            raise LegacyFormatError(
-                f"Layers must hold every token, got layer {index}, which has dropped {seen - shown} of {seen}, "
-                "which tuples cannot express: use state() and load_state()."
-            )
-        # transformers' static layers have zeros behind their tokens.
-        pairs.append((keys[:, :, :seen], values[:, :, :seen]))
-    return tuple(pairs)
-
-
 def copied_states(layer: Any) -> StatePair:
     """Copies of the keys and values of a layer."""
-    keys, values = layer.peek()
-    return _copied(keys), _copied(values)
-
-
-def _copied(states: Tensor | None) -> Tensor | None:
     # A handle of packed states is not copied: its states are unpacked to full precision.
-    return states.dense() if isinstance(states, PackedStates) else None if states is None else states.clone()
+    keys, values = (
+        states.dense() if isinstance(states, PackedStates) else None if states is None else states.clone()
+        for states in layer.peek()
+    )
+    return keys, values
 
 
 def handed_out_states(layer: Any) -> StatePair:
     """Keys and values of a layer, copied only if they are not held in full precision; see `TokenLayer.keys`."""
     keys, values = layer.keys, layer.values
     return None if keys is None else as_dense(keys), None if values is None else as_dense(values)
-
-
-def check_takes_pairs(layers: Iterable[Any]) -> None:
-    """Raise `LegacyFormatError` if a layer needs other states of its tokens than keys and values."""
-    if any(layer.traits.has_other_states for layer in layers):
-        raise LegacyFormatError(
-            "Layers must have keys and values alone, got one that has other states, such as the keys of an "
-            "indexer: use state() and load_state(), which keep all states."
-        )
 
 
 def check_tuples(states: object, width: Sequence[int]) -> LegacyStates:
@@ -326,10 +277,6 @@ def _state_list(cache: Any, side: str) -> StateList:
 class LegacySurface(LayerList):
     """The part of a cache's interface that code written for transformers 4 calls."""
 
-    @abstractmethod
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens that a layer has seen."""
-
     def get_max_length(self, layer_idx: int | None = None) -> int:
         """The most tokens that a layer, or the whole cache, can hold; -1 if there is no maximum.
 
@@ -339,8 +286,7 @@ class LegacySurface(LayerList):
 
     def __getitem__(self, layer_idx: int) -> StatePair:
         """Keys and values that a layer holds, each `[batch, kv_heads, held, head_dim]`, `None` before the first."""
-        layer_idx = self._index_of(layer_idx)
-        layer: Any = self.adapted_layers()[layer_idx]
+        layer = self._layer(layer_idx)
         return layer.keys, layer.values
 
     def __iter__(self) -> Iterator[StatePair]:
@@ -411,7 +357,38 @@ class LegacySurface(LayerList):
 
     def as_tuples(self, states_of: Callable[[Any], StatePair]) -> LegacyStates:
         """As `to_legacy_cache`, with the keys and values that `states_of` returns for a layer."""
-        return pairs_of(self.adapted_layers(), states_of)
+        pairs: list[tuple[Tensor, Tensor]] = []
+        empty: int | None = None
+        for index, layer in enumerate(self.adapted_layers()):
+            keys, values = states_of(layer)
+            if layer.traits.is_recurrent or (layer.traits.attends and layer.traits.has_other_states):
+                more = (
+                    "a recurrent state" if layer.traits.is_recurrent else "other states, such as the keys of an indexer"
+                )
+                raise LegacyFormatError(
+                    f"Layers must have keys and values alone, got layer {index}, which has {more}: use state() and "
+                    "load_state(), which keep all states."
+                )
+            if not layer.traits.attends:
+                continue
+            if keys is None or values is None:
+                empty = index
+                continue
+            if empty is not None:
+                raise LegacyFormatError(
+                    f"Layers before a filled one must be filled, got an empty layer {empty} before layer {index}, "
+                    "which tuples cannot express: use state() and load_state()."
+                )
+            # Layers of transformers that have just packed all their tokens show tensors of one dimension.
+            seen, shown = layer.length or 0, keys.shape[2] if keys.dim() == 4 else 0
+            if seen > shown:
+                raise LegacyFormatError(
+                    f"Layers must hold every token, got layer {index}, which has dropped {seen - shown} of {seen}, "
+                    "which tuples cannot express: use state() and load_state()."
+                )
+            # transformers' static layers have zeros behind their tokens.
+            pairs.append((keys[:, :, :seen], values[:, :, :seen]))
+        return tuple(pairs)
 
 
 def crop_argument(tokens_to_remove: int | None, max_length: int | None) -> int:

@@ -103,14 +103,12 @@ def is_registered(name: str) -> bool:
     return name in _factories
 
 
-def on_change(listener: Callable[[], None]) -> None:
-    """Call `listener` whenever a name is registered or removed."""
-    _listeners.append(listener)
+factory_of = _factories.get
+"""The factory of the caches called by a name, `None` for an unknown name."""
 
 
-def factory_of(name: str) -> CacheFactory | None:
-    """The factory of the caches called `name`, `None` for an unknown name."""
-    return _factories.get(name)
+on_change = _listeners.append
+"""Let a function be called whenever a name is registered or removed."""
 
 
 def unknown(name: object) -> RegistryError:

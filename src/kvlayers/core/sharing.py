@@ -141,12 +141,18 @@ class SharedSegment:
         start: first slot.
         end: slot behind the last one.
         rows: which sequence of the buffers each sequence of the batch reads; `None` if each reads its own.
+
+    Attributes:
+        tokens: tokens in the segment.
+        sequences: sequences of the buffers.
     """
 
-    __slots__ = ("__weakref__", "_dense", "end", "rows", "sharing", "start")
+    __slots__ = ("__weakref__", "_dense", "end", "rows", "sequences", "sharing", "start", "tokens")
 
     def __init__(self, sharing: CopyOnWrite, start: int, end: int, rows: SegmentRows | None = None) -> None:
         self.sharing, self.start, self.end, self.rows = sharing, start, end, rows
+        self.tokens = end - start
+        self.sequences = sharing.buffers[0].form.batch_size
         self._dense: tuple[object, DenseSegment] | None = None
         sharing.join(self)
 
@@ -154,16 +160,6 @@ class SharedSegment:
     def over(cls, keys: TokenBuffer, values: TokenBuffer, rows: SegmentRows | None = None) -> "SharedSegment":
         """A segment over all slots of buffers that nobody else holds."""
         return cls(CopyOnWrite(keys, values), 0, keys.capacity, rows)
-
-    @property
-    def tokens(self) -> int:
-        """Tokens in the segment."""
-        return self.end - self.start
-
-    @property
-    def sequences(self) -> int:
-        """Sequences of the buffers."""
-        return self.sharing.buffers[0].form.batch_size
 
     def reads(self, start: int, end: int) -> bool:
         """Whether any of the tokens is in the slots from `start` to `end`."""

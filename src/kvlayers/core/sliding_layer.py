@@ -6,10 +6,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from kvlayers.core.arguments import check_rollback, whole_number
-from kvlayers.core.cache_layer import LayerState, LayerTraits, not_of_so_many
+from kvlayers.core.cache_layer import CacheLayer, LayerState, LayerTraits, not_of_so_many, register_layer
 from kvlayers.core.dense_store import DenseStore
 from kvlayers.core.description import Argument
-from kvlayers.core.layer_registry import register_layer
 from kvlayers.core.token_layer import TokenLayer
 from kvlayers.core.token_store import KVPair, StoreArgument, TokenStore
 from kvlayers.errors import ConfigError, RollbackError, StateMismatchError
@@ -27,8 +26,8 @@ def window_room(sliding_window: int) -> int:
     return sliding_window - 1 + max(sliding_window // SLACK_DIVISOR, MINIMUM_SLACK)
 
 
-class WindowLayer(TokenLayer):
-    """A layer that counts the tokens that it has seen, and drops tokens that have left its window.
+class WindowLayer(CacheLayer):
+    """What a `TokenLayer` with a window has before it: it counts the tokens seen, and drops those that left the window.
 
     While the past is recorded, no token is dropped between one `truncate` or `crop` and the next. So the tokens of a
     rejected draft can be taken back although the window is full.
@@ -38,6 +37,7 @@ class WindowLayer(TokenLayer):
         room: tokens of memory for the window, beyond which the store shrinks.
     """
 
+    store: TokenStore
     window: int
     room: int
     _seen = 0
@@ -67,9 +67,9 @@ class WindowLayer(TokenLayer):
         length = whole_number(length, "`length`")
         self.check_truncate(length)
         if length:
-            self._store.truncate(self._store.length - (self._seen - length))
+            self.store.truncate(self.store.length - (self._seen - length))
         else:
-            self._store.clear()
+            self.store.clear()
         self._seen = length
         self._keep_window()
 
@@ -78,7 +78,7 @@ class WindowLayer(TokenLayer):
 
         An update that is interrupted has not happened.
         """
-        store, tokens = self._store, keys.shape[2]
+        store, tokens = self.store, keys.shape[2]
         held = store.length
         if self.record_past:
             store.reserve(held + tokens)
@@ -93,21 +93,21 @@ class WindowLayer(TokenLayer):
 
     def _keep_window(self) -> None:
         self._drop_beyond_window()
-        self._store.shrink(self.room)
+        self.store.shrink(self.room)
 
     def _drop_beyond_window(self) -> None:
         """Drop the tokens to which no later token attends."""
-        beyond = self._store.length - (self.window - 1)
+        beyond = self.store.length - (self.window - 1)
         if beyond > 0:
-            self._store.drop_oldest(beyond)
+            self.store.drop_oldest(beyond)
 
     @property
     @override
     def capacity(self) -> int | None:
         return self.window
 
-    @override
     def attended_past(self, tokens: int) -> int:
+        """See `TokenLayer.attended_past`."""
         return min(tokens, self.window - 1)
 
     @override
@@ -124,10 +124,10 @@ class WindowLayer(TokenLayer):
 
     def _tokens_to_return_to(self) -> int:
         """How many of the newest tokens a rollback may need."""
-        return self._store.length
+        return self.store.length
 
-    @override
     def check_held(self, held: int, seen: int) -> None:
+        """See `TokenLayer.check_held`."""
         if not min(seen, self.window - 1) <= held <= seen:
             raise StateMismatchError(
                 f"A state must have at least the newest {min(seen, self.window - 1)} of {seen} tokens, "
@@ -136,12 +136,12 @@ class WindowLayer(TokenLayer):
 
     @override
     def reset(self) -> None:
-        super().reset()
+        super().reset()  # type: ignore[safe-super]
         self._seen = 0
 
 
 @register_layer
-class SlidingLayer(WindowLayer):
+class SlidingLayer(WindowLayer, TokenLayer):
     """Sliding-window and chunked attention: keeps the newest `sliding_window - 1` tokens.
 
     A query attends to itself and the `sliding_window - 1` tokens before it, so no more tokens are kept between updates.
@@ -154,7 +154,7 @@ class SlidingLayer(WindowLayer):
 
     described = ("sliding_window",)
     made_with: ClassVar[tuple[Argument, ...]] = (
-        StoreArgument("store", "_store", room=lambda facts: window_room(facts["sliding_window"])),
+        StoreArgument("store", room=lambda facts: window_room(facts["sliding_window"])),
     )
     traits = LayerTraits(can_be_stacked=True)
     is_sliding = True
@@ -172,7 +172,7 @@ class SlidingLayer(WindowLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        store, seen = self._store, self._seen
+        store, seen = self.store, self._seen
         tokens = store.validate(key_states, value_states)
         past = min(store.length, self.sliding_window - 1)
         attended = self._extend(key_states, value_states, past, past)
@@ -187,7 +187,7 @@ class SlidingLayer(WindowLayer):
 
     @override
     def _recount(self, length: int) -> None:
-        held = self._store.length
+        held = self.store.length
         if not min(length, self.sliding_window - 1) <= held <= length:
             raise not_of_so_many(length, held)
         self._seen = length

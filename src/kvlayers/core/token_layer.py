@@ -26,34 +26,28 @@ class PendingAssignment:
     held.
 
     Args:
-        store: the store with the tokens that are held until then.
+        complete: the store with the tokens that are held until then.
         keys: `[batch, kv_heads, tokens, key_head_dim]`, the assigned keys or the held ones.
         values: `[batch, kv_heads, tokens, value_head_dim]`, the assigned values or the held ones.
     """
 
     holds_tokens_apart = False
 
-    def __init__(self, store: TokenStore, keys: Tensor, values: Tensor) -> None:
-        self.store = store
+    def __init__(self, complete: TokenStore, keys: Tensor, values: Tensor) -> None:
+        self.complete = complete
         self.keys = keys
         self.values = values
-
-    @property
-    def complete(self) -> TokenStore:
-        """The store with the tokens that are held until then."""
-        return self.store
 
     def caller_views(self) -> tuple[Tensor, Tensor]:
         """The keys and values, which do not match."""
         return self.keys, self.values
 
-    key_form = forwarded("store")
-    value_form = forwarded("store")
-    swap_buffers = forwarded("store")
+    forms = forwarded("complete")
+    swap_buffers = forwarded("complete")
 
     def held_tensors(self) -> Iterator[Tensor]:
         """All tensors that keep memory alive."""
-        yield from self.store.held_tensors()
+        yield from self.complete.held_tensors()
         yield from (self.keys, self.values)
 
     def __getattr__(self, name: str) -> Any:
@@ -66,21 +60,21 @@ class PendingAssignment:
         )
 
 
-def part_of_form(side: str, part: str) -> Any:
-    """A property of a layer: a part of the form of its store's keys or values, `None` before the first states."""
+def part_of_form(part: str, side: int = 0) -> Any:
+    """A property of a layer: a part of the form of its keys (side 0) or values, `None` before the first states."""
 
     def read(layer: "TokenLayer") -> Any:
-        form = getattr(layer._store, side)
-        return None if form is None else getattr(form, part)
+        forms = layer.store.forms
+        return None if forms is None else getattr(forms[side], part)
 
     return property(read)
 
 
 # A layer that evicts tokens to which the model would attend has another fidelity than its store.
-ANSWERED_BY_STORE = "is_opaque bits fidelity attention_paths packing_paths sized_for trim compact"
+ANSWERED_BY_STORE = "is_opaque bits fidelity attention_paths packing_paths sized_for check_select trim compact"
 
 
-class TokenLayer(forwarding("_store", ANSWERED_BY_STORE), CacheLayer, CacheLayerMixin):  # type: ignore[misc]
+class TokenLayer(forwarding("store", ANSWERED_BY_STORE), CacheLayer, CacheLayerMixin):  # type: ignore[misc]
     """A layer that keeps tokens in a `TokenStore`. Which tokens those are, a subclass decides.
 
     If the initialiser of a subclass takes a `store` (`None` for a `DenseStore`) and plain facts, the class names these
@@ -89,9 +83,12 @@ class TokenLayer(forwarding("_store", ANSWERED_BY_STORE), CacheLayer, CacheLayer
 
     Args:
         store: how the tokens are held; a `DenseStore` if it is not given.
+
+    Attributes:
+        store: the same. Another store that is set must hold the same tokens, on the device that computes.
     """
 
-    made_with: ClassVar[tuple[Argument, ...]] = (StoreArgument("store", "_store"),)
+    made_with: ClassVar[tuple[Argument, ...]] = (StoreArgument("store"),)
 
     recall: Any = None
     """How a single query chooses the pages that it attends to; `None` if it attends to all tokens. A layer that has it
@@ -102,19 +99,10 @@ class TokenLayer(forwarding("_store", ANSWERED_BY_STORE), CacheLayer, CacheLayer
     returns the same for the sequences at some indices, and a method `held_tensors`."""
 
     def __init__(self, store: TokenStore | None = None) -> None:
-        super().__init__()
+        # Not the initialiser of transformers: it would assign attributes that are properties here.
         if store is not None and not isinstance(store, TokenStore):
             raise OptionError(f"`store` must be a TokenStore, got {store!r}: pass one, such as DenseStore().")
-        self._store = DenseStore() if store is None else store
-
-    @property
-    def store(self) -> TokenStore:
-        """How the tokens are held. Another store that is set must hold the same tokens, on the device that computes."""
-        return self._store
-
-    @store.setter
-    def store(self, store: TokenStore) -> None:
-        self._store = store
+        self.store = DenseStore() if store is None else store
 
     @property
     @abstractmethod
@@ -124,12 +112,12 @@ class TokenLayer(forwarding("_store", ANSWERED_BY_STORE), CacheLayer, CacheLayer
     @property
     @override
     def held_tokens(self) -> int:
-        return self._store.length
+        return self.store.length
 
     @property
     @override
-    def forms(self) -> tuple[StateForm, ...]:
-        return tuple(form for form in (self._store.key_form, self._store.value_form) if form is not None)
+    def forms(self) -> tuple[StateForm, ...]:  # type: ignore[override]
+        return self.store.forms or ()
 
     def attended_past(self, tokens: int) -> int:
         """How many of the newest `tokens` tokens the next one attends to, besides itself."""
@@ -137,16 +125,16 @@ class TokenLayer(forwarding("_store", ANSWERED_BY_STORE), CacheLayer, CacheLayer
 
     @override
     def mask_sizes(self, query_length: int) -> tuple[int, int]:
-        past = self.attended_past(self._store.length)
+        past = self.attended_past(self.store.length)
         return past + query_length, self.length - past
 
     @property
     @override
     def exact_from(self) -> int | None:
-        first = self._store.exact_from
+        first = self.store.exact_from
         if first is None or (first == 0 and self.fidelity != "evicting"):
             return first
-        return self.length - self._store.length + first
+        return self.length - self.store.length + first
 
     @property
     def keys(self) -> Tensor | None:
@@ -174,14 +162,14 @@ class TokenLayer(forwarding("_store", ANSWERED_BY_STORE), CacheLayer, CacheLayer
         self._assign(states, "values")
 
     def _handed_out(self, side: Side) -> Tensor | None:
-        store = self._store
-        if store.key_form is None and store.complete is store:
+        store = self.store
+        if store.forms is None and store.complete is store:
             return None
         return store.caller_views()[side == "values"]
 
     @override
     def peek(self) -> tuple[Tensor | None, Tensor | None]:
-        return (None, None) if self._store.key_form is None else self._store.newest(self._store.length)
+        return (None, None) if self.store.forms is None else self.store.newest(self.store.length)
 
     def _assign(self, states: Tensor, side: Side) -> None:
         if not isinstance(states, Tensor) or states.dim() != 4:
@@ -190,9 +178,9 @@ class TokenLayer(forwarding("_store", ANSWERED_BY_STORE), CacheLayer, CacheLayer
                 f"`{side}` must be [batch, kv_heads, tokens, head_dim], got {seen}: pass a tensor, or use reset() "
                 "to forget all tokens."
             )
-        before = self._store
+        before = self.store
         keys, values = self.keys, self.values
-        self._store = before.complete
+        self.store = before.complete
         try:
             states = self._assignable(states)
             keys, values = (states, values) if side == "keys" else (keys, states)
@@ -202,9 +190,9 @@ class TokenLayer(forwarding("_store", ANSWERED_BY_STORE), CacheLayer, CacheLayer
             if keys.shape[::2] == values.shape[::2]:
                 self._replace(keys, values)
             else:
-                self._store = cast("TokenStore", PendingAssignment(self._store, keys, values))
+                self.store = cast("TokenStore", PendingAssignment(self.store, keys, values))
         except BaseException:
-            self._store = before
+            self.store = before
             raise
 
     def _assignable(self, states: Tensor) -> Tensor:
@@ -219,22 +207,18 @@ class TokenLayer(forwarding("_store", ANSWERED_BY_STORE), CacheLayer, CacheLayer
         return states
 
     def _replace(self, keys: Tensor, values: Tensor) -> None:
-        self._store = self._store.rewritten(keys, values)
+        self.store = self.store.rewritten(keys, values)
 
     # Parts of the forms of keys and values, `None` before the first states
 
-    batch_size = part_of_form("key_form", "batch_size")
-    dtype = part_of_form("key_form", "dtype")
-    device = part_of_form("key_form", "device")
-
-    @override
-    def check_select(self, batch_size: int) -> None:
-        self._store.check_batch(batch_size)
+    batch_size = part_of_form("batch_size")
+    dtype = part_of_form("dtype")
+    device = part_of_form("device")
 
     @override
     def select(self, indices: Tensor) -> None:
         try:
-            self._with_beside(indices, lambda: self._store.select(indices))
+            self._with_beside(indices, lambda: self.store.select(indices))
         except (AttributeError, IndexError, TypeError, RuntimeError):
             # Not before, since beam search asks at each step, with indices that its cache has checked.
             as_batch_indices(indices, self.batch_size or 0)
@@ -243,7 +227,7 @@ class TokenLayer(forwarding("_store", ANSWERED_BY_STORE), CacheLayer, CacheLayer
     @override
     def expand(self, repeats: int) -> None:
         if self.batch_size is not None:
-            self._with_beside(repeated_rows(repeats, self.batch_size), lambda: self._store.expand(repeats))
+            self._with_beside(repeated_rows(repeats, self.batch_size), lambda: self.store.expand(repeats))
 
     def _with_beside(self, indices: Tensor, change: Callable[[], None]) -> None:
         """Change the sequences of the store, and of what is beside it. If there is no memory, nothing has changed."""
@@ -253,39 +237,39 @@ class TokenLayer(forwarding("_store", ANSWERED_BY_STORE), CacheLayer, CacheLayer
 
     @override
     def held_tensors(self) -> Iterator[Tensor]:
-        yield from self._store.held_tensors()
+        yield from self.store.held_tensors()
         for name in self.beside:
             yield from getattr(self, name).held_tensors()
 
     @override
     def share_prefix(self, other: CacheLayer, tokens: int) -> None:
-        dropped = self.length - self._store.length
+        dropped = self.length - self.store.length
         if isinstance(other, TokenLayer) and dropped == other.length - other.store.length:
-            self._store.share_prefix(other.store, tokens - dropped)
+            self.store.share_prefix(other.store, tokens - dropped)
 
     @override
     def reset(self) -> None:
-        self._store = self._store.complete
-        self._store.clear()
+        self.store = self.store.complete
+        self.store.clear()
 
     @override
     def fork(self) -> Self:
         twin = self._twin()
-        twin._store = self._store.fork()
+        twin.store = self.store.fork()
         return twin
 
     @override
     def reserve_form(self, key_form: StateForm, value_form: StateForm) -> None:
-        if self._store.length:
+        if self.store.length:
             raise StateMismatchError(
-                f"The layer must be empty, got one that holds {self._store.length} tokens: reset the cache first."
+                f"The layer must be empty, got one that holds {self.store.length} tokens: reset the cache first."
             )
-        self._store.reserve_form(key_form, value_form)
+        self.store.reserve_form(key_form, value_form)
 
     def snapshot(self) -> Self:
         """See `TokenStore.snapshot`."""
         twin = self._twin()
-        twin._store = self._store.snapshot()
+        twin.store = self.store.snapshot()
         return twin
 
     @classmethod
@@ -297,18 +281,18 @@ class TokenLayer(forwarding("_store", ANSWERED_BY_STORE), CacheLayer, CacheLayer
     @override
     def state(self) -> LayerState:
         facts = self.describe()
-        for name, value in self._store.describe().items():
+        for name, value in self.store.describe().items():
             if facts.get(name, value) != value:
                 raise StateMismatchError(
-                    f"A {type(self).__name__} and its {type(self._store).__name__} must describe themselves by "
+                    f"A {type(self).__name__} and its {type(self.store).__name__} must describe themselves by "
                     f"different names, got {name} in both: rename one of them."
                 )
-        return LayerState(self.kind, self._store.state(), {**facts, "length": self.length})
+        return LayerState(self.kind, self.store.state(), {**facts, "length": self.length})
 
     @override
     def load_state(self, state: LayerState) -> None:
         self.check_state(state)
-        self._store.load_state(state.tensors)
+        self.store.load_state(state.tensors)
 
     @override
     def check_state(self, state: LayerState) -> None:
@@ -324,7 +308,7 @@ class TokenLayer(forwarding("_store", ANSWERED_BY_STORE), CacheLayer, CacheLayer
             raise StateMismatchError(
                 f"`state` must be dense tensors on one device, got {sorted(map(str, kinds))}: move them to one device."
             )
-        self.check_held(self._store.check_state(state.tensors), state.length)
+        self.check_held(self.store.check_state(state.tensors), state.length)
 
     def check_held(self, held: int, seen: int) -> None:
         """Raise `StateMismatchError` if a layer that has seen `seen` tokens cannot go on from the newest `held`."""

@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
@@ -20,7 +21,7 @@ from kvlayers.core.description import (
     described_facts,
     registered_class,
 )
-from kvlayers.errors import UnsupportedLayerError
+from kvlayers.errors import StateMismatchError, UnsupportedLayerError
 from kvlayers.utils.registry import ClassRegistry
 from kvlayers.utils.sending import sent_by_value
 from kvlayers.utils.tensor_memory import storages_of
@@ -33,12 +34,6 @@ to fewer bits; all are kept, but a query reads some of them; or the states of so
 def least_faithful(fidelities: Iterable[Fidelity]) -> Fidelity:
     """The fidelity of something that consists of parts with these fidelities; "exact" if there are no parts."""
     return max(fidelities, key=get_args(Fidelity).index, default="exact")
-
-
-def lacks_member(part: object, member: str) -> UnsupportedLayerError:
-    """The error for a layer or a store whose class does not define a member that a plan asks for."""
-    name = type(part).__name__
-    return UnsupportedLayerError(f"`{name}` has no `{member}`, which a plan asks for: define `{name}.{member}`.")
 
 
 KVPair = tuple[Tensor, Tensor]
@@ -70,14 +65,133 @@ class StoreArgument(Argument):
     @override
     def read(self, facts: Facts, context: DescriptionContext) -> Any:
         hint = None if self.room is None else self.room(facts)
-        return store_from_description(facts, replace(context, length_hint=hint))
+        store_class = store_class_of(facts)
+        return None if store_class is None else store_class.from_description(facts, replace(context, length_hint=hint))
 
 
 UPDATE_METHODS = ("validate", "append", "extend", "newest", "length", "count")
 """What updates of a store are made of."""
 
 
-class TokenStore(ABC):
+class StateHolder(ABC):
+    """What layers and stores have in common: how they are made from facts, and what they say of the states they hold.
+
+    Attributes:
+        described: names of arguments of the initialiser that are plain facts, each kept in an attribute of the same
+            name. A file records them.
+        made_with: the other arguments that a file records. A subclass inherits them, and names its own in `described`.
+        hints: names of arguments that no file records, because no state depends on them.
+        is_opaque: whether compiled code calls the update of the layer by an operator, instead of being traced through
+            it.
+        sized_for: the number of tokens that it was told to make room for, `None` if it was told no number.
+        bits: bits of a number of a key and of a value if they are rounded, `None` in full precision.
+        attention_paths: how often attention on the states was computed in which way; empty if torch reads plain
+            tensors.
+        packing_paths: how often an accelerator packed keys, or values, on each path; empty if it packs none.
+    """
+
+    described: ClassVar[tuple[str, ...]] = ()
+    made_with: ClassVar[tuple[Argument, ...]] = ()
+    hints: ClassVar[tuple[str, ...]] = ()
+    is_opaque = False
+    sized_for: int | None = None
+    bits: tuple[int, int] | None = None
+    attention_paths: Mapping[str, int] = MappingProxyType({})
+    packing_paths: Mapping[str, int] = MappingProxyType({})
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        sent_by_value(cls)
+
+    @property
+    def fidelity(self) -> Fidelity:
+        """What is done to the states that the model attends to.
+
+        Raises:
+            UnsupportedLayerError: the class does not say.
+        """
+        name = type(self).__name__
+        raise UnsupportedLayerError(f"`{name}` has no `fidelity`, which a plan asks for: define `{name}.fidelity`.")
+
+    @property
+    def exact_from(self) -> int | None:
+        """Position from which on every token is held as it came; `None` if the class does not say.
+
+        A store counts from the first token that it holds, and a layer from the first that it has seen. It is 0 until a
+        token is rounded or evicted, and grows whenever that happens to further tokens. Tokens that a model's own window
+        has passed do not count, since the model attends to none of them. Neither do sinks, in front of rounded tokens.
+        What is exact need not define it.
+
+        Raises:
+            UnsupportedLayerError: the class does not say what its `fidelity` is.
+        """
+        return 0 if self.fidelity == "exact" else None
+
+    @classmethod
+    def reserved_by(cls, facts: Facts) -> tuple[int, int]:
+        """Tokens, and sequences, that one of these facts reserves memory for: 0 if it takes memory as it needs it.
+
+        A file that asks for much more memory than it holds states for is refused because of this number.
+        """
+        return 0, 0
+
+    @abstractmethod
+    def held_tensors(self) -> Iterator[Tensor]:
+        """Every tensor that keeps memory alive, spare room included. Forks may hold the same memory."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory held, spare room included."""
+        return sum(storages_of(self.held_tensors()).values())
+
+    def trim(self) -> None:
+        """Give back spare room, and memory of tokens that nobody reads any more, if that is worth a copy."""
+
+    def compact(self) -> None:
+        """Hold all tokens in memory of its own, in one piece. Sequences no longer share tokens."""
+
+    @abstractmethod
+    def reserve_form(self, key_form: StateForm, value_form: StateForm) -> None:
+        """Prepare for states of these forms before the first ones arrive: reserve memory if its size is known.
+
+        Raises:
+            UnsupportedLayerError: the layer does not attend.
+        """
+
+    def count(self, tokens: int) -> None:
+        """Count tokens that an operator takes in, while compiled code that calls the operator is traced.
+
+        When that code runs, the operator counts the tokens itself, and arrives at the same number. Only what is opaque
+        needs it.
+
+        Raises:
+            UnsupportedLayerError: the class does not say how, although its `is_opaque` is true.
+        """
+        raise UnsupportedLayerError(
+            f"A layer that compiled code calls by an operator must count its tokens, got a {type(self).__name__}: "
+            "define its `count`, as its is_opaque is true."
+        )
+
+    def check_select(self, batch_size: int) -> None:
+        """Raise what `select` would raise for any `batch_size` indices: nothing if memory is taken as needed."""
+
+    @abstractmethod
+    def select(self, indices: Tensor) -> None:
+        """Make sequence `i` what sequence `indices[i]` was. `indices` is int64 `[new_batch]` and in range."""
+
+    def share_prefix(self, other: Any, tokens: int) -> None:
+        """Hold the first `tokens` tokens in the memory of `other`, which has the same ones, if both can.
+
+        The states must be the same, which nobody checks. The other does not change while this is done. By default
+        nothing is shared.
+        """
+
+    @abstractmethod
+    def fork(self) -> Self:
+        """An independent continuation: a change of one never shows in the other."""
+
+
+class TokenStore(StateHolder):
     """Holds the keys and values of consecutive tokens.
 
     Keys are `[batch, kv_heads, tokens, key_head_dim]`, values `[batch, kv_heads, tokens, value_head_dim]`; the two
@@ -87,52 +201,10 @@ class TokenStore(ABC):
     If the initialiser of a store takes only plain facts, the class names them in `described` and keeps them in
     attributes of the same names. The store can then be saved, and loaded once it is registered with
     `register_store`. Any other store defines `describe` and `from_description`.
-
-    Attributes:
-        described: names of arguments of the initialiser that are plain facts, each kept in an attribute of the same
-            name. A file records them.
-        made_with: the other arguments that a file records. A subclass inherits them, and names its own in `described`.
-        hints: names of arguments that no file records, because no state depends on them.
     """
-
-    described: ClassVar[tuple[str, ...]] = ()
-    made_with: ClassVar[tuple[Argument, ...]] = ()
-    hints: ClassVar[tuple[str, ...]] = ()
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
-        sent_by_value(cls)
-
-    is_opaque = False
-    """Whether compiled code calls the store's layer by an operator instead of tracing through it."""
 
     holds_tokens_apart = False
     """Whether `state()` is `keys` and `values` alone, in which each token lies by itself, in full precision."""
-
-    @property
-    def sized_for(self) -> int | None:
-        """The number of tokens that the store was told to make room for, `None` if it was told no number."""
-        return None
-
-    @property
-    def fidelity(self) -> Fidelity:
-        """What the store does to the states that it takes in.
-
-        Raises:
-            UnsupportedLayerError: the class does not say.
-        """
-        raise lacks_member(self, "fidelity")
-
-    @property
-    def exact_from(self) -> int | None:
-        """Number of the held token from which on every token is held as it came; `None` if the class does not say.
-
-        The sinks of a quantized store, in front of rounded tokens, do not count. Exact stores need not define it.
-
-        Raises:
-            UnsupportedLayerError: the class does not say what its `fidelity` is.
-        """
-        return 0 if self.fidelity == "exact" else None
 
     def planned_bits(self, key_form: StateForm, value_form: StateForm) -> float:
         """Bits of one number of a key or value in the store's main memory, with its share of scales and zeros."""
@@ -144,28 +216,22 @@ class TokenStore(ABC):
         """Tokens held."""
 
     @property
-    def bits(self) -> tuple[int, int] | None:
-        """Bits of a number of a key and of a value if they are rounded, `None` in full precision."""
-        return None
-
-    @property
     def complete(self) -> Self:
         """The store itself; of a `PendingAssignment`, the one that held tokens before keys or values were assigned."""
         return self
 
-    def count(self, tokens: int) -> None:
-        """See `CacheLayer.count`. Only opaque stores need it."""
-        raise NotImplementedError
-
     @property
     @abstractmethod
-    def key_form(self) -> StateForm | None:
-        """Form of the keys: batch size, kv_heads, head_dim, dtype and device; `None` before the first states."""
+    def forms(self) -> tuple[StateForm, StateForm] | None:
+        """Forms of the keys and of the values: batch size, kv_heads, head_dim, dtype and device.
 
-    @property
-    @abstractmethod
-    def value_form(self) -> StateForm | None:
-        """Form of the values, as `key_form`."""
+        `None` before the first states.
+        """
+
+    def _known_forms(self) -> tuple[StateForm, StateForm]:
+        if self.forms is None:
+            raise StateMismatchError("The store is empty, so it has no states to read: update the layer first.")
+        return self.forms
 
     @abstractmethod
     def validate(self, keys: Tensor, values: Tensor) -> int:
@@ -176,10 +242,6 @@ class TokenStore(ABC):
         Raises:
             StateMismatchError: keys and values do not match each other, or the states that are held.
         """
-
-    @abstractmethod
-    def reserve_form(self, key_form: StateForm, value_form: StateForm) -> None:
-        """Take on a form before the first states arrive, and allocate memory if its size is known."""
 
     @abstractmethod
     def append(self, keys: Tensor, values: Tensor) -> None:
@@ -264,33 +326,10 @@ class TokenStore(ABC):
     def shrink(self, tokens: int) -> None:
         """Free the memory beyond what `tokens` tokens need."""
 
-    def check_batch(self, batch_size: int) -> None:
-        """Raise `CapacityError` if `batch_size` sequences do not fit. Stores that grow never raise it."""
-
-    @abstractmethod
-    def select(self, indices: Tensor) -> None:
-        """Make row `indices[i]` of the batch row `i`; `indices` is `[new_batch]`, int64, checked by the caller."""
-
     def expand(self, repeats: int) -> None:
         """Repeat each sequence `repeats` times in a row. What the copies have in common may be held only once."""
-        if self.key_form is not None:
-            self.select(torch.arange(self.key_form.batch_size).repeat_interleave(repeats))
-
-    def share_prefix(self, other: "TokenStore", tokens: int) -> None:
-        """Hold the first `tokens` tokens in the memory in which `other` holds them, if both stores can.
-
-        The states of these tokens must be the same in both stores, which nobody checks.
-
-        Args:
-            other: a store with the same first tokens. It does not change while this is done.
-            tokens: how many tokens they have in common.
-        """
-
-    def trim(self) -> None:
-        """Give back spare room, and memory of dropped tokens that no other store reads, if that is worth a copy."""
-
-    def compact(self) -> None:
-        """Hold all tokens in memory of its own, in one piece. Sequences no longer share tokens."""
+        if self.forms is not None:
+            self.select(torch.arange(self.forms[0].batch_size).repeat_interleave(repeats))
 
     @abstractmethod
     def clear(self) -> None:
@@ -322,14 +361,6 @@ class TokenStore(ABC):
         hints = {"length_hint": context.length_hint} if "length_hint" in cls.hints else {}
         return cls(**arguments_from(cls, facts, context), **hints)
 
-    @classmethod
-    def reserved_by(cls, facts: Facts) -> tuple[int, int]:
-        """Tokens and sequences for which a store with these facts reserves memory when its first states arrive.
-
-        0 if it allocates memory as needed. A loader compares the numbers with the states in the file.
-        """
-        return 0, 0
-
     @abstractmethod
     def state(self) -> dict[str, Tensor]:
         """Copies of all held tensors, `keys` and `values` among them; empty before the first states."""
@@ -345,10 +376,6 @@ class TokenStore(ABC):
     @abstractmethod
     def load_state(self, tensors: dict[str, Tensor]) -> None:
         """Restore a state, which the caller has checked."""
-
-    @abstractmethod
-    def fork(self) -> Self:
-        """An independent store with the same tokens."""
 
     @abstractmethod
     def swap_buffers(self, swap: BufferSwap) -> None:
@@ -379,25 +406,6 @@ class TokenStore(ABC):
         fresh.append(keys, values)
         return fresh
 
-    @abstractmethod
-    def held_tensors(self) -> Iterator[Tensor]:
-        """All tensors that keep memory alive, including spare room."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of memory held, including spare room."""
-        return sum(storages_of(self.held_tensors()).values())
-
-    @property
-    def attention_paths(self) -> Mapping[str, int]:
-        """How often attention on the states of this store took each path; empty if torch reads plain tensors."""
-        return {}
-
-    @property
-    def packing_paths(self) -> Mapping[str, int]:
-        """How often an accelerator packed keys, or values, on each path; empty if it packs none."""
-        return {}
-
 
 def keeps_updates_of(store_class: type[TokenStore], ancestor: type[TokenStore]) -> bool:
     """Whether no method that an update calls has been overridden since an ancestor of the class."""
@@ -425,12 +433,6 @@ def store_class_of(facts: Facts) -> type[TokenStore] | None:
         RegistryError: no store is registered by the name in the facts.
     """
     return registered_class(STORE_CLASSES, facts["store"], "register_store") if "store" in facts else None
-
-
-def store_from_description(facts: Facts, context: DescriptionContext) -> Any:
-    """The empty store that a layer's facts describe; `None` if the layer makes its own. Raises as `store_class_of`."""
-    store_class = store_class_of(facts)
-    return None if store_class is None else store_class.from_description(facts, context)
 
 
 def states_on_meta(forms: Sequence[StateForm], tokens: int) -> Iterator[Tensor]:

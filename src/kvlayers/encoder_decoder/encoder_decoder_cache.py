@@ -295,17 +295,15 @@ class EncoderDecoderCache(Cache, transformers.EncoderDecoderCache):  # type: ign
 
     def __getitem__(self, layer_idx: int) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         """Keys and values of self-attention, then keys and values of cross-attention, that a layer holds."""
-        return self._four(self._index_of(layer_idx))
-
-    def _four(self, layer_idx: int) -> tuple[Tensor | None, ...]:
-        cross = self.cross_attention_cache
-        crossed: legacy_api.StatePair = cross[layer_idx] if layer_idx < len(cross.layers) else (None, None)
-        return (*self.self_attention_cache[layer_idx], *crossed)
+        own, cross = self.parts()
+        pair, index = own[layer_idx], layer_idx % len(own.layers)
+        # Cross-attention may make its layers when they are needed, so that it has fewer.
+        return (*pair, *(cross[index] if index < len(cross.layers) else (None, None)))
 
     def __iter__(self) -> Iterator[tuple[Tensor | None, ...]]:  # type: ignore[override]
         """For each layer, the four tensors of `cache[layer]`."""
         layers = enumerate(self.adapted_layers())
-        return (legacy_api.with_window(self._four(layer_idx), layer) for layer_idx, layer in layers)
+        return (legacy_api.with_window(self[layer_idx], layer) for layer_idx, layer in layers)
 
     @override
     def as_tuples(self, states_of: Callable[[Any], legacy_api.StatePair]) -> legacy_api.LegacyStates:

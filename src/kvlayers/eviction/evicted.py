@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvlayers.core.buffer import form_of
-from kvlayers.core.dense_store import DenseStore, store_of, without_spare_room
+from kvlayers.core.dense_store import DenseStore, filled, without_spare_room
 from kvlayers.core.token_store import KVPair, TokenStore
 from kvlayers.errors import StateMismatchError, UnsupportedLayerError
 from kvlayers.eviction.flat_tokens import FlatTokens, flat_form, pieces_in_a_row
@@ -68,10 +68,10 @@ def _dense(store: DenseStore, tokens: HeldTokens, kept: KeptTokens) -> TokenStor
     mask = kept.mask
     if kept.are_even:
         columns = places_of(mask, int(kept.counts.max()))
-        return store_of(taken(keys, columns), taken(values, columns), *growth)
+        return filled(DenseStore(None, *growth), taken(keys, columns), taken(values, columns))
     run = _common_run(mask)
     first = keys.shape[2] - run
-    tail = store_of(keys[:, :, first:], values[:, :, first:], *growth)
+    tail = filled(DenseStore(None, *growth), keys[:, :, first:], values[:, :, first:])
     places = mask[..., :first].nonzero(as_tuple=True)
     part = without_spare_room(keys[places][None, None], values[places][None, None])
     starts, counts = (table.to(keys.device) for table in pieces_in_a_row(kept.counts - run, DENSE_PIECE_TOKENS, 1))

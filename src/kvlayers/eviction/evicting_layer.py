@@ -8,10 +8,9 @@ from torch import Tensor
 from typing_extensions import Self, override
 
 from kvlayers.core.arguments import check_rollback, whole_number
-from kvlayers.core.cache_layer import CacheLayer, LayerState, LayerTraits
-from kvlayers.core.dense_store import dense_in_small_steps, may_share
+from kvlayers.core.cache_layer import CacheLayer, LayerState, LayerTraits, register_layer
+from kvlayers.core.dense_store import DenseStore, may_share
 from kvlayers.core.description import Argument, RotaryArgument
-from kvlayers.core.layer_registry import register_layer
 from kvlayers.core.preparation import padding_of
 from kvlayers.core.token_layer import TokenLayer
 from kvlayers.core.token_store import Fidelity, KVPair, StoreArgument, TokenStore
@@ -29,6 +28,13 @@ from kvlayers.kernels.codes.quantizer_contract import Side
 from kvlayers.quantized.quantized_store import QuantizedStore
 from kvlayers.rope.rotary import Rotary
 from kvlayers.utils.options import checks_options
+
+SMALL_STEP_DIVISOR = 40
+"""What a store grows by. It has next to no spare room, since evicted tokens are to leave memory. A token is then copied
+40 times on average, which costs less than attention reading it at every step."""
+
+SMALL_STEP = 16
+"""Fewest tokens by which such a store grows."""
 
 
 @register_layer
@@ -121,7 +127,7 @@ class EvictingLayer(TokenLayer):
         )
         self.options = options = replace(given, rule=given.rule.for_attention(rotary, scale))
         self.rotary, self.scale = rotary, scale
-        self._empty = dense_in_small_steps() if store is None else store
+        self._empty = DenseStore(None, SMALL_STEP_DIVISOR, SMALL_STEP) if store is None else store
         super().__init__(self._empty.fork())
         self.record_past = False
         self._start_over(EvictionProgress(options, padding_of(left_padding)))
@@ -135,7 +141,7 @@ class EvictingLayer(TokenLayer):
     @override
     def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> KVPair:
         self._check_settled()
-        store, progress, options = self._store, self._progress, self.options
+        store, progress, options = self.store, self._progress, self.options
         tokens = (
             key_states.shape[2]
             if isinstance(key_states, Tensor) and key_states.dim() == 4
@@ -196,7 +202,7 @@ class EvictingLayer(TokenLayer):
             StateMismatchError: the rule returned something other than scores of these tokens.
         """
         options = self.options
-        tokens = held_tokens(self._store, new)
+        tokens = held_tokens(self.store, new)
         counts = progress.unpadded(tokens.counts)
         # Queries of tokens that some head has evicted would not stand beside their keys.
         shown = progress.queries(seen - progress.whole_from)
@@ -211,7 +217,7 @@ class EvictingLayer(TokenLayer):
             floor=HEAD_FLOOR if options.heads_differ else 1.0,
             blocks=tokens.blocks,
         )
-        self._store = evicted(self._store, tokens, kept)
+        self.store = evicted(self.store, tokens, kept)
         self._progress, self._seen = progress.after_eviction(seen, kept.counts), seen
 
     def _check_settled(self) -> None:
@@ -260,7 +266,7 @@ class EvictingLayer(TokenLayer):
     @property
     def columns(self) -> int:
         """Tokens that a head attends to at most, besides the next token."""
-        return self._store.length + self._waiting
+        return self.store.length + self._waiting
 
     @property
     @override
@@ -270,8 +276,8 @@ class EvictingLayer(TokenLayer):
     @property
     @override
     def exact_from(self) -> int | None:
-        first = self._store.exact_from
-        return None if first is None else max(self._progress.whole_from, self._seen - self._store.length + first)
+        first = self.store.exact_from
+        return None if first is None else max(self._progress.whole_from, self._seen - self.store.length + first)
 
     @property
     def left_padding(self) -> Tensor | None:
@@ -331,7 +337,7 @@ class EvictingLayer(TokenLayer):
             return
         if length == self._seen and self._unstored is not None:
             return
-        self._store.truncate(self._store.length - (self._seen - self._waiting - length))
+        self.store.truncate(self.store.length - (self._seen - self._waiting - length))
         # Attention had shown the queries of so many tokens.
         shown = self._seen - self._awaited
         progress = self._progress
@@ -374,8 +380,8 @@ class EvictingLayer(TokenLayer):
     def reset(self) -> None:
         """Forget all tokens, and the padding before them; the memory is kept for the next ones."""
         super().reset()
-        if isinstance(self._store, RaggedStore):
-            self._store = self._empty.fork()
+        if isinstance(self.store, RaggedStore):
+            self.store = self._empty.fork()
         self._start_over(EvictionProgress(self.options))
 
     @override
@@ -386,7 +392,7 @@ class EvictingLayer(TokenLayer):
     @override
     def state(self) -> LayerState:
         self._check_settled()
-        tensors = self._store.state()
+        tensors = self.store.state()
         if tensors:
             tensors |= self._progress.state(tensors["keys"].device, self._seen)
         facts = {**self.describe(), "length": self.length, WHOLE_FROM: self._progress.whole_from}
@@ -397,7 +403,7 @@ class EvictingLayer(TokenLayer):
         stored = state.split(PROGRESS_NAMES)[1]
         # As a layer with a store of the same kind checks it.
         twin = self._twin()
-        twin._store = RaggedStore(self._empty.fork())
+        twin.store = RaggedStore(self._empty.fork())
         super(EvictingLayer, twin).check_state(stored)
         self._progress.of_state(state)
 
@@ -414,5 +420,5 @@ class EvictingLayer(TokenLayer):
         self.check_state(state)
         store = RaggedStore(self._empty.fork())
         store.load_state(state.split(PROGRESS_NAMES)[1].tensors)
-        self._store = store.tail if store.flat is None else store
+        self.store = store.tail if store.flat is None else store
         self._start_over(self._progress.of_state(state), state.length)

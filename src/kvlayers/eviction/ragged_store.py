@@ -2,14 +2,13 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import NoReturn, cast
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
 from kvlayers.core.arguments import checked_forms, mismatch
-from kvlayers.core.buffer import StateForm
 from kvlayers.core.cache_layer import forwarded
 from kvlayers.core.returned_states import ReturnedStates
 from kvlayers.core.token_store import BufferSwap, KVPair, TokenStore
@@ -72,12 +71,16 @@ class RaggedStore(TokenStore):
     def length(self) -> int:
         return self._width + self.tail.length
 
+    @property
+    @override
+    def forms(self) -> Any:
+        # They are known as soon as there is a flat part.
+        return self.tail.forms
+
     # What the tail answers
 
     fidelity = forwarded("tail")
     bits = forwarded("tail")
-    key_form = forwarded("tail")
-    value_form = forwarded("tail")
     packing_paths = forwarded("tail")
     planned_bits = forwarded("tail")
     reserve_form = forwarded("tail")
@@ -91,7 +94,7 @@ class RaggedStore(TokenStore):
 
     @property
     @override
-    def attention_paths(self) -> Mapping[str, int]:
+    def attention_paths(self) -> Mapping[str, int]:  # type: ignore[override]
         return {**self.tail.attention_paths, **self._returned.paths.counts}
 
     # Taking in states
@@ -102,7 +105,7 @@ class RaggedStore(TokenStore):
             return
         if torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad):
             raise UnsupportedLayerError(UNEVEN_HEADS)
-        held = self._forms()
+        held = self.forms
         # An empty tail takes any form, and any tail promotes its dtype. The flat part can do neither.
         if not self.tail.length or (keys.dtype, values.dtype) != (held[0].dtype, held[1].dtype):
             forms = checked_forms(keys, values)
@@ -136,16 +139,12 @@ class RaggedStore(TokenStore):
         gathered = flat.gathered(self.smoothing or DenseSegment.smoothing)
         if not isinstance(keys, PackedStates):
             segments = KVSegments((gathered, DenseSegment(keys.as_subclass(Tensor), values)))
-            return self._returned.attended(self, segments, self._forms(), self.length, segments.tokens)
+            return self._returned.attended(self, segments, self.forms, self.length, segments.tokens)
         # The tail knows when the states become stale, because the flat part never changes.
         snapshot = keys.snapshot
         segments = KVSegments((gathered, *snapshot.segments.in_order))
         whole = replace(snapshot, segments=segments, length=self.length, paths=self._returned.paths)
         return packed_like(keys, values, whole)
-
-    def _forms(self) -> tuple[StateForm, StateForm]:
-        """Forms of keys and values, which are known as soon as there is a flat part."""
-        return cast("tuple[StateForm, StateForm]", (self.tail.key_form, self.tail.value_form))
 
     @override
     def extend_and_evict(self, keys: Tensor, values: Tensor, past: int, kept: int) -> KVPair:

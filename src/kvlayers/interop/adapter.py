@@ -257,7 +257,7 @@ class TransformersLayer(CacheLayer):
 
     @property
     def is_croppable(self) -> bool:  # type: ignore[override]
-        """Whether `remove_newest` can put the layer back as it was."""
+        """Whether `truncate` can put the layer back as it was."""
         return self._says_it_is_croppable() and self._crops_every_state()
 
     def _says_it_is_croppable(self) -> bool:
@@ -286,22 +286,14 @@ class TransformersLayer(CacheLayer):
                 return False
         return False
 
-    @override
-    def check_truncate(self, length: int) -> None:
-        self.check_removal((self.length or 0) - length)
-
-    @override
-    def truncate(self, length: int) -> None:
-        self.remove_newest((self.length or 0) - length)
-
     @property
     def is_empty(self) -> bool:
         """Whether the layer holds nothing."""
         return next(self.held_tensors(), None) is None
 
     @override
-    def check_removal(self, tokens: int) -> None:
-        tokens = whole_number(tokens, "`tokens`")
+    def check_truncate(self, length: int) -> None:
+        tokens = (self.length or 0) - whole_number(length, "`length`")
         obstacle = None if self.is_empty or tokens == 0 else self._obstacle_to_removal(tokens)
         if obstacle is not None:
             raise RollbackError(f"A {type(self.layer).__name__} of transformers must {obstacle}.")
@@ -334,8 +326,9 @@ class TransformersLayer(CacheLayer):
         return None
 
     @override
-    def remove_newest(self, tokens: int) -> None:
-        self.check_removal(tokens)
+    def truncate(self, length: int) -> None:
+        self.check_truncate(length)
+        tokens = (self.length or 0) - length
         # A past that was recorded for this is forgotten.
         changes = _has(self.layer, "crop") and (tokens or (self.traits.is_recurrent and self.record_past))
         if changes and not self.is_empty:

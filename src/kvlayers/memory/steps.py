@@ -158,8 +158,8 @@ def rounded(store: TokenStore, nbits: int, window: bool = False, kept: int = 0) 
                 return store
             packed = QuantizedStore.over(store, quantization_of(store, nbits, window))
         if max(packed.bits) > nbits:
-            quantization, forms = packed.quantization.narrowed(nbits), (packed.key_form, packed.value_form)
-            if None not in forms and block_of(quantization, *forms)[0] != packed.block_tokens:
+            quantization, forms = packed.quantization.narrowed(nbits), packed.forms
+            if forms is not None and block_of(quantization, *forms)[0] != packed.block_tokens:
                 return store
             packed.repack(quantization)
     except (OptionError, StateMismatchError):

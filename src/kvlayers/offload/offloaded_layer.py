@@ -11,10 +11,17 @@ from torch import Tensor
 from typing_extensions import Self, override
 
 from kvlayers.core.buffer import StateForm
-from kvlayers.core.cache_layer import LayerState, WrapperLayer, beside_attention, forwarded
+from kvlayers.core.cache_layer import (
+    LayerState,
+    WrapperLayer,
+    beside_attention,
+    forwarded,
+    layer_class,
+    layer_from_description,
+    register_layer,
+)
 from kvlayers.core.description import DescriptionContext, Fact, Facts
 from kvlayers.core.layer_list import adapted
-from kvlayers.core.layer_registry import layer_class, layer_from_description, register_layer
 from kvlayers.core.token_layer import TokenLayer
 from kvlayers.core.token_store import TokenStore
 from kvlayers.errors import CapacityError, OptionError, UnsupportedLayerError
@@ -163,32 +170,18 @@ class OffloadedLayer(WrapperLayer):
 
     # Reading
 
-    @property
-    def keys(self) -> Tensor | None:
-        """Keys held, on their device: a copy if they are held elsewhere, otherwise as `TokenLayer.keys`.
+    # Held on their device: a copy if they are held elsewhere, otherwise as in a layer of tokens. Writing to a copy does
+    # not change the layer. To change it, assign keys, and then values.
+    keys: Any = TokenLayer.keys
+    values: Any = TokenLayer.values
 
-        Writing to a copy does not change the layer. To change it, assign keys, and then values.
-        """
-        return self._handed_out("keys")
-
-    @keys.setter
-    def keys(self, states: Tensor) -> None:
+    def _assign(self, states: Tensor, side: Side) -> None:
         with self._fetched(changes=True) as layer:
-            layer.keys = states
-
-    @property
-    def values(self) -> Tensor | None:
-        """Values held, on their device, as `keys`."""
-        return self._handed_out("values")
-
-    @values.setter
-    def values(self, states: Tensor) -> None:
-        with self._fetched(changes=True) as layer:
-            layer.values = states
+            setattr(layer, side, states)
 
     def _handed_out(self, side: Side) -> Tensor | None:
         with self._fetched():
-            states = self.wrapped.keys if side == "keys" else self.wrapped.values
+            states: Tensor | None = getattr(self.wrapped, side)
         if states is None or isinstance(states, PackedStates) or self.prefetcher.queue(self.device) is None:
             return states
         return states.clone()

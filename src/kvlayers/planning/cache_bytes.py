@@ -10,12 +10,12 @@ import torch
 from kvlayers.core.buffer import LayerShape, StateForm, nbytes_of
 from kvlayers.core.cache import Cache
 from kvlayers.core.cache_layer import CacheLayer
-from kvlayers.core.dense_store import MINIMUM_GROWTH, SMALL_STEP
+from kvlayers.core.dense_store import MINIMUM_GROWTH
 from kvlayers.core.layer_list import adapted
 from kvlayers.core.token_layer import TokenLayer, planned_bits
 from kvlayers.core.token_store import Fidelity, TokenStore, filled_nbytes, least_faithful, states_on_meta
 from kvlayers.errors import KVLayersError, UnsupportedLayerError
-from kvlayers.eviction.evicting_layer import EvictingLayer
+from kvlayers.eviction.evicting_layer import SMALL_STEP, EvictingLayer
 from kvlayers.eviction.flat_tokens import tables_nbytes
 from kvlayers.kernels.attention.segment_kinds import DENSE_PIECE_TOKENS
 from kvlayers.quantized.checks import block_of

@@ -230,9 +230,8 @@ def checked_cache(cache: object, ids: Tokens) -> tuple[Cache, int]:
             f"`input_ids` must cover the {length} tokens that the cache has seen, got {len(ids)}: pass the ids of the "
             "whole sequence."
         )
-    states = {(layer.length or length, layer.is_interrupted) for layer in cache.adapted_layers()}
-    if states != {(length, False)}:
-        lengths = {each for each, _ in states}
+    lengths = {layer.length or length for layer in cache.adapted_layers()}
+    if lengths != {length} or any(part.is_interrupted for part in cache.recurrent_parts()):
         # If all have seen as many, a pass has ended between the convolution of a layer and its recurrent state.
         raise StateMismatchError(
             f"the layers of `cache` must have seen the same tokens, got lengths {sorted(lengths)} after a forward pass "

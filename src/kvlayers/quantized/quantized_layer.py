@@ -6,10 +6,9 @@ import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
-from kvlayers.core.cache_layer import LAYER_CLASSES, forwarded
+from kvlayers.core.cache_layer import LAYER_CLASSES, forwarded, register_layer
 from kvlayers.core.description import DescriptionContext, Fact, Facts, OptionsArgument, arguments_from
 from kvlayers.core.dynamic_layer import DynamicLayer
-from kvlayers.core.layer_registry import register_layer
 from kvlayers.kernels.attention.packed_tensor import as_dense
 from kvlayers.kernels.codes.quantizer_contract import Side
 from kvlayers.quantized.quantization import Quantization
@@ -49,7 +48,7 @@ class QuantizedLayer(DynamicLayer):
 
     made_with = (_StoredQuantization("quantization", options=Quantization),)
 
-    _store: QuantizedStore
+    store: QuantizedStore
 
     @checks_options
     def __init__(self, quantization: Quantization | None = None, length_hint: int | None = None) -> None:
@@ -59,7 +58,7 @@ class QuantizedLayer(DynamicLayer):
     def quantization(self) -> Quantization:
         """Bits, groups, and the tokens that stay in full precision."""
         # Also while the keys have been assigned and the values have not.
-        return self._store.complete.quantization
+        return self.store.complete.quantization
 
     @classmethod
     @override

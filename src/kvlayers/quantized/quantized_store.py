@@ -10,12 +10,12 @@ from torch import Tensor
 from typing_extensions import Self, override
 
 from kvlayers.core.arguments import checked_forms, checked_hint, promoted_forms
-from kvlayers.core.buffer import StateForm, form_of, nbytes_of
+from kvlayers.core.buffer import StateForm, form_of, forms_of_batch, nbytes_of
 from kvlayers.core.dense_store import DenseStore
 from kvlayers.core.description import OptionsArgument
 from kvlayers.core.returned_states import ReturnedStates
 from kvlayers.core.token_store import BufferSwap, Fidelity, KVPair, TokenStore, keeps_updates_of, register_store
-from kvlayers.errors import OptionError, StateMismatchError
+from kvlayers.errors import OptionError
 from kvlayers.kernels.attention.cpu import kernel
 from kvlayers.kernels.attention.gqa import marked_for_sdpa
 from kvlayers.kernels.attention.packed_tensor import as_dense
@@ -36,7 +36,7 @@ GROWTHS_PER_BLOCK = 2
 """How often the residual grows while a block fills, at most. Packing the first block frees nearly half of its bytes or
 more, so with half a block of spare room the store takes no more bytes than the tokens take in full precision."""
 
-_HELD = ("sinks", "blocks", "residual", "runs", "follows_packed", "_forms", "_length")
+_HELD = ("sinks", "blocks", "residual", "runs", "follows_packed", "forms", "_length")
 """Attributes that say which tokens a store holds, and how."""
 
 
@@ -71,6 +71,8 @@ class QuantizedStore(TokenStore):
     """
 
     is_opaque = True
+    forms: tuple[StateForm, StateForm] | None = None
+    fidelity: Fidelity = "rounded"
 
     made_with = (OptionsArgument("quantization", options=Quantization),)
     hints = ("length_hint",)
@@ -95,7 +97,7 @@ class QuantizedStore(TokenStore):
             if library is not None:
                 library.begin()
         self.length_hint = checked_hint(length_hint)
-        self._forms: tuple[StateForm, StateForm] | None = None
+        self.forms = None
         self._validated: tuple[StateForm, StateForm] | None = None
         self.sinks, self.residual = DenseStore(), DenseStore()
         self.blocks: PackedBlocks | None = None
@@ -113,8 +115,8 @@ class QuantizedStore(TokenStore):
             StateMismatchError: such states cannot be quantized.
         """
         store = cls(quantization, states.length_hint)
-        if states.key_form is not None and states.value_form is not None:
-            store.reserve_form(states.key_form, states.value_form)
+        if states.forms is not None:
+            store.reserve_form(*states.forms)
             store.residual, store._length = states, states.length
         return store
 
@@ -129,34 +131,24 @@ class QuantizedStore(TokenStore):
 
     @property
     @override
-    def bits(self) -> tuple[int, int] | None:
+    def bits(self) -> tuple[int, int] | None:  # type: ignore[override]
         return self.quantization.keys.nbits, self.quantization.values.nbits
 
     @property
     def block_tokens(self) -> int:
         """Tokens that are packed together and cannot be taken apart again; 1 if their form is not known yet."""
         # Of the states that were validated last, which need not be taken in yet.
-        forms = self._validated or self._forms
+        forms = self._validated or self.forms
         return 1 if forms is None else block_of(self.quantization, *forms)[0]
 
     @property
     @override
-    def key_form(self) -> StateForm | None:
-        return None if self._forms is None else self._forms[0]
-
-    @property
-    @override
-    def value_form(self) -> StateForm | None:
-        return None if self._forms is None else self._forms[1]
-
-    @property
-    @override
-    def attention_paths(self) -> Mapping[str, int]:
+    def attention_paths(self) -> Mapping[str, int]:  # type: ignore[override]
         return self._returned.paths.counts
 
     @property
     @override
-    def packing_paths(self) -> Mapping[str, int]:
+    def packing_paths(self) -> Mapping[str, int]:  # type: ignore[override]
         return self._packing_paths
 
     @property
@@ -180,7 +172,7 @@ class QuantizedStore(TokenStore):
     @override
     def take_in(self, keys: Tensor, values: Tensor) -> KVPair:
         # Asked once, as of all that follows: each question is a call at every token.
-        blocks, residual, forms = self.blocks, self.residual, self._forms
+        blocks, residual, forms = self.blocks, self.residual, self.forms
         if blocks is not None and not blocks.tokens:
             blocks = None
         room = self._room if blocks is None else self.kept + blocks.block_tokens
@@ -200,10 +192,10 @@ class QuantizedStore(TokenStore):
     def validate(self, keys: Tensor, values: Tensor) -> int:
         forms = in_one_dtype(*checked_forms(keys, values))
         self._validated = None
-        if forms != self._forms and self.length and self._forms is not None:
+        if forms != self.forms and self.length and self.forms is not None:
             # States of other dtypes are converted when they are taken in.
-            forms = promoted_forms(forms, self._forms, self.length)
-        if forms != self._forms:
+            forms = promoted_forms(forms, self.forms, self.length)
+        if forms != self.forms:
             checked_quantizers(self.quantization, *forms)
             self._validated = forms
         return int(keys.shape[2])
@@ -213,12 +205,12 @@ class QuantizedStore(TokenStore):
         # In memory of which nobody has a view.
         quantizers = checked_quantizers(self.quantization, key_form, value_form)
         size, sinks = block_tokens(quantizers), self.quantization.sink_tokens
-        self._forms, self._validated = (key_form, value_form), None
+        self.forms, self._validated = (key_form, value_form), None
         unpacked = sinks + self.quantization.residual_length + size
         most = None if self.length_hint is None else blocks_beyond(self.length_hint, unpacked, size)
         self.sinks, self.residual = DenseStore(length_hint=sinks), DenseStore()
         self.residual.reserve_form(key_form, value_form)
-        self.blocks = PackedBlocks(quantizers, self._forms, size, most)
+        self.blocks = PackedBlocks(quantizers, self.forms, size, most)
         self.clear()
 
     def _apply_form(self) -> None:
@@ -231,18 +223,13 @@ class QuantizedStore(TokenStore):
             twin = self.fork()
             for part in twin._parts():
                 part.promote(*forms)
-            twin.runs, twin._forms = self.runs.promoted(forms[0].dtype), forms
+            twin.runs, twin.forms = self.runs.promoted(forms[0].dtype), forms
             self._hold(twin)
 
     @property
     @override
-    def sized_for(self) -> int | None:
+    def sized_for(self) -> int | None:  # type: ignore[override]
         return self.length_hint
-
-    @property
-    @override
-    def fidelity(self) -> Fidelity:
-        return "rounded"
 
     @property
     @override
@@ -374,9 +361,9 @@ class QuantizedStore(TokenStore):
         self._apply_form()
         segments = self._segments_with(keys, values, past)
         new = keys.shape[2]
-        if new >= kept and self._forms is not None:
+        if new >= kept and self.forms is not None:
             fresh = self.snapshot()
-            fresh.reserve_form(*self._forms)
+            fresh.reserve_form(*self.forms)
             fresh.append(keys.narrow(2, new - kept, kept), values.narrow(2, new - kept, kept))
             self._hold(fresh)
         else:
@@ -392,7 +379,7 @@ class QuantizedStore(TokenStore):
         """Keep the newest `tokens` tokens in full precision at least, and pack the blocks before them that are full."""
         self.kept = tokens
         self._forget_segments()
-        if self._forms is not None and self._blocks_to_pack(0):
+        if self.forms is not None and self._blocks_to_pack(0):
             self.append(*self.residual.newest(0))
 
     def repack(self, quantization: Quantization) -> None:
@@ -424,11 +411,6 @@ class QuantizedStore(TokenStore):
         if segments.are_dense and not self.residual.has_segments:
             return segments.dense("keys", forms[0].dtype), segments.dense("values", forms[1].dtype)
         return self._returned.attended(self, segments, forms, self.length, segments.tokens)
-
-    def _known_forms(self) -> tuple[StateForm, StateForm]:
-        if self._forms is None:
-            raise StateMismatchError("The store is empty, so it has no states to read: update the layer first.")
-        return self._forms
 
     def _segments(self, count: int) -> KVSegments:
         """The newest `count` tokens."""
@@ -497,15 +479,15 @@ class QuantizedStore(TokenStore):
 
     @override
     def select(self, indices: Tensor) -> None:
-        if self._forms is not None:
+        if self.forms is not None:
             # If there is no memory for them, this one has not changed.
             twin = self._twin(lambda part: part.selected(indices), self.runs.selected(indices))
             self._hold(twin, indices.shape[0])
 
     @override
     def expand(self, repeats: int) -> None:
-        if self._forms is not None:
-            rows = torch.arange(self._forms[0].batch_size).repeat_interleave(repeats)
+        if self.forms is not None:
+            rows = torch.arange(self.forms[0].batch_size).repeat_interleave(repeats)
             twin = self.fork()
             for store in twin._stores():
                 store.expand(repeats)
@@ -548,9 +530,8 @@ class QuantizedStore(TokenStore):
 
     def _hold(self, twin: Self, batch: int | None = None) -> None:
         """Hold what another store holds, which is not used any more, of `batch` sequences if their number changes."""
-        if batch is not None and twin._forms is not None:
-            key_form, value_form = twin._forms
-            twin._forms = key_form.of_batch(batch), value_form.of_batch(batch)
+        if batch is not None and twin.forms is not None:
+            twin.forms = forms_of_batch(twin.forms, batch)
             self._returned.invalidate()
         # At once, so that an interrupt finds all of it done, or nothing.
         self.__dict__.update({name: twin.__dict__[name] for name in _HELD})
@@ -569,7 +550,7 @@ class QuantizedStore(TokenStore):
         if not isinstance(other, QuantizedStore) or self.quantization != other.quantization:
             return
         sinks, blocks, others = self.sinks.length, self.blocks, other.blocks
-        if not (blocks and others) or self._forms != other._forms or sinks != other.sinks.length or tokens < sinks:
+        if not (blocks and others) or self.forms != other.forms or sinks != other.sinks.length or tokens < sinks:
             return
         self.sinks.share_prefix(other.sinks, sinks)
         most = self.runs.common_blocks(other.runs, min(len(blocks), len(others)))

@@ -11,12 +11,11 @@ from torch import Tensor
 from typing_extensions import Self, override
 
 from kvlayers.core.buffer import LayerShape, nbytes_of
-from kvlayers.core.cache_layer import LayerState
+from kvlayers.core.cache_layer import LayerState, register_layer
 from kvlayers.core.dense_store import DenseStore
 from kvlayers.core.description import OptionFacts, OptionsArgument
 from kvlayers.core.dynamic_cache import DynamicCache
 from kvlayers.core.dynamic_layer import DynamicLayer
-from kvlayers.core.layer_registry import register_layer
 from kvlayers.core.named_caches import named, register
 from kvlayers.core.token_store import Fidelity, TokenStore, filled_nbytes
 from kvlayers.errors import OptionError
@@ -153,7 +152,7 @@ class RecallLayer(DynamicLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        store, bounds, pages = self._store, self._bounds, self.recall.pages
+        store, bounds, pages = self.store, self._bounds, self.recall.pages
         if pages == "all":
             return store.take_in(key_states, value_states)
         new = (
@@ -189,9 +188,9 @@ class RecallLayer(DynamicLayer):
         """
         recall, bounds = self.recall, self._bounds
         # Before there are blocks, tokens are few.
-        if tokens != 1 or recall.pages == "all" or not (self._store.holds_tokens_apart or self._store.exact_from):
+        if tokens != 1 or recall.pages == "all" or not (self.store.holds_tokens_apart or self.store.exact_from):
             return None
-        last = bounds.pages_within(self._store.length + tokens - recall.recent_tokens)
+        last = bounds.pages_within(self.store.length + tokens - recall.recent_tokens)
         return recall.page_tokens if last - bounds.pages_from(recall.sink_tokens) > recall.pages else None
 
     def _without_pages(self) -> PageBounds:
@@ -200,7 +199,7 @@ class RecallLayer(DynamicLayer):
         Raises:
             OptionError: the store packs tokens in blocks of another size.
         """
-        store, size = self._store, self.recall.page_tokens
+        store, size = self.store, self.recall.page_tokens
         if isinstance(store, QuantizedStore) and store.block_tokens not in (1, size):
             raise OptionError(
                 f"`page_tokens` of recall must be the size of a block of packed states, {store.block_tokens}, got "
@@ -210,7 +209,7 @@ class RecallLayer(DynamicLayer):
 
     def _bounds_with(self, keys: Tensor) -> list[Tensor]:
         """Bounds of the pages that new keys fill, `[batch, kv_heads, pages, 2 * head_dim]`, in a few tensors."""
-        store, bounds = self._store, self._bounds
+        store, bounds = self.store, self._bounds
         unfinished = store.length - bounds.end
         if unfinished <= 0:
             return bounds.of_keys(as_dense(keys)[:, :, -unfinished:])
@@ -292,8 +291,8 @@ class RecallLayer(DynamicLayer):
         super().truncate(length)
         self._version.advance()
         # The tokens of a packed block stay together. Those behind them are put into pages again.
-        packed = self._store.exact_from or 0
-        self._bounds.truncate(self._store.length, packed)
+        packed = self.store.exact_from or 0
+        self._bounds.truncate(self.store.length, packed)
 
     @override
     def _with_beside(self, indices: Tensor, change: Callable[[], None]) -> None:
@@ -343,7 +342,7 @@ class RecallLayer(DynamicLayer):
     def state(self) -> LayerState:
         state = super().state()
         # Bounds of keys that are held as they came can be made again.
-        if self._store.holds_tokens_apart:
+        if self.store.holds_tokens_apart:
             return state
         return LayerState(state.kind, {**state.tensors, **self._bounds.state()}, state.facts)
 
@@ -352,18 +351,18 @@ class RecallLayer(DynamicLayer):
         own, held = state.split((BOUNDS, ENDS))
         super().check_state(held)
         if own:
-            keys, first = held.tensors["keys"], _first_page(self._store)
+            keys, first = held.tensors["keys"], _first_page(self.store)
             check_bounds_state(own, keys, first, state.length, self.recall.page_tokens)
 
     @override
     def load_state(self, state: LayerState) -> None:
         self.check_state(state)
         own, held = state.split((BOUNDS, ENDS))
-        self._store.load_state(held.tensors)
+        self.store.load_state(held.tensors)
         self._forget_pages()
         if own:
             self._bounds.load_state(own)
-        elif self._store.holds_tokens_apart and held.tensors:
+        elif self.store.holds_tokens_apart and held.tensors:
             self._make_pages(held.tensors["keys"])
 
 

@@ -7,10 +7,19 @@ from torch import Tensor
 from typing_extensions import Self, override
 
 from kvlayers.core.arguments import whole_number
-from kvlayers.core.cache_layer import CacheLayer, LayerState, LayerTraits, WrapperLayer, check_kind_of_state, forwarding
+from kvlayers.core.cache_layer import (
+    CacheLayer,
+    LayerState,
+    LayerTraits,
+    WrapperLayer,
+    check_kind_of_state,
+    forwarding,
+    layer_class,
+    layer_from_description,
+    register_layer,
+)
 from kvlayers.core.description import DescriptionContext, Fact, Facts
 from kvlayers.core.from_config import HYBRID, RECURRENT, Checkpoints
-from kvlayers.core.layer_registry import layer_class, layer_from_description, register_layer
 from kvlayers.core.token_store import Fidelity, least_faithful
 from kvlayers.errors import UnsupportedLayerError
 from kvlayers.recurrent.linear_layer import LinearAttentionLayer
@@ -132,11 +141,6 @@ class HybridLayer(
         return self.wrapped.is_recording or self.linear.is_recording
 
     @property
-    @override
-    def is_interrupted(self) -> bool:  # type: ignore[override]
-        return self.wrapped.is_interrupted or self.linear.is_interrupted
-
-    @property
     def is_croppable(self) -> bool:  # type: ignore[override]
         """Whether `crop` can put both back as they were."""
         return self.wrapped.is_croppable and self.linear.is_croppable
@@ -176,21 +180,6 @@ class HybridLayer(
         if self.linear.length:
             self.linear.truncate(target)
         return length - target
-
-    @override
-    def check_removal(self, tokens: int) -> None:
-        if self.length:
-            super().check_removal(tokens)
-        else:
-            self.linear.check_removal(tokens)
-
-    @override
-    def remove_newest(self, tokens: int) -> None:
-        if self.length:
-            super().remove_newest(tokens)
-        else:
-            # A first pass that was interrupted has left the tokens in one of the two.
-            self.linear.remove_newest(tokens)
 
     @override
     def row(self, index: int) -> CacheLayer:

@@ -9,10 +9,17 @@ from typing_extensions import Self, override
 
 from kvlayers.core.arguments import as_batch_indices, whole_number
 from kvlayers.core.buffer import StateForm
-from kvlayers.core.cache_layer import CacheLayer, LayerState, LayerTraits, check_kind_of_state, forwarded, rows_of
+from kvlayers.core.cache_layer import (
+    CacheLayer,
+    LayerState,
+    LayerTraits,
+    check_kind_of_state,
+    forwarded,
+    register_layer,
+    rows_of,
+)
 from kvlayers.core.description import Fact, OptionsArgument
 from kvlayers.core.from_config import Checkpoints
-from kvlayers.core.layer_registry import register_layer
 from kvlayers.core.token_store import Fidelity
 from kvlayers.errors import RollbackError, StateMismatchError, UnsupportedLayerError
 from kvlayers.recurrent.checkpoints import Checkpoint, LinearPast
@@ -295,12 +302,6 @@ class LinearAttentionLayer(CacheLayer, compat.LINEAR_LAYER):  # type: ignore[mis
                 f"use truncate() of the cache, which goes back to {latest}, and pass the next {length - latest} tokens "
                 "again; or fork() the cache before the tokens that may be taken back."
             )
-
-    @override
-    def check_removal(self, tokens: int) -> None:
-        if self.length is None and tokens and self._states.live_batch is not None:
-            self.nearest_restorable(0)
-        super().check_removal(tokens)
 
     @override
     def truncate(self, length: int) -> int:

@@ -89,7 +89,7 @@ class DenseRows(RowsLayer):
 
     @property
     @override
-    def forms(self) -> tuple[StateForm, ...]:
+    def forms(self) -> tuple[StateForm, ...]:  # type: ignore[override]
         keys, values = self._held
         return form_of(keys), form_of(values)
 

@@ -143,7 +143,7 @@ class RecurrentRows(HeldRows, LinearAttentionLayer):
 
     @property
     @override
-    def is_interrupted(self) -> bool:  # type: ignore[override]
+    def is_interrupted(self) -> bool:
         return self._is_torn or any(row.is_interrupted for row in self.rows)
 
     @override

@@ -209,7 +209,6 @@ class SeparateRows(HeldRows, RowsLayer):
     """
 
     def __init__(self, rows: Sequence[CacheLayer]) -> None:
-        super().__init__()
         if any(row.traits.is_upstream for row in rows):
             raise UnsupportedLayerError(
                 f"`caches` must have layers of kvlayers, got a {type(rows[0].original).__name__}: make the caches by "

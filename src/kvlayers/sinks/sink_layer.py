@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 from typing_extensions import Self, override
 
-from kvlayers.core.cache_layer import LayerState, forwarded
+from kvlayers.core.cache_layer import LayerState, forwarded, register_layer
 from kvlayers.core.dense_store import DenseStore
 from kvlayers.core.description import RotaryArgument
-from kvlayers.core.layer_registry import register_layer
 from kvlayers.core.preparation import PADDING_NAME, check_rotary, padding_of
 from kvlayers.core.sliding_layer import WindowLayer, window_room
+from kvlayers.core.token_layer import TokenLayer
 from kvlayers.core.token_store import Fidelity, KVPair, StoreArgument, TokenStore
 from kvlayers.errors import StateMismatchError
 from kvlayers.kernels.attention.gqa import marked_for_sdpa
@@ -29,7 +29,7 @@ from kvlayers.utils.options import checks_options
 
 
 @register_layer
-class SinkLayer(WindowLayer):
+class SinkLayer(WindowLayer, TokenLayer):
     """Attention sinks: keeps the first `num_sink_tokens` tokens and the newest tokens, `window_length` in all.
 
     StreamingLLM (Xiao et al. 2023, arXiv:2309.17453) lets a query attend to the kept tokens as if they were one
@@ -64,7 +64,7 @@ class SinkLayer(WindowLayer):
 
     described = ("window_length", "num_sink_tokens")
     made_with = (
-        StoreArgument("store", "_store", room=lambda facts: window_room(facts["window_length"])),
+        StoreArgument("store", room=lambda facts: window_room(facts["window_length"])),
         RotaryArgument("rotary"),
     )
     hints = ("left_padding",)
@@ -92,7 +92,7 @@ class SinkLayer(WindowLayer):
 
     @override
     def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> KVPair:
-        store, seen = self._store, self._seen
+        store, seen = self.store, self._seen
         tokens = store.validate(key_states, value_states)
         self._sinks.check_batch(key_states.shape[0])
         sinks = self._sinks.with_tokens(seen, key_states, value_states)
@@ -127,7 +127,7 @@ class SinkLayer(WindowLayer):
         front, padding = sinks.rotated_before(first), sinks.padding
         if first > sinks.last_start or padding is None:
             return front
-        are_apart, held = (first > padding)[:, None, None, None], self._store.newest(count)
+        are_apart, held = (first > padding)[:, None, None, None], self.store.newest(count)
         keys, values = (
             torch.where(are_apart, turned, as_dense(states[:, :, : self.num_sink_tokens]))
             for turned, states in zip(front, held, strict=True)
@@ -137,7 +137,7 @@ class SinkLayer(WindowLayer):
     @property
     @override
     def exact_from(self) -> int | None:
-        first, dropped = super().exact_from, self._seen - self._store.length
+        first, dropped = super().exact_from, self._seen - self.store.length
         if first is None or dropped <= self._sinks.first_start:
             return first
         # Where the sinks of any sequence stand, no token of its window is. In the others these tokens are exact.
@@ -167,17 +167,17 @@ class SinkLayer(WindowLayer):
 
     @override
     def peek(self) -> tuple[Tensor | None, Tensor | None]:
-        if self._store.key_form is None:
+        if self.store.forms is None:
             return None, None
         past = self.attended_past(self._seen)
         front = self._in_front(self._sinks, self._seen - past, past)
         if front is None:
-            return self._store.newest(past)
-        return _behind(front, self._store.newest(past - self.num_sink_tokens))
+            return self.store.newest(past)
+        return _behind(front, self.store.newest(past - self.num_sink_tokens))
 
     @override
     def _assignable(self, states: Tensor) -> Tensor:
-        if self._seen != self._store.length or self._seen > self.attended_past(self._seen):
+        if self._seen != self.store.length or self._seen > self.attended_past(self._seen):
             raise StateMismatchError(
                 f"A layer whose states are assigned must hold all of its {self._seen} tokens, got one that has evicted "
                 "some: use state() and load_state()."
@@ -192,7 +192,7 @@ class SinkLayer(WindowLayer):
     @override
     def _replace(self, keys: Tensor, values: Tensor) -> None:
         super()._replace(keys, values)
-        self._sinks = self._sinks.with_tokens(0, *self._store.newest(self._seen))
+        self._sinks = self._sinks.with_tokens(0, *self.store.newest(self._seen))
 
     @override
     def reset(self) -> None:
@@ -202,8 +202,8 @@ class SinkLayer(WindowLayer):
 
     @override
     def state(self) -> LayerState:
-        state, held = super().state(), self._store.length
-        front = self._in_front(self._sinks, self._seen - held, held) if self._store.holds_tokens_apart else None
+        state, held = super().state(), self.store.length
+        front = self._in_front(self._sinks, self._seen - held, held) if self.store.holds_tokens_apart else None
         for name, states in zip(("keys", "values"), front or (), strict=False):
             # Whether the store has written the sinks there depends on its forks, and no state does.
             state.tensors[name][:, :, : self.num_sink_tokens] = states
@@ -225,7 +225,7 @@ class SinkLayer(WindowLayer):
         self.check_state(state)
         own, window = state.split((*NAMES, PADDING_NAME))
         sinks = self._sinks.of_state(own)
-        self._store.load_state(window.tensors)
+        self.store.load_state(window.tensors)
         self._sinks, self._seen = sinks, state.length
 
 

@@ -8,11 +8,10 @@ from torch import Tensor
 from typing_extensions import Self, override
 
 from kvlayers.core.arguments import no_room_for_tokens
-from kvlayers.core.cache_layer import forwarded
+from kvlayers.core.cache_layer import forwarded, register_layer
 from kvlayers.core.description import Argument, OptionsArgument
 from kvlayers.core.dynamic_layer import DynamicLayer
 from kvlayers.core.layer_list import in_step
-from kvlayers.core.layer_registry import register_layer
 from kvlayers.core.sliding_layer import SlidingLayer, check_window, window_room
 from kvlayers.core.token_layer import TokenLayer, part_of_form
 from kvlayers.errors import CapacityError, StateMismatchError
@@ -28,18 +27,18 @@ class ReservedLayer(TokenLayer):
     """A layer over memory that is reserved once, at an address that does not change."""
 
     made_with: ClassVar[tuple[Argument, ...]] = (
-        Argument("max_batch_size", "_store.max_batch_size"),
-        OptionsArgument("buckets", "_store.buckets", options=Buckets),
-        Argument("grow", "_store.grow"),
+        Argument("max_batch_size", "store.max_batch_size"),
+        OptionsArgument("buckets", "store.buckets", options=Buckets),
+        Argument("grow", "store.grow"),
     )
     reservation_facts = RESERVATION_FACTS
 
-    _store: StaticStore
+    store: StaticStore
     # As layers of transformers that reserve their memory have them, `None` before the first states
-    num_heads = part_of_form("key_form", "kv_heads")
+    num_heads = part_of_form("kv_heads")
     # In transformers 4, keys and values have one `head_dim`.
-    k_head_dim = head_dim = part_of_form("key_form", "head_dim")
-    v_head_dim = part_of_form("value_form", "head_dim")
+    k_head_dim = head_dim = part_of_form("head_dim")
+    v_head_dim = part_of_form("head_dim", 1)
 
     token_limit: int | None
     """The most tokens that the layer may see, `None` for no limit."""
@@ -50,28 +49,28 @@ class ReservedLayer(TokenLayer):
     @override
     def reserved(self) -> StaticStore:
         """The memory, and the part of it that attention reads."""
-        return self._store
+        return self.store
 
     @property
     def is_compileable(self) -> bool:  # type: ignore[override]
         """Whether generate() may compile the forward pass around it."""
-        return self._store.mask_extent.mode.compileable
+        return self.store.mask_extent.mode.compileable
 
     @property
     def max_batch_size(self) -> int | None:
         """Sequences that memory is reserved for, `None` before the first tokens if it was not given."""
-        return self._store.reserved_batch_size
+        return self.store.reserved_batch_size
 
     @override
     def mask_sizes(self, query_length: int) -> tuple[int, int]:
         self.make_room(query_length)
         for index in self._followers_in_step():
             self.followers[index].make_room(query_length)
-        bucket = self._store.choose_extent(query_length)
+        bucket = self.store.choose_extent(query_length)
         if bucket is None:
             return super().mask_sizes(query_length)
         # Only a window drops tokens, so that its first slot is not that of the first token.
-        return bucket, self._store.mask_offset if self.is_sliding else 0  # type: ignore[return-value]
+        return bucket, self.store.mask_offset if self.is_sliding else 0  # type: ignore[return-value]
 
     # A constant of compiled code, in which lengths would be constants otherwise.
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -85,7 +84,7 @@ class ReservedLayer(TokenLayer):
             and self.sliding_window == other.sliding_window
             and (self.sized_for or 0) >= (other.sized_for or 0)
             and (self.token_limit is None) == (other.token_limit is None)
-            and self._store.covers(other._store, batch_size)
+            and self.store.covers(other.store, batch_size)
         )
 
     @override
@@ -100,7 +99,7 @@ class ReservedLayer(TokenLayer):
     @override
     def get_seq_length(self) -> int:
         """As `length`. In compiled code it is a tensor, since a number would be that of the step that was compiled."""
-        return self._store.total_on_device() if torch.compiler.is_compiling() else self.length  # type: ignore[return-value]
+        return self.store.total_on_device() if torch.compiler.is_compiling() else self.length  # type: ignore[return-value]
 
     @override
     def fork(self) -> Self:
@@ -124,7 +123,7 @@ class StaticLayer(ReservedLayer, DynamicLayer):
         grow: take a larger reservation instead of raising `CapacityError`. Compiled code cannot, and raises.
     """
 
-    made_with = (Argument("max_cache_len", "_store.initial_capacity"), *ReservedLayer.made_with)
+    made_with = (Argument("max_cache_len", "store.initial_capacity"), *ReservedLayer.made_with)
 
     @checks_options
     def __init__(
@@ -140,12 +139,12 @@ class StaticLayer(ReservedLayer, DynamicLayer):
     @property
     def max_cache_len(self) -> int:
         """Tokens reserved."""
-        return self._store.capacity
+        return self.store.capacity
 
     @property
     def token_limit(self) -> int | None:  # type: ignore[override]
         """The most tokens that the layer may see, `None` if it grows."""
-        return None if self._store.grow else self._store.capacity
+        return None if self.store.grow else self.store.capacity
 
     capacity = max_cache_len
 
@@ -168,18 +167,18 @@ class StaticLayer(ReservedLayer, DynamicLayer):
             )
         return states[:, :, :held]
 
-    tensors = forwarded("_store")
+    tensors = forwarded("store")
     """`tensors()`: what compiled code writes to. An exported program must have it as its buffers: `keys` and `values`
     `[batch, kv_heads, max_cache_len, head_dim]`, and the `position` of the next token, an int64 scalar. They are
     reserved by the first update, or by `early_initialization`."""
 
     @override
     def make_room(self, tokens: int) -> None:
-        if self._store.mask_extent.mode.uses_buckets:
+        if self.store.mask_extent.mode.uses_buckets:
             # Only eager code can grow.
-            self._store.make_room(tokens)
+            self.store.make_room(tokens)
         else:
-            self._store.check_room(tokens)
+            self.store.check_room(tokens)
 
     @classmethod
     @override
@@ -193,7 +192,7 @@ def reserved_room(max_cache_len: int, sliding_window: int, grow: bool) -> int:
 
 
 @register_layer
-class StaticSlidingLayer(ReservedLayer, SlidingLayer):
+class StaticSlidingLayer(ReservedLayer, SlidingLayer):  # type: ignore[misc]
     """Sliding-window and chunked attention over memory that is reserved once, at an address that does not change.
 
     The window has spare room, and moves to the front when the room is used up. So a token is written once, and moved
@@ -241,17 +240,17 @@ class StaticSlidingLayer(ReservedLayer, SlidingLayer):
 
     @property
     def _seen(self) -> int:
-        return self._store.total
+        return self.store.total
 
     @_seen.setter
     def _seen(self, seen: int) -> None:
-        self._store.set_total(seen)
+        self.store.set_total(seen)
 
     @override
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        if self._store.mask_extent.mode.uses_buckets:
+        if self.store.mask_extent.mode.uses_buckets:
             return self._update_compiled(key_states, value_states)
         if self.token_limit is not None and isinstance(key_states, Tensor) and key_states.dim() == 4:
             self._check_token_limit(key_states.shape[2])
@@ -272,15 +271,15 @@ class StaticSlidingLayer(ReservedLayer, SlidingLayer):
 
     @override
     def make_room(self, tokens: int) -> None:
-        if self._store.mask_extent.mode.uses_buckets:
-            self._store.prepare()
-            if self._store.lacks_room_for(tokens) and self._past + tokens <= self.room:
-                self._store.move_to_front(self._past)
+        if self.store.mask_extent.mode.uses_buckets:
+            self.store.prepare()
+            if self.store.lacks_room_for(tokens) and self._past + tokens <= self.room:
+                self.store.move_to_front(self._past)
         else:
             self._check_token_limit(tokens)
 
     def _update_compiled(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        store = self._store
+        store = self.store
         tokens = store.validate(key_states, value_states)
         if not torch.compiler.is_compiling() or store.bucket_for(tokens) is None:
             self._check_token_limit(tokens)
@@ -299,7 +298,7 @@ class StaticSlidingLayer(ReservedLayer, SlidingLayer):
     def _tokens_to_return_to(self) -> int:
         # Where compiled code may run, tokens that have left the window stay for a while. Eager code on a CPU has
         # dropped them, and what a program may do must not depend on the device.
-        return self._past if self._store.mask_extent.mode.compileable else super()._tokens_to_return_to()
+        return self._past if self.store.mask_extent.mode.compileable else super()._tokens_to_return_to()
 
     @property
     def max_cache_len(self) -> int:
@@ -319,12 +318,12 @@ class StaticSlidingLayer(ReservedLayer, SlidingLayer):
     @override
     def activate_past_recording(self) -> None:
         super().activate_past_recording()
-        self._store.mask_extent.mode.recording = True
+        self.store.mask_extent.mode.recording = True
 
     @override
     def deactivate_past_recording(self) -> None:
         super().deactivate_past_recording()
-        self._store.mask_extent.mode.recording = False
+        self.store.mask_extent.mode.recording = False
 
     @override
     def _assignable(self, states: Tensor) -> Tensor:

@@ -339,10 +339,10 @@ class StaticStore(DenseStore):
             seen = forms_of_batch(forms, reserved[0].batch_size)
             if seen != reserved:
                 raise mismatch(seen, reserved, self.length)
-        self.check_batch(forms[0].batch_size)
+        self.check_select(forms[0].batch_size)
 
     @override
-    def check_batch(self, batch_size: int) -> None:
+    def check_select(self, batch_size: int) -> None:
         reserved = self.reserved_batch_size
         if reserved is not None and batch_size > reserved and not self.grow:
             raise no_room_for_batch(reserved, batch_size)
@@ -387,7 +387,7 @@ class StaticStore(DenseStore):
         batch_size, current = forms[0].batch_size, self._reserved
         if current is not None and current[0].capacity == capacity and current[0].form.batch_size >= batch_size:
             return current
-        self.check_batch(batch_size)
+        self.check_select(batch_size)
         rows = max(batch_size, self.reserved_batch_size or 0)
         alike = (self._keys, self._values) if current is None else current
         keys, values = (
@@ -400,7 +400,7 @@ class StaticStore(DenseStore):
 
     @property
     @override
-    def sized_for(self) -> int | None:
+    def sized_for(self) -> int | None:  # type: ignore[override]
         return self.capacity
 
     def _use_reservation(
@@ -419,7 +419,7 @@ class StaticStore(DenseStore):
         self._reserved, self._keys, self._values, self._capacity = reserved, keys, values, keys.capacity
         self.reserved_batch_size = reserved[0].form.batch_size
         self._views = None
-        self._forms, self._tracks_gradients = forms, False
+        self.forms, self._tracks_gradients = forms, False
         if self._cursor is None or self._offset_on_device is None:
             with torch.inference_mode(False):
                 self._cursor, self._offset_on_device = (
@@ -464,7 +464,7 @@ class StaticStore(DenseStore):
         capacity = self.capacity
         while capacity < needed:
             capacity = self.buckets.after(capacity)
-        if self._forms is None:
+        if self.forms is None:
             self._resize(capacity)
         else:
             self._allocate(capacity)
@@ -555,7 +555,7 @@ class StaticStore(DenseStore):
 
     @override
     def rewritten(self, keys: Tensor, values: Tensor) -> Self:
-        unchanged = (form_of(keys), form_of(values)) == self._forms
+        unchanged = (form_of(keys), form_of(values)) == self.forms
         followed = self._tracks_gradients or keys.requires_grad or values.requires_grad
         if unchanged and self._reserved is not None and not followed and keys.shape[2] <= self.capacity:
             # They may be views of the slots that are erased.
@@ -570,11 +570,11 @@ class StaticStore(DenseStore):
 
     @override
     def select(self, indices: Tensor) -> None:
-        if self._forms is None:
+        if self.forms is None:
             return
         batch_size, length = indices.shape[0], self.length
-        forms = forms_of_batch(self._forms, batch_size)
-        self.check_batch(batch_size)
+        forms = forms_of_batch(self.forms, batch_size)
+        self.check_select(batch_size)
         self.mask_extent.forget()
         held = None
         if self._keys is not None:
@@ -587,18 +587,18 @@ class StaticStore(DenseStore):
             reserved = self._reservation(forms, self.capacity)
             for buffer in reserved:
                 # Rows that are dropped now may be used again.
-                buffer.tensor[batch_size : self._forms[0].batch_size, :, : self._end].zero_()
+                buffer.tensor[batch_size : self.forms[0].batch_size, :, : self._end].zero_()
             self._use_reservation(reserved, forms, held, self._start)
 
     @override
     def swap_buffers(self, swap: BufferSwap) -> None:
-        if self._reserved is None or self._forms is None or self._tracks_gradients:
+        if self._reserved is None or self.forms is None or self._tracks_gradients:
             super().swap_buffers(swap)
             return
         start, end = self._start, self._end
         self._reserved = swap(self._reserved[0], start, end), swap(self._reserved[1], start, end)
         if self._keys is not None:
-            rows = self._forms[0].batch_size
+            rows = self.forms[0].batch_size
             self._keys, self._values = (buffer.first_sequences(rows) for buffer in self._reserved)
             self._views = None
 

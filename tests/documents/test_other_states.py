@@ -103,10 +103,9 @@ def test_many_tokens_are_recomputed_in_parts(family: str, recompute: str, monkey
     model = fresh_model(family)
     expected = read(model, QUESTION, joined(model, recompute))[1]
     passes: list[int] = []
-    hook = model.register_forward_pre_hook(lambda module, args: passes.append(args[0].shape[1]))
     monkeypatch.setattr(recomputing, "MOST_IN_MASK", 3 * WHOLE.shape[1])
-    cache = joined(model, recompute)
-    hook.remove()
+    with model.register_forward_pre_hook(lambda module, args: passes.append(args[0].shape[1])):
+        cache = joined(model, recompute)
     assert max(passes) <= max(FIRST.shape[1], SECOND.shape[1])
     assert passes.count(3) >= 14 * int(recompute[:-1]) // 100 // 3
     torch.testing.assert_close(read(model, QUESTION, cache)[1], expected, **TOLERANCE)

@@ -9,7 +9,6 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from kvlayers import Quantization
 from kvlayers.kernels.attention.packed_tensor import as_dense
 from kvlayers.stores import QuantizedStore
 from kvlayers.utils.triton_support import TritonKernel
@@ -35,14 +34,6 @@ def extended(store: QuantizedStore, pair: Pair) -> Pair:
     """What a store returns for new states."""
     store.validate(*pair)
     return store.extend(*pair)
-
-
-def filled_store(quantization: Quantization, states: Pair, chunk: int = 8192) -> QuantizedStore:
-    """A store that was given states in chunks, as a prefill does."""
-    store = QuantizedStore(quantization)
-    for start in range(0, states[0].shape[2], chunk):
-        extended(store, tuple(part[:, :, start : start + chunk] for part in states))  # type: ignore[arg-type]
-    return store
 
 
 def on_cpu(store: QuantizedStore) -> QuantizedStore:

@@ -264,26 +264,6 @@ def test_batches(kind: str, beams: int, family: str) -> None:
     assert store.statistics.bypassed == 0
 
 
-SEVERAL: dict[str, dict[str, Any]] = {
-    "beams": {"num_beams": 3},
-    "samples": {"num_return_sequences": 2, "do_sample": True},
-}
-
-
-@pytest.mark.parametrize(("way", "family"), once(SEVERAL, (*SEEING, "mllama")))
-def test_beams_and_samples_share_an_image(way: str, family: str) -> None:
-    model, store = seeing_model(family), PrefixStore(ROOM)
-    given = inputs(family, [DOCUMENT, (1, WIDE), [8, 9]])
-    options = {**OPTIONS, **SEVERAL[way]}
-    torch.manual_seed(3)
-    expected = model.generate(**given, **options)
-    for attempt in range(2):
-        torch.manual_seed(3)
-        with encoded(model) as images:
-            assert_equal(kvlayers.generate(model, **given, prefix_store=store, **options), expected)
-        assert bool(images) == (attempt == 0)
-
-
 @pytest.mark.parametrize("family", some((*SEEING, "mllama"), ("qwen3_vl", "gemma3", "mllama")))
 def test_images_are_found_in_files(family: str, tmp_path: pathlib.Path) -> None:
     model = seeing_model(family)

@@ -164,19 +164,6 @@ def test_an_entry_is_read_once_for_several_that_ask(backend: ControlledBackend) 
 # What waits to be written
 
 
-def test_what_waits_to_be_written_is_counted_and_found(backend: ControlledBackend, closed_for_writing: Gate) -> None:
-    store = PrefixStore(2 * entry_bytes(), "elsewhere", write_wait_seconds=BOUND)
-    insert(store, [1, 2, 3])
-    insert(store, [4, 5, 6])
-    with closed_for_writing.holding_up(store.evict):
-        now = store.statistics
-        assert (now.bytes, now.pending_writes, now.evictions) == (2 * entry_bytes(), 2, 2)
-        assert covered(store, [1, 2, 3]) == covered(store, [4, 5, 6]) == 3
-        assert {"read", "reading"}.isdisjoint(backend.calls)
-    assert store.statistics.pending_writes == 0
-    assert covered(PrefixStore(ROOM, "elsewhere"), [1, 2, 3]) == 3
-
-
 def test_an_insert_waits_no_longer_than_its_bound(closed_for_writing: Gate) -> None:
     store = PrefixStore(2 * entry_bytes(), "elsewhere", write_wait_seconds=BOUND)
     begun = time.monotonic()
@@ -345,16 +332,6 @@ def test_a_directory_that_stays_away_is_given_up(
     assert store.close()
     assert store.close()
     assert [covered(PrefixStore(ROOM, "elsewhere"), ids) for ids in entries(3)] == [3, 3, 3]
-
-
-def test_an_evicted_entry_that_cannot_be_written_leaves_memory(backend: ControlledBackend) -> None:
-    store = PrefixStore(2 * entry_bytes(), "elsewhere")
-    backend.fails = True
-    for ids in entries(5):
-        insert(store, ids)
-        assert store.statistics.bytes <= 2 * entry_bytes()
-    assert store.evict() == 2 * entry_bytes()
-    assert (len(store), store.statistics.failed_writes + store.statistics.dropped_writes) == (0, 5)
 
 
 def test_a_lookup_waits_no_longer_than_its_bound(backend: ControlledBackend) -> None:

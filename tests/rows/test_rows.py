@@ -14,7 +14,7 @@ import kvlayers
 from kvlayers.errors import BatchIndexError, OptionError, RollbackError, StateMismatchError, UnsupportedLayerError
 from kvlayers.kernels.attention.row_states import RowStates
 from matrix import seeds
-from models import given, prompt, tiny_model
+from models import given, prompt, row_logits, tiny_model
 
 CACHES: dict[str, Callable[[Any], Any]] = {
     "dynamic": lambda config: kvlayers.DynamicCache(config=config),
@@ -62,19 +62,10 @@ class Schedule:
         self.model(prompt(1, self.random.choice([1, 5, 30, 80]), self.random.randrange(10**6)), **given(cache))
         return cache
 
-    def passed(self, ids: Tensor) -> Tensor:
-        """Logits of new tokens `[batch, new]`."""
-        rows, new = kvlayers.Rows(self.batch), ids.shape[1]
-        positions = {"position_ids": rows.position_ids(new)} if self.attends else {}
-        logits: Tensor = self.model(
-            ids, attention_mask=rows.attention_mask(new), **positions, **given(self.batch)
-        ).logits
-        return logits
-
     def decode(self, new: int = 1) -> None:
         """Pass random tokens, and compare each row."""
         ids = prompt(len(self.alone), new, self.random.randrange(10**6))
-        logits = self.passed(ids)
+        logits = row_logits(self.model, self.batch, ids)
         for row, cache in enumerate(self.alone):
             expected = self.model(ids[row : row + 1], **given(cache)).logits
             # The sums are those of another order of float32.
@@ -115,7 +106,7 @@ class Schedule:
     def fork(self) -> None:
         """The fork or the original reads a token first, which the other one does not see."""
         self.batch, other = self.random.sample([self.batch, self.batch.fork()], 2)
-        self.passed(prompt(len(self.alone), 1, 3))
+        row_logits(self.model, self.batch, prompt(len(self.alone), 1, 3))
         self.batch = other
 
     def crop_rows(self) -> None:
@@ -404,11 +395,9 @@ def test_a_join_that_one_of_the_layers_refuses_changes_nothing() -> None:
         patched.setattr(attending, "peek", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             cache.extend(alone[3])
-    rows, token = kvlayers.Rows(cache), prompt(3, 1, 5)
+    token = prompt(3, 1, 5)
+    logits = row_logits(model, cache, token)
     with torch.no_grad():
-        logits = model(
-            token, attention_mask=rows.attention_mask(), position_ids=rows.position_ids(), **given(cache)
-        ).logits
         for row, own in enumerate(alone[:3]):
             expected = model(token[row : row + 1], **given(own)).logits[0]
             torch.testing.assert_close(logits[row], expected, atol=1e-5, rtol=1e-4)
@@ -426,12 +415,7 @@ def test_what_a_row_has_left_does_not_reach_the_next_one() -> None:
     cache = kvlayers.merge([first, first, broken])
     cache.keep_rows([0, 1])
     cache.extend(second)
-    rows = kvlayers.Rows(cache)
-    with torch.no_grad():
-        logits = model(
-            prompt(3, 1, 7), attention_mask=rows.attention_mask(), position_ids=rows.position_ids(), **given(cache)
-        ).logits
-    assert logits.isfinite().all()
+    assert row_logits(model, cache, prompt(3, 1, 7)).isfinite().all()
 
 
 def test_rows_of_pairs_go_on_as_if_they_were_alone() -> None:

@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import kvlayers
 from kvlayers.core.forward_pass import interruption
 from kvlayers.errors import CapacityError, InterruptedPassError
 from matrix import once
-from models import given, prompt, tiny_model
+from models import given, prompt, row_logits, tiny_model
 
 PROMPTS = (prompt(1, 5, 0), prompt(1, 10, 1))
 CACHES: dict[str, Callable[[Any], Any]] = {
@@ -36,22 +35,13 @@ def merged(model: Any, cache: str) -> Any:
     return kvlayers.merge(caches)
 
 
-@torch.no_grad()
-def step(model: Any, cache: Any, ids: Tensor) -> Tensor:
-    rows = kvlayers.Rows(cache)
-    attends = any(layer.traits.attends for layer in cache.layers)
-    positions = {"position_ids": rows.position_ids()} if attends else {}
-    logits: Tensor = model(ids, attention_mask=rows.attention_mask(), **positions, **given(cache)).logits
-    return logits[:, -1]
-
-
 def check_steps(model: Any, cache: Any, steps: int = 4) -> None:
     """Decode, and compare with the model without a cache."""
     texts = [ids[0] for ids in PROMPTS]
     for number in range(steps):
         new = prompt(2, 1, 10 + number)
         texts = [torch.cat([text, own]) for text, own in zip(texts, new, strict=True)]
-        got = step(model, cache, new)
+        got = row_logits(model, cache, new)[:, -1]
         with torch.no_grad():
             expected = torch.stack([model(text[None], use_cache=False).logits[0, -1] for text in texts])
         torch.testing.assert_close(got, expected, **TOLERANCE)
@@ -65,7 +55,7 @@ def interrupt(model: Any, rows: Any, layer: Any, row: int, method: str = "update
     """Take a step that stops in the layer of one row."""
     setattr(layer.rows[row], method, interrupted)
     with pytest.raises(KeyboardInterrupt):
-        step(model, rows, prompt(2, 1, 9))
+        row_logits(model, rows, prompt(2, 1, 9))
     delattr(layer.rows[row], method)
 
 
@@ -136,7 +126,7 @@ def test_a_row_that_cannot_be_put_back_is_refused_by_name() -> None:
             model(prompt(1, window + 4, number), **given(cache))
     rows = kvlayers.merge(caches)
     interrupt(model, rows, rows.layers[0], 1)
-    for use in (lambda: step(model, rows, prompt(2, 1, 9)), lambda: rows.extract(0), lambda: rows.keep_rows([1])):
+    for use in (lambda: row_logits(model, rows, prompt(2, 1, 9)), lambda: rows.extract(0), lambda: rows.keep_rows([1])):
         with pytest.raises(InterruptedPassError, match="between two rows"):
             use()
     rows.reset()
@@ -151,7 +141,7 @@ def test_recurrent_rows_that_were_interrupted_are_refused_by_name(family: str) -
     interrupt(model, rows, recurrent, 1, "update_conv_state")
     for own in (rows, rows.fork(), pickle.loads(pickle.dumps(rows))):
         with pytest.raises(InterruptedPassError, match="between two rows"):
-            step(model, own, prompt(2, 1, 9))
+            row_logits(model, own, prompt(2, 1, 9))
         with pytest.raises(InterruptedPassError):
             own.extract(0)
 
@@ -172,7 +162,7 @@ def test_a_full_row_leaves_all_rows_as_they_were(offloading: bool) -> None:
     ids = prompt(1, 1, 9)
     with torch.no_grad():
         expected = model(torch.cat([PROMPTS[0], ids], dim=1), use_cache=False).logits[:, -1]
-    torch.testing.assert_close(step(model, rows, ids), expected, **TOLERANCE)
+    torch.testing.assert_close(row_logits(model, rows, ids)[:, -1], expected, **TOLERANCE)
 
 
 def saved(cache: Any) -> Any:

@@ -9,19 +9,12 @@ import torch
 import kvlayers
 from kvlayers.documents import recomputing
 from kvlayers.errors import ConfigError, OptionError, StateMismatchError
-from models import fresh_model, prompt, tiny_model
+from models import fresh_model, prompt, read, tiny_model
 
 FIRST, SECOND, QUESTION = prompt(1, 9, 0), prompt(1, 14, 1), prompt(1, 4, 2)
 WHOLE = torch.cat([FIRST, SECOND], dim=1)
 TOLERANCE = {"rtol": 0, "atol": 1e-4}
 """What the issue allows in float32: the same sums in another order."""
-
-
-@torch.no_grad()
-def read(model: Any, ids: torch.Tensor, cache: Any = None) -> tuple[Any, torch.Tensor]:
-    cache = kvlayers.DynamicCache() if cache is None else cache
-    logits: torch.Tensor = model(ids, past_key_values=cache).logits
-    return cache, logits
 
 
 def joined(model: Any, recompute: int | str) -> Any:

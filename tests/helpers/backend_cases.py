@@ -75,6 +75,13 @@ def filled(ids: list[int], heads: int = 1) -> kvlayers.DynamicCache:
     return cache
 
 
+def room_for(count: int, tokens: int = 3) -> int:
+    """Bytes of entries of so many tokens, as a store holds them that nobody shares them with."""
+    cache = filled(list(range(tokens)))
+    cache.trim()
+    return cache.nbytes * count
+
+
 def large(ids: list[int]) -> kvlayers.DynamicCache:
     """One whose file has more than what is read of a file at first."""
     return filled(ids, heads=8192)

@@ -11,7 +11,7 @@ import torch
 import transformers as tf
 
 import versions
-from kvlayers import Rows
+from kvlayers import DynamicCache, Rows
 from kvlayers.upstream import cache_argument
 
 COMMON: dict[str, Any] = {
@@ -167,6 +167,14 @@ def bare(model: Any) -> Any:
 def given(cache: Any) -> dict[str, Any]:
     """A cache as the argument of a forward pass, by the name that models take it by: bare ones know no other."""
     return {cache_argument.usual_name(): cache}
+
+
+@torch.no_grad()
+def read(model: Any, ids: torch.Tensor, cache: Any = None, **arguments: Any) -> tuple[Any, torch.Tensor]:
+    """A cache, an empty one by default, that has seen these tokens now, and their logits."""
+    cache = DynamicCache() if cache is None else cache
+    logits: torch.Tensor = model(ids, **given(cache), **arguments).logits
+    return cache, logits
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ from kvlayers import inspect_cache, load_cache, save_cache
 from kvlayers.core.named_caches import cache_class_names, register_cache_class, unregister_cache_class
 from kvlayers.errors import CacheFileError, OptionError, RegistryError, StateMismatchError
 from kvlayers.persistence.rebuild import check_remakeable
-from models import prompt, tiny_model
+from models import prompt, read, tiny_model
 from other_package import HalvesBackend, RecentLayer, SteppedStore
 
 NEW = 6
@@ -93,8 +93,7 @@ def _decoded(cache: kvlayers.Cache, first: Tensor) -> Tensor:
 def _filled(make: Callable[[], kvlayers.Cache]) -> kvlayers.Cache:
     cache = make()
     for tokens in (70, 1, 3):
-        with torch.no_grad():
-            tiny_model("llama")(prompt(1, tokens, seed=tokens), past_key_values=cache, use_cache=True)
+        read(tiny_model("llama"), prompt(1, tokens, seed=tokens), cache)
     return cache
 
 
@@ -148,9 +147,7 @@ def test_a_prefix_store_holds_registered_layers_in_memory_and_in_files(
     registered: None, tmp_path: pathlib.Path
 ) -> None:
     ids = prompt(1, 20)
-    cache = MAKES["layer"]()
-    with torch.no_grad():
-        tiny_model("llama")(ids, past_key_values=cache, use_cache=True)
+    cache, _ = read(tiny_model("llama"), ids, MAKES["layer"]())
     store = kvlayers.PrefixStore("1MiB", tmp_path)
     assert store.insert(ids, cache, model="mine")
     longer = torch.cat([ids, prompt(1, 3)], 1)
@@ -163,7 +160,7 @@ def test_a_prefix_store_holds_registered_layers_in_memory_and_in_files(
     assert torch.equal(_decoded(again.cache, prompt(1, 2)), _decoded(cache, prompt(1, 2)))
 
 
-# Forks, nesting
+# Nesting
 
 
 def test_layers_describe_the_layers_that_they_are_made_of(registered: None) -> None:
@@ -350,9 +347,7 @@ def test_a_plan_of_a_registered_layer_is_what_a_cache_of_it_holds(tokens: int) -
 
     try:
         planned = kvlayers.plan(model, tokens, dtype=torch.float32, names=["recent"])["recent"]
-        cache = kvlayers.make_cache("recent", model)
-        with torch.no_grad():
-            model(prompt(1, tokens), past_key_values=cache, use_cache=True)
+        cache, _ = read(model, prompt(1, tokens), kvlayers.make_cache("recent", model))
     finally:
         kvlayers.unregister("recent")
     assert planned.fidelity == "evicting"

@@ -876,7 +876,6 @@ torch.save(torch.stack(logits), {directory!r} + "/logits")
 """
 
 
-@pytest.mark.nightly
 @pytest.mark.slow
 def test_another_process_decodes_on(tmp_path: pathlib.Path) -> None:
     kinds = ["dynamic, mixed", "quantized", "sinks", "recurrent and attending"]

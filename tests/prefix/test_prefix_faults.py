@@ -9,7 +9,7 @@ import errno
 import os
 import pathlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,18 +40,16 @@ class Place:
     """A directory on a server, and a line to it that can be broken."""
 
     line: Line
-    url: str
-    options: dict[str, Any] | None
-    direct_url: str
-    direct_options: dict[str, Any] | None
+    server: int
+    by_port: Callable[[int], dict[str, Any]]
 
-    def store(self, max_bytes: int = ROOM, **options: Any) -> PrefixStore:
+    def store(self, **options: Any) -> PrefixStore:
         """A store whose files are at the other end of the line."""
-        return PrefixStore(max_bytes, self.url, storage_options=self.options, **options)
+        return PrefixStore(ROOM, **self.by_port(self.line.port), **options)
 
     def direct(self) -> PrefixStore:
         """A store on another machine, whose line is in order."""
-        return PrefixStore(ROOM, self.direct_url, storage_options=self.direct_options)
+        return PrefixStore(ROOM, **self.by_port(self.server))
 
 
 @pytest.fixture
@@ -65,13 +63,12 @@ def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     server = request.getfixturevalue(f"{request.param}_port")
     with line_to(server) as line:
         if request.param == "redis":
-            urls = [f"redis://127.0.0.1:{port}/0?prefix={name}" for port in (line.port, server)]
-            yield Place(line, urls[0], None, urls[1], None)
+            yield Place(line, server, lambda port: {"directory": f"redis://127.0.0.1:{port}/0?prefix={name}"})
         else:
             # s3fs would try five times, and wait longer from time to time.
             monkeypatch.setattr("s3fs.S3FileSystem.retries", 1)
             url = f"s3://{s3_server.BUCKET}/{name}"
-            yield Place(line, url, s3_server.options(line.port), url, s3_server.options(server))
+            yield Place(line, server, lambda port: {"directory": url, "storage_options": s3_server.options(port)})
 
 
 # Lines that break

@@ -20,7 +20,7 @@ from kvlayers import OptionError, PrefixStore
 from kvlayers.generation.prefix_reuse.active_store import CURRENT
 from kvlayers.upstream import cache_argument
 from matrix import once, some
-from models import WINDOW, fresh_model, prompt, tiny_model, tokens_passed
+from models import WINDOW, fresh_model, prompt, read, tiny_model, tokens_passed
 
 ROOM = 2**30
 PAD = 0
@@ -675,8 +675,7 @@ def test_a_model_that_was_asked_for_hidden_states_goes_by_the_store_all_the_same
     """transformers leaves hooks on its layers, which take what they return in calls that ask for it."""
     versions.need_since("5.2", "a prefix store behind its hooks")
     model, store, ids = fresh_model("llama"), PrefixStore(ROOM), prompt(tokens=DOCUMENT)
-    with torch.no_grad():
-        model(ids, output_hidden_states=True)
+    read(model, ids, output_hidden_states=True)
     with kvlayers.installed():
         expected = model.generate(ids, **OPTIONS)
     for _ in range(2):

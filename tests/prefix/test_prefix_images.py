@@ -20,7 +20,7 @@ from kvlayers.generation.prefix_reuse.images import images_in_place
 from kvlayers.prefix import Hit
 from kvlayers.upstream import compat
 from matrix import once, some
-from models import tokens_passed
+from models import read, tokens_passed
 from vision_models import CONFIGS, IMAGE, SEEING, SIDE, VOCAB, Piece, any_seeing_model, encoded, inputs, seeing_model
 
 pytestmark = versions.images_in_prefixes
@@ -484,8 +484,7 @@ def test_scores_do_not_depend_on_the_image_of_an_earlier_call(family: str) -> No
 def fresh_scores(model: Any) -> float:
     """The log-probability of 5 and 6 behind the document, in one pass that is told its positions."""
     ids = torch.tensor([[*DOCUMENT, 5, 6]])
-    with torch.no_grad():
-        logits = model(ids, position_ids=torch.arange(ids.shape[1])[None]).logits[0].log_softmax(-1)
+    logits = read(model, ids, position_ids=torch.arange(ids.shape[1])[None])[1][0].log_softmax(-1)
     return float(logits[-3, 5] + logits[-2, 6])
 
 

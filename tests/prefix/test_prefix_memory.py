@@ -58,6 +58,26 @@ def test_what_snapshots_share_counts_once_and_is_free_with_the_last() -> None:
     assert (len(store), store.statistics.bytes) == (0, 0)
 
 
+def test_what_is_pinned_is_counted_once_too() -> None:
+    taken = snapshots(3)
+    store = PrefixStore(union([cache for _, cache in taken]) + 1)
+    for ids, cache in taken:
+        store.insert(ids, cache, model="m")
+        store.pin(ids, model="m")
+    assert len(store) == 3
+    # Spare room behind those that are pinned serves others, until there is none.
+    reason, count = "", 0
+    while not reason and count < 60:
+        count, before = count + 1, store.statistics
+        ids, cache = snapshots(count)[-1]
+        try:
+            store.insert(ids + 1000 * count, cache, model="m")
+        except CapacityError as error:
+            reason = str(error)
+    assert "pinned" in reason
+    assert store.statistics == before
+
+
 def test_snapshots_of_a_prompt_share_what_never_leaves() -> None:
     model, store = tiny_model("gemma3"), PrefixStore(2**30, snapshot_tokens=STEP)
     ids = torch.arange(1, 1 + 80)[None] % 97

@@ -581,3 +581,19 @@ def test_what_others_have_deleted_is_not_counted(tmp_path: pathlib.Path) -> None
     changes = directory.changes([entry.path for entry in entries])
     assert changes.gone == {entries[0].path, entries[1].path}
     assert directory.nbytes == other.nbytes == du(tmp_path) == entries[2].nbytes
+
+
+def test_the_nodes_used_longest_ago_go_first_and_their_children_before_them(tmp_path: pathlib.Path) -> None:
+    directory = opened(tmp_path)
+    first = write(directory, DOCUMENT)
+    branch = [*DOCUMENT[:256], *range(9000, 9100)]
+    kept = write(directory, branch, [(first.path, 256)])
+    age(tmp_path)
+    load(directory, kept.path, branch)
+    changes = directory.shrink(directory.nbytes - 1, ())
+    assert (changes.gone, [entry.length for entry in changes.added]) == ({first.path}, [512])
+    assert directory.shrink(1, {kept.path}).added == []
+    assert sorted(path.name for path in files(tmp_path)) == sorted(node.name for node in nodes(directory, kept))
+    check_and_continue(KINDS["full"], load(directory, kept.path, branch), branch)
+    changes = directory.shrink(1, ())
+    assert (changes.added, du(tmp_path)) == ([], 0)

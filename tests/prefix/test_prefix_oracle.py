@@ -4,7 +4,7 @@ import heapq
 import pathlib
 import random
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -192,7 +192,44 @@ def test_a_pin_keeps_its_tokens_alone() -> None:
     assert store.lookup(ids, model="m").covered == 0
 
 
+def test_what_does_not_fit_alone_is_refused_and_evicts_nothing() -> None:
+    store = PrefixStore(300 * TOKEN_BYTES)
+    ask(store, tuple(range(250)))
+    before = store.statistics
+    for shared in (0, 1, 249):
+        with pytest.raises(CapacityError, match="max_bytes"):
+            ask(store, (*range(shared), *range(9000, 9301 - shared)))
+    assert store.lookup(torch.arange(251), model="m").covered == 250
+    assert (store.statistics.bytes, store.statistics.evictions) == (before.bytes, 0)
+
+
 # Caches of other kinds, and of several tenants
+
+
+KINDS: dict[str, Callable[[], kvlayers.Cache]] = {
+    "dynamic": kvlayers.DynamicCache,
+    "int4": lambda: kvlayers.QuantizedCache(nbits=4, q_group_size=8, residual_length=8),
+    "static": lambda: kvlayers.StaticCache(config=tiny_model("llama").config, max_cache_len=160),
+    "offloaded": kvlayers.OffloadedCache,
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_kind_stops_learning(kind: str) -> None:
+    make, chance = KINDS[kind], random.Random(0)
+    whole = make()
+    passed(whole, range(150))
+    store = PrefixStore(int(1.5 * whole.nbytes))
+    for turn in range(8):
+        ids = torch.tensor([1, *(chance.randrange(2, 90) for _ in range(149))])
+        namespace = str(turn % 2)
+        for again in range(2):
+            hit = store.lookup(ids, model="m", namespace=namespace)
+            assert not again or hit.covered >= 141
+            cache = make() if hit.cache is None else hit.cache
+            passed(cache, ids[hit.covered :].tolist())
+            store.insert(ids, cache, model="m", namespace=namespace)
+            assert store.statistics.bytes <= 1.5 * whole.nbytes
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "mamba", "jamba", "qwen3_next"])

@@ -16,13 +16,13 @@ import transformers as tf
 import families
 import kvlayers
 import versions
-from backend_cases import filled, held
+from backend_cases import filled, held, room_for
 from kvlayers import OptionError, PrefixStore
 from kvlayers.errors import CachePathError, PrefixError, StateMismatchError
 from kvlayers.prefix.backends.local import LocalBackend
 from kvlayers.prefix.keys import PrefixMap, common_tokens
 from matrix import once
-from models import WINDOW, prompt, tiny_model
+from models import WINDOW, prompt, read, tiny_model
 
 ROOM = 2**30
 
@@ -32,9 +32,8 @@ def ids_of(*ids: int) -> torch.Tensor:
 
 
 def run(model: Any, ids: torch.Tensor, cache: Any, one_by_one: bool = False) -> torch.Tensor:
-    with torch.no_grad():
-        pieces = ids.split(1, dim=1) if one_by_one else (ids,)
-        return torch.cat([model(piece, past_key_values=cache).logits for piece in pieces], dim=1)
+    pieces = ids.split(1, dim=1) if one_by_one else (ids,)
+    return torch.cat([read(model, piece, cache)[1] for piece in pieces], dim=1)
 
 
 KINDS: dict[str, tuple[str, Any]] = {
@@ -98,6 +97,26 @@ def test_a_window_that_has_moved_on_says_so() -> None:
     hit = store.lookup(ids[:, : 2 * WINDOW], config=model.config)
     assert (hit.cache, hit.covered) == (None, 0)
     assert "insert a cache where prompts diverge" in hit.reason
+
+
+@pytest.mark.parametrize("first", ["shorter", "longer"])
+def test_a_boundary_stays_one_where_a_window_goes_beyond_it_step_by_step(first: str) -> None:
+    store, cache = PrefixStore(ROOM), kvlayers.DynamicCache([(None, None, torch.tensor(4))])
+    ids = torch.arange(60)
+    for start in range(0, 60, 6):
+        # It can go back to where it is now, and no further.
+        cache.deactivate_past_recording()
+        cache.activate_past_recording()
+        states = torch.arange(start, start + 6.0)[None, None, :, None]
+        cache.update(states, states, layer_idx=0)
+        earlier = cache.fork()
+        earlier.crop(-1)
+        for each in (earlier, cache) if first == "shorter" else (cache, earlier):
+            store.insert(ids, each, model="m")
+    for boundary in (*range(6, 60, 6), *range(5, 60, 6)):
+        hit = store.lookup(torch.cat([ids[:boundary], torch.tensor([99])]), model="m")
+        assert hit.covered == boundary
+        assert hit.cache.layers[0].keys[0, 0, -3:, 0].tolist() == [*range(boundary - 3, boundary)]
 
 
 # What begins alike
@@ -200,13 +219,6 @@ def test_neither_tenants_nor_models_find_one_anothers() -> None:
 
 
 # Eviction
-
-
-def room_for(count: int, tokens: int = 3) -> int:
-    cache = filled(list(range(tokens)))
-    # As the store holds it, if nobody else does.
-    cache.trim()
-    return cache.nbytes * count
 
 
 def test_a_store_without_a_size_has_one_gibibyte_and_is_a_store_though_it_is_empty() -> None:

@@ -14,7 +14,7 @@ import kvlayers
 from kvlayers.core.forward_pass import interruption
 from kvlayers.errors import CapacityError, InterruptedPassError
 from matrix import once
-from models import given, prompt, row_logits, tiny_model
+from models import prompt, read, row_logits, tiny_model
 
 PROMPTS = (prompt(1, 5, 0), prompt(1, 10, 1))
 CACHES: dict[str, Callable[[Any], Any]] = {
@@ -28,11 +28,7 @@ TOLERANCE = {"rtol": 0, "atol": 2e-4}
 
 
 def merged(model: Any, cache: str) -> Any:
-    caches = [CACHES[cache](model.config) for _ in PROMPTS]
-    with torch.no_grad():
-        for ids, own in zip(PROMPTS, caches, strict=True):
-            model(ids, **given(own))
-    return kvlayers.merge(caches)
+    return kvlayers.merge([read(model, ids, CACHES[cache](model.config))[0] for ids in PROMPTS])
 
 
 def check_steps(model: Any, cache: Any, steps: int = 4) -> None:
@@ -121,10 +117,7 @@ def test_a_row_that_cannot_be_put_back_is_refused_by_name() -> None:
     model = tiny_model("mistral")
     window = model.config.sliding_window
     caches = [kvlayers.QuantizedCache(config=model.config, nbits=4, residual_length=4) for _ in PROMPTS]
-    with torch.no_grad():
-        for number, cache in enumerate(caches):
-            model(prompt(1, window + 4, number), **given(cache))
-    rows = kvlayers.merge(caches)
+    rows = kvlayers.merge([read(model, prompt(1, window + 4, number), own)[0] for number, own in enumerate(caches)])
     interrupt(model, rows, rows.layers[0], 1)
     for use in (lambda: row_logits(model, rows, prompt(2, 1, 9)), lambda: rows.extract(0), lambda: rows.keep_rows([1])):
         with pytest.raises(InterruptedPassError, match="between two rows"):
@@ -150,10 +143,7 @@ def test_recurrent_rows_that_were_interrupted_are_refused_by_name(family: str) -
 def test_a_full_row_leaves_all_rows_as_they_were(offloading: bool) -> None:
     model = tiny_model("llama")
     caches = [kvlayers.StaticCache(model.config, max_cache_len=most, offloading=offloading) for most in (40, 10)]
-    with torch.no_grad():
-        for ids, cache in zip(PROMPTS, caches, strict=True):
-            model(ids, **given(cache))
-    rows = kvlayers.merge(caches)
+    rows = kvlayers.merge([read(model, ids, own)[0] for ids, own in zip(PROMPTS, caches, strict=True)])
     states = torch.randn(2, model.config.num_key_value_heads, 1, model.config.head_dim)
     with pytest.raises(CapacityError):
         rows.update(states, states, 0)

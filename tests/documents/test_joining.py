@@ -16,7 +16,7 @@ from kvlayers.errors import (
     StateMismatchError,
     UnsupportedLayerError,
 )
-from models import fresh_model, prompt, tiny_model, tokens_passed
+from models import fresh_model, prompt, read, tiny_model, tokens_passed
 from vision_models import any_seeing_model
 
 DOCUMENTS = [prompt(1, tokens, tokens) for tokens in (9, 14, 11)]
@@ -26,13 +26,6 @@ NO_TOKENS = torch.empty(1, 0, dtype=torch.int64)
 FAMILIES = ("llama", "qwen2", "mistral", "gemma3")
 EXACT = {"rtol": 0, "atol": 1e-4}
 """The bound of what is exact in float32: keys that are rotated twice and sums in another order are off by rounding."""
-
-
-@torch.no_grad()
-def read(model: Any, ids: torch.Tensor, cache: Any = None, **arguments: Any) -> tuple[Any, torch.Tensor]:
-    cache = kvlayers.DynamicCache() if cache is None else cache
-    logits: torch.Tensor = model(ids, past_key_values=cache, **arguments).logits
-    return cache, logits
 
 
 def caches_of(model: Any, documents: Any = DOCUMENTS) -> list[Any]:

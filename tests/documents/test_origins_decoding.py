@@ -13,7 +13,7 @@ from torch import Tensor
 import kvlayers
 from kvlayers.errors import OptionError, StateMismatchError
 from matrix import once
-from models import prompt, tiny_model
+from models import prompt, row_logits, tiny_model
 
 FIRST, SECOND, QUESTION = prompt(1, 9, 0), prompt(1, 14, 1), prompt(1, 3, 2)
 TOLERANCE = {"rtol": 0, "atol": 2e-4}
@@ -119,20 +119,9 @@ def merged_twice(cache: Any, make: Callable[[], Any], path: Path) -> Any:
 
 def cropped_rows(cache: Any, make: Callable[[], Any], path: Path) -> Any:
     rows = kvlayers.merge([filled(make, SECOND), cache])
-    read_rows(rows)
+    row_logits(tiny_model("llama"), rows, prompt(2, 1, 5))
     rows.crop_rows([0, rows.row_lengths[1] - 1])
     return rows.extract(1)
-
-
-def read_rows(rows: Any) -> None:
-    views = kvlayers.Rows(rows)
-    with torch.no_grad():
-        tiny_model("llama")(
-            prompt(2, 1, 5),
-            past_key_values=rows,
-            attention_mask=views.attention_mask(),
-            position_ids=views.position_ids(),
-        )
 
 
 WAYS: dict[str, Callable[[Any, Callable[[], Any], Path], Any]] = {
@@ -204,13 +193,9 @@ def test_an_empty_cache_begins_anew(make: Callable[[], Any], origin: Any, way: s
 def test_rows_of_different_origins_go_on_at_their_positions(make: Callable[[], Any]) -> None:
     rows = kvlayers.merge([filled(make, SECOND), moved(make), joined(make)])
     assert (rows.first_position, rows.exact_tokens) == (10, 0)
-    views = kvlayers.Rows(rows)
-    assert views.position_ids().tolist() == [[14], [19], [23]]
+    assert kvlayers.Rows(rows).position_ids().tolist() == [[14], [19], [23]]
     ids = prompt(3, 1, 7)
-    with torch.no_grad():
-        got = tiny_model("llama")(
-            ids, past_key_values=rows, attention_mask=views.attention_mask(), position_ids=views.position_ids()
-        ).logits
+    got = row_logits(tiny_model("llama"), rows, ids)
     alone = [(filled(make, SECOND), 14), (moved(make), 19), (joined(make), 23)]
     expected = torch.cat([read(cache, ids[row : row + 1], begin) for row, (cache, begin) in enumerate(alone)])
     torch.testing.assert_close(got, expected, **TOLERANCE)

@@ -9,19 +9,12 @@ import torch
 import kvlayers
 from kvlayers.documents import recomputing
 from kvlayers.errors import ConfigError, OptionError, StateMismatchError
-from models import fresh_model, prompt, tiny_model
+from models import fresh_model, prompt, read, tiny_model
 
 FIRST, SECOND, QUESTION = prompt(1, 9, 0), prompt(1, 14, 1), prompt(1, 4, 2)
 WHOLE = torch.cat([FIRST, SECOND], dim=1)
 TOLERANCE = {"rtol": 0, "atol": 1e-4}
 """What the issue allows in float32: the same sums in another order."""
-
-
-@torch.no_grad()
-def read(model: Any, ids: torch.Tensor, cache: Any = None) -> tuple[Any, torch.Tensor]:
-    cache = kvlayers.DynamicCache() if cache is None else cache
-    logits: torch.Tensor = model(ids, past_key_values=cache).logits
-    return cache, logits
 
 
 def joined(model: Any, recompute: int | str) -> Any:
@@ -103,10 +96,9 @@ def test_many_tokens_are_recomputed_in_parts(family: str, recompute: str, monkey
     model = fresh_model(family)
     expected = read(model, QUESTION, joined(model, recompute))[1]
     passes: list[int] = []
-    hook = model.register_forward_pre_hook(lambda module, args: passes.append(args[0].shape[1]))
     monkeypatch.setattr(recomputing, "MOST_IN_MASK", 3 * WHOLE.shape[1])
-    cache = joined(model, recompute)
-    hook.remove()
+    with model.register_forward_pre_hook(lambda module, args: passes.append(args[0].shape[1])):
+        cache = joined(model, recompute)
     assert max(passes) <= max(FIRST.shape[1], SECOND.shape[1])
     assert passes.count(3) >= 14 * int(recompute[:-1]) // 100 // 3
     torch.testing.assert_close(read(model, QUESTION, cache)[1], expected, **TOLERANCE)

@@ -18,7 +18,7 @@ from kvlayers import store_document
 from kvlayers.errors import CapacityError, ConfigError, KVLayersError, OptionError, UnsupportedLayerError
 from kvlayers.generation.prefix_reuse import active_store
 from matrix import once
-from models import fresh_model, prompt, tiny_model, tokens_passed
+from models import fresh_model, prompt, read, tiny_model, tokens_passed
 from vision_models import any_seeing_model
 
 A, B, C = (prompt(1, tokens, tokens) for tokens in (19, 24, 21))
@@ -44,11 +44,7 @@ def plain(model: Any, *parts: torch.Tensor, **options: Any) -> Any:
 def by_hand(model: Any, documents: Any, cache: Any = None, beginning: Any = None, recompute: Any = 0) -> Any:
     """What `generate` returns behind documents that are read apart and put together by hand."""
     texts = documents if beginning is None else [torch.cat([beginning, own], dim=1) for own in documents]
-    caches = []
-    for ids in texts:
-        caches.append(kvlayers.DynamicCache())
-        with torch.no_grad():
-            model(ids, past_key_values=caches[-1])
+    caches = [read(model, ids)[0] for ids in texts]
     common = 0 if beginning is None else beginning.shape[1]
     joined = kvlayers.concatenate(caches, model, recompute=recompute, ids=texts, beginning_tokens=common, into=cache)
     parts = [] if beginning is None else [beginning]
@@ -121,11 +117,7 @@ def test_the_cache_of_the_call_takes_in_states_that_were_not_rounded(name: str) 
 def test_an_int4_cache_is_bit_by_bit_the_one_that_was_given_the_states() -> None:
     model = tiny_model("llama")
     texts = [prompt(1, tokens, tokens) for tokens in (90, 101)]
-    caches = []
-    for ids in texts:
-        caches.append(kvlayers.DynamicCache())
-        with torch.no_grad():
-            model(ids, past_key_values=caches[-1])
+    caches = [read(model, ids)[0] for ids in texts]
     dense = kvlayers.concatenate(caches, model, recompute="20%", ids=texts)
     into, expected = (kvlayers.QuantizedCache(config=model.config, nbits=4, residual_length=16) for _ in range(2))
     for index, layer in enumerate(dense.layers):
@@ -269,9 +261,7 @@ def test_a_document_is_the_states_of_its_tokens(family: str) -> None:
     model, store = tiny_model(family), kvlayers.PrefixStore()
     for beginning in (None, SYSTEM[0]):
         whole = A if beginning is None else torch.cat([SYSTEM, A], dim=1)
-        expected = kvlayers.DynamicCache()
-        with torch.no_grad():
-            model(whole, past_key_values=expected)
+        expected, _ = read(model, whole)
         for _ in range(2):
             cache = store_document(store, A[0], model, beginning=beginning)
             assert torch.equal(cache.known_ids, whole)

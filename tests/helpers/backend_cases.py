@@ -1,7 +1,6 @@
 """The backends of a prefix store, seen without kvlayers."""
 
-import pathlib
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,39 +12,9 @@ PART = 2**16
 """Bytes that are read of a remote file at first."""
 
 
-class Files(Protocol):
-    """The files of a backend, by name."""
-
-    url: str
-
-    def names(self) -> list[str]: ...
-
-    def read(self, name: str) -> bytes: ...
-
-    def write(self, name: str, content: bytes) -> None: ...
-
-    def delete(self, name: str) -> None: ...
-
-
-class LocalFiles:
-    def __init__(self, directory: pathlib.Path) -> None:
-        self.url = str(directory)
-        self.directory = directory
-
-    def names(self) -> list[str]:
-        return sorted(path.name for path in self.directory.iterdir())
-
-    def read(self, name: str) -> bytes:
-        return (self.directory / name).read_bytes()
-
-    def write(self, name: str, content: bytes) -> None:
-        (self.directory / name).write_bytes(content)
-
-    def delete(self, name: str) -> None:
-        (self.directory / name).unlink()
-
-
 class FilesystemFiles:
+    """Those of a local directory, by its path, or of a file system, by its URL."""
+
     def __init__(self, url: str) -> None:
         self.url = url
         self.fs, self.root = url_to_fs(url)
@@ -93,6 +62,9 @@ class ServerFiles:
         self.client.zrem(f"{self.prefix}:index", name)
 
 
+Files = FilesystemFiles | ServerFiles
+
+
 def filled(ids: list[int], heads: int = 1) -> kvlayers.DynamicCache:
     """A cache without a model, whose states say what all tokens before were."""
     cache = kvlayers.DynamicCache()
@@ -101,6 +73,13 @@ def filled(ids: list[int], heads: int = 1) -> kvlayers.DynamicCache:
         states = states.float()[None, None, :, None].expand(1, heads, -1, 1).clone()
         cache.update(states, -states, layer_idx=layer)
     return cache
+
+
+def room_for(count: int, tokens: int = 3) -> int:
+    """Bytes of entries of so many tokens, as a store holds them that nobody shares them with."""
+    cache = filled(list(range(tokens)))
+    cache.trim()
+    return cache.nbytes * count
 
 
 def large(ids: list[int]) -> kvlayers.DynamicCache:

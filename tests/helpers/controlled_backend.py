@@ -17,21 +17,31 @@ class ControlledBackend:
 
     Attributes:
         before: is called with the name of each method before the method is. It may wait, or raise.
+        after: is called with it afterwards.
         fails: whether files can neither be written nor read.
         calls: names of the methods that were called.
+        read_names: files that were read, each as often as it was.
+        written: bytes of each file that was written.
     """
 
     def __init__(self, directory: pathlib.Path) -> None:
         self._backend: Any = backend_for(directory, None)
         self.before: Callable[[str], None] = lambda name: None
+        self.after: Callable[[str], None] = lambda name: None
         self.fails = False
         self.calls: list[str] = []
+        self.read_names: list[str] = []
+        self.written: dict[str, int] = {}
 
-    def _begin(self, name: str) -> None:
+    def _begin(self, name: str, args: tuple[Any, ...]) -> None:
         self.calls.append(name)
         self.before(name)
         if self.fails and name in WRITES | READS:
             raise UnreachableError("the directory is not there now")
+        if name == "read":
+            self.read_names += [file.name for file in args[0]]
+        elif name == "write":
+            self.written[args[0]] = len(args[1])
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._backend, name)
@@ -39,8 +49,10 @@ class ControlledBackend:
             return found
 
         def call(*args: Any, **options: Any) -> Any:
-            self._begin(name)
-            return found(*args, **options)
+            self._begin(name, args)
+            result = found(*args, **options)
+            self.after(name)
+            return result
 
         return call
 

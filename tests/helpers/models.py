@@ -11,6 +11,7 @@ import torch
 import transformers as tf
 
 import versions
+from kvlayers import DynamicCache, Rows
 from kvlayers.upstream import cache_argument
 
 COMMON: dict[str, Any] = {
@@ -181,6 +182,24 @@ def given(cache: Any) -> dict[str, Any]:
     return {cache_argument.usual_name(): cache}
 
 
+@torch.no_grad()
+def read(model: Any, ids: torch.Tensor, cache: Any = None, **arguments: Any) -> tuple[Any, torch.Tensor]:
+    """A cache, an empty one by default, that has seen these tokens now, and their logits."""
+    cache = DynamicCache() if cache is None else cache
+    logits: torch.Tensor = model(ids, **given(cache), **arguments).logits
+    return cache, logits
+
+
+@torch.no_grad()
+def row_logits(model: Any, cache: Any, ids: torch.Tensor) -> torch.Tensor:
+    """Logits of new tokens `[rows, new]` behind a cache whose rows have lengths of their own."""
+    rows, new = Rows(cache), ids.shape[1]
+    attends = any(layer.traits.attends for layer in cache.layers)
+    positions = {"position_ids": rows.position_ids(new)} if attends else {}
+    logits: torch.Tensor = model(ids, attention_mask=rows.attention_mask(new), **positions, **given(cache)).logits
+    return logits
+
+
 def prompt(batch: int = 1, tokens: int = 12, seed: int = 0) -> torch.Tensor:
     """Random token ids, int64 `[batch, tokens]`, without special ones."""
     return torch.randint(3, 97, (batch, tokens), generator=torch.Generator().manual_seed(seed))
@@ -195,8 +214,18 @@ def tokens_passed(model: Any) -> Iterator[list[int]]:
         ids = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
         counts.append(ids.numel())
 
-    handle = model.register_forward_pre_hook(note, with_kwargs=True)
-    try:
+    with model.register_forward_pre_hook(note, with_kwargs=True):
         yield counts
-    finally:
-        handle.remove()
+
+
+@contextmanager
+def passes_of(model: Any) -> Iterator[list[tuple[int, int]]]:
+    """Rows and tokens of each forward pass of a model."""
+    seen: list[tuple[int, int]] = []
+
+    def note(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        ids = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
+        seen.append((ids.shape[0], ids.shape[1]))
+
+    with model.register_forward_pre_hook(note, with_kwargs=True):
+        yield seen

@@ -1,4 +1,4 @@
-"""A line between a client and a server of the tests, which is slow, or breaks in the middle of what is sent."""
+"""A line between a client and a server of the tests, which stalls, or breaks in the middle of what is sent."""
 
 import contextlib
 import socket
@@ -15,8 +15,7 @@ class Line:
 
     Attributes:
         port: its own port.
-        delay: seconds before each piece of at most `CHUNK` bytes is passed on.
-        breaks: how many connections break, counted down; 0 for a line in order.
+        breaks: whether connections break.
         after: bytes that pass, towards the client or the server, before a connection breaks.
         towards: which of them counts: "client" or "server".
         stalls_after: bytes towards the client after which a connection passes on nothing more, but does not break;
@@ -25,7 +24,7 @@ class Line:
     """
 
     def __init__(self, port: int) -> None:
-        self.delay, self.breaks, self.after, self.towards = 0.0, 0, 0, "client"
+        self.breaks, self.after, self.towards = False, 0, "client"
         self.stalls_after: int | None = None
         self.broken = 0
         self._server_port = port
@@ -35,14 +34,14 @@ class Line:
         self._lock = threading.Lock()
         threading.Thread(target=self._accept, daemon=True).start()
 
-    def break_after(self, nbytes: int, towards: str, times: int = 2**30) -> None:
+    def break_after(self, nbytes: int, towards: str) -> None:
         """Break connections, those that exist too, as soon as so many bytes have passed in one direction."""
         self.drop_all()
-        self.breaks, self.after, self.towards = times, nbytes, towards
+        self.breaks, self.after, self.towards = True, nbytes, towards
 
     def mend(self) -> None:
         """Be a line in order."""
-        self.breaks, self.delay, self.stalls_after = 0, 0.0, None
+        self.breaks, self.stalls_after = False, None
 
     def drop_all(self) -> None:
         """Break all connections."""
@@ -81,9 +80,7 @@ class Line:
             while piece := source.recv(CHUNK):
                 while towards == "client" and self.stalls_after is not None and passed >= self.stalls_after:
                     time.sleep(0.01)
-                time.sleep(self.delay)
-                if self.breaks > 0 and towards == self.towards and passed + len(piece) > self.after:
-                    self.breaks -= 1
+                if self.breaks and towards == self.towards and passed + len(piece) > self.after:
                     self.broken += 1
                     target.sendall(piece[: self.after - passed])
                     break

@@ -1,7 +1,6 @@
 """Scores of continuations, computed one by one in the plainest way."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,6 +8,7 @@ from torch import Tensor
 
 from kvlayers.upstream import cache_argument
 from kvlayers_lab.evaluation.requests import ContinuationScore, ScoringRequest
+from models import passes_of as passes_of
 
 
 def alone(model: Any, request: ScoringRequest) -> ContinuationScore:
@@ -56,19 +56,3 @@ def difference(one: Sequence[ContinuationScore], other: Sequence[ContinuationSco
         for first, second in zip(first_score.token_logprobs, second_score.token_logprobs, strict=True)
     ]
     return max((abs(first - second) for first, second in pairs), default=0.0)
-
-
-@contextmanager
-def passes_of(model: Any) -> Iterator[list[tuple[int, int]]]:
-    """Rows and tokens of each forward pass of a model."""
-    seen: list[tuple[int, int]] = []
-
-    def note(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        rows, tokens = (args[0] if args else kwargs["input_ids"]).shape
-        seen.append((rows, tokens))
-
-    handle = model.register_forward_pre_hook(note, with_kwargs=True)
-    try:
-        yield seen
-    finally:
-        handle.remove()

@@ -14,14 +14,13 @@ from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.registry import known_implementations
 
 import kvlayers
-from backend_cases import Files, FilesystemFiles, LocalFiles, ServerFiles, covered, filled, large, put
+from backend_cases import Files, FilesystemFiles, ServerFiles, covered, filled, large, put
 from kvlayers import OptionError, PrefixStore
 from kvlayers.errors import CachePathError
 from kvlayers.persistence.node_file import SUFFIX
 from kvlayers.persistence.tensor_file import Header, TensorEntry, file_header, parse_header
 from kvlayers.prefix.backends.contract import Address
 from kvlayers.prefix.nodes import HEAD_BYTES
-from models import prompt, tiny_model
 from redis_server import why_not
 
 ROOM = 2**30
@@ -36,11 +35,8 @@ def _empty_memory() -> None:
 
 @pytest.fixture(params=["local", "memory", "redis"])
 def files(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> Files:
-    if request.param == "local":
-        (tmp_path / "files").mkdir()
-        return LocalFiles(tmp_path / "files")
-    if request.param == "memory":
-        return FilesystemFiles("memory://bucket/team")
+    if request.param != "redis":
+        return FilesystemFiles(str(tmp_path / "files") if request.param == "local" else "memory://bucket/team")
     found = ServerFiles(request.getfixturevalue("redis_url"))
     found.client.flushall()
     return found
@@ -113,26 +109,6 @@ def failing() -> FilesystemFiles:
 # What all backends have in common
 
 
-def test_a_model_goes_on_from_what_was_spilled_before_a_restart(files: Files) -> None:
-    model = tiny_model("llama")
-    ids, more = prompt(tokens=19), prompt(tokens=5, seed=1)
-    cache = kvlayers.DynamicCache(config=model.config)
-    with torch.no_grad():
-        model(ids, past_key_values=cache)
-        PrefixStore(ROOM, files.url).insert(ids, cache, config=model.config)
-        store = PrefixStore(ROOM, files.url)
-        assert len(store) == 0
-        store.insert(ids, cache, config=model.config)
-        store.flush()
-        again = PrefixStore(ROOM, files.url)
-        hit = again.lookup(torch.cat([ids, more], dim=1), config=model.config)
-        assert (hit.covered, again.statistics.bytes > 0) == (19, True)
-        for step in more.split(1, dim=1):
-            seen = model(step, past_key_values=hit.cache).logits
-            expected = model(step, past_key_values=cache).logits
-            torch.testing.assert_close(seen, expected, rtol=0, atol=0)
-
-
 def test_what_leaves_memory_is_found_again_whole_and_in_part(files: Files) -> None:
     most = filled([1, 2, 3]).nbytes
     store = PrefixStore(most, files.url)
@@ -147,7 +123,7 @@ def test_what_leaves_memory_is_found_again_whole_and_in_part(files: Files) -> No
     assert len(files.names()) == 3
 
 
-@pytest.mark.parametrize("damage", ["cut", "header", "ids", "states", "empty", "not ours", "gone"])
+@pytest.mark.parametrize("damage", ["cut", "changed", "empty", "not ours", "gone"])
 def test_damaged_files_are_skipped_reported_once_and_written_anew(
     damage: str, files: Files, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -156,19 +132,14 @@ def test_damaged_files_are_skipped_reported_once_and_written_anew(
     (one,) = files.names()
     put(store, [2, 5, 6])
     (other,) = set(files.names()) - {one}
-    content = bytearray(files.read(other))
+    content = files.read(other)
     # A server has no difference between an empty value and none.
     is_damage = damage != "gone" and not (damage == "empty" and isinstance(files, ServerFiles))
-    state = filled([2, 5, 6]).layers[0].values[0, 0, 2, 0].numpy().tobytes()
-    positions = {"header": 20, "ids": content.find(struct.pack("<3q", 2, 5, 6)), "states": content.find(state)}
+    changed = content.replace(struct.pack("<3q", 2, 5, 6), struct.pack("<3q", 2, 5, 7))
     if damage == "gone":
         files.delete(other)
-    elif damage in positions:
-        assert positions[damage] > 0
-        content[positions[damage]] ^= 1
-        files.write(other, bytes(content))
     else:
-        files.write(other, {"cut": bytes(content[:-5]), "empty": b"", "not ours": b"x" * 400}[damage])
+        files.write(other, {"cut": content[:-5], "changed": changed, "empty": b"", "not ours": b"x" * 400}[damage])
     with caplog.at_level(logging.WARNING, logger="kvlayers"):
         for each in (store, PrefixStore(ROOM, files.url)):
             for _ in range(2):

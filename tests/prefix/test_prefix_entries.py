@@ -51,29 +51,24 @@ def files_in(directory: pathlib.Path) -> set[str]:
 # The lengths that were inserted
 
 
-def test_a_file_that_replaces_another_serves_the_lengths_of_both(tmp_path: pathlib.Path) -> None:
-    store, window = PrefixStore(ROOM, tmp_path), Window()
+@pytest.mark.parametrize("restarted", [False, True])
+@pytest.mark.parametrize("was_pinned", [False, True])
+def test_a_file_that_replaces_another_serves_the_lengths_of_both(
+    was_pinned: bool, restarted: bool, tmp_path: pathlib.Path
+) -> None:
+    store, window, first = PrefixStore(ROOM, tmp_path), Window(), torch.arange(10)
     insert(store, window.go_on(10).ids, window.cache)
-    # Pinned, so that it is not replaced before it is a file.
-    store.pin(torch.arange(10), model="m")
+    if was_pinned:
+        # So that it is not replaced before it is a file.
+        store.pin(first, model="m")
     insert(store, window.go_on(20).ids, window.cache)
-    store.unpin(torch.arange(10), model="m")
+    if was_pinned:
+        store.unpin(first, model="m")
     store.evict()
     assert len(store) == 1
+    if restarted:
+        store = PrefixStore(ROOM, tmp_path)
     # Goes back to 20 and no further, so that it stands for a part of what the file stands for.
-    insert(store, window.go_on(30).ids, window.cache)
-    store.evict()
-    for boundary in (10, 20, 30):
-        assert covered(store, [*range(boundary), 99]) == boundary
-
-
-def test_the_lengths_that_a_file_serves_are_known_after_a_restart(tmp_path: pathlib.Path) -> None:
-    store, window = PrefixStore(ROOM, tmp_path), Window()
-    insert(store, window.go_on(10).ids, window.cache)
-    insert(store, window.go_on(20).ids, window.cache)
-    assert len(store) == 1
-    store.flush()
-    store = PrefixStore(ROOM, tmp_path)
     insert(store, window.go_on(30).ids, window.cache)
     store.evict()
     for each in (store, PrefixStore(ROOM, tmp_path)):

@@ -9,7 +9,7 @@ import errno
 import os
 import pathlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +18,8 @@ import torch
 
 import killed_workers
 import s3_server
-from backend_cases import PART, covered, filled, large, put
-from kvlayers import CapacityError, PrefixStore
+from backend_cases import PART, covered, large, put
+from kvlayers import PrefixStore
 from kvlayers.persistence import atomic_file
 from kvlayers.serving.reports import report_on
 from proxy import Line, line_to
@@ -40,18 +40,16 @@ class Place:
     """A directory on a server, and a line to it that can be broken."""
 
     line: Line
-    url: str
-    options: dict[str, Any] | None
-    direct_url: str
-    direct_options: dict[str, Any] | None
+    server: int
+    by_port: Callable[[int], dict[str, Any]]
 
-    def store(self, max_bytes: int = ROOM, **options: Any) -> PrefixStore:
+    def store(self, **options: Any) -> PrefixStore:
         """A store whose files are at the other end of the line."""
-        return PrefixStore(max_bytes, self.url, storage_options=self.options, **options)
+        return PrefixStore(ROOM, **self.by_port(self.line.port), **options)
 
     def direct(self) -> PrefixStore:
         """A store on another machine, whose line is in order."""
-        return PrefixStore(ROOM, self.direct_url, storage_options=self.direct_options)
+        return PrefixStore(ROOM, **self.by_port(self.server))
 
 
 @pytest.fixture
@@ -65,13 +63,12 @@ def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     server = request.getfixturevalue(f"{request.param}_port")
     with line_to(server) as line:
         if request.param == "redis":
-            urls = [f"redis://127.0.0.1:{port}/0?prefix={name}" for port in (line.port, server)]
-            yield Place(line, urls[0], None, urls[1], None)
+            yield Place(line, server, lambda port: {"directory": f"redis://127.0.0.1:{port}/0?prefix={name}"})
         else:
             # s3fs would try five times, and wait longer from time to time.
             monkeypatch.setattr("s3fs.S3FileSystem.retries", 1)
             url = f"s3://{s3_server.BUCKET}/{name}"
-            yield Place(line, url, s3_server.options(line.port), url, s3_server.options(server))
+            yield Place(line, server, lambda port: {"directory": url, "storage_options": s3_server.options(port)})
 
 
 # Lines that break
@@ -109,45 +106,7 @@ def test_a_line_that_breaks_while_a_file_is_written(after: int, place: Place) ->
     assert (covered(other, IDS), covered(other, [1, 2, 50]), other.statistics.damaged) == (8, 3, 0)
 
 
-def test_a_line_that_recovers_while_a_file_is_written_costs_nothing(place: Place) -> None:
-    store = place.store()
-    store.insert(torch.tensor(IDS), large(IDS), model="m")
-    place.line.break_after(100, "server", times=2)
-    assert store.flush()
-    assert place.line.broken == 2
-    assert (covered(place.direct(), IDS), store.statistics.failed_writes) == (8, 0)
-
-
 # Servers that do not answer
-
-
-def test_a_server_that_does_not_answer_holds_up_no_writer_for_longer_than_was_said(place: Place) -> None:
-    tokens = list(range(600))
-    measured = PrefixStore(ROOM)
-    measured.insert(torch.tensor(tokens), filled(tokens), model="m")
-    # Besides three entries, what a new one has as spare room.
-    most = 3 * measured.statistics.bytes + filled(tokens).nbytes // 2
-    store = place.store(max_bytes=most, write_wait_seconds=WAIT)
-    place.line.stalls_after = 0
-    inserted = []
-    for first in range(50, 58):
-        ids = [first, *tokens[1:]]
-        start = time.monotonic()
-        with contextlib.suppress(CapacityError):
-            store.insert(torch.tensor(ids), filled(ids), model="m")
-            inserted.append(ids)
-        assert time.monotonic() - start < WAIT + MARGIN
-        assert store.statistics.bytes <= most
-    now = store.statistics
-    assert len(inserted) >= 3
-    assert now.dropped_writes + now.pending_writes
-    assert covered(store, inserted[-1]) == 600
-    place.line.mend()
-    store.close()
-    # What was not dropped, and counted, has arrived.
-    other, now = place.direct(), store.statistics
-    found = [covered(other, ids) for ids in inserted]
-    assert (found.count(600), other.statistics.damaged) == (len(inserted) - now.dropped_writes, 0)
 
 
 def test_a_server_that_does_not_answer_holds_up_no_reader_for_longer_than_was_said(place: Place) -> None:
@@ -161,24 +120,6 @@ def test_a_server_that_does_not_answer_holds_up_no_reader_for_longer_than_was_sa
     assert "could not be reached" in hit.reason
     place.line.mend()
     assert (covered(store, IDS), store.statistics.damaged) == (8, 0)
-
-
-def test_the_tokens_that_arrive_before_a_server_stops_to_answer_are_used(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvlayers.prefix.directory.BATCH_BYTES", 1)
-    ids = list(range(1, 4 * 256 + 1))
-    put(place.direct(), ids, filled(ids, heads=64))
-    store = place.store(read_wait_seconds=3)
-    # Two of its four nodes, of 256 KiB each.
-    place.line.stalls_after = 600 * 2**10
-    place.line.drop_all()
-    found = covered(store, ids)
-    # Two threads read, each by a connection of its own. s3fs may use one for each node, so that all of them arrive.
-    assert found in (512, 768, 1024)
-    assert store.statistics.failed_reads == (found < 1024)
-    place.line.mend()
-    assert (covered(store, ids), store.statistics.damaged) == (1024, 0)
 
 
 # Full disks

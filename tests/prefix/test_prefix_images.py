@@ -20,7 +20,7 @@ from kvlayers.generation.prefix_reuse.images import images_in_place
 from kvlayers.prefix import Hit
 from kvlayers.upstream import compat
 from matrix import once, some
-from models import tokens_passed
+from models import read, tokens_passed
 from vision_models import CONFIGS, IMAGE, SEEING, SIDE, VOCAB, Piece, any_seeing_model, encoded, inputs, seeing_model
 
 pytestmark = versions.images_in_prefixes
@@ -264,26 +264,6 @@ def test_batches(kind: str, beams: int, family: str) -> None:
     assert store.statistics.bypassed == 0
 
 
-SEVERAL: dict[str, dict[str, Any]] = {
-    "beams": {"num_beams": 3},
-    "samples": {"num_return_sequences": 2, "do_sample": True},
-}
-
-
-@pytest.mark.parametrize(("way", "family"), once(SEVERAL, (*SEEING, "mllama")))
-def test_beams_and_samples_share_an_image(way: str, family: str) -> None:
-    model, store = seeing_model(family), PrefixStore(ROOM)
-    given = inputs(family, [DOCUMENT, (1, WIDE), [8, 9]])
-    options = {**OPTIONS, **SEVERAL[way]}
-    torch.manual_seed(3)
-    expected = model.generate(**given, **options)
-    for attempt in range(2):
-        torch.manual_seed(3)
-        with encoded(model) as images:
-            assert_equal(kvlayers.generate(model, **given, prefix_store=store, **options), expected)
-        assert bool(images) == (attempt == 0)
-
-
 @pytest.mark.parametrize("family", some((*SEEING, "mllama"), ("qwen3_vl", "gemma3", "mllama")))
 def test_images_are_found_in_files(family: str, tmp_path: pathlib.Path) -> None:
     model = seeing_model(family)
@@ -504,8 +484,7 @@ def test_scores_do_not_depend_on_the_image_of_an_earlier_call(family: str) -> No
 def fresh_scores(model: Any) -> float:
     """The log-probability of 5 and 6 behind the document, in one pass that is told its positions."""
     ids = torch.tensor([[*DOCUMENT, 5, 6]])
-    with torch.no_grad():
-        logits = model(ids, position_ids=torch.arange(ids.shape[1])[None]).logits[0].log_softmax(-1)
+    logits = read(model, ids, position_ids=torch.arange(ids.shape[1])[None])[1][0].log_softmax(-1)
     return float(logits[-3, 5] + logits[-2, 6])
 
 

@@ -204,59 +204,6 @@ def test_a_document_of_a_directory_is_held_once_too(tmp_path: pathlib.Path) -> N
 # What leaves
 
 
-def test_snapshots_of_a_chain_leave_before_its_end() -> None:
-    store, cache = PrefixStore(2**30), kvlayers.DynamicCache(LAYERS)
-    taken = snapshots(3)
-    for ids, cache in taken:
-        store.insert(ids, cache, model="m")
-    # The shortest was used longest ago, and what the others have of its memory stays.
-    assert store.evict(1) > 0
-    assert [store.lookup(torch.cat([ids, ids[:1] - 1]), model="m").covered for ids, _ in taken] == [0, 32, 48]
-
-
-def test_memory_that_only_a_gone_entry_has_read_is_given_back() -> None:
-    store = PrefixStore(2**30)
-    long = kvlayers.DynamicCache()
-    read(long, 4000)
-    ids = torch.arange(4000)
-    store.insert(ids, long, model="m")
-    del long
-    branch = torch.cat([ids[:1000], ids[:200] + 10_000])
-    hit = store.lookup(branch, model="m")
-    read(hit.cache, 200)  # type: ignore[arg-type]
-    store.insert(branch, hit.cache, model="m")  # type: ignore[arg-type]
-    del hit
-    assert store.statistics.tokens == 4200
-    # The long one was used before the branch. When it goes, the branch reads a quarter of its memory.
-    assert store.evict(store.statistics.bytes - 1230 * TOKEN_BYTES) >= 2900 * TOKEN_BYTES
-    now = store.statistics
-    assert 1200 <= now.tokens <= 1230
-    assert now.bytes == union_of(store) <= 1230 * TOKEN_BYTES
-    kept = store.lookup(torch.cat([branch, branch[:1]]), model="m")
-    assert kept.covered == 1200
-
-
-def test_memory_that_moves_while_a_branch_enters_is_counted_where_it_is() -> None:
-    store, ids = PrefixStore(4950 * TOKEN_BYTES), torch.arange(4000)
-    long = kvlayers.DynamicCache()
-    read(long, 4000)
-    store.insert(ids, long, model="m")
-    del long
-    for tokens in (200, 800):
-        branch = torch.cat([ids[:1000], ids[:tokens] + 10_000 * tokens])
-        hit = store.lookup(branch, model="m")
-        read(hit.cache, tokens)  # type: ignore[arg-type]
-        assert store.insert(branch, hit.cache, model="m")  # type: ignore[arg-type]
-        del hit
-    # The long one has lost its end for the second branch, so the first thousand tokens have moved.
-    now = store.statistics
-    assert (now.entries, now.evictions) == (3, 1)
-    assert 4700 <= now.tokens < 5000
-    assert now.bytes == union_of(store) <= 4950 * TOKEN_BYTES
-    assert store.evict() == now.bytes
-    assert store.statistics.bytes == 0
-
-
 def test_an_address_that_was_given_to_other_memory_counts_with_its_new_size() -> None:
     account = MemoryAccount()
     one, other = (PrefixEntry("m", np.array([token])) for token in (1, 2))

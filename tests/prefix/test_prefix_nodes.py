@@ -9,7 +9,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvlayers
+from controlled_backend import ControlledBackend
 from damage import damaged
 from kvlayers.errors import CacheFileError, CachePathError, KVLayersError
 from kvlayers.persistence.format import canonical
@@ -137,7 +137,7 @@ def test_states_as_wide_as_those_of_large_models_are_found_again(make: Any, tmp_
 def test_only_the_nodes_of_the_needed_tokens_are_read(tmp_path: pathlib.Path) -> None:
     for kind, needed in (("full", {1: 1, 256: 1, 257: 2, 700: 3}), ("quantized", {1: 1, 256: 1, 700: 3})):
         (tmp_path / kind).mkdir()
-        backend = Recording(str(tmp_path / kind))
+        backend = ControlledBackend(tmp_path / kind)
         directory = Directory(backend)
         entry = write(directory, DOCUMENT, kind=KINDS[kind])
         for length, count in needed.items():
@@ -146,30 +146,13 @@ def test_only_the_nodes_of_the_needed_tokens_are_read(tmp_path: pathlib.Path) ->
             assert len(backend.read_names) == count
 
 
-class Recording(LocalBackend):
-    """Knows which files were read and written."""
-
-    def __init__(self, path: str) -> None:
-        super().__init__(path)
-        self.read_names: list[str] = []
-        self.written: dict[str, int] = {}
-
-    def read(self, files: Sequence[StoredFile]) -> list[Content | KVLayersError]:
-        self.read_names += [file.name for file in files]
-        return super().read(files)
-
-    def write(self, name: str, content: Content) -> None:
-        self.written[name] = len(content)
-        super().write(name, content)
-
-
 # Sharing
 
 
 @pytest.mark.parametrize("kind", ["full", "quantized"])
 @pytest.mark.parametrize("shared", [2, 100, 256, 301, 700])
 def test_a_branch_writes_its_own_tokens_alone(kind: str, shared: int, tmp_path: pathlib.Path) -> None:
-    made, backend = KINDS[kind], Recording(str(tmp_path))
+    made, backend = KINDS[kind], ControlledBackend(tmp_path)
     directory = Directory(backend)
     first = write(directory, DOCUMENT, kind=made)
     token_bytes = 8 * made.channels + 8
@@ -191,7 +174,7 @@ def test_a_branch_writes_its_own_tokens_alone(kind: str, shared: int, tmp_path: 
 
 def test_windows_share_what_overlaps(tmp_path: pathlib.Path) -> None:
     kind = Kind(lambda: kvlayers.DynamicCache([(None, None, torch.tensor(400))]), channels=32)
-    backend = Recording(str(tmp_path))
+    backend = ControlledBackend(tmp_path)
     directory = Directory(backend)
     first = write(directory, DOCUMENT, kind=kind)
     backend.written.clear()
@@ -203,7 +186,7 @@ def test_windows_share_what_overlaps(tmp_path: pathlib.Path) -> None:
 
 
 def test_a_chat_of_many_turns_has_few_nodes(tmp_path: pathlib.Path) -> None:
-    directory, ids = Directory(Recording(str(tmp_path))), list(range(20))
+    directory, ids = opened(tmp_path), list(range(20))
     entry = write(directory, ids)
     for turn in range(40):
         last, shared = entry, len(ids)
@@ -522,32 +505,15 @@ def test_a_saved_cache_in_a_node_is_checked_like_a_file(tmp_path: pathlib.Path) 
 # Writers and those who delete
 
 
-class Hooked(LocalBackend):
-    """Runs something once, before or after an operation."""
+def once_at(call: str, act: Callable[[], Any]) -> Callable[[str], None]:
+    """What acts at the first call of a method."""
+    waiting = [act]
 
-    def __init__(self, path: str, can_be_touched: bool = True) -> None:
-        super().__init__(path)
-        self.hooks: dict[str, Any] = {}
-        self.can_be_touched = can_be_touched
+    def hook(name: str) -> None:
+        if name == call and waiting:
+            waiting.pop()()
 
-    def _hook(self, when: str) -> None:
-        hook = self.hooks.pop(when, None)
-        if hook is not None:
-            hook()
-
-    def touch(self, names: Sequence[str]) -> None:
-        if self.can_be_touched:
-            super().touch(names)
-        self._hook("touched")
-
-    def write(self, name: str, content: Content) -> None:
-        self._hook("before a node")
-        super().write(name, content)
-        self._hook("after a node")
-
-    def delete(self, names: Sequence[str], used_before: int | None = None) -> None:
-        self._hook("before the deletion")
-        super().delete(names, used_before)
+    return hook
 
 
 def age(path: pathlib.Path) -> None:
@@ -556,21 +522,19 @@ def age(path: pathlib.Path) -> None:
 
 
 @pytest.mark.parametrize("can_be_touched", [True, False])
-@pytest.mark.parametrize("moment", ["touched", "before a node", "after a node"])
+@pytest.mark.parametrize(("when", "call"), [("after", "touch"), ("before", "write"), ("after", "write")])
 def test_a_writer_writes_again_what_others_delete_meanwhile(
-    moment: str, can_be_touched: bool, tmp_path: pathlib.Path
+    when: str, call: str, can_be_touched: bool, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mine, other = Hooked(str(tmp_path), can_be_touched), opened(tmp_path)
+    mine, other = ControlledBackend(tmp_path), opened(tmp_path)
     first = write(other, DOCUMENT)
     age(tmp_path)
+    if not can_be_touched:
+        monkeypatch.setattr(LocalBackend, "touch", lambda self, names: None)
     directory = Directory(mine)
     directory.changes(())
-
-    def delete() -> None:
-        names = [node.name for node in nodes(other, first)]
-        other.backend.delete(names)
-
-    mine.hooks = {moment: delete}
+    names = [node.name for node in nodes(other, first)]
+    setattr(mine, when, once_at(call, lambda: other.backend.delete(names)))
     ids = [*DOCUMENT, 1, 2]
     entry = write(directory, ids, [(first.path, 700)])
     for each in (directory, opened(tmp_path)):
@@ -579,7 +543,7 @@ def test_a_writer_writes_again_what_others_delete_meanwhile(
 
 
 def test_what_others_begin_to_use_meanwhile_is_not_tidied_away(tmp_path: pathlib.Path) -> None:
-    backend = Hooked(str(tmp_path))
+    backend = ControlledBackend(tmp_path)
     directory = Directory(backend)
     first = write(directory, DOCUMENT)
     longer = write(directory, [*DOCUMENT, 1])
@@ -587,7 +551,7 @@ def test_what_others_begin_to_use_meanwhile_is_not_tidied_away(tmp_path: pathlib
     other, entries = opened(tmp_path), []
     age(tmp_path)
     ids = [*DOCUMENT, 8, 9]
-    backend.hooks = {"before the deletion": lambda: entries.append(write(other, ids, [(first.path, 700)]))}
+    backend.before = once_at("delete", lambda: entries.append(write(other, ids, [(first.path, 700)])))
     directory.tidy()
     check_and_continue(KINDS["full"], load(opened(tmp_path), entries[0].path, ids), ids)
     assert (other.damaged_files, len(entries)) == (0, 1)
@@ -617,29 +581,6 @@ def test_a_writer_gives_up_where_nodes_keep_disappearing(tmp_path: pathlib.Path)
 
     with pytest.raises(UnreachableError, match="is incomplete, because its nodes were deleted 4 times"):
         write(Directory(Vanishing(str(tmp_path))), DOCUMENT)
-
-
-def test_two_directories_may_write_and_delete_at_once(tmp_path: pathlib.Path) -> None:
-    """What has been written, and not deleted, is complete."""
-    kept: dict[str, Ids] = {}
-
-    def work(number: int) -> None:
-        directory = opened(tmp_path)
-        base = write(directory, DOCUMENT[:300])
-        for turn in range(8):
-            ids = [*DOCUMENT[: 100 * (turn % 4)], number, turn, *range(50)]
-            entry = write(directory, ids, [(base.path, 100 * (turn % 4))])
-            if turn % 2:
-                directory.delete_all([entry.path])
-            else:
-                kept[entry.path] = ids
-
-    with ThreadPoolExecutor(4) as threads:
-        list(threads.map(work, range(4)))
-    directory = opened(tmp_path)
-    for path, ids in kept.items():
-        check(KINDS["full"], load(directory, path, ids), ids)
-    assert directory.damaged_files == 0
 
 
 def test_what_others_have_deleted_is_not_counted(tmp_path: pathlib.Path) -> None:

@@ -171,26 +171,6 @@ def test_what_is_pinned_takes_no_more_than_its_own_tokens(seed: int, longest: in
     assert found >= 0.97 * of_ideal
 
 
-def test_a_long_prompt_leaves_from_behind() -> None:
-    store, long = PrefixStore(1075 * TOKEN_BYTES), tuple(range(1024))
-    ask(store, long)
-    ask(store, tuple(range(5000, 5128)))
-    assert 0.95 * (1075 - 128) <= store.lookup(torch.tensor(long), model="m").covered <= 1075 - 128
-    assert store.lookup(torch.arange(5000, 5129), model="m").covered == 128
-
-
-def test_what_was_used_last_stays_though_its_entry_has_older_tokens() -> None:
-    store = PrefixStore(300 * TOKEN_BYTES)
-    long, other = tuple(range(200)), tuple(range(1000, 1100))
-    ask(store, long)
-    ask(store, other)
-    # The beginning alone is used.
-    assert store.lookup(torch.arange(51), model="m").covered == 50
-    ask(store, tuple(range(2000, 2200)))
-    assert store.lookup(torch.tensor(long), model="m").covered == 50
-    assert 45 <= store.lookup(torch.tensor(other), model="m").covered <= 50
-
-
 def test_a_pin_keeps_its_tokens_alone() -> None:
     store = PrefixStore(1100 * TOKEN_BYTES)
     ids = torch.arange(1024)
@@ -210,19 +190,6 @@ def test_a_pin_keeps_its_tokens_alone() -> None:
         store.unpin(ids[:32], model="m")
     ask(store, tuple(range(7000, 8080)))
     assert store.lookup(ids, model="m").covered == 0
-
-
-def test_beside_pins_a_refusal_changes_nothing_and_nothing_is_evicted() -> None:
-    store, cache = PrefixStore(200 * TOKEN_BYTES), kvlayers.DynamicCache()
-    for first in (0, 1000):
-        ask(store, tuple(range(first, first + 100)))
-        store.pin(torch.arange(first, first + 100), model="m")
-    passed(cache, range(2000, 2100))
-    before = store.statistics
-    with pytest.raises(CapacityError, match="are pinned"):
-        store.insert(torch.arange(2000, 2100), cache, model="m")
-    assert store.statistics == before
-    assert store.evict() == 0
 
 
 def test_what_does_not_fit_alone_is_refused_and_evicts_nothing() -> None:
@@ -359,21 +326,3 @@ def test_a_directory_with_a_limit_finds_as_many_as_an_ideal_tree(place: str, see
         assert store.statistics.file_bytes <= most * WIDE_BYTES
         assert step < 30 or store.lookup(torch.tensor((*pinned, 0)), model="m").covered == 50
     assert found >= 0.97 * of_ideal
-
-
-def test_files_of_what_is_found_in_memory_stay(place: str) -> None:
-    store = PrefixStore(1100 * WIDE_BYTES, place, directory_max_bytes=1400 * WIDE_BYTES)
-
-    def put(ids: range) -> None:
-        cache = kvlayers.DynamicCache()
-        passed(cache, ids, WIDE)
-        store.insert(torch.tensor(ids), cache, model="m")
-
-    put(range(300))
-    store.flush()
-    for first in range(1000, 18000, 1000):
-        put(range(first, first + 200))
-        store.refresh()
-        assert store.lookup(torch.arange(301), model="m").covered == 300
-    assert store.statistics.failed_reads == 0
-    assert PrefixStore(2**30, place).lookup(torch.arange(301), model="m").covered == 300

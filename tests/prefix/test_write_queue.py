@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import fresh_process
-from backend_cases import covered, filled
+from backend_cases import covered, filled, room_for
 from controlled_backend import READS, WRITES, ControlledBackend, use
 from kvlayers import CapacityError, DynamicCache, OptionError, PrefixStore
 from kvlayers.prefix import LeastRecentlyUsed, PrefixEntry
@@ -77,13 +77,6 @@ def closed_for_writing(backend: ControlledBackend) -> Iterator[Gate]:
     gate.open()
 
 
-def entry_bytes() -> int:
-    """Bytes of an entry of three tokens, as a store holds it that nobody shares it with."""
-    cache = filled([1, 2, 3])
-    cache.trim()
-    return cache.nbytes
-
-
 def insert(store: PrefixStore, ids: list[int]) -> bool:
     return store.insert(torch.tensor(ids), filled(ids), model="m")
 
@@ -104,7 +97,7 @@ def test_no_file_is_touched_under_the_lock(backend: ControlledBackend) -> None:
             store._lock.release()
 
     backend.before = lock_is_free
-    store = PrefixStore(3 * entry_bytes(), "elsewhere", directory_max_bytes=10_000)
+    store = PrefixStore(room_for(3), "elsewhere", directory_max_bytes=10_000)
     stores.append(store)
     for ids in entries(12):
         insert(store, ids)
@@ -164,25 +157,12 @@ def test_an_entry_is_read_once_for_several_that_ask(backend: ControlledBackend) 
 # What waits to be written
 
 
-def test_what_waits_to_be_written_is_counted_and_found(backend: ControlledBackend, closed_for_writing: Gate) -> None:
-    store = PrefixStore(2 * entry_bytes(), "elsewhere", write_wait_seconds=BOUND)
-    insert(store, [1, 2, 3])
-    insert(store, [4, 5, 6])
-    with closed_for_writing.holding_up(store.evict):
-        now = store.statistics
-        assert (now.bytes, now.pending_writes, now.evictions) == (2 * entry_bytes(), 2, 2)
-        assert covered(store, [1, 2, 3]) == covered(store, [4, 5, 6]) == 3
-        assert {"read", "reading"}.isdisjoint(backend.calls)
-    assert store.statistics.pending_writes == 0
-    assert covered(PrefixStore(ROOM, "elsewhere"), [1, 2, 3]) == 3
-
-
 def test_an_insert_waits_no_longer_than_its_bound(closed_for_writing: Gate) -> None:
-    store = PrefixStore(2 * entry_bytes(), "elsewhere", write_wait_seconds=BOUND)
+    store = PrefixStore(room_for(2), "elsewhere", write_wait_seconds=BOUND)
     begun = time.monotonic()
     for ids in entries(6):
         assert insert(store, ids)
-        assert store.statistics.bytes <= 2 * entry_bytes()
+        assert store.statistics.bytes <= room_for(2)
         assert covered(store, ids) == 3
     assert time.monotonic() - begun < 6 * BOUND + MARGIN
     # The first is being written, and the last is in memory; those between made room for others.
@@ -200,13 +180,13 @@ def test_an_insert_waits_no_longer_than_its_bound(closed_for_writing: Gate) -> N
 
 
 def test_where_writing_holds_all_memory_an_insert_is_refused_after_its_bound(closed_for_writing: Gate) -> None:
-    store = PrefixStore(entry_bytes(), "elsewhere", write_wait_seconds=BOUND)
+    store = PrefixStore(room_for(1), "elsewhere", write_wait_seconds=BOUND)
     insert(store, [1, 2, 3])
     begun = time.monotonic()
     with pytest.raises(CapacityError, match=r"more than 0.05 s: insert it later"):
         insert(store, [4, 5, 6])
     assert time.monotonic() - begun < BOUND + MARGIN
-    assert (store.statistics.bytes, len(store)) == (entry_bytes(), 1)
+    assert (store.statistics.bytes, len(store)) == (room_for(1), 1)
     closed_for_writing.open()
     assert store.flush()
     assert insert(store, [4, 5, 6])
@@ -266,7 +246,7 @@ def test_what_is_cleared_while_it_is_written_is_gone(closed_for_writing: Gate) -
 
 
 def test_an_entry_that_is_pinned_while_it_waits_to_be_written_stays(closed_for_writing: Gate) -> None:
-    store = PrefixStore(2 * entry_bytes(), "elsewhere", write_wait_seconds=BOUND)
+    store = PrefixStore(room_for(2), "elsewhere", write_wait_seconds=BOUND)
     first, second, third, fourth = entries(4)
     insert(store, first)
     insert(store, second)
@@ -277,7 +257,7 @@ def test_an_entry_that_is_pinned_while_it_waits_to_be_written_stays(closed_for_w
             with pytest.raises(CapacityError, match="pinned"):
                 insert(store, ids)
     assert store.statistics.dropped_writes == 0
-    assert store.statistics.bytes == 2 * entry_bytes()
+    assert store.statistics.bytes == room_for(2)
 
 
 def test_an_entry_whose_cache_cannot_be_forked_is_not_written_and_leaves(
@@ -345,16 +325,6 @@ def test_a_directory_that_stays_away_is_given_up(
     assert store.close()
     assert store.close()
     assert [covered(PrefixStore(ROOM, "elsewhere"), ids) for ids in entries(3)] == [3, 3, 3]
-
-
-def test_an_evicted_entry_that_cannot_be_written_leaves_memory(backend: ControlledBackend) -> None:
-    store = PrefixStore(2 * entry_bytes(), "elsewhere")
-    backend.fails = True
-    for ids in entries(5):
-        insert(store, ids)
-        assert store.statistics.bytes <= 2 * entry_bytes()
-    assert store.evict() == 2 * entry_bytes()
-    assert (len(store), store.statistics.failed_writes + store.statistics.dropped_writes) == (0, 5)
 
 
 def test_a_lookup_waits_no_longer_than_its_bound(backend: ControlledBackend) -> None:
@@ -440,7 +410,7 @@ def test_a_forked_process_writes_with_a_thread_of_its_own_and_the_end_of_a_proce
 def test_an_entry_in_a_file_alone_is_not_evicted_again(closed_for_writing: Gate) -> None:
     """It was to be replaced by one that found no room, since what was to leave hung."""
     closed_for_writing.open()
-    store = PrefixStore(3 * entry_bytes() - 1, "elsewhere", write_wait_seconds=0.05)
+    store = PrefixStore(room_for(3) - 1, "elsewhere", write_wait_seconds=0.05)
     insert(store, [1, 2, 3])
     store.evict()
     closed_for_writing.close()
@@ -468,7 +438,7 @@ def test_threads_with_a_slow_directory_that_fails_now_and_then(backend: Controll
         backend.fails = chances.random() < 0.1
 
     backend.before = hesitate
-    most = 4 * entry_bytes() * 3
+    most = room_for(12)
     store = PrefixStore(most, "elsewhere", write_wait_seconds=60.0)
     acknowledged: list[list[int]] = []
 

@@ -220,8 +220,7 @@ def test_eager_attention_and_other_functions_read_what_they_need(
         scores = query.to(where) @ key.repeat_interleave(2, 1).transpose(2, 3)
         attended = scores.softmax(-1) @ value.repeat_interleave(2, 1)
         found.append((attended.to(CPU), (key + 0).to(CPU), (value * 2).to(CPU)))
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other)
+    torch.testing.assert_close(*found)
 
 
 @pytest.mark.parametrize(("place", "kind"), once(ALL_PLACES[:2], BOTH), indirect=["kind"])

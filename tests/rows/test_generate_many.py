@@ -17,8 +17,8 @@ from kvlayers.batching.row_engine import MAX_OVERTAKEN
 from kvlayers.errors import OptionError, RegistryError
 from kvlayers.generation import prefill
 from kvlayers.planning import auto
-from kvlayers.upstream import compat, model_types
-from models import fresh_model, prompt, tiny_model
+from kvlayers.upstream import compat
+from models import fresh_model, passes_of, prompt, tiny_model
 
 PROMPTS = [prompt(1, 1 + 7 * number % 20, number)[0] for number in range(9)]
 
@@ -95,7 +95,6 @@ def test_a_chunk_does_not_change_what_is_kept(cache: str, options: dict[str, Any
 def test_as_many_prompts_are_read_between_two_steps_as_fit_into_a_chunk() -> None:
     model, lengths = fresh_model("llama"), (6, 5, 2, 7, 4, 3, 8, 2, 15, 5)
     prompts = [prompt(1, tokens, tokens)[0] for tokens in lengths]
-    passes: list[tuple[int, int]] = []
     said: dict[int, int] = {}
 
     def ends(number: int, token: int) -> bool:
@@ -103,10 +102,7 @@ def test_as_many_prompts_are_read_between_two_steps_as_fit_into_a_chunk() -> Non
         said[number] = said.get(number, 0) + 1
         return number > 0 and said[number] == 2
 
-    def look(_: Any, given: Any, arguments: Any) -> None:
-        passes.append(tuple(arguments["input_ids"].shape if "input_ids" in arguments else given[0].shape))
-
-    with model.register_forward_pre_hook(look, with_kwargs=True):
+    with passes_of(model) as passes:
         answers = many(model, prompts, max_rows=4, chunk_tokens=10, in_order=True, on_token=ends)
     assert passes[:14] == [
         *((1, 6), (1, 5), (1, 2), (1, 7), (4, 1)),
@@ -206,15 +202,6 @@ def test_recurrent_states_of_rows_that_join_one_by_one_stay_within_max_bytes() -
     assert max_bytes / 2 < max(held) <= max_bytes
 
 
-def test_an_answer_that_runs_out_of_learned_positions_fails_alone() -> None:
-    model = tiny_model("gpt2")
-    positions = model_types.most_positions(model.config)
-    answers = many(model, in_order=True, on_token=lambda index, _: index != 1, max_new_tokens=positions)
-    assert isinstance(answers[1].error, IndexError)
-    assert not any(answer.error for answer in answers if answer.index != 1)
-    assert all(len(answer.ids) == 1 for answer in answers if answer.index != 1)
-
-
 def test_an_answer_that_outgrows_max_bytes_fails_alone() -> None:
     model = tiny_model("llama")
     of_a_token = kvlayers.plan(model.config, 512, names=["dynamic"]).caches[0].device_bytes // 512
@@ -305,15 +292,10 @@ def test_a_reservation_that_holds_the_answer_is_large_enough() -> None:
 def test_what_is_free_does_not_keep_a_prompt_from_being_tried_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("llama")
     monkeypatch.setattr(auto, "free_memory", lambda device: 1)
-    seen: list[int] = []
-
-    def look(_: Any, args: Any, arguments: Any) -> None:
-        seen.append(len(args[0] if args else arguments["input_ids"]))
-
-    with model.register_forward_pre_hook(look, with_kwargs=True):
+    with passes_of(model) as passes:
         answers = many(model, in_order=True)
     assert [answer.ids.tolist() for answer in answers] == expected()
-    assert max(seen) == 1
+    assert max(rows for rows, _ in passes) == 1
 
 
 def test_an_error_ends_one_answer_alone() -> None:
@@ -453,14 +435,13 @@ def test_the_generation_config_says_how_long_an_answer_is() -> None:
 @pytest.mark.skipif(not compat.PREFILLS_APART, reason="before transformers 5.0 no prefill can be replaced")
 @pytest.mark.parametrize(("repeats", "others"), [(4, 1), (2, 2), (3, 1)])
 def test_equal_prompts_side_by_side_are_computed_once(repeats: int, others: int) -> None:
-    model, seen = fresh_model("llama"), []
-    model.register_forward_pre_hook(lambda *given: seen.append(given[2]["input_ids"].shape), with_kwargs=True)
+    model = fresh_model("llama")
     ids = torch.cat([prompt(1, 40, number) for number in range(others)])
     how = {"max_new_tokens": 5, "do_sample": False, "attention_mask": torch.ones_like(ids)}
     with kvlayers.installed():
         each = model.generate(ids, **how).repeat_interleave(repeats, 0)
-        seen.clear()
-        how["attention_mask"] = torch.ones_like(ids).repeat_interleave(repeats, 0)
+    how["attention_mask"] = torch.ones_like(ids).repeat_interleave(repeats, 0)
+    with kvlayers.installed(), passes_of(model) as seen:
         output = model.generate(ids.repeat_interleave(repeats, 0), **how)
     assert torch.equal(output, each)
     assert seen[0] == (others, 40)
@@ -510,15 +491,14 @@ CHANGES: dict[str, tuple[int, bool, Callable[[Any, Any], Any]]] = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_equal_rows_are_computed_once_unless_something_may_tell_them_apart(change: str) -> None:
     rows, trains, prepare = CHANGES[change]
-    model, seen = fresh_model("llama").train(trains), list[int]()
+    model = fresh_model("llama").train(trains)
     prepare(model, model.model.layers[1])
-    model.register_forward_pre_hook(lambda *given: seen.append(given[2]["input_ids"].shape[0]), with_kwargs=True)
     ids = prompt(1, 40).repeat(3, 1)
     mask = torch.ones_like(ids)
     mask[1, :3] = change != "padding"
-    with kvlayers.installed():
+    with kvlayers.installed(), passes_of(model) as seen:
         model.generate(ids, attention_mask=mask, max_new_tokens=2, do_sample=False)
-    assert seen[0] == rows
+    assert seen[0] == (rows, 40)
 
 
 class _Terminal(io.StringIO):

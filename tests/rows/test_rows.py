@@ -14,7 +14,7 @@ import kvlayers
 from kvlayers.errors import BatchIndexError, OptionError, RollbackError, StateMismatchError, UnsupportedLayerError
 from kvlayers.kernels.attention.row_states import RowStates
 from matrix import seeds
-from models import given, prompt, tiny_model
+from models import given, prompt, read, row_logits, tiny_model
 
 CACHES: dict[str, Callable[[Any], Any]] = {
     "dynamic": lambda config: kvlayers.DynamicCache(config=config),
@@ -42,6 +42,14 @@ CASES = [
 ]
 
 
+def check_rows(model: Any, batch: Any, alone: list[Any], ids: Tensor, atol: float = 2e-4) -> None:
+    """New tokens `[rows, new]` have the logits that they have behind each row alone."""
+    logits = row_logits(model, batch, ids)
+    for row, cache in enumerate(alone):
+        # The sums are those of another order of float32.
+        torch.testing.assert_close(logits[row], read(model, ids[row : row + 1], cache)[1][0], atol=atol, rtol=1e-4)
+
+
 class Schedule:
     """Random operations on a batch, and the same on one cache for each row, which are the reference."""
 
@@ -58,27 +66,13 @@ class Schedule:
 
     def filled(self) -> Any:
         """A cache with a prompt of its own."""
-        cache = self.make()
-        self.model(prompt(1, self.random.choice([1, 5, 30, 80]), self.random.randrange(10**6)), **given(cache))
-        return cache
-
-    def passed(self, ids: Tensor) -> Tensor:
-        """Logits of new tokens `[batch, new]`."""
-        rows, new = kvlayers.Rows(self.batch), ids.shape[1]
-        positions = {"position_ids": rows.position_ids(new)} if self.attends else {}
-        logits: Tensor = self.model(
-            ids, attention_mask=rows.attention_mask(new), **positions, **given(self.batch)
-        ).logits
-        return logits
+        ids = prompt(1, self.random.choice([1, 5, 30, 80]), self.random.randrange(10**6))
+        return read(self.model, ids, self.make())[0]
 
     def decode(self, new: int = 1) -> None:
         """Pass random tokens, and compare each row."""
         ids = prompt(len(self.alone), new, self.random.randrange(10**6))
-        logits = self.passed(ids)
-        for row, cache in enumerate(self.alone):
-            expected = self.model(ids[row : row + 1], **given(cache)).logits
-            # The sums are those of another order of float32.
-            torch.testing.assert_close(logits[row : row + 1], expected, atol=2e-4, rtol=1e-4)
+        check_rows(self.model, self.batch, self.alone, ids)
         assert self.batch.row_lengths == tuple(cache.get_seq_length() for cache in self.alone)
 
     def chunk(self) -> None:
@@ -115,7 +109,7 @@ class Schedule:
     def fork(self) -> None:
         """The fork or the original reads a token first, which the other one does not see."""
         self.batch, other = self.random.sample([self.batch, self.batch.fork()], 2)
-        self.passed(prompt(len(self.alone), 1, 3))
+        row_logits(self.model, self.batch, prompt(len(self.alone), 1, 3))
         self.batch = other
 
     def crop_rows(self) -> None:
@@ -297,22 +291,16 @@ def test_a_padded_batch_becomes_rows_without_padding(cache: str) -> None:
     model, ids = tiny_model("llama"), prompt(2, 9)
     mask = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 1], [1] * 9])
     positions = (mask.cumsum(1) - 1).clamp(min=0)
-    with torch.no_grad():
-        batch = CACHES[cache](model.config)
-        model(ids, attention_mask=mask, position_ids=positions, **given(batch))
-        rows = kvlayers.Rows(batch, mask)
-        assert rows.lengths == (6, 9)
-        alone = [CACHES[cache](model.config) for _ in range(2)]
-        for row, first in enumerate((3, 0)):
-            model(ids[row : row + 1, first:], **given(alone[row]))
-        for step in range(4):
-            new = prompt(2, 1, step)
-            logits = model(
-                new, attention_mask=rows.attention_mask(), position_ids=rows.position_ids(), **given(batch)
-            ).logits
-            for row, one in enumerate(alone):
-                expected = model(new[row : row + 1], **given(one)).logits
-                torch.testing.assert_close(logits[row : row + 1], expected, atol=2e-4, rtol=1e-4)
+    batch, _ = read(model, ids, CACHES[cache](model.config), attention_mask=mask, position_ids=positions)
+    rows = kvlayers.Rows(batch, mask)
+    assert rows.lengths == (6, 9)
+    alone = [read(model, ids[row : row + 1, (3, 0)[row] :], CACHES[cache](model.config))[0] for row in range(2)]
+    for step in range(4):
+        new = prompt(2, 1, step)
+        _, logits = read(model, new, batch, attention_mask=rows.attention_mask(), position_ids=rows.position_ids())
+        for row, one in enumerate(alone):
+            expected = read(model, new[row : row + 1], one)[1][0]
+            torch.testing.assert_close(logits[row], expected, atol=2e-4, rtol=1e-4)
 
 
 def test_rolling_back_dense_rows_moves_nothing() -> None:
@@ -340,12 +328,8 @@ class Copied(TorchDispatchMode):
 def read_prompts(family: str, count: int) -> tuple[Any, list[Any]]:
     """A model, and a cache for each of several prompts."""
     model = families.model_of(family)
-    alone = []
-    for seed in range(count):
-        alone.append(kvlayers.DynamicCache(config=model.config))
-        with torch.no_grad():
-            model(prompt(1, 20, seed), **given(alone[-1]))
-    return model, alone
+    empty = (kvlayers.DynamicCache(config=model.config) for _ in range(count))
+    return model, [read(model, prompt(1, 20, seed), cache)[0] for seed, cache in enumerate(empty)]
 
 
 def bytes_of_row(cache: Any) -> float:
@@ -404,34 +388,19 @@ def test_a_join_that_one_of_the_layers_refuses_changes_nothing() -> None:
         patched.setattr(attending, "peek", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             cache.extend(alone[3])
-    rows, token = kvlayers.Rows(cache), prompt(3, 1, 5)
-    with torch.no_grad():
-        logits = model(
-            token, attention_mask=rows.attention_mask(), position_ids=rows.position_ids(), **given(cache)
-        ).logits
-        for row, own in enumerate(alone[:3]):
-            expected = model(token[row : row + 1], **given(own)).logits[0]
-            torch.testing.assert_close(logits[row], expected, atol=1e-5, rtol=1e-4)
+    check_rows(model, cache, alone[:3], prompt(3, 1, 5), atol=1e-5)
 
 
 def test_what_a_row_has_left_does_not_reach_the_next_one() -> None:
     model = tiny_model("llama")
-    first, second = (kvlayers.DynamicCache(config=model.config) for _ in range(2))
+    first, second = (read(model, prompt(1, tokens, tokens), CACHES["dynamic"](model.config))[0] for tokens in (30, 5))
     broken = kvlayers.DynamicCache(config=model.config)
-    with torch.no_grad():
-        for cache, tokens in ((first, 30), (second, 5)):
-            model(prompt(1, tokens, tokens), **given(cache))
     for index in range(model.config.num_hidden_layers):
         broken.update(torch.full((1, 2, 40, 8), torch.nan), torch.full((1, 2, 40, 8), torch.nan), index)
     cache = kvlayers.merge([first, first, broken])
     cache.keep_rows([0, 1])
     cache.extend(second)
-    rows = kvlayers.Rows(cache)
-    with torch.no_grad():
-        logits = model(
-            prompt(3, 1, 7), attention_mask=rows.attention_mask(), position_ids=rows.position_ids(), **given(cache)
-        ).logits
-    assert logits.isfinite().all()
+    assert row_logits(model, cache, prompt(3, 1, 7)).isfinite().all()
 
 
 def test_rows_of_pairs_go_on_as_if_they_were_alone() -> None:

@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import kvlayers
 from kvlayers.core.forward_pass import interruption
 from kvlayers.errors import CapacityError, InterruptedPassError
 from matrix import once
-from models import given, prompt, tiny_model
+from models import prompt, read, row_logits, tiny_model
 
 PROMPTS = (prompt(1, 5, 0), prompt(1, 10, 1))
 CACHES: dict[str, Callable[[Any], Any]] = {
@@ -29,20 +28,7 @@ TOLERANCE = {"rtol": 0, "atol": 2e-4}
 
 
 def merged(model: Any, cache: str) -> Any:
-    caches = [CACHES[cache](model.config) for _ in PROMPTS]
-    with torch.no_grad():
-        for ids, own in zip(PROMPTS, caches, strict=True):
-            model(ids, **given(own))
-    return kvlayers.merge(caches)
-
-
-@torch.no_grad()
-def step(model: Any, cache: Any, ids: Tensor) -> Tensor:
-    rows = kvlayers.Rows(cache)
-    attends = any(layer.traits.attends for layer in cache.layers)
-    positions = {"position_ids": rows.position_ids()} if attends else {}
-    logits: Tensor = model(ids, attention_mask=rows.attention_mask(), **positions, **given(cache)).logits
-    return logits[:, -1]
+    return kvlayers.merge([read(model, ids, CACHES[cache](model.config))[0] for ids in PROMPTS])
 
 
 def check_steps(model: Any, cache: Any, steps: int = 4) -> None:
@@ -51,7 +37,7 @@ def check_steps(model: Any, cache: Any, steps: int = 4) -> None:
     for number in range(steps):
         new = prompt(2, 1, 10 + number)
         texts = [torch.cat([text, own]) for text, own in zip(texts, new, strict=True)]
-        got = step(model, cache, new)
+        got = row_logits(model, cache, new)[:, -1]
         with torch.no_grad():
             expected = torch.stack([model(text[None], use_cache=False).logits[0, -1] for text in texts])
         torch.testing.assert_close(got, expected, **TOLERANCE)
@@ -65,7 +51,7 @@ def interrupt(model: Any, rows: Any, layer: Any, row: int, method: str = "update
     """Take a step that stops in the layer of one row."""
     setattr(layer.rows[row], method, interrupted)
     with pytest.raises(KeyboardInterrupt):
-        step(model, rows, prompt(2, 1, 9))
+        row_logits(model, rows, prompt(2, 1, 9))
     delattr(layer.rows[row], method)
 
 
@@ -131,12 +117,9 @@ def test_a_row_that_cannot_be_put_back_is_refused_by_name() -> None:
     model = tiny_model("mistral")
     window = model.config.sliding_window
     caches = [kvlayers.QuantizedCache(config=model.config, nbits=4, residual_length=4) for _ in PROMPTS]
-    with torch.no_grad():
-        for number, cache in enumerate(caches):
-            model(prompt(1, window + 4, number), **given(cache))
-    rows = kvlayers.merge(caches)
+    rows = kvlayers.merge([read(model, prompt(1, window + 4, number), own)[0] for number, own in enumerate(caches)])
     interrupt(model, rows, rows.layers[0], 1)
-    for use in (lambda: step(model, rows, prompt(2, 1, 9)), lambda: rows.extract(0), lambda: rows.keep_rows([1])):
+    for use in (lambda: row_logits(model, rows, prompt(2, 1, 9)), lambda: rows.extract(0), lambda: rows.keep_rows([1])):
         with pytest.raises(InterruptedPassError, match="between two rows"):
             use()
     rows.reset()
@@ -151,7 +134,7 @@ def test_recurrent_rows_that_were_interrupted_are_refused_by_name(family: str) -
     interrupt(model, rows, recurrent, 1, "update_conv_state")
     for own in (rows, rows.fork(), pickle.loads(pickle.dumps(rows))):
         with pytest.raises(InterruptedPassError, match="between two rows"):
-            step(model, own, prompt(2, 1, 9))
+            row_logits(model, own, prompt(2, 1, 9))
         with pytest.raises(InterruptedPassError):
             own.extract(0)
 
@@ -160,10 +143,7 @@ def test_recurrent_rows_that_were_interrupted_are_refused_by_name(family: str) -
 def test_a_full_row_leaves_all_rows_as_they_were(offloading: bool) -> None:
     model = tiny_model("llama")
     caches = [kvlayers.StaticCache(model.config, max_cache_len=most, offloading=offloading) for most in (40, 10)]
-    with torch.no_grad():
-        for ids, cache in zip(PROMPTS, caches, strict=True):
-            model(ids, **given(cache))
-    rows = kvlayers.merge(caches)
+    rows = kvlayers.merge([read(model, ids, own)[0] for ids, own in zip(PROMPTS, caches, strict=True)])
     states = torch.randn(2, model.config.num_key_value_heads, 1, model.config.head_dim)
     with pytest.raises(CapacityError):
         rows.update(states, states, 0)
@@ -172,7 +152,7 @@ def test_a_full_row_leaves_all_rows_as_they_were(offloading: bool) -> None:
     ids = prompt(1, 1, 9)
     with torch.no_grad():
         expected = model(torch.cat([PROMPTS[0], ids], dim=1), use_cache=False).logits[:, -1]
-    torch.testing.assert_close(step(model, rows, ids), expected, **TOLERANCE)
+    torch.testing.assert_close(row_logits(model, rows, ids)[:, -1], expected, **TOLERANCE)
 
 
 def saved(cache: Any) -> Any:

@@ -15,7 +15,7 @@ from kvlayers import Quantization, SinkCache, SinkLayer
 from kvlayers.kernels.attention.packed_tensor import as_dense
 from kvlayers.rope.rotary import Rotary
 from kvlayers.stores import QuantizedStore
-from models import COMMON, fresh_model, prompt, tiny_model
+from models import COMMON, fresh_model, prompt, read, tiny_model
 
 WINDOW, SINKS = 24, 4
 EXACT = {"rtol": 0, "atol": 1e-10}
@@ -88,9 +88,7 @@ class PaperCache(kvlayers.DynamicCache):
 
 def logits_of(model: Any, ids: Tensor, cache: Any, chunks: list[int]) -> Tensor:
     """Logits of every token, `[tokens, vocab]`, read in chunks of such lengths."""
-    with torch.no_grad():
-        pieces = [model(piece, past_key_values=cache).logits[0] for piece in ids.split(chunks, dim=1)]
-    return torch.cat(pieces)
+    return torch.cat([read(model, piece, cache)[1][0] for piece in ids.split(chunks, dim=1)])
 
 
 READINGS = {

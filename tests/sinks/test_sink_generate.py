@@ -11,7 +11,7 @@ import versions
 from families import model_and_inputs
 from kvlayers import SinkCache, SinkLayer
 from kvlayers.upstream import compat
-from models import fresh_model, prompt, tiny_model
+from models import fresh_model, prompt, read, tiny_model
 
 OPTIONS = {"window_length": 20, "num_sink_tokens": 3}
 
@@ -142,9 +142,8 @@ def test_a_text_that_is_shorter_than_the_cache_is_refused(kind: str) -> None:
 def test_chunked_prefill_keeps_every_token_within_the_window() -> None:
     model, ids = tiny_model("llama"), prompt(1, 60)
     cache = SinkCache(**OPTIONS, config=model.config)
-    with torch.no_grad():
-        for token in ids.split(1, dim=1):
-            logits = model(token, past_key_values=cache).logits
+    for token in ids.split(1, dim=1):
+        _, logits = read(model, token, cache)
     with kvlayers.installed():
         output = generated(model, ids, 1, cache_implementation="sink", cache_config=OPTIONS, prefill_chunk_size=1)
     assert torch.equal(output.sequences, torch.cat([ids, logits.argmax(-1)], dim=1))
@@ -180,11 +179,8 @@ def test_a_window_shorter_than_the_models_own_has_sinks_in_all_layers(window: in
     slides = "SinkLayer" if window < 8 else "SlidingLayer"
     assert kinds == [slides, slides, "SinkLayer", slides]
     assert cache.get_max_length() == window
-    ids = prompt(1, 30)
-    with torch.no_grad():
-        model = tiny_model("gemma3")
-        for token in ids.split(1, dim=1):
-            assert model(token, past_key_values=cache).logits.isfinite().all()
+    for token in prompt(1, 30).split(1, dim=1):
+        assert read(tiny_model("gemma3"), token, cache)[1].isfinite().all()
 
 
 HOLES = {"a hole": [1, 0, 1, 1, 1, 1], "on the right": [1, 1, 1, 1, 0, 0], "both sides": [0, 1, 1, 1, 1, 0]}

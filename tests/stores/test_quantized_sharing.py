@@ -10,7 +10,7 @@ from kvlayers import Quantization
 from kvlayers.core.dense_store import DenseStore
 from kvlayers.kernels.attention.packed_tensor import PackedStates
 from kvlayers.kernels.attention.segment_kinds import PackedSegment
-from kvlayers.quantized.packed_blocks import PackedBlocks
+from kvlayers.quantized.packed_blocks import SIDES, PackedBlocks
 from kvlayers.stores import QuantizedStore
 from kvlayers.utils.tensor_memory import storages_of
 from spies import spy
@@ -158,11 +158,11 @@ def change(what: str, store: QuantizedStore, alone: QuantizedStore) -> None:
 @pytest.mark.parametrize("then", ["nothing", "expand", "select", "truncate"])
 def test_threads_may_each_have_got_the_slots_of_one_side(side: Any, then: str) -> None:
     store, alone = filled(PREFIX), filled(PREFIX)
-    for codes in store.blocks._packed.values():
+    for codes in store.blocks.stores:
         codes.reserve(2 * PREFIX // BLOCK)
     # Another thread is about to write there.
     fork = store.fork()
-    fork.blocks._packed[side].prepare_slots(1)
+    fork.blocks.stores[SIDES.index(side)].prepare_slots(1)
     for each in (store, alone):
         add(each, BLOCK, seed=5)
     change(then, store, alone)

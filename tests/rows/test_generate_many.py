@@ -395,19 +395,30 @@ def test_a_stop_at_the_first_token() -> None:
         ({"cache": "auto"}, "`cache` must be one cache"),
         ({"memory": "much"}, "`memory`"),
         ({"memory": 0}, "`memory`"),
-        ({"assistant_model": tiny_model("llama"), "prompt_lookup_num_tokens": 3}, "`prompt_lookup_num_tokens`"),
+        (
+            {"assistant_model": functools.partial(tiny_model, "llama"), "prompt_lookup_num_tokens": 3},
+            "`prompt_lookup_num_tokens`",
+        ),
         ({"cache_config": {"misspelt": 1}}, "misspelt"),
         ({"prefix_store": 1}, "`prefix_store`"),
         *(({"prompts": prompts}, "`prompts` must be a list") for prompts in ("one text", {"input_ids": [1]}, None, 5)),
-        ({"model": tiny_model("t5")}, "decoder-only"),
-        ({"model": tiny_model("jamba"), "prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens"),
-        ({"assistant_model": tiny_model("jamba")}, "`assistant_model` must be a model without recurrent states"),
-        ({"assistant_model": fresh_model("llama", vocab_size=50)}, "`assistant_model` must have the vocabulary"),
+        ({"model": functools.partial(tiny_model, "t5")}, "decoder-only"),
+        ({"model": functools.partial(tiny_model, "jamba"), "prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens"),
+        (
+            {"assistant_model": functools.partial(tiny_model, "jamba")},
+            "`assistant_model` must be a model without recurrent states",
+        ),
+        (
+            {"assistant_model": functools.partial(fresh_model, "llama", vocab_size=50)},
+            "`assistant_model` must have the vocabulary",
+        ),
     ],
 )
 def test_wrong_calls_are_refused_at_once(how: dict[str, Any], named: str) -> None:
+    # Not every version of transformers has all models, and one that is missing skips its case alone.
+    given = {name: value() if isinstance(value, functools.partial) else value for name, value in how.items()}
     with pytest.raises(OptionError, match=named):
-        kvlayers.generate_many(**{"model": tiny_model("llama"), "prompts": PROMPTS, **how})
+        kvlayers.generate_many(**{"model": tiny_model("llama"), "prompts": PROMPTS, **given})
 
 
 def test_unknown_names_are_refused_at_once() -> None:

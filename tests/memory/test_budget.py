@@ -709,3 +709,12 @@ def test_what_a_crop_leaves_rounded_is_not_called_exact() -> None:
     read(cache, [1, 300], first=10)
     assert [layer.exact_from for layer in cache.layers] == [0] * LAYERS
     assert cache.budget.note == "all tokens are exact"
+
+
+def test_compiled_code_asks_the_budget_for_layers_that_it_makes() -> None:
+    cache = DynamicCache(max_bytes=20_000)
+    states = torch.randn(1, 2, 100, 32)
+    # What it refuses in eager code too.
+    with torch.no_grad(), pytest.raises(CapacityError, match=r"`max_bytes` must be at least 50\.0 KiB"):
+        torch.compile(lambda: cache.update(states, states, 0), backend="eager")()
+    assert not cache.layers

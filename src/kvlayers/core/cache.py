@@ -336,6 +336,9 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
             handle = self._handle
             if handle is not None and not made and calls_operators(layer, key_states, value_states):
                 return updated(handle, layer, layer_idx, key_states, value_states)
+            if made and self.budget is not None:
+                # Only of the pass that makes layers: to ask breaks the graph, which other passes should not pay for.
+                self.budget.make_room(self, made, layer_idx, key_states, value_states)
         elif made or not following.at < layer_idx <= following.in_step:
             new = key_states.shape[-2] if isinstance(key_states, Tensor) and key_states.dim() > 1 else 0
             if new and (key_states.dtype, key_states.device) != following.goes_on_with:

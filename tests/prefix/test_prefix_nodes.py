@@ -107,10 +107,10 @@ def test_what_is_loaded_is_what_was_written_and_goes_on(kind: str, tmp_path: pat
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_loaded_in_inference_mode_serves_outside_of_it(kind: str, tmp_path: pathlib.Path) -> None:
+def test_what_is_loaded_in_a_mode_serves_outside_of_it(kind: str, tmp_path: pathlib.Path) -> None:
     directory, ids = opened(tmp_path), DOCUMENT[:150]
     entry = write(directory, ids, kind=KINDS[kind])
-    with torch.inference_mode():
+    with torch.inference_mode(), torch.device("meta"):
         cache = load(directory, entry.path, ids)
     held = [states for layer in cache.adapted_layers() for states in layer.held_tensors()]
     assert held

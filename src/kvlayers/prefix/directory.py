@@ -48,6 +48,13 @@ BATCH_BYTES = 32 * 2**20
 NANOSECONDS = 10**9
 
 
+@contextlib.contextmanager
+def _in_no_mode() -> Iterator[None]:
+    """What is made here serves others as well, who may be in no inference mode, or have another default device."""
+    with torch.inference_mode(False), torch.device("cpu"):
+        yield
+
+
 @dataclass(frozen=True)
 class DirectoryChanges:
     """Changes to the files.
@@ -135,14 +142,20 @@ class Directory:
         """Whether exactly this file was reported as damaged."""
         return path in self._reported and self._reported[path] == file
 
-    def report(self, name: str, error: Exception) -> None:
-        """Count a file that is damaged, once, or one that could not be reached, and log it."""
+    def report(self, name: str, error: Exception, deadline: float | None = None) -> None:
+        """Count a file that is damaged, once, or one that could not be reached, and log it.
+
+        Args:
+            name: its name.
+            error: what is wrong with it.
+            deadline: when whoever looks something up must go on, as `time.monotonic()` counts; `None` for no limit.
+        """
         if isinstance(error, UnreachableError):
             with self._lock:
                 self.failed_reads += 1
             logger.warning("A file of a prefix store could not be read now: %s", error)
             return
-        path, found = self.backend.path_of(name), self._aside(self.backend.find, [name])
+        path, found = self.backend.path_of(name), self._aside(self.backend.find, [name], deadline)
         file = found[0] if found else None
         with self._lock:
             if self._is_reported(path, file):
@@ -263,8 +276,7 @@ class Directory:
             most = boundary
         return [node for node in best if node.record.start < most], most
 
-    # What is loaded serves others as well, who may be in no inference mode.
-    @torch.inference_mode(False)
+    @_in_no_mode()
     def load(
         self,
         path: str,
@@ -337,7 +349,7 @@ class Directory:
                     CacheFileError(f"{path} cannot be loaded: {found}") if isinstance(found, CacheFileError) else found
                 )
             if not isinstance(found, GoneError):
-                self.report(node.name, found)
+                self.report(node.name, found, deadline)
             return read, served
         return read, length
 

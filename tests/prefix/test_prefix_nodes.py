@@ -344,6 +344,35 @@ def test_whatever_bytes_change_what_is_found_is_right_or_named(data: st.DataObje
             check(made, cache, ids[:length])
 
 
+def test_a_backend_that_hangs_is_not_waited_for_beyond_the_deadline(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvlayers.prefix.directory.ASIDE_SECONDS", 30)
+    goes_on, hangs = threading.Event(), False
+
+    class Hanging(LocalBackend):
+        def find(self, names: Sequence[str]) -> list[StoredFile | None]:
+            if hangs:
+                goes_on.wait(60)
+            return super().find(names)
+
+        def touch(self, names: Sequence[str]) -> None:
+            if hangs:
+                goes_on.wait(60)
+            super().touch(names)
+
+    directory = Directory(Hanging(str(tmp_path)))
+    entry = write(directory, DOCUMENT)
+    pathlib.Path(entry.path).write_bytes(b"damaged")
+    hangs, start = True, time.monotonic()
+    # The damage is told, and the other nodes are used.
+    check(KINDS["full"], load(directory, entry.path, DOCUMENT, deadline=start + 1), DOCUMENT[:512])
+    seconds = time.monotonic() - start
+    goes_on.set()
+    assert seconds < 15
+    assert directory.damaged_files == 1
+
+
 def test_an_entry_of_another_tenant_is_not_believed(tmp_path: pathlib.Path) -> None:
     directory = Directory(LocalBackend(str(tmp_path)))
     mine = write(directory, DOCUMENT)

@@ -31,6 +31,8 @@ from kvlayers.prefix.keys import label_of
 from kvlayers.prefix.nodes import Node
 from kvlayers.prefix.states import MOST_PIECES, NODE_TOKENS
 from matrix import once
+from models import given as passed
+from models import prompt, tiny_model
 from prefix_caches import KINDS, Ids, Kind, check, extend
 
 LABEL = label_of(None, "m", "")
@@ -107,15 +109,30 @@ def test_what_is_loaded_is_what_was_written_and_goes_on(kind: str, tmp_path: pat
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_loaded_in_a_mode_serves_outside_of_it(kind: str, tmp_path: pathlib.Path) -> None:
+def test_what_is_loaded_in_inference_mode_serves_outside_of_it(kind: str, tmp_path: pathlib.Path) -> None:
     directory, ids = opened(tmp_path), DOCUMENT[:150]
     entry = write(directory, ids, kind=KINDS[kind])
-    with torch.inference_mode(), torch.device("meta"):
+    with torch.inference_mode():
         cache = load(directory, entry.path, ids)
     held = [states for layer in cache.adapted_layers() for states in layer.held_tensors()]
     assert held
     assert not any(states.is_inference() for states in held)
     check_and_continue(KINDS[kind], cache, ids)
+
+
+@pytest.mark.parametrize("name", ["int4", "h2o"])
+def test_a_default_device_is_not_that_of_what_is_loaded(name: str, tmp_path: pathlib.Path) -> None:
+    model, ids = tiny_model("llama"), prompt(tokens=20)
+    cache: Any = kvlayers.make_cache(name, model)
+    with torch.no_grad():
+        model(ids, **passed(cache))
+    directory = opened(tmp_path)
+    path, _ = directory.write(LABEL, ids[0].numpy(), {20}, cache)
+    with torch.device("meta"):
+        loaded = directory.load(path, 20, model.config, None)
+    assert loaded is not None
+    for one, other in zip(loaded.layers[0].peek(), cache.layers[0].peek(), strict=True):
+        assert torch.equal(one + 0, other + 0)
 
 
 @pytest.mark.parametrize(

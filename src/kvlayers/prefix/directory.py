@@ -48,13 +48,6 @@ BATCH_BYTES = 32 * 2**20
 NANOSECONDS = 10**9
 
 
-@contextlib.contextmanager
-def _in_no_mode() -> Iterator[None]:
-    """What is made here serves others as well, who may be in no inference mode, or have another default device."""
-    with torch.inference_mode(False), torch.device("cpu"):
-        yield
-
-
 @dataclass(frozen=True)
 class DirectoryChanges:
     """Changes to the files.
@@ -276,7 +269,6 @@ class Directory:
             most = boundary
         return [node for node in best if node.record.start < most], most
 
-    @_in_no_mode()
     def load(
         self,
         path: str,
@@ -318,18 +310,20 @@ class Directory:
             raise NeedsConfigError
         read, length = self._read(path, chain, length, end.entry.cuttable, deadline)
         place = torch.device("cpu") if device is None else checked_device(device)
-        cut = length if end.entry.cuttable else None
-        try:
-            saved = NodesFile(read, end.stop if cut is None else cut)
-            cache = StateReader(saved, place, cut, verify=True).new(config if needs_config else None)
-        except KVLayersError as error:
-            # The label has identified the model already, so the file is to blame.
-            raise CacheFileError(str(error)) from error
-        self._aside(self.backend.touch, [node.name for node in chain[: len(read)]], deadline)
-        target = restorable_length(cache, min(length, cache.length))
-        if 0 < target < cache.length:
-            cache.truncate(target)
-        return cache if target else None
+        # It serves others as well, who may be in no inference mode, or have another default device.
+        with torch.inference_mode(False), torch.device("cpu"):
+            cut = length if end.entry.cuttable else None
+            try:
+                saved = NodesFile(read, end.stop if cut is None else cut)
+                cache = StateReader(saved, place, cut, verify=True).new(config if needs_config else None)
+            except KVLayersError as error:
+                # The label has identified the model already, so the file is to blame.
+                raise CacheFileError(str(error)) from error
+            self._aside(self.backend.touch, [node.name for node in chain[: len(read)]], deadline)
+            target = restorable_length(cache, min(length, cache.length))
+            if 0 < target < cache.length:
+                cache.truncate(target)
+            return cache if target else None
 
     def _read(
         self, path: str, chain: Sequence[Node], length: int, cuttable: bool, deadline: float | None

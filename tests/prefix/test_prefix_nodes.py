@@ -31,6 +31,8 @@ from kvlayers.prefix.keys import label_of
 from kvlayers.prefix.nodes import Node
 from kvlayers.prefix.states import MOST_PIECES, NODE_TOKENS
 from matrix import once
+from models import given as passed
+from models import prompt, tiny_model
 from prefix_caches import KINDS, Ids, Kind, check, extend
 
 LABEL = label_of(None, "m", "")
@@ -116,6 +118,21 @@ def test_what_is_loaded_in_inference_mode_serves_outside_of_it(kind: str, tmp_pa
     assert held
     assert not any(states.is_inference() for states in held)
     check_and_continue(KINDS[kind], cache, ids)
+
+
+@pytest.mark.parametrize("name", ["int4", "h2o"])
+def test_a_default_device_is_not_that_of_what_is_loaded(name: str, tmp_path: pathlib.Path) -> None:
+    model, ids = tiny_model("llama"), prompt(tokens=20)
+    cache: Any = kvlayers.make_cache(name, model)
+    with torch.no_grad():
+        model(ids, **passed(cache))
+    directory = opened(tmp_path)
+    path, _ = directory.write(LABEL, ids[0].numpy(), {20}, cache)
+    with torch.device("meta"):
+        loaded = directory.load(path, 20, model.config, None)
+    assert loaded is not None
+    for one, other in zip(loaded.layers[0].peek(), cache.layers[0].peek(), strict=True):
+        assert torch.equal(one + 0, other + 0)
 
 
 @pytest.mark.parametrize(
@@ -325,6 +342,35 @@ def test_whatever_bytes_change_what_is_found_is_right_or_named(data: st.DataObje
             length = cache.get_seq_length()
             assert length == len(ids) or content != whole
             check(made, cache, ids[:length])
+
+
+def test_a_backend_that_hangs_is_not_waited_for_beyond_the_deadline(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvlayers.prefix.directory.ASIDE_SECONDS", 30)
+    goes_on, hangs = threading.Event(), False
+
+    class Hanging(LocalBackend):
+        def find(self, names: Sequence[str]) -> list[StoredFile | None]:
+            if hangs:
+                goes_on.wait(60)
+            return super().find(names)
+
+        def touch(self, names: Sequence[str]) -> None:
+            if hangs:
+                goes_on.wait(60)
+            super().touch(names)
+
+    directory = Directory(Hanging(str(tmp_path)))
+    entry = write(directory, DOCUMENT)
+    pathlib.Path(entry.path).write_bytes(b"damaged")
+    hangs, start = True, time.monotonic()
+    # The damage is told, and the other nodes are used.
+    check(KINDS["full"], load(directory, entry.path, DOCUMENT, deadline=start + 1), DOCUMENT[:512])
+    seconds = time.monotonic() - start
+    goes_on.set()
+    assert seconds < 15
+    assert directory.damaged_files == 1
 
 
 def test_an_entry_of_another_tenant_is_not_believed(tmp_path: pathlib.Path) -> None:

@@ -9,8 +9,9 @@ import transformers
 from transformers import cache_utils as upstream
 
 import kvlayers
+from families import model_of
 from kvlayers.quantized import quantized_layer
-from kvlayers.upstream import compat
+from kvlayers.upstream import compat, model_types
 from models import COMMON, prompt, tiny_model
 
 NAMESAKES = {
@@ -110,3 +111,13 @@ def test_what_is_caught_of_transformers_is_caught_of_kvlayers(library: Any) -> N
             model.generate(
                 ids, max_new_tokens=2, cache_implementation="quantized", past_key_values=library.DynamicCache()
             )
+
+
+@pytest.mark.parametrize(("family", "positions"), [("llama", 0), ("gemma3n", 1), ("gemma4", 1)])
+def test_a_pass_for_states_alone_asks_for_as_few_logits_as_saves_time(family: str, positions: int) -> None:
+    model = model_of(family)
+    asked = model_types.newest_logits_only(model, 0)["logits_to_keep"]
+    # Given no number, models whose last layers read states of earlier ones pass them all tokens.
+    assert isinstance(asked, int) == (positions == 1)
+    with torch.no_grad():
+        assert model(prompt(tokens=6), logits_to_keep=asked).logits.shape[1] == positions

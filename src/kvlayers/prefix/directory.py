@@ -135,14 +135,20 @@ class Directory:
         """Whether exactly this file was reported as damaged."""
         return path in self._reported and self._reported[path] == file
 
-    def report(self, name: str, error: Exception) -> None:
-        """Count a file that is damaged, once, or one that could not be reached, and log it."""
+    def report(self, name: str, error: Exception, deadline: float | None = None) -> None:
+        """Count a file that is damaged, once, or one that could not be reached, and log it.
+
+        Args:
+            name: its name.
+            error: what is wrong with it.
+            deadline: when whoever looks something up must go on, as `time.monotonic()` counts; `None` for no limit.
+        """
         if isinstance(error, UnreachableError):
             with self._lock:
                 self.failed_reads += 1
             logger.warning("A file of a prefix store could not be read now: %s", error)
             return
-        path, found = self.backend.path_of(name), self._aside(self.backend.find, [name])
+        path, found = self.backend.path_of(name), self._aside(self.backend.find, [name], deadline)
         file = found[0] if found else None
         with self._lock:
             if self._is_reported(path, file):
@@ -263,8 +269,6 @@ class Directory:
             most = boundary
         return [node for node in best if node.record.start < most], most
 
-    # What is loaded serves others as well, who may be in no inference mode.
-    @torch.inference_mode(False)
     def load(
         self,
         path: str,
@@ -306,18 +310,20 @@ class Directory:
             raise NeedsConfigError
         read, length = self._read(path, chain, length, end.entry.cuttable, deadline)
         place = torch.device("cpu") if device is None else checked_device(device)
-        cut = length if end.entry.cuttable else None
-        try:
-            saved = NodesFile(read, end.stop if cut is None else cut)
-            cache = StateReader(saved, place, cut, verify=True).new(config if needs_config else None)
-        except KVLayersError as error:
-            # The label has identified the model already, so the file is to blame.
-            raise CacheFileError(str(error)) from error
-        self._aside(self.backend.touch, [node.name for node in chain[: len(read)]], deadline)
-        target = restorable_length(cache, min(length, cache.length))
-        if 0 < target < cache.length:
-            cache.truncate(target)
-        return cache if target else None
+        # It serves others as well, who may be in no inference mode, or have another default device.
+        with torch.inference_mode(False), torch.device("cpu"):
+            cut = length if end.entry.cuttable else None
+            try:
+                saved = NodesFile(read, end.stop if cut is None else cut)
+                cache = StateReader(saved, place, cut, verify=True).new(config if needs_config else None)
+            except KVLayersError as error:
+                # The label has identified the model already, so the file is to blame.
+                raise CacheFileError(str(error)) from error
+            self._aside(self.backend.touch, [node.name for node in chain[: len(read)]], deadline)
+            target = restorable_length(cache, min(length, cache.length))
+            if 0 < target < cache.length:
+                cache.truncate(target)
+            return cache if target else None
 
     def _read(
         self, path: str, chain: Sequence[Node], length: int, cuttable: bool, deadline: float | None
@@ -337,7 +343,7 @@ class Directory:
                     CacheFileError(f"{path} cannot be loaded: {found}") if isinstance(found, CacheFileError) else found
                 )
             if not isinstance(found, GoneError):
-                self.report(node.name, found)
+                self.report(node.name, found, deadline)
             return read, served
         return read, length
 

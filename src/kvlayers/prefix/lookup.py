@@ -144,7 +144,7 @@ class Search:
             except CachePathError:
                 self.damaged.append(file)
             except CacheFileError as error:
-                directory.report(name_in(file.path), error)
+                directory.report(name_in(file.path), error, deadline)
                 self.damaged.append(file)
                 self.notes["a damaged file was skipped"] = None
             else:

@@ -213,7 +213,9 @@ def attention_implementation(config: PretrainedConfig) -> str | None:
 def newest_logits_only(model: Any, tokens: int = 1) -> dict[str, Any]:
     """Arguments of a model's forward pass that limit the logits to the newest tokens; empty if it has no such argument.
 
-    No tokens are asked for by a tensor of no positions, since 0 asks for all. A model that takes no tensor has one.
+    No tokens are asked for by a tensor of no positions, since 0 asks for all. A model that takes no tensor has one, and
+    so has a model whose last layers read states of earlier ones: it passes them the newest tokens alone, if it is given
+    their number.
 
     Example:
         >>> import torch, transformers
@@ -225,8 +227,9 @@ def newest_logits_only(model: Any, tokens: int = 1) -> dict[str, Any]:
     if parameter is None:
         return {}
     takes_positions = "Tensor" in str(parameter.annotation)
-    none = torch.empty(0, dtype=torch.int64) if takes_positions else 1
-    return {"logits_to_keep": tokens or none}
+    if not tokens and takes_positions and not getattr(decoder_config(model), "num_kv_shared_layers", None):
+        return {"logits_to_keep": torch.empty(0, dtype=torch.int64)}
+    return {"logits_to_keep": tokens or 1}
 
 
 def bos_ids(tokenizer: Any) -> list[int]:

@@ -721,6 +721,15 @@ def test_a_decode_step_writes_its_token_and_makes_no_view_of_the_others() -> Non
 
 
 @needs_compiler
+def test_a_decode_step_allocates_less_than_two_blocks_of_states(long_layer: kvlayers.QuantizedLayer) -> None:
+    layer, output = long_layer.fork(), 4 * VALUE_DIM * 4
+    for _ in range(3):
+        sizes = created_by_a_step(layer, 1)
+        assert output in sizes
+        assert sum(sizes) - output < 2 * 64 * STATE_BYTES
+
+
+@needs_compiler
 def test_an_eager_decode_step_allocates_scores_and_no_states(long_layer: kvlayers.QuantizedLayer) -> None:
     sizes = created_by_a_step(long_layer.fork(), 1, "eager")
     scores = 4 * (LONG + 100) * 4

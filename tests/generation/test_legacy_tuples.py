@@ -113,6 +113,16 @@ def test_the_same_tuples_go_on_twice(installed: None) -> None:
             torch.testing.assert_close(again, model(longer).logits[:, -1])
 
 
+def test_reordered_tuples_are_taken_as_they_are(installed: None) -> None:
+    model, ids = tiny_model("llama"), prompt(2, 8)
+    with torch.no_grad():
+        past = model(ids, past_key_values=()).past_key_values
+        swapped = tuple(tuple(states.flip(0) for states in layer) for layer in past)
+        token = prompt(2, 1, seed=3)
+        seen = model(token, past_key_values=swapped).logits[:, -1]
+        torch.testing.assert_close(seen, model(torch.cat([ids.flip(0), token], dim=1)).logits[:, -1])
+
+
 def test_no_step_copies_what_is_held(installed: None) -> None:
     model, ids = tiny_model("llama"), prompt(1, 8)
     with torch.no_grad():

@@ -16,6 +16,7 @@ import kvlayers
 from kvlayers.errors import StateMismatchError
 from kvlayers.eviction.evicted import evicted
 from kvlayers.eviction.held_tokens import held_tokens
+from kvlayers.eviction.ragged_store import RaggedStore
 from kvlayers.eviction.selection import KeptTokens
 from kvlayers.kernels.attention.packed_tensor import as_dense
 from kvlayers.kernels.codes.quantizer_contract import CodeFormat
@@ -568,9 +569,10 @@ def test_an_eviction_reads_tokens_of_all_runs(name: str, per_head: bool) -> None
         held = held_tokens(store)
         assert held.blocks is not None
         kept = torch.ones(held.keys.shape[:3], dtype=torch.bool)
-        kept[held.blocks == 1] = False
+        # The blocks on both sides of the border are kept.
+        kept[held.blocks == 3] = False
         if per_head:
-            kept[0, 1][held.blocks[0, 1] == 3] = False
+            kept[0, 1][held.blocks[0, 1] == 1] = False
         kept &= torch.arange(kept.shape[2]) >= kept.shape[2] - held.counts[..., None]
         before = [[side[row, head][kept[row, head]] for side in (held.keys, held.values)] for row, head in HEADS]
         store = evicted(store, held, KeptTokens(kept, kept.sum(2)))
@@ -596,6 +598,30 @@ def test_an_eviction_reads_tokens_of_all_runs(name: str, per_head: bool) -> None
         more[0][..., 7] *= 0.01
         for some in zip(*(side.split(64, 2) for side in more), strict=True):
             store.take_in(*some)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_blocks_of_heads_keep_their_vectors_though_all_behind_them_is_taken_back(name: str) -> None:
+    store: Any = in_chunks(pair(2, 400), name)
+    tokens = held_tokens(store)
+    assert tokens.blocks is not None
+    kept = torch.ones(tokens.keys.shape[:3], dtype=torch.bool)
+    kept[0, 1][tokens.blocks[0, 1] == 3] = False
+    store = evicted(store, tokens, KeptTokens(kept, kept.sum(2)))
+    assert isinstance(store, RaggedStore)
+    packed = keys_of_blocks(store)
+    loaded = RaggedStore(QuantizedStore(store.tail.quantization))  # type: ignore[attr-defined]
+    loaded.load_state(store.state())
+    for each in (store, loaded):
+        each.take_in(*pair(2, 200, seed=5))
+        each.truncate(store.first_common)
+        assert torch.equal(keys_of_blocks(each), packed)
+
+
+def keys_of_blocks(store: Any) -> Tensor:
+    tokens = held_tokens(store)
+    assert tokens.blocks is not None
+    return tokens.keys[tokens.blocks >= 0]
 
 
 HEADS = [(row, head) for row in range(2) for head in range(KV_HEADS)]

@@ -603,14 +603,14 @@ def test_an_eviction_reads_tokens_of_all_runs(name: str, per_head: bool) -> None
 @pytest.mark.parametrize("name", BACKENDS)
 def test_blocks_of_heads_keep_their_vectors_though_all_behind_them_is_taken_back(name: str) -> None:
     store: Any = in_chunks(pair(2, 400), name)
-    tokens = held_tokens(store)
+    quantization, tokens = store.quantization, held_tokens(store)
     assert tokens.blocks is not None
     kept = torch.ones(tokens.keys.shape[:3], dtype=torch.bool)
     kept[0, 1][tokens.blocks[0, 1] == 3] = False
     store = evicted(store, tokens, KeptTokens(kept, kept.sum(2)))
     assert isinstance(store, RaggedStore)
     packed = keys_of_blocks(store)
-    loaded = RaggedStore(QuantizedStore(store.tail.quantization))  # type: ignore[attr-defined]
+    loaded = RaggedStore(QuantizedStore(quantization))
     loaded.load_state(store.state())
     for each in (store, loaded):
         each.take_in(*pair(2, 200, seed=5))

@@ -202,7 +202,7 @@ def snapshots(run: report.Session) -> dict[str, Any]:
     ways: dict[str, dict[str, Any] | None] = {
         "no store": None,
         "the last state alone": {"snapshot_tokens": None},
-        "snapshots": {"snapshot_tokens": 512},
+        "snapshots": {},
     }
     seconds, texts = {name: list[float]() for name in ways}, set[tuple[int, ...]]()
     entries, tick = dict[str, int](), run.ticking("snapshots", (run.given.trials + 1) * len(ways))

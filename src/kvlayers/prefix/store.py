@@ -92,7 +92,7 @@ class PrefixStore:
         policy: EvictionPolicy | None = None,
         directory_max_bytes: int | str | None = None,
         device: torch.device | str | None = None,
-        snapshot_tokens: int | None = 512,
+        snapshot_tokens: int | None = 1024,
         storage_options: Mapping[str, object] | None = None,
         write_wait_seconds: float = 1.0,
         read_wait_seconds: float = 30.0,

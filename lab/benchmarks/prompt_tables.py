@@ -92,6 +92,8 @@ STILL_MISSED = (
     # Blocks are packed once the prompt has been read.
     "at 4,096, int4: time of dynamic",
     "SmolLM2-135M-Instruct, float32, one prompt of 512, int4",
+    # Less than a hundredth more in the one process that was recorded, where the allocator kept other tensors.
+    "dynamic: peak memory",
 )
 """Parts of what is held against a bound that the record misses. docs/benchmarks.md says so."""
 

@@ -376,8 +376,9 @@ GROUPS = (
     Group(
         "peak",
         "Peak memory of a prompt",
-        "Random llama of 4 layers with 16 heads and 8 KV heads of 64, bfloat16, each cache in a process of its own, "
-        "with the model and all libraries.",
+        "Random llama of 4 layers with 16 heads and 8 KV heads of 64, bfloat16, each cache in processes of its own, "
+        "with the model and all libraries: the least of three, in which each tensor of a megabyte goes back to the "
+        "system at once (`MALLOC_MMAP_THRESHOLD_`).",
         (at_most(PEAK, PEAK_OF_TRANSFORMERS, of_prompts.MOST_MEMORY),),
         "prompts",
     ),

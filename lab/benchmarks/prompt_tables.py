@@ -197,8 +197,7 @@ def page_section(parts: Parts) -> str:
         found += [
             peaks_table(peaks),
             f"A prompt of {peaks[0]['tokens']:,} tokens in bfloat16 in a process of its own: the most memory that it "
-            "held, with the model and all libraries, and the seconds, the least of three processes. Each tensor of a "
-            "megabyte went back to the system at once (`MALLOC_MMAP_THRESHOLD_`), which takes some of the seconds.",
+            "held, with the model and all libraries, and the seconds.",
         ]
     return "\n\n".join(found)
 

@@ -8,8 +8,8 @@
     python lab/benchmarks/prompts.py --quick                    # small random models, few tokens, to see that it runs
 
 `bfloat16` and `float32` read one prompt of each length into each cache, then a second turn behind the longest prompt.
-`batch` reads four prompts of different lengths, padded on the left. `memory` reads 16,384 tokens in a process of its
-own for each cache, and asks the system how much memory it held at most. `uncompiled` reads short prompts in a process
+`batch` reads four prompts of different lengths, padded on the left. `memory` reads 16,384 tokens in three processes
+for each cache, and asks the system how much memory they held at most. `uncompiled` reads short prompts in a process
 without kernels (`KVLAYERS_COMPILE=never`). `attention` is that of one layer, beside a product of two matrices.
 
 Caches take turns in one process, in an order that rotates, and figures are medians. There are as many turns as fit
@@ -385,11 +385,8 @@ def memory(run: Run, subject: Subject) -> dict[str, Any]:
     found = dict[str, Any]()
     for name in names:
         peak, seconds = (min(entry[figure] for entry in entries[name]) for figure in ("peak", "seconds"))
-        found[name] = {
-            "peak": peak,
-            "seconds": seconds,
-            "ratio": peak / found.get(TRANSFORMERS, {"peak": peak})["peak"],
-        }
+        of_transformers = peak / min(entry["peak"] for entry in entries[TRANSFORMERS])
+        found[name] = {"peak": peak, "seconds": seconds, "ratio": of_transformers}
         run.say(f"{subject.name}, {run.given.long:,}, {name}: {peak / 1e6:,.1f} MB, {seconds:.1f} s")
     return {"model": subject.name, "tokens": run.given.long, "peaks": found}
 

@@ -314,8 +314,12 @@ def prompt_lookup(generation_config: Any, tokens: int) -> Callable[[torch.Tensor
         max_length=sys.maxsize,
     )
 
+    # Some versions of transformers require it, although a look-up is the same in each iteration.
+    is_told = "is_first_iteration" in inspect.signature(finder.get_candidates).parameters
+    further = {"is_first_iteration": False} if is_told else {}
+
     def draft(ids: torch.Tensor) -> list[int]:
-        found, _ = finder.get_candidates(ids)
+        found, _ = finder.get_candidates(ids, **further)
         return list(found[0, ids.shape[1] :].tolist())
 
     return draft

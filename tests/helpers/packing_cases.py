@@ -154,7 +154,7 @@ def smoothing_of(case: Packing, keys: Tensor, values: Tensor) -> KeySmoothing:
     """How keys are smoothed."""
     if not case.smoothed:
         return KeySmoothing()
-    return KeySmoothing.for_keys(keys[:, :, :BLOCK_TOKENS], quantizers_of(case, keys, values)["keys"])
+    return KeySmoothing.for_keys(keys[:, :, None, :BLOCK_TOKENS], quantizers_of(case, keys, values)["keys"])
 
 
 def packed(case: Packing, keys: Tensor, values: Tensor) -> PackedBlocks:

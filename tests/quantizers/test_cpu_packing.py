@@ -131,18 +131,18 @@ HAVE_FACTORS = ("uneven and not finite", "a constant channel", "two large tokens
 @pytest.mark.parametrize("head_dim", [64, 30])
 def test_the_kernel_finds_the_factors_that_torch_finds(kind: str, head_dim: int) -> None:
     torch.manual_seed(0)
-    keys = KEYS[kind](torch.randn(2, 3, 192, head_dim) * torch.linspace(1, 30, head_dim))
+    keys = KEYS[kind](torch.randn(2, 3, 192, head_dim) * torch.linspace(1, 30, head_dim)).unflatten(2, (3, 64))
     quantizer = backend("native").quantizer(SideOptions("keys", 4), head_dim)
     with mock.patch.object(NativeLibrary, "get", return_value=None):
-        expected = KeySmoothing.for_keys(keys, quantizer, 64)
-    found = KeySmoothing.for_keys(keys, quantizer, 64)
+        expected = KeySmoothing.for_keys(keys, quantizer)
+    found = KeySmoothing.for_keys(keys, quantizer)
     assert found.factor is not None
     assert expected.factor is not None
     assert bool((expected.factor > 1).any()) == (kind in HAVE_FACTORS)
     torch.testing.assert_close(found.factor, expected.factor, rtol=1e-2, atol=0)
     # Of keys that lie in memory in another way it finds the same.
-    other = keys.transpose(1, 2).contiguous().transpose(1, 2)
-    assert KeySmoothing.for_keys(other, quantizer, 64).is_same(found)
+    other = keys.transpose(1, 3).contiguous().transpose(1, 3)
+    assert KeySmoothing.for_keys(other, quantizer).is_same(found)
 
 
 @needs_kernel

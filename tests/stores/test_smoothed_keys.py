@@ -177,8 +177,13 @@ def keys_quantizer(name: str) -> Any:
     return backend(name).quantizer(options, HEAD_DIM)
 
 
+def smoothing_for(keys: torch.Tensor, name: str, block_tokens: int | None = None) -> KeySmoothing:
+    """The one of keys `[batch, kv_heads, tokens, head_dim]`, which are one block unless it has fewer tokens."""
+    return KeySmoothing.for_keys(keys.unflatten(2, (-1, block_tokens or keys.shape[2])), keys_quantizer(name))
+
+
 def test_quantizers_ask_for_the_vectors_that_their_codes_lack() -> None:
-    wanted = {name: KeySmoothing.for_keys(pair(1, 64)[0], keys_quantizer(name)).state() for name in BACKENDS}
+    wanted = {name: smoothing_for(pair(1, 64)[0], name).state() for name in BACKENDS}
     assert {name: sorted(vectors) for name, vectors in wanted.items()} == {
         "native": ["smoothing_factor"],
         "fp8": ["smoothing_mean"],
@@ -197,14 +202,14 @@ def test_even_channels_get_no_factor() -> None:
     # The variances of random channels differ by half, those of real models by up to twenty times.
     keys = torch.randn(2, KV_HEADS, 64, HEAD_DIM, generator=torch.Generator().manual_seed(0))
     keys[..., ::7] *= 4
-    smoothing = KeySmoothing.for_keys(keys, keys_quantizer("native"))
+    smoothing = smoothing_for(keys, "native")
     assert smoothing.factor is not None
     assert torch.equal(smoothing.factor, torch.ones_like(smoothing.factor))
 
 
 @pytest.mark.usefixtures("usual_smoothing")
 def test_the_head_that_has_a_large_channel_gets_a_factor() -> None:
-    factor = KeySmoothing.for_keys(pair(1, 64)[0], keys_quantizer("native")).factor
+    factor = smoothing_for(pair(1, 64)[0], "native").factor
     assert factor is not None
     assert float(factor[0, 0, 0, 5]) == pytest.approx(30 / math.sqrt(8), rel=0.4)
     assert float(factor[0, 0, 0].median()) < 1.5
@@ -218,7 +223,7 @@ def test_the_head_that_has_a_large_channel_gets_a_factor() -> None:
 def test_factors_cost_little_where_queries_are_large(name: str, size: int, channels: int) -> None:
     keys = torch.randn(1, 1, 512, HEAD_DIM, generator=torch.Generator().manual_seed(0))
     keys[..., :channels] *= size
-    smoothing = KeySmoothing.for_keys(keys, keys_quantizer(name), BLOCK)
+    smoothing = smoothing_for(keys, name, BLOCK)
     assert smoothing.factor is not None
     squares = smoothing.factor.flatten().square()
     # Queries that weigh the factors 2.5 times as much as queries whose channels are alike, if any do.
@@ -249,7 +254,7 @@ def test_extreme_keys_have_finite_vectors_and_come_back(kind: str, name: str, dt
         "tiny": torch.randn(1, 1, 64, HEAD_DIM) * torch.finfo(dtype).tiny,
         "one channel": torch.randn(1, 1, 64, HEAD_DIM) * (torch.arange(HEAD_DIM) == 3),
     }[kind].to(dtype)
-    smoothing = KeySmoothing.for_keys(keys, keys_quantizer(name))
+    smoothing = smoothing_for(keys, name)
     even = smoothing.applied(keys)
     assert even.dtype == dtype
     assert bool(even.isfinite().all())
@@ -421,12 +426,12 @@ def test_a_constant_that_positions_turn_loses_no_more_than_without_vectors(
 @pytest.mark.usefixtures("usual_smoothing")
 def test_a_turning_constant_takes_out_what_the_other_factors_do() -> None:
     keys, _ = turning()
-    alone = KeySmoothing.for_keys(keys[:, :, :64], keys_quantizer("native")).factor
+    alone = smoothing_for(keys[:, :, :64], "native").factor
     assert alone is not None
     # It is no reason for the factors of others.
     assert torch.equal(alone, torch.ones_like(alone))
     keys[..., 5] *= 100
-    factor = KeySmoothing.for_keys(keys[:, :, :64], keys_quantizer("native")).factor
+    factor = smoothing_for(keys[:, :, :64], "native").factor
     assert factor is not None
     variance = keys[:, :, :64].var(2, keepdim=True)
     others = torch.ones(HEAD_DIM, dtype=torch.bool)
@@ -444,13 +449,13 @@ def test_a_turning_pair_that_varies_as_much_as_it_is_large_gains(name: str) -> N
     keys, _ = turning()
     pair = [0, HEAD_DIM // 2]
     keys[..., pair] *= 100
-    smoothing = KeySmoothing.for_keys(keys[:, :, SINKS:], keys_quantizer(name), BLOCK)
+    smoothing = smoothing_for(keys[:, :, SINKS:], name, BLOCK)
     assert smoothing.factor is not None
     # What is left of it is as large as the others, but for what the root leaves.
     assert float(smoothing.factor[..., pair].min()) > 10
     # A constant that is as large, beside what varies as the others do, is left as it is.
     keys, _ = turning()
-    alone = KeySmoothing.for_keys(keys[:, :, SINKS:], keys_quantizer(name), BLOCK).factor
+    alone = smoothing_for(keys[:, :, SINKS:], name, BLOCK).factor
     assert alone is not None
     assert torch.equal(alone, torch.ones_like(alone))
 

@@ -222,7 +222,7 @@ def _packed(store: QuantizedStore, flat: FlatTokens | None, tokens: HeldTokens, 
     if smoothing is None:
         # The last columns, as many as the head with the fewest tokens has. Without any, nothing is smoothed.
         some = taken(states[0], _last(columns, counts, min(size, int(counts.min()))))
-        smoothing = KeySmoothing.for_keys(some, quantizers["keys"])
+        smoothing = KeySmoothing.for_keys(some.unsqueeze(2), quantizers["keys"])
     # So few that it packs none of them.
     tail = _even(quantization, states, torch.cat([columns[..., :sinks], _last(columns, counts, newest)], 2))
     tail.runs, tail.follows_packed = SmoothingRuns.of(smoothing), True

@@ -118,9 +118,14 @@ class PackedBlocks:
 
     @torch.no_grad()
     def smoothing_for(self, keys: Tensor, last: KeySmoothing | None = None) -> KeySmoothing:
-        """How keys of whole blocks are to be smoothed before they are written, after blocks that were so as `last`."""
+        """How keys are to be smoothed before they are written, after blocks that were so as `last`.
+
+        Args:
+            keys: of blocks, `[batch, kv_heads, blocks, tokens, head_dim]`.
+            last: how keys before them were, `None` if they are the first.
+        """
         find = KeySmoothing.for_keys if last is None else last.for_more_keys
-        return find(keys, self._quantizers["keys"], self.block_tokens)
+        return find(keys, self._quantizers["keys"])
 
     @torch.no_grad()
     def write(self, skipped: int, keys: Tensor, values: Tensor, smoothing: KeySmoothing = UNSMOOTHED) -> None:

@@ -292,8 +292,7 @@ class QuantizedStore(TokenStore):
         packed = sinks + count * size
         # Everything that can fail comes first, and goes where nobody reads: held and returned states stay valid.
         blocks.prepare(count)
-        asked = range(sinks, packed, size * -(-count // BLOCKS_ASKED))
-        runs = self.runs if self.runs.are_settled else self._runs_with(blocks, states, asked)
+        runs = self.runs if self.runs.are_settled else self._runs_with(blocks, states, sinks, count)
         at_once = blocks.blocks_at_once
         for done in range(0, count, at_once):
             some = _tokens_of(states, sinks + done * size, min(at_once, count - done) * size)
@@ -328,13 +327,18 @@ class QuantizedStore(TokenStore):
         retired.retire()
 
     @torch.no_grad()
-    def _runs_with(self, blocks: PackedBlocks, states: list[KVPair], asked: range) -> SmoothingRuns:
-        """The runs if more blocks are packed, of which the first tokens of some are given.
+    def _runs_with(self, blocks: PackedBlocks, states: list[KVPair], sinks: int, count: int) -> SmoothingRuns:
+        """The runs if `count` more blocks are packed, of the tokens of these states behind `sinks`.
 
         The last run is that of the new blocks.
         """
-        some = [_tokens_of(states, start, blocks.block_tokens)[0] for start in asked]
-        keys = some[0] if len(some) == 1 else torch.cat(some, 2)
+        size, every = blocks.block_tokens, -(-count // BLOCKS_ASKED)
+        pieces = _pieces_of(states, sinks, count * size)
+        if len(pieces) == 1:
+            keys = torch.unflatten(pieces[0][0], 2, (count, size))[:, :, ::every]
+        else:
+            starts = range(sinks, sinks + count * size, size * every)
+            keys = torch.stack([_tokens_of(states, start, size)[0] for start in starts], 2)
         if not len(self.runs):
             return SmoothingRuns.of(blocks.smoothing_for(keys))
         last = self.runs.in_order[-1]

@@ -93,27 +93,26 @@ def pack_blocks(
 
 
 def describe_keys(
-    keys: Tensor, block_tokens: int, pieces: int, largest_exact: float, largest_variation: float
+    keys: Tensor, pieces: int, largest_exact: float, largest_variation: float
 ) -> tuple[Tensor, ...] | None:
     """The statistics of `smoothing` for blocks of keys; `None` if no kernel finds them here.
 
     Args:
-        keys: `[batch, kv_heads, tokens, head_dim]`, a whole number of blocks.
-        block_tokens: tokens of a block.
+        keys: `[batch, kv_heads, blocks, tokens, head_dim]`.
         pieces: parts of a block.
         largest_exact: how many times the largest key of most pieces those of a token that counts may be.
         largest_variation: the largest variance of the squared radius of channels that turn.
     """
-    if not is_memory(keys) or keys.dtype not in DTYPES or keys.stride(3) != 1 or is_followed() or LIBRARY.get() is None:
+    if not is_memory(keys) or keys.dtype not in DTYPES or keys.stride(4) != 1 or is_followed() or LIBRARY.get() is None:
         return None
-    batch, kv_heads, tokens, head_dim = keys.shape
-    grid = (batch, kv_heads, tokens // block_tokens)
+    *grid, block_tokens, head_dim = keys.shape
+    batch, head, block, token, _ = keys.stride()
     unit, vectors = (keys.new_empty(shape, dtype=torch.float32) for shape in ((*grid, 1), (3, *grid, head_dim)))
     # The fields are those of `KeyStatistics` in `key_statistics.h`.
     loaded(LIBRARY).kvlayers_describe_keys(
         struct.pack(
-            "@P4q 2P 6q 2d q",
-            *(keys.data_ptr(), *keys.stride()[:3], head_dim),
+            "@P5q 2P 6q 2d q",
+            *(keys.data_ptr(), batch, head, token, head_dim, block),
             *(unit.data_ptr(), vectors.data_ptr()),
             *(*grid, block_tokens, pieces, DTYPES.index(keys.dtype)),
             *(largest_exact, largest_variation),

@@ -11,6 +11,7 @@
 // The fields are those that `cpu_packing.py` packs, in the same order.
 extern "C" struct KeyStatistics {
     States keys;
+    int64_t block;   // stride of the blocks, in numbers
     float* units;    // of each block
     float* vectors;  // means, then variances, then variances around circles, of the channels of each block
     int64_t batch, kv_heads, blocks, block_tokens, pieces, dtype;
@@ -60,7 +61,7 @@ class KeyBlock {
     float scale_tokens(int64_t batch, int64_t head, int64_t block) {
         FloatBuffer largest_of(call.pieces);
         for (int64_t token = 0; token < tokens; ++token) {
-            const State* from = token_of<State>(call.keys, batch, head, block * call.block_tokens + token);
+            const State* from = token_of<State>(call.keys, batch, head, token) + block * call.block;
             Register highest = {};
             for (int64_t at = 0; at < channels; at += WIDTH) {
                 const Register numbers = load_first(from + at, channels - at);

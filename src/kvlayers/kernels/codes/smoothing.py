@@ -133,26 +133,25 @@ class KeySmoothing:
     mean: Tensor | None = None
 
     @classmethod
-    def for_keys(cls, keys: Tensor, quantizer: Quantizer, block_tokens: int | None = None) -> "KeySmoothing":
+    def for_keys(cls, keys: Tensor, quantizer: Quantizer) -> "KeySmoothing":
         """What suits the first block of keys and their quantizer, and costs no other one of them.
 
         Tokens that are not finite do not count.
 
         Args:
-            keys: `[batch, kv_heads, tokens, head_dim]`, a whole number of blocks.
+            keys: of blocks, `[batch, kv_heads, blocks, tokens, head_dim]`.
             quantizer: the quantizer of the keys.
-            block_tokens: tokens of a block; by default, all are one block.
         """
         factors, means = vectors_for(quantizer)
         if not keys.numel() or not (factors or means):
             return cls()
         if keys.is_meta:
             # A plan asks for bytes alone.
-            shape = (*keys.shape[:2], 1, keys.shape[3])
+            shape = (*keys.shape[:2], 1, keys.shape[4])
             return cls(*(keys.new_empty(shape) if wanted else None for wanted in (factors, means)))
-        found = _Blocks(keys, block_tokens or keys.shape[2], quantizer)
+        found = _Blocks(keys, quantizer)
         # The first block that is asked.
-        first = (found.asked.cumsum(2) == 0).sum(2, keepdim=True).expand(-1, -1, -1, keys.shape[3])
+        first = (found.asked.cumsum(2) == 0).sum(2, keepdim=True).expand(-1, -1, -1, keys.shape[4])
         mean, variance = found.mean, found.variance
         factor = None
         if factors:
@@ -166,7 +165,7 @@ class KeySmoothing:
             subtracted = torch.where(is_large, mean * found.unit, 0.0).gather(2, first)
         return found.lowered(cls(factor, subtracted)).mapped(lambda vectors: vectors.to(keys.dtype))
 
-    def for_more_keys(self, keys: Tensor, quantizer: Quantizer, block_tokens: int) -> "KeySmoothing":
+    def for_more_keys(self, keys: Tensor, quantizer: Quantizer) -> "KeySmoothing":
         """What costs no block of keys that are packed later: itself if it does not.
 
         The host waits for an accelerator to know that, as it decides whether attention reads one more run.
@@ -174,11 +173,10 @@ class KeySmoothing:
         Args:
             keys: as of `for_keys`.
             quantizer: likewise.
-            block_tokens: likewise.
         """
         if keys.is_meta or not self.state():
             return self
-        found = _Blocks(keys, block_tokens, quantizer).lowered(self).mapped(lambda vectors: vectors.to(keys.dtype))
+        found = _Blocks(keys, quantizer).lowered(self).mapped(lambda vectors: vectors.to(keys.dtype))
         return self if found.is_same(self) else found
 
     def emptied(self) -> Self:
@@ -271,8 +269,7 @@ class _Blocks:
     """What blocks of keys say of vectors.
 
     Args:
-        keys: `[batch, kv_heads, tokens, head_dim]`.
-        block_tokens: tokens of a block.
+        keys: `[batch, kv_heads, blocks, tokens, head_dim]`.
         quantizer: the quantizer of the keys.
 
     Attributes:
@@ -280,16 +277,18 @@ class _Blocks:
         unit: of the others, since squares of the largest keys would overflow; `[batch, kv_heads, blocks, 1]`, float32.
         mean: of channels, `[batch, kv_heads, blocks, head_dim]`, float32.
         variance: likewise.
+        middle: its median over the channels, `[batch, kv_heads, blocks, 1]`.
         asked: which blocks are asked, bool `[batch, kv_heads, blocks, 1]`.
     """
 
-    def __init__(self, keys: Tensor, block_tokens: int, quantizer: Quantizer) -> None:
+    def __init__(self, keys: Tensor, quantizer: Quantizer) -> None:
         self.spreads = quantizer.format.rotated and not quantizer.format.has_zero
-        pieces = PIECES if block_tokens >= LEAST_TOKENS else 1
+        pieces = PIECES if keys.shape[3] >= LEAST_TOKENS else 1
         self.unit, self.mean, self.variance, self._around_circles = cpu_packing.describe_keys(
-            keys, block_tokens, pieces, LARGEST_EXACT, LARGEST_VARIATION
-        ) or _described(keys, block_tokens, pieces, has_factors=vectors_for(quantizer)[0])
-        spread = self.variance.median(-1, keepdim=True).values.sqrt() * self.unit
+            keys, pieces, LARGEST_EXACT, LARGEST_VARIATION
+        ) or _described(keys, pieces, has_factors=vectors_for(quantizer)[0])
+        self.middle = self.variance.median(-1, keepdim=True).values
+        spread = self.middle.sqrt() * self.unit
         self.asked = spread >= SILENT * spread.amax(2, keepdim=True)
 
     @functools.cached_property
@@ -300,8 +299,7 @@ class _Blocks:
         takes no part in what factors gain, and its factor takes out no more than the factors of the others do.
         """
         tiny, varies = torch.finfo(torch.float32).tiny, self._around_circles
-        middle = self.variance.median(-1, keepdim=True).values.clamp(min=tiny)
-        relative = (torch.stack([varies, self.variance]) / middle).clamp(1.0, LARGEST_FACTOR**4)
+        relative = (torch.stack([varies, self.variance]) / self.middle.clamp(min=tiny)).clamp(1.0, LARGEST_FACTOR**4)
         # Factors divide deviations, so the square of a factor divides a variance.
         squares, of_all = torch.maximum(relative.sqrt(), relative / LARGEST_VARIANCE).clamp(max=LARGEST_FACTOR**2)
         gain = (varies.sum(-1, keepdim=True) / (varies / squares).sum(-1, keepdim=True).clamp(min=tiny)).clamp(min=1.0)
@@ -342,21 +340,19 @@ class _Blocks:
         return (after / squares).sum(-1, keepdim=True) > LARGEST_LOSS * (before / squares).sum(-1, keepdim=True)
 
 
-def _described(keys: Tensor, block_tokens: int, pieces: int, has_factors: bool) -> tuple[Tensor, ...]:
+def _described(keys: Tensor, pieces: int, has_factors: bool) -> tuple[Tensor, ...]:
     """Unit, means, variances, and variances around circles, of the channels of blocks; see `_Blocks`.
 
     Means and variances are medians over pieces of a block. Pieces take turns, token by token, so that each has the
     drift of the whole block. Tokens that are not finite, or far larger than those of most pieces, do not count.
 
     Args:
-        keys: `[batch, kv_heads, tokens, head_dim]`.
-        block_tokens: tokens of a block.
+        keys: `[batch, kv_heads, blocks, tokens, head_dim]`.
         pieces: of a block.
         has_factors: whether variances around circles are asked for, which take half of the time.
     """
-    blocks: Tensor = torch.unflatten(keys, 2, (-1, block_tokens))
     # A copy that is changed in place: every layer of a prompt waits for this.
-    exact = blocks[:, :, :, : block_tokens // pieces * pieces].to(torch.float32, copy=True)
+    exact = keys[:, :, :, : keys.shape[3] // pieces * pieces].to(torch.float32, copy=True)
     largest = exact.abs().amax(4)
     of_pieces = torch.unflatten(torch.where(largest.isfinite(), largest, 0.0), 3, (-1, pieces)).amax(3)
     unit = _middle(of_pieces.unsqueeze(4)).clamp(min=torch.finfo(torch.float32).tiny)

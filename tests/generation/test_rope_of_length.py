@@ -1,6 +1,7 @@
 """Models whose RoPE depends on the length: each answer is the one that transformers gives to its prompt alone.
 
-The reference is a model that nobody has called before, with transformers' own cache, and one prompt.
+The reference is a model that nobody has called before, and one prompt: with transformers' own cache, or with none where
+the model reads a sequence again, as some versions of transformers do not get that right.
 """
 
 from typing import Any
@@ -31,7 +32,7 @@ LENGTHS = (8, 12, 20, 24, 25, 40, 60, 10)
 ANSWER: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
 SIZES: dict[str, Any] = {
     "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 4, "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0,
+    "num_key_value_heads": 4, "bos_token_id": 1, "eos_token_id": versions.NO_END, "pad_token_id": 0,
 }  # fmt: skip
 FACTORS = {"short_factor": [1.0] * 4, "long_factor": [1.0, 3.0, 9.0, 30.0], "factor": 4.0}
 LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": BORDER, **FACTORS}
@@ -65,6 +66,7 @@ READING_AGAIN = ["phi3", "phimoe", "phi3 default"]
 
 
 def model_of(name: str) -> Any:
+    versions.need_frequencies_of(name)
     config_class, changes = CONFIGS[name]
     torch.manual_seed(0)
     model = tf.AutoModelForCausalLM.from_config(
@@ -90,10 +92,14 @@ def answer(model: Any, ids: torch.Tensor, **options: Any) -> list[int]:
 _alone: dict[tuple[str, int], list[int]] = {}
 
 
+def answer_alone(name: str, ids: torch.Tensor, **options: Any) -> list[int]:
+    """The answer of transformers to one prompt, by a model that has seen no other."""
+    return answer(model_of(name), ids, use_cache=name not in READING_AGAIN, **options)
+
+
 def alone(name: str, tokens: int) -> list[int]:
-    """The answer of transformers to one prompt, with its own cache, by a model that has seen no other."""
     if (name, tokens) not in _alone:
-        _alone[name, tokens] = answer(model_of(name), prompt(tokens))
+        _alone[name, tokens] = answer_alone(name, prompt(tokens))
     return _alone[name, tokens]
 
 
@@ -139,7 +145,7 @@ def test_a_store_of_rows_is_passed_by(name: str) -> None:
             answers = list(kvlayers.generate_many(model, prompts, in_order=True, progress=False, **ANSWER))
         assert [each.cached_tokens for each in answers] == [0, 0]
         assert answers[0].ids.tolist() == alone(name, 20)
-        assert answers[1].ids.tolist() == answer(model_of(name), prompts[1][None])
+        assert answers[1].ids.tolist() == answer_alone(name, prompts[1][None])
     assert len(store) == 0
 
 
@@ -152,9 +158,7 @@ def test_a_cache_that_the_model_gives_up_is_filled_again(name: str, tokens: int)
         # The last token that was chosen has not been read.
         assert cache.get_seq_length() == tokens + 11
         whole = torch.cat([prompt(tokens), torch.tensor([alone(name, tokens)])], dim=1)
-        own = tf.DynamicCache(config=model.config)
-        expected = given(model_of(name), prompt(tokens), own) + given(model_of(name), whole, own)
-        assert given(model, whole, cache) == expected[12:]
+        assert given(model, whole, cache) == answer_alone(name, whole)
 
 
 @pytest.mark.parametrize("name", READING_AGAIN)
@@ -169,12 +173,13 @@ def test_the_cache_stays_the_one_that_was_named(name: str) -> None:
         assert held.get_seq_length() == 31
 
 
+@pytest.mark.skipif(not versions.compat.MARKS_GIVEN_CACHES, reason="before 5.17 nothing says that a cache was given")
 @pytest.mark.parametrize("name", ["phi3", "phimoe"])
 def test_without_install_the_error_says_what_to_do(name: str) -> None:
     model = model_of(name)
     with pytest.raises(UnusedCacheError, match=r"kvlayers\.install\(\).*read a prompt again"):
         given(model, prompt(60), kvlayers.DynamicCache(config=model.config))
-    assert given(model, prompt(20), kvlayers.DynamicCache(config=model.config)) == alone(name, 20)
+    assert given(model, prompt(8), kvlayers.DynamicCache(config=model.config)) == alone(name, 8)
 
 
 @pytest.mark.parametrize(
@@ -184,6 +189,8 @@ def test_without_install_the_error_says_what_to_do(name: str) -> None:
 def test_options_change_no_answer(name: str, options: dict[str, Any]) -> None:
     if "assistant_model" in options:
         options = {"assistant_model": model_of(name)}
+    if "prefill_chunk_size" in options and name in READING_AGAIN and versions.LEAVES_THE_CACHE_TO_MODELS:
+        pytest.skip("transformers 5.0 does not read again behind chunks")
     for tokens in LENGTHS:
         found = kvlayers.generate(
             model_of(name), prompt(tokens), attention_mask=torch.ones(1, tokens), **ANSWER, **options
@@ -230,7 +237,7 @@ def test_turns_of_a_chat_answer_as_whole_prompts(name: str) -> None:
         asked = tokenizer.apply_chat_template(
             [*chat.messages, {"role": "user", "content": text}], return_tensors="pt", return_dict=True
         )["input_ids"]
-        expected = answer(model_of(name), asked, max_new_tokens=4)
+        expected = answer_alone(name, asked, max_new_tokens=4)
         assert chat.ask(text, max_new_tokens=4, do_sample=False) == tokenizer.decode(expected, skip_special_tokens=True)
         reused.append(chat.cached_tokens > 0)
     # Between keys of the same frequencies, nothing is computed again.

@@ -249,7 +249,7 @@ class GivenToGenerate:
         """
         self.is_measured = True
         cache = self._cache()
-        if cache is None or not cache_argument.HAS_OLD_NAMES or cache.is_compileable:
+        if cache is None or cache.is_compileable:
             return
         # A model that asks within its pass (assisted decoding), or somebody who asks after a pass, finds the cache
         # taken, and hooks would see a later call.

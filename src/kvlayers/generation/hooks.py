@@ -292,10 +292,12 @@ def _noting(original: Method) -> Method:
 
 def _respelling(old: str, original: Method) -> Method:
     @functools.wraps(original)
-    def prepare_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
-        inputs = original(self, *args, **cache_argument.respelled(self, kwargs))
+    def prepare_inputs(self: Any, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+        def prepare(**options: Any) -> Any:
+            return original(self, input_ids, *args, **cache_argument.respelled(self, options))
+
         is_own = isinstance(kwargs.get(cache_argument.name_in_generate(self)), Cache)
-        return generate_calls.with_cache(self, inputs, kwargs) if is_own else inputs
+        return generate_calls.with_cache(self, input_ids, prepare, kwargs) if is_own else prepare(**kwargs)
 
     # transformers reads in the signature what a call of generate() may pass.
     signature = inspect.signature(original)

@@ -86,7 +86,7 @@ HOUSEKEEPING = (
 )  # fmt: skip
 """Attributes of modules that no state depends on, or that are compared elsewhere, as parameters and configs are."""
 
-OF_LOADING = re.compile(r"_(is_)?hf_\w+|_\w+_(plan|installed)")
+OF_LOADING = re.compile(r"_(is_)?hf_\w+|_\w+_(plan|installed|conversions)")
 """Further ones, by their names: what loading, dividing and watching a model note in it."""
 
 CHANGES_WITH_LENGTH = ("dynamic", "longrope")

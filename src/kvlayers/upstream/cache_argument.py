@@ -20,10 +20,6 @@ SPELLINGS = ("cache", "past_key_values", "cache_params")
 """All names of the argument, the newest first."""
 
 
-HAS_OLD_NAMES = bool(vars(ModelOutput).keys() & set(SPELLINGS))
-"""Whether transformers knows old names of the argument: outputs have them as properties, beside the new name."""
-
-
 def name_for(model: Any) -> str:
     """Name of the argument in which the forward pass of a model takes its cache, or the usual one if it names none."""
     return _name_in_forward(type(model))  # type: ignore[no-any-return]

@@ -92,32 +92,42 @@ def model_inputs(
     # Only for the first pass, it returns images.
     is_first = is_first or model_kwargs.get("pixel_values") is not None
     arguments: dict[str, Any] = {"is_first_iteration": is_first} if KNOWS_FIRST_ITERATION else {}
-    if SLICES_BY_CACHE_POSITION:
-        end = input_ids.shape[1]
-        arguments["cache_position"] = torch.arange(end - new_tokens, end, device=input_ids.device)
-    else:
-        arguments["next_sequence_length"] = new_tokens
-    inputs: dict[str, Any] = type(model).prepare_inputs_for_generation(model, input_ids, **arguments, **model_kwargs)
-    return with_cache(model, inputs, model_kwargs)
+    prepare = functools.partial(type(model).prepare_inputs_for_generation, model, input_ids)
+    return with_cache(model, input_ids, prepare, {**arguments, **_slice_of(input_ids, new_tokens), **model_kwargs})
 
 
-def with_cache(model: Any, inputs: dict[str, Any], model_kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """What `prepare_inputs_for_generation` has returned, with the cache that it was given.
+def _slice_of(input_ids: torch.Tensor, new_tokens: int) -> dict[str, Any]:
+    """The argument that says how many tokens at the end of `input_ids` are new."""
+    if not SLICES_BY_CACHE_POSITION:
+        return {"next_sequence_length": new_tokens}
+    end = input_ids.shape[1]
+    return {"cache_position": torch.arange(end - new_tokens, end, device=input_ids.device)}
+
+
+def with_cache(
+    model: Any, input_ids: torch.Tensor, prepare: Callable[..., dict[str, Any]], model_kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What `prepare_inputs_for_generation` returns, with the cache that it is given.
 
     A model that reads the whole sequence again, with other factors of its RoPE, gives up the cache, so that a pass
     makes one of transformers. It gets its own cache, emptied.
 
     Args:
         model: the model.
-        inputs: what was returned.
-        model_kwargs: what was passed.
+        input_ids: the whole sequence, `[batch, tokens]`.
+        prepare: that method, which lacks its further arguments alone.
+        model_kwargs: these arguments.
     """
-    name = cache_argument.name_in_generate(model)
+    name, inputs = cache_argument.name_in_generate(model), prepare(**model_kwargs)
     given = model_kwargs.get(name)
-    if given is not None and inputs.get(name) is None and model_types.reads_again_behind(model) is not None:
-        given.reset()
-        return {**inputs, name: given}
-    return inputs
+    if given is None or inputs.get(name) is not None or model_types.reads_again_behind(model) is None:
+        return inputs
+    ids = inputs.get("input_ids")
+    if ids is not None and ids.shape[1] < input_ids.shape[1]:
+        # Before 5.20 transformers forgets that the model has given up the cache, and passes the new tokens alone.
+        inputs = prepare(**{**model_kwargs, **_slice_of(input_ids, input_ids.shape[1]), name: None})
+    given.reset()
+    return {**inputs, name: given}
 
 
 def encoded_for(model: Any, model_kwargs: Mapping[str, Any]) -> torch.Tensor | None:

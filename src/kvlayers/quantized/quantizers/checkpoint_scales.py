@@ -232,7 +232,8 @@ def _file(checkpoint: str | os.PathLike[str], name: str, revision: str | None) -
     """
     try:
         found: str | None = cached_file(checkpoint, name, revision=revision)
-    except OSError as error:
+    except (OSError, ValueError) as error:
+        # Before transformers 5 a name that cannot be a repository's is a ValueError.
         raise OptionError(
             f"`scales`: {name} of {os.fspath(checkpoint)!r} cannot be read: {error} Pass the path of a checkpoint with "
             f"{WEIGHTS} or {INDEX}, or the name of a repository on the Hub that you have access to."

@@ -54,6 +54,7 @@ def scaled(kind: str) -> Any:
             num_attention_heads=2,
             num_key_value_heads=2,
             partial_rotary_factor=0.25,
+            pad_token_id=0,
         )
         return transformers.StableLmForCausalLM(config).eval()
     scaling = {"rope_type": kind, "factor": 4.0}

@@ -243,6 +243,8 @@ def test_a_model_makes_transformers_layers_where_it_may_not_have_others() -> Non
 
 def test_a_cache_in_the_place_of_the_named_one_is_a_warning_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """PEFT's prefix tuning does that."""
+    if versions.LEAVES_THE_CACHE_TO_MODELS:
+        pytest.skip("transformers 5.0 passes no empty cache")
     model, ids = fresh_model("llama"), prompt(1, 6)
     with torch.no_grad():
         prefix = cache_argument.in_output(model(prompt(1, 4), use_cache=True))

@@ -88,6 +88,8 @@ PASSED: dict[str, Callable[[Any], Any]] = {
     ),
 )
 def test_a_decoder_with_the_output_of_an_encoder(how: str, family: str) -> None:
+    if family == "rembert":
+        versions.need_since("5.23", "RemBERT without a cache")
     model = model_of(family)
     asked: dict[str, Any] = {} if how == "no name" else {"cache_implementation": how}
     if how.startswith("passed"):
@@ -125,6 +127,7 @@ def test_captions(cache: str | None, beams: int) -> None:
         assert torch.equal(model.generate(**asked), expected)
 
 
+@pytest.mark.skipif(not versions.compat.MARKS_GIVEN_CACHES, reason="before 5.17 nothing says that a cache was given")
 @pytest.mark.parametrize("kind", [kvlayers.QuantizedCache, kvlayers.EvictingCache])
 def test_a_cache_that_is_no_pair_is_refused_without_install(kind: type[kvlayers.Cache]) -> None:
     """The model makes a pair of transformers' DynamicCache alone; any other would hold the image behind the text."""

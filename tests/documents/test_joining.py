@@ -7,6 +7,7 @@ import torch
 import transformers
 
 import kvlayers
+import versions
 from kvlayers.errors import (
     CapacityError,
     ConfigError,
@@ -45,6 +46,7 @@ def continued(model: Any, cache: Any, ids: torch.Tensor = QUESTION) -> torch.Ten
 def scaled(kind: str) -> Any:
     """A model whose rotation is not the usual one."""
     if kind == "partial":
+        versions.need_since("5.1", "StableLM with a cache")
         torch.manual_seed(0)
         config = transformers.StableLmConfig(
             vocab_size=97,
@@ -54,7 +56,6 @@ def scaled(kind: str) -> Any:
             num_attention_heads=2,
             num_key_value_heads=2,
             partial_rotary_factor=0.25,
-            pad_token_id=0,
         )
         return transformers.StableLmForCausalLM(config).eval()
     scaling = {"rope_type": kind, "factor": 4.0}

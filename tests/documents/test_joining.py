@@ -46,7 +46,7 @@ def continued(model: Any, cache: Any, ids: torch.Tensor = QUESTION) -> torch.Ten
 def scaled(kind: str) -> Any:
     """A model whose rotation is not the usual one."""
     if kind == "partial":
-        versions.need_since("5.1", "StableLM with a cache")
+        versions.need_since("5.6", "StableLM with a cache")
         torch.manual_seed(0)
         config = transformers.StableLmConfig(
             vocab_size=97,

@@ -93,9 +93,9 @@ there are."""
 def need_frequencies_of(name: str) -> None:
     """Skip a test of a RoPE that depends on the length, where transformers itself does not get it right."""
     if name == "phimoe":
-        need_since("5.1", "factors of PhiMoE's RoPE")
+        need_since("5.6", "factors of PhiMoE's RoPE")
     if name == "llama dynamic":
-        need_since("5.16", "dynamic RoPE without a trace of earlier prompts")
+        need_since("5.17", "dynamic RoPE without a trace of earlier prompts")
 
 
 DRAFTS_MAY_HAVE_A_LEAST_LENGTH = Version("5.6") <= TRANSFORMERS

@@ -31,7 +31,7 @@ from models import fresh_model
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    # Without padding: its embedding is zero, and before 5.2 transformers' static layers count no token with zeros.
+    # Without padding: its embedding is zero, and before 5.12 transformers' static layers count no token with zeros.
     return save_with_tokenizer(tmp_path_factory.mktemp("llama"), fresh_model("llama", pad_token_id=None))
 
 

@@ -124,7 +124,7 @@ def with_cache(
         return inputs
     ids = inputs.get("input_ids")
     if ids is not None and ids.shape[1] < input_ids.shape[1]:
-        # Before 5.20 transformers forgets that the model has given up the cache, and passes the new tokens alone.
+        # Up to 5.17 at least, transformers then passes the new tokens alone, as if the model had kept its cache.
         inputs = prepare(**{**model_kwargs, **_slice_of(input_ids, input_ids.shape[1]), name: None})
     given.reset()
     return {**inputs, name: given}

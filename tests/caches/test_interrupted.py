@@ -112,7 +112,7 @@ def interrupted_write(number: int) -> Iterator[list[int]]:
 @torch.no_grad()
 def passed(model: Any, cache: Any, ids: Tensor) -> Tensor:
     """Logits of the last of some tokens that are passed to a model, `[batch, vocabulary]`."""
-    logits: Tensor = model(ids, **given(cache), use_cache=True).logits
+    logits: Tensor = model(ids, **given(cache, model), use_cache=True).logits
     return logits[:, -1]
 
 
@@ -275,7 +275,7 @@ model, cache, ids = torch.load({str(tmp_path / "sent")!r}, weights_only=False)
 try:
     with torch.no_grad():
         for token in (7, 8):
-            model(ids[:, token : token + 1], {next(iter(given(cache)))}=cache, use_cache=True)
+            model(ids[:, token : token + 1], {next(iter(given(cache, model)))}=cache, use_cache=True)
 except kvlayers.errors.InterruptedPassError:
     print("noticed")
 """)

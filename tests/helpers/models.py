@@ -177,16 +177,16 @@ def without_mlps(model: Any) -> Any:
     return model
 
 
-def given(cache: Any) -> dict[str, Any]:
-    """A cache as the argument of a forward pass, by the name that models take it by: bare ones know no other."""
-    return {cache_argument.usual_name(): cache}
+def given(cache: Any, model: Any = None) -> dict[str, Any]:
+    """A cache as the argument of a forward pass, by the name that this model takes it by, or most models do."""
+    return {cache_argument.usual_name() if model is None else cache_argument.name_for(model): cache}
 
 
 @torch.no_grad()
 def read(model: Any, ids: torch.Tensor, cache: Any = None, **arguments: Any) -> tuple[Any, torch.Tensor]:
     """A cache, an empty one by default, that has seen these tokens now, and their logits."""
     cache = DynamicCache() if cache is None else cache
-    logits: torch.Tensor = model(ids, **given(cache), **arguments).logits
+    logits: torch.Tensor = model(ids, **given(cache, model), **arguments).logits
     return cache, logits
 
 
@@ -196,7 +196,9 @@ def row_logits(model: Any, cache: Any, ids: torch.Tensor) -> torch.Tensor:
     rows, new = Rows(cache), ids.shape[1]
     attends = any(layer.traits.attends for layer in cache.layers)
     positions = {"position_ids": rows.position_ids(new)} if attends else {}
-    logits: torch.Tensor = model(ids, attention_mask=rows.attention_mask(new), **positions, **given(cache)).logits
+    logits: torch.Tensor = model(
+        ids, attention_mask=rows.attention_mask(new), **positions, **given(cache, model)
+    ).logits
     return logits
 
 

@@ -110,9 +110,9 @@ def test_autocast_on_the_prompt_only_or_behind_it(name: str, prompt_under_autoca
     for cache in (own, transformers.DynamicCache(config=model.config)):
         with torch.no_grad():
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=prompt_under_autocast):
-                model(ids[:, :30], **given(cache))
+                model(ids[:, :30], **given(cache, model))
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=not prompt_under_autocast):
-                steps = [model(ids[:, at : at + 1], **given(cache)).logits for at in range(30, 40)]
+                steps = [model(ids[:, at : at + 1], **given(cache, model)).logits for at in range(30, 40)]
         logits.append(torch.cat(steps, dim=1).float())
     tolerance = 1e-5 if prompt_under_autocast else 2e-2
     torch.testing.assert_close(*logits, rtol=tolerance, atol=tolerance)

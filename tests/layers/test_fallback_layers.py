@@ -153,7 +153,7 @@ def bytes_held(layer: Any) -> int:
 def test_decoding_goes_on_after_every_operation(family: str, kind: str, operation: Operation) -> None:
     decoding = decoding_of(family, kind, PROMPT)
     if operation in CROPPING and family in INDEXERS and kind == "static" and not versions.CROPS_STATIC_LAYERS:
-        with pytest.raises(kvlayers.errors.RollbackError, match="StaticIndexedLayer cannot: fork"):
+        with pytest.raises(kvlayers.errors.RollbackError, match="StaticIndexedLayer.*: fork"):
             operation(decoding)
         operation = crop_nothing
     check_goes_on_after(decoding, operation)

@@ -618,7 +618,7 @@ def test_rows_may_differ_in_how_many_checkpoints_they_keep(family: str) -> None:
     caches = [kvlayers.make_cache("dynamic", model, checkpoints={"most": most}) for most in (2, 5)]
     with torch.no_grad():
         for tokens, cache in enumerate(caches, start=4):
-            model(prompt(1, tokens), **given(cache))
+            model(prompt(1, tokens), **given(cache, model))
     rows = kvlayers.merge(caches)
     assert rows.row_lengths == (4, 5)
     assert kvlayers.merge([rows, caches[0]]).row_lengths == (4, 5, 4)

@@ -103,7 +103,7 @@ class Schedule:
         alone, expected = self.batch.extract(row), self.alone[row].fork()
         ids = prompt(1, 1, 7)
         for _ in range(3):
-            logits = [self.model(ids, **given(cache)).logits for cache in (alone, expected)]
+            logits = [self.model(ids, **given(cache, self.model)).logits for cache in (alone, expected)]
             torch.testing.assert_close(*logits, atol=2e-4, rtol=1e-4)
 
     def fork(self) -> None:

@@ -16,7 +16,8 @@ from transformers.generation import StoppingCriteria, StoppingCriteriaList
 from lib import contenders
 from lib.contenders import Maker, fill
 from lib.gpu_stage import Findings, Setup
-from lib.internals import as_dense, interleaved, name_for, name_in_generate
+from lib.internals import as_dense, name_for, name_in_generate
+from lib.timing import interleaved
 from lib.workload import Shape
 from packed_reference import relative_error
 

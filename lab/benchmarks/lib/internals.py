@@ -17,7 +17,7 @@ from kvlayers.kernels.attention.gqa import marked_for_sdpa
 from kvlayers.kernels.attention.packed_tensor import as_dense
 from kvlayers.upstream.cache_argument import name_for, name_in_generate
 from kvlayers.utils import triton_support
-from kvlayers_lab.measuring.decoding import interleaved, quiet_clock
+from kvlayers_lab.measuring.decoding import quiet_clock
 from kvlayers_lab.measuring.environment import environment
 from kvlayers_lab.measuring.nbytes import cache_nbytes
 from kvlayers_lab.measuring.scoring import (

@@ -36,7 +36,7 @@ from kvlayers_lab.measuring.contenders import Contender, exact_names, is_support
 from kvlayers_lab.measuring.decoding import ContenderResult, measure, warm_up
 from kvlayers_lab.measuring.nbytes import cache_nbytes
 from kvlayers_lab.measuring.scoring import ReadingError, is_tie, newest_logits
-from kvlayers_lab.models import LoadedModel, find, find_device, load
+from kvlayers_lab.models import LoadedModel, find, load
 from kvlayers_lab.names import HUB_NAME, KVLAYERS, TRANSFORMERS
 
 INT4, TRANSFORMERS_STATIC = (KVLAYERS, "int4"), (TRANSFORMERS, "static")
@@ -521,8 +521,7 @@ def demo(
         context = DEFAULT_CONTEXT if prompt is None else 0
     prompt = PROMPT if prompt is None else prompt
     with measuring("demo", NO_OPTIONS, as_json, threads) as console:
-        target = find_device(device)
-        loaded = load(console, find(console, model), dtype.on(target), target)
+        loaded = load(console, find(console, model, device), dtype)
         ids = input_ids(loaded.tokenizer, prompt, context)
         question = loaded.tokenizer(QUESTION, add_special_tokens=False, return_tensors="pt").input_ids
         check_length(loaded.model.config, ids.shape[1] + 2 * tokens + question.shape[1])

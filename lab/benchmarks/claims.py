@@ -51,12 +51,12 @@ from lib.contenders import (
     TRANSFORMERS_STATIC,
     Maker,
     compiled,
+    measure_bytes,
     packed,
     quanto,
 )
-from lib.internals import NoRecord, cache_nbytes, default_text, quiet_clock, read
-from lib.quantized import RANDOM, load, measure_bytes
-from lib.timing import Disagreements, Measured, Trials, measure_decode, measure_update, summarise, times_as_fast
+from lib.internals import NoRecord, cache_nbytes, quiet_clock, read
+from lib.timing import Decoded, Disagreements, Trials, measure_decode, measure_update
 from lib.workload import QUICK_SHAPE, RandomModel, RealModel, Shape
 
 GEMMA = ".models/gemma-3-270m"
@@ -118,14 +118,14 @@ def check_tokens(disagreements: Disagreements, exact: Iterable[str]) -> None:
 
 def decoding(
     run: Run, workload: Any, makers: Mapping[str, Maker], tokens: int, usual: tuple[int, int], alike: str = ""
-) -> Measured:
+) -> Decoded:
     """So many steps in so many trials. kvlayers' DynamicCache must give the tokens of the reference.
 
     It may differ where the cache `alike` does: a random model in bfloat16 decides some tokens by how sums are rounded,
     which differs where a cache keeps its states elsewhere than transformers' does, whatever it is.
     """
     asked = Trials(*((4, 1) if run.quick else usual), run.ticking)
-    measured = summarise(measure_decode(workload, makers, tokens // 64 if run.quick else tokens, asked))
+    measured = measure_decode(workload, makers, tokens // 64 if run.quick else tokens, asked)
     differences = asked.disagreements
     shared = {(entry["tokens"], entry["trial"]) for entry in differences.found if entry["cache"] == alike}
     differences.found = [entry for entry in differences.found if (entry["tokens"], entry["trial"]) not in shared]
@@ -152,17 +152,17 @@ def measure_steps(run: Run) -> Mapping[str, Cells]:
         measured = decoding(run, run.llama, makers, length, (16, 3), FLOOR)
         for row, name in by_length.items():
             cells[claimed.length_row(row, length)] = {
-                claimed.MILLISECONDS: measured[name]["median"] * 1e3,
-                claimed.MEGABYTES: measured[name]["held"] / 1e6,
-                claimed.TIMES_AS_FAST: measured[name]["speed"],
+                claimed.MILLISECONDS: measured.turns.median(name) * 1e3,
+                claimed.MEGABYTES: measured.held[name] / 1e6,
+                claimed.TIMES_AS_FAST: measured.turns.ratio(REFERENCE, name),
             }
     for row, name in names.items():
         cells[row] = {
-            claimed.TIMES_AS_FAST: measured[name]["speed"],
-            claimed.OF_PREALLOCATED: times_as_fast(measured, name, FLOOR),
-            claimed.OVER_DYNAMIC: times_as_fast(measured, name, KVLAYERS),
-            claimed.OVER_QUANTO: times_as_fast(measured, name, QUANTO_4_BITS),
-            claimed.OF_DENSE: measured[name]["held"] / measured[REFERENCE]["held"],
+            claimed.TIMES_AS_FAST: measured.turns.ratio(REFERENCE, name),
+            claimed.OF_PREALLOCATED: measured.turns.ratio(FLOOR, name),
+            claimed.OVER_DYNAMIC: measured.turns.ratio(KVLAYERS, name),
+            claimed.OVER_QUANTO: measured.turns.ratio(QUANTO_4_BITS, name),
+            claimed.OF_DENSE: measured.held[name] / measured.held[REFERENCE],
         }
     return {"step": cells}
 
@@ -174,12 +174,13 @@ def measure_baseline(run: Run) -> Mapping[str, Cells]:
     makers[TRANSFORMERS_STATIC] = CONTENDERS[TRANSFORMERS_STATIC]
     # Its mask makes attention add in the order of kvlayers' caches.
     measured = decoding(run, run.llama, makers, claimed.LENGTHS[-1], (16, 3), TRANSFORMERS_STATIC)
-    rival = measured[TRANSFORMERS_STATIC]
     cells = {
-        row: {claimed.OVER_EXACT_STATIC: times_as_fast(measured, name, TRANSFORMERS_STATIC)}
-        for row, name in names.items()
+        row: {claimed.OVER_EXACT_STATIC: measured.turns.ratio(TRANSFORMERS_STATIC, name)} for row, name in names.items()
     }
-    of_rival = {claimed.TIMES_AS_FAST: rival["speed"], claimed.OF_DENSE: rival["held"] / measured[REFERENCE]["held"]}
+    of_rival = {
+        claimed.TIMES_AS_FAST: measured.turns.ratio(REFERENCE, TRANSFORMERS_STATIC),
+        claimed.OF_DENSE: measured.held[TRANSFORMERS_STATIC] / measured.held[REFERENCE],
+    }
     return {"baseline": {claimed.EXACT_STATIC: of_rival, **cells}}
 
 
@@ -192,7 +193,7 @@ def measure_large(run: Run) -> Mapping[str, Cells]:
     for length in claimed.LARGE_LENGTHS:
         measured = decoding(run, workload, makers, length, (8, 2))
         for row, name in rows.items():
-            cells[claimed.length_row(row, length)] = {claimed.TIMES_AS_FAST: measured[name]["speed"]}
+            cells[claimed.length_row(row, length)] = {claimed.TIMES_AS_FAST: measured.turns.ratio(REFERENCE, name)}
     of_prompts = reading(run, (prompt_tables.DYNAMIC,))
     subject = prompts.Subject("random llama of 1.2 billion weights", lambda: workload)
     read_whole = of_prompts.prompts(subject, "bfloat16", [160 if run.quick else 2048])
@@ -211,7 +212,7 @@ def measure_batches(run: Run) -> Mapping[str, Cells]:
         asked = Trials(steps, trials, run.ticking, block=1)
         measured = measure_decode(workload, makers, case[1], asked, batch=case[0])
         check_tokens(asked.disagreements, makers)
-        over = {name: times_as_fast(measured, KVLAYERS, name) for name in (REFERENCE, TRANSFORMERS_STATIC)}
+        over = {name: measured.turns.ratio(name, KVLAYERS) for name in (REFERENCE, TRANSFORMERS_STATIC)}
         row = claimed.batch_row(batch, length)
         cells[row] = {claimed.TIMES_AS_FAST: over[REFERENCE], claimed.OVER_BETTER: min(over.values())}
     return {"batches": cells}
@@ -224,7 +225,7 @@ def measure_reservations(run: Run) -> Mapping[str, Cells]:
     least = length + max(SPARE, trials.steps)
     with nothing_in_memory(backend):
         eager, in_graphs = measure_static(run.llama, makers, length, (least, most), trials, backend)
-    check_tokens(trials.disagreements, (*eager, *in_graphs))
+    check_tokens(trials.disagreements, (*eager.turns.seconds, *in_graphs.turns.seconds))
     small = with_reservation(KVLAYERS_STATIC, least)
     large, baseline = (with_reservation(name, most) for name in (KVLAYERS_STATIC, TRANSFORMERS_STATIC))
     cells = {}
@@ -233,8 +234,8 @@ def measure_reservations(run: Run) -> Mapping[str, Cells]:
         (claimed.COMPILED_STATIC, in_graphs, compiled),
     ):
         cells[row] = {
-            claimed.TIMES_STATIC: times_as_fast(measured, named(large), named(baseline)),
-            claimed.TIME_OF_SMALL: times_as_fast(measured, named(small), named(large)),
+            claimed.TIMES_STATIC: measured.turns.ratio(named(baseline), named(large)),
+            claimed.TIME_OF_SMALL: measured.turns.ratio(named(large), named(small)),
         }
     return {"static": cells}
 
@@ -262,11 +263,11 @@ def measure_fidelity(run: Run) -> Mapping[str, Cells]:
         claimed.FINE_4: quanto(4, q_group_size=FINE),
         claimed.FINE_2: quanto(2, q_group_size=FINE),
     }
-    source = RANDOM if run.quick else str(run.given.model)
+    workload = run.needed(torch.float32)
     context, scored, chunk = (640, 64, 64) if run.quick else (2048, 1024, 64)
-    model, (text,) = load(source, 1, context + scored + 1)
+    model, texts = workload.model, workload.passages(1, context + scored + 1)
     tick = run.ticking("fidelity", (context + scored) // chunk)
-    scores = read(model, [text], {REFERENCE: CONTENDERS[REFERENCE], **makers}, context, chunk, NoRecord(), tick)
+    scores = read(model, texts, {REFERENCE: CONTENDERS[REFERENCE], **makers}, context, chunk, NoRecord(), tick)
     cells: dict[str, dict[str, float]] = {}
     for row, make in makers.items():
         entry = scores[row].summary()
@@ -394,13 +395,13 @@ def measure_latents(run: Run) -> Mapping[str, Cells]:
     makers = {name: CONTENDERS[name] for name in (REFERENCE, KVLAYERS)}
     trials = Trials(steps, 1, run.ticking, 1, Disagreements(torch.float32))
     exact = measure_decode(cases.LatentModel(torch.float32, layers), makers, length, trials)
-    apart = exact[KVLAYERS]["logit_distance"]
+    apart = exact.logit_distance[KVLAYERS]
     if apart > MOST_APART:
         raise OtherTokensError(f"logits in float32 are {apart:.1e} from transformers'")
     # In bfloat16 a token may be a tie.
     trials = Trials(steps, 1, run.ticking, 1)
     measured = measure_decode(cases.LatentModel(torch.bfloat16, layers), makers, length, trials)
-    return {"latents": {claimed.DYNAMIC: {claimed.TIMES_AS_FAST: times_as_fast(measured, KVLAYERS, REFERENCE)}}}
+    return {"latents": {claimed.DYNAMIC: {claimed.TIMES_AS_FAST: measured.turns.ratio(REFERENCE, KVLAYERS)}}}
 
 
 def reading(run: Run, caches: Sequence[str], *sizes: str) -> prompts.Run:
@@ -418,7 +419,7 @@ def read_one(run: Run, source: str | None, tokens: int, *caches: str, seconds: f
         subject, tokens = prompts.subjects(of_prompts.given)[prompt_tables.NARROW], 160
     else:
         name = pathlib.Path(source).name
-        subject = prompts.Subject(name, functools.partial(RealModel, source, default_text()))
+        subject = prompts.Subject(name, functools.partial(RealModel, source))
     cells = of_prompts.prompts(subject, "bfloat16", [tokens])
     check_logits(of_prompts)
     return {cell["cache"]: cell for cell in prompt_tables.find(cells, case=prompt_tables.ONE)}
@@ -586,7 +587,7 @@ def written_pages() -> pages.Pages:
 def parse(arguments: Sequence[str] | None) -> Any:
     made = report.Options("claims", __doc__, written_pages, quick="a small random model and few tokens, under a minute")
     made.some_of("--only", list(MEASUREMENTS), "measurements")
-    made.real_model(report.default_model())
+    made.real_model()
     usual = GEMMA if pathlib.Path(GEMMA).is_dir() else None
     made.add("--gemma", default=usual, help=f"directory of Gemma-3-270M ({GEMMA} if it is there)")
     made.add("--record", action="store_true", help="record the measurements, and write them into the pages")

@@ -24,15 +24,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor
 
 import kvlayers
 import pages
 from lib import report
-from lib.internals import default_text, divergences, newest_logits, passages, quiet_clock
+from lib.internals import divergences, newest_logits, quiet_clock
 from lib.timing import Turns
-from lib.workload import RandomModel
 
 DOCUMENTS = 6
 AMOUNTS: tuple[int | str, ...] = (0, "5%", "15%", "30%", "100%")
@@ -66,18 +64,12 @@ class Subject:
     """A model in float32, and texts for it."""
 
     def __init__(self, run: report.Session) -> None:
-        chosen = run.some_model(torch.float32)
-        self.model: Any = chosen.model
-        is_random = isinstance(chosen, RandomModel)
-        self.tokenizer = None if is_random else transformers.AutoTokenizer.from_pretrained(run.given.model)
-        self._generator = torch.Generator().manual_seed(0)
+        self._workload = run.some_model(torch.float32)
+        self.model: Any = self._workload.model
 
     def texts(self, count: int, tokens: int) -> list[Tensor]:
         """Passages of a text, int64 `[tokens]` each."""
-        if self.tokenizer is None:
-            most = min(self.model.config.vocab_size, 2000)
-            return [torch.randint(3, most, (tokens,), generator=self._generator) for _ in range(count)]
-        return [ids[0] for ids in passages(self.tokenizer, default_text(), count, tokens)]
+        return [ids[0] for ids in self._workload.passages(count, tokens)]
 
     def read(self, ids: Tensor) -> Any:
         """A cache that keeps every token, after these tokens."""

@@ -19,12 +19,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
+
 import kvlayers
 import pages
 from lib import report
 from lib.contenders import CONTENDERS, KVLAYERS, REFERENCE, Maker, packed
 from lib.internals import NoRecord, newest_logits, quiet_clock, read
-from lib.quantized import RANDOM, load
 from pages import shown
 
 EXACT = "kvlayers DynamicCache"
@@ -41,7 +42,7 @@ def options() -> report.Options:
         kind=lambda given: f"memory-{pages.model_name(vars(given))}",
     )
     made.some_of("--only", list(SECTIONS), "sections")
-    made.real_model(RANDOM, is_needed=True)
+    made.real_model(is_needed=True)
     made.sized("--prompt", 4096, 512, "tokens of the prompt")
     made.sized("--answers", 4096, 256, "tokens behind it")
     made.sized("--chunk", 16, 16, "tokens of the text that are read at once")
@@ -126,17 +127,17 @@ COLUMNS = (
 )
 
 
-def text_of(run: report.Session) -> tuple[Any, Any]:
-    given = run.given
-    model, (ids,) = load(given.model, 1, given.prompt + given.answers + 1)
-    return model, ids
+def text_of(run: report.Session, tokens: int) -> tuple[Any, Any]:
+    """The model, and so many tokens and one more, int64 `[1, tokens + 1]`."""
+    workload = run.some_model(torch.float32)
+    return workload.model, workload.passages(1, tokens + 1)[0]
 
 
 def loss(run: report.Session) -> dict[str, Any]:
     """For each budget, and for 8 and 4 bits from the start: KL, equal top tokens, exact tokens and bytes."""
     given = run.given
-    model, ids = text_of(run)
     tokens = given.prompt + given.answers
+    model, ids = text_of(run, tokens)
     watched = Watched(given.prompt)
     budgets = {f"within {share}%": share for share in given.shares}
 
@@ -174,7 +175,7 @@ def loss(run: report.Session) -> dict[str, Any]:
 
 def again(run: report.Session) -> dict[str, Any]:
     """4 bits at once, and after 8."""
-    model, ids = text_of(run)
+    model, ids = text_of(run, run.given.prompt + run.given.answers)
     watched = Watched(run.given.prompt)
 
     def both(cache: Any) -> None:
@@ -195,7 +196,7 @@ def again(run: report.Session) -> dict[str, Any]:
 def times(run: report.Session) -> dict[str, Any]:
     """Milliseconds of giving way, and of a decode step before and after each step."""
     given = run.given
-    model, (ids,) = load(given.model, 1, given.held + 1)
+    model, ids = text_of(run, given.held)
     cache = kvlayers.DynamicCache(config=model.config)
     token, found = ids[:, -1:], dict[str, Any]()
     with quiet_clock():

@@ -26,14 +26,15 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
+import torch
+
 import kvlayers
 import pages
 from kvlayers.quantizers import Quantizer, SideOptions, backend, quantizer_names, register_quantizer
 from lib import report
-from lib.contenders import CONTENDERS, REFERENCE, Maker, packed
+from lib.contenders import CONTENDERS, REFERENCE, Maker, measure_bytes, packed
 from lib.internals import NoRecord, read
 from lib.outliers import KeyOutliers, ValueOutliers
-from lib.quantized import RANDOM, load, measure_bytes
 from prompt_tables import CONVERTED, SMOLLM2
 
 
@@ -104,7 +105,7 @@ def options() -> report.Options:
         quick="a small random model and few rows",
         kind=lambda given: f"outliers-{pages.model_name(vars(given))}",
     )
-    made.real_model(RANDOM, is_needed=True)
+    made.real_model(is_needed=True)
     made.sized("--passages", 1, 1, "from places spread over the text")
     made.sized("--context", 512, 512, "tokens of each read before scoring begins")
     made.sized("--scored", 128, 128, "tokens of each that are scored")
@@ -137,7 +138,8 @@ def measure(run: report.Session) -> dict[str, Any]:
     """
     given, caches = run.given, run.given.caches
     found, held = _resumed(given)
-    model, texts = load(given.model, given.passages, given.context + given.scored + 1)
+    workload = run.some_model(torch.float32)
+    model, texts = workload.model, workload.passages(given.passages, given.context + given.scored + 1)
     makers = {REFERENCE: CONTENDERS[REFERENCE], **{name: NAMES[name] for name in caches}}
     for name in caches:
         held[name] = measure_bytes(NAMES[name], model.config, given.context, given.scored, given.chunk)
@@ -207,7 +209,7 @@ def page_table(record: dict[str, Any], rows: Sequence[str] | None = None, left_o
     older = ", ".join(sorted(dates - {newest}))
     marks = f" Cells with * were measured on {newest}, the others on {older}." if older else ""
     held = ", ".join(f"`{name}` {found['bytes'][name]['bytes']:,.0f}" for name in caches)
-    name = pathlib.Path(arguments["model"]).name
+    name = pages.model_name(arguments)
     model = f"{name} ({CONVERTED})" if name == SMOLLM2 else name
     lengths = f"{arguments['scored']} tokens after {arguments['context']}"
     return "\n".join(

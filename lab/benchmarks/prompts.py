@@ -44,7 +44,7 @@ import pages
 import prompt_tables as tables
 from lib import report
 from lib.contenders import CONTENDERS, KVLAYERS, KVLAYERS_STATIC, REFERENCE, Maker, packed
-from lib.internals import default_text, quiet_clock
+from lib.internals import quiet_clock
 from lib.serving import most_memory
 from lib.timing import Turns
 from lib.workload import RandomModel, RealModel, Shape, default_model
@@ -530,7 +530,7 @@ def subjects(given: Any) -> dict[str, Subject]:
     sources = given.model if given.model is not None else list(filter(None, [default_model()]))
     for source in [] if given.quick else sources:
         name = pathlib.Path(source).name
-        found[name] = Subject(name, functools.partial(RealModel, source, default_text()))
+        found[name] = Subject(name, functools.partial(RealModel, source))
     for name, shape in SHAPES.items():
         if given.quick:
             heads = shape.heads // shape.kv_heads * 2

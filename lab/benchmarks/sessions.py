@@ -41,6 +41,7 @@ import kvlayers
 import pages
 from lib import report, serving
 from lib.internals import quiet_clock, tiny_model
+from lib.timing import Turns
 from pages import shown
 
 START, END, LINE, WORDS = 1, 2, 3, range(10, 97)
@@ -204,24 +205,28 @@ def snapshots(run: report.Session) -> dict[str, Any]:
         "the last state alone": {"snapshot_tokens": None},
         "snapshots": {},
     }
-    seconds, texts = {name: list[float]() for name in ways}, set[tuple[int, ...]]()
+    turns, texts = Turns(ways), set[tuple[int, ...]]()
     entries, tick = dict[str, int](), run.ticking("snapshots", (run.given.trials + 1) * len(ways))
-    for _, (name, options) in itertools.product(range(run.given.trials + 1), ways.items()):
+
+    def read(name: str) -> tuple[float, None]:
+        options = ways[name]
         store = None if options is None else kvlayers.PrefixStore("4GiB", **options)
         # Without ends of messages, no border is known.
         model.generation_config.eos_token_id = END if name == "snapshots" else None
         with quiet_clock():
             begin = time.perf_counter()
             texts.add(tuple(generated(model, prompt, 1, store)))
-            seconds[name].append(time.perf_counter() - begin)
+            seconds = time.perf_counter() - begin
         entries[name] = 0 if store is None else len(store)
         tick()
+        return seconds, None
+
+    for trial in range(run.given.trials + 1):
+        # The first one warms up.
+        turns.take_timed(read, is_counted=trial > 0)
     run.expect(len(texts) == 1, "a first token depends on snapshots")
-    # The first trial of each warms up.
-    rows = {name: {"seconds": statistics.median(own[1:]), "entries": entries[name]} for name, own in seconds.items()}
-    # Of the same turn, since a machine may be slower in the next one.
-    pairs = zip(seconds["snapshots"][1:], seconds["the last state alone"][1:], strict=True)
-    share = statistics.median(one / other for one, other in pairs)
+    rows = {name: {"seconds": turns.median(name), "entries": entries[name]} for name in ways}
+    share = turns.ratio("snapshots", "the last state alone")
     run.target("seconds of a prompt with snapshots, of those without", share, at_most=1.02)
     return {"ways": rows, "of_without": share}
 

@@ -28,10 +28,10 @@ from fractions import Fraction
 from typing import Any
 
 import pages
+from kvlayers.calls import is_registered, named_cache
 from kvlayers.eviction import eviction_rule, eviction_rule_names
 from kvlayers.options import tokens
 from kvlayers_lab.tasks.summary import TaskOutcome, summarize
-from lib.internals import is_registered, named_cache
 from pages import DOCS, RECORDED, ROOT, markdown, measured_at
 
 RESULTS = ROOT / "lab" / "benchmarks" / "results"

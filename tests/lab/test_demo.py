@@ -21,6 +21,7 @@ from transformers.utils import logging
 import command_line
 import kvlayers
 from kvlayers.__main__ import main
+from kvlayers.commands.common import Dtype
 from kvlayers_lab import models as demo_model
 from kvlayers_lab.measuring import contenders, decoding
 from kvlayers_lab.measuring.nbytes import cache_nbytes
@@ -125,7 +126,7 @@ def test_the_demo_shows_every_cache_samples_and_a_second_turn(llama: Path) -> No
 
 def _loaded(directory: Path) -> demo_model.LoadedModel:
     console = Console(quiet=True)
-    return demo_model.load(console, demo_model.find(console, str(directory)), torch.float32, torch.device("cpu"))
+    return demo_model.load(console, demo_model.find(console, str(directory), "cpu"), Dtype.float32)
 
 
 def test_the_demo_shows_the_prompt_and_what_the_model_makes_of_it(llama: Path) -> None:

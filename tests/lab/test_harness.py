@@ -258,7 +258,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("arguments", "error", "words"),
     [
         ({"cache": "in4"}, kvlayers.errors.RegistryError, "unknown cache name 'in4': did you mean 'int4'"),
-        ({"cache": 4}, kvlayers.OptionError, "`cache` must be the name of a cache, got 4"),
+        ({"cache": 4}, kvlayers.OptionError, "`cache` must be the name of a cache here, such as 'int4', got "),
         ({"cahce": "int4"}, kvlayers.OptionError, "`cahce` is not a model argument: did you mean 'cache'"),
         ({"max_lenght": 9}, kvlayers.OptionError, "did you mean 'max_length'"),
         ({"nbits": 4}, kvlayers.OptionError, "`nbits` is no model argument.*belong in `cache_config`"),

@@ -13,8 +13,7 @@ pytestmark = [pytest.mark.slow, versions.benchmarks_of_transformers]
 
 def test_bytes_of_transformers_quantized_layers_are_those_of_codes_scales_zeros_and_residual(script: Any) -> None:
     pytest.importorskip("optimum.quanto")
-    from lib.contenders import quanto
-    from lib.quantized import measure_bytes
+    from lib.contenders import measure_bytes, quanto
     from lib.workload import RandomModel, Shape
 
     config = RandomModel(Shape(layers=2, heads=2, kv_heads=2, head_dim=64, intermediate=64, vocab=64)).model.config

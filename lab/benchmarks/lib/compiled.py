@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 import kvlayers
 from lib.contenders import KVLAYERS_STATIC, REFERENCE, TRANSFORMERS_STATIC, Maker, compiled
 from lib.internals import quiet_clock
-from lib.timing import Disagreements, Measured, Trials, greedy_reference, measure_decode, step
+from lib.timing import Decoded, Disagreements, Trials, greedy_reference, measure_decode, step
 
 INDUCTOR = "inductor"
 
@@ -71,7 +71,7 @@ def with_reservation(name: str, tokens: int) -> str:
 
 def measure_static(
     workload: Any, makers: Mapping[str, Maker], length: int, reserved: Sequence[int], trials: Trials, backend: str
-) -> tuple[Measured, Measured]:
+) -> tuple[Decoded, Decoded]:
     """Time decode steps of static caches in eager and in compiled code, beside transformers' dynamic cache.
 
     Compiled code comes behind a prefill in eager code, and every graph is compiled before the clock starts.

@@ -3,12 +3,13 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import transformers
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 import kvlayers
-from lib.internals import marked_for_sdpa
+from lib.internals import cache_nbytes, marked_for_sdpa
 
 Maker = Callable[..., Any]
 """Makes an empty cache from a model config and the final number of tokens, which only static caches need."""
@@ -127,3 +128,29 @@ def fill(cache: Any, states: list[tuple[Tensor, Tensor]], chunk: int) -> None:
     for start in range(0, tokens, chunk):
         for layer_idx, (keys, values) in enumerate(states):
             cache.update(keys[:, :, start : start + chunk], values[:, :, start : start + chunk], layer_idx)
+
+
+def measure_bytes(make: Maker, config: Any, context: int, scored: int, chunk: int) -> dict[str, float]:
+    """Bytes per token of a cache that is filled in chunks with states in bfloat16, as caches hold them in use.
+
+    The bytes depend on the number of states, not on their values: a residual in full precision fills and empties. So
+    they are counted after every chunk of the scored part.
+
+    Returns:
+        `bytes` is the mean over these chunks, and `last_bytes` are those at the end.
+    """
+    text_config = config.get_text_config()
+    heads = text_config.num_attention_heads
+    kv_heads = getattr(text_config, "num_key_value_heads", None) or heads
+    head_dim = getattr(text_config, "head_dim", None) or text_config.hidden_size // heads
+    generator = torch.Generator().manual_seed(0)
+    keys, values = torch.randn(2, 1, kv_heads, context + scored, head_dim, generator=generator).bfloat16().unbind(0)
+    cache = make(config)
+    seen = []
+    with torch.no_grad():
+        for start in range(0, context + scored, chunk):
+            new = keys[:, :, start : start + chunk], values[:, :, start : start + chunk]
+            fill(cache, [new] * text_config.num_hidden_layers, chunk)
+            if start >= context:
+                seen.append(cache_nbytes(cache) / (start + chunk))
+    return {"bytes": sum(seen) / len(seen), "last_bytes": seen[-1]}

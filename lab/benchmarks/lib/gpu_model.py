@@ -13,10 +13,12 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.generation import StoppingCriteria, StoppingCriteriaList
 
+from kvlayers.layers import as_dense
+from kvlayers.models import name_for, name_in_generate
 from lib import contenders
 from lib.contenders import Maker, fill
 from lib.gpu_stage import Findings, Setup
-from lib.internals import as_dense, interleaved, name_for, name_in_generate
+from lib.timing import interleaved
 from lib.workload import Shape
 from packed_reference import relative_error
 

@@ -34,8 +34,7 @@ from lib.gpu_model import (
     token_ids,
 )
 from lib.gpu_stage import NO_DEVICE, Findings, Setup, Step
-from lib.internals import interleaved
-from lib.timing import Turns
+from lib.timing import Turns, interleaved
 
 SHAPES = ((8192, 1), (32768, 1), (2048, 1), (8192, 8), (32768, 8), (2048, 8))
 """Tokens and sequences, the most telling first."""

@@ -11,24 +11,12 @@ from typing import Any
 from unittest import mock
 
 import kvlayers.offload.offloading
-from kvlayers.core.named_caches import is_registered
-from kvlayers.generation.cache_by_name import named_cache
 from kvlayers.kernels.attention.gqa import marked_for_sdpa
-from kvlayers.kernels.attention.packed_tensor import as_dense
-from kvlayers.upstream.cache_argument import name_for, name_in_generate
 from kvlayers.utils import triton_support
-from kvlayers_lab.measuring.decoding import interleaved, quiet_clock
+from kvlayers_lab.measuring.decoding import quiet_clock
 from kvlayers_lab.measuring.environment import environment
 from kvlayers_lab.measuring.nbytes import cache_nbytes
-from kvlayers_lab.measuring.scoring import (
-    CacheMaker,
-    NoRecord,
-    Scores,
-    divergences,
-    is_tie,
-    newest_logits,
-    read,
-)
+from kvlayers_lab.measuring.scoring import NoRecord, divergences, is_tie, newest_logits, read
 from kvlayers_lab.measuring.text import default_text, passages
 
 HELPERS = Path(__file__).parents[3] / "tests" / "helpers"

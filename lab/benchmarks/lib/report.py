@@ -14,7 +14,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 import pages
-from lib.internals import default_text
 from lib.internals import environment as environment
 from lib.timing import Tick
 from lib.workload import QUICK_SHAPE, RandomModel, RealModel, Shape, default_model
@@ -80,11 +79,11 @@ class Options:
         usual = list(known if default is None else default)
         self.add(flag, type=chosen, default=usual, help=f"{what} ({','.join(known)})")
 
-    def real_model(self, in_quick: str | None = "none", is_needed: bool = False) -> None:
-        """Add `--model`. The usual model is the demo model; `in_quick` is that of a quick run."""
+    def real_model(self, is_needed: bool = False) -> None:
+        """Add `--model`. The usual model is the demo model, and that of a quick run a random one."""
         self._needs_model = is_needed
         self.add("--model", help="directory or hub name of the model" + ("" if is_needed else "; 'none' for none"))
-        self._of_run["model"] = default_model(), in_quick
+        self._of_run["model"] = default_model(), "none"
 
     def parse(self, arguments: Sequence[str] | None) -> argparse.Namespace:
         given = self.parser.parse_args(arguments)
@@ -138,7 +137,7 @@ class Session:
             self.console.print(NO_MODEL)
         if self.given.model in (None, "none"):
             return None
-        return RealModel(self.given.model, default_text(), dtype)
+        return RealModel(self.given.model, dtype)
 
     def some_model(self, dtype: torch.dtype) -> RealModel | RandomModel:
         """The model of `--model`, or a random one if there is none."""

@@ -3,15 +3,15 @@
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lib.contenders import REFERENCE, Maker, fill, roundings
-from lib.internals import cache_nbytes, interleaved, is_tie, quiet_clock
+from lib.contenders import Maker, fill, roundings
+from lib.internals import cache_nbytes, is_tie, quiet_clock
 from lib.workload import FILL_CHUNK, Shape
 
 Tick = Callable[[], None]
@@ -22,8 +22,11 @@ Ticking = Callable[[str, int], Tick]
 Forward = Callable[..., Any]
 """A model's forward pass, compiled or not."""
 
-Measured = dict[str, dict[str, Any]]
-"""What was measured of each contender: `seconds` of each step by trial, and more."""
+
+def interleaved(names: Sequence[str], turn: int) -> list[str]:
+    """The names, rotated so that each turn begins with the next one."""
+    first = turn % len(names)
+    return [*names[first:], *names[:first]]
 
 
 class Turns:
@@ -107,6 +110,20 @@ class Disagreements:
             self.found.append({**where, "expected": "the states that went in", "seen": "others", "tie": False})
 
 
+class Decoded(NamedTuple):
+    """What was measured of contenders that decode.
+
+    Attributes:
+        turns: a turn is a trial, and its seconds are those of the median step.
+        held: bytes that each holds at the end.
+        logit_distance: the largest difference of a logit from the reference's.
+    """
+
+    turns: Turns
+    held: dict[str, int]
+    logit_distance: dict[str, float]
+
+
 @dataclass
 class Trials:
     """How often steps are timed, and where it is recorded if they differ from the reference's.
@@ -150,7 +167,7 @@ def measure_decode(
     trials: Trials,
     forwards: Mapping[str, Forward] | None = None,
     batch: int = 1,
-) -> Measured:
+) -> Decoded:
     """Time decode steps from `length` tokens on.
 
     The reference decodes greedily once, which also warms up. In the trials, every contender is fed those tokens. So all
@@ -165,16 +182,12 @@ def measure_decode(
         trials: how often.
         forwards: forward passes by contender.
         batch: sequences.
-
-    Returns:
-        For each contender `seconds`, bytes that are `held`, and `logit_distance`, the largest difference from the
-        reference.
     """
     forwards, steps, names = forwards or {}, trials.steps, list(makers)
     model, config = workload.model, workload.model.config
     first = workload.prepare(length, batch)
     tick = trials.ticking(f"{workload.name}, {len(names)} caches at {batch} x {length:,} tokens", trials.count)
-    found: Measured = {name: {"seconds": [], "held": 0, "logit_distance": 0.0} for name in names}
+    found = Decoded(Turns(names), dict.fromkeys(names, 0), dict.fromkeys(names, 0.0))
     reference = makers[names[0]](config, length + steps)
     with quiet_clock():
         workload.fill(reference)
@@ -183,20 +196,21 @@ def measure_decode(
     for trial in range(trials.count):
         gc.collect()
         caches = {name: make(config, length + steps) for name, make in makers.items()}
+        seconds: dict[str, list[float]] = {name: [] for name in names}
         with quiet_clock():
             for name in names:
                 workload.fill(caches[name])
-                found[name]["seconds"].append([])
             for start in range(0, steps, trials.block):
                 for name in interleaved(names, trial + start // trials.block):
                     for index in range(start, min(start + trials.block, steps)):
                         took, logits = step(forwards.get(name, model), caches[name], tokens[index])
-                        found[name]["seconds"][trial].append(took)
+                        seconds[name].append(took)
                         where = {"model": workload.name, "cache": name, "tokens": length + index, "trial": trial}
                         apart = trials.disagreements.compare_step(where, expected[index], logits)
-                        found[name]["logit_distance"] = max(found[name]["logit_distance"], apart)
+                        found.logit_distance[name] = max(found.logit_distance[name], apart)
         for name, cache in caches.items():
-            found[name]["held"] = cache_nbytes(cache)
+            found.held[name] = cache_nbytes(cache)
+            found.turns.seconds[name].append(statistics.median(seconds[name]))
         del caches
         tick()
     return found
@@ -237,26 +251,3 @@ def measure_update(config: Any, shape: Shape, makers: Mapping[str, Maker], lengt
             turns.take_timed(update)
         tick()
     return turns
-
-
-# Medians and ratios of what was measured
-
-
-def summarise(measured: Measured) -> Measured:
-    """Add the median and the times as fast as the reference to each contender's raw `seconds`.
-
-    A median is the median of the trials' medians.
-    """
-    for name, entry in measured.items():
-        entry["median"] = statistics.median(statistics.median(trial) for trial in entry["seconds"])
-        entry["speed"] = times_as_fast(measured, name, REFERENCE)
-    return measured
-
-
-def times_as_fast(measured: Measured, candidate: str, baseline: str) -> float:
-    """How many times as fast one contender is as another: the median of the trials' ratios.
-
-    So only measurements that were made side by side are compared.
-    """
-    pairs = zip(measured[baseline]["seconds"], measured[candidate]["seconds"], strict=True)
-    return statistics.median(statistics.median(slow) / statistics.median(fast) for slow, fast in pairs)

@@ -1,5 +1,6 @@
 """The models for decoding, and the states that fill their caches before the clock starts."""
 
+import functools
 import os
 import pathlib
 from dataclasses import dataclass
@@ -9,7 +10,9 @@ import torch
 import transformers
 from torch import Tensor
 
+from kvlayers.errors import OptionError
 from lib.contenders import fill
+from lib.internals import default_text, passages
 
 FILL_CHUNK = 2048
 PREFILL_CHUNK = 512
@@ -57,8 +60,8 @@ class Shape:
         return [(normal().mul_(2), normal()) for _ in range(self.layers)]
 
 
-QUICK_SHAPE = Shape(layers=2, heads=4, kv_heads=2, head_dim=16, intermediate=128, vocab=256)
-"""A model that only shows that a benchmark runs."""
+QUICK_SHAPE = Shape(layers=2, heads=4, kv_heads=2, head_dim=64, intermediate=128, vocab=256)
+"""A model that only shows that a benchmark runs. transformers' quantized caches need heads of 64 channels."""
 
 
 class RandomModel:
@@ -91,22 +94,34 @@ class RandomModel:
     def prompt(self, tokens: int) -> Tensor:
         return torch.randint(self.shape.vocab, (1, tokens), generator=torch.Generator().manual_seed(0))
 
+    def passages(self, count: int, tokens: int) -> list[Tensor]:
+        """So many texts of token ids, int64 `[1, tokens]` each, without special tokens."""
+        generator = torch.Generator().manual_seed(0)
+        return list(torch.randint(3, self.shape.vocab, (count, 1, tokens), generator=generator))
+
     def fill(self, cache: Any) -> None:
         fill(cache, self.states, self.chunk)
 
 
 class RealModel:
-    """A model from a directory or the hub, with the text that it reads."""
+    """A model from a directory or the hub, which reads the topics of Python's help."""
 
-    def __init__(self, source: str, text: str, dtype: torch.dtype = torch.bfloat16) -> None:
+    rows: Tensor
+
+    def __init__(self, source: str, dtype: torch.dtype = torch.bfloat16) -> None:
         self.name = pathlib.Path(source).name
-        tokenizer = transformers.AutoTokenizer.from_pretrained(source)
+        self.tokenizer = transformers.AutoTokenizer.from_pretrained(source)
         self.model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=dtype).eval()
-        # Tokenizers are slow on long text, and no token is shorter than a character.
-        most = 8 * (getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or 32768)
-        self.ids: Tensor = tokenizer(text[:most], return_tensors="pt").input_ids
+        self._positions = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         self.states: list[tuple[Tensor, Tensor]] = []
-        self.rows = self.ids[:, :0]
+
+    @functools.cached_property
+    def ids(self) -> Tensor:
+        """The beginning of the text, int64 `[1, tokens]`."""
+        # Tokenizers are slow on long text, and no token is shorter than a character.
+        text = default_text()[: 8 * (self._positions or 32768)]
+        ids: Tensor = self.tokenizer(text, return_tensors="pt").input_ids
+        return ids
 
     def prepare(self, length: int, batch: int = 1) -> Tensor:
         """Read `length` tokens of the text for each sequence; return the tokens `[batch, 1]` after them."""
@@ -122,6 +137,17 @@ class RealModel:
         if self.ids.shape[1] < tokens:
             raise SystemExit(f"the text has {self.ids.shape[1]} tokens, and {tokens} are needed: use a longer one")
         return self.ids[:, :tokens]
+
+    def passages(self, count: int, tokens: int) -> list[Tensor]:
+        """Passages from places spread over the text, int64 `[1, tokens]` each."""
+        if self._positions is not None and tokens > self._positions:
+            raise SystemExit(
+                f"{self.name} has a context of {self._positions} tokens, and passages have {tokens}: use shorter ones"
+            )
+        try:
+            return passages(self.tokenizer, default_text(), count, tokens)
+        except OptionError as error:
+            raise SystemExit(str(error)) from None
 
     def fill(self, cache: Any) -> None:
         if self.states:

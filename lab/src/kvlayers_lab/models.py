@@ -20,6 +20,7 @@ from transformers.utils import logging as transformers_logging
 from typing_extensions import Self
 
 from kvlayers import models
+from kvlayers.commands.common import Dtype
 from kvlayers.commands.console import first_line, plain
 from kvlayers.errors import KVLayersError
 from kvlayers.models import rope_parameters
@@ -163,6 +164,23 @@ def _add_to_json(path: Path, **entries: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **entries}, indent=2) + "\n")
 
 
+def find_device(name: str | None) -> torch.device:
+    """The device called `name`; by default a GPU if there is one, otherwise the CPU.
+
+    Raises:
+        ModelError: there is no such device.
+    """
+    try:
+        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.empty(0, device=device)
+        if device.type == "meta":
+            raise RuntimeError("it has no memory")
+    # A torch build without CUDA raises an AssertionError.
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise ModelError(f"`--device` must be a device of this machine, got '{name}' ({first_line(error)}).") from error
+    return device
+
+
 @dataclass(frozen=True)
 class FoundModel:
     """A model whose config and tokenizer have been read, and whose weights have not.
@@ -171,24 +189,28 @@ class FoundModel:
         name: directory or hub name.
         config: config of the model.
         tokenizer: tokenizer of the model.
+        device: where it will be.
     """
 
     name: str
     config: Any
     tokenizer: Any
+    device: torch.device
 
 
-def find(console: Console, name: str | None, option: str = "--model") -> FoundModel:
+def find(console: Console, name: str | None, device: str | None, option: str = "--model") -> FoundModel:
     """Read the config and the tokenizer of a model, so that other arguments can be checked before weights are loaded.
 
     Args:
         console: where to report progress.
         name: directory or hub name, `None` for the demo's model.
+        device: see `find_device`.
         option: the option that names the model.
 
     Raises:
-        ModelError: there is no such model.
+        ModelError: there is no such device, or no such model.
     """
+    target = find_device(device)
     with _status(console, "Looking for the model"):
         source = find_model(name, option)
     if not Path(source).is_dir():
@@ -197,17 +219,16 @@ def find(console: Console, name: str | None, option: str = "--model") -> FoundMo
         # Without `trust_remote_code`, transformers asks at the terminal whether to run a repository's code.
         config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)
         tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-    return FoundModel(source, config, tokenizer)
+    return FoundModel(source, config, tokenizer, target)
 
 
-def load(console: Console, found: FoundModel, dtype: torch.dtype, device: torch.device) -> LoadedModel:
+def load(console: Console, found: FoundModel, dtype: Dtype) -> LoadedModel:
     """Load the weights of a model.
 
     Args:
         console: where to report progress.
-        found: config and tokenizer of the model.
+        found: config, tokenizer and device of the model.
         dtype: dtype of the weights, and so of the states.
-        device: device of the model.
 
     Raises:
         ModelError: the model is not a causal language model, or its weights cannot be read.
@@ -215,8 +236,10 @@ def load(console: Console, found: FoundModel, dtype: torch.dtype, device: torch.
     # Downloads draw bars of their own, which would overwrite another line.
     status = _status(console, "Loading the weights") if Path(found.name).is_dir() else nullcontext()
     with _loading(found.name), status:
-        model = transformers.AutoModelForCausalLM.from_pretrained(found.name, dtype=dtype, trust_remote_code=False)
-        model = model.to(device).eval()
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            found.name, dtype=dtype.on(found.device), trust_remote_code=False
+        )
+        model = model.to(found.device).eval()
     # The demo passes a cache object, and generate() refuses it together with a cache name.
     model.generation_config.cache_implementation = None
     return LoadedModel(Path(found.name).name, model, found.tokenizer)
@@ -245,23 +268,6 @@ def _loading(name: str) -> Iterator[None]:
             f"The model must be a causal language model, a directory or a name on the hub, but {name} cannot be loaded "
             f"({first_line(error)}): check the name, or pass a directory."
         ) from error
-
-
-def find_device(name: str | None = None) -> torch.device:
-    """The device called `name`; by default a GPU if there is one, otherwise the CPU.
-
-    Raises:
-        ModelError: there is no such device.
-    """
-    try:
-        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-        torch.empty(0, device=device)
-        if device.type == "meta":
-            raise RuntimeError("it has no memory")
-    # A torch build without CUDA raises an AssertionError.
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise ModelError(f"`--device` must be a device of this machine, got '{name}' ({first_line(error)}).") from error
-    return device
 
 
 @dataclass(frozen=True)

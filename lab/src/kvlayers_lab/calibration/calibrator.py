@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers.utils import logging
 from typing_extensions import Self
 
-from kvlayers import DynamicCache, Quantization, QuantizedCacheConfig
+from kvlayers import DynamicCache, Quantization, QuantizedCache, QuantizedCacheConfig
 from kvlayers.errors import CapacityError, OptionError
 from kvlayers.options import checked_dtype
 from kvlayers.stores import StateForm, form_of
@@ -239,7 +239,7 @@ def calibrate(
         divergence_in_use = DivergenceInUse(model, ids, scored)
 
         def measured(setting: Setting) -> MeasuredSetting:
-            divergence = divergence_in_use.of(lambda: setting.cache(config))
+            divergence = divergence_in_use.of(lambda: QuantizedCache(config=config, **setting.cache_config))
             bar.update()
             return MeasuredSetting(setting.cache_config, float(setting.bytes_per_token), divergence)
 

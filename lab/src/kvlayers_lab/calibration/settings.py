@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kvlayers import DynamicCache, Quantization, QuantizedCache, QuantizedLayer, models
+from kvlayers import DynamicCache, Quantization, QuantizedLayer, models
 from kvlayers.errors import OptionError
 from kvlayers.quantizers import SIDES, Side, block_nbytes, block_tokens
 from kvlayers.stores import StateForm
@@ -289,32 +289,14 @@ class Setting:
     """Bits of every part of a cache.
 
     Attributes:
-        nbits: bits by layer and side.
-        layers: the number of layers of the cache, including layers that are not quantized.
-        quantization: how states are quantized, apart from the bits.
+        cache_config: options of a `QuantizedCache` that has these bits, `None` for a layer that is not quantized.
         bytes_per_token: bytes of a packed token over all parts.
         expected: the expected divergence: the sum of the divergences of the parts, each quantized alone.
     """
 
-    nbits: Mapping[Part, int]
-    layers: int
-    quantization: Quantization
+    cache_config: dict[str, Any]
     bytes_per_token: Fraction
     expected: float
-
-    def of(self, side: Side) -> list[int | None]:
-        """Bits of one side of each layer, `None` for a layer that is not quantized."""
-        return [self.nbits.get((layer, side)) for layer in range(self.layers)]
-
-    @property
-    def cache_config(self) -> dict[str, Any]:
-        """Options of a `QuantizedCache` that has these bits."""
-        facts = {name: fact for name, fact in self.quantization.facts().items() if fact is not None}
-        return {**facts, "key_nbits": self.of("keys"), "value_nbits": self.of("values")}
-
-    def cache(self, config: object) -> QuantizedCache:
-        """An empty cache with this setting for a model."""
-        return QuantizedCache(config=config, **self.cache_config)
 
 
 class Settings:
@@ -323,7 +305,7 @@ class Settings:
     Args:
         sensitivities: the sensitivity of each part.
         costs: bytes per token of each part, by its bits.
-        layers: the number of layers of the cache.
+        layers: the number of layers of the cache, including layers that are not quantized.
         quantization: how states are quantized, apart from the bits.
     """
 
@@ -334,7 +316,8 @@ class Settings:
         layers: int,
         quantization: Quantization,
     ) -> None:
-        self._layers, self._quantization = layers, quantization
+        self._layers = layers
+        self._facts = {name: fact for name, fact in quantization.facts().items() if fact is not None}
         self._parts: list[Part] = [(part.layer, part.side) for part in sensitivities]
         self._widths = [sorted(part.divergence) for part in sensitivities]
         self._choices = [
@@ -366,10 +349,10 @@ class Settings:
     def _setting(self, chosen: Sequence[int]) -> Setting:
         taken = [choices[index] for choices, index in zip(self._choices, chosen, strict=True)]
         widths = zip(self._parts, self._widths, chosen, strict=True)
+        nbits = {part: of_part[index] for part, of_part, index in widths}
+        keys, values = ([nbits.get((layer, side)) for layer in range(self._layers)] for side in SIDES)
         return Setting(
-            nbits={part: nbits[index] for part, nbits, index in widths},
-            layers=self._layers,
-            quantization=self._quantization,
+            cache_config={**self._facts, "key_nbits": keys, "value_nbits": values},
             bytes_per_token=sum((choice.cost for choice in taken), Fraction(0)),
             expected=sum(choice.loss for choice in taken),
         )

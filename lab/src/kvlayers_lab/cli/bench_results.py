@@ -26,7 +26,7 @@ from kvlayers_lab.cli.report import Report, ReportPlot, ReportTable, conclude, l
 from kvlayers_lab.measuring.contenders import Contender, Key, exact_names, is_installed, make_contender
 from kvlayers_lab.measuring.decoding import ContenderResult, measure, warm_up
 from kvlayers_lab.measuring.text import check_known, rows
-from kvlayers_lab.models import LoadedModel, RunFacts, find, find_device, load
+from kvlayers_lab.models import LoadedModel, RunFacts, find, load
 from kvlayers_lab.names import BENCH_REPORT, KVLAYERS, TRANSFORMERS, TRANSFORMERS_CACHES
 
 REFERENCE: Key = (TRANSFORMERS, TRANSFORMERS_CACHES[0])
@@ -68,13 +68,12 @@ def run(
         against_names = transformers_names(against)
         path = report_path(console, report, Path(BENCH_REPORT))
         content = read_text(text)
-        target = find_device(device)
-        found = find(console, model, "MODEL")
+        found = find(console, model, device, "MODEL")
         fitting = fitting_lengths(found.config, asked_lengths, steps)
         prompt = rows(found.tokenizer, content, batch, fitting[-1])
         check_known(found.config, prompt)
         fidelities, left_out = choose_caches(found.config, names, against_names, fitting[-1] + steps)
-        loaded = load(console, found, dtype.on(target), target)
+        loaded = load(console, found, dtype)
         results = BenchResults(RunFacts.of(loaded), batch, steps, trials, fidelities, left_out)
         results.measure(console, loaded, prompt, fitting)
         return conclude(console, results, path, as_json)

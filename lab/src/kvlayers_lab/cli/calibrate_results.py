@@ -23,7 +23,7 @@ from kvlayers_lab.calibration.checks import (
 from kvlayers_lab.cli.console import check_creatable, measuring, read_text, usage_line
 from kvlayers_lab.measuring.text import passages as passages_of
 from kvlayers_lab.measuring.uneven_heads import UnevenHead, attended_states, uneven_head
-from kvlayers_lab.models import RunFacts, find, find_device, load
+from kvlayers_lab.models import RunFacts, find, load
 
 OPTIONS = {
     "bytes_per_token": "--bytes-per-token",
@@ -70,15 +70,14 @@ def run(
             Calibration.load(file)
         check_creatable(file, "--output")
         content = read_text(text)
-        target = find_device(device)
-        found = find(console, model, "MODEL")
+        found = find(console, model, device, "MODEL")
         check_positions(found.config, before + after)
         checked_layers(found.config, quantization)
         if (dims := head_dims(found.config)) is not None:
             check_context(before, quantization, *dims)
         texts = passages_of(found.tokenizer, content, passages, before + after)
         check_ids(found.config, texts)
-        loaded = load(console, found, dtype.on(target), target)
+        loaded = load(console, found, dtype)
         # A failure that only the measurement can show is a result, not an input error.
         is_divergence = isinstance(budget, DivergenceBudget)
         failures = (StateMismatchError, CapacityError) if is_divergence else StateMismatchError

@@ -22,7 +22,7 @@ from kvlayers_lab.documents import DocumentFidelity, beginning_of, measure_docum
 from kvlayers_lab.measuring.contenders import named_contender
 from kvlayers_lab.measuring.run_file import identity_of
 from kvlayers_lab.measuring.text import check_known
-from kvlayers_lab.models import RunFacts, find, find_device, load
+from kvlayers_lab.models import RunFacts, find, load
 from kvlayers_lab.names import DOCUMENT_SCORED
 from kvlayers_lab.tasks.contract import samples_of
 from kvlayers_lab.tasks.summary import summarize
@@ -206,8 +206,7 @@ class DocumentsRun:
             if scored < 2:
                 raise OptionError(f"`--scored` must be at least 2 tokens, got {scored}.")
             content = read_text(common.text)
-            target = find_device(common.device)
-            found = find(console, common.model, "MODEL")
+            found = find(console, common.model, common.device, "MODEL")
             rotaries(found.config)
             needed = len(beginning_of(found.tokenizer)) + max(counts) * length + scored
             most = most_positions(found.config)
@@ -216,7 +215,7 @@ class DocumentsRun:
                     f"`--documents` and `--scored` tokens must be within the {most} positions of the model, got "
                     f"{needed} tokens: pass fewer documents, or a smaller `--document-tokens`."
                 )
-            loaded = load(console, found, common.dtype.on(target), target)
+            loaded = load(console, found, common.dtype)
             pieces = len(counts) * passages * (1 + len(again))
             with bar_between_runs(console, pieces, "Every amount for every set of documents") as begin:
                 measured = measure_documents(
@@ -242,8 +241,7 @@ class DocumentsRun:
             check_points(budget)
             counts, length, again = self._asked()
             tasks, content = chosen_tasks(asked_tasks), read_text(common.text)
-            target = find_device(common.device)
-            found = find(console, common.model, "MODEL")
+            found = find(console, common.model, common.device, "MODEL")
             rotaries(found.config)
             # The answer stands in the middle of each document in turn.
             depths = {number: [(place + 0.5) / number for place in range(number)] for number in counts}
@@ -258,7 +256,7 @@ class DocumentsRun:
                 check_known(found.config, torch.tensor(sample.context_ids + sample.question_ids + sample.answer_ids))
             most = needed_tokens(found.config, samples)
             contenders = [named_contender(EXACT, found.config, most), *map(recompute_contender, again)]
-            loaded = load(console, found, self.common.dtype.on(target), target)
+            loaded = load(console, found, common.dtype)
             known, outcomes = answered(
                 console,
                 loaded.tokenizer,

@@ -35,7 +35,7 @@ from kvlayers_lab.measuring.run_file import PassageFile, ResultsFile, identity_o
 from kvlayers_lab.measuring.scoring import NoRecord
 from kvlayers_lab.measuring.text import check_known
 from kvlayers_lab.measuring.text import passages as passages_of
-from kvlayers_lab.models import RunFacts, find, find_device, load
+from kvlayers_lab.models import RunFacts, find, load
 from kvlayers_lab.names import FIDELITY_BITS, FIDELITY_CHUNK, FIDELITY_CONTEXT, FIDELITY_SCORED, TASK_BITS, TASK_LENGTHS
 from kvlayers_lab.tasks.contract import TaskSample, samples_of, task_names
 from kvlayers_lab.tasks.runner import Read, SampleReader, run_tasks
@@ -239,8 +239,7 @@ class FidelityRun:
             context = None if asked_context is None else tokens(asked_context, "--context")
             scored = None if asked_scored is None else tokens(asked_scored, "--scored")
             content = read_text(self.text)
-            target = find_device(self.device)
-            found = find(console, self.model, "MODEL")
+            found = find(console, self.model, self.device, "MODEL")
             config, at_once = found.config, asked_chunk or FIDELITY_CHUNK
             chunk = min(at_once, tokens_at_once(config) or at_once)
             before, after = lengths(config, context, scored, chunk)
@@ -248,7 +247,7 @@ class FidelityRun:
             texts = passages_of(found.tokenizer, content, passages, before + after + 1)
             for ids in texts:
                 check_known(config, ids)
-            loaded = load(console, found, self.dtype.on(target), target)
+            loaded = load(console, found, self.dtype)
             uses = uses_of(chosen)
             record = NoRecord()
             if file is not None:
@@ -293,12 +292,11 @@ class FidelityRun:
         with measuring("fidelity", OPTIONS, self.as_json, self.threads) as console:
             report = report_path(console, self.report, None)
             path = results_path(self.results, report)
-            target = find_device(self.device)
             check_points(budget)
             tasks, depths = chosen_tasks(asked_tasks), chosen_depths(asked_depths)
             wanted = None if asked_lengths is None else checked_lengths(asked_lengths)
             content = read_text(self.text)
-            found = find(console, self.model, "MODEL")
+            found = find(console, self.model, self.device, "MODEL")
             config, lengths = found.config, fitting_lengths(found.config, wanted)
             samples = samples_of(tasks, lengths, depths, count, seed, found.tokenizer, content)
             for sample in samples:
@@ -308,7 +306,7 @@ class FidelityRun:
             chosen, left_out = self._caches(TASK_BITS, config, most)
             contenders = [exact, *(each for each in chosen if each.key != exact.key)]
             # Weights are loaded when all that the user asked for is checked.
-            loaded = load(console, found, self.dtype.on(target), target)
+            loaded = load(console, found, self.dtype)
             known, outcomes = answered(
                 console,
                 loaded.tokenizer,

@@ -32,7 +32,7 @@ from lm_eval.utils import get_rolling_token_windows, handle_arg_string, make_dis
 from tqdm import tqdm
 
 from kvlayers import PrefixStore, __version__, calls, generate_many, make_cache
-from kvlayers.calls import NamedCache, call_with_kvlayers, is_registered, unknown_name
+from kvlayers.calls import call_with_kvlayers, requested_cache
 from kvlayers.errors import ConfigError, OptionError
 from kvlayers.models import is_peft_model, most_positions, unwrapped
 from kvlayers.options import amount_of_bytes
@@ -112,13 +112,9 @@ class KVLayersLM(HFLM):  # type: ignore[misc]
         **arguments: Any,
     ) -> None:
         own = {"cache": cache, "cache_config": cache_config, "chunk": chunk, "prefix_store": prefix_store}
-        if not isinstance(cache, str):
-            raise OptionError(f"`cache` must be the name of a cache, got {cache!r}: pass a name such as 'int4'.")
-        if not is_registered(cache):
-            raise unknown_name(cache)
+        self._cache, self._chunk = requested_cache(cache, parse_options(cache_config)), chunk
         if chunk is not None:
             check_count("chunk", chunk)
-        self._cache, self._chunk = NamedCache(cache, parse_options(cache_config)), chunk
         self._store_bytes = _parse_store(prefix_store)
         self._is_exact = False
         self.prefix_store: PrefixStore | None = None

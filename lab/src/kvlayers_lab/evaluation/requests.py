@@ -1,5 +1,6 @@
 """Requests to be scored, encoded from texts or token ids, and their scores."""
 
+import functools
 import math
 import operator
 from collections.abc import Sequence
@@ -109,7 +110,8 @@ class TextPairs:
         self._tokenizer: Any = tokenizer
         self._prefix_id = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
         self._prefix_text = None if self._prefix_id is None else self._tokenizer.decode(self._prefix_id)
-        self._newest: tuple[str, tuple[int, ...]] = ("", ())
+        # The continuations of a context come one after another.
+        self._context_ids = functools.lru_cache(maxsize=1)(self._ids)
 
     def request(self, context: str, continuation: str, name: str) -> ScoringRequest:
         """The ids of a context and of a continuation.
@@ -140,12 +142,6 @@ class TextPairs:
                 "boundary to the end of a word, or pass token ids."
             )
         return ScoringRequest(context_ids, ids)
-
-    def _context_ids(self, text: str) -> tuple[int, ...]:
-        # The continuations of a context come one after another.
-        if self._newest[0] != text:
-            self._newest = text, self._ids(text)
-        return self._newest[1]
 
     def _behind_prefix(self, text: str, name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
         if self._prefix_id is None:

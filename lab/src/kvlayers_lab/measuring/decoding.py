@@ -35,17 +35,6 @@ def quiet_clock() -> Iterator[None]:
         gc.enable()
 
 
-def interleaved(entrants: Sequence[Entrant], turn: int) -> list[Entrant]:
-    """The entrants, rotated so that each turn begins with the next one.
-
-    Example:
-        >>> interleaved(["a", "b", "c"], 4)
-        ['b', 'c', 'a']
-    """
-    first = turn % len(entrants)
-    return [*entrants[first:], *entrants[:first]]
-
-
 def there_and_back(entrants: Sequence[Entrant], turn: int) -> list[Entrant]:
     """The entrants in their order, reversed every other turn.
 

@@ -366,6 +366,7 @@ def for_call(
     generation_mode: GenerationMode,
     batch_size: int,
     max_cache_length: int,
+    encoded: Tensor | None,
 ) -> transformers.Cache:
     """The cache called `name` for one call of `generate()`.
 
@@ -377,13 +378,12 @@ def for_call(
         generation_mode: how the call decodes.
         batch_size: number of prompts.
         max_cache_length: most tokens that the call may reach.
+        encoded: output of the encoder, `[batch, tokens, hidden]`, if there is an encoder.
 
     Raises:
         CapacityError: the options reserve fewer tokens than the call needs.
         KVLayersError: as `cache_by_name.make_cache` and `cache_by_name.check_rope_dtype`.
     """
-    replaces = generate_calls.replaces_cross_attention_cache(model)
-    encoded = None if replaces else generate_calls.encoded_for(model, model_kwargs)
     # The config of a draft model has the options of the main model's cache, but not the name that they belong to.
     own_name = generation_config.cache_implementation
     foreign_options = generation_config.is_assistant and own_name in (None, compat.NAME_FOR_DRAFTS)
@@ -397,7 +397,9 @@ def for_call(
         {} if options is None else options,
         batch_size=batch_size * generate_calls.sequences_per_prompt(generation_config),
         length_hint=most,
-        encoder_length=None if encoded is None else encoded.shape[1],
+        encoder_length=None
+        if encoded is None or generate_calls.replaces_cross_attention_cache(model)
+        else encoded.shape[1],
         attention_mask=padding_mask(model_kwargs),
     )
     cache = _acquire(model, name, request, generation_config, generation_mode)
@@ -526,8 +528,12 @@ def check_room(cache: object, generation_config: Any, needed: int) -> None:
     Raises:
         CapacityError: the call cannot end before the cache is full.
     """
-    limit = _reserved_tokens(cache)
-    if limit is None or needed <= limit or generation_config.is_assistant:
+    if not isinstance(cache, Cache) or generation_config.is_assistant:
+        return
+    attention: list[Any] = [layer.parts[0].unwrapped for layer in cache.self_attention.adapted_layers()]
+    limits = [layer.token_limit for layer in attention if layer.reserved is not None]
+    limit = min((own for own in limits if own is not None), default=None)
+    if limit is None or needed <= limit:
         return
     advice = (
         f"reserve {needed} or more (max_cache_len), let it generate fewer tokens (max_new_tokens), or make the cache "
@@ -555,18 +561,6 @@ def check_room(cache: object, generation_config: Any, needed: int) -> None:
     )
 
 
-def _reserved_tokens(cache: object) -> int | None:
-    """The most tokens that the layers of a cache can take in, `None` if there is no such number."""
-    if not isinstance(cache, Cache):
-        return None
-    limits: set[Any] = set()
-    for layer in cache.self_attention.adapted_layers():
-        attention: Any = layer.parts[0].unwrapped
-        if attention.reserved is not None and not attention.reserved.grow:
-            limits.add(attention.token_limit if attention.is_sliding else attention.capacity)
-    return min(limits - {None}, default=None)
-
-
 REUSABLE = (StaticCache, HybridCache, HybridChunkedCache, SlidingWindowCache)
 """Classes whose `reset` is known to leave nothing behind. Subclasses from elsewhere may hold more."""
 
@@ -590,8 +584,7 @@ def remember_lengths(model: Any, acquired: list[Acquired]) -> None:
     with _lock:
         lengths = _lengths.setdefault(model, {})
         for _, request in acquired:
-            if request.length_hint is not None:
-                lengths[request.batch_size] = max(request.length_hint, lengths.get(request.batch_size, 0))
+            lengths[request.batch_size] = max(request.length_hint or 0, lengths.get(request.batch_size, 0))
 
 
 def release(model: Any, acquired: list[Acquired]) -> None:
@@ -622,9 +615,12 @@ def _static_parts(cache: object) -> tuple[Any, ...] | None:
 
 def _can_replace(idle: Cache, new: Cache, request: CacheRequest) -> bool:
     idle_parts, new_parts = _static_parts(idle), _static_parts(new)
-    if idle_parts is None or new_parts is None or type(idle_parts[0]) is not type(new_parts[0]):
-        return False
-    if [len(part.layers) for part in idle_parts] != [len(part.layers) for part in new_parts]:
+    if (
+        idle_parts is None
+        or new_parts is None
+        or type(idle_parts[0]) is not type(new_parts[0])
+        or [len(part.layers) for part in idle_parts] != [len(part.layers) for part in new_parts]
+    ):
         return False
     # A caller who asks for an exact reservation expects an error for one token more.
     is_exact = "max_cache_len" in request.options

@@ -97,8 +97,6 @@ def _without_store(original: Method, model: Any, requested: str | None, cache_na
     if acquired:
         call_cache.remember_lengths(model, acquired)
     if acquired and isinstance(output, Tensor):
-        # Nobody but the pool refers to the caches now.
-        del cache
         call_cache.release(model, acquired)
     return output
 
@@ -145,12 +143,12 @@ def prepare_cache_for_generation(
     argument, call = cache_argument.name_in_generate(model), CURRENT.get()
     past = model_kwargs.get(argument)
     name = cache_by_name.resolve_name(model, generation_config, call.requested_name, past is not None)
-    if isinstance(past, transformers.Cache) and not generation_config.is_assistant:
-        encoded = generate_calls.encoded_for(model, model_kwargs)
-        if encoded is not None and not model.config.is_encoder_decoder:
-            past = model_kwargs[argument] = cache_by_name.paired(past, encoded.shape[1])
+    encoded = generate_calls.encoded_for(model, model_kwargs)
+    is_alone = isinstance(past, transformers.Cache) and not model.config.is_encoder_decoder
+    if encoded is not None and is_alone and not generation_config.is_assistant:
+        past = model_kwargs[argument] = cache_by_name.paired(past, encoded.shape[1])
     if past is not None:
-        _prepare_passed_cache(model, past, generation_config, model_kwargs, max_cache_length, generation_mode)
+        _prepare_passed_cache(model, past, generation_config, model_kwargs, max_cache_length, generation_mode, encoded)
     if call.record is not None:
         call.record.has_beams = (generation_config.num_beams or 1) > 1
         if past is not None:
@@ -174,7 +172,7 @@ def prepare_cache_for_generation(
             call_cache.leave_on_host(model_kwargs.get(argument), model)
     else:
         model_kwargs[argument] = call_cache.for_call(
-            model, name, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+            model, name, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length, encoded
         )
         if generation_mode == GenerationMode.ASSISTED_GENERATION:
             # transformers refuses to verify drafts with a static name, since its static caches cannot be rolled back.
@@ -193,6 +191,7 @@ def _prepare_passed_cache(
     model_kwargs: dict[str, Any],
     max_cache_length: int,
     generation_mode: GenerationMode,
+    encoded: Tensor | None,
 ) -> None:
     """Check the cache that a call was given, and adapt the call to it."""
     if prefixed_call.is_from_store(past):
@@ -202,11 +201,17 @@ def _prepare_passed_cache(
         # Some model configs say so (MPT). All tokens would then be passed to the cache at every step.
         generation_config.use_cache = model_kwargs["use_cache"] = True
     attention_mask = call_cache.padding_mask(model_kwargs)
-    # A draft model gets its own cache several times within one call.
-    encoded = None if generation_config.is_assistant else generate_calls.encoded_for(model, model_kwargs)
     of_ones = vars(generation_config).get(generate_calls.MASK_LENGTH)
     total_tokens = of_ones if attention_mask is None else attention_mask.shape[1]
-    call_cache.validate(model, past, attention_mask, total_tokens, encoded, model_kwargs.get("inputs_embeds"))
+    call_cache.validate(
+        model,
+        past,
+        attention_mask,
+        total_tokens,
+        # A draft model gets its own cache several times within one call.
+        None if generation_config.is_assistant else encoded,
+        model_kwargs.get("inputs_embeds"),
+    )
     new_tokens = generation_config.max_new_tokens
     if new_tokens is not None and total_tokens is not None and not model.config.is_encoder_decoder:
         # The new tokens may have been passed alone, with a mask for all.
@@ -329,12 +334,11 @@ def forward_pass(original: Callable[..., Any]) -> Callable[..., Any]:
         is_compiling = torch.compiler.is_compiling()
         # Of prompts alone ids are recorded, and by a call of generate() in a record of its own.
         if (
-            not args
+            not is_compiling
+            and not args
             and isinstance(past, Cache)
-            and (is_compiling or CURRENT.get().record is not None or not _is_prompt(kwargs.get("input_ids")))
+            and (CURRENT.get().record is not None or not _is_prompt(kwargs.get("input_ids")))
         ):
-            if is_compiling:
-                return original(self, *args, **kwargs)
             began = (past.self_attention_cache if past.is_pair else past)._pass.began
             try:
                 return original(self, *args, **kwargs)

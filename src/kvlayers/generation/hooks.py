@@ -144,8 +144,12 @@ def prepare_cache_for_generation(
     past = model_kwargs.get(argument)
     name = cache_by_name.resolve_name(model, generation_config, call.requested_name, past is not None)
     encoded = generate_calls.encoded_for(model, model_kwargs)
-    is_alone = isinstance(past, transformers.Cache) and not model.config.is_encoder_decoder
-    if encoded is not None and is_alone and not generation_config.is_assistant:
+    if (
+        encoded is not None
+        and isinstance(past, transformers.Cache)
+        and not generation_config.is_assistant
+        and not model.config.is_encoder_decoder
+    ):
         past = model_kwargs[argument] = cache_by_name.paired(past, encoded.shape[1])
     if past is not None:
         _prepare_passed_cache(model, past, generation_config, model_kwargs, max_cache_length, generation_mode, encoded)

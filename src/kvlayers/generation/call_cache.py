@@ -366,7 +366,6 @@ def for_call(
     generation_mode: GenerationMode,
     batch_size: int,
     max_cache_length: int,
-    encoded: Tensor | None,
 ) -> transformers.Cache:
     """The cache called `name` for one call of `generate()`.
 
@@ -378,12 +377,13 @@ def for_call(
         generation_mode: how the call decodes.
         batch_size: number of prompts.
         max_cache_length: most tokens that the call may reach.
-        encoded: output of the encoder, `[batch, tokens, hidden]`, if there is an encoder.
 
     Raises:
         CapacityError: the options reserve fewer tokens than the call needs.
         KVLayersError: as `cache_by_name.make_cache` and `cache_by_name.check_rope_dtype`.
     """
+    replaces = generate_calls.replaces_cross_attention_cache(model)
+    encoded = None if replaces else generate_calls.encoded_for(model, model_kwargs)
     # The config of a draft model has the options of the main model's cache, but not the name that they belong to.
     own_name = generation_config.cache_implementation
     foreign_options = generation_config.is_assistant and own_name in (None, compat.NAME_FOR_DRAFTS)
@@ -397,9 +397,7 @@ def for_call(
         {} if options is None else options,
         batch_size=batch_size * generate_calls.sequences_per_prompt(generation_config),
         length_hint=most,
-        encoder_length=None
-        if encoded is None or generate_calls.replaces_cross_attention_cache(model)
-        else encoded.shape[1],
+        encoder_length=None if encoded is None else encoded.shape[1],
         attention_mask=padding_mask(model_kwargs),
     )
     cache = _acquire(model, name, request, generation_config, generation_mode)

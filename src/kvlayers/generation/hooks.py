@@ -143,13 +143,10 @@ def prepare_cache_for_generation(
     argument, call = cache_argument.name_in_generate(model), CURRENT.get()
     past = model_kwargs.get(argument)
     name = cache_by_name.resolve_name(model, generation_config, call.requested_name, past is not None)
-    encoded = generate_calls.encoded_for(model, model_kwargs)
-    if (
-        encoded is not None
-        and isinstance(past, transformers.Cache)
-        and not generation_config.is_assistant
-        and not model.config.is_encoder_decoder
-    ):
+    # A draft model gets its own cache several times within one call.
+    is_checked = isinstance(past, transformers.Cache) and not generation_config.is_assistant
+    encoded = generate_calls.encoded_for(model, model_kwargs) if is_checked else None
+    if encoded is not None and not model.config.is_encoder_decoder:
         past = model_kwargs[argument] = cache_by_name.paired(past, encoded.shape[1])
     if past is not None:
         _prepare_passed_cache(model, past, generation_config, model_kwargs, max_cache_length, generation_mode, encoded)
@@ -176,7 +173,7 @@ def prepare_cache_for_generation(
             call_cache.leave_on_host(model_kwargs.get(argument), model)
     else:
         model_kwargs[argument] = call_cache.for_call(
-            model, name, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length, encoded
+            model, name, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
         )
         if generation_mode == GenerationMode.ASSISTED_GENERATION:
             # transformers refuses to verify drafts with a static name, since its static caches cannot be rolled back.
@@ -207,15 +204,7 @@ def _prepare_passed_cache(
     attention_mask = call_cache.padding_mask(model_kwargs)
     of_ones = vars(generation_config).get(generate_calls.MASK_LENGTH)
     total_tokens = of_ones if attention_mask is None else attention_mask.shape[1]
-    call_cache.validate(
-        model,
-        past,
-        attention_mask,
-        total_tokens,
-        # A draft model gets its own cache several times within one call.
-        None if generation_config.is_assistant else encoded,
-        model_kwargs.get("inputs_embeds"),
-    )
+    call_cache.validate(model, past, attention_mask, total_tokens, encoded, model_kwargs.get("inputs_embeds"))
     new_tokens = generation_config.max_new_tokens
     if new_tokens is not None and total_tokens is not None and not model.config.is_encoder_decoder:
         # The new tokens may have been passed alone, with a mask for all.
@@ -338,11 +327,12 @@ def forward_pass(original: Callable[..., Any]) -> Callable[..., Any]:
         is_compiling = torch.compiler.is_compiling()
         # Of prompts alone ids are recorded, and by a call of generate() in a record of its own.
         if (
-            not is_compiling
-            and not args
+            not args
             and isinstance(past, Cache)
-            and (CURRENT.get().record is not None or not _is_prompt(kwargs.get("input_ids")))
+            and (is_compiling or CURRENT.get().record is not None or not _is_prompt(kwargs.get("input_ids")))
         ):
+            if is_compiling:
+                return original(self, *args, **kwargs)
             began = (past.self_attention_cache if past.is_pair else past)._pass.began
             try:
                 return original(self, *args, **kwargs)

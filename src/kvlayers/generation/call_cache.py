@@ -526,8 +526,11 @@ def check_room(cache: object, generation_config: Any, needed: int) -> None:
     Raises:
         CapacityError: the call cannot end before the cache is full.
     """
-    limit = _reserved_tokens(cache)
-    if limit is None or needed <= limit or generation_config.is_assistant:
+    if not isinstance(cache, Cache) or generation_config.is_assistant:
+        return
+    attention: list[Any] = [layer.parts[0].unwrapped for layer in cache.self_attention.adapted_layers()]
+    limit = min({layer.token_limit for layer in attention if layer.reserved is not None} - {None}, default=None)
+    if limit is None or needed <= limit:
         return
     advice = (
         f"reserve {needed} or more (max_cache_len), let it generate fewer tokens (max_new_tokens), or make the cache "
@@ -555,18 +558,6 @@ def check_room(cache: object, generation_config: Any, needed: int) -> None:
     )
 
 
-def _reserved_tokens(cache: object) -> int | None:
-    """The most tokens that the layers of a cache can take in, `None` if there is no such number."""
-    if not isinstance(cache, Cache):
-        return None
-    limits: set[Any] = set()
-    for layer in cache.self_attention.adapted_layers():
-        attention: Any = layer.parts[0].unwrapped
-        if attention.reserved is not None and not attention.reserved.grow:
-            limits.add(attention.token_limit if attention.is_sliding else attention.capacity)
-    return min(limits - {None}, default=None)
-
-
 REUSABLE = (StaticCache, HybridCache, HybridChunkedCache, SlidingWindowCache)
 """Classes whose `reset` is known to leave nothing behind. Subclasses from elsewhere may hold more."""
 
@@ -590,8 +581,7 @@ def remember_lengths(model: Any, acquired: list[Acquired]) -> None:
     with _lock:
         lengths = _lengths.setdefault(model, {})
         for _, request in acquired:
-            if request.length_hint is not None:
-                lengths[request.batch_size] = max(request.length_hint, lengths.get(request.batch_size, 0))
+            lengths[request.batch_size] = max(request.length_hint or 0, lengths.get(request.batch_size, 0))
 
 
 def release(model: Any, acquired: list[Acquired]) -> None:
@@ -622,9 +612,12 @@ def _static_parts(cache: object) -> tuple[Any, ...] | None:
 
 def _can_replace(idle: Cache, new: Cache, request: CacheRequest) -> bool:
     idle_parts, new_parts = _static_parts(idle), _static_parts(new)
-    if idle_parts is None or new_parts is None or type(idle_parts[0]) is not type(new_parts[0]):
-        return False
-    if [len(part.layers) for part in idle_parts] != [len(part.layers) for part in new_parts]:
+    if (
+        idle_parts is None
+        or new_parts is None
+        or type(idle_parts[0]) is not type(new_parts[0])
+        or [len(part.layers) for part in idle_parts] != [len(part.layers) for part in new_parts]
+    ):
         return False
     # A caller who asks for an exact reservation expects an error for one token more.
     is_exact = "max_cache_len" in request.options

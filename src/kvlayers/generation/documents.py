@@ -26,10 +26,9 @@ from kvlayers.generation.prefix_reuse.eligibility import IneligibleError, StoreP
 from kvlayers.generation.prefix_reuse.prefixed_call import (
     PrefixedCall,
     call_with,
-    check_counted,
+    pass_counted,
     usable_cache,
 )
-from kvlayers.generation.retried_pass import pass_unseen
 from kvlayers.prefix import PrefixStore
 from kvlayers.upstream import cache_argument, model_types
 from kvlayers.upstream.model_layers import layer_specs, model_device
@@ -248,8 +247,7 @@ class StoredDocuments:
         hit = self._part.lookup(ids, leave=0)
         cache = usable_cache(hit.cache, self._part.device, empty)
         if hit.covered < tokens:
-            pass_unseen(self._model, ids, cache, chunk, logits=0)
-            check_counted(self._model, cache, tokens)
+            pass_counted(self._model, ids, cache, chunk)
             self._part.insert(ids, cache)
         cache.known_ids = ids
         return cache, hit.covered

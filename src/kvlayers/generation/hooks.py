@@ -97,8 +97,6 @@ def _without_store(original: Method, model: Any, requested: str | None, cache_na
     if acquired:
         call_cache.remember_lengths(model, acquired)
     if acquired and isinstance(output, Tensor):
-        # Nobody but the pool refers to the caches now.
-        del cache
         call_cache.release(model, acquired)
     return output
 
@@ -145,12 +143,13 @@ def prepare_cache_for_generation(
     argument, call = cache_argument.name_in_generate(model), CURRENT.get()
     past = model_kwargs.get(argument)
     name = cache_by_name.resolve_name(model, generation_config, call.requested_name, past is not None)
-    if isinstance(past, transformers.Cache) and not generation_config.is_assistant:
-        encoded = generate_calls.encoded_for(model, model_kwargs)
-        if encoded is not None and not model.config.is_encoder_decoder:
-            past = model_kwargs[argument] = cache_by_name.paired(past, encoded.shape[1])
+    # A draft model gets its own cache several times within one call.
+    is_checked = isinstance(past, transformers.Cache) and not generation_config.is_assistant
+    encoded = generate_calls.encoded_for(model, model_kwargs) if is_checked else None
+    if encoded is not None and not model.config.is_encoder_decoder:
+        past = model_kwargs[argument] = cache_by_name.paired(past, encoded.shape[1])
     if past is not None:
-        _prepare_passed_cache(model, past, generation_config, model_kwargs, max_cache_length, generation_mode)
+        _prepare_passed_cache(model, past, generation_config, model_kwargs, max_cache_length, generation_mode, encoded)
     if call.record is not None:
         call.record.has_beams = (generation_config.num_beams or 1) > 1
         if past is not None:
@@ -193,6 +192,7 @@ def _prepare_passed_cache(
     model_kwargs: dict[str, Any],
     max_cache_length: int,
     generation_mode: GenerationMode,
+    encoded: Tensor | None,
 ) -> None:
     """Check the cache that a call was given, and adapt the call to it."""
     if prefixed_call.is_from_store(past):
@@ -202,8 +202,6 @@ def _prepare_passed_cache(
         # Some model configs say so (MPT). All tokens would then be passed to the cache at every step.
         generation_config.use_cache = model_kwargs["use_cache"] = True
     attention_mask = call_cache.padding_mask(model_kwargs)
-    # A draft model gets its own cache several times within one call.
-    encoded = None if generation_config.is_assistant else generate_calls.encoded_for(model, model_kwargs)
     of_ones = vars(generation_config).get(generate_calls.MASK_LENGTH)
     total_tokens = of_ones if attention_mask is None else attention_mask.shape[1]
     call_cache.validate(model, past, attention_mask, total_tokens, encoded, model_kwargs.get("inputs_embeds"))

@@ -31,7 +31,7 @@ These are added to:
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -240,19 +240,6 @@ def _uses_kvlayers() -> bool:
     return is_installed() if in_call is None else in_call
 
 
-def _if_kvlayers_is_used(hook: Method) -> Callable[[Method], Method]:
-    """For a `Patch`: the replacement calls a hook, or the original in calls that do not use kvlayers."""
-
-    def wrap(original: Method) -> Method:
-        @functools.wraps(original)
-        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return hook(original, self, *args, **kwargs) if _uses_kvlayers() else original(self, *args, **kwargs)
-
-        return method
-
-    return wrap
-
-
 def _generate(original: Method, model: Any, *args: Any, **kwargs: Any) -> Any:
     with _activation.call() as is_active, transformers4_names.ACTIVATION.call():
         # Decided once, so that all methods agree, even if another thread installs or uninstalls meanwhile. A call
@@ -289,7 +276,7 @@ def _patches() -> list[Patch]:
         replacements.append((HfExporter, "__init__", _export_support_first))
     return [
         Patch(GenerationMixin, "generate", around(_generate)),
-        *(Patch(owner, name, _if_kvlayers_is_used(hook)) for owner, name, hook in replacements),
+        *(Patch(owner, name, around(hook, _uses_kvlayers)) for owner, name, hook in replacements),
         # This one costs something at each token, so it asks as late as possible whether kvlayers is used.
         Patch(PreTrainedModel, "__call__", hooks.forward_pass),
         Patch(DynamicCache, "__init__", around(hooks.make_dynamic_cache)),

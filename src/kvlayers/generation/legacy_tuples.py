@@ -124,13 +124,11 @@ def cache_for_generate(config: Any, states: Iterable[Any]) -> Cache:
 
 
 def _checked(config: Any, states: Iterable[Any]) -> legacy_api.LegacyStates:
-    checked = legacy_api.check_tuples(states, width=(2, 4))
+    checked = legacy_api.check_tuples(states, width=(2, 4) if _has_cross_attention(config) else (2,))
     for index, layer in enumerate(checked):
         legacy_api.check_is_whole(layer, index)
     if checked and config.is_encoder_decoder:
         _check_count(checked, model_types.decoder_config(config).num_hidden_layers)
-    elif not _has_cross_attention(config):
-        legacy_api.check_tuples(checked, width=(2,))
     return checked
 
 

@@ -1,6 +1,7 @@
 """Changes to classes of transformers that can be taken back, and settings that `with` blocks override."""
 
 import functools
+import inspect
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -27,9 +28,12 @@ class Patch:
 
     def apply(self) -> None:
         """Replace the attribute, unless it is replaced already."""
-        current = getattr(self._owner, self._name, None)
+        current: Any = getattr(self._owner, self._name, None)
         # If another library has wrapped the replacement, the replacement is still called underneath.
-        if self._replacement is None or self._replacement not in _unwrapped(current):
+        if self._replacement is None or (
+            current is not self._replacement
+            and inspect.unwrap(current, stop=lambda each: each is self._replacement) is not self._replacement
+        ):
             # `None` if the class inherits or lacks the attribute.
             self._replaced, self._replacement = vars(self._owner).get(self._name), self._wrap(current)
             setattr(self._owner, self._name, self._replacement)
@@ -45,25 +49,22 @@ class Patch:
         self._replacement = self._replaced = None
 
 
-def around(hook: Callable[..., Any]) -> Callable[[Any], Any]:
-    """For a `Patch`: the replacement calls `hook` with the method that it replaces, and with its arguments."""
+def around(hook: Callable[..., Any], applies: Callable[[], bool] | None = None) -> Callable[[Any], Any]:
+    """For a `Patch`: the replacement calls `hook` with the method that it replaces, and with its arguments.
+
+    Args:
+        hook: what is called.
+        applies: whether `hook` is to be called now, rather than the method itself. Default: always.
+    """
 
     def wrap(original: Any) -> Any:
         @functools.wraps(original, updated=())
         def replacement(*args: Any, **kwargs: Any) -> Any:
-            return hook(original, *args, **kwargs)
+            return hook(original, *args, **kwargs) if applies is None or applies() else original(*args, **kwargs)
 
         return replacement
 
     return wrap
-
-
-def _unwrapped(method: Any) -> list[Any]:
-    """A method and every method that it wraps, as far as `__wrapped__` tells."""
-    found = [method]
-    while "__wrapped__" in found[-1].__dict__:
-        found.append(found[-1].__dict__["__wrapped__"])
-    return found
 
 
 class Activation:

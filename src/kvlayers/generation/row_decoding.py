@@ -5,7 +5,6 @@ would have chosen itself are kept, and the cache is rolled back to them, row by 
 decoding, whatever the draft: each is the greatest score, or a sample, given the tokens before it.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
@@ -24,40 +23,17 @@ from kvlayers.rows import Rows, merge
 from kvlayers.upstream import cache_argument, generate_calls, model_types
 
 
-class Drafter(ABC):
-    """What makes drafts. One that remembers nothing of rows has `drafts` alone.
+@dataclass(frozen=True)
+class Drafter:
+    """What makes drafts.
 
     Attributes:
+        drafts: for each of all rows, tokens that may come next. Rows that are new to it stand behind the others.
         tokens: tokens of a draft, at most.
     """
 
+    drafts: "Callable[[Sequence[DecodedRow]], list[list[int]]]"
     tokens: int
-
-    def join(self, rows: "Sequence[DecodedRow]") -> None:
-        """Begin to draft for further rows."""
-
-    def keep(self, indices: Sequence[int]) -> None:
-        """Draft for the rows at `indices` alone from now on."""
-
-    @abstractmethod
-    def drafts(self, rows: "Sequence[DecodedRow]") -> list[list[int]]:
-        """For each of all rows tokens that may come next."""
-
-
-class LookedUp(Drafter):
-    """Drafts that are found in the rows themselves: what has followed the newest tokens before (Saxena 2023).
-
-    Args:
-        find: given the ids of a row, `[1, tokens]`, tokens that may come next.
-        tokens: how many they are at most.
-    """
-
-    def __init__(self, find: Callable[[Tensor], list[int]], tokens: int) -> None:
-        self._find, self.tokens = find, tokens
-
-    def drafts(self, rows: "Sequence[DecodedRow]") -> list[list[int]]:
-        """For each row what has followed its newest tokens before."""
-        return [self._find(row.ids) for row in rows]
 
 
 @dataclass(eq=False)
@@ -187,7 +163,6 @@ class RowDecoder(Generic[Row]):
             self.cache = caches[0] if len(caches) == 1 else merge(list(caches))
         if self._drafter is not None:
             self.cache.activate_past_recording()
-            self._drafter.join(rows)
         self.rows += rows
 
     def begin(self, row: DecodedRow, logits: Tensor) -> None:
@@ -212,8 +187,6 @@ class RowDecoder(Generic[Row]):
         last = iter(index for index in going_on if index >= len(going_on))
         kept = [index if index in going_on else next(last) for index in range(len(going_on))]
         self.rows = [self.rows[index] for index in kept]
-        if self._drafter is not None:
-            self._drafter.keep(kept)
         if self.cache is not None and kept:
             self.cache.keep_rows(kept)
         elif not kept:
@@ -298,8 +271,8 @@ class RowDecoder(Generic[Row]):
                 return
 
 
-class DraftModel(Drafter):
-    """Drafts that a smaller model decodes, greedily, for all rows at once.
+class DraftModel:
+    """A smaller model that decodes drafts, greedily, for all rows at once.
 
     Args:
         model: the smaller model, with the same vocabulary.
@@ -310,8 +283,9 @@ class DraftModel(Drafter):
     """
 
     def __init__(self, model: Any, tokens: int) -> None:
-        self._model, self.tokens = model, tokens
-        # None before the first rows.
+        self._model, self._tokens = model, tokens
+        self._rows: list[DecodedRow] = []
+        # Of these rows; `None` before the first ones.
         self._cache: Any = None
         if (kept := model_types.kept_states(model)) is not None:
             raise OptionError(
@@ -324,26 +298,26 @@ class DraftModel(Drafter):
                 f"{type(model).__name__}: pass the prompts one by one."
             )
 
-    @torch.no_grad()
-    def join(self, rows: Sequence[DecodedRow]) -> None:
-        """Read the tokens of further rows, apart from their last."""
-        caches = [] if self._cache is None else [self._cache]
-        for row in rows:
+    def _follow(self, rows: Sequence[DecodedRow]) -> None:
+        """Forget rows that have gone, and read the tokens of new ones, apart from their last."""
+        places = {row: place for place, row in enumerate(self._rows)}
+        kept = [places[row] for row in rows if row in places]
+        if 0 < len(kept) < len(places):
+            self._cache.keep_rows(kept)
+        self._rows = [*rows[: len(kept)]]
+        caches = [self._cache] if kept else []
+        for row in rows[len(kept) :]:
             cache = DynamicCache(config=self._model.config)
             cache_argument.read_tokens(self._model, row.ids[:, row.padding : -1].to(self._model.device), cache)
             cache.activate_past_recording()
             caches.append(cache)
-        self._cache = merge(caches)
+        if len(rows) > len(kept):
+            self._cache, self._rows = merge(caches), [*rows]
 
-    def keep(self, indices: Sequence[int]) -> None:
-        """Draft for the rows at `indices` alone from now on."""
-        if indices:
-            self._cache.keep_rows(indices)
-        else:
-            self._cache = None
-
+    @torch.no_grad()
     def drafts(self, rows: Sequence[DecodedRow]) -> list[list[int]]:
         """For each row the tokens that the smaller model would choose."""
+        self._follow(rows)
         cache = self._cache
         # What it has seen of a draft that was not accepted goes. What was accepted beyond its draft it has not seen.
         cache.crop_rows([min(seen, row.tokens - 1) for seen, row in zip(cache.row_lengths, rows, strict=True)])
@@ -355,7 +329,7 @@ class DraftModel(Drafter):
         last = torch.tensor([len(own) - 1 for own in missing], device=logits.device)
         chosen = logits[torch.arange(len(rows), device=logits.device), last].argmax(-1)
         drafts = [chosen]
-        for _ in range(self.tokens - 1):
+        for _ in range(self._tokens - 1):
             drafts.append(pass_rows(self._model, drafts[-1][:, None], cache)[:, -1].argmax(-1))
         return torch.stack(drafts, 1).tolist()
 
@@ -487,15 +461,19 @@ def drafter_of(config: Any, looked_up: int | None, assistant: Any) -> Drafter | 
 
     Args:
         config: the config of the call.
-        looked_up: tokens of drafts that are looked up in the rows, `None` for none of these.
+        looked_up: tokens of drafts that are looked up in the rows themselves, as what has followed the newest tokens
+            before (Saxena 2023); `None` for none of these.
         assistant: a model that makes them, as long as its own config says, or else that of the call.
     """
-    if assistant is None:
-        return None if looked_up is None else LookedUp(generate_calls.prompt_lookup(config, looked_up), looked_up)
-    tokens = int(
-        assistant.generation_config.num_assistant_tokens or config.num_assistant_tokens or NUM_ASSISTANT_TOKENS
-    )
-    return DraftModel(assistant, tokens)
+    if assistant is not None:
+        tokens = int(
+            assistant.generation_config.num_assistant_tokens or config.num_assistant_tokens or NUM_ASSISTANT_TOKENS
+        )
+        return Drafter(DraftModel(assistant, tokens).drafts, tokens)
+    if looked_up is None:
+        return None
+    find = generate_calls.prompt_lookup(config, looked_up)
+    return Drafter(lambda rows: [find(row.ids) for row in rows], looked_up)
 
 
 NUM_ASSISTANT_TOKENS = 20

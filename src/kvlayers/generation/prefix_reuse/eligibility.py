@@ -208,10 +208,14 @@ def prompts_of(model: Any, config: Any, arguments: Mapping[str, Any]) -> PromptB
         IneligibleError: there are no prompts, or their padding is not on the left.
     """
     ids, mask = arguments.get(ids_name(arguments)), arguments.get("attention_mask")
-    is_ids = isinstance(ids, Tensor) and ids.dtype == torch.int64 and ids.dim() == 2 and 0 not in ids.shape
-    if not is_ids or not (mask is None or isinstance(mask, Tensor)):
+    if (
+        not isinstance(ids, Tensor)
+        or ids.dtype != torch.int64
+        or ids.dim() != 2
+        or 0 in ids.shape
+        or not isinstance(mask, Tensor | None)
+    ):
         raise IneligibleError("its prompts are not token ids, int64 [rows, tokens]")
-    ids = torch.as_tensor(ids)
     if mask is None:
         mask = generate_calls.mask_of_prompts(model, config, ids)
     prompts = PromptBatch.from_mask(ids, mask)

@@ -5,7 +5,7 @@ is given. They are negative, so they are never those of text, and another image 
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,11 +115,17 @@ def images_in_place(config: Any, input_ids: Tensor, padding: tuple[int, ...], gi
         raise IneligibleError(f"{', '.join(of_tokens)} differ from where its images are")
     if not of_images and any(bool(types.any()) for types in of_tokens.values()):
         raise IneligibleError(f"{', '.join(of_tokens)} tell tokens of text apart")
-    parts = list(_parts(of_images)) if of_images else []
+    parts = _parts(of_images) if of_images else []
     if parts and parts[0].keys() != of_images.keys():
         raise IneligibleError(f"it is given {', '.join(sorted(of_images.keys() - parts[0].keys()))} of its images")
     rows, columns = (each.tolist() for each in is_image.nonzero(as_tuple=True))
-    counts = list(_tokens_of(config, parts, len(rows)))
+    # As many as its grid has cells, or all images the same number.
+    counts = [
+        int(part["image_grid_thw"].prod()) // config.vision_config.spatial_merge_size**2
+        if "image_grid_thw" in part
+        else len(rows) // len(parts)
+        for part in parts
+    ]
     if of_images and sum(counts) != len(rows):
         raise IneligibleError("its images have another number of tokens than its prompts have placeholders")
     if any(count < LEAST_TOKENS for count in counts):
@@ -143,7 +149,7 @@ def images_in_place(config: Any, input_ids: Tensor, padding: tuple[int, ...], gi
     return Images(images, keys.to(input_ids.device), of_tokens, padding)
 
 
-def _parts(of_images: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+def _parts(of_images: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
     """What a model is given of each image, in the order of the images."""
     pixels, grid = of_images.get("pixel_values"), of_images.get("image_grid_thw")
     if pixels is None:
@@ -152,28 +158,18 @@ def _parts(of_images: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
         if int(grid.prod(-1).sum()) != len(pixels):
             raise IneligibleError("its images have other numbers of patches than their grids say")
         # Patches of all images, [patches, channels * pixels].
-        for own, own_grid in zip(torch.split(pixels, grid.prod(-1).tolist()), grid, strict=True):
-            yield {"pixel_values": own, "image_grid_thw": own_grid[None]}
-        return
+        pieces = zip(torch.split(pixels, grid.prod(-1).tolist()), grid, strict=True)
+        return [{"pixel_values": own, "image_grid_thw": own_grid[None]} for own, own_grid in pieces]
     if pixels.dim() == 4:
         # [images, channels, height, width]
-        yield from ({"pixel_values": own} for own in torch.split(pixels, 1))
-        return
+        return [{"pixel_values": own} for own in torch.split(pixels, 1)]
     if pixels.dim() != 5:
         raise IneligibleError(f"its pixel_values have {pixels.dim()} dimensions")
     # [rows, images, channels, height, width]: the model leaves out images of zeros, with which rows are padded.
-    for row, number in pixels.ne(0).flatten(2).any(-1).nonzero().tolist():
-        yield {name: value[row : row + 1, number : number + 1] for name, value in of_images.items()}
-
-
-def _tokens_of(config: Any, parts: list[dict[str, Tensor]], placeholders: int) -> Iterator[int]:
-    """How many tokens each image has: as many as its grid has cells, or all images the same number."""
-    for part in parts:
-        grid = part.get("image_grid_thw")
-        if grid is None:
-            yield placeholders // len(parts)
-        else:
-            yield int(grid.prod()) // config.vision_config.spatial_merge_size**2
+    return [
+        {name: value[row : row + 1, number : number + 1] for name, value in of_images.items()}
+        for row, number in pixels.ne(0).flatten(2).any(-1).nonzero().tolist()
+    ]
 
 
 def digest_of(facts: Any, tensors: Mapping[str, Tensor]) -> bytes:

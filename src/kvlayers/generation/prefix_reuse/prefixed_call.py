@@ -150,9 +150,16 @@ def call_with(cache: Cache, plain: Method, arguments: Mapping[str, Any], cached_
         return _with_cached_tokens(plain(**arguments), cached_tokens)
 
 
-def check_counted(model: Any, cache: Cache, tokens: int) -> None:
-    """Raise `IneligibleError` unless a cache has counted the tokens that its model was given."""
-    if cache.length != tokens:
+def pass_counted(
+    model: Any, ids: Tensor, cache: Cache, chunk: int | None, positions: Tensor | None = None, **of_images: Tensor
+) -> None:
+    """As `pass_unseen`, for the states alone.
+
+    Raises:
+        IneligibleError: the cache has not counted the tokens that the model was given.
+    """
+    pass_unseen(model, ids, cache, chunk, positions, logits=0, **of_images)
+    if cache.length != ids.shape[1]:
         raise IneligibleError(f"{type(model).__name__} puts other tokens into its cache than it is given")
 
 
@@ -210,6 +217,7 @@ class PrefixedCall:
         self._repeats = generate_calls.sequences_per_prompt(self.config)
         self._is_one = len(self._prompts) == self._repeats == 1 and not self._prompts.is_padded
         self._options = dict(cache_by_name.checked_options(self.config.cache_config or {}))
+        # What it is known by is what the call asks for.
         self._part = StorePart(model, active, self._name, self._options)
         self.cached_tokens: tuple[int, ...] = ()
         self._known: dict[int, int] = {}
@@ -384,19 +392,16 @@ class PrefixedCall:
         return cache
 
     def _make(self, rows: int, length_hint: int) -> Cache:
-        cache = self._from_registry(self._options, rows, length_hint)
-        if cache.recurrent_parts() and "checkpoints" not in self._options:
-            return self._from_registry({**self._options, "checkpoints": CHECKPOINTS}, rows, length_hint)
-        return cache
-
-    def _from_registry(self, options: Mapping[str, Any], rows: int, length_hint: int) -> Cache:
         cache = cache_by_name.cache_for(
-            self._name, cache_by_name.request_of(self._model, options, batch_size=rows, length_hint=length_hint)
+            self._name, cache_by_name.request_of(self._model, self._options, batch_size=rows, length_hint=length_hint)
         )
         if not isinstance(cache, Cache) or not cache.layers:
             raise IneligibleError(f"the cache '{self._name}' is a {type(cache).__name__}, which is not one of kvlayers")
         if not any(layer.traits.attends or layer.traits.counts_columns for layer in cache.adapted_layers()):
             raise IneligibleError(f"no layer of {cache!r} counts its tokens in this version of transformers")
+        if cache.recurrent_parts() and "checkpoints" not in self._options:
+            self._options["checkpoints"] = CHECKPOINTS
+            return self._make(rows, length_hint)
         return cache
 
     def _compute(self, row: int, cache: Cache, length: int, least: int | None = None) -> None:
@@ -423,8 +428,7 @@ class PrefixedCall:
             chunk = None if of_images else chunk
             # As the model makes them, `[axes, 1, tokens]`.
             own = None if self._positions is None else self._positions[..., row : row + 1, first : first + stop].to(ids)
-            pass_unseen(self._model, ids[:, :stop], into, chunk, own, logits=0, **of_images)
-            check_counted(self._model, into, stop)
+            pass_counted(self._model, ids[:, :stop], into, chunk, own, **of_images)
             self._images.insert(self._part, self._keys.row(row)[:, :stop], into)
             begin = 0 if is_apart else stop
 

@@ -82,7 +82,7 @@ def explained(
             left = max((common_tokens(text, ids) for own, text in index.left if own == label), default=0)
             if left > hit.known:
                 lines.append(f"    {left} of them were stored, and have left for room")
-            others = [index.entries.groups(own, ids) for own in {entry.label for entry in index} - {label}]
+            others = [index.entries.groups(own, ids) for own in {entry.label for entry in index.entries} - {label}]
             if (most := max((tokens for groups in others for tokens, _ in groups), default=0)) > hit.known:
                 lines.append(f"    {most} of them are stored for another model, cache or namespace")
     return "\n".join(lines)

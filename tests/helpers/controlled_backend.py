@@ -26,6 +26,7 @@ class ControlledBackend:
 
     def __init__(self, directory: pathlib.Path) -> None:
         self._backend: Any = backend_for(directory, None)
+        self._backend.prepare()
         self.before: Callable[[str], None] = lambda name: None
         self.after: Callable[[str], None] = lambda name: None
         self.fails = False

@@ -24,7 +24,9 @@ THREADS = 8
 
 @pytest.fixture(params=KINDS)
 def backend(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> StorageBackend:
-    return opened(request, tmp_path)
+    found = opened(request, tmp_path)
+    found.prepare()
+    return found
 
 
 def opened(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> StorageBackend:

@@ -124,14 +124,12 @@ class Search:
         self, directory: Directory, config: object | None, device: torch.device | str | None, deadline: float
     ) -> None:
         """Load from files until nothing longer can be found, or until `deadline`, as `time.monotonic()` counts."""
-        tried = 0
-        for file in self.files:
+        for number, file in enumerate(self.files):
             if file.shared <= self.covered:
                 break
-            if tried >= MAX_FILES and not file.is_whole:
+            if number >= MAX_FILES and not file.is_whole:
                 self.notes[f"a lookup tries no more than {MAX_FILES} files"] = None
                 continue
-            tried += 1
             try:
                 cache = directory.load(file.path, file.shared, config, device, deadline)
             except NeedsConfigError:

@@ -133,8 +133,9 @@ class PrefixStore:
         self._recent: deque[tuple[str, Tokens, Hit]] = deque(maxlen=MOST_RECENT)
         self._writes: WriteQueue | None = None
         if directory is not None:
-            files = Directory(backend_for(directory, storage_options))
-            self._writes = WriteQueue(self._index, files, directory_max_bytes, changed)
+            backend = backend_for(directory, storage_options)
+            backend.prepare()
+            self._writes = WriteQueue(self._index, Directory(backend), directory_max_bytes, changed)
             self.refresh()
         self._own_ids: WeakKeyDictionary[torch.nn.Module, str] | None = None
         self._access = EntryAccess(self._index, self._lock, changed, self._writes)

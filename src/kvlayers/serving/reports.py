@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from kvlayers.errors import KVLayersError, OptionError
-from kvlayers.prefix.backends import StoredFile, existing_backend
+from kvlayers.prefix.backends import StoredFile, backend_for
 from kvlayers.prefix.entry import PrefixEntry
 from kvlayers.prefix.index import EntryIndex
 from kvlayers.prefix.keys import Tokens, common_tokens
@@ -124,7 +124,7 @@ def report_on(directory: str, progress: Callable[[int, int], None]) -> Directory
         UnreachableError: the directory does not exist, or cannot be reached.
         OptionError: it is a URL of an unknown scheme, or of one whose package is not installed.
     """
-    backend = existing_backend(directory, None)
+    backend = backend_for(directory, None)
     files = backend.files()
     nodes: list[Node] = []
     problems: list[str] = []

@@ -13,6 +13,7 @@ from kvlayers.prefix.entry import (
     EvictionOrder,
     EvictionPolicy,
     MemoryAccount,
+    MemoryPiece,
     Pin,
     PrefixEntry,
     can_restore,
@@ -190,9 +191,14 @@ class EntryIndex:
         entry.is_leaving = False
         self._unpacked.pop(entry, None)
         self.note(entry)
-        # What nobody reads any more of its memory is given back. One of the holders trims what all of them share.
-        for holder in dict.fromkeys(next(iter(piece.holders)) for piece in before if piece.holders):
-            self._trim(holder)
+        # What nobody reads any more of its memory is given back.
+        seen: set[MemoryPiece] = set()
+        for piece in before:
+            # One of the holders trims what all of them share.
+            holder = next(iter(piece.holders), None)
+            if holder is not None and piece not in seen:
+                seen.update(holder.pieces)
+                self._trim(holder)
 
     def _trim(self, entry: PrefixEntry) -> None:
         if entry.cache is not None:

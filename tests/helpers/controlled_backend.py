@@ -9,7 +9,7 @@ import pytest
 from kvlayers.prefix.backends import UnreachableError, backend_for
 
 WRITES = {"write"}
-READS = {"read"}
+READS = {"read_ranges"}
 
 
 class ControlledBackend:
@@ -26,6 +26,7 @@ class ControlledBackend:
 
     def __init__(self, directory: pathlib.Path) -> None:
         self._backend: Any = backend_for(directory, None)
+        self._backend.prepare()
         self.before: Callable[[str], None] = lambda name: None
         self.after: Callable[[str], None] = lambda name: None
         self.fails = False
@@ -38,8 +39,8 @@ class ControlledBackend:
         self.before(name)
         if self.fails and name in WRITES | READS:
             raise UnreachableError("the directory is not there now")
-        if name == "read":
-            self.read_names += [file.name for file in args[0]]
+        if name == "read_ranges":
+            self.read_names += [each.name for each in args[0]]
         elif name == "write":
             self.written[args[0]] = len(args[1])
 

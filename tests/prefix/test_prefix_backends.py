@@ -430,7 +430,7 @@ def test_credentials_are_in_no_message(failing: FilesystemFiles, caplog: pytest.
         store = PrefixStore(ROOM, failing.url, storage_options={"token": "t0k3n"})
         put(store, [1, 5, 6])
         assert store._writes.directory.backend._fs.token == "t0k3n"
-        messages += [repr(store), str(store.statistics), *(str(vars(entry)) for entry in store._index)]
+        messages += [repr(store), str(store.statistics), *(str(vars(entry)) for entry in store._index.entries)]
         for what in ("info", "read", "write", "delete"):
             Failing.fails = {what}
             covered(store, [1, 5, 6])

@@ -142,7 +142,7 @@ def test_six_questions_take_the_bytes_of_the_document_and_their_own(tokens: int)
 def union_of(store: PrefixStore) -> int:
     """Bytes of memory that the caches of a store keep alive."""
     found: dict[int, int] = {}
-    for entry in store._index:
+    for entry in store._index.entries:
         if entry.cache is not None:
             found.update(entry.cache.storages())
     return sum(found.values())

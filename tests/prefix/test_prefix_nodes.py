@@ -24,7 +24,7 @@ from damage import damaged
 from kvlayers.errors import CacheFileError, CachePathError, KVLayersError
 from kvlayers.persistence.format import canonical
 from kvlayers.prefix.backends import GoneError, UnreachableError
-from kvlayers.prefix.backends.contract import Content, StoredFile
+from kvlayers.prefix.backends.contract import ByteRange, Content, StoredFile
 from kvlayers.prefix.backends.local import LocalBackend
 from kvlayers.prefix.directory import Directory
 from kvlayers.prefix.keys import label_of
@@ -409,12 +409,12 @@ def test_nodes_that_have_not_arrived_in_time_cost_the_tokens_behind_them(
     class Late(LocalBackend):
         """Only the first node arrives in time."""
 
-        def read(self, files: Sequence[StoredFile]) -> list[Content | KVLayersError]:
-            if is_late and files[0].name != first:
+        def read_ranges(self, ranges: Sequence[ByteRange]) -> list[Content | KVLayersError | None]:
+            if is_late and ranges[0].name != first:
                 if late == "unreachable":
                     raise UnreachableError("late")
                 goes_on.wait(60)
-            return super().read(files)
+            return super().read_ranges(ranges)
 
     directory = Directory(Late(str(tmp_path)))
     entry = write(directory, DOCUMENT)

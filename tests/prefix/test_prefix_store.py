@@ -342,7 +342,7 @@ def test_a_cache_of_layers_of_transformers_needs_the_config(
     cache.update(torch.ones(1, 1, 3, 1), torch.ones(1, 1, 3, 1), layer_idx=0)
     store.insert(ids_of(1, 2, 3), cache, model="m")
     store.evict()
-    monkeypatch.setattr(LocalBackend, "read", None)
+    monkeypatch.setattr(LocalBackend, "read_ranges", None)
     for _ in range(2):
         hit = store.lookup(ids_of(1, 2, 3, 4), model="m")
         assert (hit.covered, store.statistics.damaged) == (0, 0)

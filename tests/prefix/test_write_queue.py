@@ -109,7 +109,7 @@ def test_no_file_is_touched_under_the_lock(backend: ControlledBackend) -> None:
     store.evict()
     store.clear()
     assert (len(store), store.statistics.failed_writes, store.statistics.dropped_writes) == (0, 0, 0)
-    assert {"write", "read", "files", "delete", "last_uses"} <= set(backend.calls)
+    assert {"write", "read_ranges", "files", "delete", "last_uses"} <= set(backend.calls)
 
 
 def test_lookups_read_at_the_same_time_and_memory_serves_meanwhile(backend: ControlledBackend) -> None:

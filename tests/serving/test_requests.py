@@ -53,7 +53,7 @@ def test_a_client_keeps_its_session_for_a_time_but_no_one_else_out() -> None:
     answered(store, {"prompt_cache_key": "a", "metadata": {"cache_ttl": "600", "cache_priority": "2"}})
     assert store.session("a", ttl=1).seconds_left > 500
     answered(store, {})
-    (entry,) = store._index
+    (entry,) = store._index.entries
     assert [pin.priority for pin in entry.pins] == [2.0]
 
 
@@ -75,7 +75,7 @@ def test_whatever_a_client_writes_is_answered(body: dict[str, Any], caplog: pyte
     store = PrefixStore("16MiB")
     with caplog.at_level(logging.WARNING):
         answered(store, body)
-    (entry,) = store._index
+    (entry,) = store._index.entries
     assert entry.pins == ()
     is_told = isinstance(body.get("metadata"), dict)
     assert ("does not keep its session" in caplog.text) is is_told

@@ -333,7 +333,7 @@ def test_a_store_that_has_sessions_is_freed_with_the_last_reference() -> None:
     store = PrefixStore("1MiB")
     with store.session("a"):
         insert(store, ONE)
-    held = weakref.ref(next(iter(store._index)).cache)
+    held = weakref.ref(next(iter(store._index.entries)).cache)
     assert held() is not None
     del store
     gc.collect()

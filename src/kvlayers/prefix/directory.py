@@ -22,7 +22,7 @@ from kvlayers.persistence.load import StateReader, check_remakeable
 from kvlayers.persistence.node_file import NodeFile
 from kvlayers.persistence.tensor_file import Content, TensorFile, ranges_of
 from kvlayers.prefix.backends import GoneError, StorageBackend, StoredFile, UnreachableError
-from kvlayers.prefix.backends.contract import ABANDONED_SECONDS
+from kvlayers.prefix.backends.contract import ABANDONED_SECONDS, ByteRange
 from kvlayers.prefix.entry import PrefixEntry, restorable_length
 from kvlayers.prefix.keys import Tokens
 from kvlayers.prefix.nodes import Node, NodeTree, read_nodes
@@ -330,7 +330,7 @@ class Directory:
     ) -> tuple[list[NodeFile], int]:
         """The files of these nodes up to the first that cannot be used, and how many tokens they serve."""
         read: list[NodeFile] = []
-        for node, found in zip(chain, self._opened(chain, deadline), strict=True):
+        for node, found in zip(chain, self._opened(chain, deadline), strict=False):
             if not isinstance(found, KVLayersError):
                 read.append(found)
                 continue
@@ -348,32 +348,45 @@ class Directory:
         return read, length
 
     def _opened(self, chain: Sequence[Node], deadline: float | None) -> Iterator[NodeFile | KVLayersError]:
-        """The file of each node, or what is wrong with it, in order. Threads read the next ones and compare digests."""
+        """The file of each node, or what is wrong with it, in order. Threads read the next ones and compare digests.
+
+        Behind the first node that cannot be used, some may be left out.
+        """
         threads = ThreadPoolExecutor(READERS, thread_name_prefix="kvlayers-read")
         # All of them are held in the end, so there is no need to read only a few ahead.
-        coming = [(batch, threads.submit(self._read_batch, batch)) for batch in _batches(chain)]
+        coming = [(batch[0], threads.submit(self._read_batch, batch)) for batch in _batches(chain)]
         try:
-            for batch, found in coming:
+            for first, batch in coming:
                 try:
-                    yield from found.result(None if deadline is None else _seconds_to(deadline))
+                    yield from batch.result(None if deadline is None else _seconds_to(deadline))
                 except NotArrived:
-                    late = (f"{self.backend.path_of(node.name)} has not arrived in time." for node in batch)
-                    yield from map(UnreachableError, late)
+                    yield UnreachableError(f"{self.backend.path_of(first.name)} has not arrived in time.")
                 except UnreachableError as error:
-                    yield from [error] * len(batch)
+                    yield error
         finally:
             # The caller does not wait for what it does not want any more.
             threads.shutdown(wait=False, cancel_futures=True)
 
     def _read_batch(self, batch: Sequence[Node]) -> list[NodeFile | KVLayersError]:
-        found = self.backend.read([StoredFile(node.name, node.nbytes) for node in batch])
-        return [self._checked(node, content) for node, content in zip(batch, found, strict=True)]
+        # One byte more than a file should have.
+        ranges = [ByteRange(node.name, 0, node.nbytes + 1) for node in batch]
+        return [self._checked(*each) for each in zip(batch, ranges, self.backend.read_ranges(ranges), strict=True)]
 
-    def _checked(self, node: Node, content: Content | KVLayersError) -> NodeFile | KVLayersError:
+    def _checked(
+        self, node: Node, whole: ByteRange, content: Content | KVLayersError | None
+    ) -> NodeFile | KVLayersError:
         """The file of a node, all bytes of which were compared with their digest, or what is wrong with it."""
+        path = self.backend.path_of(node.name)
+        if content is not None and not isinstance(content, KVLayersError) and len(content) != node.nbytes:
+            # Some storages do not replace a file at once, and somebody may have written it anew meanwhile.
+            (content,) = self.backend.read_ranges([whole])
+        if content is None:
+            return GoneError(f"{path} does not exist: it was deleted.")
         if isinstance(content, KVLayersError):
             return content
-        path, read = self.backend.path_of(node.name), ranges_of(content)
+        if len(content) != node.nbytes:
+            return CacheFileError(f"{path} is damaged: it must have {node.nbytes} bytes, and has others.")
+        read = ranges_of(content)
         # Compared now, and not only when the store was opened, since other processes may write to the directory.
         if read(0, len(node.content)) != node.content:
             return CacheFileError(f"{path} was replaced: it no longer holds the tokens of its entry.")

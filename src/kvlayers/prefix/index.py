@@ -86,12 +86,6 @@ class EntryIndex:
         self.memory = MemoryAccount()
         self._unpacked: dict[PrefixEntry, None] = {}
 
-    def __iter__(self) -> Iterator[PrefixEntry]:
-        return iter(self.entries)
-
-    def __len__(self) -> int:
-        return len(self.entries)
-
     def __contains__(self, entry: PrefixEntry) -> bool:
         return self.entries.get(entry.label, entry.ids) is entry
 
@@ -121,12 +115,9 @@ class EntryIndex:
         in_files = ((each.path, tokens) for each, tokens in begin_alike if each is not entry and each.path is not None)
         return list(itertools.islice(in_files, MOST_NEIGHBOURS))
 
-    def superseded_files(self, entry: PrefixEntry) -> list[PrefixEntry]:
-        """Entries that nobody needs once `entry`, which is in memory, is in a file as well."""
-        shorter = self.entries.prefixes_of(entry.label, entry.ids)
-        return [
-            old for old in shorter if old is not entry and old.is_spare and can_restore(entry.cache, old.boundaries)
-        ]
+    def shorter(self, entry: PrefixEntry) -> list[PrefixEntry]:
+        """The other entries of the first tokens of an entry, the shortest first."""
+        return [old for old in self.entries.prefixes_of(entry.label, entry.ids) if old is not entry]
 
     # Entries
 
@@ -271,21 +262,21 @@ class EntryIndex:
         Returns:
             Number of entries that were added.
         """
-        for entry in list(self):
+        for entry in list(self.entries):
             if entry.path in gone:
                 self.drop_file(entry)
-        before = len(self)
+        before = len(self.entries)
         for entry in added:
             known = self.entries.get(entry.label, entry.ids)
             if known is None:
                 self.add(entry)
             elif known.path is None and known.boundaries <= entry.boundaries:
                 self.set_file(known, str(entry.path), entry.file_bytes)
-        return len(self) - before
+        return len(self.entries) - before
 
     def clear(self) -> list[str]:
         """Remove all entries, pinned or not, and return the paths of their files."""
-        entries = list(self)
+        entries = list(self.entries)
         # At once, or memory would be moved for entries that go next.
         self._start()
         for entry in entries:
@@ -302,11 +293,6 @@ class EntryIndex:
             covering.boundaries.add(len(ids))
             self.touch(covering, len(ids))
         return covering is not None
-
-    def replaced_by(self, entry: PrefixEntry, cache: Cache, pins: Sequence[Pin] = ()) -> list[PrefixEntry]:
-        """Shorter entries that a cache of an entry can be rolled back to, and that no other pins keep than these."""
-        shorter = [old for old in self.entries.prefixes_of(entry.label, entry.ids) if old is not entry]
-        return [old for old in shorter if set(old.pins) <= set(pins) and can_restore(cache, old.boundaries)]
 
     def check_room(self, entry: PrefixEntry, cache: Cache, replaced: Sequence[PrefixEntry]) -> None:
         """Raise `CapacityError` unless a cache can enter memory besides the entries that never leave."""
@@ -370,8 +356,7 @@ class EntryIndex:
             if not any(each.is_leaving or each is self.writing for each in others):
                 # All that can leave has left, but these hold memory that it has shared with them.
                 self._move_apart((entry, *others))
-        has_entered = self.memory.bytes_without(gone) <= self.max_bytes
-        if not has_entered:
+        if self.memory.bytes_without(gone) > self.max_bytes:
             self.drop_cache(entry)
             for old in staying:
                 self.stay(old)
@@ -400,7 +385,7 @@ class EntryIndex:
             # That there is no room is known before anything changes.
             raise
         except BaseException:
-            entries = list(self)
+            entries = list(self.entries)
             self._start()
             for entry in entries:
                 cache, entry.cache, entry.pieces, entry.is_leaving = entry.cache, None, (), False

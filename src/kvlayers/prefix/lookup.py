@@ -16,7 +16,7 @@ from kvlayers.core.cache import Cache
 from kvlayers.errors import CacheFileError, CachePathError, CapacityError
 from kvlayers.prefix.backends import UnreachableError
 from kvlayers.prefix.directory import Directory, NeedsConfigError, name_in
-from kvlayers.prefix.entry import Pin, PrefixEntry, restorable_length, shares_memory
+from kvlayers.prefix.entry import Pin, PrefixEntry, can_restore, restorable_length, shares_memory
 from kvlayers.prefix.index import MOST_TRIED, EntryIndex
 from kvlayers.prefix.keys import Tokens
 from kvlayers.prefix.write_queue import WriteQueue
@@ -124,14 +124,12 @@ class Search:
         self, directory: Directory, config: object | None, device: torch.device | str | None, deadline: float
     ) -> None:
         """Load from files until nothing longer can be found, or until `deadline`, as `time.monotonic()` counts."""
-        tried = 0
-        for file in self.files:
+        for number, file in enumerate(self.files):
             if file.shared <= self.covered:
                 break
-            if tried >= MAX_FILES and not file.is_whole:
+            if number >= MAX_FILES and not file.is_whole:
                 self.notes[f"a lookup tries no more than {MAX_FILES} files"] = None
                 continue
-            tried += 1
             try:
                 cache = directory.load(file.path, file.shared, config, device, deadline)
             except NeedsConfigError:
@@ -309,7 +307,8 @@ class EntryAccess:
 
     def _take(self, entry: PrefixEntry, cache: Cache, pins: Sequence[Pin] = ()) -> bool:
         """Let a cache enter memory if there is room for it now. If not, entries are on their way out of memory."""
-        replaced = self.index.replaced_by(entry, cache, pins)
+        shorter = self.index.shorter(entry)
+        replaced = [old for old in shorter if set(old.pins) <= set(pins) and can_restore(cache, old.boundaries)]
         self.index.check_room(entry, cache, replaced)
         has_entered, leaving = self.index.enter(entry, cache, replaced)
         if self._writes is not None:

@@ -4,7 +4,7 @@ import hashlib
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -56,20 +56,11 @@ _WITHOUT_ROWS = {"block_ends", *SMOOTHING_NAMES}
 _OF_PACKED_LAYERS = {*DENSE_NAMES, *SINK_NAMES, *PACKED_NAMES, *SMOOTHING_NAMES}
 
 
-@dataclass(frozen=True)
-class _LayerRows:
-    """The tensors of a layer with rows of the same tokens.
+_Reader = Callable[[int, int], Mapping[str, Tensor]]
+"""Given the first row and the number of rows, the tensors of a layer with these rows, by name."""
 
-    Attributes:
-        forms: their forms, sorted by name.
-        runs: the tokens of the rows.
-        read: given the first row and the number of rows, the tensors by name.
-    """
-
-    forms: tuple[TensorForm, ...]
-    runs: tuple[RowRun, ...]
-    read: Callable[[int, int], Mapping[str, Tensor]]
-
+_LayerRows = tuple[tuple[TensorForm, ...], tuple[RowRun, ...], _Reader]
+"""The tensors of a layer with rows of the same tokens: their forms, sorted by name; the tokens; what reads the rows."""
 
 _Divided = tuple[LayerState, list[_LayerRows], Mapping[str, object] | None]
 """The state of a layer without rows of tokens, these rows, and what they depend on besides tokens."""
@@ -88,15 +79,14 @@ class EntryStates:
     def __init__(self, cache: Cache, label: str, ids: Tokens, lengths: Sequence[int]) -> None:
         self.ids = ids
         divided = [_divided(layer) for layer in cache.adapted_layers()]
-        together: dict[tuple[object, ...], list[tuple[int, _LayerRows]]] = {}
+        together: dict[tuple[tuple[TensorForm, ...], tuple[RowRun, ...]], list[tuple[int, _Reader]]] = {}
         for index, (_, found, _) in enumerate(divided):
-            for rows in found:
-                together.setdefault((rows.forms, rows.runs), []).append((index, rows))
+            for forms, runs, read in found:
+                together.setdefault((forms, runs), []).append((index, read))
         self.groups = [
-            RowGroup(tuple(index for index, _ in members), members[0][1].forms, members[0][1].runs)
-            for members in together.values()
+            RowGroup(tuple(index for index, _ in members), forms, runs) for (forms, runs), members in together.items()
         ]
-        self._sources = [[rows for _, rows in members] for members in together.values()]
+        self._readers = [[read for _, read in members] for members in together.values()]
         state = CacheState(cache.kind, tuple(state for state, _, _ in divided))
         description, small = described(cache, state, ModelRecord())
         records = description.cache.layers
@@ -172,7 +162,7 @@ class EntryStates:
         for number, (group, held) in enumerate(zip(self.groups, node.record.own(), strict=True)):
             if held.rows:
                 first = int(np.searchsorted(group.positions()[0], held.runs[0].first))
-                found = [source.read(first, held.rows) for source in self._sources[number]]
+                found = [read(first, held.rows) for read in self._readers[number]]
                 for form in group.tensors:
                     tensors[rows_name(number, form.name)] = [each[form.name] for each in found]
         return content_of(node.header, tensors)
@@ -188,7 +178,7 @@ def _is_cuttable(record: LayerRecord, divided: _Divided) -> bool:
     layer_class, (state, found, _) = LAYER_CLASSES.get(record.kind), divided
     keeps_all = layer_class is not None and layer_class.traits.keeps_every_token is True
     is_packed = keeps_all and record.facts.get("store") == "QuantizedStore" and set(record.tensors) <= _OF_PACKED_LAYERS
-    others = set(state.tensors) - {form.name for rows in found for form in rows.forms} - _WITHOUT_ROWS
+    others = set(state.tensors) - {form.name for forms, _, _ in found for form in forms} - _WITHOUT_ROWS
     is_divided = not any(state.tensors[name].numel() for name in others)
     return bool(found) and is_divided and (is_packed or loads_prefixes(record))
 
@@ -253,7 +243,7 @@ def _divided(layer: Any) -> _Divided:
         return *_of_dense(layer, layer.store), settings
     state = layer.state()
     found = [] if settings is None else list(_rows_of(state))
-    names = {form.name for rows in found for form in rows.forms}
+    names = {form.name for forms, _, _ in found for form in forms}
     small = {name: tensor[:, :, :0] if name in names else tensor for name, tensor in state.tensors.items()}
     return LayerState(state.kind, small, state.facts), found, settings
 
@@ -276,7 +266,7 @@ def _of_dense(layer: TokenLayer, store: DenseStore) -> tuple[LayerState, list[_L
 
     forms = _forms({name: state.tensors[name] for name in DENSE_NAMES if name in state.tensors})
     whole = LayerState(state.kind, state.tensors, {**state.facts, "length": length})
-    return whole, [_LayerRows(forms, (RowRun(0, 1, length),), read)] if length and forms else []
+    return whole, [(forms, (RowRun(0, 1, length),), read)] if length and forms else []
 
 
 def _joined(pieces: Sequence[Tensor]) -> Tensor:
@@ -295,19 +285,19 @@ def _rows_of(state: LayerState) -> Iterator[_LayerRows]:
     if newest > length:
         return
     if newest and (forms := _forms(dense)):
-        yield _LayerRows(forms, (RowRun(length - newest, 1, newest),), _reader(dense))
+        yield forms, (RowRun(length - newest, 1, newest),), _reader(dense)
     ends = tensors.get("block_ends")
     if packed and ends is not None and (forms := _forms(packed)):
         held = [int(end) for end in ends[1:]]
         first = length - newest - sum(held)
-        yield _LayerRows(forms, _runs(first, held), _reader(packed))
+        yield forms, _runs(first, held), _reader(packed)
         sinks = {name: tensors[name] for name in SINK_NAMES if name in tensors}
         forms = _forms(sinks)
         if first and forms and all(states.shape[2] == first for states in sinks.values()):
-            yield _LayerRows(forms, (RowRun(0, 1, first),), _reader(sinks))
+            yield forms, (RowRun(0, 1, first),), _reader(sinks)
 
 
-def _reader(tensors: Mapping[str, Tensor]) -> Callable[[int, int], Mapping[str, Tensor]]:
+def _reader(tensors: Mapping[str, Tensor]) -> _Reader:
     return lambda first, rows: {name: states[:, :, first : first + rows] for name, states in tensors.items()}
 
 

@@ -133,12 +133,12 @@ class PrefixStore:
         self._recent: deque[tuple[str, Tokens, Hit]] = deque(maxlen=MOST_RECENT)
         self._writes: WriteQueue | None = None
         if directory is not None:
-            files = Directory(backend_for(directory, storage_options))
-            self._writes = WriteQueue(self._index, files, directory_max_bytes, changed)
+            backend = backend_for(directory, storage_options)
+            backend.prepare()
+            self._writes = WriteQueue(self._index, Directory(backend), directory_max_bytes, changed)
+            self.refresh()
         self._own_ids: WeakKeyDictionary[torch.nn.Module, str] | None = None
         self._access = EntryAccess(self._index, self._lock, changed, self._writes)
-        if directory is not None:
-            self.refresh()
 
     # Without `checks_options`, whose reference to the cache would keep the store from taking over its memory.
     def insert(
@@ -369,7 +369,7 @@ class PrefixStore:
         writes = self._need_directory()
         with self._lock:
             lost = writes.lost
-            writes.write(self._index)
+            writes.write(self._index.entries)
             writes.wait()
             return writes.lost == lost
 
@@ -403,7 +403,7 @@ class PrefixStore:
         """
         writes = self._need_directory()
         with self._lock:
-            known = {entry.path for entry in self._index if entry.path is not None}
+            known = {entry.path for entry in self._index.entries if entry.path is not None}
         changes = writes.directory.changes(known)
         with self._lock, self._index.counted():
             added = self._index.update(changes.added, changes.gone)
@@ -467,7 +467,7 @@ class PrefixStore:
     def tree(self) -> PrefixTree:
         """What is held, as a tree of tokens, for people: `print(store.tree())`."""
         with self._lock:
-            writes, entries = self._writes, list(self._index)
+            writes, entries = self._writes, list(self._index.entries)
             return tree_of(
                 {each: writes.directory.pieces(each.path) if writes and each.path else {} for each in entries}
             )
@@ -478,7 +478,7 @@ class PrefixStore:
         with self._lock:
             index, writes = self._index, self._writes
             return PrefixStatistics(
-                entries=len(index),
+                entries=len(index.entries),
                 bytes=index.memory.nbytes,
                 file_bytes=0 if writes is None else writes.directory.nbytes,
                 hits=self._counts["hits"],
@@ -528,7 +528,7 @@ class PrefixStore:
     def __len__(self) -> int:
         """Number of entries, in memory and in files."""
         with self._lock:
-            return len(self._index)
+            return len(self._index.entries)
 
     def __bool__(self) -> bool:
         """True, also without entries: whether there is a store is what `if store` asks."""

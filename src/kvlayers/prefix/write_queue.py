@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from kvlayers.errors import CachePathError, KVLayersError
 from kvlayers.prefix.directory import Directory
-from kvlayers.prefix.entry import PrefixEntry
+from kvlayers.prefix.entry import PrefixEntry, can_restore
 from kvlayers.prefix.index import EntryIndex
 
 logger = logging.getLogger(__name__)
@@ -224,7 +224,8 @@ class WriteQueue:
             # A fork, since others fork the cache meanwhile.
             cache = entry.cache.fork()
             neighbours = self._index.neighbours_in_files(entry)
-            superseded = self._index.superseded_files(entry)
+            spare = [old for old in self._index.shorter(entry) if old.is_spare]
+            superseded = [old for old in spare if can_restore(entry.cache, old.boundaries)]
             entry.boundaries.update(*(old.boundaries for old in superseded))
             boundaries = sorted(entry.boundaries)
         return superseded, self.directory.write(entry.label, entry.ids, boundaries, cache, neighbours)
@@ -242,7 +243,7 @@ class WriteQueue:
                         # Its last node is one of the new entry's, or is deleted when nobody has used it for an hour.
                         self._index.remove(old)
                 return
-            used = {entry.path for entry in self._index}
+            used = {entry.path for entry in self._index.entries}
         # The store was cleared meanwhile.
         self.directory.delete_all({path} - used)
 
@@ -251,7 +252,7 @@ class WriteQueue:
         if most is None or self.directory.nbytes <= most:
             return
         with self._changed:
-            in_files = [(entry, entry.path) for entry in self._index if entry.path is not None]
+            in_files = [(entry, entry.path) for entry in self._index.entries if entry.path is not None]
             kept = {path for entry, path in in_files if entry.pins and entry.cache is None}
             uses = sorted((time, path, tokens) for entry, path in in_files for tokens, time in entry.uses.items())
             new = [(path, tokens) for time, path, tokens in uses if time > self._refreshed]
@@ -267,7 +268,7 @@ class WriteQueue:
         with self._changed:
             self._most_tries = 1
             # In the order of their uses, which files have by the times when they were written.
-            self.write(sorted(self._index, key=lambda entry: entry.last_use))
+            self.write(sorted(self._index.entries, key=lambda entry: entry.last_use))
             self._changed.notify_all()
             if self._worker is not None and self._worker.is_alive():
                 self.wait(deadline)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from kvlayers.errors import KVLayersError, OptionError
-from kvlayers.prefix.backends import StoredFile, existing_backend
+from kvlayers.prefix.backends import StoredFile, backend_for
 from kvlayers.prefix.entry import PrefixEntry
 from kvlayers.prefix.index import EntryIndex
 from kvlayers.prefix.keys import Tokens, common_tokens
@@ -82,7 +82,7 @@ def explained(
             left = max((common_tokens(text, ids) for own, text in index.left if own == label), default=0)
             if left > hit.known:
                 lines.append(f"    {left} of them were stored, and have left for room")
-            others = [index.entries.groups(own, ids) for own in {entry.label for entry in index} - {label}]
+            others = [index.entries.groups(own, ids) for own in {entry.label for entry in index.entries} - {label}]
             if (most := max((tokens for groups in others for tokens, _ in groups), default=0)) > hit.known:
                 lines.append(f"    {most} of them are stored for another model, cache or namespace")
     return "\n".join(lines)
@@ -124,7 +124,7 @@ def report_on(directory: str, progress: Callable[[int, int], None]) -> Directory
         UnreachableError: the directory does not exist, or cannot be reached.
         OptionError: it is a URL of an unknown scheme, or of one whose package is not installed.
     """
-    backend = existing_backend(directory, None)
+    backend = backend_for(directory, None)
     files = backend.files()
     nodes: list[Node] = []
     problems: list[str] = []

@@ -12,7 +12,7 @@ from kvlayers.prefix.backends.fsspec import FsspecBackend
 from kvlayers.prefix.backends.local import LocalBackend
 from kvlayers.prefix.backends.redis import SCHEMES, RedisBackend
 
-__all__ = ["GoneError", "StorageBackend", "StoredFile", "UnreachableError", "backend_for", "existing_backend"]
+__all__ = ["GoneError", "StorageBackend", "StoredFile", "UnreachableError", "backend_for"]
 
 LOCAL_SCHEMES = ("file", "local")
 
@@ -22,17 +22,7 @@ _URL_IN_PATH = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
 
 def backend_for(directory: object, options: Mapping[str, object] | None) -> StorageBackend:
-    """The storage backend for the files of a store, which exists afterwards, and can be written to.
-
-    Args and errors are those of `existing_backend`.
-    """
-    backend = existing_backend(directory, options)
-    backend.prepare()
-    return backend
-
-
-def existing_backend(directory: object, options: Mapping[str, object] | None) -> StorageBackend:
-    """The storage backend for files that are to be read only. Nothing is made, and nothing is written.
+    """The storage backend for the files of a store. Nothing is made or written before `prepare` is called.
 
     Args:
         directory: a path, or a URL of Redis, of Valkey, or of any file system that fsspec supports.

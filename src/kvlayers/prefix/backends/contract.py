@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 from urllib.parse import unquote
 
-from kvlayers.errors import CacheFileError, CachePathError, KVLayersError
+from kvlayers.errors import CachePathError, KVLayersError
 from kvlayers.persistence.node_file import SUFFIX
 from kvlayers.persistence.tensor_file import Content
 
@@ -96,35 +96,9 @@ class StorageBackend(ABC):
     def read_ranges(self, ranges: Sequence[ByteRange]) -> list[Content | KVLayersError | None]:
         """The bytes of each range, fewer if the file is shorter, or the error that reading them raised.
 
-        `None` stands for a file that does not exist. A local file is mapped into memory. The bytes are what the storage
-        returned: whoever knows a digest of them compares it.
+        One file does not hide the others. `None` stands for a file that does not exist. A local file is mapped into
+        memory. The bytes are what the storage returned: whoever knows a size or a digest of them compares it.
         """
-
-    def read(self, files: Sequence[StoredFile]) -> list[Content | KVLayersError]:
-        """The content of each file, or what is wrong with it. One file does not hide the others.
-
-        Args:
-            files: names and sizes in bytes. Nothing else of them is looked at.
-
-        Returns:
-            For each file its content, or the error: `GoneError` if it does not exist, `CacheFileError` if it has
-            another size, or the error that reading it raised.
-        """
-        # One byte more than a file should have.
-        ranges = [ByteRange(file.name, 0, file.nbytes + 1) for file in files]
-        found: list[Content | KVLayersError] = []
-        for file, each, content in zip(files, ranges, self.read_ranges(ranges), strict=True):
-            path = self.path_of(file.name)
-            if content is not None and not isinstance(content, KVLayersError) and len(content) != file.nbytes:
-                # Some storages do not replace a file at once, and somebody may have written it anew meanwhile.
-                (content,) = self.read_ranges([each])
-            if content is None:
-                found.append(GoneError(f"{path} does not exist: it was deleted."))
-            elif isinstance(content, KVLayersError) or len(content) == file.nbytes:
-                found.append(content)
-            else:
-                found.append(CacheFileError(f"{path} is damaged: it must have {file.nbytes} bytes, and has others."))
-        return found
 
     @abstractmethod
     def write(self, name: str, content: Content) -> None:

@@ -108,11 +108,10 @@ class RedisBackend(StorageBackend):
             pipeline.execute_command(*command)
         with self._reaching():
             answers = pipeline.execute(raise_on_error=together)
-            failures = [answer for answer in answers if isinstance(answer, Exception)]
-            for failure in failures:
-                if not str(failure).startswith("WRONGTYPE"):
-                    raise failure
-        return [None if answer in failures else answer for answer in answers]
+            for answer in answers:
+                if isinstance(answer, Exception) and not str(answer).startswith("WRONGTYPE"):
+                    raise answer
+        return [None if isinstance(answer, Exception) else answer for answer in answers]
 
     def _taken(self, names: Sequence[str]) -> set[str]:
         """Those of these names whose keys somebody has given a value of another type, which stays."""

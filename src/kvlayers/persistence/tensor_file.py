@@ -155,27 +155,27 @@ def run_count(shape: tuple[int, ...]) -> int:
 def file_header(tensors: Mapping[str, TensorEntry], metadata: Mapping[str, str]) -> Header:
     """The header of a file of these tensors and texts. Equal ones have equal bytes.
 
-    Ids come first, since they are read to inspect a file. The others follow by the size of their numbers, and by name.
+    Tensors follow one another by the size of their numbers, so that each begins where numbers of its dtype can be, and
+    by name. Ids come first, since they are read to inspect a file.
 
     Args:
         tensors: their forms, without digests.
         metadata: texts by name. Those that each file has may be left out.
     """
-    names = sorted(tensors, key=lambda name: (name != TOKEN_IDS, -tensors[name].dtype.itemsize, name))
+    names = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name != TOKEN_IDS, name))
     rows = sum(run_count(entry.shape) for entry in tensors.values()) + 1
     entries = {name: tensors[name] for name in names} | {DIGESTS: TensorEntry(torch.uint8, (rows, DIGEST_BYTES))}
     texts = {"format": FORMAT, "format_version": FORMAT_VERSION, **metadata}
-    claims: dict[str, object] = {"__metadata__": texts}
-    ranges: dict[str, tuple[int, int]] = {}
+    claims: dict[str, _Claim] = {}
     end = 0
     for name, entry in entries.items():
         start, end = end, end + math.prod(entry.shape) * entry.dtype.itemsize
         claims[name] = _Claim(entry.dtype, entry.shape, (start, end))
-        ranges[name] = start, end
-    text = canonical(claims).encode()
+    text = canonical({"__metadata__": texts, **claims}).encode()
     text += b" " * (-len(text) % LENGTH_BYTES)
     content = len(text).to_bytes(LENGTH_BYTES, "little") + text
-    ranges = {name: (len(content) + start, len(content) + stop) for name, (start, stop) in ranges.items()}
+    offsets = {name: claim.data_offsets for name, claim in claims.items()}
+    ranges = {name: (len(content) + start, len(content) + stop) for name, (start, stop) in offsets.items()}
     return Header(content, texts, entries, ranges, len(content) + end)
 
 
@@ -302,7 +302,8 @@ class TensorFile:
 
     def __init__(self, path: str, header: Header, read: ReadRange) -> None:
         self.path, self.header, self.read = path, header, read
-        self._digests = bytes(self._read(DIGESTS))
+        # Fewer bytes than the header says are others than those that the last digest is of.
+        self._digests = bytes(read(*header.ranges[DIGESTS]))
         self.checksum = hashlib.sha256(header.content + self._digests[:-DIGEST_BYTES]).hexdigest()
         if self.checksum != self._digests[-DIGEST_BYTES:].hex():
             refuse(path, f"the checksum {self.checksum}", "another", "it is damaged; save it again")
@@ -310,13 +311,6 @@ class TensorFile:
         counts = [run_count(header.tensors[name].shape) for name in names]
         self._rows = dict(zip(names, itertools.accumulate(counts, initial=0), strict=False))
         """For each tensor, the row of its first digest."""
-
-    def _read(self, name: str) -> Content:
-        start, end = self.header.ranges[name]
-        data = self.read(start, end)
-        if len(data) != end - start:
-            refuse(self.path, f"{end - start} bytes of {shown(name)}", str(len(data)))
-        return data
 
     def tensor(self, name: str, tokens: int | None = None, verify: bool = True) -> Tensor:
         """A tensor, as a view of the content where that is possible: do not write to it.
@@ -330,10 +324,7 @@ class TensorFile:
             CacheFileError: bytes have changed since it was written.
         """
         entry = self.header.tensors[name]
-        data = self._read(name)
-        # Torch warns of memory that must not be written to, and a number must be where one of its dtype can be.
-        if isinstance(data, bytes) or self.header.ranges[name][0] % entry.dtype.itemsize:
-            data = bytearray(data)
+        data = self.read(*self.header.ranges[name])
         states = torch.frombuffer(data, dtype=entry.dtype) if len(data) else torch.empty(0, dtype=entry.dtype)
         states = states.view(entry.shape)
         if verify:

@@ -242,8 +242,8 @@ class StateReader:
         """Load the states of the file into the caller's cache."""
         description, ids = self.saved.description, self._ids()
         states = []
-        for part, record in enumerate(description.caches()):
-            held = cache.parts()[part if cache.is_pair else 0]
+        # Whether both are pairs is checked with the whole state.
+        for part, (held, record) in enumerate(zip(cache.parts(), description.caches(), strict=False)):
             layers = held.layers_for(len(record.layers))
             if len(layers) != len(record.layers):
                 raise StateMismatchError(

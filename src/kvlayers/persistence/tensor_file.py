@@ -79,13 +79,6 @@ class Header:
     file_bytes: int
 
 
-@dataclass(frozen=True)
-class _Claim(TensorEntry):
-    """What a header says of one tensor."""
-
-    data_offsets: tuple[int, int]
-
-
 def checked_path(path: object) -> str:
     """The path as text.
 
@@ -166,15 +159,15 @@ def file_header(tensors: Mapping[str, TensorEntry], metadata: Mapping[str, str])
     rows = sum(run_count(entry.shape) for entry in tensors.values()) + 1
     entries = {name: tensors[name] for name in names} | {DIGESTS: TensorEntry(torch.uint8, (rows, DIGEST_BYTES))}
     texts = {"format": FORMAT, "format_version": FORMAT_VERSION, **metadata}
-    claims: dict[str, _Claim] = {}
+    offsets: dict[str, tuple[int, int]] = {}
     end = 0
     for name, entry in entries.items():
         start, end = end, end + math.prod(entry.shape) * entry.dtype.itemsize
-        claims[name] = _Claim(entry.dtype, entry.shape, (start, end))
+        offsets[name] = start, end
+    claims = {name: {**vars(entry), "data_offsets": offsets[name]} for name, entry in entries.items()}
     text = canonical({"__metadata__": texts, **claims}).encode()
     text += b" " * (-len(text) % LENGTH_BYTES)
     content = len(text).to_bytes(LENGTH_BYTES, "little") + text
-    offsets = {name: claim.data_offsets for name, claim in claims.items()}
     ranges = {name: (len(content) + start, len(content) + stop) for name, (start, stop) in offsets.items()}
     return Header(content, texts, entries, ranges, len(content) + end)
 
@@ -217,11 +210,11 @@ def parse_header(path: str, file_bytes: int, read: ReadRange) -> Header:
         refuse(path, f"version {FORMAT_VERSION} of the format", version, "it is of another kvlayers: save it again")
     entries: dict[str, TensorEntry] = {}
     for name, fields in claims.items():
-        claim = decoded(path, f"an entry of {shown(name)}", _Claim, bytes(fields))
-        is_vast = 0 in claim.shape and math.prod(size or 1 for size in claim.shape) > MAX_EMPTY_ELEMENTS
-        if is_vast or len(claim.shape) > MAX_DIMS:
-            refuse(path, f"a shape that states have for {shown(name)}", shown(claim.shape))
-        entries[name] = TensorEntry(claim.dtype, claim.shape)
+        # Where its bytes are follows from the forms of all tensors.
+        entry = entries[name] = decoded(path, f"an entry of {shown(name)}", TensorEntry, bytes(fields))
+        is_vast = 0 in entry.shape and math.prod(size or 1 for size in entry.shape) > MAX_EMPTY_ELEMENTS
+        if is_vast or len(entry.shape) > MAX_DIMS:
+            refuse(path, f"a shape that states have for {shown(name)}", shown(entry.shape))
     entries.pop(DIGESTS, None)
     header = file_header(entries, metadata)
     if header.content != start + text:

@@ -159,17 +159,14 @@ def file_header(tensors: Mapping[str, TensorEntry], metadata: Mapping[str, str])
     rows = sum(run_count(entry.shape) for entry in tensors.values()) + 1
     entries = {name: tensors[name] for name in names} | {DIGESTS: TensorEntry(torch.uint8, (rows, DIGEST_BYTES))}
     texts = {"format": FORMAT, "format_version": FORMAT_VERSION, **metadata}
-    offsets: dict[str, tuple[int, int]] = {}
-    end = 0
-    for name, entry in entries.items():
-        start, end = end, end + math.prod(entry.shape) * entry.dtype.itemsize
-        offsets[name] = start, end
+    sizes = [math.prod(entry.shape) * entry.dtype.itemsize for entry in entries.values()]
+    offsets = dict(zip(entries, itertools.pairwise(itertools.accumulate(sizes, initial=0)), strict=True))
     claims = {name: {**vars(entry), "data_offsets": offsets[name]} for name, entry in entries.items()}
     text = canonical({"__metadata__": texts, **claims}).encode()
     text += b" " * (-len(text) % LENGTH_BYTES)
     content = len(text).to_bytes(LENGTH_BYTES, "little") + text
-    ranges = {name: (len(content) + start, len(content) + stop) for name, (start, stop) in offsets.items()}
-    return Header(content, texts, entries, ranges, len(content) + end)
+    ranges = {name: (len(content) + start, len(content) + end) for name, (start, end) in offsets.items()}
+    return Header(content, texts, entries, ranges, len(content) + sum(sizes))
 
 
 def parse_header(path: str, file_bytes: int, read: ReadRange) -> Header:

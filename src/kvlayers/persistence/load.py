@@ -334,10 +334,8 @@ def file_at_fault(path: str, mismatch_too: bool = True) -> Iterator[None]:
     """
     try:
         yield
-    except CacheFileError:
-        raise
     except KVLayersError as error:
-        if not mismatch_too:
+        if isinstance(error, CacheFileError) or not mismatch_too:
             raise
         raise CacheFileError(f"No cache can be made from {path}: {error}") from error
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:

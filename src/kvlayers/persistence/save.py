@@ -119,8 +119,7 @@ def described(cache: Cache, state: CacheState, model: ModelRecord) -> tuple[Desc
         for name, tensor in layer.tensors.items()
     }
     dtypes = sorted({states.dtype for states in tensors.values() if states.is_floating_point()}, key=str)
-    for fingerprint, rotary in rotaries.items():
-        tensors[rotary_name(fingerprint)] = rotary.inv_freq
+    tensors |= {rotary_name(fingerprint): rotary.inv_freq for fingerprint, rotary in rotaries.items()}
     versions = {"kvlayers": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
     layouts = {fingerprint: (rotary.layout, rotary.first) for fingerprint, rotary in rotaries.items()}
     return Description(versions, record, model, layouts, tuple(dtypes)), tensors

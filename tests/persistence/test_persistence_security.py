@@ -429,8 +429,11 @@ def test_a_header_may_be_well_written_and_claim_too_much(
         lambda text: text.replace(b'"shape":[2,2,20,8]', b'"shape":[2,2,20,8 ]', 1),
         lambda text: text.replace(b'{"__metadata__"', b'{"__metadata__":{},"__metadata__"', 1),
         lambda text: text.replace(b'"DynamicCache', b'"\\u0044ynamicCache', 1),
+        lambda text: text.replace(b'"data_offsets":[0,', b'"data_offsets":[4,', 1),
+        lambda text: text.replace(b'"data_offsets":[0,', b'"data_offsets":["0",', 1),
+        lambda text: text.replace(b'"data_offsets":[0,', b'"offsets":[0,', 1),
     ],
-    ids=["spaces", "a name twice", "other letters"],
+    ids=["spaces", "a name twice", "other letters", "another place", "a place that is a text", "no place"],
 )
 def test_a_header_in_other_words_is_refused(change: Callable[[bytes], bytes], path: pathlib.Path) -> None:
     """Even if it says the same."""
@@ -443,6 +446,13 @@ def test_a_header_in_other_words_is_refused(change: Callable[[bytes], bytes], pa
     path.write_bytes(framed(header) + content[8 + length : -32] + last)
     with pytest.raises(CacheFileError, match="as kvlayers writes it"):
         load_cache(path)
+
+
+def test_each_tensor_begins_where_numbers_of_its_dtype_can_be() -> None:
+    """Whatever the dtype of ids is in a file: memory is read in place."""
+    dtypes = {"token_ids": torch.uint8, "a": torch.int8, "b": torch.float64, "c": torch.bfloat16, "d": torch.float32}
+    header = file_header({name: TensorEntry(dtype, (3,)) for name, dtype in dtypes.items()}, {})
+    assert not any(header.ranges[name][0] % dtype.itemsize for name, dtype in dtypes.items())
 
 
 @pytest.mark.parametrize("version", [3, 9, 10, 12])

@@ -14,7 +14,6 @@ _TEMPORARY_PREFIX = ".kvlayers-"
 _TEMPORARY_SUFFIX = ".tmp"
 
 PERMISSIONS = 0o777
-READ_AND_WRITE = 0o666
 WRITABLE = 0o222
 
 _UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS)
@@ -59,14 +58,13 @@ def replacing(path: str) -> Iterator[str]:
     directory = os.path.dirname(path) or os.curdir
     temporary = os.path.join(directory, temporary_name())
     try:
-        # Made here to get the system's default permissions; safetensors makes files that only the owner can read.
-        made = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, READ_AND_WRITE)
-        mode = (os.fstat(made) if existing is None else existing).st_mode & PERMISSIONS
-        os.close(made)
+        # Made before there is any content, with the system's default permissions.
+        open(temporary, "xb").close()
         try:
             yield temporary
             _to_disk(temporary)
-            os.chmod(temporary, mode)
+            if existing is not None:
+                os.chmod(temporary, existing.st_mode & PERMISSIONS)
             os.replace(temporary, path)
         except BaseException:
             with contextlib.suppress(OSError):

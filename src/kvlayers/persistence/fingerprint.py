@@ -446,15 +446,15 @@ def _block_sums(weight: Tensor) -> Tensor:
     once in 2^33 times if only their highest bits changed.
     """
     words = _words(weight)
-    factors, sums = _factors().to(words.device), [words[:0]]
-    for some in torch.split(words, BLOCK * BLOCKS_AT_ONCE):
-        whole = some.numel() // BLOCK * BLOCK
-        for blocks in (some[:whole].view(-1, BLOCK), some[whole:].view(-1, max(some.numel() - whole, 1))):
-            # Mixes the upper half into the lower half, since multiplication would shift the upper half out of the word.
-            mixed = blocks >> 32
-            mixed ^= blocks
-            mixed *= factors[: blocks.shape[1]]
-            sums.append(mixed.sum(1))
+    whole = words.numel() // BLOCK * BLOCK
+    last = words[whole:].view(-1, max(words.numel() - whole, 1))
+    factors, sums = _factors().to(words.device), []
+    for blocks in (*torch.split(words[:whole].view(-1, BLOCK), BLOCKS_AT_ONCE), last):
+        # Mixes the upper half into the lower half, since multiplication would shift the upper half out of the word.
+        mixed = blocks >> 32
+        mixed ^= blocks
+        mixed *= factors[: blocks.shape[1]]
+        sums.append(mixed.sum(1))
     return torch.cat(sums)
 
 

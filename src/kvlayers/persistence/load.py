@@ -37,6 +37,7 @@ from kvlayers.persistence.format import (
     MAX_SETTING,
     OWN_METADATA,
     CacheRecord,
+    Facts,
     LayerRecord,
     layer_prefix,
     parsed,
@@ -241,8 +242,8 @@ class StateReader:
         """Load the states of the file into the caller's cache."""
         description, ids = self.saved.description, self._ids()
         states = []
-        for part, record in enumerate(description.caches()):
-            held = cache.parts()[part if cache.is_pair else 0]
+        # Whether both are pairs is checked with the whole state.
+        for part, (held, record) in enumerate(zip(cache.parts(), description.caches(), strict=False)):
             layers = held.layers_for(len(record.layers))
             if len(layers) != len(record.layers):
                 raise StateMismatchError(
@@ -333,10 +334,8 @@ def file_at_fault(path: str, mismatch_too: bool = True) -> Iterator[None]:
     """
     try:
         yield
-    except CacheFileError:
-        raise
     except KVLayersError as error:
-        if not mismatch_too:
+        if isinstance(error, CacheFileError) or not mismatch_too:
             raise
         raise CacheFileError(f"No cache can be made from {path}: {error}") from error
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
@@ -369,7 +368,7 @@ def rebuilt(saved: SavedFile, part: int, context: DescriptionContext, config: ob
     if not all(isinstance(option, bool) for option in options):
         refuse(path, "True or False for offloading, only_non_sliding and grows", shown(options))
     # Before any layer is made: a static layer makes something for each slot that it may reserve.
-    _check_reservation(saved, record, part, [_reserved_by_facts(layer) for layer in record.layers])
+    _check_reservation(saved, record, part, [(LAYER_CLASSES.get(layer.kind), layer.facts) for layer in record.layers])
     layers = [_layer(layer, context) for layer in record.layers]
     missing = [index for index, layer in enumerate(layers) if layer is None]
     if missing and config is None:
@@ -385,7 +384,7 @@ def rebuilt(saved: SavedFile, part: int, context: DescriptionContext, config: ob
     cache = cache_class.from_description(record.options, layers, context)
     # Again for the finished layers: they may have been made from the config, not from the facts in the file.
     finished = [layer.unwrapped for layer in cache.adapted_layers()]
-    _check_reservation(saved, record, part, [type(layer).reserved_by(layer.describe()) for layer in finished])
+    _check_reservation(saved, record, part, [(type(layer), layer.describe()) for layer in finished])
     return cache
 
 
@@ -442,29 +441,25 @@ def loads_prefixes(record: LayerRecord) -> bool:
     return has_states_alone and layer_class.traits.keeps_every_token is True and store_class.holds_tokens_apart is True
 
 
-def _reserved_by_facts(layer: LayerRecord) -> tuple[int, int]:
-    """Tokens, and sequences, that a layer reserves that is made from these facts; none is if they are incomplete."""
-    layer_class = LAYER_CLASSES.get(layer.kind)
-    with contextlib.suppress(KeyError):
-        if layer_class is not None:
-            return layer_class.reserved_by(layer.facts)
-    return 0, 0
-
-
-def _check_reservation(saved: SavedFile, record: CacheRecord, part: int, layers: Sequence[tuple[int, int]]) -> None:
+def _check_reservation(saved: SavedFile, record: CacheRecord, part: int, layers: Sequence[tuple[Any, Facts]]) -> None:
     """Raise `CacheFileError` if far more memory would be reserved than the file has states for.
 
     Args:
         saved: the file.
         record: the cache in it.
         part: 0, or 1 for the cross-attention of a pair.
-        layers: tokens, and sequences, that each layer reserves.
+        layers: class and facts of each layer.
     """
     # Layers that are made from a config reserve what the options say.
     _check_amount(saved.path, "reserved tokens", record.options.get("max_cache_len") or 0, MAX_RESERVED_TOKENS)
     most_rows = _check_amount(saved.path, "reserved sequences", record.options.get("max_batch_size") or 0, MAX_SETTING)
     total = 0
-    for index, (tokens, sequences) in enumerate(layers):
+    for index, (layer_class, facts) in enumerate(layers):
+        tokens, sequences = 0, 0
+        # No layer is made of incomplete facts.
+        with contextlib.suppress(KeyError):
+            if layer_class is not None:
+                tokens, sequences = layer_class.reserved_by(facts)
         _check_amount(saved.path, "reserved tokens", tokens, MAX_RESERVED_TOKENS)
         _check_amount(saved.path, "reserved sequences", sequences, MAX_SETTING)
         for name in ("keys", "values"):

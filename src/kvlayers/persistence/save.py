@@ -111,33 +111,28 @@ def described(cache: Cache, state: CacheState, model: ModelRecord) -> tuple[Desc
         StateMismatchError: a layer holds something that a file cannot.
     """
     rotaries = {rotary.fingerprint: rotary for rotary in cache.rotaries}
-    states = state.parts or (state,)
-    records = tuple(_record(part, own) for part, own in zip(cache.parts(), states, strict=True))
-    record = records[0]
-    if cache.is_pair:
-        batch_size = max(cache.batch_size, 0)
-        record = CacheRecord(state.kind, record.length, batch_size, cache.describe(), parts=records)
+    record = _record(cache, state)
     tensors = {
         layer_prefix(part, index) + name: _storable(tensor, name, layer.kind)
-        for part, own in enumerate(states)
+        for part, own in enumerate(state.parts or (state,))
         for index, layer in enumerate(own.layers)
         for name, tensor in layer.tensors.items()
     }
     dtypes = sorted({states.dtype for states in tensors.values() if states.is_floating_point()}, key=str)
-    for fingerprint, rotary in rotaries.items():
-        tensors[rotary_name(fingerprint)] = rotary.inv_freq
+    tensors |= {rotary_name(fingerprint): rotary.inv_freq for fingerprint, rotary in rotaries.items()}
     versions = {"kvlayers": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
     layouts = {fingerprint: (rotary.layout, rotary.first) for fingerprint, rotary in rotaries.items()}
     return Description(versions, record, model, layouts, tuple(dtypes)), tensors
 
 
 def _record(cache: Any, state: CacheState) -> CacheRecord:
+    parts = tuple(_record(part, own) for part, own in zip(cache.parts(), state.parts, strict=False))
+    # The layers of a pair are those of its parts.
     layers = tuple(
         LayerRecord(layer_state.kind, _facts(layer_state), tuple(sorted(layer_state.tensors)), bool(layer.is_recording))
-        for layer, layer_state in zip(cache.adapted_layers(), state.layers, strict=True)
+        for layer, layer_state in zip([] if parts else cache.adapted_layers(), state.layers, strict=True)
     )
-    length = cache.most_seen()
-    return CacheRecord(state.kind, length, max(cache.batch_size, 0), cache.describe(), layers)
+    return CacheRecord(state.kind, cache.most_seen(), max(cache.batch_size, 0), cache.describe(), layers, parts)
 
 
 def _facts(state: LayerState) -> dict[str, Any]:

@@ -79,13 +79,6 @@ class Header:
     file_bytes: int
 
 
-@dataclass(frozen=True)
-class _Claim(TensorEntry):
-    """What a header says of one tensor."""
-
-    data_offsets: tuple[int, int]
-
-
 def checked_path(path: object) -> str:
     """The path as text.
 
@@ -155,28 +148,25 @@ def run_count(shape: tuple[int, ...]) -> int:
 def file_header(tensors: Mapping[str, TensorEntry], metadata: Mapping[str, str]) -> Header:
     """The header of a file of these tensors and texts. Equal ones have equal bytes.
 
-    Ids come first, since they are read to inspect a file. The others follow by the size of their numbers, and by name.
+    Tensors follow one another by the size of their numbers, so that each begins where numbers of its dtype can be, and
+    by name. Ids come first, since they are read to inspect a file.
 
     Args:
         tensors: their forms, without digests.
         metadata: texts by name. Those that each file has may be left out.
     """
-    names = sorted(tensors, key=lambda name: (name != TOKEN_IDS, -tensors[name].dtype.itemsize, name))
+    names = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name != TOKEN_IDS, name))
     rows = sum(run_count(entry.shape) for entry in tensors.values()) + 1
     entries = {name: tensors[name] for name in names} | {DIGESTS: TensorEntry(torch.uint8, (rows, DIGEST_BYTES))}
     texts = {"format": FORMAT, "format_version": FORMAT_VERSION, **metadata}
-    claims: dict[str, object] = {"__metadata__": texts}
-    ranges: dict[str, tuple[int, int]] = {}
-    end = 0
-    for name, entry in entries.items():
-        start, end = end, end + math.prod(entry.shape) * entry.dtype.itemsize
-        claims[name] = _Claim(entry.dtype, entry.shape, (start, end))
-        ranges[name] = start, end
-    text = canonical(claims).encode()
+    sizes = [math.prod(entry.shape) * entry.dtype.itemsize for entry in entries.values()]
+    offsets = dict(zip(entries, itertools.pairwise(itertools.accumulate(sizes, initial=0)), strict=True))
+    claims = {name: {**vars(entry), "data_offsets": offsets[name]} for name, entry in entries.items()}
+    text = canonical({"__metadata__": texts, **claims}).encode()
     text += b" " * (-len(text) % LENGTH_BYTES)
     content = len(text).to_bytes(LENGTH_BYTES, "little") + text
-    ranges = {name: (len(content) + start, len(content) + stop) for name, (start, stop) in ranges.items()}
-    return Header(content, texts, entries, ranges, len(content) + end)
+    ranges = {name: (len(content) + start, len(content) + end) for name, (start, end) in offsets.items()}
+    return Header(content, texts, entries, ranges, len(content) + sum(sizes))
 
 
 def parse_header(path: str, file_bytes: int, read: ReadRange) -> Header:
@@ -217,11 +207,11 @@ def parse_header(path: str, file_bytes: int, read: ReadRange) -> Header:
         refuse(path, f"version {FORMAT_VERSION} of the format", version, "it is of another kvlayers: save it again")
     entries: dict[str, TensorEntry] = {}
     for name, fields in claims.items():
-        claim = decoded(path, f"an entry of {shown(name)}", _Claim, bytes(fields))
-        is_vast = 0 in claim.shape and math.prod(size or 1 for size in claim.shape) > MAX_EMPTY_ELEMENTS
-        if is_vast or len(claim.shape) > MAX_DIMS:
-            refuse(path, f"a shape that states have for {shown(name)}", shown(claim.shape))
-        entries[name] = TensorEntry(claim.dtype, claim.shape)
+        # Where its bytes are follows from the forms of all tensors.
+        entry = entries[name] = decoded(path, f"an entry of {shown(name)}", TensorEntry, bytes(fields))
+        is_vast = 0 in entry.shape and math.prod(size or 1 for size in entry.shape) > MAX_EMPTY_ELEMENTS
+        if is_vast or len(entry.shape) > MAX_DIMS:
+            refuse(path, f"a shape that states have for {shown(name)}", shown(entry.shape))
     entries.pop(DIGESTS, None)
     header = file_header(entries, metadata)
     if header.content != start + text:
@@ -302,7 +292,8 @@ class TensorFile:
 
     def __init__(self, path: str, header: Header, read: ReadRange) -> None:
         self.path, self.header, self.read = path, header, read
-        self._digests = bytes(self._read(DIGESTS))
+        # Fewer bytes than the header says are others than those that the last digest is of.
+        self._digests = bytes(read(*header.ranges[DIGESTS]))
         self.checksum = hashlib.sha256(header.content + self._digests[:-DIGEST_BYTES]).hexdigest()
         if self.checksum != self._digests[-DIGEST_BYTES:].hex():
             refuse(path, f"the checksum {self.checksum}", "another", "it is damaged; save it again")
@@ -310,13 +301,6 @@ class TensorFile:
         counts = [run_count(header.tensors[name].shape) for name in names]
         self._rows = dict(zip(names, itertools.accumulate(counts, initial=0), strict=False))
         """For each tensor, the row of its first digest."""
-
-    def _read(self, name: str) -> Content:
-        start, end = self.header.ranges[name]
-        data = self.read(start, end)
-        if len(data) != end - start:
-            refuse(self.path, f"{end - start} bytes of {shown(name)}", str(len(data)))
-        return data
 
     def tensor(self, name: str, tokens: int | None = None, verify: bool = True) -> Tensor:
         """A tensor, as a view of the content where that is possible: do not write to it.
@@ -330,10 +314,7 @@ class TensorFile:
             CacheFileError: bytes have changed since it was written.
         """
         entry = self.header.tensors[name]
-        data = self._read(name)
-        # Torch warns of memory that must not be written to, and a number must be where one of its dtype can be.
-        if isinstance(data, bytes) or self.header.ranges[name][0] % entry.dtype.itemsize:
-            data = bytearray(data)
+        data = self.read(*self.header.ranges[name])
         states = torch.frombuffer(data, dtype=entry.dtype) if len(data) else torch.empty(0, dtype=entry.dtype)
         states = states.view(entry.shape)
         if verify:

@@ -18,7 +18,7 @@ from kvlayers.core.arguments import (
 )
 from kvlayers.core.buffer import StateForm, TokenBuffer, forms_of_batch
 from kvlayers.core.returned_states import ReturnedStates
-from kvlayers.core.sharing import CopyOnWrite, SharedSegment, at_most, selected, tokens_of, write_segment
+from kvlayers.core.sharing import CopyOnWrite, SharedSegment, at_most, gathered, selected, tokens_of
 from kvlayers.core.token_store import BufferSwap, Fidelity, KVPair, TokenStore, keeps_updates_of, register_store
 from kvlayers.errors import InterruptedPassError
 from kvlayers.kernels.attention.gqa import first_grouped_length, marked_for_one_query, marked_for_sdpa
@@ -275,8 +275,9 @@ class DenseStore(TokenStore):
             return
         forms, length = (key_form, value_form), self.length
         if self._tracks_gradients:
+            # Copies, as states of a segment are those of others too.
             keys, values = self._plain(length)
-            self._adopt(keys.to(key_form.dtype), values.to(value_form.dtype), (), forms)
+            self._adopt(keys.to(key_form.dtype, copy=True), values.to(value_form.dtype, copy=True), (), forms)
         else:
             self._hold((), *self._gathered(length, forms), length, forms)
         self._returned.invalidate()
@@ -736,29 +737,25 @@ class DenseStore(TokenStore):
 
     @override
     def compact(self) -> None:
-        if self._shared_tokens and self._tracks_gradients:
-            self._replace(*self._plain(self.length))
-        elif self._shared_tokens:
-            self._hold((), *self._gathered(self.length), self.length)
-            self._returned.invalidate()
+        if self._shared_tokens:
+            self.promote(*self._known_forms())
         elif self._copy_on_write is not None and not self._copy_on_write.has_one_holder:
             self._allocate(self._tail_length)
 
     def _grown_capacity(self, needed: int) -> int:
         """Tokens to allocate for a tail when `needed` tokens must fit."""
-        shared, hint = self._shared_tokens, self.length_hint
-        if not shared:
-            return self.capacity_for(needed, hint)
-        growth = max(needed // self.growth_divisor, min(self.minimum_growth, TAIL_MINIMUM_GROWTH))
-        return _grown(needed, None if hint is None else hint - shared, growth)
+        return self.capacity_for(needed, self.length_hint, self._shared_tokens)
 
-    def capacity_for(self, needed: int, length_hint: int | None) -> int:
-        """Tokens to allocate when `needed` tokens must fit, in a store with this length hint."""
+    def capacity_for(self, needed: int, length_hint: int | None, shared: int = 0) -> int:
+        """Tokens to allocate when `needed` tokens must fit, in a store with this length hint, behind `shared` ones."""
+        least = min(self.minimum_growth, TAIL_MINIMUM_GROWTH) if shared else self.minimum_growth
         # The first buffer at most doubles what comes: many caches are kept with a few tokens. A prompt gets no room by
         # its length, which most answers would not fill.
-        first = min(self.minimum_growth, needed)
-        growth = max(needed // self.growth_divisor, self.minimum_growth) if self._capacity else first
-        return _grown(needed, length_hint, growth)
+        is_first = not shared and not self._capacity
+        growth = min(least, needed) if is_first else max(needed // self.growth_divisor, least)
+        left = None if length_hint is None else length_hint - shared
+        # While the hint holds, there is no room for more than it says.
+        return needed + growth if left is None or needed > left else min(needed + growth, left)
 
     def _capacity_of_copy(self, tokens: int) -> int:
         """Tokens to allocate for a copy with room for `tokens` more tokens, for which these buffers have room."""
@@ -819,12 +816,7 @@ class DenseStore(TokenStore):
         self, count: int, forms: tuple[StateForm, StateForm] | None = None
     ) -> tuple[TokenBuffer, TokenBuffer]:
         """New buffers, which the newest `count` tokens fill."""
-        keys, values = (TokenBuffer.allocate(form, count) for form in forms or self._known_forms())
-        slot = 0
-        for piece in self.pieces(count):
-            write_segment(piece, keys, values, slot)
-            slot += piece.tokens
-        return keys, values
+        return gathered(self.pieces(count), forms or self._known_forms())
 
     def _shift_to_front(self) -> None:
         self._returned.invalidate()
@@ -890,11 +882,6 @@ class DenseStore(TokenStore):
         self._end += tokens
         if self._is_forked:
             self._length += tokens
-
-
-def _grown(needed: int, hint: int | None, growth: int) -> int:
-    """Room for `needed` tokens and `growth` more, or for no more than the hint says while it holds."""
-    return needed + growth if hint is None or needed > hint else min(needed + growth, hint)
 
 
 def may_share(store: object) -> TypeGuard[DenseStore]:

@@ -8,10 +8,9 @@ from torch import Tensor
 from typing_extensions import Self, override
 
 from kvlayers.core.arguments import no_room_for_tokens
-from kvlayers.core.cache_layer import forwarded, register_layer
+from kvlayers.core.cache_layer import forwarded, in_step, register_layer
 from kvlayers.core.description import Argument, OptionsArgument
 from kvlayers.core.dynamic_layer import DynamicLayer
-from kvlayers.core.layer_list import in_step
 from kvlayers.core.sliding_layer import SlidingLayer, check_window, window_room
 from kvlayers.core.token_layer import TokenLayer, part_of_form
 from kvlayers.errors import CapacityError, StateMismatchError

@@ -42,7 +42,6 @@ PROVIDED = {
     "recall in facts": "kvlayers.recall.recall_layer:Recall.from_facts",
     "adapter": "kvlayers.interop.adapter:TransformersLayer",
     "DynamicCache": "kvlayers.core.dynamic_cache:DynamicCache",
-    "rich table": "kvlayers.commands.console:table",
     "explain": "kvlayers.serving.reports:explained",
     "pin": "kvlayers.serving.sessions:pin_of",
     "session": "kvlayers.serving.sessions:session_of",

@@ -5,11 +5,13 @@ import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvlayers.core.cache_layer import CacheLayer
-from kvlayers.utils import late
 from kvlayers.utils.units import html_table, plain_table, readable_bytes
+
+if TYPE_CHECKING:
+    import rich.table
 
 TIERS = ("device", "host", "disk")
 """Where states are between updates: on the device that computes, in the host's memory, or in files."""
@@ -97,10 +99,18 @@ class CacheSummary:
         head, *rows = self._rows()
         return f"{self.title}\n{plain_table([head, *rows])}"
 
-    def __rich__(self) -> Any:
+    def __rich__(self) -> "rich.table.Table":
+        # Late: rich itself asks for this.
+        from rich import box
+        from rich.table import Table
+
         head, *rows = self._rows()
-        texts = [index for index, name in enumerate(head) if name in ("layers", "kind")]
-        return late.function("rich table")(head, rows, self.title, texts=texts)
+        drawn = Table(title=self.title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+        for name in head:
+            drawn.add_column(name, justify="left" if name in ("layers", "kind") else "right")
+        for row in rows:
+            drawn.add_row(*row)
+        return drawn
 
     def _repr_html_(self) -> str:
         return html_table(self.title, self._rows())

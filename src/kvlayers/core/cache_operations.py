@@ -203,7 +203,10 @@ class LayerwiseOperations(metaclass=CacheClass):
 
     def most_seen(self) -> int:
         """Tokens that the layer which has seen most has seen. After an interrupted pass, others have seen fewer."""
-        return max([layer.length or 0 for layer in self.adapted_layers()], default=0)
+        most = 0
+        for layer in self.adapted_layers():
+            most = max(most, layer.length or 0)
+        return most
 
     def _layer(self, layer_idx: int) -> CacheLayer:
         """As `adapted_layers()[layer_idx]`, without a look at the other layers.
@@ -892,8 +895,9 @@ class LayerwiseOperations(metaclass=CacheClass):
 
     def storages(self) -> Storages:
         """Bytes of each block of memory that is held, by its address. Forks may hold the same blocks."""
-        layers = (layer for part in self.parts() for layer in part.adapted_layers())
-        return storages_of(tensor for layer in layers for tensor in layer.held_tensors())
+        return storages_of(
+            tensor for part in self.parts() for layer in part.adapted_layers() for tensor in layer.held_tensors()
+        )
 
     @property
     def nbytes(self) -> int:

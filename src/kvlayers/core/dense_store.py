@@ -744,18 +744,19 @@ class DenseStore(TokenStore):
 
     def _grown_capacity(self, needed: int) -> int:
         """Tokens to allocate for a tail when `needed` tokens must fit."""
-        return self.capacity_for(needed, self.length_hint, self._shared_tokens)
+        shared, hint = self._shared_tokens, self.length_hint
+        if not shared:
+            return self.capacity_for(needed, hint)
+        growth = max(needed // self.growth_divisor, min(self.minimum_growth, TAIL_MINIMUM_GROWTH))
+        return _grown(needed, None if hint is None else hint - shared, growth)
 
-    def capacity_for(self, needed: int, length_hint: int | None, shared: int = 0) -> int:
-        """Tokens to allocate when `needed` tokens must fit, in a store with this length hint, behind `shared` ones."""
-        least = min(self.minimum_growth, TAIL_MINIMUM_GROWTH) if shared else self.minimum_growth
+    def capacity_for(self, needed: int, length_hint: int | None) -> int:
+        """Tokens to allocate when `needed` tokens must fit, in a store with this length hint."""
         # The first buffer at most doubles what comes: many caches are kept with a few tokens. A prompt gets no room by
         # its length, which most answers would not fill.
-        is_first = not shared and not self._capacity
-        growth = min(least, needed) if is_first else max(needed // self.growth_divisor, least)
-        left = None if length_hint is None else length_hint - shared
-        # While the hint holds, there is no room for more than it says.
-        return needed + growth if left is None or needed > left else min(needed + growth, left)
+        first = min(self.minimum_growth, needed)
+        growth = max(needed // self.growth_divisor, self.minimum_growth) if self._capacity else first
+        return _grown(needed, length_hint, growth)
 
     def _capacity_of_copy(self, tokens: int) -> int:
         """Tokens to allocate for a copy with room for `tokens` more tokens, for which these buffers have room."""
@@ -882,6 +883,11 @@ class DenseStore(TokenStore):
         self._end += tokens
         if self._is_forked:
             self._length += tokens
+
+
+def _grown(needed: int, hint: int | None, growth: int) -> int:
+    """Room for `needed` tokens and `growth` more, or for no more than the hint says while it holds."""
+    return needed + growth if hint is None or needed > hint else min(needed + growth, hint)
 
 
 def may_share(store: object) -> TypeGuard[DenseStore]:

@@ -9,10 +9,8 @@ from kvlayers.core.cache_layer import (
     register_layer,
     unregister_layer,
 )
-from kvlayers.core.dynamic_layer import DynamicLayer
 from kvlayers.core.from_config import Checkpoints
-from kvlayers.core.sliding_layer import SlidingLayer
-from kvlayers.core.token_layer import TokenLayer
+from kvlayers.core.token_layer import DynamicLayer, SlidingLayer, TokenLayer
 from kvlayers.eviction.evicting_layer import EvictingLayer
 from kvlayers.interop.adapter import TransformersLayer
 from kvlayers.kernels.attention.packed_ops import observed, observer_of

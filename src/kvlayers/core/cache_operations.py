@@ -465,8 +465,6 @@ class LayerwiseOperations(metaclass=CacheClass):
         updated: Tensor = layer.update_indexer(indexer_key_states)
         return updated
 
-    # What is done to all layers
-
     @property
     def exact_tokens(self) -> int | None:
         """How many of the first tokens have the states that the model computes for their text; `None` for all of them.
@@ -495,6 +493,8 @@ class LayerwiseOperations(metaclass=CacheClass):
         """Take the next update for the beginning of a forward pass, since all layers have changed."""
         self._pass.forget()
         self.forget_call()
+
+    # What is done to all layers
 
     def crop(self, tokens_to_remove: int | None = None, *, max_length: int | None = None) -> None:
         """Roll back, exactly.

@@ -1,11 +1,16 @@
 """Which tokens a layer keeps. One file a kind of layer."""
 
-from kvlayers.core.cache_layer import CacheLayer, LayerState, LayerTraits, layer_names, register_layer, unregister_layer
-from kvlayers.core.dynamic_layer import DynamicLayer
+from kvlayers.core.cache_layer import (
+    CacheLayer,
+    LayerState,
+    LayerTraits,
+    adapted,
+    layer_names,
+    register_layer,
+    unregister_layer,
+)
 from kvlayers.core.from_config import Checkpoints
-from kvlayers.core.layer_list import adapted
-from kvlayers.core.sliding_layer import SlidingLayer
-from kvlayers.core.token_layer import TokenLayer
+from kvlayers.core.token_layer import DynamicLayer, SlidingLayer, TokenLayer
 from kvlayers.eviction.evicting_layer import EvictingLayer
 from kvlayers.interop.adapter import TransformersLayer
 from kvlayers.kernels.attention.packed_ops import observed, observer_of

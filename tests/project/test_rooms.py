@@ -203,7 +203,7 @@ SPELL_ITS_LENGTH = {
     # Caches and layers have the name for transformers.
     "core/cache.py",
     "core/cache_layer.py",
-    "core/layer_list.py",
+    "core/cache_operations.py",
     "core/legacy_api.py",
     "encoder_decoder/encoder_decoder_cache.py",
     "static/static_layer.py",

@@ -107,7 +107,7 @@ def test_a_dense_token_takes_the_way_that_the_core_draws() -> None:
     calls = calls_of_one_token(CACHES["dense"](), 1, 60)
     drawn = [
         ("core/cache.py", "update"),
-        ("core/dynamic_layer.py", "update"),
+        ("core/token_layer.py", "update"),
         ("core/dense_store.py", "take_in"),
         ("core/dense_store.py", "append_one"),
         ("core/buffer.py", "view"),

@@ -4,13 +4,14 @@ import contextlib
 import operator
 from collections.abc import Sequence
 from operator import index
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from kvlayers.core.buffer import StateForm, form_of
 from kvlayers.errors import BatchIndexError, CapacityError, OptionError, RollbackError, StateMismatchError
+from kvlayers.upstream.callers import warn_of_old_use
 from kvlayers.utils.options import check_whole_number
 from kvlayers.utils.transforms import autocast_dtype
 from kvlayers.utils.units import tokens
@@ -119,6 +120,23 @@ def query_count(queries: object, what: str = "`query_length`") -> int:
     if count < 0:
         raise OptionError(f"{what} must be at least 0, got {count}: pass the number of new tokens.")
     return count  # type: ignore[no-any-return]
+
+
+def crop_argument(tokens_to_remove: int | None, max_length: int | None) -> int:
+    """The argument of `crop`, by its name of today or the one before.
+
+    Raises:
+        OptionError: both or neither is given.
+    """
+    if (tokens_to_remove is None) == (max_length is None):
+        raise OptionError(
+            f"`crop` must be given one number, got tokens_to_remove={tokens_to_remove!r} and "
+            f"max_length={max_length!r}: pass crop(length), or crop(-count)."
+        )
+    if max_length is None:
+        return cast("int", tokens_to_remove)
+    warn_of_old_use("crop(max_length=...)", f"write crop({max_length})")
+    return max_length
 
 
 def crop_target(tokens: int, length: int) -> int:

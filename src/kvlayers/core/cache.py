@@ -12,13 +12,12 @@ from torch import Tensor
 from typing_extensions import Self, override
 
 from kvlayers.core.arguments import query_count, whole_number
-from kvlayers.core.cache_layer import CacheLayer
-from kvlayers.core.cache_operations import AS_TEXT, LayerwiseOperations, Origin
+from kvlayers.core.cache_layer import CacheLayer, adapted, in_step, let_static_layers_agree
+from kvlayers.core.cache_operations import AS_TEXT, Origin
 from kvlayers.core.description import Argument, DescriptionContext, arguments_of, described_facts, rotaries_of
 from kvlayers.core.forward_pass import ForwardPassFollower, GivenToGenerate, PassStart
 from kvlayers.core.from_config import AttentionMaker, dynamic_layers
 from kvlayers.core.graph_operators import GraphHandle, calls_operators, updated
-from kvlayers.core.layer_list import adapted, in_step, let_static_layers_agree
 from kvlayers.core.legacy_api import LegacySurface
 from kvlayers.core.summary import CacheSummary, Explanation, explanation_of, summary_of
 from kvlayers.errors import (
@@ -35,7 +34,7 @@ from kvlayers.utils.options import checks_options
 from kvlayers.utils.registry import ClassRegistry
 
 
-class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ignore[misc]
+class Cache(LegacySurface, transformers.Cache):  # type: ignore[misc]
     """A list of layers, one for each layer of the model. The cache itself stores nothing.
 
     Args:
@@ -72,8 +71,6 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
     """The bytes that the cache stays within, a `Budget` of the room `memory`, `None` for as many as it takes."""
     recall: AttentionMaker | None = None
     """How single queries choose the pages that they attend to, if they do."""
-    _rotary: Rotary | None = None
-    """How the model's keys are rotated, if the user says it in the place of the model's config."""
     _traces: Mapping[int, int] = MappingProxyType({})
     """For each layer index, how often code that updates the layer was traced."""
     steps_taken: tuple[str, ...] = ()
@@ -137,8 +134,12 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
     @property
     def rotaries(self) -> tuple[Rotary, ...]:
         """The rotations that the descriptions of the cache and of its layers name by their fingerprints."""
-        parts = (part.unwrapped for layer in self.adapted_layers() for part in layer.parts)
-        return tuple(rotary for described in (self, *parts) for rotary in rotaries_of(described))
+        described = (
+            each
+            for cache in self.parts()
+            for each in (cache, *(part.unwrapped for layer in cache.adapted_layers() for part in layer.parts))
+        )
+        return tuple(rotary for each in described for rotary in rotaries_of(each))
 
     def describe(self) -> dict[str, Any]:
         """The arguments of the cache that its layers do not describe themselves: values that JSON has, and no paths."""
@@ -284,7 +285,8 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
         return count
 
     def _layers_by_use(self) -> dict[str, Sequence[CacheLayer]]:
-        return {"": self.adapted_layers()}
+        uses = ("self", "cross") if self.is_pair else ("",)
+        return {use: part.adapted_layers() for use, part in zip(uses, self.parts(), strict=True)}
 
     # Taking in states
 
@@ -321,7 +323,10 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
             raise self._no_layer(layer_idx) from None
         made: Sequence[CacheLayer] = ()
         if layer is None:
-            made = self._layers_with_new(layer_idx)
+            if self.layer_class_to_replicate is None or layer_idx < 0:
+                raise self._no_layer(layer_idx)
+            # The cache does not hold new ones yet.
+            made = [adapted(each) for each in self.layers_for(layer_idx + 1)]
             layer = made[layer_idx]
         elif layer_idx >= len(self._adapted) or self._adapted[layer_idx] is not layer:
             layer = self._layer(layer_idx)
@@ -364,17 +369,6 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
                 return as_latents(*attended)
         return attended
 
-    def _layers_with_new(self, layer_idx: int) -> list[CacheLayer]:
-        """The layers, and those that the cache makes for this index beyond them, which it does not hold yet."""
-        if self.layer_class_to_replicate is None or layer_idx < 0:
-            raise self._no_layer(layer_idx)
-        return [adapted(layer) for layer in self.layers_for(layer_idx + 1)]
-
-    @override
-    def _forget_pass(self) -> None:
-        self._pass.forget()
-        self.forget_call()
-
     # What transformers (from 5.17 on) sets if a call of generate() is given a cache, and reads to return it
 
     @property
@@ -386,12 +380,6 @@ class Cache(LayerwiseOperations, LegacySurface, transformers.Cache):  # type: ig
         self.forget_call()
         self._given = GivenToGenerate(self)
         self._outlives_generate = is_user_defined
-
-    def forget_call(self) -> None:
-        """Take the call of `generate()` that the cache was given to for one that ended."""
-        if self._given is not None:
-            self._given.end()
-            self._given = None
 
     def newest_pass(self) -> PassStart | None:
         """Where the newest forward pass began, as far as it was not compiled; `None` before the first one."""

@@ -516,6 +516,22 @@ class CacheLayer(StateHolder):
             return f"{type(self).__name__}({error})"
 
 
+def adapted(layer: Any, grows: bool = False) -> CacheLayer:
+    """The layer itself if it is one of kvlayers' layers; otherwise a new adapter over it.
+
+    Args:
+        layer: a layer of kvlayers or of transformers.
+        grows: whether a reservation that is too small is replaced by a larger one, instead of raising `CapacityError`.
+
+    Raises:
+        OptionError: it is no layer.
+    """
+    if isinstance(layer, CacheLayer):
+        return layer
+    adapter: CacheLayer = late.function("adapter")(layer, grows)
+    return adapter
+
+
 def beside_attention(layer: Any, attention: CacheLayer) -> CacheLayer:
     """A layer that attends as `attention` does, and has what `layer` has beside its own attention."""
     joined: CacheLayer = attention if len(layer.parts) == 1 else layer.with_attention(attention)
@@ -533,6 +549,30 @@ def is_stackable(layer: CacheLayer) -> bool:
 def rows_of(layers: Sequence[CacheLayer]) -> list[CacheLayer]:
     """A layer for each sequence of several layers, to go on by itself."""
     return [layer.row(index) for layer in layers for index in range(layer.batch_size or 0)]
+
+
+def in_step(asked: CacheLayer, layers: Sequence[CacheLayer]) -> tuple[int, ...]:
+    """Indices of the layers that have seen as many tokens as a layer, and may hold as many: one mask is made for all.
+
+    Other layers may hold something else, such as the image that cross-attention reads (mllama), or stand still.
+
+    Args:
+        asked: the layer that is asked how its next tokens are masked.
+        layers: layers of the same cache.
+    """
+    seen, capacity = None if asked.counts_on_device else asked.length, asked.capacity
+    return tuple(
+        index
+        for index, layer in enumerate(layers)
+        # A count that stands on an accelerator is not waited for.
+        if (layer.counts_on_device or layer.length in (seen, None)) and layer.capacity == capacity
+    )
+
+
+def let_static_layers_agree(layers: Sequence[CacheLayer]) -> None:
+    """Let layers that reserve their memory agree on what attention reads, since one mask serves all layers."""
+    if any(layer.parts[0].unwrapped.reserved is not None for layer in layers):
+        late.function("static layers agree")(layers)
 
 
 LAYER_CLASSES = ClassRegistry("layer", "kvlayers.layers", "unregister_layer", CacheLayer, check_initialiser)  # type: ignore[type-abstract]

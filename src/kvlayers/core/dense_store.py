@@ -18,7 +18,7 @@ from kvlayers.core.arguments import (
 )
 from kvlayers.core.buffer import StateForm, TokenBuffer, forms_of_batch
 from kvlayers.core.returned_states import ReturnedStates
-from kvlayers.core.sharing import CopyOnWrite, SharedSegment, at_most, selected, tokens_of, write_segment
+from kvlayers.core.sharing import CopyOnWrite, SharedSegment, at_most, gathered, selected, tokens_of
 from kvlayers.core.token_store import BufferSwap, Fidelity, KVPair, TokenStore, keeps_updates_of, register_store
 from kvlayers.errors import InterruptedPassError
 from kvlayers.kernels.attention.gqa import first_grouped_length, marked_for_one_query, marked_for_sdpa
@@ -275,8 +275,9 @@ class DenseStore(TokenStore):
             return
         forms, length = (key_form, value_form), self.length
         if self._tracks_gradients:
+            # Copies, as states of a segment are those of others too.
             keys, values = self._plain(length)
-            self._adopt(keys.to(key_form.dtype), values.to(value_form.dtype), (), forms)
+            self._adopt(keys.to(key_form.dtype, copy=True), values.to(value_form.dtype, copy=True), (), forms)
         else:
             self._hold((), *self._gathered(length, forms), length, forms)
         self._returned.invalidate()
@@ -736,11 +737,8 @@ class DenseStore(TokenStore):
 
     @override
     def compact(self) -> None:
-        if self._shared_tokens and self._tracks_gradients:
-            self._replace(*self._plain(self.length))
-        elif self._shared_tokens:
-            self._hold((), *self._gathered(self.length), self.length)
-            self._returned.invalidate()
+        if self._shared_tokens:
+            self.promote(*self._known_forms())
         elif self._copy_on_write is not None and not self._copy_on_write.has_one_holder:
             self._allocate(self._tail_length)
 
@@ -819,12 +817,7 @@ class DenseStore(TokenStore):
         self, count: int, forms: tuple[StateForm, StateForm] | None = None
     ) -> tuple[TokenBuffer, TokenBuffer]:
         """New buffers, which the newest `count` tokens fill."""
-        keys, values = (TokenBuffer.allocate(form, count) for form in forms or self._known_forms())
-        slot = 0
-        for piece in self.pieces(count):
-            write_segment(piece, keys, values, slot)
-            slot += piece.tokens
-        return keys, values
+        return gathered(self.pieces(count), forms or self._known_forms())
 
     def _shift_to_front(self) -> None:
         self._returned.invalidate()

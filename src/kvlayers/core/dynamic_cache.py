@@ -14,7 +14,6 @@ from kvlayers.core import legacy_api
 from kvlayers.core.arguments import checked_hint, whole_number
 from kvlayers.core.cache import Cache
 from kvlayers.core.cache_layer import CacheLayer
-from kvlayers.core.dynamic_layer import DynamicLayer
 from kvlayers.core.from_config import (
     BUDGET,
     RECALL,
@@ -27,7 +26,7 @@ from kvlayers.core.from_config import (
     recall_of,
 )
 from kvlayers.core.named_caches import CacheRequest, named, register, register_cache_class
-from kvlayers.core.sliding_layer import SlidingLayer
+from kvlayers.core.token_layer import DynamicLayer, SlidingLayer
 from kvlayers.errors import LayerIndexError, LegacyFormatError, OptionError
 from kvlayers.upstream import model_types
 from kvlayers.utils.options import checks_options

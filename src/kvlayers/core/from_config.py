@@ -6,12 +6,9 @@ from typing import Any, ClassVar, Protocol
 
 from typing_extensions import override
 
-from kvlayers.core.cache_layer import CacheLayer, beside_attention
+from kvlayers.core.cache_layer import CacheLayer, adapted, beside_attention
 from kvlayers.core.description import DescriptionContext, Fact, Facts, OptionFacts, OptionsArgument
-from kvlayers.core.dynamic_layer import DynamicLayer
-from kvlayers.core.layer_list import adapted
-from kvlayers.core.sliding_layer import SlidingLayer
-from kvlayers.core.token_layer import TokenLayer
+from kvlayers.core.token_layer import DynamicLayer, SlidingLayer, TokenLayer
 from kvlayers.core.token_store import TokenStore
 from kvlayers.errors import ConfigError
 from kvlayers.upstream import compat, model_layers, model_types

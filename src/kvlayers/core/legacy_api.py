@@ -3,15 +3,15 @@
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvlayers.core.arguments import whole_number
 from kvlayers.core.cache_layer import CacheLayer
-from kvlayers.core.layer_list import LayerList
-from kvlayers.errors import LayerIndexError, LegacyFormatError, OptionError, UnsupportedLayerError
+from kvlayers.core.cache_operations import LayerwiseOperations
+from kvlayers.errors import LayerIndexError, LegacyFormatError, UnsupportedLayerError
 from kvlayers.kernels.attention.packed_tensor import PackedStates, as_dense
 from kvlayers.upstream import compat
 from kvlayers.upstream.callers import warn_of_old_use
@@ -274,7 +274,7 @@ def _state_list(cache: Any, side: str) -> StateList:
         raise AttributeError(str(error)) from error
 
 
-class LegacySurface(LayerList):
+class LegacySurface(LayerwiseOperations):
     """The part of a cache's interface that code written for transformers 4 calls."""
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
@@ -389,20 +389,3 @@ class LegacySurface(LayerList):
             # transformers' static layers have zeros behind their tokens.
             pairs.append((keys[:, :, :seen], values[:, :, :seen]))
         return tuple(pairs)
-
-
-def crop_argument(tokens_to_remove: int | None, max_length: int | None) -> int:
-    """The argument of `crop`, by its name of today or the one before.
-
-    Raises:
-        OptionError: both or neither is given.
-    """
-    if (tokens_to_remove is None) == (max_length is None):
-        raise OptionError(
-            f"`crop` must be given one number, got tokens_to_remove={tokens_to_remove!r} and "
-            f"max_length={max_length!r}: pass crop(length), or crop(-count)."
-        )
-    if max_length is None:
-        return cast("int", tokens_to_remove)
-    warn_of_old_use("crop(max_length=...)", f"write crop({max_length})")
-    return max_length

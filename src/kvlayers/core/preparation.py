@@ -10,10 +10,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from kvlayers.core.cache import Cache
-from kvlayers.core.cache_layer import CacheLayer
+from kvlayers.core.cache_layer import CacheLayer, adapted
 from kvlayers.core.dense_store import may_share
-from kvlayers.core.dynamic_layer import DynamicLayer
-from kvlayers.core.layer_list import adapted
+from kvlayers.core.token_layer import DynamicLayer
 from kvlayers.errors import OptionError, StateMismatchError, UnsupportedLayerError
 from kvlayers.rope.rotary import Rotary
 from kvlayers.upstream.model_types import config_of

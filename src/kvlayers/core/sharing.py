@@ -9,9 +9,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from kvlayers.core.buffer import TokenBuffer
+from kvlayers.core.buffer import StateForm, TokenBuffer, form_of, forms_of_batch
 from kvlayers.kernels.attention.segment_kinds import DenseSegment, SegmentRows
-from kvlayers.kernels.attention.segments import KVSegments
 
 
 class BufferHolder(Protocol):
@@ -121,7 +120,8 @@ class CopyOnWrite:
                 shorter = (buffer.reallocated(start - first, count, count) for buffer in (keys, values))
                 self.buffers = *shorter, start  # type: ignore[assignment]
                 for segment in segments:
-                    segment.note_move()
+                    # Views of the old buffers would keep their memory.
+                    segment._dense = None
 
     def held_tensors(self) -> Iterator[Tensor]:
         """The tensors of the buffers."""
@@ -164,10 +164,6 @@ class SharedSegment:
     def reads(self, start: int, end: int) -> bool:
         """Whether any of the tokens is in the slots from `start` to `end`."""
         return start < self.end and self.start < end
-
-    def note_move(self) -> None:
-        """Read the tokens where they are now."""
-        self._dense = None
 
     def dense(self) -> DenseSegment:
         """The segment as attention reads it: the same object each time, while the buffers are the same."""
@@ -222,11 +218,16 @@ class SharedSegment:
 
 
 @torch.no_grad()
-def write_segment(segment: DenseSegment, keys: TokenBuffer, values: TokenBuffer, slot: int) -> None:
-    """Copy the states of each sequence of the batch to buffers, from `slot` on."""
-    for states, buffer in ((segment.keys, keys), (segment.values, values)):
-        rows = segment.rows
-        buffer.write(slot, states if rows is None else states.index_select(0, rows.on(states.device)[0]))
+def gathered(pieces: Sequence[DenseSegment], forms: tuple[StateForm, StateForm]) -> tuple[TokenBuffer, TokenBuffer]:
+    """New buffers of these forms, which copies of the states of each sequence of the batch fill."""
+    tokens = sum([piece.tokens for piece in pieces])
+    keys, values = (TokenBuffer.allocate(form, tokens) for form in forms)
+    slot = 0
+    for piece in pieces:
+        for states, buffer in ((piece.keys, keys), (piece.values, values)):
+            buffer.write(slot, states if piece.rows is None else piece.rows.select(states))
+        slot += piece.tokens
+    return keys, values
 
 
 def tokens_of(segments: Sequence[SharedSegment], start: int, count: int) -> list[SharedSegment]:
@@ -295,8 +296,6 @@ def _merged(first: SharedSegment, second: SharedSegment) -> SharedSegment:
     if _read_alike(first, second):
         # Each sequence is copied once, however many sequences of the batch read it.
         pieces, rows = (pieces[0].with_rows(None), pieces[1].with_rows(None)), first.rows
-    both = KVSegments(pieces)
-    # Tensors that are made in inference mode could not be written to outside of it.
-    with torch.inference_mode(False), torch.no_grad():
-        keys, values = both.dense("keys", pieces[0].keys.dtype), both.dense("values", pieces[0].values.dtype)
-    return SharedSegment.over(TokenBuffer(keys), TokenBuffer(values), rows)
+    sequences = pieces[0].batch if pieces[0].rows is None else len(pieces[0].rows)
+    forms = forms_of_batch((form_of(pieces[0].keys), form_of(pieces[0].values)), sequences)
+    return SharedSegment.over(*gathered(pieces, forms), rows)

@@ -1,7 +1,7 @@
-"""A layer over a store of tokens: what full, sliding and static attention share."""
+"""Layers over a store of tokens: what all of them share, the one that keeps every token, and the one of a window."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, cast
 
 import torch
@@ -9,14 +9,25 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 from typing_extensions import Self, override
 
-from kvlayers.core.arguments import as_batch_indices, repeated_rows
+from kvlayers.core.arguments import as_batch_indices, check_rollback, repeated_rows, whole_number
 from kvlayers.core.buffer import LayerShape, StateForm
-from kvlayers.core.cache_layer import CacheLayer, LayerState, check_kind_of_state, forwarded, forwarding
+from kvlayers.core.cache_layer import (
+    CacheLayer,
+    LayerState,
+    LayerTraits,
+    check_kind_of_state,
+    forwarded,
+    forwarding,
+    not_of_so_many,
+    register_layer,
+)
 from kvlayers.core.dense_store import DenseStore
 from kvlayers.core.description import Argument, Facts
-from kvlayers.core.token_store import StoreArgument, TokenStore, store_class_of
-from kvlayers.errors import OptionError, StateMismatchError
+from kvlayers.core.token_store import KVPair, StoreArgument, TokenStore, store_class_of
+from kvlayers.errors import ConfigError, OptionError, RollbackError, StateMismatchError
 from kvlayers.kernels.codes.quantizer_contract import Side
+from kvlayers.utils import late
+from kvlayers.utils.options import checks_options
 
 
 class PendingAssignment:
@@ -314,6 +325,271 @@ class TokenLayer(forwarding("store", ANSWERED_BY_STORE), CacheLayer, CacheLayerM
         """Raise `StateMismatchError` if a layer that has seen `seen` tokens cannot go on from the newest `held`."""
         if held != seen:
             raise StateMismatchError(f"`state` must have all of its {seen} tokens, got {held}: take the state again.")
+
+
+@register_layer
+class DynamicLayer(TokenLayer):
+    """Full attention: keeps every token.
+
+    Args:
+        length_hint: the most tokens that are expected, if known; see `DenseStore`.
+        store: how the tokens are held; a `DenseStore` if it is not given.
+    """
+
+    hints = ("length_hint",)
+    traits = LayerTraits(keeps_every_token=True, can_be_stacked=True)
+    capacity: int | None = None
+
+    @checks_options
+    def __init__(self, length_hint: int | None = None, store: TokenStore | None = None) -> None:
+        super().__init__(DenseStore(length_hint) if store is None else store)
+
+    @override
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        return self.store.take_in(key_states, value_states)
+
+    @override
+    def side_by_side(self, layers: Sequence[CacheLayer]) -> CacheLayer:
+        # Rows in one tensor are saved and compared as a plain layer, so they stand for nothing else.
+        plain = DynamicLayer()
+        if (self.kind, self.describe()) != (plain.kind, plain.describe()):
+            return super().side_by_side(layers)
+        joined: CacheLayer = late.function("dense rows")(layers)
+        return joined
+
+    @property
+    @override
+    def length(self) -> int:
+        return self.store.length
+
+    count = forwarded("store")
+
+    @override
+    def mask_sizes(self, query_length: int) -> tuple[int, int]:
+        # Asked in each step: without the calls of layers that hold less than they saw.
+        return self.store.length + query_length, 0
+
+    @override
+    def check_truncate(self, length: int) -> None:
+        check_rollback(length, self.store.length)
+
+    @override
+    def truncate(self, length: int) -> None:
+        self.check_truncate(length)
+        self.store.truncate(int(length))
+
+
+SLACK_DIVISOR = 4
+"""A window has spare room for its own length divided by this number, and moves to the front when that is used up."""
+
+MINIMUM_SLACK = 16
+"""The least spare room of a window, in tokens."""
+
+
+def window_room(sliding_window: int) -> int:
+    """Tokens of memory that a window needs so that each step of sliding costs the same."""
+    return sliding_window - 1 + max(sliding_window // SLACK_DIVISOR, MINIMUM_SLACK)
+
+
+class WindowLayer(CacheLayer):
+    """What a `TokenLayer` with a window has before it: it counts the tokens seen, and drops those that left the window.
+
+    While the past is recorded, no token is dropped between one `truncate` or `crop` and the next. So the tokens of a
+    rejected draft can be taken back although the window is full.
+
+    Attributes:
+        window: tokens that a query attends to, itself included.
+        room: tokens of memory for the window, beyond which the store shrinks.
+    """
+
+    store: TokenStore
+    window: int
+    room: int
+    _seen = 0
+
+    @property
+    @override
+    def length(self) -> int:
+        return self._seen
+
+    @override
+    def count(self, tokens: int) -> None:
+        self._seen = self._seen + tokens
+
+    @override
+    def activate_past_recording(self) -> None:
+        """Hold every token between one `truncate` or `crop` and the next, which may then go back to any of them."""
+        self.record_past = True
+
+    @override
+    def deactivate_past_recording(self) -> None:
+        """Hold no more than the window from now on."""
+        self.record_past = False
+        self._keep_window()
+
+    @override
+    def truncate(self, length: int) -> None:
+        length = whole_number(length, "`length`")
+        self.check_truncate(length)
+        if length:
+            self.store.truncate(self.store.length - (self._seen - length))
+        else:
+            self.store.clear()
+        self._seen = length
+        self._keep_window()
+
+    def _extend(self, keys: Tensor, values: Tensor, past: int, attended: int) -> KVPair:
+        """Hold validated states behind `past` tokens of the window; return these and the newest `attended` held ones.
+
+        An update that is interrupted has not happened.
+        """
+        store, tokens = self.store, keys.shape[2]
+        held = store.length
+        if self.record_past:
+            store.reserve(held + tokens)
+        elif past + tokens > self.room:
+            return store.extend_and_evict(keys, values, attended, min(self.window - 1, past + tokens))
+        try:
+            return store.extend(keys, values, attended)
+        except BaseException:
+            if store.length > held:
+                store.truncate(held)
+            raise
+
+    def _keep_window(self) -> None:
+        self._drop_beyond_window()
+        self.store.shrink(self.room)
+
+    def _drop_beyond_window(self) -> None:
+        """Drop the tokens to which no later token attends."""
+        beyond = self.store.length - (self.window - 1)
+        if beyond > 0:
+            self.store.drop_oldest(beyond)
+
+    @property
+    @override
+    def capacity(self) -> int | None:
+        return self.window
+
+    def attended_past(self, tokens: int) -> int:
+        """See `TokenLayer.attended_past`."""
+        return min(tokens, self.window - 1)
+
+    @override
+    def check_truncate(self, length: int) -> None:
+        check_rollback(length, self._seen)
+        dropped = self._seen - self._tokens_to_return_to()
+        needed = max(length - self.window + 1, 0)
+        if length and needed < dropped:
+            raise RollbackError(
+                f"`length` must be one to which the held tokens suffice, got {length} of {self._seen}: that needs "
+                f"token {needed} again, and the tokens before {dropped} have left the window of {self.window}: call "
+                "activate_past_recording() before the tokens that may be taken back, or fork() the cache."
+            )
+
+    def _tokens_to_return_to(self) -> int:
+        """How many of the newest tokens a rollback may need."""
+        return self.store.length
+
+    def check_held(self, held: int, seen: int) -> None:
+        """See `TokenLayer.check_held`."""
+        if not min(seen, self.window - 1) <= held <= seen:
+            raise StateMismatchError(
+                f"A state must have at least the newest {min(seen, self.window - 1)} of {seen} tokens, "
+                f"got {held}: take the state again."
+            )
+
+    @override
+    def reset(self) -> None:
+        super().reset()  # type: ignore[safe-super]
+        self._seen = 0
+
+
+@register_layer
+class SlidingLayer(WindowLayer, TokenLayer):
+    """Sliding-window and chunked attention: keeps the newest `sliding_window - 1` tokens.
+
+    A query attends to itself and the `sliding_window - 1` tokens before it, so no more tokens are kept between updates.
+    Chunked attention attends to fewer tokens, those of the query's chunk, by its mask.
+
+    Args:
+        sliding_window: tokens that a query attends to, itself included; the chunk size for chunked attention.
+        store: how the tokens are held; a `DenseStore` if it is not given.
+    """
+
+    described = ("sliding_window",)
+    made_with: ClassVar[tuple[Argument, ...]] = (
+        StoreArgument("store", room=lambda facts: window_room(facts["sliding_window"])),
+    )
+    traits = LayerTraits(can_be_stacked=True)
+    is_sliding = True
+    sliding_window: int
+
+    @checks_options
+    def __init__(self, sliding_window: int, store: TokenStore | None = None) -> None:
+        check_window(sliding_window)
+        self.room = window_room(sliding_window)
+        super().__init__(DenseStore(length_hint=self.room) if store is None else store)
+        self.window = self.sliding_window = sliding_window
+        self._seen = 0
+
+    @override
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        store, seen = self.store, self._seen
+        tokens = store.validate(key_states, value_states)
+        past = min(store.length, self.sliding_window - 1)
+        attended = self._extend(key_states, value_states, past, past)
+        self._seen = seen + tokens
+        if not self.record_past:
+            self._drop_beyond_window()
+        return attended
+
+    def resume_at(self, seen: int) -> None:
+        """Take the held tokens for the newest of `seen` tokens."""
+        self._seen = seen
+
+    @override
+    def _recount(self, length: int) -> None:
+        held = self.store.length
+        if not min(length, self.sliding_window - 1) <= held <= length:
+            raise not_of_so_many(length, held)
+        self._seen = length
+
+    @override
+    def _assignable(self, states: Tensor) -> Tensor:
+        # An assignment does not change how many tokens were seen. The assigned states count as the newest tokens.
+        if states.shape[2] > self._seen:
+            raise StateMismatchError(
+                f"Assigned states must be of at most the {self._seen} tokens that were seen, got {states.shape[2]}: "
+                "use update for new tokens, and from_legacy_cache to fill a new cache."
+            )
+        return states
+
+    @override
+    def _replace(self, keys: Tensor, values: Tensor) -> None:
+        seen = self._seen
+        super()._replace(keys, values)
+        self._seen = seen
+        if not self.record_past:
+            self._drop_beyond_window()
+
+    @override
+    def load_state(self, state: LayerState) -> None:
+        super().load_state(state)
+        self._seen = state.length
+
+
+def check_window(sliding_window: object) -> None:
+    """Raise `ConfigError` if `sliding_window` is not a number of tokens."""
+    if not isinstance(sliding_window, int) or isinstance(sliding_window, bool) or sliding_window < 1:
+        raise ConfigError(
+            f"`sliding_window` (or a chunk size) must be at least 1 token, got {sliding_window!r}: set it in the "
+            "model config, or use a layer for full attention."
+        )
 
 
 def planned_bits(layer: CacheLayer, shape: LayerShape) -> float:

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from kvlayers.core.arguments import whole_number
 from kvlayers.core.cache import Cache
-from kvlayers.core.cache_layer import CacheLayer
+from kvlayers.core.cache_layer import CacheLayer, adapted
 from kvlayers.core.cache_operations import Origin, form_of_rows
-from kvlayers.core.layer_list import adapted
 from kvlayers.core.token_store import KVPair
 from kvlayers.documents.recomputing import check_recomputable, deviations, recompute_tokens
 from kvlayers.errors import CapacityError, OptionError, StateMismatchError, UnsupportedLayerError

@@ -14,7 +14,7 @@ from transformers import cache_utils
 from typing_extensions import override
 
 from kvlayers.core.cache_layer import CacheLayer
-from kvlayers.core.dynamic_layer import DynamicLayer
+from kvlayers.core.token_layer import DynamicLayer
 from kvlayers.core.token_store import KVPair
 from kvlayers.errors import ConfigError, OptionError, StateMismatchError, UnsupportedLayerError
 from kvlayers.kernels.attention.gqa import marked_for_sdpa

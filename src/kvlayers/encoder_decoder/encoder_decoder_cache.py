@@ -19,9 +19,7 @@ from kvlayers.core.named_caches import register_cache_class
 from kvlayers.encoder_decoder.cross_attention import CrossAttentionFlags, Fingerprint, are_alike, fingerprint
 from kvlayers.errors import BatchIndexError, LayerIndexError, LegacyFormatError, OptionError, StateMismatchError
 from kvlayers.offload.transfers import Traffic, TrafficMeter
-from kvlayers.rope.rotary import Rotary
 from kvlayers.utils.options import checks_options
-from kvlayers.utils.tensor_memory import Storages
 
 
 @register_cache_class
@@ -70,11 +68,6 @@ class EncoderDecoderCache(Cache, transformers.EncoderDecoderCache):  # type: ign
         _check_sequences({part.batch_size for part in caches if _holds_tokens(part)})
         self.self_attention_cache, self.cross_attention_cache = own, cross
         self._read: Fingerprint | None = None
-
-    @override
-    def _layers_by_use(self) -> dict[str, Sequence[CacheLayer]]:
-        own, cross = self.parts()
-        return {"self": own.adapted_layers(), "cross": cross.adapted_layers()}
 
     def check_encoded(self, encoded: Tensor) -> None:
         """Check that cross-attention has read this output of the encoder, or has read nothing yet.
@@ -128,11 +121,6 @@ class EncoderDecoderCache(Cache, transformers.EncoderDecoderCache):  # type: ign
     @override
     def parts(self) -> tuple[Cache, Cache]:
         return self.self_attention_cache, self.cross_attention_cache
-
-    @property
-    @override
-    def rotaries(self) -> tuple[Rotary, ...]:
-        return tuple(rotary for part in self.parts() for rotary in part.rotaries)
 
     @override
     def describe(self) -> dict[str, Any]:
@@ -260,10 +248,6 @@ class EncoderDecoderCache(Cache, transformers.EncoderDecoderCache):  # type: ign
         twin.self_attention_cache, twin.cross_attention_cache = (part.extract(row) for part in self.parts())
         twin._read = None
         return twin
-
-    def storages(self) -> Storages:
-        """Bytes of each piece of memory that the parts hold, by its address."""
-        return {address: size for part in self.parts() for address, size in part.storages().items()}
 
     def state(self) -> CacheState:
         """Copies of the live tensors of both parts: self-attention, then cross-attention."""

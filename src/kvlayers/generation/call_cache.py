@@ -27,15 +27,13 @@ from torch import Tensor
 from transformers import cache_utils as upstream
 from transformers.generation.utils import GenerationMode
 
-from kvlayers.core.arguments import crop_target
+from kvlayers.core.arguments import crop_argument, crop_target
 from kvlayers.core.cache import Cache
 from kvlayers.core.cache_layer import CacheLayer
-from kvlayers.core.dynamic_layer import DynamicLayer
 from kvlayers.core.forward_pass import check_is_new
-from kvlayers.core.legacy_api import crop_argument
 from kvlayers.core.named_caches import CacheRequest
 from kvlayers.core.preparation import left_padding_of
-from kvlayers.core.sliding_layer import SlidingLayer
+from kvlayers.core.token_layer import DynamicLayer, SlidingLayer
 from kvlayers.errors import CapacityError, ConfigError, OptionError, StateMismatchError
 from kvlayers.generation import cache_by_name
 from kvlayers.generation.current_call import CURRENT, Acquired

@@ -11,7 +11,7 @@ from typing import Any
 
 import transformers
 
-from kvlayers.core import legacy_api
+from kvlayers.core import arguments, legacy_api
 from kvlayers.core.cache import CACHE_CLASSES
 from kvlayers.generation.legacy_tuples import kvlayers_view, to_tuples
 from kvlayers.generation.patching import Activation, Patch
@@ -192,7 +192,7 @@ def _old_attributes() -> dict[type, dict[str, Any]]:
 
 def _cropping_to_a_length(original: Callable[..., None]) -> Callable[..., None]:
     def crop(self: Any, tokens_to_remove: int | None = None, *, max_length: int | None = None) -> None:
-        number = legacy_api.crop_argument(tokens_to_remove, max_length)
+        number = arguments.crop_argument(tokens_to_remove, max_length)
         if number <= 0:
             original(self, number)
         elif number < self.get_seq_length():

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvlayers.core.cache_operations import LayerwiseOperations
 from kvlayers.core.dynamic_cache import DynamicCache
 from kvlayers.core.from_config import HYBRID, RECURRENT, AttentionMaker, Checkpoints
-from kvlayers.core.layer_list import LayerList
 from kvlayers.core.named_caches import named, register, register_cache_class
 from kvlayers.errors import ConfigError, LayerIndexError, OptionError
 from kvlayers.quantized.quantized_cache import QuantizedCache
@@ -191,7 +191,7 @@ class _StatesOfLayers(tuple[Tensor | None, ...]):
             ) from None
 
 
-class _RecurrentCache(LayerList):
+class _RecurrentCache(LayerwiseOperations):
     """A cache for models with recurrent layers, which hands out their states as transformers 4 did."""
 
     @property

@@ -10,9 +10,8 @@ from typing_extensions import Self
 
 from kvlayers.core.cache import Cache
 from kvlayers.core.dynamic_cache import DynamicCache
-from kvlayers.core.dynamic_layer import DynamicLayer
 from kvlayers.core.from_config import WINDOWED
-from kvlayers.core.sliding_layer import SlidingLayer
+from kvlayers.core.token_layer import DynamicLayer, SlidingLayer
 from kvlayers.encoder_decoder.encoder_decoder_cache import EncoderDecoderCache
 from kvlayers.errors import OptionError, UnsupportedLayerError
 from kvlayers.kernels.attention.packed_tensor import as_dense

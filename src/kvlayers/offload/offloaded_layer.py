@@ -14,6 +14,7 @@ from kvlayers.core.buffer import StateForm
 from kvlayers.core.cache_layer import (
     LayerState,
     WrapperLayer,
+    adapted,
     beside_attention,
     forwarded,
     layer_class,
@@ -21,7 +22,6 @@ from kvlayers.core.cache_layer import (
     register_layer,
 )
 from kvlayers.core.description import DescriptionContext, Fact, Facts
-from kvlayers.core.layer_list import adapted
 from kvlayers.core.token_layer import TokenLayer
 from kvlayers.core.token_store import TokenStore
 from kvlayers.errors import CapacityError, OptionError, UnsupportedLayerError

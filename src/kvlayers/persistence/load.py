@@ -13,13 +13,13 @@ from kvlayers.core.cache_layer import (
     LAYER_CLASSES,
     CacheLayer,
     LayerState,
+    adapted,
     layer_from_description,
     layer_names,
 )
 from kvlayers.core.cache_operations import CacheState
 from kvlayers.core.dense_store import may_share
 from kvlayers.core.description import DescriptionContext
-from kvlayers.core.layer_list import adapted
 from kvlayers.core.token_layer import TokenLayer
 from kvlayers.core.token_store import STORE_CLASSES, KVPair
 from kvlayers.errors import (

@@ -9,9 +9,8 @@ import torch
 
 from kvlayers.core.buffer import LayerShape, StateForm, nbytes_of
 from kvlayers.core.cache import Cache
-from kvlayers.core.cache_layer import CacheLayer
+from kvlayers.core.cache_layer import CacheLayer, adapted
 from kvlayers.core.dense_store import MINIMUM_GROWTH
-from kvlayers.core.layer_list import adapted
 from kvlayers.core.token_layer import TokenLayer, planned_bits
 from kvlayers.core.token_store import Fidelity, TokenStore, filled_nbytes, least_faithful, states_on_meta
 from kvlayers.errors import KVLayersError, UnsupportedLayerError

@@ -13,7 +13,6 @@ from typing_extensions import override
 from kvlayers.core.arguments import checked_hint
 from kvlayers.core.cache import Cache
 from kvlayers.core.description import NestedArgument
-from kvlayers.core.dynamic_layer import DynamicLayer
 from kvlayers.core.from_config import (
     BUDGET,
     FULL,
@@ -29,7 +28,7 @@ from kvlayers.core.from_config import (
     recall_of,
 )
 from kvlayers.core.named_caches import named, register, register_cache_class
-from kvlayers.core.sliding_layer import SlidingLayer, window_room
+from kvlayers.core.token_layer import DynamicLayer, SlidingLayer, window_room
 from kvlayers.errors import OptionError
 from kvlayers.kernels.codes.quantizer_contract import backend as backend_called
 from kvlayers.quantized.quantization import (

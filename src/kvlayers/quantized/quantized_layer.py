@@ -8,7 +8,7 @@ from typing_extensions import Self, override
 
 from kvlayers.core.cache_layer import LAYER_CLASSES, forwarded, register_layer
 from kvlayers.core.description import DescriptionContext, Fact, Facts, OptionsArgument, arguments_from
-from kvlayers.core.dynamic_layer import DynamicLayer
+from kvlayers.core.token_layer import DynamicLayer
 from kvlayers.kernels.attention.packed_tensor import as_dense
 from kvlayers.kernels.codes.quantizer_contract import Side
 from kvlayers.quantized.quantization import Quantization

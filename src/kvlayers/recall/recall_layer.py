@@ -15,8 +15,8 @@ from kvlayers.core.cache_layer import LayerState, register_layer
 from kvlayers.core.dense_store import DenseStore
 from kvlayers.core.description import OptionFacts, OptionsArgument
 from kvlayers.core.dynamic_cache import DynamicCache
-from kvlayers.core.dynamic_layer import DynamicLayer
 from kvlayers.core.named_caches import named, register
+from kvlayers.core.token_layer import DynamicLayer
 from kvlayers.core.token_store import Fidelity, TokenStore, filled_nbytes
 from kvlayers.errors import OptionError
 from kvlayers.kernels.attention.dispatch import PathCounter

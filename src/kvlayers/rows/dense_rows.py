@@ -11,7 +11,7 @@ from kvlayers.core.arguments import as_batch_indices, check_rollback, checked_fo
 from kvlayers.core.buffer import StateForm, form_of
 from kvlayers.core.cache_layer import CacheLayer, LayerTraits, forwarded
 from kvlayers.core.description import Fact
-from kvlayers.core.dynamic_layer import DynamicLayer
+from kvlayers.core.token_layer import DynamicLayer
 from kvlayers.core.token_store import KVPair
 from kvlayers.errors import StateMismatchError
 from kvlayers.kernels.attention.row_states import AdjacentRowStates, RowColumns, RowStates

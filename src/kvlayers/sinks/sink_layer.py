@@ -12,8 +12,7 @@ from kvlayers.core.cache_layer import LayerState, forwarded, register_layer
 from kvlayers.core.dense_store import DenseStore
 from kvlayers.core.description import RotaryArgument
 from kvlayers.core.preparation import PADDING_NAME, check_rotary, padding_of
-from kvlayers.core.sliding_layer import WindowLayer, window_room
-from kvlayers.core.token_layer import TokenLayer
+from kvlayers.core.token_layer import TokenLayer, WindowLayer, window_room
 from kvlayers.core.token_store import Fidelity, KVPair, StoreArgument, TokenStore
 from kvlayers.errors import StateMismatchError
 from kvlayers.kernels.attention.gqa import marked_for_sdpa

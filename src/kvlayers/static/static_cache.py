@@ -10,9 +10,9 @@ import transformers
 from typing_extensions import Self, override
 
 from kvlayers.core.cache import Cache
+from kvlayers.core.cache_layer import adapted
 from kvlayers.core.description import Argument, DescriptionContext, OptionsArgument
 from kvlayers.core.from_config import HYBRID, WINDOWED, CheckpointOptions, Checkpoints, Factory, layers_of
-from kvlayers.core.layer_list import adapted
 from kvlayers.core.named_caches import named, register, register_cache_class
 from kvlayers.errors import ConfigError, OptionError
 from kvlayers.static.slots import Buckets, MaskExtent

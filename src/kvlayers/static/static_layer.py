@@ -8,12 +8,9 @@ from torch import Tensor
 from typing_extensions import Self, override
 
 from kvlayers.core.arguments import no_room_for_tokens
-from kvlayers.core.cache_layer import forwarded, register_layer
+from kvlayers.core.cache_layer import forwarded, in_step, register_layer
 from kvlayers.core.description import Argument, OptionsArgument
-from kvlayers.core.dynamic_layer import DynamicLayer
-from kvlayers.core.layer_list import in_step
-from kvlayers.core.sliding_layer import SlidingLayer, check_window, window_room
-from kvlayers.core.token_layer import TokenLayer, part_of_form
+from kvlayers.core.token_layer import DynamicLayer, SlidingLayer, TokenLayer, check_window, part_of_form, window_room
 from kvlayers.errors import CapacityError, StateMismatchError
 from kvlayers.static.slots import MOST_TOKENS, Buckets
 from kvlayers.static.static_store import StaticStore, check_reserved

@@ -4,6 +4,7 @@ There is one exception. What an eviction leaves is read with the same vectors, t
 keys of older runs are packed again with these: at each eviction that begins behind a new run. Most sequences have one.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple, cast
 
@@ -19,8 +20,8 @@ from kvlayers.eviction.held_tokens import HeldTokens, taken
 from kvlayers.eviction.ragged_store import RaggedStore
 from kvlayers.eviction.selection import KeptTokens, places_of
 from kvlayers.kernels.attention.segment_kinds import DENSE_PIECE_TOKENS, PackedSegment
-from kvlayers.kernels.attention.segments import with_full_blocks
-from kvlayers.kernels.codes.smoothing import KeySmoothing
+from kvlayers.kernels.attention.segments import GatheredSegment, with_full_blocks
+from kvlayers.kernels.codes.smoothing import UNSMOOTHED, KeySmoothing
 from kvlayers.quantized.checks import checked_quantizers
 from kvlayers.quantized.packed_blocks import PACKED_NAMES, PackedBlocks
 from kvlayers.quantized.quantization import Quantization, block_tokens
@@ -66,7 +67,7 @@ def _dense(store: DenseStore, tokens: HeldTokens, kept: KeptTokens) -> TokenStor
     mask = kept.mask
     if kept.are_even:
         columns = places_of(mask, int(kept.counts.max()))
-        return filled(DenseStore(None, *growth), taken(keys, columns), taken(values, columns))
+        return filled(DenseStore(None, *growth), *taken((keys, values), columns))
     run = _common_run(mask)
     first = keys.shape[2] - run
     tail = filled(DenseStore(None, *growth), keys[:, :, first:], values[:, :, first:])
@@ -93,28 +94,31 @@ class _HeadBlocks(NamedTuple):
     counts: Tensor
 
 
-def _kept_blocks(tokens: HeldTokens, counts: Tensor, like: PackedBlocks) -> _HeadBlocks:
+def _kept_blocks(packed: Sequence[GatheredSegment], counts: Tensor, like: PackedBlocks) -> _HeadBlocks:
     """The blocks of which tokens are kept, one head behind another. All keys are smoothed as those of the newest run.
 
     Args:
-        tokens: the held tokens.
-        counts: how many are kept of each block that they number, int64 `[batch, kv_heads, blocks]`.
+        packed: as `HeldTokens.packed`.
+        counts: how many tokens are kept of each of these blocks, int64 `[batch, kv_heads, blocks]`.
         like: blocks of the same quantizers.
     """
-    newest, found, of_segments, starts = tokens.packed[-1].source.smoothing, 0, [], torch.zeros_like(counts)
-    pieces = [segment.starts.shape[2] for segment in tokens.packed]
-    for segment, own, places in zip(tokens.packed, counts.split(pieces, 2), starts.split(pieces, 2), strict=True):
+    heads: list[Tensor] = []
+    of_segments: list[tuple[Tensor, ...]] = []
+    newest = packed[-1].source.smoothing
+    pieces = [segment.starts.shape[2] for segment in packed]
+    for segment, own in zip(packed, torch.split(counts, pieces, 2), strict=True):
         sequence, kv_head, piece = own.nonzero(as_tuple=True)
-        source = cast("PackedSegment", segment.source)
+        heads.append(sequence * own.shape[1] + kv_head)
+        source = cast("PackedSegment", with_full_blocks(segment.source))
         at = sequence, kv_head, segment.starts[sequence, kv_head, piece]
-        blocks = with_full_blocks(source.with_tensors(codes[at][None, None] for codes in source.tensors))
+        blocks = source.with_tensors(codes[at][None, None] for codes in source.tensors)
         of_segments.append(_smoothed_as(newest, blocks, sequence, kv_head, like).tensors)
-        places[sequence, kv_head, piece] = found + torch.arange(len(piece), device=places.device)
-        found += len(piece)
-    is_kept = counts > 0
-    in_a_row, is_block = (table.to(counts.device) for table in pieces_in_a_row(is_kept.sum(2).cpu(), 1, 1))
-    codes = tuple(torch.cat(codes, 2)[:, :, starts[is_kept]] for codes in zip(*of_segments, strict=True))
-    return _HeadBlocks(codes, in_a_row, counts.gather(2, places_of(is_kept, in_a_row.shape[2])) * is_block)
+    # Of each head in the order of the text.
+    order = torch.cat(heads).argsort(stable=True)
+    codes = tuple(torch.cat(codes, 2)[:, :, order] for codes in zip(*of_segments, strict=True))
+    is_held = counts > 0
+    starts, is_block = (table.to(counts.device) for table in pieces_in_a_row(is_held.sum(2).cpu(), 1, 1))
+    return _HeadBlocks(codes, starts, counts.gather(2, places_of(is_held, starts.shape[2])) * is_block)
 
 
 def _smoothed_as(
@@ -157,12 +161,12 @@ def _packed(store: QuantizedStore, tokens: HeldTokens, kept: KeptTokens) -> Toke
         newer = single & (packed.cumsum(2) == packed.sum(2, keepdim=True))
         kept_of = torch.cat([torch.zeros_like(segment.counts) for segment in tokens.packed], 2)
         kept_of.scatter_add_(2, tokens.blocks.clamp(min=0), packed)
-        held = _kept_blocks(tokens, kept_of, store.blocks) if bool(kept_of.any()) else None
+        held = _kept_blocks(tokens.packed, kept_of, store.blocks) if bool(kept_of.any()) else None
     counts, of_older, of_newer = (part.sum(2).cpu() for part in (single, older, newer))
     columns = places_of(single, int(counts.max()))
     tables = [counts] if held is None else [counts, of_older, held.counts]
     if all(bool((table == table[0, 0]).all()) for table in tables):
-        return _even(quantization, states, columns, int(of_older[0, 0]), held, smoothing)
+        return _even(quantization, states, columns, int(of_older[0, 0]), held, smoothing or UNSMOOTHED)
     key_form, value_form = map(form_of, states)
     quantizers = checked_quantizers(quantization, key_form, value_form)
     size, run = block_tokens(quantizers), _common_run(kept.mask)
@@ -171,7 +175,7 @@ def _packed(store: QuantizedStore, tokens: HeldTokens, kept: KeptTokens) -> Toke
     middle = counts - sinks - newest
     if smoothing is None:
         # The last columns, as many as the head with the fewest tokens has. Without any, nothing is smoothed.
-        some = taken(states[0], _last(columns, counts, min(size, int(counts.min()))))
+        some, _ = taken(states, _last(columns, counts, min(size, int(counts.min()))))
         smoothing = KeySmoothing.for_keys(some, quantizers["keys"])
     # So few that it packs none of them.
     tail = _even(quantization, states, torch.cat([columns[..., :sinks], _last(columns, counts, newest)], 2))
@@ -209,18 +213,13 @@ def _last(columns: Tensor, counts: Tensor, count: int) -> Tensor:
     return columns.gather(2, (counts[..., None] - count + torch.arange(count)).to(columns.device))
 
 
-def _states_of(states: KVPair, columns: Tensor) -> KVPair:
-    """Keys and values `[batch, kv_heads, count, head_dim]` of columns."""
-    return taken(states[0], columns), taken(states[1], columns)
-
-
 def _even(
     quantization: Quantization,
     states: KVPair,
     columns: Tensor,
     sinks: int = 0,
     held: _HeadBlocks | None = None,
-    smoothing: KeySmoothing | None = None,
+    smoothing: KeySmoothing = UNSMOOTHED,
 ) -> QuantizedStore:
     """A store of heads that keep the same numbers of tokens.
 
@@ -234,18 +233,17 @@ def _even(
     """
     store = QuantizedStore(quantization)
     if held is not None:
-        keys, values = _states_of(states, columns[..., :sinks])
+        keys, values = taken(states, columns[..., :sinks])
         columns = columns[..., sinks:]
         tensors = {"keys": keys[:, :, :0], "values": values[:, :, :0]}
-        for name, codes in zip(PACKED_NAMES, held.codes, strict=False):
-            tensors[name] = codes.view(*keys.shape[:2], -1, codes.shape[3])
+        of_heads = (codes.view(*keys.shape[:2], -1, codes.shape[3]) for codes in held.codes)
+        tensors |= dict(zip(PACKED_NAMES, of_heads, strict=False))
         tensors["block_ends"] = torch.tensor([0, *held.counts[0, 0].tolist()])
         if sinks:
             tensors |= {"sink_keys": keys, "sink_values": values}
-        if smoothing is not None:
-            tensors |= SmoothingRuns.of(smoothing).state()
+        tensors |= SmoothingRuns.of(smoothing).state()
         store.load_state(tensors)
-    rest = _states_of(states, columns)
+    rest = taken(states, columns)
     store.validate(*rest)
     store.append(*rest)
     return store

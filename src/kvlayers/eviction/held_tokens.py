@@ -67,10 +67,12 @@ def held_tokens(store: TokenStore, states: KVPair | None = None) -> HeldTokens:
         )
     counts = torch.full(keys.shape[:2], keys.shape[2]) if held is None else held.sum(2).cpu()
     blocks, packed = _blocks_of(segments)
+    # Copies in another order do not need memory beside these.
+    del in_full, newest
     flat = store.flat if isinstance(store, RaggedStore) else None
     if flat is not None and flat.sinks:
         order = _columns_in_order(flat, keys.shape[2])
-        keys, values = taken(keys, order), taken(values, order)
+        keys, values = taken((keys, values), order)
         blocks = None if blocks is None else blocks.gather(2, order)
     return HeldTokens(keys, values, counts, blocks, packed)
 
@@ -79,38 +81,37 @@ def _blocks_of(segments: KVSegments) -> tuple[Tensor | None, tuple[GatheredSegme
     """The number of the block of each column, as `HeldTokens.blocks`, and the segments that the blocks are in."""
     if not segments.holds_packed:
         return None, ()
-    numbers: list[Tensor] = []
     packed: list[GatheredSegment] = []
+    numbers = torch.full((segments.batch, segments.kv_heads, segments.tokens), -1, device=segments.device)
     before = 0
-    for segment in segments.in_order:
+    for first, segment in segments.with_columns:
         if isinstance(segment.source, PackedSegment):
-            blocks = segment if isinstance(segment, GatheredSegment) else _in_blocks(cast("PackedSegment", segment))
-            ends, columns = blocks.counts.cumsum(2), torch.arange(blocks.width, device=blocks.counts.device)
+            pieces = _in_pieces(segment)
+            packed.append(pieces)
             # Tokens are right-aligned, and columns in front of them stand for none.
-            within = columns - (blocks.width - ends[..., -1:])
-            own = torch.searchsorted(ends, within, right=True) + before
-            numbers.append(own.masked_fill(within < 0, -1))
-            packed.append(blocks)
+            ends = pieces.counts.cumsum(2)
+            columns = torch.arange(pieces.width, device=ends.device) - (pieces.width - ends[..., -1:])
+            own = torch.searchsorted(ends, columns, right=True) + before
+            numbers[..., first : first + pieces.width] = own.masked_fill(columns < 0, -1)
             before += ends.shape[2]
-        else:
-            shape = segments.batch, segments.kv_heads, segment.tokens
-            numbers.append(torch.full(shape, -1, device=segments.device))
-    return torch.cat(numbers, 2), tuple(packed)
+    return numbers, tuple(packed)
 
 
-def _in_blocks(segment: PackedSegment) -> GatheredSegment:
-    """A segment as each sequence of the batch and each of its heads read its blocks."""
+def _in_pieces(segment: Segment) -> GatheredSegment:
+    """A segment with packed blocks as each head of each sequence of the batch reads them."""
+    if not isinstance(segment, PackedSegment):
+        return cast("GatheredSegment", segment)
     if segment.first:
         raise UnsupportedLayerError(
             "Tokens cannot be evicted from a block whose oldest tokens were dropped: drop no oldest tokens of a "
             "store from which tokens are evicted."
         )
-    size = segment.keys.layout.block_tokens
-    source = next(segment.pieces(segment.blocks * size))
-    codes = source.keys.codes
-    starts = torch.arange(segment.blocks, device=codes.device).expand(codes.shape[:3])
-    ends = torch.tensor(segment.ends or (size,) * segment.blocks).to(codes.device).expand(codes.shape[:3])
-    return GatheredSegment(source, starts, ends, starts * size, segment.tokens)
+    size, blocks = segment.keys.layout.block_tokens, segment.blocks
+    source = next(segment.pieces(blocks * size))
+    device, shape = source.keys.codes.device, source.keys.codes.shape[:3]
+    starts = torch.arange(blocks, device=device).expand(shape)
+    counts = torch.tensor(segment.ends or [size] * blocks, device=device).expand(shape)
+    return GatheredSegment(source, starts, counts, starts * size, segment.tokens)
 
 
 def _columns_in_order(flat: FlatTokens, length: int) -> Tensor:
@@ -125,11 +126,12 @@ def _columns_in_order(flat: FlatTokens, length: int) -> Tensor:
     return torch.where((columns < first) | (columns >= flat.width + flat.sinks), columns, of_flat)
 
 
-def taken(states: Tensor, columns: Tensor) -> Tensor:
-    """The states `[batch, kv_heads, tokens, head_dim]` in these columns, int64 `[batch, kv_heads, chosen]`."""
-    device = states.device
+def taken(states: KVPair, columns: Tensor) -> KVPair:
+    """Keys and values `[batch, kv_heads, tokens, head_dim]` in these columns, int64 `[batch, kv_heads, chosen]`."""
+    device = states[0].device
     sequences, heads = (torch.arange(size, device=device)[:, None] for size in columns.shape[:2])
-    return states[sequences[..., None], heads, columns.to(device)]
+    at = sequences[..., None], heads, columns.to(device)
+    return states[0][at], states[1][at]
 
 
 def attended_with(store: TokenStore, keys: Tensor, values: Tensor) -> KVPair:

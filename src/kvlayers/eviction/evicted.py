@@ -94,13 +94,16 @@ class _HeadBlocks(NamedTuple):
     counts: Tensor
 
 
-def _kept_blocks(packed: Sequence[GatheredSegment], counts: Tensor, like: PackedBlocks) -> _HeadBlocks:
+def _kept_blocks(
+    packed: Sequence[GatheredSegment], counts: Tensor, like: PackedBlocks, dtype: torch.dtype
+) -> _HeadBlocks:
     """The blocks of which tokens are kept, one head behind another. All keys are smoothed as those of the newest run.
 
     Args:
         packed: as `HeldTokens.packed`.
         counts: how many tokens are kept of each of these blocks, int64 `[batch, kv_heads, blocks]`.
         like: blocks of the same quantizers.
+        dtype: dtype of the parameters, which holds those of the blocks without rounding.
     """
     heads: list[Tensor] = []
     of_segments: list[tuple[Tensor, ...]] = []
@@ -115,10 +118,13 @@ def _kept_blocks(packed: Sequence[GatheredSegment], counts: Tensor, like: Packed
         of_segments.append(_smoothed_as(newest, blocks, sequence, kv_head, like).tensors)
     # Of each head in the order of the text.
     order = torch.cat(heads).argsort(stable=True)
-    codes = tuple(torch.cat(codes, 2)[:, :, order] for codes in zip(*of_segments, strict=True))
+    key_codes, keys, value_codes, values = (
+        torch.cat(parts, 2)[:, :, order] for parts in zip(*of_segments, strict=True)
+    )
     is_held = counts > 0
     starts, is_block = (table.to(counts.device) for table in pieces_in_a_row(is_held.sum(2).cpu(), 1, 1))
-    return _HeadBlocks(codes, starts, counts.gather(2, places_of(is_held, starts.shape[2])) * is_block)
+    of_blocks = counts.gather(2, places_of(is_held, starts.shape[2])) * is_block
+    return _HeadBlocks((key_codes, keys.to(dtype), value_codes, values.to(dtype)), starts, of_blocks)
 
 
 def _smoothed_as(
@@ -152,7 +158,7 @@ def _packed(store: QuantizedStore, tokens: HeldTokens, kept: KeptTokens) -> Toke
     single = older = newer = kept.mask
     held = smoothing = None
     if tokens.blocks is not None and store.blocks is not None:
-        smoothing = tokens.packed[-1].source.smoothing
+        smoothing = tokens.packed[-1].source.smoothing.mapped(lambda vectors: vectors.to(dtype))
         is_packed = tokens.blocks >= 0
         packed = (single & is_packed).long()
         single = single & ~is_packed
@@ -161,7 +167,7 @@ def _packed(store: QuantizedStore, tokens: HeldTokens, kept: KeptTokens) -> Toke
         newer = single & (packed.cumsum(2) == packed.sum(2, keepdim=True))
         kept_of = torch.cat([torch.zeros_like(segment.counts) for segment in tokens.packed], 2)
         kept_of.scatter_add_(2, tokens.blocks.clamp(min=0), packed)
-        held = _kept_blocks(tokens.packed, kept_of, store.blocks) if bool(kept_of.any()) else None
+        held = _kept_blocks(tokens.packed, kept_of, store.blocks, dtype) if bool(kept_of.any()) else None
     counts, of_older, of_newer = (part.sum(2).cpu() for part in (single, older, newer))
     columns = places_of(single, int(counts.max()))
     tables = [counts] if held is None else [counts, of_older, held.counts]

@@ -52,9 +52,11 @@ def held_tokens(store: TokenStore, states: KVPair | None = None) -> HeldTokens:
     Raises:
         UnsupportedLayerError: the oldest tokens of a packed block were dropped.
     """
-    keys, values = _attended(store.complete) if states is None else states
-    if not isinstance(keys, PackedStates):
-        return HeldTokens(keys, values, torch.full(keys.shape[:2], keys.shape[2]))
+    store = store.complete
+    keys, values = _attended(store) if states is None else states
+    # New tokens alone may be what another cache has returned.
+    if not isinstance(keys, PackedStates) or not store.length:
+        return HeldTokens(as_dense(keys), as_dense(values), torch.full(keys.shape[:2], keys.shape[2]))
     snapshot = keys.snapshot
     segments = snapshot.segments
     with without_autocast(snapshot.device):
@@ -136,13 +138,16 @@ def taken(states: KVPair, columns: Tensor) -> KVPair:
 
 def attended_with(store: TokenStore, keys: Tensor, values: Tensor) -> KVPair:
     """Keys and values of held tokens, and of new ones behind them, which are not stored, for attention."""
-    keys, values = as_dense(keys), as_dense(values)
     if not store.length:
         return keys, values
     held = _attended(store)
+    keys, values = as_dense(keys), as_dense(values)
     if not isinstance(held[0], PackedStates):
         return torch.cat([held[0], keys], dim=2), torch.cat([held[1], values], dim=2)
-    return _of_segments(held, (*held[0].snapshot.segments.in_order, DenseSegment(keys, values)))
+    snapshot = held[0].snapshot
+    # Kernels read all segments in one dtype.
+    keys, values = (states.to(torch.promote_types(states.dtype, snapshot.dtype)) for states in (keys, values))
+    return _of_segments(held, (*snapshot.segments.in_order, DenseSegment(keys, values)))
 
 
 def _attended(store: TokenStore) -> KVPair:

@@ -129,7 +129,6 @@ class EvictingLayer(TokenLayer):
         self.rotary, self.scale = rotary, scale
         self._empty = DenseStore(None, SMALL_STEP_DIVISOR, SMALL_STEP) if store is None else store
         super().__init__(self._empty.fork())
-        self.record_past = False
         self._start_over(EvictionProgress(options, padding_of(left_padding)))
 
     def _start_over(self, progress: EvictionProgress, seen: int = 0) -> None:

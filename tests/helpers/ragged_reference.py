@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kvlayers.core.token_store import TokenStore
 from kvlayers.eviction.evicted import evicted
-from kvlayers.eviction.held_tokens import HeldTokens, held_tokens
+from kvlayers.eviction.held_tokens import HeldTokens, attended_with, held_tokens
 from kvlayers.eviction.selection import KeptTokens
 from kvlayers.kernels.attention.packed_tensor import PackedStates
 from kvlayers.kernels.attention.segment_kinds import DenseSegment
@@ -224,7 +224,7 @@ def evict(
         for row, of_row in zip(places, numbers, strict=True)
     ]
     lists.keep(places)
-    after = evicted(store, held_tokens(store, new), kept)
+    after = evicted(store, held_tokens(store, None if new is None else attended_with(store, *new)), kept)
     follow(after, lists, was_packed)
     return after
 

@@ -12,9 +12,12 @@ from torch import Tensor
 import kvlayers
 from kvlayers import Cache
 from kvlayers.errors import StateMismatchError
+from kvlayers.eviction.held_tokens import held_tokens
+from kvlayers.stores import QuantizedStore
 from layer_kinds import KINDS
 from matrix import once, product
 from models import fresh_model, given, prompt
+from ragged_reference import of_head
 
 LAYERS = 1
 WINDOW = 24
@@ -238,3 +241,29 @@ def test_states_that_were_loaded_are_looked_at_again() -> None:
         model(cache, *states(1, torch.bfloat16))
     model(cache, *states(1, torch.float32))
     assert cache.get_seq_length() == 4
+
+
+@pytest.mark.parametrize("per_head", [False, True])
+@pytest.mark.parametrize("first", [torch.bfloat16, torch.float32])
+def test_packed_tokens_are_read_beside_those_of_another_dtype_after_an_eviction(
+    first: torch.dtype, per_head: bool
+) -> None:
+    store = QuantizedStore(kvlayers.Quantization(nbits=8, residual_length=32, sink_tokens=8))
+    layer = kvlayers.EvictingLayer("knorm", budget=160, recent_tokens=16, per_head=per_head, store=store)
+    layer.update(*states(150, first))
+    held, new = held_tokens(layer.store), states(150, torch.float32 if first == torch.bfloat16 else torch.bfloat16, 1)
+    query = torch.randn(2, 2, 150, 32)
+    returned = layer.update(*new)
+    if first == torch.float32:
+        keys, values = (torch.cat(sides, 2) for sides in zip((held.keys, held.values), new, strict=True))
+        expected = torch.nn.functional.scaled_dot_product_attention(query, keys, values)
+        seen = torch.nn.functional.scaled_dot_product_attention(query, *returned)
+        torch.testing.assert_close(seen, expected, atol=1e-4, rtol=1e-4)
+    # What is left has the wider dtype, codes included.
+    returned = layer.update(*states(1, torch.float32, 2))
+    seen = torch.nn.functional.scaled_dot_product_attention(query[:, :, :1], *returned)
+    held = held_tokens(layer.store)
+    for row, head in itertools.product(range(2), range(2)):
+        own = query[row : row + 1, head : head + 1, :1]
+        expected = torch.nn.functional.scaled_dot_product_attention(own, *of_head(held, row, head))
+        torch.testing.assert_close(seen[row : row + 1, head : head + 1], expected, atol=1e-4, rtol=1e-4)

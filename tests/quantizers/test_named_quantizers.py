@@ -1,6 +1,9 @@
 """Quantizers with the names of papers give the codes that the papers describe."""
 
+import itertools
+import math
 import pathlib
+from statistics import NormalDist
 
 import pytest
 import torch
@@ -8,7 +11,7 @@ from torch import Tensor
 
 import kvlayers
 from kvlayers.errors import OptionError
-from kvlayers.quantized.quantizers.codebook import gaussian_levels, normal_float_levels
+from kvlayers.quantized.quantizers.codebook import NORMAL_FLOAT_LEVELS
 from kvlayers.quantizers import CodeFormat, Quantizer, Side, SideOptions, backend, dequantize
 from random_states import hadamard
 
@@ -37,6 +40,10 @@ def test_kivi_divides_the_range_of_32_states(side: Side, nbits: int) -> None:
     assert ((seen - expected).abs() < 1e-5).double().mean() > 0.999
 
 
+def gaussian_levels(bits: int) -> tuple[float, ...]:
+    return made("turboquant", bits, "keys").format.levels
+
+
 @pytest.mark.parametrize(
     ("bits", "above_zero"),
     [
@@ -51,12 +58,24 @@ def test_levels_for_a_normal_number_are_those_of_max(bits: int, above_zero: list
     levels = gaussian_levels(bits)
     assert levels[len(levels) // 2 :] == pytest.approx(above_zero, abs=6e-4)
     assert levels[: len(levels) // 2] == pytest.approx([-level for level in reversed(above_zero)], abs=6e-4)
+    # Each is the mean of the numbers that are nearest to it.
+    normal = NormalDist()
+    borders = [-math.inf, *(sum(neighbours) / 2 for neighbours in itertools.pairwise(levels)), math.inf]
+    for level, (low, high) in zip(levels, itertools.pairwise(borders), strict=True):
+        mean = (normal.pdf(low) - normal.pdf(high)) / (normal.cdf(high) - normal.cdf(low))
+        assert level == pytest.approx(mean, abs=1e-9)
 
 
 def test_normal_float_levels_are_those_of_the_paper() -> None:
     below = [-1.0, -0.6961928, -0.5250731, -0.3949175, -0.2844414, -0.1847734, -0.0910500]
     above = [0.0795803, 0.1609302, 0.2461123, 0.3379152, 0.4407098, 0.5626170, 0.7229568, 1.0]
-    assert normal_float_levels() == pytest.approx([*below, 0.0, *above], abs=1e-5)
+    assert pytest.approx([*below, 0.0, *above], abs=1e-5) == NORMAL_FLOAT_LEVELS
+    # Quantiles at equal distances from the median to the mean of the outermost ones of 16 and of 15 equal parts.
+    quantile, largest = NormalDist().inv_cdf, 1 - (1 / 32 + 1 / 30) / 2
+    for levels in (NORMAL_FLOAT_LEVELS[7::-1], NORMAL_FLOAT_LEVELS[7:]):
+        steps = len(levels) - 1
+        expected = [quantile(0.5 + (largest - 0.5) * step / steps) / quantile(largest) for step in range(steps + 1)]
+        assert list(map(abs, levels)) == pytest.approx(expected, abs=1e-12)
 
 
 @pytest.mark.parametrize("side", SIDES)
@@ -65,7 +84,7 @@ def test_nf4_takes_the_nearest_level_times_the_largest_state(side: Side) -> None
     dim = 3 if side == "keys" else 4
     groups = states.unflatten(2, (-1, 64)) if side == "keys" else states.unflatten(3, (-1, 64))
     scale = groups.abs().amax(dim, keepdim=True)
-    levels = torch.tensor(normal_float_levels())
+    levels = torch.tensor(NORMAL_FLOAT_LEVELS)
     nearest = ((groups / scale)[..., None] - levels).abs().argmin(-1)
     expected = (levels[nearest] * scale).reshape(states.shape)
     torch.testing.assert_close(returned(made("nf4", 4, side), states), expected)

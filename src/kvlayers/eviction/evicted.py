@@ -4,8 +4,9 @@ There is one exception. What an eviction leaves is read with the same vectors, t
 keys of older runs are packed again with these: at each eviction that begins behind a new run. Most sequences have one.
 """
 
-from dataclasses import dataclass, replace
-from typing import Literal, cast
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -13,21 +14,19 @@ from torch import Tensor
 from kvlayers.core.buffer import form_of
 from kvlayers.core.dense_store import DenseStore, filled, without_spare_room
 from kvlayers.core.token_store import KVPair, TokenStore
-from kvlayers.errors import StateMismatchError, UnsupportedLayerError
+from kvlayers.errors import StateMismatchError
 from kvlayers.eviction.flat_tokens import FlatTokens, flat_form, pieces_in_a_row
 from kvlayers.eviction.held_tokens import HeldTokens, taken
 from kvlayers.eviction.ragged_store import RaggedStore
 from kvlayers.eviction.selection import KeptTokens, places_of
-from kvlayers.kernels.attention.segment_kinds import DENSE_PIECE_TOKENS
-from kvlayers.kernels.codes.smoothing import KeySmoothing
+from kvlayers.kernels.attention.segment_kinds import DENSE_PIECE_TOKENS, PackedSegment
+from kvlayers.kernels.attention.segments import GatheredSegment, with_full_blocks
+from kvlayers.kernels.codes.smoothing import UNSMOOTHED, KeySmoothing
 from kvlayers.quantized.checks import checked_quantizers
-from kvlayers.quantized.packed_blocks import SIDES, PackedBlocks
+from kvlayers.quantized.packed_blocks import PACKED_NAMES, PackedBlocks
 from kvlayers.quantized.quantization import Quantization, block_tokens
 from kvlayers.quantized.quantized_store import QuantizedStore
 from kvlayers.quantized.smoothing_runs import SmoothingRuns
-
-Rows = dict[str, Tensor]
-"""Codes and parameters of blocks one behind the other, each `[blocks, bytes or numbers]`, by their names in a state."""
 
 
 def evicted(store: TokenStore, tokens: HeldTokens, kept: KeptTokens) -> TokenStore:
@@ -50,10 +49,10 @@ def evicted(store: TokenStore, tokens: HeldTokens, kept: KeptTokens) -> TokenSto
             "Keys and values must have the same kv_heads, each of which keeps its own tokens, got "
             f"{tokens.keys.shape[1]} and {tokens.values.shape[1]}: use a DynamicCache."
         )
-    inner, flat = (store.tail, store.flat) if isinstance(store, RaggedStore) else (store, None)
+    inner = store.tail if isinstance(store, RaggedStore) else store
     with torch.inference_mode(False), torch.no_grad():
         if isinstance(inner, QuantizedStore):
-            return _packed(inner, flat, tokens, kept)
+            return _packed(inner, tokens, kept)
         return _dense(cast("DenseStore", inner), tokens, kept)
 
 
@@ -68,7 +67,7 @@ def _dense(store: DenseStore, tokens: HeldTokens, kept: KeptTokens) -> TokenStor
     mask = kept.mask
     if kept.are_even:
         columns = places_of(mask, int(kept.counts.max()))
-        return filled(DenseStore(None, *growth), taken(keys, columns), taken(values, columns))
+        return filled(DenseStore(None, *growth), *taken((keys, values), columns))
     run = _common_run(mask)
     first = keys.shape[2] - run
     tail = filled(DenseStore(None, *growth), keys[:, :, first:], values[:, :, first:])
@@ -81,138 +80,99 @@ def _dense(store: DenseStore, tokens: HeldTokens, kept: KeptTokens) -> TokenStor
 # Packed blocks
 
 
-@dataclass(frozen=True, eq=False)
-class _HeadBlocks:
-    """Packed blocks of each head, numbered as in `HeldTokens.blocks`.
+class _HeadBlocks(NamedTuple):
+    """Packed blocks of each head.
 
     Attributes:
-        rows: the blocks, one behind the other.
-        starts: row of each block of each head, int64 `[batch, kv_heads, held]`.
+        codes: codes and parameters of keys, and of values, one block behind the other: `[1, 1, blocks, ...]`.
+        starts: the place of each block of each head among them, int64 `[batch, kv_heads, held]`.
         counts: tokens of each of these blocks, int64 `[batch, kv_heads, held]`; 0 for no block.
-        runs: the run of each of these blocks, whose vectors smoothed its keys, int64 `[held]`.
     """
 
-    rows: Rows
+    codes: tuple[Tensor, ...]
     starts: Tensor
     counts: Tensor
-    runs: Tensor
-
-    def compacted(self) -> "_HeadBlocks":
-        """The same with the rows of its blocks alone, in order, and tables as wide as the most blocks of a head."""
-        is_kept = self.counts > 0
-        starts, is_block = (table.to(is_kept.device) for table in pieces_in_a_row(is_kept.sum(2).cpu(), 1, 1))
-        order = places_of(is_kept, starts.shape[2])
-        counts = self.counts.gather(2, order) * is_block
-        return replace(self, rows=_chosen(self.rows, self.starts[is_kept]), starts=starts, counts=counts)
-
-    def followed_by(self, other: "_HeadBlocks") -> "_HeadBlocks":
-        """The same with other blocks of each head behind them."""
-        starts = other.starts + len(self.rows["keys_codes"])
-        return _HeadBlocks(
-            {name: torch.cat([rows, other.rows[name]]) for name, rows in self.rows.items()},
-            torch.cat([self.starts, torch.where(other.counts > 0, starts, 0)], 2),
-            torch.cat([self.counts, other.counts], 2),
-            torch.cat([self.runs, other.runs]),
-        )
-
-    def in_run(self, runs: SmoothingRuns, like: PackedBlocks | None) -> "_HeadBlocks":
-        """The same with keys that are smoothed as those of the last of the runs: older ones are packed again.
-
-        Args:
-            runs: the runs.
-            like: blocks of the same quantizers.
-        """
-        older = (self.runs < len(runs) - 1) & (self.counts > 0)
-        sequence, kv_head, block = older.nonzero(as_tuple=True)
-        count = len(block)
-        if not count or like is None:
-            return self
-        flat = _flat(like, _chosen(self.rows, self.starts[older]))
-        segment = next(flat.segments())
-        where = [part.repeat_interleave(flat.block_tokens) for part in (sequence, kv_head, self.runs[block])]
-        keys = _of_tokens(runs.vectors, *where).restored(segment.states("keys", flat.dtype))
-        keys = _of_tokens(runs.in_order[-1], *where[:2]).applied(keys)
-        again = flat.fork()
-        again.clear()
-        again.prepare(count)
-        again.write(0, keys, segment.states("values", flat.dtype))
-        again.hold(count)
-        # Behind the others, as sequences that went on from one beginning share rows and may have other vectors.
-        starts = self.starts.masked_scatter(older, len(self.rows["keys_codes"]) + torch.arange(count).to(older.device))
-        packed = _rows_of(again) | {name: rows for name, rows in _rows_of(flat).items() if name.startswith("values")}
-        return replace(
-            self, rows={name: torch.cat([rows, packed[name]]) for name, rows in self.rows.items()}, starts=starts
-        )
 
 
-def _blocks_of(flat: FlatTokens | None, tail: QuantizedStore) -> _HeadBlocks | None:
-    """The packed blocks of a flat part and of the tail behind it; `None` if there is no packed block.
+def _kept_blocks(
+    packed: Sequence[GatheredSegment], counts: Tensor, like: PackedBlocks, dtype: torch.dtype
+) -> _HeadBlocks:
+    """The blocks of which tokens are kept, one head behind another. All keys are smoothed as those of the newest run.
 
-    Raises:
-        UnsupportedLayerError: the oldest tokens of a block were dropped.
+    Args:
+        packed: as `HeldTokens.packed`.
+        counts: how many tokens are kept of each of these blocks, int64 `[batch, kv_heads, blocks]`.
+        like: blocks of the same quantizers.
+        dtype: dtype of the parameters, which holds those of the blocks without rounding.
     """
-    held, blocks = None, tail.blocks
-    if flat is not None and isinstance(flat.part, PackedBlocks):
-        held = _HeadBlocks(_rows_of(flat.part), flat.starts, flat.counts, torch.zeros_like(flat.starts[0, 0]))
-    if not blocks:
-        return held
-    tensors = blocks.state()
-    if int(tensors["block_ends"][0]):
-        raise UnsupportedLayerError(
-            "Tokens cannot be evicted from a block whose oldest tokens were dropped: drop no oldest tokens of a "
-            "store from which tokens are evicted."
-        )
-    shape, device = tensors["keys_codes"].shape[:3], tensors["keys_codes"].device
-    starts = torch.arange(shape.numel(), device=device).view(shape)
-    runs = torch.tensor(tail.runs.numbers(len(blocks)), device=device)
-    of_tail = _HeadBlocks(_rows_of(blocks), starts, tensors["block_ends"][1:].expand(shape), runs)
-    return of_tail if held is None else held.followed_by(of_tail)
-
-
-def _rows_of(blocks: PackedBlocks) -> Rows:
-    return {name: rows.flatten(0, 2) for name, rows in blocks.state().items() if name != "block_ends"}
-
-
-def _chosen(rows: Rows, numbers: Tensor) -> Rows:
-    return {name: of_all[numbers] for name, of_all in rows.items()}
-
-
-def _flat(like: PackedBlocks, rows: Rows) -> PackedBlocks:
-    """The rows as blocks of one sequence with one head, of the quantizers of `like`."""
-    return like.with_codes(
-        {side: (rows[f"{side}_codes"][None, None], rows[f"{side}_parameters"][None, None]) for side in SIDES}
+    heads: list[Tensor] = []
+    of_segments: list[tuple[Tensor, ...]] = []
+    newest = packed[-1].source.smoothing
+    pieces = [segment.starts.shape[2] for segment in packed]
+    for segment, own in zip(packed, torch.split(counts, pieces, 2), strict=True):
+        sequence, kv_head, piece = own.nonzero(as_tuple=True)
+        heads.append(sequence * own.shape[1] + kv_head)
+        source = cast("PackedSegment", with_full_blocks(segment.source))
+        at = sequence, kv_head, segment.starts[sequence, kv_head, piece]
+        blocks = source.with_tensors(codes[at][None, None] for codes in source.tensors)
+        of_segments.append(_smoothed_as(newest, blocks, sequence, kv_head, like).tensors)
+    # Of each head in the order of the text.
+    order = torch.cat(heads).argsort(stable=True)
+    key_codes, keys, value_codes, values = (
+        torch.cat(parts, 2)[:, :, order] for parts in zip(*of_segments, strict=True)
     )
+    is_held = counts > 0
+    starts, is_block = (table.to(counts.device) for table in pieces_in_a_row(is_held.sum(2).cpu(), 1, 1))
+    of_blocks = counts.gather(2, places_of(is_held, starts.shape[2])) * is_block
+    return _HeadBlocks((key_codes, keys.to(dtype), value_codes, values.to(dtype)), starts, of_blocks)
 
 
-def _of_tokens(
-    smoothing: KeySmoothing, sequence: Tensor, kv_head: Tensor, run: Tensor | Literal[0] = 0
-) -> KeySmoothing:
-    """The smoothing of tokens of several heads and runs, one behind the other: `[1, 1, tokens, head_dim]`."""
-    return smoothing.mapped(lambda vectors: vectors[sequence, kv_head, run][None, None])
+def _smoothed_as(
+    smoothing: KeySmoothing, blocks: PackedSegment, sequence: Tensor, kv_head: Tensor, like: PackedBlocks
+) -> PackedSegment:
+    """Blocks of these sequences and heads. Their keys are packed again if they were not smoothed like this."""
+    count = len(sequence)
+    if blocks.smoothing is smoothing or not count:
+        return blocks
+    where = [part.repeat_interleave(like.block_tokens) for part in (sequence, kv_head)]
+    keys = _of_tokens(blocks.smoothing, *where).restored(blocks.states("keys", like.dtype))
+    again = like.with_codes(*blocks.tensors)
+    again.clear()
+    again.prepare(count)
+    again.write(0, _of_tokens(smoothing, *where).applied(keys), blocks.states("values", like.dtype))
+    again.hold(count)
+    return replace(blocks, keys=next(again.segments()).keys)
 
 
-def _packed(store: QuantizedStore, flat: FlatTokens | None, tokens: HeldTokens, kept: KeptTokens) -> TokenStore:
-    """A `QuantizedStore` or a `RaggedStore` of kept tokens: of a store, and of a flat part before it."""
-    quantization, runs, held = store.quantization, store.runs, _blocks_of(flat, store)
-    smoothing = None if held is None or not len(runs) else runs.in_order[-1]
+def _of_tokens(smoothing: KeySmoothing, sequence: Tensor, kv_head: Tensor) -> KeySmoothing:
+    """The smoothing of tokens of several heads, one behind the other: `[1, 1, tokens, head_dim]`."""
+    return smoothing.mapped(lambda vectors: vectors[sequence, kv_head, 0][None, None])
+
+
+def _packed(store: QuantizedStore, tokens: HeldTokens, kept: KeptTokens) -> TokenStore:
+    """A `QuantizedStore` or a `RaggedStore` of kept tokens: of a store, which may be the tail behind a flat part."""
+    quantization = store.quantization
     # In one dtype, as a store that packs holds them.
     dtype = torch.promote_types(tokens.keys.dtype, tokens.values.dtype)
     states = tokens.keys.to(dtype), tokens.values.to(dtype)
     single = older = newer = kept.mask
-    if held is not None and tokens.blocks is not None:
+    held = smoothing = None
+    if tokens.blocks is not None and store.blocks is not None:
+        smoothing = tokens.packed[-1].source.smoothing.mapped(lambda vectors: vectors.to(dtype))
         is_packed = tokens.blocks >= 0
         packed = (single & is_packed).long()
         single = single & ~is_packed
         # Before every block, and behind every kept one.
         older = single & (is_packed.long().cumsum(2) == 0)
         newer = single & (packed.cumsum(2) == packed.sum(2, keepdim=True))
-        kept_of = torch.zeros_like(held.counts).scatter_add_(2, tokens.blocks.clamp(min=0), packed)
-        held = replace(held, counts=kept_of).in_run(runs, store.blocks).compacted() if bool(kept_of.any()) else None
+        kept_of = torch.cat([torch.zeros_like(segment.counts) for segment in tokens.packed], 2)
+        kept_of.scatter_add_(2, tokens.blocks.clamp(min=0), packed)
+        held = _kept_blocks(tokens.packed, kept_of, store.blocks, dtype) if bool(kept_of.any()) else None
     counts, of_older, of_newer = (part.sum(2).cpu() for part in (single, older, newer))
     columns = places_of(single, int(counts.max()))
     tables = [counts] if held is None else [counts, of_older, held.counts]
     if all(bool((table == table[0, 0]).all()) for table in tables):
-        return _even(quantization, states, columns, int(of_older[0, 0]), held, smoothing)
+        return _even(quantization, states, columns, int(of_older[0, 0]), held, smoothing or UNSMOOTHED)
     key_form, value_form = map(form_of, states)
     quantizers = checked_quantizers(quantization, key_form, value_form)
     size, run = block_tokens(quantizers), _common_run(kept.mask)
@@ -221,7 +181,7 @@ def _packed(store: QuantizedStore, flat: FlatTokens | None, tokens: HeldTokens, 
     middle = counts - sinks - newest
     if smoothing is None:
         # The last columns, as many as the head with the fewest tokens has. Without any, nothing is smoothed.
-        some = taken(states[0], _last(columns, counts, min(size, int(counts.min()))))
+        some, _ = taken(states, _last(columns, counts, min(size, int(counts.min()))))
         smoothing = KeySmoothing.for_keys(some.unsqueeze(2), quantizers["keys"])
     # So few that it packs none of them.
     tail = _even(quantization, states, torch.cat([columns[..., :sinks], _last(columns, counts, newest)], 2))
@@ -230,9 +190,11 @@ def _packed(store: QuantizedStore, flat: FlatTokens | None, tokens: HeldTokens, 
     _pack(part, states, columns, sinks, middle, smoothing)
     starts, pieces = (table.to(columns.device) for table in pieces_in_a_row(middle, size, size))
     if held is not None:
-        if len(part):
-            held = held.followed_by(_HeadBlocks(_rows_of(part), starts, pieces, starts[0, 0]))
-        part, starts, pieces = _flat(part, held.rows), held.starts, held.counts
+        # What is packed now stands behind the other blocks of each head.
+        starts = torch.cat([held.starts, torch.where(pieces > 0, starts + held.codes[0].shape[2], 0)], 2)
+        pieces = torch.cat([held.counts, pieces], 2)
+        both = zip(held.codes, *(segment.tensors for segment in part.segments()), strict=True)
+        part = part.with_codes(*(torch.cat(codes, 2) for codes in both))
     return RaggedStore(tail, FlatTokens.of(part, starts, pieces, None, sinks, sinks + newest - min(run, newest)))
 
 
@@ -257,18 +219,13 @@ def _last(columns: Tensor, counts: Tensor, count: int) -> Tensor:
     return columns.gather(2, (counts[..., None] - count + torch.arange(count)).to(columns.device))
 
 
-def _states_of(states: KVPair, columns: Tensor) -> KVPair:
-    """Keys and values `[batch, kv_heads, count, head_dim]` of columns."""
-    return taken(states[0], columns), taken(states[1], columns)
-
-
 def _even(
     quantization: Quantization,
     states: KVPair,
     columns: Tensor,
     sinks: int = 0,
     held: _HeadBlocks | None = None,
-    smoothing: KeySmoothing | None = None,
+    smoothing: KeySmoothing = UNSMOOTHED,
 ) -> QuantizedStore:
     """A store of heads that keep the same numbers of tokens.
 
@@ -282,17 +239,17 @@ def _even(
     """
     store = QuantizedStore(quantization)
     if held is not None:
-        keys, values = _states_of(states, columns[..., :sinks])
+        keys, values = taken(states, columns[..., :sinks])
         columns = columns[..., sinks:]
         tensors = {"keys": keys[:, :, :0], "values": values[:, :, :0]}
-        tensors |= {name: torch.unflatten(rows, 0, (*keys.shape[:2], -1)) for name, rows in held.rows.items()}
+        of_heads = (codes.view(*keys.shape[:2], -1, codes.shape[3]) for codes in held.codes)
+        tensors |= dict(zip(PACKED_NAMES, of_heads, strict=False))
         tensors["block_ends"] = torch.tensor([0, *held.counts[0, 0].tolist()])
         if sinks:
             tensors |= {"sink_keys": keys, "sink_values": values}
-        if smoothing is not None:
-            tensors |= SmoothingRuns.of(smoothing).state()
+        tensors |= SmoothingRuns.of(smoothing).state()
         store.load_state(tensors)
-    rest = _states_of(states, columns)
+    rest = taken(states, columns)
     store.validate(*rest)
     store.append(*rest)
     return store

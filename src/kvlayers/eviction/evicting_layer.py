@@ -129,7 +129,6 @@ class EvictingLayer(TokenLayer):
         self.rotary, self.scale = rotary, scale
         self._empty = DenseStore(None, SMALL_STEP_DIVISOR, SMALL_STEP) if store is None else store
         super().__init__(self._empty.fork())
-        self.record_past = False
         self._start_over(EvictionProgress(options, padding_of(left_padding)))
 
     def _start_over(self, progress: EvictionProgress, seen: int = 0) -> None:
@@ -158,16 +157,16 @@ class EvictingLayer(TokenLayer):
         if self._awaited:
             # Attention has not shown the queries of the last tokens. Earlier ones would not stand beside their keys.
             self._progress = progress = replace(progress, shown=())
-        states = with_columns(states, self._announced + tokens)
+        returned = with_columns(states, self._announced + tokens)
         if evicts and not options.rule.queries:
-            self._evict((key_states, value_states), progress, seen)
+            self._evict(states, tokens, progress, seen)
             self._announced = 0
-            return marked_for_sdpa(*states, tokens)
+            return marked_for_sdpa(*returned, tokens)
         self._announced, self._seen = 0, seen
         if not evicts and (not options.rule.queries or (options.budget is None and not self.record_past)):
-            return states
+            return returned
         self._awaited, self._unstored = tokens, (key_states, value_states) if evicts else None
-        return observed(*states, functools.partial(self._observe, seen))
+        return observed(*returned, functools.partial(self._observe, seen))
 
     def _observe(self, seen: int, query: Tensor) -> None:
         """Take note of the queries of the newest tokens, and evict if an eviction has waited for them.
@@ -188,13 +187,14 @@ class EvictingLayer(TokenLayer):
             self._progress = progress
             return
         self._seen -= tokens
-        self._evict(new, progress, seen)
+        self._evict(attended_with(self.store, *new), tokens, progress, seen)
 
-    def _evict(self, new: KVPair | None, progress: EvictionProgress, seen: int) -> None:
+    def _evict(self, states: KVPair | None, new: int, progress: EvictionProgress, seen: int) -> None:
         """Keep fewer tokens of each sequence that has too many. If scores are wrong, nothing has changed.
 
         Args:
-            new: states of the newest tokens, if they are not stored yet.
+            states: keys and values of the held tokens, and of new ones that are not stored yet; `None` if all are.
+            new: how many are not stored yet.
             progress: how far the layer has evicted, with the queries that the rule may ask for.
             seen: tokens seen, the new ones included.
 
@@ -202,12 +202,12 @@ class EvictingLayer(TokenLayer):
             StateMismatchError: the rule returned something other than scores of these tokens.
         """
         options = self.options
-        tokens = held_tokens(self.store, new)
+        tokens = held_tokens(self.store, states)
         counts = progress.unpadded(tokens.counts)
         # Queries of tokens that some head has evicted would not stand beside their keys.
         shown = progress.queries(seen - progress.whole_from)
         # Tokens that come one by one are evicted in steps.
-        slack = 0 if new is not None and new[0].shape[2] > 1 else STEP - 1
+        slack = 0 if new > 1 else STEP - 1
         kept = select(
             scores_of(options.rule, tokens.keys, tokens.values, shown, counts),
             progress.wanted(seen, slack, counts.shape[0]),
@@ -361,7 +361,7 @@ class EvictingLayer(TokenLayer):
         """Evict what recording has held beyond the step that is allowed while single tokens come."""
         can_score = not self.options.rule.queries or self._progress.shown
         if self.record_past and can_score and self._progress.is_due(self._seen, STEP - 1):
-            self._evict(None, self._progress, self._seen)
+            self._evict(None, 0, self._progress, self._seen)
 
     # The batch, copies and state
 

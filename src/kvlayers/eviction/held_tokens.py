@@ -5,17 +5,17 @@ from typing import cast
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from kvlayers.core.token_store import KVPair, TokenStore
+from kvlayers.errors import UnsupportedLayerError
 from kvlayers.eviction.flat_tokens import FlatTokens
 from kvlayers.eviction.ragged_store import RaggedStore
 from kvlayers.kernels.attention.packed_ops import packed_like, snapshot_of
 from kvlayers.kernels.attention.packed_tensor import PackedStates, as_dense
-from kvlayers.kernels.attention.segment_kinds import DenseSegment
+from kvlayers.kernels.attention.segment_kinds import DenseSegment, PackedSegment
 from kvlayers.kernels.attention.segments import GatheredSegment, KVSegments, Segment
-from kvlayers.quantized.packed_blocks import SIDES, PackedBlocks
-from kvlayers.quantized.quantized_store import QuantizedStore
+from kvlayers.quantized.packed_blocks import SIDES
+from kvlayers.utils.transforms import without_autocast
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,76 +31,89 @@ class HeldTokens:
         counts: tokens of each head, int64 `[batch, kv_heads]` on the host. They are in its last columns.
         blocks: int64 `[batch, kv_heads, columns]`, number of the packed block that each token is in, and -1 for tokens
             in full precision. The tokens of a block are kept or evicted together. `None` if no token is packed.
+        packed: the segments with packed blocks, whose pieces are blocks. Numbers of blocks count the pieces of a head
+            over all of these.
     """
 
     keys: Tensor
     values: Tensor
     counts: Tensor
     blocks: Tensor | None = None
+    packed: tuple[GatheredSegment, ...] = ()
 
 
-def held_tokens(store: TokenStore, new: KVPair | None = None) -> HeldTokens:
+def held_tokens(store: TokenStore, states: KVPair | None = None) -> HeldTokens:
     """The tokens of a store, with a column for each of its `length`, and new tokens behind them.
 
     Args:
         store: a `DenseStore`, a `QuantizedStore` or a `RaggedStore`.
-        new: keys and values of the new tokens, each `[batch, kv_heads, new, head_dim]`; `None` if the store has tokens
-            and no new ones follow them.
+        states: what `attended_with` has returned for the store and the new tokens, if there are any.
+
+    Raises:
+        UnsupportedLayerError: the oldest tokens of a packed block were dropped.
     """
-    if new is None:
-        return _of_store(store.complete)
-    keys, values = map(as_dense, new)
-    if not store.length:
-        return HeldTokens(keys, values, torch.full(keys.shape[:2], keys.shape[2]))
-    held = _of_store(store.complete)
-    return HeldTokens(
-        torch.cat([held.keys, keys], 2),
-        torch.cat([held.values, values], 2),
-        held.counts + keys.shape[2],
-        None if held.blocks is None else pad(held.blocks, (0, keys.shape[2]), value=-1),
-    )
-
-
-def _of_store(store: TokenStore) -> HeldTokens:
-    if isinstance(store, RaggedStore):
-        return _of_ragged(store, store.flat) if store.flat is not None else _of_store(store.tail)
-    keys, values = map(as_dense, store.newest(store.length))
-    counts = torch.full(keys.shape[:2], store.length)
-    return HeldTokens(keys, values, counts, _blocks_of(store, keys))
-
-
-def _blocks_of(store: TokenStore, keys: Tensor) -> Tensor | None:
-    """The blocks of a store that is not ragged."""
-    if not isinstance(store, QuantizedStore) or not store.blocks:
-        return None
-    held = torch.tensor(store.blocks.held_counts())
-    numbers = torch.arange(len(held)).repeat_interleave(held)
-    numbers = pad(numbers, (store.sinks.length, store.residual.length), value=-1)
-    return numbers.to(keys.device).expand(*keys.shape[:2], -1)
-
-
-def _of_ragged(store: RaggedStore, flat: FlatTokens) -> HeldTokens:
-    tail = _of_store(store.tail)
-    segment = flat.gathered(store.smoothing or DenseSegment.smoothing)
-    dtype, absent = torch.promote_types(tail.keys.dtype, tail.values.dtype), ~segment.held
-    in_full = KVSegments((segment,)).in_full_precision(dtype)[0]
-    keys, values = (
-        torch.cat([in_full.dense(side, own.dtype), own], 2)
-        for side, own in zip(SIDES, (tail.keys, tail.values), strict=True)
-    )
-    blocks = None
-    if isinstance(flat.part, PackedBlocks):
-        ends, columns = flat.counts.cumsum(2), torch.arange(flat.width, device=flat.counts.device)
-        numbers = torch.searchsorted(ends, columns - (flat.width - ends[..., -1:]), right=True)
-        numbers = numbers.masked_fill(absent, -1)
-        of_tail = numbers.new_full(tail.keys.shape[:3], -1) if tail.blocks is None else tail.blocks
-        # Blocks of the tail have numbers behind those of the flat part.
-        blocks = torch.cat([numbers, torch.where(of_tail < 0, of_tail, of_tail + flat.counts.shape[2])], 2)
-    if flat.sinks:
-        order = _columns_in_order(flat, store.length)
-        keys, values = taken(keys, order), taken(values, order)
+    store = store.complete
+    keys, values = _attended(store) if states is None else states
+    # New tokens alone may be what another cache has returned.
+    if not isinstance(keys, PackedStates) or not store.length:
+        return HeldTokens(as_dense(keys), as_dense(values), torch.full(keys.shape[:2], keys.shape[2]))
+    snapshot = keys.snapshot
+    segments = snapshot.segments
+    with without_autocast(snapshot.device):
+        in_full, held = segments.in_full_precision(snapshot.dtype)
+        # New tokens may have wider dtypes.
+        newest = cast("DenseSegment", in_full.in_order[-1])
+        keys, values = (
+            in_full.dense(side, torch.promote_types(snapshot.dtype, own.dtype))
+            for side, own in zip(SIDES, newest.tensors, strict=True)
+        )
+    counts = torch.full(keys.shape[:2], keys.shape[2]) if held is None else held.sum(2).cpu()
+    blocks, packed = _blocks_of(segments)
+    # Copies in another order do not need memory beside these.
+    del in_full, newest
+    flat = store.flat if isinstance(store, RaggedStore) else None
+    if flat is not None and flat.sinks:
+        order = _columns_in_order(flat, keys.shape[2])
+        keys, values = taken((keys, values), order)
         blocks = None if blocks is None else blocks.gather(2, order)
-    return HeldTokens(keys, values, flat.tokens.cpu() + store.tail.length, blocks)
+    return HeldTokens(keys, values, counts, blocks, packed)
+
+
+def _blocks_of(segments: KVSegments) -> tuple[Tensor | None, tuple[GatheredSegment, ...]]:
+    """The number of the block of each column, as `HeldTokens.blocks`, and the segments that the blocks are in."""
+    if not segments.holds_packed:
+        return None, ()
+    packed: list[GatheredSegment] = []
+    numbers = torch.full((segments.batch, segments.kv_heads, segments.tokens), -1, device=segments.device)
+    before = 0
+    for first, segment in segments.with_columns:
+        if isinstance(segment.source, PackedSegment):
+            pieces = _in_pieces(segment)
+            packed.append(pieces)
+            # Tokens are right-aligned, and columns in front of them stand for none.
+            ends = pieces.counts.cumsum(2)
+            columns = torch.arange(pieces.width, device=ends.device) - (pieces.width - ends[..., -1:])
+            own = torch.searchsorted(ends, columns, right=True) + before
+            numbers[..., first : first + pieces.width] = own.masked_fill(columns < 0, -1)
+            before += ends.shape[2]
+    return numbers, tuple(packed)
+
+
+def _in_pieces(segment: Segment) -> GatheredSegment:
+    """A segment with packed blocks as each head of each sequence of the batch reads them."""
+    if not isinstance(segment, PackedSegment):
+        return cast("GatheredSegment", segment)
+    if segment.first:
+        raise UnsupportedLayerError(
+            "Tokens cannot be evicted from a block whose oldest tokens were dropped: drop no oldest tokens of a "
+            "store from which tokens are evicted."
+        )
+    size, blocks = segment.keys.layout.block_tokens, segment.blocks
+    source = next(segment.pieces(blocks * size))
+    device, shape = source.keys.codes.device, source.keys.codes.shape[:3]
+    starts = torch.arange(blocks, device=device).expand(shape)
+    counts = torch.tensor(segment.ends or [size] * blocks, device=device).expand(shape)
+    return GatheredSegment(source, starts, counts, starts * size, segment.tokens)
 
 
 def _columns_in_order(flat: FlatTokens, length: int) -> Tensor:
@@ -115,21 +128,31 @@ def _columns_in_order(flat: FlatTokens, length: int) -> Tensor:
     return torch.where((columns < first) | (columns >= flat.width + flat.sinks), columns, of_flat)
 
 
-def taken(states: Tensor, columns: Tensor) -> Tensor:
-    """The states `[batch, kv_heads, tokens, head_dim]` in these columns, int64 `[batch, kv_heads, chosen]`."""
-    device = states.device
+def taken(states: KVPair, columns: Tensor) -> KVPair:
+    """Keys and values `[batch, kv_heads, tokens, head_dim]` in these columns, int64 `[batch, kv_heads, chosen]`."""
+    device = states[0].device
     sequences, heads = (torch.arange(size, device=device)[:, None] for size in columns.shape[:2])
-    return states[sequences[..., None], heads, columns.to(device)]
+    at = sequences[..., None], heads, columns.to(device)
+    return states[0][at], states[1][at]
 
 
 def attended_with(store: TokenStore, keys: Tensor, values: Tensor) -> KVPair:
     """Keys and values of held tokens, and of new ones behind them, which are not stored, for attention."""
     if not store.length:
         return keys, values
-    held = store.attended_states() if isinstance(store, RaggedStore) else store.newest(store.length)
+    held = _attended(store)
+    keys, values = as_dense(keys), as_dense(values)
     if not isinstance(held[0], PackedStates):
         return torch.cat([held[0], keys], dim=2), torch.cat([held[1], values], dim=2)
-    return _of_segments(held, (*held[0].snapshot.segments.in_order, DenseSegment(keys, values)))
+    snapshot = held[0].snapshot
+    # Kernels read all segments in one dtype.
+    keys, values = (states.to(torch.promote_types(states.dtype, snapshot.dtype)) for states in (keys, values))
+    return _of_segments(held, (*snapshot.segments.in_order, DenseSegment(keys, values)))
+
+
+def _attended(store: TokenStore) -> KVPair:
+    """Keys and values of held tokens, for attention."""
+    return store.attended_states() if isinstance(store, RaggedStore) else store.newest(store.length)
 
 
 def with_columns(states: KVPair, columns: int) -> KVPair:

@@ -208,23 +208,6 @@ def _found_rule(rule: object) -> tuple[EvictionRule, str | None]:
 # How the tokens that are kept are divided among the layers of a cache
 
 
-def layer_keeps(layer_budgets: LayerBudgets, layers: int, keep: float) -> list[float]:
-    """The part of its tokens that each layer keeps. Their mean is `keep`.
-
-    Args:
-        layer_budgets: "uniform" for the same part in each layer; "pyramid" for fewer tokens from layer to layer, as in
-            Cai et al. 2024, "PyramidKV: Dynamic KV Cache Compression based on Pyramidal Information Funneling"
-            (arXiv:2406.02069); or a positive weight for each layer, of which only the ratios matter, as far as no layer
-            can keep more than all.
-        layers: layers that evict.
-        keep: part of the tokens that an average layer keeps, above 0 and at most 1.
-
-    Raises:
-        OptionError: there are not as many weights as layers.
-    """
-    return _shares(layer_budgets, layers, keep, 0.0, 1.0)
-
-
 def layer_tokens(layer_budgets: LayerBudgets, layers: int, budget: int, least: int = 1) -> list[int]:
     """How many tokens each layer keeps. Their mean is `budget`.
 
@@ -237,7 +220,7 @@ def layer_tokens(layer_budgets: LayerBudgets, layers: int, budget: int, least: i
     Raises:
         OptionError: as for `layer_keeps`.
     """
-    shares = _shares(layer_budgets, layers, budget, least, math.inf)
+    shares = layer_keeps(layer_budgets, layers, budget, least, math.inf)
     counts = [math.floor(share) for share in shares]
     by_remainder = sorted(range(layers), key=lambda layer: counts[layer] - shares[layer])
     for layer in by_remainder[: budget * layers - sum(counts)]:
@@ -263,18 +246,34 @@ def check_layer_budgets(layer_budgets: object) -> None:
         )
 
 
-def _shares(layer_budgets: LayerBudgets, layers: int, average: float, least: float, most: float) -> list[float]:
-    """The share of each layer, from `least` to `most`. Their mean is `average`."""
+def layer_keeps(
+    layer_budgets: LayerBudgets, layers: int, keep: float, least: float = 0.0, most: float = 1.0
+) -> list[float]:
+    """The part of its tokens that each layer keeps. Their mean is `keep`.
+
+    Args:
+        layer_budgets: "uniform" for the same part in each layer; "pyramid" for fewer tokens from layer to layer, as in
+            Cai et al. 2024, "PyramidKV: Dynamic KV Cache Compression based on Pyramidal Information Funneling"
+            (arXiv:2406.02069); or a positive weight for each layer, of which only the ratios matter, as far as no layer
+            can keep more than all.
+        layers: layers that evict.
+        keep: part of the tokens that an average layer keeps, above 0 and at most 1; or their number.
+        least: the least that a layer keeps, in the same unit.
+        most: the most that it keeps.
+
+    Raises:
+        OptionError: there are not as many weights as layers.
+    """
     if layer_budgets == "uniform":
-        return [average] * layers
+        return [keep] * layers
     if isinstance(layer_budgets, str):
-        return _pyramid(layers, average, least, most)
+        return _pyramid(layers, keep, least, most)
     if len(layer_budgets) != layers:
         raise OptionError(
             f"`layer_budgets` must have a number for each of the {layers} layers that evict, got {len(layer_budgets)}: "
             "pass as many."
         )
-    return _weighted(list(layer_budgets), average, least, most)
+    return _weighted(list(layer_budgets), keep, least, most)
 
 
 def _pyramid(layers: int, average: float, least: float, most: float) -> list[float]:

@@ -254,23 +254,23 @@ class PackedBlocks:
         """Blocks of the selected sequences: row `i` is row `indices[i]` of these."""
         return self._twin([store.selected(indices) for store in self.stores])
 
-    def held_counts(self) -> list[int]:
-        """Tokens that are held of each block."""
-        return [end - (self._first if number == 0 else 0) for number, end in enumerate(self._ends)]
-
     @property
     def is_shared(self) -> bool:
         """Whether others hold the same memory."""
         return any(store.is_shared for store in self.stores)
 
-    def with_codes(self, packed: dict[Side, KVPair]) -> Self:
+    def with_codes(self, key_codes: Tensor, key_parameters: Tensor, codes: Tensor, parameters: Tensor) -> Self:
         """Full blocks of these quantizers that were packed before, of any batch size and number of heads.
 
         Args:
-            packed: codes and parameters of each side, `[batch, kv_heads, blocks, bytes or numbers]`, which are copied.
+            key_codes: codes of the keys, `[batch, kv_heads, blocks, bytes]`; they are copied, like the others.
+            key_parameters: their parameters, `[batch, kv_heads, blocks, numbers]`.
+            codes: those of the values, likewise.
+            parameters: likewise.
         """
-        twin = self._twin([without_spare_room(*packed[side], GROWTH_DIVISOR) for side in SIDES])
-        twin._count([self.block_tokens] * packed["keys"][0].shape[2])
+        of_sides = (key_codes, key_parameters), (codes, parameters)
+        twin = self._twin([without_spare_room(*packed, GROWTH_DIVISOR) for packed in of_sides])
+        twin._count([self.block_tokens] * key_codes.shape[2])
         return twin
 
     def repacked(self, quantizers: dict[Side, Quantizer], forms: tuple[StateForm, StateForm]) -> Self:
@@ -288,11 +288,7 @@ class PackedBlocks:
 
     def taken(self, blocks: Tensor) -> Self:
         """A copy of the full blocks with the numbers `blocks`, int64 `[count]` on the host."""
-        held = self.state()
-        packed: dict[Side, KVPair] = {
-            side: (held[f"{side}_codes"][:, :, blocks], held[f"{side}_parameters"][:, :, blocks]) for side in SIDES
-        }
-        return self.with_codes(packed)
+        return self.with_codes(*(codes[:, :, blocks] for codes in next(self.segments()).tensors))
 
     def snapshot(self) -> Self:
         """See `TokenStore.snapshot`."""

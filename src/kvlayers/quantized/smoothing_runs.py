@@ -1,6 +1,5 @@
 """Runs of packed blocks, whose keys were smoothed by the same vectors."""
 
-import bisect
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -69,10 +68,6 @@ class SmoothingRuns:
         held, new = self.vectors.state(), smoothing.state()
         both = {name: torch.cat([vectors, new[name]], 2) for name, vectors in held.items()}
         return self.of(KeySmoothing.of_state(both), (*self.starts, start))
-
-    def numbers(self, blocks: int) -> list[int]:
-        """The run of each of the first blocks."""
-        return [bisect.bisect_right(self.starts, block) - 1 for block in range(blocks)]
 
     def within(self, begin: int, end: int) -> Iterator[tuple[int, int, KeySmoothing]]:
         """The parts of the blocks from `begin` to `end` that belong to a run: first block, block behind, and run."""

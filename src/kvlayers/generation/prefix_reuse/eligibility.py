@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers.generation.utils import GenerationMode
 
 from kvlayers.core.cache import Cache
+from kvlayers.core.from_config import HYBRID, RECURRENT
 from kvlayers.errors import ConfigError, KVLayersError
 from kvlayers.generation import cache_by_name
 from kvlayers.generation.prefill import reason_in_modules
@@ -19,7 +20,7 @@ from kvlayers.persistence.format import canonical
 from kvlayers.prefix import Hit
 from kvlayers.prefix.keys import common_tokens, tokens_of
 from kvlayers.rope.from_config import depends_on_length
-from kvlayers.upstream import cache_argument, generate_calls, implementations, model_layers, model_types
+from kvlayers.upstream import cache_argument, compat, generate_calls, implementations, model_layers, model_types
 from kvlayers.utils.transforms import autocast_dtype
 
 
@@ -159,10 +160,15 @@ def _reason_in_config(model: Any) -> str | None:
         ),
     }
     found = next((reason for reason, applies in reasons.items() if applies), None)
-    if found is None and any(spec.layer_type in model_layers.INDEXED for spec in model_layers.layer_specs(config)):
+    if found is not None:
+        return found
+    types = {spec.layer_type for spec in model_layers.layer_specs(config)}
+    if types.intersection(model_layers.INDEXED):
         # Of equal scores, topk() takes others if there are others to choose from.
         return f"what the indexers of {name} choose depends on which tokens came at once"
-    return found
+    if types.intersection((*RECURRENT, *HYBRID)) and not compat.MODELS_PASS_COLUMNS:
+        return f"before transformers 5.15, {name} reads several tokens as if there were no states before them"
+    return None
 
 
 def check_options(

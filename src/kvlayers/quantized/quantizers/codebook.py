@@ -10,11 +10,6 @@ has coordinates that are nearly normal, whatever the vector is. So one codebook,
 spends one more bit of each coordinate on the signs of a projection of the residue, for unbiased products.
 """
 
-import functools
-import itertools
-import math
-from statistics import NormalDist
-
 import torch
 from torch import Tensor
 
@@ -47,46 +42,27 @@ def nearest_levels(groups: Tensor, scale: Tensor, code_format: CodeFormat) -> Qu
     return QuantizedGroups(ungrouped(codes.to(torch.uint8)), scale.squeeze(-1).squeeze(-2), None)
 
 
-@functools.cache
-def gaussian_levels(bits: int) -> tuple[float, ...]:
-    """The levels with the least mean squared error for a standard normal number, by Lloyd's and Max's method.
+GAUSSIAN_LEVELS = {
+    1: (0.7978845608028654,),
+    2: (0.4527800352846405, 1.51041760983732),
+    3: (0.24509417719662997, 0.756005276433696, 1.3439092719940869, 2.151945698110019),
+    4: (
+        *(0.12839502608909783, 0.3880482884786794, 0.6567591010738018, 0.9423404338515167),
+        *(1.2562311711835066, 1.6180463582585474, 2.069017199319697, 2.732589546908619),
+    ),
+}
+"""For each width, the upper half of the levels with the least mean squared error for a standard normal number (Lloyd,
+Max): each is the mean of the numbers that are nearest to it. The lower half are their negatives."""
 
-    Each level becomes the mean of the numbers that are nearest to it, until none moves.
-    """
-    count = 1 << bits
-    levels = [4 * (index + 0.5) / count - 2 for index in range(count)]
-    for _ in range(5000):
-        borders = [-math.inf, *((low + high) / 2 for low, high in itertools.pairwise(levels)), math.inf]
-        moved = [_mean_between(low, high) for low, high in itertools.pairwise(borders)]
-        change = max(abs(old - new) for old, new in zip(levels, moved, strict=True))
-        levels = moved
-        if change < 1e-9:
-            break
-    return tuple(levels)
-
-
-def _mean_between(low: float, high: float) -> float:
-    """Mean of a standard normal number between two borders."""
-    normal = NormalDist()
-    return (normal.pdf(low) - normal.pdf(high)) / (normal.cdf(high) - normal.cdf(low))
-
-
-LARGEST_QUANTILE = (1 - 1 / 32 + 1 - 1 / 30) / 2
-"""The paper's mean of the outermost quantiles of 16 and of 15 equal parts."""
-
-
-@functools.cache
-def normal_float_levels() -> tuple[float, ...]:
-    """The 16 levels, in rising order: seven below zero, zero, and eight above it."""
-    quantile = NormalDist().inv_cdf
-    largest = quantile(LARGEST_QUANTILE)
-
-    def above_zero(count: int) -> list[float]:
-        """Quantiles at `count` equal distances from the median to the largest, in units of the largest."""
-        width = (LARGEST_QUANTILE - 0.5) / count
-        return [*(quantile(0.5 + width * step) / largest for step in range(1, count)), 1.0]
-
-    return (*(-level for level in reversed(above_zero(7))), 0.0, *above_zero(8))
+NORMAL_FLOAT_LEVELS = (
+    *(-1.0, -0.6961928056323436, -0.5250729594465011, -0.39491742591990747),
+    *(-0.28444130892108244, -0.18477340280045582, -0.09104997598578062, 0.0),
+    *(0.07958031495840917, 0.16093014438029093, 0.24611225134745948, 0.3379151367131283),
+    *(0.4407097318642165, 0.5626168879699854, 0.7229566441594739, 1.0),
+)
+"""Seven levels below zero, zero, and eight above it: quantiles of a normal number at as many equal distances from the
+median to the largest one, in units of it. The largest is the paper's mean of the outermost quantiles of 16 and of 15
+equal parts."""
 
 
 class NF4Quantizer(Quantizer):
@@ -121,7 +97,7 @@ class NF4Backend(Backend):
             OptionError: the backend does not take the options.
         """
         self.check(options)
-        return NF4Quantizer(CodeFormat(4, *groups_for(options, head_dim), levels=normal_float_levels()))
+        return NF4Quantizer(CodeFormat(4, *groups_for(options, head_dim), levels=NORMAL_FLOAT_LEVELS))
 
 
 class TurboQuantizer(Quantizer):
@@ -171,5 +147,6 @@ class TurboQuantBackend(Backend):
             OptionError: the backend does not take the options.
         """
         self.check(options)
-        levels = gaussian_levels(options.nbits)
+        above = GAUSSIAN_LEVELS[options.nbits]
+        levels = (*(-level for level in reversed(above)), *above)
         return TurboQuantizer(CodeFormat(options.nbits, 1, head_dim, rotated=True, levels=levels))

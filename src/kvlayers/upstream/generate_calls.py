@@ -100,8 +100,7 @@ def _slice_of(input_ids: torch.Tensor, new_tokens: int) -> dict[str, Any]:
     """The argument that says how many tokens at the end of `input_ids` are new."""
     if not SLICES_BY_CACHE_POSITION:
         return {"next_sequence_length": new_tokens}
-    end = input_ids.shape[1]
-    return {"cache_position": torch.arange(end - new_tokens, end, device=input_ids.device)}
+    return {"cache_position": torch.arange(input_ids.shape[1], device=input_ids.device)[-new_tokens:]}
 
 
 def with_cache(
@@ -122,12 +121,9 @@ def with_cache(
     given = model_kwargs.get(name)
     if given is None or inputs.get(name) is not None or model_types.reads_again_behind(model) is None:
         return inputs
-    ids = inputs.get("input_ids")
-    if ids is not None and ids.shape[1] < input_ids.shape[1]:
-        # Up to 5.17 at least, transformers then passes the new tokens alone, as if the model had kept its cache.
-        inputs = prepare(**{**model_kwargs, **_slice_of(input_ids, input_ids.shape[1]), name: None})
     given.reset()
-    return {**inputs, name: given}
+    # Up to 5.17 at least, transformers returns the new tokens alone, as if the model had kept its cache.
+    return {**prepare(**{**model_kwargs, **_slice_of(input_ids, input_ids.shape[1]), name: None}), name: given}
 
 
 def encoded_for(model: Any, model_kwargs: Mapping[str, Any]) -> torch.Tensor | None:

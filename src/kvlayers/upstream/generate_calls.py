@@ -314,7 +314,8 @@ def prompt_lookup(generation_config: Any, tokens: int) -> Callable[[torch.Tensor
 
     ends = generation_config.eos_token_id
     finder = PromptLookupCandidateGenerator(
-        eos_token_id=None if ends is None else torch.tensor(ends).reshape(-1),
+        # Before 5.13 it asks for a token that ends sequences. None has this id.
+        eos_token_id=torch.tensor(-1 if ends is None else ends).reshape(-1),
         num_output_tokens=tokens,
         max_matching_ngram_size=generation_config.max_matching_ngram_size or 2,
         max_length=sys.maxsize,

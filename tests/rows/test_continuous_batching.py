@@ -136,7 +136,8 @@ def test_an_answer_is_that_of_generate_whatever_others_ask_for(family: str) -> N
             manager.cancel_request(name)
         last = dict[str, Any]()
         # Before 5.17 a request that has failed does not say that it is finished.
-        while {
+        ended = answered.keys() | failed
+        while {name for name, output in last.items() if output.is_finished() or output.error} < ended:
             name for name, output in last.items() if output.is_finished() or output.error
         } < answered.keys() | failed:
             output = manager.get_result(timeout=20)

@@ -103,6 +103,16 @@ def test_states_that_cannot_be_compared_reach_no_store(use: Callable[..., Any], 
     assert len(store) == 0
 
 
+def test_a_forward_that_was_put_back_is_the_one_of_its_class() -> None:
+    """Once a call has asked for hidden states, transformers 5.0 leaves the method of the class as an attribute."""
+    model, store = fresh_model("llama"), kvlayers.PrefixStore("64MiB")
+    for layer in model.model.layers:
+        layer.forward = layer.forward
+    for _ in range(2):
+        generate(model, IDS, store)
+    assert store.statistics.hits == 1
+
+
 @pytest.mark.parametrize("first", [generate, generate_many])
 @pytest.mark.parametrize("then", [generate, generate_many])
 def test_other_implementations_of_attention_do_not_share(first: Callable[..., Any], then: Callable[..., Any]) -> None:

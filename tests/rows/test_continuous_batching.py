@@ -138,8 +138,6 @@ def test_an_answer_is_that_of_generate_whatever_others_ask_for(family: str) -> N
         # Before 5.17 a request that has failed does not say that it is finished.
         ended = answered.keys() | failed
         while {name for name, output in last.items() if output.is_finished() or output.error} < ended:
-            name for name, output in last.items() if output.is_finished() or output.error
-        } < answered.keys() | failed:
             output = manager.get_result(timeout=20)
             last[output.request_id] = output
         wait_for(lambda: not any(manager.metrics.values()))

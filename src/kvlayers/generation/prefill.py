@@ -101,6 +101,8 @@ def reason_in_modules(model: Any) -> str | None:
             return f"{path or 'the model'} is in training mode, with {cause}: call model.eval()"
         # accelerate replaces forward() to load weights, and sets `_hf_hook`.
         is_replaced = "forward" in attributes and "_hf_hook" not in attributes
+        # transformers 5.0 puts its own one back as an attribute, once a call has asked for hidden states.
+        is_replaced = is_replaced and attributes["forward"] != module.__class__.forward.__get__(module)
         if is_replaced or not model_types.is_of_its_class(module.__class__.forward, module.__class__):
             return f"forward() of {path or 'the model'} is not the one of its class"
         # Hooks of the model as a whole do not change its states, and hooks that only take outputs do not either.

@@ -526,8 +526,12 @@ def check_room(cache: object, generation_config: Any, needed: int) -> None:
     """
     if not isinstance(cache, Cache) or generation_config.is_assistant:
         return
-    attention: list[Any] = [layer.parts[0].unwrapped for layer in cache.self_attention.adapted_layers()]
-    limit = min({layer.token_limit for layer in attention if layer.reserved is not None} - {None}, default=None)
+    limits: set[Any] = {
+        layer.parts[0].unwrapped.token_limit
+        for layer in cache.self_attention.adapted_layers()
+        if layer.parts[0].unwrapped.reserved is not None
+    }
+    limit = min(limits - {None}, default=None)
     if limit is None or needed <= limit:
         return
     advice = (

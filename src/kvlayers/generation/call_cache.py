@@ -526,7 +526,7 @@ def check_room(cache: object, generation_config: Any, needed: int) -> None:
     """
     if not isinstance(cache, Cache) or generation_config.is_assistant:
         return
-    layers: list[Any] = cache.self_attention.adapted_layers()
+    layers: Any = cache.self_attention.adapted_layers()
     limits = {each.parts[0].unwrapped.token_limit for each in layers if each.parts[0].unwrapped.reserved is not None}
     limit = min(limits - {None}, default=None)
     if limit is None or needed <= limit:

@@ -254,11 +254,11 @@ def test_packed_tokens_are_read_beside_those_of_another_dtype_after_an_eviction(
     held, new = held_tokens(layer.store), states(150, torch.float32 if first == torch.bfloat16 else torch.bfloat16, 1)
     query = torch.randn(2, 2, 150, 32)
     returned = layer.update(*new)
-    if first == torch.float32:
-        keys, values = (torch.cat(sides, 2) for sides in zip((held.keys, held.values), new, strict=True))
-        expected = torch.nn.functional.scaled_dot_product_attention(query, keys, values)
-        seen = torch.nn.functional.scaled_dot_product_attention(query, *returned)
-        torch.testing.assert_close(seen, expected, atol=1e-4, rtol=1e-4)
+    keys, values = (torch.cat(sides, 2) for sides in zip((held.keys, held.values), new, strict=True))
+    expected = torch.nn.functional.scaled_dot_product_attention(query, keys, values)
+    seen = torch.nn.functional.scaled_dot_product_attention(query, *returned)
+    # Those that are held as bfloat16 are rounded to it when they are read apart: numbers up to 5 by 0.02.
+    torch.testing.assert_close(seen, expected, atol=1e-4 if first == torch.float32 else 2e-2, rtol=1e-4)
     # What is left has the wider dtype, codes included.
     returned = layer.update(*states(1, torch.float32, 2))
     seen = torch.nn.functional.scaled_dot_product_attention(query[:, :, :1], *returned)

@@ -15,6 +15,7 @@ from kvlayers.kernels.attention.packed_tensor import PackedStates, as_dense
 from kvlayers.kernels.attention.segment_kinds import DenseSegment, PackedSegment
 from kvlayers.kernels.attention.segments import GatheredSegment, KVSegments, Segment
 from kvlayers.quantized.packed_blocks import SIDES
+from kvlayers.quantized.quantized_store import QuantizedStore
 from kvlayers.utils.transforms import without_autocast
 
 
@@ -140,6 +141,9 @@ def attended_with(store: TokenStore, keys: Tensor, values: Tensor) -> KVPair:
     """Keys and values of held tokens, and of new ones behind them, which are not stored, for attention."""
     if not store.length:
         return keys, values
+    if isinstance(store, QuantizedStore):
+        # In the dtype that new tokens may have widened: a kernel reads all segments as of one.
+        store = store.in_validated_form()
     held = _attended(store)
     keys, values = as_dense(keys), as_dense(values)
     if not isinstance(held[0], PackedStates):

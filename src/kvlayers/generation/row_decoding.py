@@ -299,12 +299,18 @@ class DraftModel:
             )
 
     def _follow(self, rows: Sequence[DecodedRow]) -> None:
-        """Forget rows that have gone, and read the tokens of new ones, apart from their last."""
+        """Forget rows that have gone, and read the tokens of new ones, apart from their last.
+
+        Rows that were there before stand first.
+        """
         places = {row: place for place, row in enumerate(self._rows)}
         kept = [places[row] for row in rows if row in places]
         if 0 < len(kept) < len(places):
             self._cache.keep_rows(kept)
         self._rows = [*rows[: len(kept)]]
+        if not kept:
+            # The states of the rows before would stay beside those that are read now.
+            self._cache = None
         caches = [self._cache] if kept else []
         for row in rows[len(kept) :]:
             cache = DynamicCache(config=self._model.config)

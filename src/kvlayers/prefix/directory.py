@@ -133,7 +133,8 @@ class Directory:
 
     def _is_reported(self, path: str, file: StoredFile | None) -> bool:
         """Whether exactly this file was reported as damaged."""
-        return path in self._reported and self._reported[path] == file
+        # One look-up, as others may forget the path meanwhile. A file is never equal to a path.
+        return self._reported.get(path, path) == file
 
     def report(self, name: str, error: Exception, deadline: float | None = None) -> None:
         """Count a file that is damaged, once, or one that could not be reached, and log it.

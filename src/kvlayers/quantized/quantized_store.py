@@ -217,14 +217,21 @@ class QuantizedStore(TokenStore):
         """Take on the form that was validated."""
         if self._validated is not None:
             forms, self._validated = self._validated, None
-            if not self.length:
+            if self.length:
+                self._hold(self._promoted(*forms))
+            else:
                 self.reserve_form(*forms)
-                return
-            twin = self.fork()
-            for part in twin._parts():
-                part.promote(*forms)
-            twin.runs, twin.forms = self.runs.promoted(forms[0].dtype), forms
-            self._hold(twin)
+
+    def _promoted(self, key_form: StateForm, value_form: StateForm) -> Self:
+        twin = self.fork()
+        for part in twin._parts():
+            part.promote(key_form, value_form)
+        twin.runs, twin.forms = self.runs.promoted(key_form.dtype), (key_form, value_form)
+        return twin
+
+    def in_validated_form(self) -> Self:
+        """Its tokens in the form that was validated last: itself if it has that form."""
+        return self if self._validated is None else self._promoted(*self._validated)
 
     @property
     @override
@@ -337,8 +344,9 @@ class QuantizedStore(TokenStore):
         if len(pieces) == 1:
             keys = torch.unflatten(pieces[0][0], 2, (count, size))[:, :, ::every]
         else:
-            starts = range(sinks, sinks + count * size, size * every)
-            keys = torch.stack([_tokens_of(states, start, size)[0] for start in starts], 2)
+            keys = torch.stack(
+                [_tokens_of(states, sinks + block * size, size)[0] for block in range(0, count, every)], 2
+            )
         if not len(self.runs):
             return SmoothingRuns.of(blocks.smoothing_for(keys))
         last = self.runs.in_order[-1]

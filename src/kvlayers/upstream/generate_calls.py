@@ -100,7 +100,9 @@ def _slice_of(input_ids: torch.Tensor, new_tokens: int) -> dict[str, Any]:
     """The argument that says how many tokens at the end of `input_ids` are new."""
     if not SLICES_BY_CACHE_POSITION:
         return {"next_sequence_length": new_tokens}
-    return {"cache_position": torch.arange(input_ids.shape[1], device=input_ids.device)[-new_tokens:]}
+    return {
+        "cache_position": torch.arange(input_ids.shape[1] - new_tokens, input_ids.shape[1], device=input_ids.device)
+    }
 
 
 def with_cache(
@@ -121,9 +123,10 @@ def with_cache(
     given = model_kwargs.get(name)
     if given is None or inputs.get(name) is not None or model_types.reads_again_behind(model) is None:
         return inputs
+    # Up to 5.17 at least, transformers returned the new tokens alone, as if the model had kept its cache.
+    inputs = prepare(**{**model_kwargs, **_slice_of(input_ids, input_ids.shape[1]), name: None})
     given.reset()
-    # Up to 5.17 at least, transformers returns the new tokens alone, as if the model had kept its cache.
-    return {**prepare(**{**model_kwargs, **_slice_of(input_ids, input_ids.shape[1]), name: None}), name: given}
+    return {**inputs, name: given}
 
 
 def encoded_for(model: Any, model_kwargs: Mapping[str, Any]) -> torch.Tensor | None:

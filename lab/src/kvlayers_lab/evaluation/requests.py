@@ -130,7 +130,7 @@ class TextPairs:
         """
         stripped = context.rstrip()
         moved = context[len(stripped) :]
-        context_ids = self._context_ids(stripped) if context else ()
+        context_ids = self._context_ids(stripped) if stripped else ()
         if context_ids:
             ids = self._ids(stripped + moved + continuation)[len(context_ids) :]
         else:

@@ -58,7 +58,6 @@ from kvlayers.kernels.attention.cpu import kernel
 from kvlayers.kernels.attention.segment_kinds import DenseSegment
 from kvlayers.kernels.attention.segments import KVSegments
 from kvlayers.quantizers import SideOptions, backend, dequantize
-from kvlayers.kernels.codes import cpu_packing as pack
 torch.manual_seed(0)
 query, keys, values = torch.randn(1, 4, 1, 16), *torch.randn(2, 1, 4, 300, 16)
 segments = KVSegments((DenseSegment(keys, values),))
@@ -68,8 +67,7 @@ torch.testing.assert_close(kernel.attend(query, segments, None, 0.25), expected,
 quantizer = backend("native").quantizer(SideOptions("values", 4), 16)
 back = dequantize(quantizer.quantize(keys), quantizer.format, torch.float32)
 torch.testing.assert_close(back, keys, rtol=0, atol=1)
-libraries = (kernel.LIBRARY, kernel.WHOLE, pack.LIBRARY, kernel.OTHER)
-print(*(library.get()._name for library in libraries), sep="\\n")
+print(*(library.get()._name for library in kernel.LIBRARIES), sep="\\n")
 """
 
 

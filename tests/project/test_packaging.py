@@ -20,7 +20,6 @@ import pytest
 
 import kvlayers
 from kvlayers.kernels.attention.cpu import kernel
-from kvlayers.kernels.codes import cpu_packing as pack
 from kvlayers.utils.native_builds import BUILDS, SOURCES, best_build, cpu_features
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -43,10 +42,7 @@ PLATFORM = f"manylinux_2_17_{platform.machine()}"
 # A compiler that copies what the tests have compiled for this machine.
 STAND_IN = """#!/bin/sh
 case "$*" in
-    *kernel.cpp*) made={kernel};;
-    *whole_products.cpp*) made={whole};;
-    *other_products.cpp*) made={other};;
-    *) made={pack};;
+{cases}
 esac
 while [ "$1" != -o ]; do shift; done
 cp "$made" "$2"
@@ -251,10 +247,12 @@ def found_in(wheel: pathlib.Path, tmp_path: pathlib.Path) -> list[str]:
 
 
 def stand_in(folder: pathlib.Path) -> pathlib.Path:
-    libraries = {"kernel": kernel.LIBRARY, "whole": kernel.WHOLE, "pack": pack.LIBRARY, "other": kernel.OTHER}
-    made = {name: library.get() for name, library in libraries.items()}
+    cases = [
+        f"    *{pathlib.Path(source).name}*) made={(made := library.get()) and made._name};;"
+        for source, library in zip(SOURCES, kernel.LIBRARIES, strict=True)
+    ]
     script = folder / "stand-in"
-    script.write_text(STAND_IN.format(**{name: library and library._name for name, library in made.items()}))
+    script.write_text(STAND_IN.format(cases="\n".join(cases)))
     script.chmod(0o755)
     return script
 

@@ -309,7 +309,7 @@ class DraftModel:
             self._cache.keep_rows(kept)
         self._rows = [*rows[: len(kept)]]
         if not kept:
-            # The states of the rows before would stay beside those that are read now.
+            # Or the states of rows that have ended would stay in memory while the new ones are read.
             self._cache = None
         caches = [self._cache] if kept else []
         for row in rows[len(kept) :]:

@@ -292,7 +292,7 @@ class TensorFile:
 
     def __init__(self, path: str, header: Header, read: ReadRange) -> None:
         self.path, self.header, self.read = path, header, read
-        # Fewer bytes than the header says are others than those that the last digest is of.
+        # A file that was cut short fails here: the digests are at its end.
         self._digests = bytes(read(*header.ranges[DIGESTS]))
         self.checksum = hashlib.sha256(header.content + self._digests[:-DIGEST_BYTES]).hexdigest()
         if self.checksum != self._digests[-DIGEST_BYTES:].hex():

@@ -63,7 +63,8 @@ def probabilities(keys: Tensor, queries: Tensor, scale: float | None = None) -> 
 def scores_of(rule: EvictionRule, keys: Tensor, values: Tensor, queries: Tensor) -> Tensor:
     """The scores, with the queries that the rule asks for."""
     shown = {0: None, ALL_QUERIES: queries}.get(rule.queries, queries[:, :, -rule.queries :])
-    return checked_scores(rule, keys, values, shown, torch.full(keys.shape[:2], keys.shape[2]))
+    counts = torch.full(keys.shape[:2], keys.shape[2])
+    return checked_scores(rule, keys, values, shown, counts, torch.tensor([queries.shape[2]]))
 
 
 def assert_near(found: Tensor, expected: Tensor, near: float = 1e-5) -> None:

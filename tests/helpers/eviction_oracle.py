@@ -144,8 +144,10 @@ class EvictionOracle:
             if self.budget is not None and self.rule.queries != ALL_QUERIES:
                 newest = self.seen
             count = newest if self.rule.queries == ALL_QUERIES else min(newest, self.rule.queries)
-            # Tokens whose keys every head still has, so that each query stands beside its key.
-            count = min(count, self.seen - self.whole_from)
+            # Tokens whose keys every head still has, so that each query stands beside its key. Those of this sequence
+            # alone count: what becomes of the others must not matter.
+            if self.evicted_at[row]:
+                count = min(count, self.seen - self.evicted_at[row] + self.recent)
             queries = self.queries[row : row + 1, :, self.seen - count :]
         alike = all(torch.equal(held, every[0]) for held in every)
         if alike:

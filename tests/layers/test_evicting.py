@@ -191,7 +191,7 @@ def test_an_eviction_takes_no_token_of_a_sequence_that_is_not_due() -> None:
     """Packed heads keep whole blocks, so that the average of a sequence need not be a whole number."""
     counts = torch.tensor([[30, 33], [40, 43]])
     settings = EvictingLayer("knorm", budget=36, sink_tokens=SINKS, recent_tokens=RECENT).options
-    wanted = EvictionProgress(settings).after_eviction(100, counts).wanted(100, 0, 2)
+    wanted = EvictionProgress(settings).after_eviction(100, counts + 1, counts).wanted(100, 0, 2)
     kept = select(torch.randn(2, 2, 43), wanted, padding=43 - counts, floor=HEAD_FLOOR).counts
     assert kept[0].tolist() == [30, 33]
     assert int(kept[1].sum()) == 2 * 36
@@ -314,7 +314,7 @@ def test_queries_that_attention_has_not_shown_leave_no_gap(length: int | None) -
     last = torch.randn(1, HEADS, 1, HEAD_DIM)
     attend_by_sdpa(last, *layer.update(states[:, :, :1], states[:, :, :1]), None)
     known = last if length in (None, 101) else torch.cat([shown[:, :, :length], last], 2)
-    held = layer._progress.queries(8)
+    held = layer._progress.queries
     assert held is not None
     assert held.shape[2] == {100: 8, 95: 4}.get(length, 1)
     assert torch.equal(held, known[:, :, -held.shape[2] :])

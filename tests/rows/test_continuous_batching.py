@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import functools
 import gc
+import inspect
 import logging
 import queue
 import random
@@ -40,6 +41,12 @@ def config_of(**options: Any) -> transformers.GenerationConfig:
     )
 
 
+def of_few_rows(rows: int, **options: Any) -> transformers.ContinuousBatchingConfig:
+    if "max_requests_per_batch" not in inspect.signature(transformers.ContinuousBatchingConfig).parameters:
+        pytest.skip("this transformers has no limit of rows in its ContinuousBatchingConfig")
+    return transformers.ContinuousBatchingConfig(max_requests_per_batch=rows, **options)
+
+
 def alone(model: Any, ids: list[int], **options: Any) -> list[int]:
     """What `generate()` answers."""
     prompt_ids = torch.tensor([ids])
@@ -70,7 +77,7 @@ def llama() -> Any:
 @pytest.fixture
 def running(llama: Any) -> Iterator[Any]:
     """A manager that runs, with streamed outputs and few rows."""
-    config = transformers.ContinuousBatchingConfig(max_requests_per_batch=2, max_batch_tokens=4)
+    config = of_few_rows(2, max_batch_tokens=4)
     with (
         kvlayers.installed(),
         llama.continuous_batching_context_manager(config_of(), continuous_batching_config=config) as manager,
@@ -108,7 +115,7 @@ def test_answers_are_those_of_generate_by_each_cache(family: str, name: str) -> 
 def test_an_answer_is_that_of_generate_whatever_others_ask_for(family: str) -> None:
     """Requests come at random moments, and some of them are given up, fail, or wait while the manager is paused."""
     model, chance = model_of(family), random.Random(family)
-    config = transformers.ContinuousBatchingConfig(max_requests_per_batch=3, max_batch_tokens=4)
+    config = of_few_rows(3, max_batch_tokens=4)
     expected = [alone(model, ids) for ids in PROMPTS]
     answered, failed, given_up = dict[str, int](), set[str](), list[str]()
     with (
@@ -151,7 +158,7 @@ def test_an_answer_is_that_of_generate_whatever_others_ask_for(family: str) -> N
 def test_a_store_has_what_requests_begin_with(llama: Any) -> None:
     store, beginning = kvlayers.PrefixStore(), prompt(1, 20, 7)[0].tolist()
     with kvlayers.installed(prefix_store=store):
-        config = transformers.ContinuousBatchingConfig(max_requests_per_batch=1)
+        config = of_few_rows(1)
         outputs = llama.generate_batch(
             [[*beginning, 5], [*beginning, 6]], generation_config=config_of(), continuous_batching_config=config
         )
@@ -541,6 +548,10 @@ def test_drafts_are_looked_up(llama: Any) -> None:
     assert [output.generated_tokens for output in outputs.values()] == expected()
 
 
+@pytest.mark.skipif(
+    'f"req_{i}"' in inspect.getsource(transformers.GenerationMixin.generate_batch),
+    reason="this transformers finds the answers of a manager's first call alone",
+)
 def test_a_manager_may_be_kept_and_destroyed(llama: Any) -> None:
     with kvlayers.installed():
         first = llama.generate_batch(PROMPTS, generation_config=config_of(), persistent_manager=True)

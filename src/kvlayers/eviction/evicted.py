@@ -241,13 +241,15 @@ def _even(
     if held is not None:
         keys, values = taken(states, columns[..., :sinks])
         columns = columns[..., sinks:]
-        tensors = {"keys": keys[:, :, :0], "values": values[:, :, :0]}
         of_heads = (codes.view(*keys.shape[:2], -1, codes.shape[3]) for codes in held.codes)
-        tensors |= dict(zip(PACKED_NAMES, of_heads, strict=False))
-        tensors["block_ends"] = torch.tensor([0, *held.counts[0, 0].tolist()])
-        if sinks:
-            tensors |= {"sink_keys": keys, "sink_values": values}
-        tensors |= SmoothingRuns.of(smoothing).state()
+        tensors = {
+            **dict(zip(PACKED_NAMES, of_heads, strict=False)),
+            "keys": keys[:, :, :0],
+            "values": values[:, :, :0],
+            "block_ends": torch.tensor([0, *held.counts[0, 0].tolist()]),
+            **({"sink_keys": keys, "sink_values": values} if sinks else {}),
+            **SmoothingRuns.of(smoothing).state(),
+        }
         store.load_state(tensors)
     rest = taken(states, columns)
     store.validate(*rest)

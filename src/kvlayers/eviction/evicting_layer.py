@@ -156,7 +156,7 @@ class EvictingLayer(TokenLayer):
         states = attended_with(store, key_states, value_states) if evicts else store.take_in(key_states, value_states)
         if self._awaited:
             # Attention has not shown the queries of the last tokens. Earlier ones would not stand beside their keys.
-            self._progress = progress = replace(progress, shown=())
+            self._progress = progress = progress.without_queries(seen)
         returned = with_columns(states, self._announced + tokens)
         if evicts and not options.rule.queries:
             self._evict(states, tokens, progress, seen)
@@ -201,24 +201,23 @@ class EvictingLayer(TokenLayer):
         Raises:
             StateMismatchError: the rule returned something other than scores of these tokens.
         """
-        options = self.options
         tokens = held_tokens(self.store, states)
         counts = progress.unpadded(tokens.counts)
-        # Queries of tokens that some head has evicted would not stand beside their keys.
-        shown = progress.queries(seen - progress.whole_from)
         # Tokens that come one by one are evicted in steps.
-        slack = 0 if new > 1 else STEP - 1
+        wanted = progress.wanted(seen, 0 if new > 1 else STEP - 1, counts.shape[0])
+        # A sequence that keeps everything needs no scores, and its queries wait for its own eviction.
+        scored = counts * counts.new_tensor(wanted).lt(seen)[:, None]
         kept = select(
-            scores_of(options.rule, tokens.keys, tokens.values, shown, counts),
-            progress.wanted(seen, slack, counts.shape[0]),
-            sinks=options.sink_tokens,
-            recent=options.recent_tokens,
+            scores_of(self.options.rule, tokens.keys, tokens.values, progress.queries, scored, progress.observed),
+            wanted,
+            sinks=self.options.sink_tokens,
+            recent=self.options.recent_tokens,
             padding=tokens.keys.shape[2] - counts,
-            floor=HEAD_FLOOR if options.heads_differ else 1.0,
+            floor=HEAD_FLOOR if self.options.heads_differ else 1.0,
             blocks=tokens.blocks,
         )
         self.store = evicted(self.store, tokens, kept)
-        self._progress, self._seen = progress.after_eviction(seen, kept.counts), seen
+        self._progress, self._seen = progress.after_eviction(seen, counts, kept.counts), seen
 
     def _check_settled(self) -> None:
         """Raise `UnsupportedLayerError` if an eviction waits for queries that attention has not shown."""
@@ -340,9 +339,7 @@ class EvictingLayer(TokenLayer):
         self.store.truncate(self.store.length - (self._seen - self._waiting - length))
         # Attention had shown the queries of so many tokens.
         shown = self._seen - self._awaited
-        progress = self._progress
-        progress = progress.without_queries(shown - length) if length <= shown else replace(progress, shown=())
-        self._start_over(progress, length)
+        self._start_over(self._progress.without_queries(shown - length if length <= shown else shown), length)
         self._evict_recorded()
 
     @override
@@ -394,7 +391,7 @@ class EvictingLayer(TokenLayer):
         self._check_settled()
         tensors = self.store.state()
         if tensors:
-            tensors |= self._progress.state(tensors["keys"].device, self._seen)
+            tensors |= self._progress.state(tensors["keys"].device)
         facts = {**self.describe(), "length": self.length, WHOLE_FROM: self._progress.whole_from}
         return LayerState(self.kind, tensors, facts)
 

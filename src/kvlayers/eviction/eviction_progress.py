@@ -23,13 +23,21 @@ EVICTED_NAME = "evicted_tokens"
 QUERIES_NAME = "observed_queries"
 """The name of the queries in a state."""
 
-PROGRESS_NAMES = (EVICTED_NAME, PADDING_NAME, QUERIES_NAME)
+OBSERVED_NAME = "observed_tokens"
+"""The name of how many of these queries belong to each sequence."""
+
+PROGRESS_NAMES = (EVICTED_NAME, PADDING_NAME, QUERIES_NAME, OBSERVED_NAME)
 """The names of all tensors in a state that the store does not hold."""
 
 WHOLE_FROM = "whole_from"
 """The name of this position in a state."""
 
 _NOTHING = torch.zeros(1, dtype=torch.int64)
+
+
+def _shortest(numbers: Tensor) -> Tensor:
+    """Numbers `[batch]`, as `[1]` if they are all the same."""
+    return numbers[:1] if bool((numbers == numbers[0]).all()) else numbers
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,8 +51,10 @@ class EvictionProgress:
             same number for all.
         whole_from: position from which on every head holds every token.
         shown: queries that attention has shown of the newest tokens, as far as the rule wants them: rotated and not
-            scaled, in the order of their tokens, `[batch, heads, observed, head_dim]`. A part is joined with the next
+            scaled, in the order of their tokens, `[batch, heads, tokens, head_dim]`. A part is joined with the next
             one when that is as long: so a query is copied a few times, and not once for each later token.
+        observed: how many of the newest tokens of each sequence have a query that the rule may see: their keys are held
+            by every head. int64 `[batch]` on the host, or `[1]` if it is the same number for all.
     """
 
     options: EvictionOptions
@@ -52,6 +62,7 @@ class EvictionProgress:
     evicted: Tensor = _NOTHING
     whole_from: int = 0
     shown: tuple[Tensor, ...] = ()
+    observed: Tensor = _NOTHING
 
     @functools.cached_property
     def next_eviction(self) -> float:
@@ -89,24 +100,39 @@ class EvictionProgress:
         dropped = self.whole_from + self.options.recent_tokens if self.whole_from else 0
         return (counts - (self.padding - dropped).clamp(min=0)[:, None]).clamp(min=0)
 
-    def after_eviction(self, seen: int, counts: Tensor) -> "EvictionProgress":
-        """The progress after heads have kept `counts` of `seen` tokens, int64 `[batch, kv_heads]` on the host."""
-        evicted = self.lengths(seen) - counts.sum(1) // counts.shape[1]
-        evicted = evicted[:1] if bool((evicted == evicted[0]).all()) else evicted
-        whole_from = max(self.whole_from, seen - self.options.recent_tokens)
+    def after_eviction(self, seen: int, held: Tensor, kept: Tensor) -> "EvictionProgress":
+        """The progress after heads that had `held` of `seen` tokens have kept some of them.
+
+        Args:
+            seen: tokens seen.
+            held: tokens that each head held, without padding, int64 `[batch, kv_heads]` on the host.
+            kept: how many it has kept, likewise.
+        """
+        options, lengths = self.options, self.lengths(seen)
+        # A sequence that keeps every token goes on as if the others were not there.
+        left = torch.where(
+            (kept < held).any(1), 0 if options.rule.queries == ALL_QUERIES else options.recent_tokens, lengths
+        )
+        observed = _NOTHING if options.budget is None else _shortest(self.observed.minimum(left))
         return replace(
-            self, evicted=evicted, whole_from=whole_from, shown=self.shown if self.options.keeps_queries else ()
+            self,
+            evicted=_shortest(lengths - kept.sum(1) // kept.shape[1]),
+            whole_from=max(self.whole_from, seen - options.recent_tokens),
+            shown=self.shown if bool(observed.any()) else (),
+            observed=observed,
         )
 
     def selected(self, indices: Tensor) -> "EvictionProgress":
         """The progress of the sequences at `indices`, int64 `[new_batch]`."""
         shown = tuple(part.index_select(0, indices.to(part.device)) for part in self.shown)
-        if self.padding is None and self.evicted.shape[0] == 1:
+        if self.padding is None and self.evicted.shape[0] == self.observed.shape[0] == 1:
             return replace(self, shown=shown) if shown else self
         indices = indices.cpu()
         padding = None if self.padding is None else self.padding[indices]
-        evicted = self.evicted if self.evicted.shape[0] == 1 else self.evicted[indices]
-        return replace(self, padding=padding, evicted=evicted, shown=shown)
+        evicted, observed = (
+            numbers if numbers.shape[0] == 1 else numbers[indices] for numbers in (self.evicted, self.observed)
+        )
+        return replace(self, padding=padding, evicted=evicted, shown=shown, observed=observed)
 
     def held_tensors(self) -> Iterator[Tensor]:
         """Every tensor that keeps memory alive. The numbers are on the host."""
@@ -131,24 +157,31 @@ class EvictionProgress:
 
     # Queries
 
-    def queries(self, tokens: int) -> Tensor | None:
-        """What the rule wants of the queries of the newest `tokens` tokens, `[batch, heads, observed, head_dim]`."""
+    @property
+    def _wanted_queries(self) -> int:
+        """How many of the newest queries the rule may see of any sequence."""
+        most, wanted = int(self.observed.max()), self.options.rule.queries
+        return most if wanted == ALL_QUERIES else min(most, wanted)
+
+    @property
+    def queries(self) -> Tensor | None:
+        """What the rule wants of the queries of the newest tokens, `[batch, heads, observed, head_dim]`."""
         if not self.shown:
             return None
-        parts, wanted = self.shown, self.options.rule.queries
         # Queries of a prompt are large, and one part of them is not copied.
-        joined = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
-        return joined[:, :, -(tokens if wanted == ALL_QUERIES else min(tokens, wanted)) :]
+        joined = self.shown[0] if len(self.shown) == 1 else torch.cat(self.shown, dim=2)
+        return joined[:, :, -max(self._wanted_queries, 1) :]
 
     def with_queries(self, queries: Tensor) -> "EvictionProgress":
         """The same with the queries of further tokens, `[batch, heads, new, head_dim]`, as far as they are wanted."""
-        parts, wanted = [*self.shown, queries.detach()], self.options.rule.queries
+        parts = [*self.shown, queries.detach()]
         while len(parts) > 1 and parts[-2].shape[2] <= parts[-1].shape[2]:
             parts[-2:] = [torch.cat(parts[-2:], dim=2)]
-        if wanted != ALL_QUERIES and sum(part.shape[2] for part in parts) >= 2 * wanted:
-            # A copy, so that the other queries are not kept in memory.
-            parts = [(parts[0] if len(parts) == 1 else torch.cat(parts, dim=2))[:, :, -wanted:].clone()]
-        return replace(self, shown=tuple(parts))
+        progress = replace(self, shown=tuple(parts), observed=self.observed + queries.shape[2])
+        if sum(part.shape[2] for part in parts) < 2 * progress._wanted_queries:
+            return progress
+        # A copy, so that the other queries are not kept in memory.
+        return replace(progress, shown=(progress.queries.clone(),))
 
     def without_queries(self, tokens: int) -> "EvictionProgress":
         """The same without the queries of the newest `tokens` tokens."""
@@ -157,13 +190,14 @@ class EvictionProgress:
             if left > 0:
                 parts.append(part[:, :, :left])
             left -= part.shape[2]
-        return replace(self, shown=tuple(parts))
+        return replace(self, shown=tuple(parts), observed=(self.observed - tokens).clamp(min=0))
 
     # State
 
-    def state(self, device: torch.device, seen: int) -> dict[str, Tensor]:
-        """Copies of the numbers on a device, and of the queries of the newest of `seen` tokens, by name."""
-        held = ((EVICTED_NAME, self.evicted), (PADDING_NAME, self.padding), (QUERIES_NAME, self.queries(seen)))
+    def state(self, device: torch.device) -> dict[str, Tensor]:
+        """Copies of the numbers on a device, and of the queries, by name."""
+        observed = (self.queries, self.observed) if self.shown else (None, None)
+        held = zip(PROGRESS_NAMES, (self.evicted, self.padding, *observed), strict=True)
         return {name: tensor.to(device, copy=True) for name, tensor in held if tensor is not None}
 
     def of_state(self, state: LayerState) -> "EvictionProgress":
@@ -180,10 +214,11 @@ class EvictionProgress:
             )
         tensors = state.split(PROGRESS_NAMES)[0]
         queries = tensors.pop(QUERIES_NAME, None)
-        if queries is not None and (queries.dim() != 4 or not queries.is_floating_point()):
+        is_shown = queries is not None and queries.dim() == 4 and queries.is_floating_point()
+        if is_shown != (OBSERVED_NAME in tensors) or is_shown != (queries is not None):
             raise StateMismatchError(
-                f"`{QUERIES_NAME}` must be [batch, heads, tokens, head_dim], got {list(queries.shape)} of "
-                f"{queries.dtype}: take the state again."
+                f"`{QUERIES_NAME}` must be floating-point [batch, heads, tokens, head_dim] and come with "
+                f"`{OBSERVED_NAME}`, got {None if queries is None else list(queries.shape)}: take the state again."
             )
         for name, numbers in tensors.items():
             if numbers.dim() != 1 or not numbers.numel() or numbers.dtype != torch.int64 or bool((numbers < 0).any()):
@@ -192,9 +227,9 @@ class EvictionProgress:
                     "take the state again."
                 )
         held = {name: numbers.to("cpu", copy=True) for name, numbers in tensors.items()}
-        padding, evicted = held.get(PADDING_NAME), held.get(EVICTED_NAME, _NOTHING)
+        evicted, observed = (held.get(name, _NOTHING) for name in (EVICTED_NAME, OBSERVED_NAME))
         shown = () if queries is None else (queries.clone(),)
-        progress = EvictionProgress(self.options, padding, evicted, whole_from, shown)
+        progress = EvictionProgress(self.options, held.get(PADDING_NAME), evicted, whole_from, shown, observed)
         sizes = {numbers.shape[0] for numbers in held.values()} - {1}
         most = seen if whole_from else 0
         if len(sizes) > 1 or bool((progress.held(seen) < 0).any()) or bool((evicted > most).any()):

@@ -168,14 +168,9 @@ class EvictionOptions:
         """Whether KV heads may keep different numbers of tokens."""
         return self.per_head and not self.rule.shares_heads
 
-    @property
-    def keeps_queries(self) -> bool:
-        """Whether the queries before an eviction are needed for the next one."""
-        return self.budget is not None and self.rule.queries != ALL_QUERIES
-
     def retained_queries(self, tokens: int) -> int:
         """Tokens whose queries a layer holds after it took in `tokens` tokens at once."""
-        if self.budget is None or (tokens > self.budget and not self.keeps_queries):
+        if self.budget is None or (tokens > self.budget and self.rule.queries == ALL_QUERIES):
             return 0
         return tokens if self.rule.queries == ALL_QUERIES else min(tokens, self.rule.queries)
 

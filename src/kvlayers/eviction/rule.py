@@ -87,7 +87,9 @@ eviction_rule = RULES.make
 """The rule of a name: `eviction_rule("knorm")`. It raises `OptionError` if no rule has this name."""
 
 
-def scores_of(rule: EvictionRule, keys: Tensor, values: Tensor, queries: Tensor | None, counts: Tensor) -> Tensor:
+def scores_of(
+    rule: EvictionRule, keys: Tensor, values: Tensor, queries: Tensor | None, counts: Tensor, observed: Tensor
+) -> Tensor:
     """The scores that a rule gives to tokens. The rule never sees a place without a token.
 
     Args:
@@ -95,22 +97,24 @@ def scores_of(rule: EvictionRule, keys: Tensor, values: Tensor, queries: Tensor 
         keys: `[batch, kv_heads, tokens, key_head_dim]`.
         values: `[batch, kv_heads, tokens, value_head_dim]`.
         queries: `[batch, heads, observed, key_head_dim]`, `None` if the rule asks for none.
-        counts: for each sequence and KV head how many of the last places have a token, int64 `[batch, kv_heads]` on the
-            host.
+        counts: for each sequence and KV head how many of the last places have a token that is scored, int64 `[batch,
+            kv_heads]` on the host.
+        observed: how many of the last queries are a sequence's own, int64 `[batch]` on the host, or `[1]`.
 
     Returns:
-        Floating-point scores `[batch, kv_heads, tokens]`, minus infinity where there is no token.
+        Floating-point scores `[batch, kv_heads, tokens]`, minus infinity where no token is scored.
 
     Raises:
         StateMismatchError: the rule returned something else, or wrote to the states.
     """
     with torch.no_grad():
         tokens = keys.shape[2]
-        if bool((counts == tokens).all()):
+        if bool((counts == tokens).all()) and observed.shape[0] == 1:
             return _scores(rule, keys, values, queries)
         group = 1 if queries is None else queries.shape[1] // keys.shape[1]
         result = torch.full(keys.shape[:3], -torch.inf, dtype=torch.float32, device=keys.device)
-        for sequence, of_heads in enumerate(counts.tolist()):
+        numbers = zip(counts.tolist(), observed.expand(counts.shape[0]).tolist(), strict=True)
+        for sequence, (of_heads, own_queries) in enumerate(numbers):
             row = slice(sequence, sequence + 1)
             heads = len(of_heads)
             # Heads with the same number of tokens are passed together, as a rule may compare heads.
@@ -118,9 +122,9 @@ def scores_of(rule: EvictionRule, keys: Tensor, values: Tensor, queries: Tensor 
             for run in runs:
                 count = of_heads[run.start]
                 if count:
-                    first = tokens - count
+                    first, newest = tokens - count, max(min(count, own_queries), 1)
                     # Of the query heads that read these KV heads.
-                    own = None if queries is None else queries[row, run.start * group : run.stop * group, -count:]
+                    own = None if queries is None else queries[row, run.start * group : run.stop * group, -newest:]
                     result[row, run, first:] = _scores(
                         rule, keys[row, run, first:], values[row, run, first:], own
                     ).float()

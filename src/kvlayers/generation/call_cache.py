@@ -94,10 +94,11 @@ def validate(
     if not isinstance(cache, Cache):
         return
     seen = cache.length
-    if seen and (kept := model_types.kept_states(model)) is not None:
+    # Before 5.16, layers whose states the model keeps elsewhere are sliding ones, which see nothing.
+    if (most := cache.most_seen()) and (kept := model_types.kept_states(model)) is not None:
         raise StateMismatchError(
             f"`{argument}` must be an empty cache, as {type(model).__name__} keeps "
-            f"states of its newest sequence outside of it, in {kept}, got one with {seen} tokens: "
+            f"states of its newest sequence outside of it, in {kept}, got one with {most} tokens: "
             "reset() the cache, and pass the whole text."
         )
     if cache.is_pair and encoded is not None:

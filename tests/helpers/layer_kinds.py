@@ -206,11 +206,12 @@ def _remove(count_of: Callable[[int], int]) -> Operation:
 def _record_and_roll_back(layer: CacheLayer, oracle: Oracle) -> CacheLayer:
     layer.activate_past_recording()
     oracle.recording = True
-    generator = torch.Generator().manual_seed(7)
+    generator, before = torch.Generator().manual_seed(7), oracle.length
     for tokens in (1, 4, 1):
         if oracle.fits(tokens):
             step(layer, oracle, tokens, generator)
-    taken_back = min(4, oracle.length)
+    # A full layer records nothing, and what has left its window before does not come back.
+    taken_back = min(4, oracle.length - before)
     layer.crop(-taken_back)
     oracle.truncate(oracle.length - taken_back)
     check_at_rest(layer, oracle)

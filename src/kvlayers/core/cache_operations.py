@@ -552,9 +552,11 @@ class LayerwiseOperations(metaclass=CacheClass):
             length = nearest
 
     def _removals(self, length: int) -> list[tuple[CacheLayer, int]]:
-        """By how many tokens each layer must go back. An interrupted pass leaves some layers ahead of others."""
-        lengths = [(layer, layer.length) for layer in self.adapted_layers()]
-        held = max([own or 0 for _, own in lengths], default=0)
+        """By how many tokens each layer must go back. An interrupted pass leaves some layers or parts ahead."""
+        lengths = [
+            (layer, layer.length or max(part.length or 0 for part in layer.parts)) for layer in self.adapted_layers()
+        ]
+        held = max([own for _, own in lengths], default=0)
         return [(layer, (own or held) - length) for layer, own in lengths]
 
     def _remove(self, removals: list[tuple[CacheLayer, int]]) -> None:

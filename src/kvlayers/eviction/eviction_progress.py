@@ -166,8 +166,10 @@ class EvictionProgress:
     @property
     def queries(self) -> Tensor | None:
         """What the rule wants of the queries of the newest tokens, `[batch, heads, observed, head_dim]`."""
-        if not self.shown:
-            return None
+        return self._newest if self.shown else None
+
+    @property
+    def _newest(self) -> Tensor:
         # Queries of a prompt are large, and one part of them is not copied.
         joined = self.shown[0] if len(self.shown) == 1 else torch.cat(self.shown, dim=2)
         return joined[:, :, -max(self._wanted_queries, 1) :]
@@ -181,7 +183,7 @@ class EvictionProgress:
         if sum(part.shape[2] for part in parts) < 2 * progress._wanted_queries:
             return progress
         # A copy, so that the other queries are not kept in memory.
-        return replace(progress, shown=(progress.queries.clone(),))
+        return replace(progress, shown=(progress._newest.clone(),))
 
     def without_queries(self, tokens: int) -> "EvictionProgress":
         """The same without the queries of the newest `tokens` tokens."""

@@ -41,7 +41,7 @@ def config_of(**options: Any) -> transformers.GenerationConfig:
     )
 
 
-def of_few_rows(rows: int, **options: Any) -> transformers.ContinuousBatchingConfig:
+def of_few_rows(rows: int, **options: Any) -> Any:
     if "max_requests_per_batch" not in inspect.signature(transformers.ContinuousBatchingConfig).parameters:
         pytest.skip("this transformers has no limit of rows in its ContinuousBatchingConfig")
     return transformers.ContinuousBatchingConfig(max_requests_per_batch=rows, **options)

@@ -98,24 +98,25 @@ def _spellings_here() -> tuple[str, ...]:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _name_in_forward(model_class: Any) -> str:
-    return _accepted_name(model_class)
+    # By the function, as a class may get another one.
+    return _accepted_name(model_class.forward)
 
 
 @functools.lru_cache(maxsize=1024)
-def _accepted_name(model_class: Any) -> str:
+def _accepted_name(forward: Any) -> str:
     # A model that was written for older versions keeps their names, which newer versions do not list.
     accepted = (*_spellings_here(), *SPELLINGS[1:])
-    return next((name for name in accepted if name in _parameters(model_class)), accepted[0])
+    return next((name for name in accepted if name in _parameters(forward)), accepted[0])
 
 
 @functools.lru_cache(maxsize=1024)
-def _parameters(model_class: Any) -> frozenset[str]:
-    return frozenset(inspect.signature(model_class.forward).parameters)
+def _parameters(forward: Any) -> frozenset[str]:
+    return frozenset(inspect.signature(forward).parameters)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _has_parameter(model_class: type, name: str) -> bool:
-    return name in _parameters(model_class)
+    return name in _parameters(model_class.forward)
 
 
 def is_generator(module: object) -> bool:

@@ -115,7 +115,7 @@ def _parameters(forward: Any) -> frozenset[str]:
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _has_parameter(model_class: type, name: str) -> bool:
+def _has_parameter(model_class: Any, name: str) -> bool:
     return name in _parameters(model_class.forward)
 
 

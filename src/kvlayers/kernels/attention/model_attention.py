@@ -91,7 +91,13 @@ def attention(
             "cannot compute: load the model with attn_implementation='eager'."
         )
     scale = query.shape[3] ** -0.5 if scaling is None else scaling
-    if not dropout and not isinstance(key, StateTensor) and not isinstance(value, StateTensor):
+    # Sinks may be trained where nothing else is.
+    if not (
+        dropout
+        or isinstance(key, StateTensor)
+        or isinstance(value, StateTensor)
+        or (s_aux is not None and s_aux.requires_grad and torch.is_grad_enabled())
+    ):
         with torch._C.DisableTorchFunctionSubclass():
             if dense_kernels.takes_on_cpu(query, key, value, attention_mask):
                 out = cpu_kernel.attend_dense(query, key, value, attention_mask, scale, softcap, s_aux)

@@ -19,7 +19,8 @@ from kvlayers.eviction import BUILTIN_RULES, EvictionRule, eviction_rule, regist
 from kvlayers.eviction.eviction_progress import EvictionProgress
 from kvlayers.eviction.held_tokens import held_tokens
 from kvlayers.eviction.selection import HEAD_FLOOR, select
-from kvlayers.stores import StaticStore
+from kvlayers.quantized.quantization import Quantization
+from kvlayers.stores import QuantizedStore, StaticStore
 from matrix import once, product
 from ragged_reference import of_head
 from short_steps import STEP, shorten_steps
@@ -426,3 +427,32 @@ def test_an_attention_that_shows_no_queries_is_an_error_that_changes_nothing() -
 def test_wrong_options_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(OptionError):
         EvictingLayer(**{"rule": "knorm", **options})
+
+
+@pytest.mark.parametrize("padding", [1, 2, 10, 19])
+@pytest.mark.parametrize("per_head", [False, True])
+def test_a_row_keeps_its_tokens_and_drops_its_padding_where_a_packed_block_has_both(
+    padding: int, per_head: bool
+) -> None:
+    states = torch.randn(2, KV_HEADS, 300, HEAD_DIM)
+    store = QuantizedStore(Quantization(nbits=8, residual_length=8, sink_tokens=0))
+    layer = EvictingLayer("knorm", None, 100, SINKS, RECENT, per_head, store=store, left_padding=[padding, 0])
+    layer.update(states[:, :, :20], states[:, :, :20])
+    while layer.length < 100 + STEP:
+        new = states[:, :, layer.length : layer.length + 1]
+        layer.update(new, new)
+    assert layer._progress.evicted.tolist() == [0, STEP]
+    # The other row has evicted, and this one has not yet.
+    text = states[:1, :, padding : layer.length]
+    for head in range(KV_HEADS):
+        keys, values = of_head(held_tokens(layer.store), 0, head)
+        torch.testing.assert_close(keys, text[:, head : head + 1], atol=0.05, rtol=0)
+        torch.testing.assert_close(values, text[:, head : head + 1], atol=0.05, rtol=0)
+    while layer.length < 300:
+        new = states[:, :, layer.length : layer.length + 1]
+        layer.update(new, new)
+    assert layer.held_tokens < 100 + STEP
+    for head in range(KV_HEADS):
+        keys, _ = of_head(held_tokens(layer.store), 0, head)
+        torch.testing.assert_close(keys[:, :, :SINKS], text[:, head : head + 1, :SINKS], atol=0.05, rtol=0)
+        torch.testing.assert_close(keys[:, :, -RECENT:], states[:1, head : head + 1, -RECENT:], atol=0.05, rtol=0)

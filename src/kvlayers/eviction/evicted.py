@@ -23,7 +23,7 @@ from kvlayers.kernels.attention.segment_kinds import DENSE_PIECE_TOKENS, PackedS
 from kvlayers.kernels.attention.segments import GatheredSegment, with_full_blocks
 from kvlayers.kernels.codes.smoothing import UNSMOOTHED, KeySmoothing
 from kvlayers.quantized.checks import checked_quantizers
-from kvlayers.quantized.packed_blocks import PACKED_NAMES, PackedBlocks
+from kvlayers.quantized.packed_blocks import PACKED_NAMES, SIDES, PackedBlocks
 from kvlayers.quantized.quantization import Quantization, block_tokens
 from kvlayers.quantized.quantized_store import QuantizedStore
 from kvlayers.quantized.smoothing_runs import SmoothingRuns
@@ -64,14 +64,13 @@ def _common_run(mask: Tensor) -> int:
 def _dense(store: DenseStore, tokens: HeldTokens, kept: KeptTokens) -> TokenStore:
     """A store in full precision, which grows as `store` does."""
     keys, values, growth = tokens.keys.detach(), tokens.values.detach(), (store.growth_divisor, store.minimum_growth)
-    mask = kept.mask
-    if kept.are_even:
-        columns = places_of(mask, int(kept.counts.max()))
+    if bool((kept.counts == kept.counts.max()).all()):
+        columns = places_of(kept.mask, int(kept.counts.max()))
         return filled(DenseStore(None, *growth), *taken((keys, values), columns))
-    run = _common_run(mask)
+    run = _common_run(kept.mask)
     first = keys.shape[2] - run
     tail = filled(DenseStore(None, *growth), keys[:, :, first:], values[:, :, first:])
-    places = mask[..., :first].nonzero(as_tuple=True)
+    places = kept.mask[..., :first].nonzero(as_tuple=True)
     part = without_spare_room(keys[places][None, None], values[places][None, None])
     starts, counts = (table.to(keys.device) for table in pieces_in_a_row(kept.counts - run, DENSE_PIECE_TOKENS, 1))
     return RaggedStore(tail, FlatTokens.of(part, starts, counts))
@@ -108,14 +107,16 @@ def _kept_blocks(
     heads: list[Tensor] = []
     of_segments: list[tuple[Tensor, ...]] = []
     newest = packed[-1].source.smoothing
-    pieces = [segment.starts.shape[2] for segment in packed]
-    for segment, own in zip(packed, torch.split(counts, pieces, 2), strict=True):
+    for segment, own in zip(
+        packed, torch.split(counts, [segment.starts.shape[2] for segment in packed], 2), strict=True
+    ):
         sequence, kv_head, piece = own.nonzero(as_tuple=True)
         heads.append(sequence * own.shape[1] + kv_head)
         source = cast("PackedSegment", with_full_blocks(segment.source))
         at = sequence, kv_head, segment.starts[sequence, kv_head, piece]
         blocks = source.with_tensors(codes[at][None, None] for codes in source.tensors)
-        of_segments.append(_smoothed_as(newest, blocks, sequence, kv_head, like).tensors)
+        blocks = _smoothed_as(newest, blocks, sequence, kv_head, like)
+        of_segments.append(_without_padding(blocks, (segment.counts - own)[sequence, kv_head, piece], like).tensors)
     # Of each head in the order of the text.
     order = torch.cat(heads).argsort(stable=True)
     key_codes, keys, value_codes, values = (
@@ -135,13 +136,33 @@ def _smoothed_as(
     if blocks.smoothing is smoothing or not count:
         return blocks
     where = [part.repeat_interleave(like.block_tokens) for part in (sequence, kv_head)]
-    keys = _of_tokens(blocks.smoothing, *where).restored(blocks.states("keys", like.dtype))
-    again = like.with_codes(*blocks.tensors)
+    keys, values = (blocks.states(side, like.dtype) for side in SIDES)
+    keys = _of_tokens(smoothing, *where).applied(_of_tokens(blocks.smoothing, *where).restored(keys))
+    return replace(blocks, keys=_written(keys, values, blocks, like).keys)
+
+
+def _without_padding(blocks: PackedSegment, padding: Tensor, like: PackedBlocks) -> PackedSegment:
+    """Blocks without the padding that they begin with, int64 `[blocks]`. The tokens behind it move to the front.
+
+    They are packed again, as a head reads the first tokens of a block. The last one is repeated, which widens no group.
+    """
+    at, size = padding.nonzero().flatten(), like.block_tokens
+    if not len(at):
+        return blocks
+    within = (torch.arange(size, device=at.device) + padding[at, None]).clamp(max=size - 1)
+    keys, values = (blocks.states(side, like.dtype)[:, :, (at[:, None] * size + within).flatten()] for side in SIDES)
+    written = _written(keys, values, blocks.with_tensors(codes[:, :, at] for codes in blocks.tensors), like)
+    return blocks.with_tensors(map(lambda codes, own: codes.index_copy(2, at, own), blocks.tensors, written.tensors))
+
+
+def _written(keys: Tensor, values: Tensor, blocks: PackedSegment, like: PackedBlocks) -> PackedSegment:
+    """Keys and values `[1, 1, tokens, head_dim]` in place of what as many blocks hold."""
+    again, count = like.with_codes(*blocks.tensors), keys.shape[2] // like.block_tokens
     again.clear()
     again.prepare(count)
-    again.write(0, _of_tokens(smoothing, *where).applied(keys), blocks.states("values", like.dtype))
+    again.write(0, keys, values)
     again.hold(count)
-    return replace(blocks, keys=next(again.segments()).keys)
+    return next(again.segments())
 
 
 def _of_tokens(smoothing: KeySmoothing, sequence: Tensor, kv_head: Tensor) -> KeySmoothing:
@@ -241,9 +262,11 @@ def _even(
     if held is not None:
         keys, values = taken(states, columns[..., :sinks])
         columns = columns[..., sinks:]
-        of_heads = (codes.view(*keys.shape[:2], -1, codes.shape[3]) for codes in held.codes)
         tensors = {
-            **dict(zip(PACKED_NAMES, of_heads, strict=False)),
+            **{
+                name: codes.view(*keys.shape[:2], -1, codes.shape[3])
+                for name, codes in zip(PACKED_NAMES, held.codes, strict=False)
+            },
             "keys": keys[:, :, :0],
             "values": values[:, :, :0],
             "block_ends": torch.tensor([0, *held.counts[0, 0].tolist()]),

@@ -157,15 +157,14 @@ class EvictingCache(PreparedCache):
                 f"A cache evicts tokens of full attention, but the layers of the model are "
                 f"{', '.join(sorted({spec.layer_type for spec in specs}))}: use a DynamicCache."
             )
-        rule = options.rule
-        if rule.queries and model_types.caches_latents(config):
+        if options.rule.queries and model_types.caches_latents(config):
             raise ConfigError(
                 f"The eviction rule {options.rule_shown} needs queries, but "
                 f"'{model_types.decoder_config(config).model_type}' has multi-head latent attention, which caches "
                 "latents and shows no queries that fit them: use a rule without queries, such as 'keydiff'."
             )
         rotations: list[Rotary | None] = [self._rotary] * len(specs)
-        if rule.needs_rotary and self._rotary is None and rotates_keys(config):
+        if options.rule.needs_rotary and self._rotary is None and rotates_keys(config):
             rotations = rotaries(config)
         made = _layers(options, [rotations[index] for index in full], attention_scale(config))
         for index, layer in zip(full, made, strict=True):
@@ -180,9 +179,13 @@ class EvictingCache(PreparedCache):
                 "their states: export with kvlayers.ExportableDecoder."
             )
         # All layers of full attention share the mask of one of them, but may hold different numbers of tokens.
-        rows = [row for layer in self.adapted_layers() for row in layer.separate_rows]
-        # The part of a layer that attends, without a wrapper that moves its states.
-        evicting = [part for row in rows if isinstance(part := row.parts[0].unwrapped, EvictingLayer)]
+        evicting = [
+            part
+            for layer in self.adapted_layers()
+            for row in layer.separate_rows
+            # The part of a layer that attends, without a wrapper that moves its states.
+            if isinstance(part := row.parts[0].unwrapped, EvictingLayer)
+        ]
         columns = max((layer.columns for layer in evicting), default=0)
         for layer in evicting:
             layer.announce(columns)
@@ -197,9 +200,8 @@ def _layers(options: EvictionOptions, rotaries: Sequence[Rotary | None], scale: 
         rotaries: how each of these layers rotates its keys, if the rule needs to know.
         scale: factor of the scores of attention, `None` for `1 / sqrt(head_dim)`.
     """
-    how, count, keep = options.layer_budgets, len(rotaries), options.keep
+    how, count, keep, budget = options.layer_budgets, len(rotaries), options.keep, options.budget
     parts: Sequence[float | None] = [None] * count if keep is None else layer_keeps(how, count, keep)
-    budget = options.budget
     budgets = [None] * count if budget is None else layer_tokens(how, count, budget, options.protected)
     return [
         EvictingLayer(

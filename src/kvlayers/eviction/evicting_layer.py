@@ -148,8 +148,11 @@ class EvictingLayer(TokenLayer):
         )
         progress.check_batch(key_states.shape[0])
         seen = self._seen + tokens
-        is_due = progress.is_due(seen, slack=0) if tokens > 1 else seen >= progress.next_eviction
-        evicts = is_due and not self.record_past and key_states.shape[0] > 0
+        evicts = (
+            (progress.is_due(seen, slack=0) if tokens > 1 else seen >= progress.next_eviction)
+            and not self.record_past
+            and key_states.shape[0] > 0
+        )
         if evicts:
             store.validate(key_states, value_states)
         # An eviction attends to everything, but stores the kept tokens alone. If scores are wrong, nothing is stored.

@@ -72,9 +72,8 @@ def held_tokens(store: TokenStore, states: KVPair | None = None) -> HeldTokens:
     blocks, packed = _blocks_of(segments)
     # Copies in another order do not need memory beside these.
     del in_full, newest
-    flat = store.flat if isinstance(store, RaggedStore) else None
-    if flat is not None and flat.sinks:
-        order = _columns_in_order(flat, keys.shape[2])
+    if isinstance(store, RaggedStore) and store.flat is not None and store.flat.sinks:
+        order = _columns_in_order(store.flat, keys.shape[2])
         keys, values = taken((keys, values), order)
         blocks = None if blocks is None else blocks.gather(2, order)
     return HeldTokens(keys, values, counts, blocks, packed)
@@ -94,8 +93,9 @@ def _blocks_of(segments: KVSegments) -> tuple[Tensor | None, tuple[GatheredSegme
             # Tokens are right-aligned, and columns in front of them stand for none.
             ends = pieces.counts.cumsum(2)
             columns = torch.arange(pieces.width, device=ends.device) - (pieces.width - ends[..., -1:])
-            own = torch.searchsorted(ends, columns, right=True) + before
-            numbers[..., first : first + pieces.width] = own.masked_fill(columns < 0, -1)
+            numbers[..., first : first + pieces.width] = torch.where(
+                columns < 0, -1, torch.searchsorted(ends, columns, right=True) + before
+            )
             before += ends.shape[2]
     return numbers, tuple(packed)
 

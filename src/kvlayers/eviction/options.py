@@ -133,8 +133,11 @@ class EvictionOptions:
             OptionError: a fact has a value that the cache does not take.
         """
         values = {field.name: facts[field.name] for field in fields(cls) if field.name != "rule_name"}
-        quantization, padding = Quantization.of(facts["quantization"]), padding_of(facts["left_padding"])
-        return cls.of(**{**values, "quantization": quantization, "left_padding": padding})
+        made = {
+            "quantization": Quantization.of(facts["quantization"]),
+            "left_padding": padding_of(facts["left_padding"]),
+        }
+        return cls.of(**values | made)
 
     @property
     def rule_shown(self) -> str:

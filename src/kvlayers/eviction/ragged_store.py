@@ -132,11 +132,10 @@ class RaggedStore(TokenStore):
 
     def _with_flat(self, tail: KVPair) -> KVPair:
         """Keys and values of the flat part, and of the tail, which the tail has returned."""
-        flat = self.flat
-        if flat is None:
+        if self.flat is None:
             return tail
         keys, values = tail
-        gathered = flat.gathered(self.smoothing or DenseSegment.smoothing)
+        gathered = self.flat.gathered(self.smoothing or DenseSegment.smoothing)
         if not isinstance(keys, PackedStates):
             segments = KVSegments((gathered, DenseSegment(keys.as_subclass(Tensor), values)))
             return self._returned.attended(self, segments, self.forms, self.length, segments.tokens)

@@ -21,11 +21,6 @@ class KeptTokens(NamedTuple):
     mask: Tensor
     counts: Tensor
 
-    @property
-    def are_even(self) -> bool:
-        """Whether all heads of all sequences keep the same number of tokens."""
-        return bool((self.counts == self.counts.max()).all())
-
 
 def places_of(mask: Tensor, most: int) -> Tensor:
     """Where a mask `[batch, kv_heads, places]` is true, ascending, int64 `[batch, kv_heads, most]`.
@@ -68,28 +63,27 @@ def select(
         floor: the part of an average head's tokens that every head keeps, from 0 to 1. At 1, all heads keep as many.
         blocks: number of the packed block of each token, int64 `[batch, kv_heads, tokens]`; -1 for tokens in no block.
             A block has the mean score of its tokens. One that would be kept in part is kept if it has a token that is
-            always kept, and evicted otherwise.
+            always kept, and evicted otherwise. Padding in it is never kept.
     """
     batch, kv_heads, tokens = scores.shape
     wanted = torch.as_tensor(keep).expand(batch)
-    front = torch.zeros(1, 1, dtype=torch.int64) if padding is None else padding
-    front = front.expand(batch, kv_heads)
+    front = (torch.zeros(1, 1, dtype=torch.int64) if padding is None else padding).expand(batch, kv_heads)
     held = tokens - front
     positions, first = torch.arange(tokens, device=scores.device), front.to(scores.device)[..., None]
-    is_recent, is_sink = positions >= tokens - recent, (positions >= first) & (positions < first + sinks)
+    is_token, is_always = positions >= first, (positions >= tokens - recent) | (positions < first + sinks)
     if blocks is not None:
-        scores = _means_of_blocks(scores, blocks, is_recent | is_sink)
+        scores = _means_of_blocks(scores, blocks, is_always, is_token)
     wide = scores if scores.dtype == torch.float64 else scores.float()
     limits = torch.finfo(wide.dtype)
     ranked = wide.nan_to_num(nan=limits.min, neginf=limits.min, posinf=limits.max)
-    ranked = ranked.masked_fill(is_recent | is_sink, torch.inf).masked_fill(positions < first, -torch.inf)
+    ranked = ranked.masked_fill(is_always, torch.inf).masked_fill(~is_token, -torch.inf)
     average = wanted.clamp(min=sinks + recent).minimum(held.amax(1))
     counts = _counts(ranked, average, floor).minimum(held)
     kept = highest(ranked, counts)
     if blocks is not None:
         # Without blocks that are kept in part, but with those that are always kept.
-        is_whole = _sums_of_blocks((~kept).long(), blocks) == 0
-        kept = torch.where(blocks >= 0, is_whole | (scores == torch.inf), kept)
+        is_whole = _sums_of_blocks((is_token & ~kept).long(), blocks) == 0
+        kept = torch.where(blocks >= 0, is_token & (is_whole | (scores == torch.inf)), kept)
         counts = kept.sum(2).cpu()
     return KeptTokens(kept, counts)
 
@@ -135,11 +129,15 @@ def highest(scores: Tensor, counts: Tensor) -> Tensor:
     return (above | (equal & (equal.cumsum(-1) <= short))) & (wanted > 0)
 
 
-def _means_of_blocks(scores: Tensor, blocks: Tensor, always: Tensor) -> Tensor:
-    """The mean score of the block of each token: infinite if the block has a token that is always kept."""
-    scores = scores.float().nan_to_num(nan=torch.finfo(torch.float32).min).masked_fill(always, torch.inf)
-    sums, sizes = (_sums_of_blocks(numbers, blocks) for numbers in (scores, torch.ones_like(scores)))
-    return torch.where(blocks >= 0, sums / sizes, scores)
+def _means_of_blocks(scores: Tensor, blocks: Tensor, always: Tensor, is_token: Tensor) -> Tensor:
+    """The mean score of the tokens of each block, for each token: infinite if one of them is always kept."""
+    # So low that the sum of a block is finite.
+    least = torch.finfo(torch.float32).min / (1 << 16)
+    scores = scores.float().nan_to_num(nan=least).clamp(least, -least)
+    sums, sizes, safe = (
+        _sums_of_blocks(numbers * is_token, blocks) for numbers in (scores, torch.ones_like(scores), always.float())
+    )
+    return torch.where(blocks >= 0, (sums / sizes).masked_fill(safe > 0, torch.inf), scores)
 
 
 def _sums_of_blocks(numbers: Tensor, blocks: Tensor) -> Tensor:

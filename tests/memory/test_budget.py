@@ -479,6 +479,23 @@ def test_a_fork_has_a_budget_of_its_own_and_all_is_exact_again_after_a_reset() -
     assert fork.layers[0].fidelity == "exact"
 
 
+@pytest.mark.parametrize("cropped", [None, 100])
+@pytest.mark.parametrize("goes_first", ["cache", "fork"])
+def test_what_forks_share_is_within_the_budget_of_each(goes_first: str, cropped: int | None) -> None:
+    budget = 600 * TOKEN_BYTES
+    cache = DynamicCache(max_bytes=budget)
+    read(cache, [500, 20])
+    both = {"cache": cache, "fork": cache.fork()}
+    read(both.pop(goes_first), [30], first=520)
+    (last,) = both.values()
+    if cropped is not None:
+        last.crop(cropped)
+    for _ in range(8):
+        assert read(last, [10], first=last.length) <= budget
+    # What is alone has room for as many.
+    assert last.layers[0].exact_from == 0
+
+
 @pytest.mark.parametrize("kind", ["llama", "windows"])
 def test_a_model_decodes_as_without_a_budget_until_it_is_reached(kind: str) -> None:
     model, ids = model_of(kind), torch.randint(3, 97, (1, 700))

@@ -210,7 +210,7 @@ class Cache(LegacySurface, transformers.Cache):  # type: ignore[misc]
     def _twin_with(self, layers: Sequence[CacheLayer]) -> Self:
         twin = super()._twin_with(layers)
         twin._pass = copy.copy(self._pass)
-        twin.budget = copy.copy(self.budget)
+        twin.budget = None if self.budget is None else self.budget.fork()
         if self._prefetcher is not None:
             # A prefetcher belongs to one thread, and the two caches may be used in two.
             twin._prefetcher = self._prefetcher.for_another_cache()

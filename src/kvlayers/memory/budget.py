@@ -5,7 +5,7 @@ import functools
 import logging
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
@@ -24,6 +24,8 @@ from kvlayers.memory.steps import (
     exchange_store,
     holders,
     is_followed,
+    is_shared,
+    on_its_own,
     place_elsewhere,
     quantization_of,
     rounded,
@@ -131,6 +133,11 @@ class Budget:
         """The budget with these facts. Raises as `of`."""
         return cls.of(facts["max_bytes"], str(facts["ladder"]).split())
 
+    def fork(self) -> "Budget":
+        """The budget of a fork. Both caches ask for room anew, as one of them will not write where the other does."""
+        self._planned = (-1, 0, None)
+        return replace(self)
+
     def make_room(self, cache: Any, layers: Sequence[CacheLayer], layer_idx: int, keys: Tensor, values: Tensor) -> None:
         """Give way before a forward pass takes in tokens, if they would not fit.
 
@@ -153,11 +160,14 @@ class Budget:
         is_whole = cache.layer_class_to_replicate is None or known_layers == len(layers)
         set_rows_apart(cache)
         layers = [*cache.adapted_layers(), *layers[len(cache.layers) :]]
-        if cache.nbytes > self.max_bytes and not cache.offloading:
-            # Each sequence that was repeated has room for as many tokens as the first one had.
-            for layer in layers:
-                for row in holders(layer):
-                    row.store.shrink(row.store.length)
+        beyond = cache.nbytes - self.max_bytes
+        new = len(layers) * sum(nbytes_of(form, keys.shape[2]) for form in forms)
+        for row in [] if cache.offloading else [row for layer in layers for row in holders(layer)]:
+            if beyond + new > 0 and is_shared(row.store):
+                exchange_store(row, on_its_own)
+            if beyond > 0:
+                # Each sequence that was repeated has room for as many tokens as the first one had.
+                row.store.shrink(row.store.length)
         # Of this plan alone: a backend may be registered again under its name, with other blocks.
         codes = functools.cache(_bytes_of_codes)
         # Layers that are empty are taken to have the forms that come now.
@@ -167,8 +177,11 @@ class Budget:
             for row in holders(layer)
         ]
         if isinstance(self.max_bytes, Fraction):
-            whole = sum(each.exact(self.length_hint or 0) for each in held)
-            self.max_bytes = int(self.max_bytes * (free_memory(keys.device) if self.is_of_free else whole))
+            self.max_bytes = int(
+                self.max_bytes * free_memory(keys.device)
+                if self.is_of_free
+                else self.max_bytes * sum(each.exact(self.length_hint or 0) for each in held)
+            )
         others_held = [layer for layer in layers if not holders(layer)]
         more = self._fitted(cache, held, self.max_bytes - sum(layer.nbytes for layer in others_held), tokens, is_whole)
         # What they hold is known once they have taken in tokens. Before, there is room for this pass alone.
@@ -214,8 +227,7 @@ class Budget:
         sizes = [sum(each.rounded(0, 0, bits) for each in held) for bits in self.bits]
         if may_be_exact or not sizes:
             sizes.append(sum(each.exact(each.tokens) for each in held))
-        on_host = all(device.type == "cpu" for device in devices)
-        others = {*(BITS if on_host else LADDER)} - {*self.ladder}
+        others = {*(BITS if all(device.type == "cpu" for device in devices) else LADDER)} - {*self.ladder}
         raise CapacityError(
             f"`max_bytes` must be at least {exact_bytes(min(sizes) + int(self.max_bytes) - nbytes)} for {tokens} "
             f"tokens, got {exact_bytes(int(self.max_bytes))}: allow more bytes, "
@@ -244,8 +256,9 @@ class Budget:
         return 0, []
 
     def _say(self, kept: int, bits: Sequence[int]) -> None:
-        rounded = [f"{own} bits in {bits.count(own)} of {len(bits)} layers" for own in sorted(set(bits), reverse=True)]
-        self.note = f"at least the newest {kept} tokens stay exact, and older ones have {', '.join(rounded)}"
+        self.note = f"at least the newest {kept} tokens stay exact, and older ones have " + ", ".join(
+            f"{own} bits in {bits.count(own)} of {len(bits)} layers" for own in sorted(set(bits), reverse=True)
+        )
         if min(bits) not in self.said:
             self.said = (*self.said, min(bits))
             logger.warning("within max_bytes=%s: %s.", readable_bytes(int(self.max_bytes)), self.note)
@@ -294,16 +307,17 @@ class _Held:
         self, layer: Any, forms: tuple[StateForm, StateForm], new: int, codes: Callable[..., tuple[int, int, int]]
     ) -> None:
         self.layer, self.forms, self._codes = layer, forms, codes
-        slides = layer.is_sliding and not layer.unwrapped.record_past
-        self.window: int = layer.unwrapped.room if slides else sys.maxsize
+        self.window: int = layer.unwrapped.room if layer.is_sliding and not layer.unwrapped.record_past else sys.maxsize
         self.tokens: int = layer.held_tokens + new
         # Blocks of a window are packed before its oldest tokens leave, unless all of them do.
         self._packed_at_once = self.tokens if new < self.window else 0
         self.token_bytes = sum(nbytes_of(form, 1) for form in forms)
         store = layer.store
-        # Beams hold once what they have in common, until it is rounded.
+        # Beams hold once what they have in common, until it is rounded. Room that others may use is not counted.
         self._nbytes: int = store.nbytes
-        self._in_common: int = max(layer.held_tokens * self.token_bytes - self._nbytes, 0)
+        self._in_common: int = max(
+            layer.held_tokens * self.token_bytes - self._nbytes, -sys.maxsize if is_shared(store) else 0
+        )
         is_packed = isinstance(store, QuantizedStore)
         self._quantization = quantization_of(store, max(BITS.values()), layer.is_sliding)
         self.bits = max(store.bits) if is_packed else None
@@ -334,16 +348,18 @@ class _Held:
         # The residual has been full before its oldest block was packed.
         exact = most if blocks else there if tokens <= there else residual.capacity_for(tokens, most)
         _, of_block, of_run = self._codes(quantization, *self.forms)
-        spare = blocks + blocks // BLOCKS_GROWTH_DIVISOR
-        return exact * self.token_bytes + spare * of_block + min(blocks, MOST_RUNS) * of_run
+        return (
+            exact * self.token_bytes
+            + (blocks + blocks // BLOCKS_GROWTH_DIVISOR) * of_block
+            + min(blocks, MOST_RUNS) * of_run
+        )
 
     def stay_exact(self, more: int) -> None:
         """Grow no further than for `more` tokens, in full precision."""
         store, most = self.layer.store, min(self.tokens + more, self.window)
         if self.bits is not None:
             # What a residual holds beside the sinks before it packs.
-            kept = most - store.quantization.sink_tokens - self.size
-            self.give_way(self.bits, kept, store.length_hint)
+            self.give_way(self.bits, most - store.quantization.sink_tokens - self.size, store.length_hint)
         else:
             store.length_hint = most
 

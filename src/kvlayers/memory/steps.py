@@ -10,7 +10,7 @@ import torch
 
 from kvlayers.core.buffer import TokenBuffer
 from kvlayers.core.cache_layer import CacheLayer, beside_attention, rows_of
-from kvlayers.core.dense_store import may_share
+from kvlayers.core.dense_store import DenseStore, may_share
 from kvlayers.core.token_layer import TokenLayer
 from kvlayers.core.token_store import TokenStore
 from kvlayers.errors import CapacityError, OptionError, StateMismatchError, UnsupportedLayerError
@@ -33,11 +33,9 @@ LADDER = ("int8", "int4", "offloaded")
 
 def give_way(cache: Any, ladder: Sequence[str] | None = None) -> str | None:
     """See `Cache.give_way`."""
-    for step in LADDER if ladder is None else ladder:
-        taken = [_takes(part, step) for part in cache.parts()]
-        if any(taken):
-            return step
-    return None
+    steps = LADDER if ladder is None else ladder
+    # A set, as each cache of a pair takes the step.
+    return next((step for step in steps if True in {_takes(part, step) for part in cache.parts()}), None)
 
 
 def _takes(part: Any, step: str) -> bool:
@@ -58,9 +56,13 @@ def place_elsewhere(part: Any, devices: Iterable[torch.device] = ()) -> bool:
         devices: those of states that it is about to take in.
     """
     prefetcher = Offloading().prefetcher()
-    held = [layer.device for layer in part.adapted_layers() if layer.traits.attends]
     # Elsewhere, states would take memory of the device that computes all the same.
-    if part.offloading or not any(map(prefetcher.offloads, (*held, *devices))):
+    if part.offloading or not any(
+        map(
+            prefetcher.offloads,
+            (*(layer.device for layer in part.adapted_layers() if layer.traits.attends), *devices),
+        )
+    ):
         return False
     try:
         _place(part, Offloading())
@@ -101,8 +103,7 @@ def _round(part: Any, nbits: int) -> tuple[bool, list[str]]:
                 stay[type(holder.unwrapped).__name__] = None
         if layer.traits.attends and not holders(layer):
             stay[type(layer.parts[0].unwrapped.original).__name__] = None
-    make_layer = part.layer_class_to_replicate
-    if make_layer is not None:
+    if (make_layer := part.layer_class_to_replicate) is not None:
         part.layer_class_to_replicate = functools.partial(_rounded_layer, make_layer, nbits)
         changed |= not part.layers
     if stay:
@@ -142,6 +143,19 @@ def exchange_store(holder: Any, make: Callable[[TokenStore], TokenStore]) -> Non
         holder.store = make(holder.store)
 
 
+def is_shared(store: TokenStore) -> bool:
+    """Whether other stores, or several sequences, read memory that a store reads."""
+    parts = (store.residual, store.blocks) if isinstance(store, QuantizedStore) else (cast("DenseStore", store),)
+    return any(part is not None and part.is_shared for part in parts)
+
+
+def on_its_own(store: TokenStore) -> TokenStore:
+    """A store of the same tokens that shares no memory, if it takes fewer bytes; the same store otherwise."""
+    own = store.fork()
+    own.compact()
+    return own if own.nbytes < store.nbytes else store
+
+
 def rounded(store: TokenStore, nbits: int, window: bool = False, kept: int = 0) -> TokenStore:
     """A store of the same tokens, in `nbits` bits at most; the same store if that is impossible.
 
@@ -171,8 +185,11 @@ def rounded(store: TokenStore, nbits: int, window: bool = False, kept: int = 0) 
 
 def quantization_of(store: TokenStore, nbits: int, window: bool) -> Quantization:
     """How the tokens of a store are coded, or would be, in `nbits` bits. No token of a window could stay as a sink."""
-    first = Quantization(nbits=nbits, sink_tokens=0 if window else DEFAULT_SINK_TOKENS)
-    return store.quantization if isinstance(store, QuantizedStore) else first
+    return (
+        store.quantization
+        if isinstance(store, QuantizedStore)
+        else Quantization(nbits=nbits, sink_tokens=0 if window else DEFAULT_SINK_TOKENS)
+    )
 
 
 def _rounded_layer(make_layer: Callable[[], Any], nbits: int) -> Any:
@@ -228,21 +245,18 @@ def _place(part: Any, placement: Offloading) -> None:
     part._place(part.layers, placement)
     try:
         for layer in part.adapted_layers():
-            for row in _offloaded(layer):
-                row.prefetcher.write_back(row)
+            for row in layer.parts[0].separate_rows:
+                if isinstance(row, OffloadedLayer):
+                    row.prefetcher.write_back(row)
     except CapacityError:
         onload(part)
         raise
 
 
-def _offloaded(layer: CacheLayer) -> list[OffloadedLayer]:
-    return [row for row in layer.parts[0].separate_rows if isinstance(row, OffloadedLayer)]
-
-
 def _onloaded(layer: CacheLayer) -> CacheLayer:
-    if not _offloaded(layer):
-        return layer
     rows: Sequence[Any] = layer.parts[0].separate_rows
+    if not any(isinstance(row, OffloadedLayer) for row in rows):
+        return layer
     here = [_on_device(row) if isinstance(row, OffloadedLayer) else row for row in rows]
     attention = here[0] if rows[0] is layer.parts[0] else late.function("separate rows")(here)
     return beside_attention(layer, attention)

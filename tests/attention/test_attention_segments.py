@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+import kvlayers
 from histories import (
     BLOCK,
     KINDS,
@@ -232,6 +233,33 @@ def test_states_in_full_precision_are_those_of_each_sequence() -> None:
         assert (held.segments.kv_heads, held.segments.head_dims) == (KV_HEADS, (64, 64))
         torch.testing.assert_close(held.segments.dense("keys", torch.float32), held.keys.float())
         torch.testing.assert_close(held.segments.dense("values", torch.float32), held.values.float())
+
+
+@pytest.mark.parametrize("new", [1, 5])
+def test_what_sequences_share_is_attended_to_in_float64(new: int) -> None:
+    begun, queries, states = (
+        torch.randn(4, 2, tokens, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(tokens))
+        for tokens in (300, new, 2 * new)
+    )
+    cache = kvlayers.DynamicCache()
+    cache.update(begun[:1], begun[:1], 0)
+    cache.expand(4)
+    keys, values = cache.update(states[:, :, :new], states[:, :, new:], 0)
+    written_out = [torch.cat([begun[:1].expand(4, -1, -1, -1), part], 2) for part in states.split(new, 2)]
+    mask = torch.ones(new, 300 + new, dtype=torch.bool).tril(300)
+    torch.testing.assert_close(
+        scaled_dot_product_attention(queries, keys, values, mask),
+        scaled_dot_product_attention(queries, *written_out, mask),
+        atol=1e-12,
+        rtol=1e-12,
+    )
+    assert type(keys) is not Tensor
+    torch.testing.assert_close(
+        (queries @ keys.transpose(2, 3)).softmax(-1) @ values,
+        (queries @ written_out[0].transpose(2, 3)).softmax(-1) @ written_out[1],
+        atol=1e-12,
+        rtol=1e-12,
+    )
 
 
 @needs_compiler

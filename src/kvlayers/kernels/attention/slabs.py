@@ -220,7 +220,7 @@ class SlabsOfCodes(RotatedSlabs):
         return values.products(by_block).sum(2)
 
 
-def slabs_on_cpu(segments: KVSegments, rows: int) -> Iterator[Slabs[Any]]:
+def slabs_on_cpu(segments: KVSegments, rows: int, dtype: torch.dtype) -> Iterator[Slabs[Any]]:
     """All segments in slabs for so many rows of queries of each KV head, of codes where these are few."""
     for position, segment in segments.with_columns:
         source = segment.source
@@ -236,7 +236,7 @@ def slabs_on_cpu(segments: KVSegments, rows: int) -> Iterator[Slabs[Any]]:
         ):
             kind = SlabsOfCodes
             tokens = CPU_CODES_AT_ONCE // (segments.batch * segment.kv_heads * max(segment.head_dims))
-        yield kind(position, segment, tokens, torch.float32)
+        yield kind(position, segment, tokens, dtype)
 
 
 def slabs_on_accelerator(
@@ -324,6 +324,10 @@ def _of_sequences(segment: Segment, rows: SegmentRows) -> Segment:
     return replace(held, smoothing=held.smoothing.mapped(of_sequences)) if isinstance(held, PackedSegment) else held
 
 
+def _exact_dtype(states: Tensor) -> torch.dtype:
+    return torch.promote_types(states.dtype, torch.float32)
+
+
 def attend(query: Tensor, segments: KVSegments, mask: Tensor | None, scale: float) -> Tensor:
     """Softmax attention of queries to the tokens of segments.
 
@@ -351,7 +355,7 @@ def attend(query: Tensor, segments: KVSegments, mask: Tensor | None, scale: floa
         for out, logsumexp in _attended(part.grouped(query), part.segments, of_part, scale, on_accelerator):
             found.append((part.ungrouped(out), part.ungrouped(logsumexp)))
             if len(found) == PARTS_AT_ONCE:
-                found = [fused.merged(found, torch.float32, wants_logsumexp=True)]
+                found = [fused.merged(found, _exact_dtype(query), wants_logsumexp=True)]
     may_hide = on_accelerator and (mask is not None or segments.holds_gathered)
     out, logsumexp = fused.merged(found, query.dtype, wants_logsumexp=may_hide)
     if may_hide:
@@ -377,13 +381,13 @@ def _attended(
                 out, logsumexp = fused.attend_dense(own, keys, values, slab.mask_of(mask, heads), scale)
                 yield out, logsumexp if offsets is None else logsumexp + (offsets[..., 0] * scale).view(logsumexp.shape)
         return
-    rows = heads // kv_heads * queries
+    rows, exact = heads // kv_heads * queries, _exact_dtype(query)
     if on_accelerator:
         most_tokens = max(SCORES_AT_ONCE // (batch * kv_heads * rows), CPU_MINIMUM_BLOCK_TOKENS)
-        some = slabs_on_accelerator(segments, torch.float32, mask_rows, most_tokens)
+        some = slabs_on_accelerator(segments, exact, mask_rows, most_tokens)
     else:
-        some = slabs_on_cpu(segments, rows)
-    scaled = query.reshape(batch, kv_heads, rows, head_dim).float() * scale
+        some = slabs_on_cpu(segments, rows, exact)
+    scaled = query.reshape(batch, kv_heads, rows, head_dim).to(exact) * scale
     # A row that sees no token has a finite number as its highest score, as -inf - -inf is not a number.
     highest = scaled.new_full((batch, kv_heads, rows, 1), torch.finfo(torch.float32).min)
     total, nothing = torch.zeros_like(highest), scaled.new_zeros((batch, kv_heads, rows, segments.head_dims[1]))
@@ -422,7 +426,7 @@ def scores(query: Tensor, segments: KVSegments) -> Tensor:
     They are `-inf` where a column of a gathered segment stands for no token.
     """
     on_accelerator = are_of_accelerators(query)
-    exact = query if on_accelerator else query.float()
+    exact = query if on_accelerator else query.to(_exact_dtype(query))
     batch, heads, queries, head_dim = query.shape
     kv_heads, tokens = segments.kv_heads, segments.tokens
     # Padding is written as -inf, to the column behind its segment: that of a later slab, or the last one.
@@ -448,13 +452,15 @@ def scores(query: Tensor, segments: KVSegments) -> Tensor:
 def combine(weights: Tensor, segments: KVSegments) -> Tensor:
     """Sums of the values, weighted by `[batch, heads, queries, tokens]`: `[batch, heads, queries, value_head_dim]`.
 
-    Weights of columns that stand for no token do not count. Sums of slabs are added in float32.
+    Weights of columns that stand for no token do not count. Sums of slabs are added in float32 at least.
     """
     on_accelerator = are_of_accelerators(weights)
-    exact = weights if on_accelerator else weights.float()
+    exact = weights if on_accelerator else weights.to(_exact_dtype(weights))
     batch, heads, queries, _ = weights.shape
     kv_heads = segments.kv_heads
-    sums = exact.new_zeros((batch, kv_heads, heads // kv_heads, queries, segments.head_dims[1]), dtype=torch.float32)
+    sums = exact.new_zeros(
+        (batch, kv_heads, heads // kv_heads, queries, segments.head_dims[1]), dtype=_exact_dtype(weights)
+    )
     for part in _parts(segments, on_accelerator):
         grouped = part.grouped(exact[..., part.columns])
         by_kv_head = grouped.reshape(grouped.shape[0], kv_heads, -1, grouped.shape[3])
@@ -464,7 +470,7 @@ def combine(weights: Tensor, segments: KVSegments) -> Tensor:
                 own = slab.columns_of(by_kv_head)
                 if slab.padding is not None:
                     own = own.masked_fill(slab.padding, 0.0)
-                found = slabs.combine(own, slab).float()
+                found = slabs.combine(own, slab).to(sums.dtype)
                 of_segment = found if of_segment is None else of_segment + found
             if of_segment is not None:
                 sums = sums + part.ungrouped(torch.unflatten(slabs.restored(of_segment), 2, (-1, grouped.shape[2])))
@@ -473,6 +479,8 @@ def combine(weights: Tensor, segments: KVSegments) -> Tensor:
 
 def _slabs_of_product(segments: KVSegments, rows: Tensor, on_accelerator: bool) -> Iterator[Slabs[Any]]:
     """The slabs that queries, or weights, `[batch, heads, rows, any]` are multiplied with."""
-    if on_accelerator:
-        return slabs_on_accelerator(segments, rows.dtype)
-    return slabs_on_cpu(segments, rows.shape[1] // segments.kv_heads * rows.shape[2])
+    return (
+        slabs_on_accelerator(segments, rows.dtype)
+        if on_accelerator
+        else slabs_on_cpu(segments, rows.shape[1] // segments.kv_heads * rows.shape[2], rows.dtype)
+    )

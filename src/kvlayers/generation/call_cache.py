@@ -95,7 +95,7 @@ def validate(
         return
     seen = cache.length
     # Before 5.16, layers whose states the model keeps elsewhere are sliding ones, which see nothing.
-    if (most := cache.most_seen()) and (kept := model_types.kept_states(model)) is not None:
+    if (most := seen or cache.most_seen()) and (kept := model_types.kept_states(model)) is not None:
         raise StateMismatchError(
             f"`{argument}` must be an empty cache, as {type(model).__name__} keeps "
             f"states of its newest sequence outside of it, in {kept}, got one with {most} tokens: "

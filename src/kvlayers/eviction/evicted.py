@@ -1,7 +1,8 @@
 """What an eviction leaves of a store. Codes move as they are, and no token is quantized twice.
 
-There is one exception. What an eviction leaves is read with the same vectors, those of the newest run of blocks. So
+There are two exceptions. What an eviction leaves is read with the same vectors, those of the newest run of blocks. So
 keys of older runs are packed again with these: at each eviction that begins behind a new run. Most sequences have one.
+And a block that begins with padding is packed again without it, at the first eviction of its batch.
 """
 
 from collections.abc import Sequence

@@ -70,6 +70,14 @@ def test_under_install_every_name_is_taken(family: str, name: str) -> None:
         assert any(layer.is_initialized for layer in cache.layers)
 
 
+def test_a_forward_pass_that_was_replaced_for_a_while_is_not_remembered() -> None:
+    model = tiny_model("llama")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(model), "forward", lambda *arguments: None)
+        assert not cache_argument.is_taken_by(model)
+    assert cache_argument.is_taken_by(model)
+
+
 def test_two_names_of_two_caches_are_refused() -> None:
     model, ids = tiny_model("llama"), prompt(1, 5)
     one, other = kvlayers.DynamicCache(), kvlayers.DynamicCache()

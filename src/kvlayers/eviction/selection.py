@@ -81,7 +81,7 @@ def select(
     counts = _counts(ranked, average, floor).minimum(held)
     kept = highest(ranked, counts)
     if blocks is not None:
-        # Without blocks that are kept in part, but with those that are always kept.
+        # The tokens of a block are kept together, or none of them is.
         is_whole = _sums_of_blocks((is_token & ~kept).long(), blocks) == 0
         kept = torch.where(blocks >= 0, is_token & (is_whole | (scores == torch.inf)), kept)
         counts = kept.sum(2).cpu()

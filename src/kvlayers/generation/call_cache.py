@@ -94,7 +94,7 @@ def validate(
     if not isinstance(cache, Cache):
         return
     seen = cache.length
-    # Before 5.16, layers whose states the model keeps elsewhere are sliding ones, which see nothing.
+    # In 5.12 and before, layers whose states the model keeps elsewhere are sliding ones, which see nothing.
     if (most := seen or cache.most_seen()) and (kept := model_types.kept_states(model)) is not None:
         raise StateMismatchError(
             f"`{argument}` must be an empty cache, as {type(model).__name__} keeps "

@@ -121,8 +121,7 @@ class Budget:
                 f"`nbits` must be left out with `max_bytes`, as the steps {self.ladder} say the bits, got both: leave "
                 "out one of them."
             )
-        checked = [Quantization(backend, nbits=bits).keys.nbits for bits in self.bits]
-        return checked[0] if checked else None
+        return next(iter([Quantization(backend, nbits=bits).keys.nbits for bits in self.bits]), None)
 
     def facts(self) -> dict[str, Fact]:
         """The budget as plain facts. A share that is not settled yet belongs to this machine alone."""

@@ -56,13 +56,9 @@ def place_elsewhere(part: Any, devices: Iterable[torch.device] = ()) -> bool:
         devices: those of states that it is about to take in.
     """
     prefetcher = Offloading().prefetcher()
+    held = [layer.device for layer in part.adapted_layers() if layer.traits.attends]
     # Elsewhere, states would take memory of the device that computes all the same.
-    if part.offloading or not any(
-        map(
-            prefetcher.offloads,
-            (*(layer.device for layer in part.adapted_layers() if layer.traits.attends), *devices),
-        )
-    ):
+    if part.offloading or not any(map(prefetcher.offloads, (*held, *devices))):
         return False
     try:
         _place(part, Offloading())

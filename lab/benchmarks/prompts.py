@@ -1,13 +1,14 @@
 """Prompts beside transformers: seconds, equal logits, the share of a matrix product's rate, and peak memory.
 
-    python lab/benchmarks/prompts.py                            # SmolLM2 and two random llamas, some 15 minutes
+    python lab/benchmarks/prompts.py                            # SmolLM2 and two random llamas, half an hour
     python lab/benchmarks/prompts.py --model DIR --model DIR    # these models and two random llamas
     python lab/benchmarks/prompts.py --models attention         # attention of one layer alone
     python lab/benchmarks/prompts.py --record                   # keep the figures in recorded/prompts-<date>.json
     python lab/benchmarks/prompts.py --write                    # the record into the pages, and measure nothing
     python lab/benchmarks/prompts.py --quick                    # small random models, few tokens, to see that it runs
 
-`bfloat16` and `float32` read one prompt of each length into each cache, then a second turn behind the longest prompt.
+`bfloat16` and `float32` read one prompt of each length into each cache, then a second turn behind a prompt of 8,192
+tokens, or the longest below.
 `batch` reads four prompts of different lengths, padded on the left. `memory` reads 16,384 tokens in three processes
 for each cache, and asks the system how much memory they held at most. `uncompiled` reads short prompts in a process
 without kernels (`KVLAYERS_COMPILE=never`). `attention` is that of one layer, beside a product of two matrices.
@@ -84,6 +85,9 @@ READ_TWICE = 4096
 EXACT_UP_TO = 2048
 """Tokens of a prompt that is also read in float32, whose logits those in bfloat16 are compared with."""
 
+MOST_BEFORE_TURN = 8192
+"""Tokens of the prompt that a second turn follows, at most."""
+
 MOST_TURNS = 15
 NEVER = {"KVLAYERS_COMPILE": "never"}
 
@@ -127,7 +131,7 @@ def options() -> report.Options:
     made.add("--models", help="some of the models by name, and 'attention', separated by commas (all)")
     made.some_of("--only", SECTIONS, "sections of each model")
     made.some_of("--caches", tables.CACHES, "caches beside transformers'")
-    made.sized("--lengths", [512, 2048, 4096, 8192], [96, 160], "tokens of one prompt", report.numbers)
+    made.sized("--lengths", [512, 2048, 4096, 8192, 16_384], [96, 160], "tokens of one prompt", report.numbers)
     made.sized("--lengths-float32", [512, 2048], [160], "tokens of one prompt in float32", report.numbers)
     made.sized("--lengths-uncompiled", [512, 2048], [96], "tokens of prompts without kernels", report.numbers)
     made.sized("--batch", 2048, 128, "tokens of the longest prompt of the batch")
@@ -307,10 +311,11 @@ class Run(report.Session):
         return entries, made
 
     def prompts(self, subject: Subject, dtype: str, lengths: Sequence[int]) -> list[dict[str, Any]]:
-        """One prompt of each length, and a second turn behind the last."""
+        """One prompt of each length, and a second turn behind one of them."""
         given, found = self.given, list[dict[str, Any]]()
         config = subject.model(dtype).config
         turns = 3
+        before_turn = max((tokens for tokens in lengths if tokens <= MOST_BEFORE_TURN), default=None)
         for tokens in lengths:
             # Room for what follows.
             room = tokens + turns * given.turn
@@ -321,7 +326,7 @@ class Run(report.Session):
             case = Case(subject, dtype, self.prefix + ONE, tokens)
             entries, made = self.measure(case, Prompt(subject.ids(tokens)), caches)
             found += entries
-            if tokens == lengths[-1]:
+            if tokens == before_turn:
                 more = subject.ids(room)[:, tokens:].split(given.turn, 1)
                 case = Case(subject, dtype, self.prefix + TURN, tokens)
                 found += self.measure(case, Prompt(more[0]), lambda made=made: made, [Prompt(ids) for ids in more])[0]

@@ -194,7 +194,7 @@ def measure_large(run: Run) -> Mapping[str, Cells]:
         measured = decoding(run, workload, makers, length, (8, 2))
         for row, name in rows.items():
             cells[claimed.length_row(row, length)] = {claimed.TIMES_AS_FAST: measured.turns.ratio(REFERENCE, name)}
-    of_prompts = reading(run, (prompt_tables.DYNAMIC,))
+    of_prompts = reading(run, (prompt_tables.DYNAMIC,), *([] if run.quick else ["--seconds", "20"]))
     subject = prompts.Subject("random llama of 1.2 billion weights", lambda: workload)
     read_whole = of_prompts.prompts(subject, "bfloat16", [160 if run.quick else 2048])
     check_logits(of_prompts)
@@ -437,9 +437,9 @@ def measure_prompts(run: Run) -> Mapping[str, Cells]:
         raise FileNotFoundError(report.NO_MODEL)
     long = read_one(run, source, 8192, prompt_tables.DYNAMIC)
     packed = read_one(run, source, 4096, prompt_tables.DYNAMIC, prompt_tables.INT4, seconds=SECONDS_OF_PACKED)
-    short = reading(
-        run, prompt_tables.CACHES, *([] if run.quick else ["--lengths-uncompiled", "512", "--batch", "512"])
-    )
+    # Several turns: of one, chance decides which cache is the slowest.
+    sizes = [] if run.quick else ["--lengths-uncompiled", "512", "--batch", "512", "--seconds", "10"]
+    short = reading(run, prompt_tables.CACHES, *sizes)
     llama = prompts.subjects(short.given)[prompt_tables.NARROW]
     compiled_cells = short.prompts(llama, "bfloat16", [160 if run.quick else 512])
     compiled_cells += short.batches(llama, "bfloat16", short.given.batch)

@@ -194,9 +194,9 @@ GROUPS = (
         "words. A step reads 2.5 GB of weights, whatever the cache.",
         (
             at_least(length_row(DYNAMIC, 4096), TIMES_AS_FAST, 1.5),
-            at_least(length_row(DYNAMIC, 16384), TIMES_AS_FAST, 3.5),
+            at_least(length_row(DYNAMIC, 16384), TIMES_AS_FAST, 3.0),
             at_least(length_row(INT4, 4096), TIMES_AS_FAST, 1.5),
-            at_least(length_row(INT4, 16384), TIMES_AS_FAST, 3.5),
+            at_least(length_row(INT4, 16384), TIMES_AS_FAST, 3.0),
             at_most(PROMPT_OF_2K, TIME_OF_TRANSFORMERS, 0.9),
         ),
     ),

@@ -271,14 +271,11 @@ def kl_table(records: Sequence[dict[str, Any]]) -> str:
         rows.append([code(str(again)), *(f"{each['kl']:.3f} ({each['agreement']:.0%})" for each in entries)])
     left = [found[(*column, "30%")]["kl"] / found[(*column, 0)]["kl"] for column in columns]
     first = records[0]["results"]["kl"]
-    return "\n".join(
-        [
-            f'**`"30%"` leaves {min(left):.0%} to {max(left):.0%} of the divergence.** KL divergence in nats, and '
-            f"equal top tokens, of {first['scored']} tokens that go on with one of the documents of "
-            f"{first['document_tokens']} tokens ({first['passages']} sets):",
-            "",
-            pages.markdown(head, rows, "---:"),
-        ]
+    return (
+        f'**`"30%"` leaves {min(left):.0%} to {max(left):.0%} of the divergence.** KL divergence in nats, and '
+        f"equal top tokens, of {first['scored']} tokens that go on with one of the documents of "
+        f"{first['document_tokens']} tokens ({first['passages']} sets):\n\n"
+        f"{pages.markdown(head, rows, '---:')}"
     )
 
 
@@ -294,13 +291,10 @@ def loss_table(records: Sequence[dict[str, Any]]) -> str:
         if cache != records[0]["results"]["tasks"]["reference"]
     ]
     given = records[0]["arguments"]
-    return "\n".join(
-        [
-            "What the mean score of long-context tasks loses, in percentage points with the standard error over the "
-            f"samples, after 2 and {DOCUMENTS} documents of {given['task_tokens']} tokens:",
-            "",
-            pages.markdown(["`recompute`", *map(model_of, records)], rows, "---:"),
-        ]
+    return (
+        "What the mean score of long-context tasks loses, in percentage points with the standard error over the "
+        f"samples, after 2 and {DOCUMENTS} documents of {given['task_tokens']} tokens:\n\n"
+        f"{pages.markdown(['`recompute`', *map(model_of, records)], rows, '---:')}"
     )
 
 
@@ -312,13 +306,10 @@ def replace_table(records: Sequence[dict[str, Any]]) -> str:
         entries = [record["results"]["replace"][name] for record in records]
         figures = [figure for each in entries for figure in (f"{each['share']:.3f}", f"{each['kl']:.2g}")]
         rows.append([name if name == ALL else code(name), *figures])
-    return "\n".join(
-        [
-            f"**A changed line costs a part of the time.** {CHANGED_TOKENS} tokens in the middle of "
-            f"{records[0]['arguments']['context']:,} become {NEW_TOKENS}. Time is a share of computing all of it:",
-            "",
-            pages.markdown(head, rows, "---:"),
-        ]
+    return (
+        f"**A changed line costs a part of the time.** {CHANGED_TOKENS} tokens in the middle of "
+        f"{records[0]['arguments']['context']:,} become {NEW_TOKENS}. Time is a share of computing all of it:\n\n"
+        f"{pages.markdown(head, rows, '---:')}"
     )
 
 

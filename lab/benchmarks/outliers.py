@@ -212,13 +212,10 @@ def page_table(record: dict[str, Any], rows: Sequence[str] | None = None, left_o
     name = pages.model_name(arguments)
     model = f"{name} ({CONVERTED})" if name == SMOLLM2 else name
     lengths = f"{arguments['scored']} tokens after {arguments['context']}"
-    return "\n".join(
-        [
-            pages.markdown(["keys", *(f"`{name}`" for name in caches)], cells),
-            "",
-            f"KL in nats, and equal top tokens. {model}, float32, {lengths}. Bytes a token: {held}. "
-            f"{pages.measured_at(record)}.{marks}",
-        ]
+    return (
+        f"{pages.markdown(['keys', *(f'`{name}`' for name in caches)], cells)}\n\n"
+        f"KL in nats, and equal top tokens. {model}, float32, {lengths}. Bytes a token: {held}. "
+        f"{pages.measured_at(record)}.{marks}"
     )
 
 

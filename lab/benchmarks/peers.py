@@ -15,7 +15,7 @@ and multiplies them as they are. transformers and kvlayers read the same weights
 brought them. So llama.cpp reads fewer bytes of weights in a step, and the others take the processor's products of
 bfloat16. llama.cpp has flash attention, and reads 512 tokens at a time.
 
-Contenders take turns: two libraries in this process, and llama.cpp in a process that waits meanwhile.
+Contenders take turns: two libraries in this process, and llama.cpp in a new process for each prompt.
 """
 
 import importlib.util
@@ -25,8 +25,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -64,42 +63,19 @@ def options() -> report.Options:
     return made
 
 
-class Peer:
-    """llama.cpp in a process of its own, which waits between requests.
-
-    Attributes:
-        build: its version, and what it was compiled for.
-    """
-
-    def __init__(self, process: "subprocess.Popen[str]") -> None:
-        self._process = process
-        self.build: dict[str, str] = self._next()
-
-    def read(self, kv: str, ids: Sequence[int], following: Sequence[int]) -> dict[str, Any]:
-        """Read a prompt and the steps behind it: see `lib/llama_side.py`."""
-        sent: Any = self._process.stdin
-        sent.write(json.dumps({"kv": kv, "ids": list(ids), "following": list(following)}) + "\n")
-        sent.flush()
-        return self._next()
-
-    def _next(self) -> dict[str, Any]:
-        received: Any = self._process.stdout
-        line = received.readline()
-        if not line:
-            raise SystemExit("llama.cpp ended: what it printed says why. Is llama-cpp-python there for --peer-python?")
-        found: dict[str, Any] = json.loads(line)
-        return found
-
-
-@contextmanager
-def peer(python: str, gguf: pathlib.Path, threads: int) -> Iterator[Peer]:
-    command = [python, str(OTHER_SIDE), str(gguf), str(threads)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        yield Peer(process)
+def read_there(given: Any, kv: str, ids: Tensor, following: Tensor) -> dict[str, Any]:
+    """What llama.cpp finds in a process of its own: see `lib/llama_side.py`."""
+    request = {"kv": kv, "ids": ids[0].tolist(), "following": following[0].tolist()}
+    command = [given.peer_python, str(OTHER_SIDE), str(given.gguf), str(given.threads)]
+    done = subprocess.run(command, input=json.dumps(request), stdout=subprocess.PIPE, text=True)
+    if done.returncode or not done.stdout:
+        raise SystemExit("llama.cpp ended: what it printed says why. Is llama-cpp-python there for --peer-python?")
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
 
 
 def read_here(model: Any, make: Maker, ids: Tensor, following: Tensor) -> dict[str, Any]:
-    """What `Peer.read` returns, of a cache in this process."""
+    """What `read_there` returns, of a cache in this process."""
     cache = make(model.config, ids.shape[1] + following.shape[1])
     seconds, tokens = [], []
     for part in (ids, *following.split(1, dim=1)):
@@ -110,15 +86,15 @@ def read_here(model: Any, make: Maker, ids: Tensor, following: Tensor) -> dict[s
     return {"seconds": seconds[0], "step_seconds": seconds[1:], "nbytes": cache_nbytes(cache), "tokens": tokens}
 
 
-def measure_length(run: report.Session, model: Any, text: Tensor, tokens: int, other: Peer) -> dict[str, Any]:
-    """Figures of each contender at one length."""
+def measure_length(run: report.Session, model: Any, text: Tensor, tokens: int) -> dict[str, Any]:
+    """Figures of each contender at one length, and the build of llama.cpp."""
     given, ids, following = run.given, text[:, :tokens], text[:, tokens:]
     turns = Turns([*OWN, *PEERS])
     steps: dict[str, list[float]] = {name: [] for name in turns.seconds}
 
     def read(name: str) -> tuple[float, dict[str, Any]]:
         if name in PEERS:
-            found = other.read(PEERS[name], ids[0].tolist(), following[0].tolist())
+            found = read_there(given, PEERS[name], ids, following)
         else:
             found = read_here(model, OWN[name], ids, following)
         steps[name] += found["step_seconds"]
@@ -137,7 +113,7 @@ def measure_length(run: report.Session, model: Any, text: Tensor, tokens: int, o
                 bar = run.ticking(f"{tokens:,} tokens, {count} more turns", count * len(turns.seconds))
             done += 1
     expected = found[TRANSFORMERS]["tokens"]
-    return {
+    figures = {
         name: {
             "seconds": turns.median(name),
             "step": statistics.median(steps[name]),
@@ -148,6 +124,7 @@ def measure_length(run: report.Session, model: Any, text: Tensor, tokens: int, o
         }
         for name, entry in found.items()
     }
+    return {"build": next(found[name]["build"] for name in PEERS), "figures": figures}
 
 
 def measure(run: report.Session) -> dict[str, Any]:
@@ -155,16 +132,13 @@ def measure(run: report.Session) -> dict[str, Any]:
     workload = run.real(torch.bfloat16)
     if workload is None:
         raise SystemExit(report.NO_MODEL)
-    with peer(given.peer_python, given.gguf, given.threads) as other:
-        run.environment["versions"]["llama-cpp-python"] = other.build["version"]
-        run.say(f"llama-cpp-python {other.build['version']}: {other.build['system']}")
-        for tokens in given.lengths:
-            text = workload.prompt(tokens + given.steps)
-            figures = measure_length(run, workload.model, text, tokens, other)
-            found[str(tokens)] = {"at": report.environment(), "build": other.build, "figures": figures}
-            if given.record:
-                content = {**run.environment, "arguments": {"threads": given.threads}}
-                pages.keep("peers", found, content, lambda kept: sorted(kept, key=int))
+    for tokens in given.lengths:
+        text = workload.prompt(tokens + given.steps)
+        found[str(tokens)] = {"at": report.environment(), **measure_length(run, workload.model, text, tokens)}
+        run.environment["versions"]["llama-cpp-python"] = found[str(tokens)]["build"]["version"]
+        if given.record:
+            content = {**run.environment, "arguments": {"threads": given.threads}}
+            pages.keep("peers", found, content, lambda kept: sorted(kept, key=int))
     for tokens, part in found.items():
         for name, entry in part["figures"].items():
             # Weights of 4 bits round products, and two tokens may be as likely.
@@ -183,13 +157,11 @@ def page_section(record: Mapping[str, Any]) -> str:
             row += [f"{entry['seconds']:.2f} s", f"{entry['step'] * 1e3:.1f} ms", f"{entry['nbytes'] / 1e6:.1f}"]
     threads, build = record["hardware"]["threads"], next(iter(lengths.values()))["build"]
     least = min(part["figures"][name]["same_top"] for part in lengths.values() for name in PEERS)
-    return "\n\n".join(
-        [
-            pages.markdown(head, list(rows.values())),
-            f"SmolLM2-135M-Instruct, {threads} threads, {pages.measured_at(record)}, llama-cpp-python "
-            f"{build['version']}, compiled for this processor. At least {least:.0%} of the likeliest tokens of "
-            "llama.cpp, after the prompt and after each step, are those of transformers.",
-        ]
+    return (
+        f"{pages.markdown(head, list(rows.values()))}\n\n"
+        f"SmolLM2-135M-Instruct, {threads} threads, {pages.measured_at(record)}, llama-cpp-python "
+        f"{build['version']}, compiled for this processor. At least {least:.0%} of the likeliest tokens of "
+        "llama.cpp, after the prompt and after each step, are those of transformers."
     )
 
 

@@ -19,6 +19,7 @@ from kvlayers_lab.cli import console
 from kvlayers_lab.cli import report as page
 from kvlayers_lab.cli.bench_results import BenchResults
 from kvlayers_lab.measuring import contenders, decoding
+from kvlayers_lab.measuring.environment import environment
 from kvlayers_lab.measuring.text import rows
 from kvlayers_lab.models import RunFacts
 from model_directories import save_model
@@ -256,9 +257,9 @@ def test_what_is_within_noise_is_marked_and_no_winner(capsys: pytest.CaptureFixt
         row_of("kvlayers static", [2.0], [2.2], nbytes=40),
     ]
     fidelities = {row.contender.key: "rounded" for row in rows}
-    run = RunFacts("m", torch.float32, torch.device("cpu"), {})
+    run = RunFacts("m", torch.float32, torch.device("cpu"), environment())
     results = BenchResults(run, 1, 1, 2, fidelities, {}, {8: rows[:3]})
-    results.show(console.Console(width=100))
+    results.report().show(console.Console(width=100))
     shown = capsys.readouterr().out
     lines = {" ".join(line.split()[:2]): line for line in shown.splitlines()}
     assert "4500 ms ±11%" in lines["kvlayers dynamic"]
@@ -273,7 +274,7 @@ def test_what_is_within_noise_is_marked_and_no_winner(capsys: pytest.CaptureFixt
     pasted = re.findall(r"^To use it: kvlayers.generate\(model, ..., cache_implementation='(.*)'\)$", shown, re.M)
     assert pasted == ["dynamic", "int4"]
     results.by_length[8] = rows
-    results.show(console.Console(width=100))
+    results.report().show(console.Console(width=100))
     assert "static is the fastest cache of kvlayers, 2.62 times as fast as transformers dynamic;" in " ".join(
         capsys.readouterr().out.split()
     )

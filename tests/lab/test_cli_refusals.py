@@ -42,7 +42,7 @@ REFUSED: dict[str, Sequence[tuple[Sequence[str], str]]] = {
         ((MODEL, "--lengths", "0"), "`--lengths` must be at least 1 token each, got 0"),
         ((MODEL, "--steps", "512"), "`--steps` must be fewer than the 512 positions.*got 512"),
         ((MODEL, "--cache", "dinamic"), "did you mean 'dynamic'"),
-        ((MODEL, "--against", "int4"), "`--against` must be one of static, quanto, hqq, got 'int4'"),
+        ((MODEL, "--against", "int4"), "`--against` must be transformers, or .*got 'int4'"),
         ((MODEL, "--text", "."), "`--text`: . cannot be read"),
         ((MODEL, "--text", "empty.txt"), "empty.txt is empty"),
         ((MODEL, "--text", "binary"), "`--text` must be a text in UTF-8, but binary is not"),

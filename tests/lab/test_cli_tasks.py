@@ -42,7 +42,6 @@ class Echo(Task):
     """
 
     name = "echo"
-    title = "Echo"
     expected: ClassVar[dict[tuple[int, float], tuple[str, ...]]] = {}
 
     def text(self, haystack: Any, length: int, depth: float, chooser: random.Random) -> TaskText:
@@ -225,7 +224,7 @@ def test_the_report_of_tasks_is_one_file_that_needs_nothing(llama: Path, known: 
     assert page.count('<tr class="bold">') == page.count('<tr class="bold"><td>int8</td>') == 1
     parsed = check_self_contained(page)
     table = {row[0]: row for row in parsed.cells[:4]}
-    assert table["Cache"] == ["Cache", "Echo", "Mean", "Loss", "±", "Log-prob.", "Same", "A token"]
+    assert table["Cache"] == ["Cache", "echo", "Mean", "Loss", "±", "Log-prob.", "Same", "A token"]
     assert table["dynamic (exact)"][1:5] == ["100.0", "100.0", "", ""]
     facts = {row[0]: row[1] for row in parsed.cells if len(row) == 2}
     assert facts["Depths"] == "0 %, 50 %"
@@ -235,7 +234,7 @@ def test_the_report_of_tasks_is_one_file_that_needs_nothing(llama: Path, known: 
     # Scores, and log-probabilities.
     assert parsed.tags.count("svg") == 2
     assert parsed.text.count("dynamic (exact)") == 2 + 1 + len(LENGTHS)
-    assert "Echo: score by length and depth" in parsed.text
+    assert "echo: score by length and depth" in parsed.text
 
 
 @needs_report

@@ -1,4 +1,4 @@
-"""`kvlayers fidelity` by position and since the last packing, with caches of any library, and as a run that goes on."""
+"""`kvlayers fidelity` by position, with caches of any library, and as a run that goes on."""
 
 import itertools
 import json
@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import transformers as tf
 
 import command_line
@@ -16,10 +15,10 @@ import kvlayers
 import kvlayers_lab
 from kvlayers_lab.calibration import MeasuredSetting
 from kvlayers_lab.measuring import scoring
-from kvlayers_lab.measuring.fidelity import FidelityBudget, SettingFidelity, by_position, drift, since_packing
+from kvlayers_lab.measuring.fidelity import FidelityBudget, SettingFidelity, by_position, drift
 from kvlayers_lab.measuring.nbytes import bytes_of, held_nbytes
 from kvlayers_lab.measuring.run_file import PassageFile
-from kvlayers_lab.measuring.scoring import LastPacking, PassageScores
+from kvlayers_lab.measuring.scoring import PassageScores
 from model_directories import save_sharp_model
 from models import COMMON
 from slow_fidelity import SlowToken, slow_tokens
@@ -81,9 +80,6 @@ def test_figures_by_position_are_those_of_a_slow_reference(llama: Path) -> None:
     assert [(each["start"], each["stop"]) for each in said["by_position"]] == [
         (start, start + 2) for start in range(224, 248, 2)
     ]
-    # 16 sinks, 128 tokens of the residual and 64 that are not packed yet are 208 tokens: one more, and a block is
-    # packed. That is after 216 tokens, in chunks of 8, and the next time is after 280.
-    check_ranges(said["since_packing"], [(token.position - 216, token) for token in tokens])
     first, last = said["drift"]["first"], said["drift"]["last"]
     assert (first["start"], first["stop"], last["start"], last["stop"]) == (224, 230, 242, 248)
     check_ranges([first], [(token.position, token) for token in tokens if token.position < 230])
@@ -98,53 +94,13 @@ def test_without_context_the_whole_passage_has_a_curve(llama: Path) -> None:
     tokens = list(itertools.chain(*slow_tokens(llama, int2, 0, 248, 8)))
     check_ranges(said["by_position"], [(token.position, token) for token in tokens])
     assert said["by_position"][0]["start"] == 0
-    # Nothing is packed before 216 tokens were read, so no token before that has a distance.
-    check_ranges(said["since_packing"], [(token.position - 216, token) for token in tokens if token.position >= 216])
     kl = {each["start"]: each["kl"] for each in said["by_position"]}
     assert kl[0] < 1e-9 < kl[240]
     assert "KL grows between tokens 0 to 61 and tokens 186 to 247: int2 from" in result.stderr
 
 
-def distances(cache: Any, passes: Sequence[int], tokens_at: Sequence[int]) -> list[int | None]:
-    """Distances of the first token of each of the passes at `tokens_at`, counted in tokens."""
-    follower, read, found = LastPacking(cache), 0, []
-    for tokens in passes:
-        if read in tokens_at:
-            found += follower.distances(read, 1)
-        for layer in range(2):
-            cache.update(torch.randn(1, 2, tokens, 8), torch.randn(1, 2, tokens, 8), layer)
-        read += tokens
-        follower.note_pass(read)
-    return found
-
-
-def test_distances_are_counted_from_the_end_of_the_pass_that_packs_or_evicts() -> None:
-    config = tf.LlamaConfig(**COMMON)
-    int4 = kvlayers.QuantizedCache(config=config, nbits=4, residual_length=32, sink_tokens=4)
-    # 4 sinks, 32 tokens of the residual, and blocks of 64 tokens: packing is after 101 tokens, 165, 229.
-    assert distances(int4, [1] * 240, [100, 101, 102, 164, 165, 239]) == [None, 0, 1, 63, 0, 10]
-    sinks = kvlayers.SinkCache(64, 4, config=config)
-    # From 64 tokens on, every pass evicts.
-    assert distances(sinks, [32, 31, 1, 1, 5, 1], [0, 32, 63, 64, 65, 70]) == [None, None, None, 0, 0, 0]
-    mixed = kvlayers.Cache(layers=[kvlayers.DynamicLayer(), int4.layers[0].fork()])
-    mixed.reset()
-    assert distances(mixed, [50] * 5, [100, 150, 200]) == [None, 0, 0]
-
-
-def test_caches_that_do_not_pack_or_do_not_say_have_no_distances() -> None:
-    config = tf.LlamaConfig(**COMMON)
-    window = tf.MistralConfig(**COMMON, sliding_window=16)
-    for cache in (
-        kvlayers.DynamicCache(config=config),
-        kvlayers.DynamicCache(config=window),
-        tf.DynamicCache(config=config),
-    ):
-        assert distances(cache, [20, 20, 20], [0, 20, 40]) == [None, None, None]
-    assert LastPacking(None).distances(0, 2) == [None, None]
-
-
-def scores(kl: Sequence[float], since: Sequence[int | None] = ()) -> PassageScores:
-    return PassageScores(tuple(kl), (0.5,) * len(kl), (True,) * len(kl), tuple(since))
+def scores(kl: Sequence[float]) -> PassageScores:
+    return PassageScores(tuple(kl), (0.5,) * len(kl), (True,) * len(kl))
 
 
 def test_ranges_have_equal_widths_and_no_range_is_empty() -> None:
@@ -153,9 +109,6 @@ def test_ranges_have_equal_widths_and_no_range_is_empty() -> None:
     assert [(each.start, each.stop, each.tokens) for each in found[:2]] == [(100, 103, 6), (103, 106, 6)]
     assert (len(found), found[-1].start, found[-1].stop, found[-1].tokens) == (14, 139, 140, 2)
     assert found[0].kl == (0 + 1 + 2 + 40 + 41 + 42) / 6
-    assert since_packing([scores([1.0, 2.0, 3.0], [None, 0, 40])]) != ()
-    assert [each.start for each in since_packing([scores([1.0, 2.0, 3.0], [None, 0, 40])])] == [0, 39]
-    assert since_packing(passages) == since_packing([scores([1.0], [None])]) == ()
 
 
 GROWING, STEADY = [1.0] * 4 + [3.0] * 4, [1.0] * 8
@@ -190,11 +143,10 @@ def test_a_cache_of_any_name_is_measured(llama: Path) -> None:
     tokens = list(itertools.chain(*slow_tokens(llama, sinks, CONTEXT, SCORED, CHUNK)))
     assert windowed["kl"] == pytest.approx(sum(token.kl for token in tokens) / len(tokens), rel=1e-3)
     check_ranges(windowed["by_position"], [(token.position, token) for token in tokens])
-    check_ranges(windowed["since_packing"], [(token.position % CHUNK, token) for token in tokens])
     config = tf.AutoConfig.from_pretrained(llama)
     assert windowed["nbytes"] == bytes_of(lambda: sinks(config), config, CONTEXT + SCORED)
     # A cache of another library has no arithmetic: it was filled.
-    assert (full["kl"], full["since_packing"]) == (0, [])
+    assert full["kl"] == 0
     assert full["nbytes"] == said["full"]["nbytes"] == 2 * 2 * (CONTEXT + SCORED) * 2 * 8 * 2
     assert "use" not in full
     assert said["int4"]["use"] == {"cache_implementation": "int4"}
@@ -207,7 +159,6 @@ def test_caches_of_transformers_are_measured_beside_settings(llama: Path) -> Non
     quanto = said["transformers quanto"]
     assert quanto["kl"] > 0
     assert quanto["by_position"]
-    assert not quanto["since_packing"]
     assert 0 < quanto["of_full"] < 1
 
 
@@ -299,5 +250,5 @@ def test_a_failure_and_scores_that_are_not_finite_are_tried_again(tmp_path: Path
         assert set(record.of_passage(0)) <= {"good"}
         record.add(0, "bad", PassageScores(failure="MemoryError: "))
         record.add(0, "overflowing", scores([math.nan]))
-        record.add(0, "good", scores([0.1, 1 / 3], [None, 2]))
-    assert record.of_passage(0) == {"good": scores([0.1, 1 / 3], [None, 2])}
+        record.add(0, "good", scores([0.1, 1 / 3]))
+    assert record.of_passage(0) == {"good": scores([0.1, 1 / 3])}

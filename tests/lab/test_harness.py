@@ -305,11 +305,10 @@ def test_a_model_with_an_encoder_is_refused(tmp_path: Path) -> None:
     "given",
     [
         {"nbits": 2, "backend": "hqq", "residual_length": 64},
-        '{"nbits": 2, "backend": "hqq", "residual_length": 64}',
         "nbits:2+backend:hqq+residual_length:64",
     ],
 )
-def test_options_of_a_cache_have_three_forms(given: Any) -> None:
+def test_options_of_a_cache_have_two_forms(given: Any) -> None:
     info = adapted(cache="quantized", cache_config=given).get_model_info()
     assert info["cache_config"] == {"nbits": 2, "backend": "hqq", "residual_length": 64}
 

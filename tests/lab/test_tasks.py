@@ -268,7 +268,6 @@ def test_a_task_of_another_package() -> None:
     @register_task
     class Password(Task):
         name = "password"
-        title = "Password"
 
         @override
         def text(self, haystack: Haystack, length: int, depth: float, chooser: random.Random) -> TaskText:
@@ -298,7 +297,6 @@ def test_a_task_without_an_answer(answer: str, expected: tuple[str, ...]) -> Non
     @register_task
     class Unanswered(Task):
         name = "unanswered"
-        title = "Unanswered"
 
         @override
         def text(self, haystack: Haystack, length: int, depth: float, chooser: random.Random) -> TaskText:

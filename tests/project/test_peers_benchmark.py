@@ -3,6 +3,7 @@
 import json
 import pathlib
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -67,21 +68,22 @@ def gguf(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> pathlib.Pat
     return path
 
 
-def test_the_other_process_answers_each_request(peers: Any, gguf: pathlib.Path) -> None:
-    with peers.peer(sys.executable, gguf, 1) as other:
-        assert other.build["system"] == "STAND-IN = 1"
-        for kv, kind in (("f16", 1), ("q4_0", 2)):
-            found = other.read(kv, range(40), range(3))
-            assert found["tokens"] == [40, 41, 42, 43]
-            assert found["nbytes"] == 1000 * kind + 43
-            assert len(found["step_seconds"]) == 3
-            assert found["seconds"] >= 0
+def test_the_other_process_answers_a_request(peers: Any, gguf: pathlib.Path) -> None:
+    given = SimpleNamespace(peer_python=sys.executable, gguf=gguf, threads=1)
+    for kv, kind in (("f16", 1), ("q4_0", 2)):
+        found = peers.read_there(given, kv, torch.arange(40)[None], torch.arange(3)[None])
+        assert found["build"]["system"] == "STAND-IN = 1"
+        assert found["tokens"] == [40, 41, 42, 43]
+        assert found["nbytes"] == 1000 * kind + 43
+        assert len(found["step_seconds"]) == 3
+        assert found["seconds"] >= 0
 
 
 def test_a_process_that_ends_is_named(peers: Any, tmp_path: pathlib.Path) -> None:
     # The interpreter of the tests has no llama-cpp-python, or the file is none.
-    with pytest.raises(SystemExit, match="llama-cpp-python"), peers.peer("/bin/true", tmp_path, 1):
-        pass
+    given, ids = SimpleNamespace(peer_python="/bin/true", gguf=tmp_path, threads=1), torch.arange(3)[None]
+    with pytest.raises(SystemExit, match="llama-cpp-python"):
+        peers.read_there(given, "f16", ids, ids)
 
 
 def test_a_cache_here_reads_a_prompt_and_its_steps(peers: Any) -> None:

@@ -1,13 +1,12 @@
 """The side of llama.cpp: reads prompts through its Python binding, in an interpreter of its own.
 
-    PYTHON_WITH_LLAMA_CPP benchmarks/lib/llama_side.py MODEL.gguf THREADS
+    PYTHON_WITH_LLAMA_CPP benchmarks/lib/llama_side.py MODEL.gguf THREADS < REQUEST
 
-It answers each line of its input with one line, both in JSON, and ends with the input. It imports nothing of kvlayers
-or of torch.
+Request and answer are JSON. It imports nothing of kvlayers or of torch.
 
-A request has `kv`, the type of the held states; `ids`, the prompt; and `following`, the tokens of the steps behind it.
+The request has `kv`, the type of the held states; `ids`, the prompt; and `following`, the tokens of the steps.
 The answer has `seconds` of the prompt, `step_seconds`, `nbytes` of the held states, and `tokens`, the likeliest one
-after the prompt and after each step. The first line tells of the build, before any request.
+after the prompt and after each step, and `build`, the version and what it was compiled for.
 """
 
 import ctypes
@@ -77,9 +76,7 @@ def build() -> dict[str, str]:
 
 
 def main(path: str, threads: str) -> None:
-    print(json.dumps(build()), flush=True)
-    for line in sys.stdin:
-        print(json.dumps(answer(path, int(threads), **json.loads(line))), flush=True)
+    print(json.dumps({"build": build(), **answer(path, int(threads), **json.load(sys.stdin))}))
 
 
 if __name__ == "__main__":

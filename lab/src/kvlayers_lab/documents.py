@@ -2,10 +2,9 @@
 
 import functools
 import itertools
-import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +16,7 @@ from kvlayers.documents import Joined, joined
 from kvlayers.models import bos_ids
 from kvlayers_lab.measuring.contenders import Contender
 from kvlayers_lab.measuring.decoding import finish
-from kvlayers_lab.measuring.scoring import divergences, newest_logits
+from kvlayers_lab.measuring.scoring import PassageScores, Scores, newest_logits, token_scores
 from kvlayers_lab.measuring.text import check_known
 from kvlayers_lab.measuring.text import passages as passages_of
 from kvlayers_lab.names import KVLAYERS
@@ -167,70 +166,41 @@ def measure_documents(
     Raises:
         OptionError: the text is too short.
     """
-    found, begin, without_bos = [], beginning_of(tokenizer), len(bos_ids(tokenizer))
+    found, begin, without_bos = list[DocumentFidelity](), beginning_of(tokenizer), len(bos_ids(tokenizer))
     for count in counts:
         texts = passages_of(tokenizer, text, passages * count, without_bos + document_tokens + scored)
         for ids in texts:
             check_known(model.config, ids)
-        rows: dict[int | str | None, list[_Scored]] = {None: [], **{recompute: [] for recompute in recomputes}}
+        rows = {amount: (Scores(), list[float]()) for amount in (None, *recomputes)}
         for passage in range(passages):
             # Neighbours in the text would tell one another too much.
             chosen = [texts[passage + passages * number][0, without_bos:].tolist() for number in range(count)]
             context = Apart(model, begin, [own[:document_tokens] for own in chosen])
-            target = chosen[passage % count][document_tokens:]
-            tick(f"{count} documents, set {passage + 1}: computing")
+            target = torch.tensor([chosen[passage % count][document_tokens:]], device=model.device)
             # The documents are computed now, and not while a clock runs.
             context.joined(0)
-            whole = _scored(model, lambda of=context: Joined(of.at_once(), ()), target, None)  # type: ignore[misc]
-            rows[None].append(whole)
-            for recompute in recomputes:
-                tick(f"{count} documents, set {passage + 1}: recompute {recompute}")
-                join = functools.partial(context.joined, recompute)
-                rows[recompute].append(_scored(model, join, target, whole.logprobs))
-        full = statistics.median(each.seconds for each in rows[None])
-        found += [_fidelity(count, recompute, each, full) for recompute, each in rows.items()]
+            expected: Tensor | None = None
+            for amount, (scores, shares) in rows.items():
+                how = "all at once" if amount is None else f"recompute {amount}"
+                tick(f"{count} documents, set {passage + 1}: {how}")
+                finish(model.device)
+                started = time.perf_counter()
+                cache, recomputed = Joined(context.at_once(), ()) if amount is None else context.joined(amount)
+                finish(model.device)
+                seconds = time.perf_counter() - started
+                shares.append(len(recomputed) / cache.get_seq_length())
+                seen = newest_logits(model, target, cache, scored)[:-1].double().log_softmax(-1)
+                expected = seen if expected is None else expected
+                kl, surprise, agrees = (tuple(each.tolist()) for each in token_scores(expected, seen, target[0, 1:]))
+                scores.passages.append(PassageScores(kl, surprise, agrees, seconds))
+        full = _median_seconds(rows[None][0])
+        for amount, (scores, shares) in rows.items():
+            summary, seconds = scores.summary(), _median_seconds(scores)
+            figures = {name: summary[name] for name in ("tokens", "kl", "agreement", "perplexity")}
+            share = statistics.fmean(shares)
+            found.append(DocumentFidelity(count, amount, share, **figures, seconds=seconds, of_full=seconds / full))
     return found
 
 
-@dataclass(frozen=True)
-class _Scored:
-    recomputed: float
-    kl: Tensor
-    agrees: Tensor
-    surprise: Tensor
-    seconds: float
-    logprobs: Tensor
-
-
-def _scored(model: Any, make: Callable[[], Joined], ids: Sequence[int], expected: Tensor | None) -> _Scored:
-    """Scores of tokens after a cache, against log-probabilities `[tokens - 1, vocab]`; `None` for its own."""
-    finish(model.device)
-    begin = time.perf_counter()
-    cache, recomputed = make()
-    finish(model.device)
-    seconds = time.perf_counter() - begin
-    share = len(recomputed) / cache.get_seq_length()
-    target = torch.tensor([list(ids)], device=model.device)
-    seen = newest_logits(model, target, cache, len(ids))[:-1].double().log_softmax(-1)
-    expected = seen if expected is None else expected
-    surprise = -seen.gather(1, target[0, 1:, None])[:, 0]
-    agrees = seen.argmax(-1) == expected.argmax(-1)
-    return _Scored(share, divergences(expected, seen), agrees, surprise, seconds, seen)
-
-
-def _fidelity(count: int, recompute: int | str | None, scored: Sequence[_Scored], full: float) -> DocumentFidelity:
-    kl, agrees, surprise = (
-        torch.cat([getattr(each, name) for each in scored]) for name in ("kl", "agrees", "surprise")
-    )
-    seconds = statistics.median(each.seconds for each in scored)
-    return DocumentFidelity(
-        documents=count,
-        recompute=recompute,
-        recomputed=statistics.fmean(each.recomputed for each in scored),
-        tokens=kl.numel(),
-        kl=float(kl.mean()),
-        agreement=float(agrees.double().mean()),
-        perplexity=math.exp(float(surprise.mean())),
-        seconds=seconds,
-        of_full=seconds / full,
-    )
+def _median_seconds(scores: Scores) -> float:
+    return statistics.median(each.seconds for each in scores.passages)

@@ -1,4 +1,4 @@
-"""Which caches `kvlayers bench` measures, whether they passed, and how that is shown."""
+"""Which caches `kvlayers bench` measures, whether they passed, and what people read of them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,26 +8,29 @@ from typing import Any
 from rich.console import Console
 from torch import Tensor
 
-from kvlayers.commands.common import NO_OPTIONS, Dtype
-from kvlayers.commands.console import plain, table
+from kvlayers.commands.common import Dtype
+from kvlayers.commands.console import plain
 from kvlayers.errors import KVLayersError, OptionError
 from kvlayers.models import most_positions
 from kvlayers.options import readable_bytes
 from kvlayers.stores import Fidelity
-from kvlayers_lab.cli.console import (
-    bar_between_runs,
-    checked_lengths,
-    measuring,
-    print_sentences,
-    read_text,
-    usage_line,
-)
+from kvlayers_lab.cli.console import bar_between_runs, checked_lengths, measuring, read_text, usage_line
 from kvlayers_lab.cli.report import Report, ReportPlot, ReportTable, conclude, line_plot, report_path
-from kvlayers_lab.measuring.contenders import Contender, Key, exact_names, is_installed, make_contender
+from kvlayers_lab.measuring.contenders import (
+    Contender,
+    Key,
+    against_contenders,
+    exact_names,
+    is_installed,
+    make_contender,
+)
 from kvlayers_lab.measuring.decoding import ContenderResult, measure, warm_up
 from kvlayers_lab.measuring.text import check_known, rows
 from kvlayers_lab.models import LoadedModel, RunFacts, find, load
 from kvlayers_lab.names import BENCH_REPORT, KVLAYERS, TRANSFORMERS, TRANSFORMERS_CACHES
+
+OPTIONS = {"against": "--against"}
+"""For arguments that errors name, the options that they come from."""
 
 REFERENCE: Key = (TRANSFORMERS, TRANSFORMERS_CACHES[0])
 QUANTIZED = ("int8", "int4")
@@ -41,7 +44,6 @@ NOTES = (
     "two tokens are equally likely within the precision of the dtype, and sums in another order pick the other one.",
     "Prefill: the forward pass over the prompt. Step: the forward pass over one more token of each sequence, with half "
     "the range of the trials. Speed: the step time of transformers' DynamicCache, divided by this step time.",
-    WITHIN_NOISE,
     "Held: bytes that the cache keeps alive at the end, spare room and reservations included.",
 )
 
@@ -63,49 +65,30 @@ def run(
     as_json: bool,
 ) -> bool:
     """Measure and show. The arguments are the options of the command. Returns whether every cache passed."""
-    with measuring("bench", NO_OPTIONS, as_json, threads) as console:
+    with measuring("bench", OPTIONS, as_json, threads) as console:
         asked_lengths = checked_lengths(lengths)
-        against_names = transformers_names(against)
         path = report_path(console, report, Path(BENCH_REPORT))
         content = read_text(text)
         found = find(console, model, device, "MODEL")
         fitting = fitting_lengths(found.config, asked_lengths, steps)
         prompt = rows(found.tokenizer, content, batch, fitting[-1])
         check_known(found.config, prompt)
-        fidelities, left_out = choose_caches(found.config, names, against_names, fitting[-1] + steps)
+        fidelities, left_out = choose_caches(found.config, names, against, fitting[-1] + steps)
         loaded = load(console, found, dtype)
         results = BenchResults(RunFacts.of(loaded), batch, steps, trials, fidelities, left_out)
         results.measure(console, loaded, prompt, fitting)
         return conclude(console, results, path, as_json)
 
 
-def transformers_names(asked: Sequence[str] | None) -> list[str]:
-    """Names of transformers' caches beside the dynamic one: the names asked for, by default all that are installed.
-
-    Raises:
-        OptionError: a name is unknown, or its package is not installed.
-    """
-    if asked is None:
-        return [name for name in TRANSFORMERS_CACHES[1:] if is_installed(name)]
-    for name in asked:
-        if name not in TRANSFORMERS_CACHES:
-            raise OptionError(f"`--against` must be one of {', '.join(TRANSFORMERS_CACHES[1:])}, got {name!r}.")
-        if not is_installed(name):
-            raise OptionError(
-                f'`--against {name}` needs a package that is not installed: pip install ".[{name}]" in a checkout'
-            )
-    return [name for name in asked if name != REFERENCE[1]]
-
-
 def choose_caches(
-    config: Any, names: Sequence[str] | None, transformers_names: Sequence[str], length: int
+    config: Any, names: Sequence[str] | None, against: Sequence[str] | None, length: int
 ) -> tuple[dict[Key, Fidelity], dict[str, str]]:
     """The caches that a model supports.
 
     Args:
         config: config of the model.
         names: names of kvlayers' caches, `None` for all default ones that suit the model.
-        transformers_names: names of transformers' caches, beside its dynamic one.
+        against: names of transformers' caches beside its dynamic one, `None` for all whose packages are installed.
         length: the most tokens that a cache will hold.
 
     Returns:
@@ -113,22 +96,21 @@ def choose_caches(
         support, why.
 
     Raises:
-        KVLayersError: a cache in `names` cannot be made.
+        KVLayersError: a cache in `names` cannot be made, or there is no cache of transformers of a name in `against`.
     """
-
-    def fidelity(key: Key) -> Fidelity:
-        return make_contender(*key, config, length).fidelity()
-
-    fidelities = {REFERENCE: fidelity(REFERENCE)}
+    usual = [name for name in TRANSFORMERS_CACHES if is_installed(name)]
+    rivals = against_contenders(usual if against is None else against, config, length)
+    asked = [*exact_names(config), *QUANTIZED] if names is None else names
+    own = [make_contender(KVLAYERS, name, config, length) for name in asked]
+    fidelities: dict[Key, Fidelity] = {}
     left_out = {}
-    for name in [*exact_names(config), *QUANTIZED] if names is None else names:
+    for each in (make_contender(*REFERENCE, config, length), *own, *rivals):
         try:
-            fidelities[KVLAYERS, name] = fidelity((KVLAYERS, name))
+            fidelities[each.key] = each.fidelity()
         except KVLayersError as error:
             if names is not None:
                 raise
-            left_out[name] = str(error)
-    fidelities |= {(TRANSFORMERS, name): fidelity((TRANSFORMERS, name)) for name in transformers_names}
+            left_out[each.cache] = str(error)
     # Exact caches first, so that caches that round stand beside each other.
     ordered = sorted(fidelities.items(), key=lambda item: item[1] != fidelities[REFERENCE])
     return dict(ordered), left_out
@@ -258,22 +240,13 @@ class BenchResults:
             "ties": result.ties,
         }
 
-    def show(self, console: Console) -> None:
-        """Print a table for each length, and the findings."""
-        for length, measured in self.by_length.items():
-            styles = [None if self.passes(result) else "red" for result in measured]
-            console.print(table(COLUMNS, map(self._cells, measured), self._title(length), styles, (0, 1)))
-        results = [result for measured in self.by_length.values() for result in measured]
-        if any(result.failure is None and self.is_within_noise(result) for result in results):
-            console.print(WITHIN_NOISE, style="dim", markup=False, highlight=False)
-        print_sentences(console, self.findings)
-
     @property
     def findings(self) -> list[str]:
         """The findings, one sentence each."""
-        found = [*self._verdict(), *self._winners()]
-        for measured in self.by_length.values():
-            found += [f"{each.contender.name} failed: {each.failure}" for each in measured if each.failure is not None]
+        results = [result for measured in self.by_length.values() for result in measured]
+        is_noisy = any(result.failure is None and self.is_within_noise(result) for result in results)
+        found = [*([WITHIN_NOISE] if is_noisy else []), *self._verdict(), *self._winners()]
+        found += [f"{each.contender.name} failed: {each.failure}" for each in results if each.failure is not None]
         found += [f"Not for this model: {name} ({reason})" for name, reason in self.left_out.items()]
         return list(dict.fromkeys(found))
 
@@ -313,14 +286,16 @@ class BenchResults:
         uses = [each.contender.generate_options for each in (fastest, smallest)]
         return [sentence, *dict.fromkeys(usage_line(use) for use in uses if use is not None)]
 
-    def report(self, command: str) -> Report:
-        """The report as a page. It needs matplotlib."""
+    def report(self) -> Report:
+        """What people read."""
         tables = [
             ReportTable(
                 self._title(length),
                 COLUMNS,
                 [self._cells(result) for result in measured],
-                [index for index, result in enumerate(measured) if result.contender.library == KVLAYERS],
+                bold=[index for index, result in enumerate(measured) if result.contender.library == KVLAYERS],
+                failed=[index for index, result in enumerate(measured) if not self.passes(result)],
+                texts=(0, 1),
             )
             for length, measured in self.by_length.items()
         ]
@@ -332,9 +307,8 @@ class BenchResults:
         }
         return Report(
             title=f"Caches for {self.run.model}",
-            command=command,
-            findings=self.findings,
             tables=tables,
+            findings=self.findings,
             plots=[
                 self._plot("step", "Decode step", "ms", lambda result: result.step_seconds * 1e3),
                 self._plot("prefill", "Prefill", "ms", lambda result: result.prefill_seconds * 1e3),
@@ -350,7 +324,7 @@ class BenchResults:
             for result in (each for each in measured if each.failure is None):
                 series.setdefault(result.contender.name, {})[length] = figure(result)
         dashed = tuple(label for label in series if label.startswith(TRANSFORMERS))
-        return ReportPlot(title, line_plot(name, title, "tokens of the prompt", y_label, series, dashed))
+        return ReportPlot(title, lambda: line_plot(name, title, "tokens of the prompt", y_label, series, dashed))
 
     def _title(self, length: int) -> str:
         dtype = plain(self.run.dtype)

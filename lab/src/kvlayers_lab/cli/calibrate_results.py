@@ -2,11 +2,9 @@
 
 from pathlib import Path
 
-from rich.console import Console
-
 from kvlayers import Quantization, QuantizedCache
 from kvlayers.commands.common import CHECK_FAILED, Dtype, one_line_errors
-from kvlayers.commands.console import home_expanded, print_json, table
+from kvlayers.commands.console import home_expanded, print_json
 from kvlayers.errors import CapacityError, OptionError, StateMismatchError
 from kvlayers.models import head_dims
 from kvlayers.options import amount_of_bytes, readable_bytes
@@ -20,7 +18,8 @@ from kvlayers_lab.calibration.checks import (
     checked_tokens,
     checked_widths,
 )
-from kvlayers_lab.cli.console import check_creatable, measuring, read_text, usage_line
+from kvlayers_lab.cli.console import WRITTEN_PREFIX, check_creatable, measuring, read_text, usage_line
+from kvlayers_lab.cli.report import Report, ReportTable
 from kvlayers_lab.measuring.text import passages as passages_of
 from kvlayers_lab.measuring.uneven_heads import UnevenHead, attended_states, uneven_head
 from kvlayers_lab.models import RunFacts, find, load
@@ -96,7 +95,7 @@ def run(
         cache = QuantizedCache(config=loaded.model.config, **calibration.cache_config)
         uneven = uneven_head(cache, attended_states(loaded.model, texts[0], READ_AT_ONCE))
         written = calibration.save(file)
-        _show(console, calibration, written, uneven)
+        _report(calibration, written, uneven).show(console)
         if as_json:
             print_json(
                 {
@@ -136,22 +135,21 @@ def _numbers(bits: str) -> tuple[int, ...]:
         raise OptionError(f"`--bits` must be numbers separated by commas, such as 2,4,8, got {bits!r}.") from None
 
 
-def _show(console: Console, calibration: Calibration, file: Path, uneven: UnevenHead | None) -> None:
-    """Print the calibrated bits beside the best uniform ones, and where the file is."""
+def _report(calibration: Calibration, file: Path, uneven: UnevenHead | None) -> Report:
+    """The calibrated bits beside the best uniform ones, and where the file is."""
     named = {"calibrated": calibration.chosen, "uniform": calibration.uniform}
     rows = [
         (name, readable_bytes(setting.bytes_per_token), f"{setting.divergence:.3g} nats")
         for name, setting in named.items()
         if setting is not None
     ]
-    console.print(table(("Bits", "A token", "KL"), rows, styles=("bold",)))
+    findings = []
     for side, option in (("keys", "key_nbits"), ("values", "value_nbits")):
         # A dot for a layer that is not quantized.
         bits = ("." if nbits is None else str(nbits) for nbits in calibration.cache_config[option])
-        console.print(f"{side}: {' '.join(bits)}", markup=False, highlight=False)
-    warning = () if uneven is None else (f"Warning: {uneven.sentence}.",)
+        findings.append(f"{side}: {' '.join(bits)}")
     options = f"kvlayers_lab.Calibration.load({str(file)!r}).cache_config"
     usage = usage_line({"cache_implementation": "quantized"}).removesuffix(")") + f", cache_config={options})"
-    for line in (*warning, f"Written to {file}", usage):
-        # A line to paste must not be wrapped.
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    warning = () if uneven is None else (f"Warning: {uneven.sentence}.",)
+    table = ReportTable("Bits of each layer", ("Bits", "A token", "KL"), rows, bold=(0,))
+    return Report("Calibration", [table], [*findings, *warning, f"{WRITTEN_PREFIX}{file}", usage])

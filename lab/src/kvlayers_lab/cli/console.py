@@ -25,6 +25,9 @@ from kvlayers_lab.measuring.text import default_text
 USAGE_PREFIX = "To use it: "
 """Start of a line whose rest can be pasted into code."""
 
+WRITTEN_PREFIX = "Written to "
+"""Start of a line whose rest is the path of a file."""
+
 
 def usage_line(options: Mapping[str, Any]) -> str:
     """A line of code that asks `generate()` for a cache.
@@ -38,9 +41,10 @@ def usage_line(options: Mapping[str, Any]) -> str:
 
 
 def print_sentences(console: Console, sentences: Iterable[str]) -> None:
-    """Print sentences, one a line. A line of code to paste is not wrapped."""
+    """Print sentences, one a line. What is to be pasted, code or the path of a file, is not wrapped."""
     for sentence in sentences:
-        console.print(sentence, markup=False, highlight=False, soft_wrap=sentence.startswith(USAGE_PREFIX))
+        is_whole = sentence.startswith((USAGE_PREFIX, WRITTEN_PREFIX))
+        console.print(sentence, markup=False, highlight=False, soft_wrap=is_whole)
 
 
 @contextmanager

@@ -1,20 +1,18 @@
-"""What `kvlayers fidelity --documents` does: it concatenates documents, and reads on, or asks about them; and how the
-results of a text are shown. Those of tasks are `TaskResults`.
+"""What `kvlayers fidelity --documents` does: it concatenates documents, and reads on, or asks about them; and what
+people read of the results of a text. Those of tasks are `TaskResults`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from rich.console import Console
 
-from kvlayers.commands.console import table
 from kvlayers.documents import recompute_amount
 from kvlayers.errors import OptionError
 from kvlayers.models import most_positions, rotaries
 from kvlayers.options import tokens
-from kvlayers_lab.cli.console import bar_between_runs, measuring, print_sentences, read_text, results_path
+from kvlayers_lab.cli.console import bar_between_runs, measuring, read_text, results_path
 from kvlayers_lab.cli.fidelity_run import EXACT, FidelityRun, answered, check_points, chosen_tasks, needed_tokens
 from kvlayers_lab.cli.fidelity_tasks_view import TaskResults
 from kvlayers_lab.cli.report import Report, ReportPlot, ReportTable, conclude, curves, report_path
@@ -84,12 +82,6 @@ class DocumentsResults:
             "documents": [vars(each) for each in self.measured],
         }
 
-    def show(self, console: Console) -> None:
-        """Print the table, and the findings."""
-        styles = ["bold" if self.is_within(each) else None for each in self.measured]
-        console.print(table(COLUMNS, map(self._cells, self.measured), self._title, styles, texts=(1,)))
-        print_sentences(console, self.findings)
-
     @property
     def findings(self) -> list[str]:
         """The findings, one sentence each."""
@@ -106,30 +98,26 @@ class DocumentsResults:
                 found.append(f"Nothing is within {limit}: use recompute='100%', or raise --max-kl.")
         return found
 
-    def report(self, command: str) -> Report:
-        """The report as a page. It needs matplotlib."""
-        lines: dict[str, list[DocumentFidelity]] = {}
-        for each in self.measured:
-            if each.recompute is not None:
-                lines.setdefault(f"{each.documents} documents", []).append(each)
+    def report(self) -> Report:
+        """What people read."""
         title = "What is lost, by what is recomputed"
+        concatenated = [each for each in self.measured if each.recompute is not None]
+        ordered = sorted(concatenated, key=lambda each: each.recomputed)
 
-        def of(name: str) -> Mapping[str, Mapping[float, float]]:
-            return {
-                line: {
-                    100 * each.recomputed: getattr(each, name)
-                    for each in sorted(found, key=lambda each: each.recomputed)
-                }
-                for line, found in lines.items()
-            }
+        def of(figure: str) -> dict[str, dict[float, float]]:
+            lines: dict[str, dict[float, float]] = {}
+            for each in ordered:
+                lines.setdefault(f"{each.documents} documents", {})[100 * each.recomputed] = getattr(each, figure)
+            return lines
 
         panels = ("KL, nats", of("kl")), ("same top-1", of("agreement"))
+        rows = [self._cells(each) for each in self.measured]
+        within = [index for index, each in enumerate(self.measured) if self.is_within(each)]
         return Report(
             title=f"Concatenated documents for {self.run.model}",
-            command=command,
+            tables=[ReportTable(self._title, COLUMNS, rows, within, texts=(1,))],
             findings=self.findings,
-            tables=[ReportTable(self._title, COLUMNS, [self._cells(each) for each in self.measured])],
-            plots=[ReportPlot(title, curves("documents", title, "recomputed tokens, percent", *panels))],
+            plots=[ReportPlot(title, lambda: curves("documents", title, "recomputed tokens, percent", *panels))],
             notes=NOTES,
             facts={**self.run.settings, "Text": self.text, **self.run.machine},
         )

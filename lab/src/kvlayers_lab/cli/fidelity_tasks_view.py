@@ -1,23 +1,20 @@
-"""The answers of `kvlayers fidelity --tasks`: whether they passed, and how they are shown."""
+"""The answers of `kvlayers fidelity --tasks`: whether they passed, and what people read of them."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
-from kvlayers.commands.console import table
 from kvlayers.options import readable_bytes
-from kvlayers_lab.cli.console import print_sentences, usage_line
+from kvlayers_lab.cli.console import usage_line
 from kvlayers_lab.cli.report import Cells, Report, ReportPlot, ReportTable, heat_maps
 from kvlayers_lab.measuring.contenders import Contender
 from kvlayers_lab.models import RunFacts
-from kvlayers_lab.tasks.contract import task_named
 from kvlayers_lab.tasks.summary import TaskFigures, TaskOutcome, TaskSummary
 
+PAGE_ONLY = ("±", "Log-prob.", "Same", "A token")
 NOTES = (
     "Score: the share of the expected strings that an answer contains, in percent. Each sample counts the same.",
     "Mean and loss leave out the tasks and lengths that the model is too weak for. Loss: the mean score of the exact "
@@ -151,19 +148,6 @@ class TaskResults:
             **({} if self.budget is None or contender is self.exact else {"within": contender in self.within}),
         }
 
-    def show(self, console: Console) -> None:
-        """Print the table, and the findings."""
-        # A title of the table would be wrapped to its width, which is small if there is one task.
-        console.print(self._title, style="italic", markup=False, highlight=False)
-        scores = {(each.cache, each.task): _percent(each.score) for each in self.summary.by_task}
-        rows = [
-            [self._label(each), *(scores[each.name, task] for task in self.tasks), *self._mean_and_loss(each)]
-            for each in self.contenders
-        ]
-        styles = ["bold" if each in self.within else None for each in self.contenders]
-        console.print(table(("Cache", *self.tasks, "Mean", "Loss"), rows, styles=styles))
-        print_sentences(console, self.findings)
-
     @property
     def findings(self) -> list[str]:
         """The findings, one sentence each."""
@@ -217,8 +201,8 @@ class TaskResults:
             return "", ""
         return _percent(figures.score), "" if contender is self.exact else _percent(figures.loss)
 
-    def report(self, command: str) -> Report:
-        """The report as a page. It needs matplotlib."""
+    def report(self) -> Report:
+        """What people read."""
         read = "the context in one pass, with exact attention"
         if self.chunk is not None:
             read = f"{self.chunk} tokens at once, through every cache"
@@ -226,9 +210,8 @@ class TaskResults:
             read += f"; the question {self.question_chunk} at once"
         return Report(
             title=f"Long-context tasks for {self.run.model}",
-            command=command,
-            findings=self.findings,
             tables=[self._overall_table(), *map(self._length_table, self.lengths)],
+            findings=self.findings,
             plots=self._plots(),
             notes=NOTES,
             facts={
@@ -261,8 +244,9 @@ class TaskResults:
                 "" if taken is None else readable_bytes(taken),
             ]
 
-        columns = ("Cache", *map(_title_of, self.tasks), "Mean", "Loss", "±", "Log-prob.", "Same", "A token")
-        return ReportTable(self._title, columns, [row(each) for each in self.contenders], within)
+        columns = ("Cache", *self.tasks, "Mean", "Loss", *PAGE_ONLY)
+        rows = [row(each) for each in self.contenders]
+        return ReportTable(self._title, columns, rows, within, page_only=PAGE_ONLY)
 
     def _length_table(self, length: int) -> ReportTable:
         found = {(each.cache, each.task): each for each in self.summary.by_length if each.length == length}
@@ -276,32 +260,28 @@ class TaskResults:
             ]
             return [self._label(contender), *scores, *(_nats(each.logprob) for each in every)]
 
-        titles = [_title_of(task) for task in self.tasks]
-        columns = ("Cache", *titles, *(f"{title}, log-prob." for title in titles))
-        return ReportTable(f"{length:,} tokens", columns, [row(each) for each in self.contenders])
+        columns = ("Cache", *self.tasks, *(f"{task}, log-prob." for task in self.tasks))
+        return ReportTable(f"{length:,} tokens", columns, [row(each) for each in self.contenders], on_console=False)
 
     def _plots(self) -> list[ReportPlot]:
-        """Two figures for each task with depths: heat maps of the scores, and of the log-probabilities."""
+        """Heat maps for each task with depths: of the scores, and of the log-probabilities."""
         found = []
-        for task in self.tasks:
-            if any(each.task == task and each.depth is not None for each in self.summary.by_depth):
-                logprobs = self._maps(task, lambda figures: figures.logprob)
-                every = [logprob for cells in logprobs.values() for logprob in cells.values()]
-                title = f"{_title_of(task)}: score by length and depth"
-                scores = self._maps(task, lambda figures: figures.score)
-                found.append(ReportPlot(title, heat_maps(f"{task}-score", title, scores, (0, 1))))
-                title = (
-                    f"{_title_of(task)}: mean log-probability of a right answer, in nats a token, by length and depth"
-                )
-                found.append(ReportPlot(title, heat_maps(f"{task}-logprob", title, logprobs, (min(every), max(every)))))
+        for task in dict.fromkeys(each.task for each in self.summary.by_depth if each.depth is not None):
+            scores, logprobs = self._maps(task, "score"), self._maps(task, "logprob")
+            every = [logprob for cells in logprobs.values() for logprob in cells.values()]
+            title = f"{task}: score by length and depth"
+            found.append(ReportPlot(title, partial(heat_maps, f"{task}-score", title, scores, (0, 1))))
+            title = f"{task}: mean log-probability of a right answer, in nats a token, by length and depth"
+            scale = min(every), max(every)
+            found.append(ReportPlot(title, partial(heat_maps, f"{task}-logprob", title, logprobs, scale)))
         return found
 
-    def _maps(self, task: str, figure: Callable[[TaskFigures], float | None]) -> Mapping[str, Cells]:
+    def _maps(self, task: str | None, figure: str) -> Mapping[str, Cells]:
         """For each cache, a figure of a task by length and depth."""
         labels = {each.name: self._label(each) for each in self.contenders}
         maps: dict[str, dict[tuple[int, float], float]] = {label: {} for label in labels.values()}
         for each in self.summary.by_depth:
-            value = figure(each)
+            value = getattr(each, figure)
             if each.task == task and each.length is not None and each.depth is not None and value is not None:
                 maps[labels[each.cache]][each.length, each.depth] = value
         return maps
@@ -331,11 +311,6 @@ def listed(numbers: Sequence[int]) -> str:
     """
     *others, last = (f"{number:,}" for number in numbers)
     return f"{', '.join(others)} and {last}" if others else last
-
-
-def _title_of(task: str) -> str:
-    found = task_named(task)
-    return task if found is None else found.title
 
 
 def _nats(logprob: float | None) -> str:

@@ -1,4 +1,4 @@
-"""The measurements of `kvlayers fidelity` on a text: whether they passed, and how they are shown."""
+"""The measurements of `kvlayers fidelity` on a text: whether they passed, and what people read of them."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -6,13 +6,10 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from rich.console import Console
-
-from kvlayers.commands.console import table
 from kvlayers.options import readable_bytes
-from kvlayers_lab.cli.console import print_sentences, usage_line
+from kvlayers_lab.cli.console import usage_line
 from kvlayers_lab.cli.report import Report, ReportPlot, ReportTable, curves, labelled_points
-from kvlayers_lab.measuring.fidelity import FULL, FidelityBudget, FidelityRange, SettingFidelity
+from kvlayers_lab.measuring.fidelity import FULL, FidelityBudget, SettingFidelity
 from kvlayers_lab.models import RunFacts
 
 COLUMNS = (
@@ -27,8 +24,7 @@ COLUMNS = (
     "Of full",
 )
 WITHIN = "Within"
-REPORT_ONLY = ("KL, 99th", "KL, first to last quarter")
-"""Columns that only the report shows: consoles of 80 columns have no room for them."""
+PAGE_ONLY = ("KL, 99th", "KL, first to last quarter")
 NOTES = (
     "KL: mean KL divergence of the next-token distribution from that of the same model over transformers' DynamicCache "
     "in full precision, in nats. 99th: the 99th percentile over the tokens.",
@@ -37,8 +33,6 @@ NOTES = (
     "newest tokens, which stay in full precision. The longer the context, the less those newest tokens count.",
     "First to last quarter: mean KL divergence of the first and of the last quarter of the scored tokens.",
     "By position: position 0 is the first token of a passage. Each point is the mean over a range of tokens.",
-    "Since the last packing or eviction: a cache packs and evicts at the end of a forward pass, so that the next token "
-    "is the first one that attends to less. No curve: the cache did neither, or does not say when.",
     "The passages are spread evenly over the text; nothing is chosen at random.",
     "k4v2: 4 bits for keys, 2 for values.",
 )
@@ -113,22 +107,11 @@ class FidelityResults:
         }
         return finite | ({"use": self.uses[measured.name]} if measured.name in self.uses else {})
 
-    def show(self, console: Console) -> None:
-        """Print the answer, the table, and the other findings."""
-        shown = [index for index, column in enumerate(self._columns) if column not in REPORT_ONLY]
-        rows = [[cells[index] for index in shown] for cells in map(self._cells, self.settings)]
-        styles = ["bold" if each is self.recommended else None for each in self.settings]
-        answer, *others = self.findings
-        print_sentences(console, [answer])
-        console.print(table([self._columns[index] for index in shown], rows, self._title, styles))
-        print_sentences(console, others)
-
     @property
     def findings(self) -> list[str]:
-        """The findings, one sentence each, the answer first."""
-        found, best = [self._verdict()], self.recommended
-        if best is not None and best.name in self.uses:
-            found.append(usage_line(self.uses[best.name]))
+        """The findings beside the answer, one sentence each."""
+        best = self.recommended
+        found = [usage_line(self.uses[best.name])] if best is not None and best.name in self.uses else []
         found += [f"{each.name} failed: {each.failure}" for each in self.settings if each.failure is not None]
         if not any(each.kl for each in self.settings if each.name != FULL):
             found.append(
@@ -140,30 +123,25 @@ class FidelityResults:
         found += self._growth()
         return found + [f"Not for this model: {name} ({reason})" for name, reason in self.left_out.items()]
 
-    def report(self, command: str) -> Report:
-        """The report as a page. It needs matplotlib."""
+    def report(self) -> Report:
+        """What people read."""
         within = [index for index, each in enumerate(self.settings) if each.within]
-        title, figures = "KL divergence against bytes", self.settings
-        points = {each.name: (each.bytes_per_token, each.kl) for each in figures if each.bytes_per_token is not None}
+        rows = [self._cells(each) for each in self.settings]
+        title = "KL divergence against bytes"
+        points = {
+            each.name: (each.bytes_per_token, each.kl) for each in self.settings if each.bytes_per_token is not None
+        }
         return Report(
             title=f"Fidelity of caches for {self.run.model}",
-            command=command,
+            answer=self._verdict(),
+            tables=[ReportTable(self._title, self._columns, rows, within, page_only=PAGE_ONLY)],
             findings=self.findings,
-            tables=[ReportTable(self._title, self._columns, [self._cells(each) for each in figures], within)],
             plots=[
-                ReportPlot(title, labelled_points("kl", title, "bytes a token", "mean KL divergence, nats", points)),
-                *_curves(
-                    "position",
-                    "Fidelity by position",
-                    "position in the passage, tokens",
-                    {each.name: each.by_position for each in figures},
+                ReportPlot(
+                    title,
+                    lambda: labelled_points("kl", title, "bytes a token", "mean KL divergence, nats", points),
                 ),
-                *_curves(
-                    "packing",
-                    "Fidelity since the last packing or eviction",
-                    "tokens since the last packing or eviction",
-                    {each.name: each.since_packing for each in figures},
-                ),
+                *self._curves(),
             ],
             notes=NOTES,
             facts={
@@ -173,6 +151,22 @@ class FidelityResults:
                 **self.run.machine,
             },
         )
+
+    def _curves(self) -> list[ReportPlot]:
+        """Curves of the KL divergence and of the agreement of each cache. No plot if no cache has any."""
+        title = "Fidelity by position"
+        found = [each for each in self.settings if each.name != FULL and each.by_position]
+
+        def of(figure: str) -> dict[str, dict[float, float]]:
+            # A point stands in the middle of its range.
+            return {
+                each.name: {(one.start + one.stop - 1) / 2: getattr(one, figure) for one in each.by_position}
+                for each in found
+            }
+
+        panels = ("KL, nats", of("kl")), ("same top-1", of("agreement"))
+        x_label = "position in the passage, tokens"
+        return [ReportPlot(title, lambda: curves("position", title, x_label, *panels))] if found else []
 
     @property
     def _title(self) -> str:
@@ -259,16 +253,3 @@ def _described(best: SettingFidelity) -> str:
         else f"with {readable_bytes(best.bytes_per_token)} a token, {best.of_full:.2f} of full precision"
     )
     return f"{best.name}, {size}; its KL is {best.kl:.2g}, and {best.agreement:.1%} of the top tokens are the same"
-
-
-def _curves(name: str, title: str, x_label: str, ranges_of: Mapping[str, Sequence[FidelityRange]]) -> list[ReportPlot]:
-    """Curves of the KL divergence and of the agreement of each cache, over ranges. No plot if no cache has ranges."""
-    lines = {line: ranges for line, ranges in ranges_of.items() if line != FULL and ranges}
-    if not lines:
-        return []
-    # A point stands in the middle of its range.
-    kl = {line: {(each.start + each.stop - 1) / 2: each.kl for each in ranges} for line, ranges in lines.items()}
-    agreement = {
-        line: {(each.start + each.stop - 1) / 2: each.agreement for each in ranges} for line, ranges in lines.items()
-    }
-    return [ReportPlot(title, curves(name, title, x_label, ("KL, nats", kl), ("same top-1", agreement)))]

@@ -1,7 +1,9 @@
-"""The HTML report of a command: its contents, its plots, its path, and how it is rendered."""
+"""What a command ends with: its results, as a console, a page of HTML and JSON show them; and the plots of the page."""
 
 import importlib.util
 import io
+import itertools
+import math
 import re
 import shlex
 import sys
@@ -12,9 +14,9 @@ from typing import Any, Protocol
 
 from rich.console import Console
 
-from kvlayers.commands.console import home_expanded, print_json
+from kvlayers.commands.console import home_expanded, print_json, table
 from kvlayers.errors import OptionError
-from kvlayers_lab.cli.console import check_writable, unwritable
+from kvlayers_lab.cli.console import check_writable, print_sentences, unwritable
 
 TEMPLATE = "report.html.jinja"
 
@@ -25,15 +27,34 @@ class ReportTable:
 
     Attributes:
         title: title of the table.
-        columns: headings of the columns. The first column has text, the others have figures.
+        columns: headings of the columns.
         rows: the cells of each row.
         bold: indices of the rows that are bold.
+        failed: indices of the rows that a console shows in red.
+        texts: indices of the columns with text. The others have figures.
+        page_only: headings of the columns that a console of 80 columns has no room for.
+        on_console: whether a console shows it.
     """
 
     title: str
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
-    bold: Sequence[int] = ()
+    bold: Collection[int] = ()
+    failed: Collection[int] = ()
+    texts: Collection[int] = (0,)
+    page_only: Collection[str] = ()
+    on_console: bool = True
+
+    def show(self, console: Console) -> None:
+        """Print the table."""
+        # rich would wrap a title of the table to its width, which may be small.
+        console.print(self.title, style="italic", markup=False, highlight=False)
+        shown = [index for index, column in enumerate(self.columns) if column not in self.page_only]
+        rows = [[row[index] for index in shown] for row in self.rows]
+        styles = [
+            "red" if index in self.failed else "bold" if index in self.bold else None for index in range(len(rows))
+        ]
+        console.print(table([self.columns[index] for index in shown], rows, None, styles, self.texts))
 
 
 @dataclass(frozen=True)
@@ -42,34 +63,42 @@ class ReportPlot:
 
     Attributes:
         title: title of the plot.
-        svg: an `<svg>` element from `kvlayers_lab.cli.report`.
+        svg: draws it, as an `<svg>` element. It needs matplotlib.
     """
 
     title: str
-    svg: str
+    svg: Callable[[], str]
 
 
 @dataclass(frozen=True)
 class Report:
-    """The contents of a report.
+    """What people read of a command's results.
 
     Attributes:
         title: title of the page.
-        command: the command line that made the report.
-        findings: the findings, one sentence each.
         tables: tables of the figures.
-        plots: plots of the figures.
-        notes: how to read the figures, one sentence each.
-        facts: settings, machine, versions and date, by name.
+        findings: the findings, one sentence each.
+        answer: the finding that a console shows before the tables, if there is one.
+        plots: plots of the figures, for the page.
+        notes: how to read the figures, one sentence each, for the page.
+        facts: settings, machine, versions and date, by name, for the page.
     """
 
     title: str
-    command: str
-    findings: Sequence[str]
     tables: Sequence[ReportTable]
-    plots: Sequence[ReportPlot]
+    findings: Sequence[str]
+    answer: str | None = None
+    plots: Sequence[ReportPlot] = ()
     notes: Sequence[str] = ()
     facts: Mapping[str, str] = field(default_factory=dict)
+
+    def show(self, console: Console) -> None:
+        """Print the answer, the tables and the findings."""
+        print_sentences(console, filter(None, [self.answer]))
+        for each in self.tables:
+            if each.on_console:
+                each.show(console)
+        print_sentences(console, self.findings)
 
 
 class Results(Protocol):
@@ -82,15 +111,12 @@ class Results(Protocol):
     def plain(self) -> dict[str, Any]:
         """All measurements as JSON types."""
 
-    def show(self, console: Console) -> None:
-        """Print the tables, and the findings."""
-
-    def report(self, command: str) -> Report:
-        """The report as a page, made by this command line. It needs matplotlib."""
+    def report(self) -> Report:
+        """What people read."""
 
 
-def html(report: Report) -> str:
-    """Render the page. All text is escaped, except the SVG of the plots."""
+def html(report: Report, command: str) -> str:
+    """The page of a report that a command line made. All text is escaped, except the SVG of the plots."""
     import jinja2
 
     environment = jinja2.Environment(
@@ -100,7 +126,7 @@ def html(report: Report) -> str:
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    return environment.get_template(TEMPLATE).render(report=report)
+    return environment.get_template(TEMPLATE).render(report=report, command=command)
 
 
 PACKAGES = ("jinja2", "matplotlib")
@@ -141,11 +167,12 @@ def conclude(console: Console, results: Results, path: Path | None, as_json: boo
     Raises:
         FileError: the file can no longer be written.
     """
-    results.show(console)
+    report = results.report()
+    report.show(console)
     if path is not None:
         command = _printable(shlex.join(["kvlayers", *sys.argv[1:]]))
         try:
-            path.write_text(html(results.report(command)), encoding="utf-8", errors="backslashreplace")
+            path.write_text(html(report, command), encoding="utf-8", errors="backslashreplace")
         except OSError as error:
             raise unwritable(path, error) from None
         console.print(f"Report: {_printable(str(path))}", markup=False, highlight=False, soft_wrap=True)
@@ -376,24 +403,15 @@ def heat_maps(name: str, title: str, maps: Mapping[str, Cells], scale: tuple[flo
 
 
 def _draw_map(axes: Any, cells: Cells, lengths: list[int], depths: list[float], scale: tuple[float, float]) -> None:
-    from matplotlib import colormaps
-    from matplotlib.colors import Normalize
-    from matplotlib.patches import Rectangle
-
-    normalize, colors = Normalize(*scale, clip=True), colormaps[COLORS]
-    for row, depth in enumerate(depths):
-        for column, length in enumerate(lengths):
-            figure = cells.get((length, depth))
-            color = "none" if figure is None else colors(normalize(figure))
-            # Not an image, which would be a bitmap in the SVG.
-            corner = (column - 0.5, row - 0.5)
-            axes.add_patch(Rectangle(corner, 1, 1, facecolor=color, edgecolor=INK, linewidth=0.3))
-            if figure is not None:
-                ink = "white" if normalize(figure) < 0.55 else "black"
-                text = f"{figure:.2f}"
-                axes.text(column, row, text, color=ink, ha="center", va="center", fontsize=8)
-    axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths], fontsize=8)
-    axes.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths], fontsize=8)
-    axes.set_xlim(-0.5, len(lengths) - 0.5)
-    axes.set_ylim(len(depths) - 0.5, -0.5)
+    figures = [[cells.get((length, depth), math.nan) for length in lengths] for depth in depths]
+    # Not an image, which would be a bitmap in the SVG.
+    mesh = axes.pcolormesh(figures, cmap=COLORS, vmin=scale[0], vmax=scale[1], edgecolor=INK, linewidth=0.3)
+    for row, column in itertools.product(range(len(depths)), range(len(lengths))):
+        figure = figures[row][column]
+        if not math.isnan(figure):
+            ink = "white" if mesh.norm(figure) < 0.55 else "black"
+            axes.text(column + 0.5, row + 0.5, f"{figure:.2f}", color=ink, ha="center", va="center", fontsize=8)
+    axes.set_xticks([column + 0.5 for column in range(len(lengths))], [f"{length:,}" for length in lengths], fontsize=8)
+    axes.set_yticks([row + 0.5 for row in range(len(depths))], [f"{depth:.0%}" for depth in depths], fontsize=8)
+    axes.set_ylim(len(depths), 0)
     axes.spines[:].set_visible(False)

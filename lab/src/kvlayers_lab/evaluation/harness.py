@@ -80,8 +80,7 @@ class KVLayersLM(HFLM):  # type: ignore[misc]
     Args:
         pretrained: as for `hf`: name or directory of a model, or a model.
         cache: name of the cache, one of `kvlayers.cache_names()`.
-        cache_config: options of the cache, as a dict, as JSON text, or as text such as
-            `"nbits:2+residual_length:64"`.
+        cache_config: options of the cache, as a dict, or as text such as `"nbits:2+residual_length:64"`.
         chunk: tokens of a forward pass. Contexts are then read through the cache in pieces, so that a cache that
             rounds or evicts takes part in all of the result. Default: whole contexts in one pass, and their
             continuations token by token.
@@ -411,42 +410,25 @@ def _parse_store(given: object) -> int | str:
 
 
 def parse_options(given: object) -> dict[str, Any]:
-    """The options of a cache: a mapping, JSON text, or text such as `nbits:2+residual_length:64`.
+    """The options of a cache: a mapping, or text such as `nbits:2+residual_length:64`.
 
     Raises:
         OptionError: it has another form.
 
     Example:
-        >>> parse_options("nbits:2+backend:hqq"), parse_options('{"nbits": 2}'), parse_options(None)
+        >>> parse_options("nbits:2+backend:hqq"), parse_options({"nbits": 2}), parse_options(None)
         ({'nbits': 2, 'backend': 'hqq'}, {'nbits': 2}, {})
     """
     if given is None:
         return {}
-    options = _options_of_text(given) if isinstance(given, str) else given
-    if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):
-        raise _wrong_options(given)
-    return dict(options)
-
-
-def _options_of_text(text: str) -> object:
-    if text.lstrip().startswith("{"):
-        try:
-            return json.loads(text)
-        except json.JSONDecodeError:
-            raise _wrong_options(text) from None
-    options = {}
-    for part in text.split(OPTION_SEPARATOR):
-        name, separator, value = part.partition(VALUE_SEPARATOR)
-        if not (name.strip() and separator):
-            raise _wrong_options(text)
-        options[name.strip()] = handle_arg_string(value.strip())
-    return options
-
-
-def _wrong_options(given: object) -> OptionError:
-    return OptionError(
-        f"`cache_config` must be options of the cache, got {given!r}: write nbits:2+residual_length:64, or pass a JSON "
-        "object or a dict."
+    if isinstance(given, str):
+        parts = [part.partition(VALUE_SEPARATOR) for part in given.split(OPTION_SEPARATOR)]
+        if all(name.strip().isidentifier() and separator for name, separator, _ in parts):
+            return {name.strip(): handle_arg_string(value.strip()) for name, _, value in parts}
+    elif isinstance(given, Mapping) and all(isinstance(name, str) for name in given):
+        return dict(given)
+    raise OptionError(
+        f"`cache_config` must be options of the cache, got {given!r}: write nbits:2+residual_length:64, or pass a dict."
     )
 
 

@@ -30,10 +30,10 @@ LEAST_KL = 1e-6
 
 @dataclass(frozen=True)
 class FidelityRange:
-    """Fidelity of the tokens in a range of positions, or of distances.
+    """Fidelity of the tokens in a range of positions.
 
     Attributes:
-        start: the first position, or distance, in tokens.
+        start: the first position, in tokens.
         stop: the position after the last one.
         tokens: scored tokens in the range, over all passages.
         kl: their mean KL divergence, in nats.
@@ -70,60 +70,27 @@ class Drift:
         return is_greater and 2 * self.growing_passages > self.passages
 
 
-_Token = tuple[int, float, bool]
-"""Position or distance of a token, its KL divergence, and whether the likeliest next token agrees."""
-
-
 def by_position(passages: Sequence[PassageScores], context: int) -> tuple[FidelityRange, ...]:
-    """Fidelity by position in the passage, whose first scored token is at position `context`."""
-    return _ranges([token for each in passages for token in _tokens(each, context)])
-
-
-def since_packing(passages: Sequence[PassageScores]) -> tuple[FidelityRange, ...]:
-    """Fidelity by the distance from the last packing or eviction; empty if there was none, or it is not known."""
-    return _ranges(
-        [
-            (distance, each.kl[index], each.agrees[index])
-            for each in passages
-            for index, distance in enumerate(each.since_packing)
-            if distance is not None
-        ]
-    )
+    """Fidelity in ranges of equal width, whose first one is at position `context`. The last one may be shorter."""
+    scored = len(passages[0].kl)
+    width = math.ceil(scored / BINS)
+    return tuple(_range(passages, context, start, min(start + width, scored)) for start in range(0, scored, width))
 
 
 def drift(passages: Sequence[PassageScores], context: int) -> Drift:
     """The first and the last quarter of the scored tokens of passages of the same length, at least one token each."""
     scored = len(passages[0].kl)
     quarter = max(scored // 4, 1)
-    first = [token for each in passages for token in _tokens(each, context)[:quarter]]
-    last = [token for each in passages for token in _tokens(each, context)[-quarter:]]
+    first, last = (_range(passages, context, start, start + quarter) for start in (0, scored - quarter))
     growing = sum(math.fsum(each.kl[-quarter:]) > math.fsum(each.kl[:quarter]) for each in passages)
-    stop = context + scored
-    return Drift(_range(context, context + quarter, first), _range(stop - quarter, stop, last), len(passages), growing)
+    return Drift(first, last, len(passages), growing)
 
 
-def _tokens(scores: PassageScores, context: int) -> list[_Token]:
-    return [(context + index, *token) for index, token in enumerate(zip(scores.kl, scores.agrees, strict=True))]
-
-
-def _ranges(tokens: Sequence[_Token]) -> tuple[FidelityRange, ...]:
-    """Ranges of equal width, without empty ones. The last range may be shorter."""
-    if not tokens:
-        return ()
-    first, stop = min(place for place, _, _ in tokens), max(place for place, _, _ in tokens) + 1
-    width = math.ceil((stop - first) / BINS)
-    of_range: dict[int, list[_Token]] = {}
-    for token in tokens:
-        of_range.setdefault((token[0] - first) // width, []).append(token)
-    return tuple(
-        _range(first + index * width, min(first + (index + 1) * width, stop), of_range[index])
-        for index in sorted(of_range)
-    )
-
-
-def _range(start: int, stop: int, tokens: Sequence[_Token]) -> FidelityRange:
-    kl = math.fsum(kl for _, kl, _ in tokens) / len(tokens)
-    return FidelityRange(start, stop, len(tokens), kl, sum(agrees for _, _, agrees in tokens) / len(tokens))
+def _range(passages: Sequence[PassageScores], context: int, start: int, stop: int) -> FidelityRange:
+    """Fidelity of the scored tokens with these indices, over all passages."""
+    kl = [kl for each in passages for kl in each.kl[start:stop]]
+    agrees = [is_same for each in passages for is_same in each.agrees[start:stop]]
+    return FidelityRange(context + start, context + stop, len(kl), math.fsum(kl) / len(kl), sum(agrees) / len(kl))
 
 
 FULL = "full"
@@ -148,8 +115,6 @@ class SettingFidelity:
         perplexity_increase: increase of the perplexity over full precision, in percent.
         agreement: share of the tokens whose likeliest next token is the same as in full precision.
         by_position: fidelity by position in the passage.
-        since_packing: fidelity by tokens since the cache last packed or evicted tokens; empty if it never did, or does
-            not say.
         drift: the first and the last quarter of the scored tokens, `None` after an error.
         within: whether the cache is within the budget, `None` if there is no budget.
         uneven_head: the head whose keys lose far more than those of the others, `None` if no head does, or if the cache
@@ -169,7 +134,6 @@ class SettingFidelity:
     perplexity_increase: float = math.nan
     agreement: float = math.nan
     by_position: tuple[FidelityRange, ...] = ()
-    since_packing: tuple[FidelityRange, ...] = ()
     drift: Drift | None = None
     within: bool | None = None
     uneven_head: UnevenHead | None = None
@@ -287,6 +251,5 @@ def _figures(score: Scores, context: int, perplexity: float) -> dict[str, Any]:
         "kl_of_passages": tuple(figures["kl_of_passages"]),
         "perplexity_increase": 100 * float(figures["perplexity"] / perplexity - 1),
         "by_position": by_position(score.passages, context),
-        "since_packing": since_packing(score.passages),
         "drift": drift(score.passages, context),
     }

@@ -3,15 +3,14 @@
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from kvlayers import Cache, models
+from kvlayers import models
 from kvlayers.commands.console import first_line
-from kvlayers.errors import KVLayersError, UnsupportedLayerError
+from kvlayers.errors import KVLayersError
 
 
 def newest_logits(model: Any, ids: Tensor, cache: Any, newest: int) -> Tensor:
@@ -69,46 +68,16 @@ def mean_divergence(expected: Tensor, seen: Tensor) -> float:
     return float(divergences(expected, seen).mean())
 
 
-class LastPacking:
-    """Follows a cache while it reads, and knows how long ago it last packed or evicted tokens.
-
-    What a pass packs or evicts is missing from the next pass on: the tokens of the pass itself still attend to it.
+def token_scores(expected: Tensor, seen: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """KL divergence, surprise by the text, and whether the likeliest token is the same, of each token, `[tokens]`.
 
     Args:
-        cache: an empty cache. If it is not of kvlayers, or a layer does not say what it still holds as it came, no
-            distance is known.
+        expected: log-probabilities of the reference, `[tokens, vocab]`, float64.
+        seen: log-probabilities `[tokens, vocab]`, float64.
+        targets: the next token ids of the text, `[tokens]`.
     """
-
-    def __init__(self, cache: Any) -> None:
-        self._cache = cache
-        self._exact_from: Sequence[int] = ()
-        self._at: int | None = None
-
-    def note_pass(self, tokens: int) -> None:
-        """Look at the layers after a pass, when the cache has read `tokens` tokens. No device is waited for."""
-        exact_from = _exact_from(self._cache)
-        if any(now > before for now, before in zip_longest(exact_from, self._exact_from, fillvalue=0)):
-            self._at = tokens
-        self._exact_from = exact_from
-
-    def distances(self, start: int, count: int) -> list[int | None]:
-        """For `count` tokens from position `start`: tokens between the last packing or eviction and each of them.
-
-        It is 0 for the first token that misses what was packed or evicted, and `None` before any packing or eviction.
-        """
-        return [None if self._at is None else position - self._at for position in range(start, start + count)]
-
-
-def _exact_from(cache: Any) -> Sequence[int]:
-    """`exact_from` of every layer; empty if it is not known of one."""
-    if not isinstance(cache, Cache) or cache.is_pair:
-        return ()
-    try:
-        found = [layer.exact_from for layer in cache.adapted_layers()]
-    except UnsupportedLayerError:
-        return ()
-    known = [position for position in found if position is not None]
-    return known if len(known) == len(found) else ()
+    surprise = -seen.gather(1, targets[:, None])[:, 0]
+    return divergences(expected, seen), surprise, seen.argmax(-1) == expected.argmax(-1)
 
 
 Key = TypeVar("Key", bound=Hashable)
@@ -130,7 +99,6 @@ class PassageScores:
         kl: KL divergence of the next-token distribution from the reference's, in nats.
         surprise: negative log-probability of the next token of the text, in nats.
         agrees: whether the likeliest next token is the reference's.
-        since_packing: tokens since the cache last packed or evicted tokens; `None` if it had not, or cannot say.
         seconds: seconds of the forward passes.
         failure: the error that ended the reading, `None` if there was none. The tuples are empty after an error.
     """
@@ -138,7 +106,6 @@ class PassageScores:
     kl: tuple[float, ...] = ()
     surprise: tuple[float, ...] = ()
     agrees: tuple[bool, ...] = ()
-    since_packing: tuple[int | None, ...] = ()
     seconds: float = 0.0
     failure: str | None = None
 
@@ -262,9 +229,9 @@ def read_passage(
         expected = None
         for reader in readers.values():
             if start < context:
-                reader.read(tokens, start, 1)
+                reader.read(tokens, 1)
                 continue
-            seen = reader.read(tokens, start, chunk)
+            seen = reader.read(tokens, chunk)
             if seen is not None:
                 seen = seen.double().log_softmax(-1)
                 expected = seen if expected is None else expected
@@ -288,38 +255,27 @@ class _Reader:
         self._failure: str | None = None
         self._seconds = 0.0
         self._scores: list[tuple[Tensor, Tensor, Tensor]] = []
-        self._distances: list[int | None] = []
-        self._since_packing: list[int | None] = []
         self._cache = self._attempt(make, model.config)
-        self._last_packing = LastPacking(self._cache)
 
-    def read(self, tokens: Tensor, start: int, newest: int) -> Tensor | None:
-        """Logits `[newest, vocab]` of the newest of the tokens from position `start`; `None` after an error."""
+    def read(self, tokens: Tensor, newest: int) -> Tensor | None:
+        """Logits `[newest, vocab]` of the newest of the tokens; `None` after an error."""
         if self._failure is not None:
             return None
         begin = time.perf_counter()
         logits: Tensor | None = self._attempt(newest_logits, self._model, tokens, self._cache, newest)
         self._seconds += time.perf_counter() - begin
-        if self._failure is None:
-            self._distances = self._last_packing.distances(start, tokens.shape[1])
-            self._last_packing.note_pass(start + tokens.shape[1])
         return logits
 
     def score(self, expected: Tensor, seen: Tensor, targets: Tensor) -> None:
-        """Score log-probabilities `[tokens, vocab]` against `expected`, and against the text's token ids `[tokens]`.
-
-        They belong to the tokens that were read last.
-        """
-        surprise = -seen.gather(1, targets[:, None])[:, 0]
-        self._since_packing += self._distances
-        self._scores.append((divergences(expected, seen), surprise, seen.argmax(-1) == expected.argmax(-1)))
+        """Score log-probabilities `[tokens, vocab]` against `expected`, and against the text's token ids `[tokens]`."""
+        self._scores.append(token_scores(expected, seen, targets))
 
     def scores(self) -> PassageScores:
         """All scores, on the host."""
         if self._failure is not None:
             return PassageScores(seconds=self._seconds, failure=self._failure)
         kl, surprise, agrees = (torch.cat(parts).tolist() for parts in zip(*self._scores, strict=True))
-        return PassageScores(tuple(kl), tuple(surprise), tuple(agrees), tuple(self._since_packing), self._seconds)
+        return PassageScores(tuple(kl), tuple(surprise), tuple(agrees), self._seconds)
 
     def _attempt(self, action: Callable[..., Any], *arguments: Any) -> Any:
         """Result of an action, `None` if it raises an error."""

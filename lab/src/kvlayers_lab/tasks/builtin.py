@@ -51,7 +51,6 @@ class SingleNeedle(Task):
     """One sentence gives a number, and the question asks for it."""
 
     name = "needle"
-    title = "Single needle"
 
     @override
     def text(self, haystack: Haystack, length: int, depth: float, chooser: random.Random) -> TaskText:
@@ -75,7 +74,6 @@ class SeveralKeys(Task):
     """Sentences give the numbers of several things, and the question asks for the number of one."""
 
     name = "keys"
-    title = "Several keys"
 
     @override
     def text(self, haystack: Haystack, length: int, depth: float, chooser: random.Random) -> TaskText:
@@ -103,7 +101,6 @@ class SeveralValues(Task):
     """Several sentences each give a number of one thing, and the question asks for all of them."""
 
     name = "values"
-    title = "Several values"
     has_depth = False
 
     @override
@@ -132,7 +129,6 @@ class VariableTracking(Task):
     """A variable gets a number, and each further variable the value of the one before. Which have this number?"""
 
     name = "variables"
-    title = "Variable tracking"
     has_depth = False
 
     @override
@@ -174,7 +170,6 @@ class FrequentWords(Task):
     """Sentences all over the text each name a thing, and the question asks which things were named most often."""
 
     name = "words"
-    title = "Frequent words"
     has_depth = False
 
     @override

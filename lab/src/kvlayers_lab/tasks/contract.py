@@ -169,12 +169,10 @@ class Task(ABC):
 
     Attributes:
         name: name on the command line.
-        title: name for readers, such as "Single needle".
         has_depth: whether the answer stands at one depth, which the user can set.
     """
 
     name: ClassVar[str]
-    title: ClassVar[str]
     has_depth: ClassVar[bool] = True
 
     @abstractmethod

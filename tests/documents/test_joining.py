@@ -310,21 +310,6 @@ def test_windows_are_not_put_into_layers_that_keep_everything(empty: Any) -> Non
     torch.testing.assert_close(continued(model, found), continued(model, expected), **EXACT)
 
 
-@pytest.mark.parametrize("other", ["window", "heads", "head_dim"])
-def test_a_cache_of_another_model_takes_no_documents_in(other: str) -> None:
-    model = tiny_model("llama")
-    into = kvlayers.DynamicCache()
-    if other == "window":
-        into = kvlayers.DynamicCache(config=tiny_model("mistral").config)
-    else:
-        shape = (1, 4, 3, 8) if other == "heads" else (1, 2, 3, 16)
-        for index in range(2):
-            into.update(torch.zeros(shape), torch.zeros(shape), index)
-        into.reset()
-    with pytest.raises(OptionError, match="`into` must be an empty cache of kvlayers for the 2 layers of this model"):
-        kvlayers.concatenate(caches_of(model), model, recompute=0, into=into)
-
-
 @pytest.mark.parametrize(("stop", "error"), [(9, CapacityError), (34, CapacityError)])
 def test_a_change_that_does_not_fit_computes_nothing(stop: int, error: type[KVLayersError]) -> None:
     model = fresh_model("llama", max_position_embeddings=64)

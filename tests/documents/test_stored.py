@@ -532,7 +532,10 @@ def test_models_of_images_take_documents_of_text_and_compute_nothing_again() -> 
     [
         (lambda model: "int4", OptionError),
         (lambda model: transformers.DynamicCache(), OptionError),
-        (lambda model: kvlayers.DynamicCache(config=fresh_model("gemma3").config), OptionError),
+        (lambda model: kvlayers.DynamicCache(config=tiny_model("gemma3").config), OptionError),
+        (lambda model: kvlayers.DynamicCache(config=tiny_model("mistral").config), OptionError),
+        (lambda model: emptied(filled(1, heads=4)), OptionError),
+        (lambda model: emptied(filled(1, head_dim=16)), OptionError),
         (lambda model: kvlayers.EncoderDecoderCache(kvlayers.DynamicCache(), kvlayers.DynamicCache()), OptionError),
         (lambda model: filled(2), OptionError),
         (lambda model: filled(1), OptionError),
@@ -551,10 +554,15 @@ def test_only_empty_caches_with_room_take_documents_in(into: Any, error: type[KV
     assert [own.get_seq_length() for own in caches] == [19, 24]
 
 
-def filled(rows: int) -> Any:
+def filled(rows: int, heads: int = 2, head_dim: int = 8) -> Any:
     cache = kvlayers.DynamicCache()
     for index in range(2):
-        cache.update(torch.zeros(rows, 2, 3, 8), torch.zeros(rows, 2, 3, 8), index)
+        cache.update(*torch.zeros(2, rows, heads, 3, head_dim), index)
+    return cache
+
+
+def emptied(cache: Any) -> Any:
+    cache.reset()
     return cache
 
 

@@ -102,8 +102,13 @@ def covered(store: kvlayers.PrefixStore, ids: list[int], namespace: str = "") ->
     return hit.covered
 
 
+def insert(store: kvlayers.PrefixStore, ids: list[int], cache: Any = None, namespace: str = "") -> bool:
+    """Insert `filled` for these tokens, or another cache."""
+    cache = filled(ids) if cache is None else cache
+    return store.insert(torch.tensor(ids), cache, model="m", namespace=namespace)
+
+
 def put(store: kvlayers.PrefixStore, ids: list[int], cache: Any = None, namespace: str = "") -> None:
     """Have a store write an entry, and hold it in memory no more."""
-    cache = filled(ids) if cache is None else cache
-    store.insert(torch.tensor(ids), cache, model="m", namespace=namespace)
+    insert(store, ids, cache, namespace)
     store.evict()

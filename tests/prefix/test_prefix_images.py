@@ -1,9 +1,7 @@
 """Images in a prefix store: a second question about an image computes neither the prefix nor the image again."""
 
-import itertools
 import pathlib
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,7 +15,6 @@ import versions
 from kvlayers import OptionError, PrefixStore
 from kvlayers.generation.prefix_reuse.active_store import CURRENT
 from kvlayers.generation.prefix_reuse.images import images_in_place
-from kvlayers.prefix import Hit
 from kvlayers.upstream import compat
 from matrix import once, some
 from models import read, tokens_passed
@@ -116,56 +113,28 @@ POOL = [(seed, grid) for seed in (1, 2, 3) for grid in (SMALL, (2, 8), (8, 2))]
 """Images of the same number of tokens; where there are no grids, three images."""
 
 
-def random_prompts(family: str, count: int) -> Iterator[tuple[dict[str, Any], list[Any]]]:
-    """Prompts of few texts and images: what a processor returns, and what stands at each place."""
-    draw = random.Random(5)
-    for _ in range(count):
+@pytest.mark.parametrize("family", SEEING)
+def test_keys_of_200_prompts_are_equal_as_far_as_texts_and_images_are(family: str) -> None:
+    draw, config, known = random.Random(5), seeing_model(family).config, []
+    for _ in range(200):
         pieces: list[Piece] = [[draw.choice((5, 6))], draw.choice(POOL), draw.choice(([7], [8, 7], [8, 9]))]
         if draw.random() < 0.3:
             pieces += [draw.choice(POOL), [draw.choice((5, 6))]]
-        given = inputs(family, pieces)
         of_images = iter(piece if family.startswith("qwen") else piece[0] for piece in pieces if type(piece) is tuple)
+        given = inputs(family, pieces)
+        del given["attention_mask"]
+        ids = given.pop("input_ids")
+        # What stands at each place: a token of text, or an image.
         own, places, last = None, [], 0
-        if family == "mllama":
-            # Each token may depend on each image.
-            own = tuple(of_images)
-            yield given, [(own, token) for token in given["input_ids"][0].tolist()]
-            continue
-        for token in given["input_ids"][0].tolist():
+        for token in ids[0].tolist():
             own = next(of_images) if token == IMAGE != last else own
             places.append(own if token == IMAGE else token)
             last = token
-        yield given, places
-
-
-@pytest.mark.parametrize("family", SEEING)
-def test_keys_of_200_prompts_are_equal_as_far_as_texts_and_images_are(family: str) -> None:
-    config, known = seeing_model(family).config, []
-    for given, places in random_prompts(family, 200):
-        ids = given.pop("input_ids")
-        given.pop("attention_mask")
         keys = images_in_place(config, ids, (0,), given).keys[0].tolist()
         assert all((key == token) == (token != IMAGE) for key, token in zip(keys, ids[0].tolist(), strict=True))
         for other_keys, other_places in known:
             assert _common(keys, other_keys) == _common(places, other_places)
         known.append((keys, places))
-
-
-@pytest.mark.parametrize("case", some(itertools.product((*SEEING, "mllama"), (30, 200)), [("qwen2_5_vl", 30)]), ids=str)
-def test_no_image_is_taken_for_another(case: tuple[str, int]) -> None:
-    """Random prompts find exactly what they begin with, and are answered as without a store."""
-    family, count = case
-    model, store = seeing_model(family), PrefixStore(ROOM, snapshot_tokens=4)
-    before: list[list[Any]] = []
-    for given, places in random_prompts(family, count):
-        options = {**OPTIONS, "max_new_tokens": 1}
-        seen = kvlayers.generate(model, **given, prefix_store=store, **options)
-        assert_equal(seen, model.generate(**given, **options))
-        common = min(max((_common(places, other) for other in before), default=0), len(places) - 1)
-        # A window cannot be rolled back to each place.
-        assert seen.cached_tokens[0] == common if family != "gemma3" else seen.cached_tokens[0] <= common
-        before.append(places)
-    assert store.statistics.bypassed == 0
 
 
 def _common(one: list[Any], other: list[Any]) -> int:
@@ -267,10 +236,8 @@ def test_batches(kind: str, beams: int, family: str) -> None:
 @pytest.mark.parametrize("family", some((*SEEING, "mllama"), ("qwen3_vl", "gemma3", "mllama")))
 def test_images_are_found_in_files(family: str, tmp_path: pathlib.Path) -> None:
     model = seeing_model(family)
-    pieces: list[Piece] = [DOCUMENT, (1, WIDE), [8, 9]]
     with PrefixStore(ROOM, directory=tmp_path) as store:
-        first, _, _ = by_store(model, store, inputs(family, pieces))
-    given = inputs(family, [*pieces, answer_in(first), [10, 11]])
+        first, _, _ = by_store(model, store, inputs(family, [DOCUMENT, (1, WIDE), [8, 9]]))
     for other in (1, 2):
         store = PrefixStore(ROOM, directory=tmp_path)
         given = inputs(family, [DOCUMENT, (other, WIDE), [8, 9], answer_in(first), [10, 11]])
@@ -328,7 +295,7 @@ def test_tokens_without_the_states_of_their_images_are_computed_again() -> None:
             # As if the layers of images had been evicted, or part of their file was damaged.
             if int(input_ids.min()) >= 0:
                 return super().lookup(input_ids, *args, **options)
-            return super().lookup(input_ids[:, : self.kept], *args, **options) if self.kept else Hit()
+            return super().lookup(input_ids[:, : self.kept], *args, **options) if self.kept else kvlayers.prefix.Hit()
 
     model, store = seeing_model("mllama"), Forgetful(ROOM)
     given = inputs("mllama", [[5, 6, 7], (1, WIDE), [8, 9]])
@@ -436,6 +403,12 @@ REFUSED: dict[str, tuple[str, str, Any]] = {
         "token_type_ids",
         lambda given: {**given, "token_type_ids": torch.ones_like(given["token_type_ids"])},
     ),
+    **{
+        f"a cache that evicts: {name}": (
+            "llava", "which tokens came with an image", lambda given, name=name: {**given, "cache_implementation": name},
+        )
+        for name in ("sink", "knorm", "snapkv")
+    },
 }
 
 
@@ -488,9 +461,3 @@ def fresh_scores(model: Any) -> float:
     return float(logits[-3, 5] + logits[-2, 6])
 
 
-@pytest.mark.parametrize("name", ["sink", "knorm", "snapkv"])
-def test_caches_that_evict_are_refused_with_an_image(name: str) -> None:
-    model, store = seeing_model("llava"), PrefixStore(ROOM)
-    given = inputs("llava", [DOCUMENT, (1, WIDE), [7, 8]])
-    with pytest.raises(OptionError, match="which tokens came with an image"):
-        kvlayers.generate(model, **given, prefix_store=store, cache_implementation=name, **OPTIONS)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import os
 import pathlib
@@ -24,15 +25,15 @@ from damage import damaged
 from kvlayers.errors import CacheFileError, CachePathError, KVLayersError
 from kvlayers.persistence.format import canonical
 from kvlayers.prefix.backends import GoneError, UnreachableError
-from kvlayers.prefix.backends.contract import ByteRange, Content, StoredFile
+
 from kvlayers.prefix.backends.local import LocalBackend
 from kvlayers.prefix.directory import Directory
 from kvlayers.prefix.keys import label_of
 from kvlayers.prefix.nodes import Node
 from kvlayers.prefix.states import MOST_PIECES, NODE_TOKENS
 from matrix import once
-from models import given as passed
-from models import prompt, tiny_model
+
+from models import prompt, read, tiny_model
 from prefix_caches import KINDS, Ids, Kind, check, extend
 
 LABEL = label_of(None, "m", "")
@@ -120,47 +121,52 @@ def test_what_is_loaded_in_inference_mode_serves_outside_of_it(kind: str, tmp_pa
     check_and_continue(KINDS[kind], cache, ids)
 
 
-@pytest.mark.parametrize("name", ["int4", "h2o"])
-def test_a_default_device_is_not_that_of_what_is_loaded(name: str, tmp_path: pathlib.Path) -> None:
-    model, ids = tiny_model("llama"), prompt(tokens=20)
-    cache: Any = kvlayers.make_cache(name, model)
-    with torch.no_grad():
-        model(ids, **passed(cache))
-    directory = opened(tmp_path)
-    path, _ = directory.write(LABEL, ids[0].numpy(), {20}, cache)
-    with torch.device("meta"):
-        loaded = directory.load(path, 20, model.config, None)
-    assert loaded is not None
-    for one, other in zip(loaded.layers[0].peek(), cache.layers[0].peek(), strict=True):
-        assert torch.equal(one + 0, other + 0)
+def as_wide_as_large_models(cache: kvlayers.Cache) -> kvlayers.Cache:
+    states = torch.randn(1, 8, 300, 128, dtype=torch.bfloat16)
+    cache.update(states, -states, 0)
+    return cache
+
+
+def of_a_model(name: str) -> Any:
+    return read(tiny_model("llama"), prompt(tokens=20), kvlayers.make_cache(name, tiny_model("llama")))[0]
 
 
 @pytest.mark.parametrize(
-    "make", [kvlayers.DynamicCache, lambda: kvlayers.QuantizedCache(nbits=4)], ids=["full", "int4"]
+    "make",
+    [
+        lambda: of_a_model("int4"),
+        lambda: of_a_model("h2o"),
+        lambda: as_wide_as_large_models(kvlayers.DynamicCache()),
+        lambda: as_wide_as_large_models(kvlayers.QuantizedCache(nbits=4)),
+    ],
+    ids=["int4", "h2o", "wide", "wide int4"],
 )
-def test_states_as_wide_as_those_of_large_models_are_found_again(make: Any, tmp_path: pathlib.Path) -> None:
-    cache, ids = make(), np.arange(300)
-    states = torch.randn(1, 8, len(ids), 128, dtype=torch.bfloat16)
-    cache.update(states, -states, 0)
-    path = opened(tmp_path).write(LABEL, ids, {len(ids)}, cache)[0]
+def test_what_is_loaded_is_on_the_host_whatever_the_default_device(make: Any, tmp_path: pathlib.Path) -> None:
+    cache = make()
+    length = cache.get_seq_length()
+    path, _ = opened(tmp_path).write(LABEL, np.arange(length), {length}, cache)
     again = opened(tmp_path)
-    assert again.damaged_files == 0
-    loaded = again.load(path, len(ids), None, None)
+    with torch.device("meta"):
+        loaded = again.load(path, length, tiny_model("llama").config, None)
     assert loaded is not None
     for one, other in zip(loaded.layers[0].peek(), cache.layers[0].peek(), strict=True):
         assert torch.equal(one + 0, other + 0)
+    assert again.damaged_files == 0
 
 
-def test_only_the_nodes_of_the_needed_tokens_are_read(tmp_path: pathlib.Path) -> None:
-    for kind, needed in (("full", {1: 1, 256: 1, 257: 2, 700: 3}), ("quantized", {1: 1, 256: 1, 700: 3})):
-        (tmp_path / kind).mkdir()
-        backend = ControlledBackend(tmp_path / kind)
-        directory = Directory(backend)
-        entry = write(directory, DOCUMENT, kind=KINDS[kind])
-        for length, count in needed.items():
-            backend.read_names.clear()
-            check(KINDS[kind], load(directory, entry.path, DOCUMENT, length), DOCUMENT[:length])
-            assert len(backend.read_names) == count
+@pytest.mark.parametrize(
+    ("kind", "needed"), [("full", {1: 1, 256: 1, 257: 2, 700: 3}), ("quantized", {1: 1, 256: 1, 700: 3})]
+)
+def test_only_the_nodes_of_the_needed_tokens_are_read(
+    kind: str, needed: dict[int, int], tmp_path: pathlib.Path
+) -> None:
+    backend = ControlledBackend(tmp_path)
+    directory = Directory(backend)
+    entry = write(directory, DOCUMENT, kind=KINDS[kind])
+    for length, count in needed.items():
+        backend.read_names.clear()
+        check(KINDS[kind], load(directory, entry.path, DOCUMENT, length), DOCUMENT[:length])
+        assert len(backend.read_names) == count
 
 
 # Sharing
@@ -220,30 +226,37 @@ def test_a_chat_of_many_turns_has_few_nodes(tmp_path: pathlib.Path) -> None:
     check_and_continue(KINDS["full"], load(opened(tmp_path), entry.path, ids), ids)
 
 
-def test_states_of_other_forms_are_never_mixed(tmp_path: pathlib.Path) -> None:
-    directory, wide = Directory(LocalBackend(str(tmp_path))), dataclasses.replace(KINDS["full"], channels=2)
-    first = write(directory, DOCUMENT)
-    others = {
-        "wider": wide,
-        "packed": KINDS["quantized"],
-        "half": Kind(lambda: kvlayers.DynamicCache(), most=2048),
-        "in other groups": Kind(
-            lambda: kvlayers.QuantizedCache(nbits=8, q_group_size=1, residual_length=0, sink_tokens=0), 2, 16, 0.25
-        ),
-    }
-    for number, (name, kind) in enumerate(others.items()):
-        ids = [*DOCUMENT[:600], number]
-        cache = filled(kind, ids)
-        if name == "half":
-            states = cache.layers[0].keys.half()
-            cache = kind.make()
-            cache.update(states, -states, layer_idx=0)
-        neighbours = [(first.path, 600)]
-        entry = Written(*directory.write(LABEL, np.array(ids, np.int64), {len(ids)}, cache, neighbours))
-        found = load(directory, entry.path, ids)
-        assert type(found) is type(cache)
-        assert torch.equal(found.layers[0].keys + 0, cache.layers[0].keys + 0)
-        assert found.layers[0].keys.dtype == cache.layers[0].keys.dtype
+BRANCH = [*DOCUMENT[:600], 7]
+
+
+def of_half_precision() -> Any:
+    cache = kvlayers.DynamicCache()
+    states = filled(dataclasses.replace(KINDS["full"], most=2048), BRANCH).layers[0].keys.half()
+    cache.update(states, -states, layer_idx=0)
+    return cache
+
+
+def in_groups_of_one() -> Any:
+    return kvlayers.QuantizedCache(nbits=8, q_group_size=1, residual_length=0, sink_tokens=0)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: filled(dataclasses.replace(KINDS["full"], channels=2), BRANCH),
+        lambda: filled(KINDS["quantized"], BRANCH),
+        of_half_precision,
+        lambda: filled(dataclasses.replace(KINDS["quantized"], make=in_groups_of_one), BRANCH),
+    ],
+    ids=["wider", "packed", "half", "in other groups"],
+)
+def test_states_of_other_forms_are_never_mixed(make: Any, tmp_path: pathlib.Path) -> None:
+    directory, cache = Directory(LocalBackend(str(tmp_path))), make()
+    neighbours = [(write(directory, DOCUMENT).path, 600)]
+    path, _ = directory.write(LABEL, np.array(BRANCH, np.int64), {len(BRANCH)}, cache, neighbours)
+    found = load(directory, path, BRANCH)
+    assert (type(found), found.layers[0].keys.dtype) == (type(cache), cache.layers[0].keys.dtype)
+    assert torch.equal(found.layers[0].keys + 0, cache.layers[0].keys + 0)
 
 
 def test_sinks_do_not_take_over_what_was_computed_beside_other_tokens(tmp_path: pathlib.Path) -> None:
@@ -348,23 +361,12 @@ def test_a_backend_that_hangs_is_not_waited_for_beyond_the_deadline(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvlayers.prefix.directory.ASIDE_SECONDS", 30)
-    goes_on, hangs = threading.Event(), False
-
-    class Hanging(LocalBackend):
-        def find(self, names: Sequence[str]) -> list[StoredFile | None]:
-            if hangs:
-                goes_on.wait(60)
-            return super().find(names)
-
-        def touch(self, names: Sequence[str]) -> None:
-            if hangs:
-                goes_on.wait(60)
-            super().touch(names)
-
-    directory = Directory(Hanging(str(tmp_path)))
+    backend, goes_on = ControlledBackend(tmp_path), threading.Event()
+    directory = Directory(backend)
     entry = write(directory, DOCUMENT)
     pathlib.Path(entry.path).write_bytes(b"damaged")
-    hangs, start = True, time.monotonic()
+    backend.before = lambda name: name in ("find", "touch") and goes_on.wait(60)
+    start = time.monotonic()
     # The damage is told, and the other nodes are used.
     check(KINDS["full"], load(directory, entry.path, DOCUMENT, deadline=start + 1), DOCUMENT[:512])
     seconds = time.monotonic() - start
@@ -404,23 +406,18 @@ def test_nodes_that_have_not_arrived_in_time_cost_the_tokens_behind_them(
     late: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvlayers.prefix.directory.BATCH_BYTES", 1)
-    is_late, goes_on = False, threading.Event()
-
-    class Late(LocalBackend):
-        """Only the first node arrives in time."""
-
-        def read_ranges(self, ranges: Sequence[ByteRange]) -> list[Content | KVLayersError | None]:
-            if is_late and ranges[0].name != first:
-                if late == "unreachable":
-                    raise UnreachableError("late")
-                goes_on.wait(60)
-            return super().read_ranges(ranges)
-
-    directory = Directory(Late(str(tmp_path)))
+    backend, goes_on, reads = ControlledBackend(tmp_path), threading.Event(), itertools.count()
+    directory = Directory(backend)
     entry = write(directory, DOCUMENT)
-    first = nodes(directory, entry)[0].name
     check_and_continue(KINDS["full"], load(directory, entry.path, DOCUMENT), DOCUMENT)
-    is_late, start = True, time.monotonic()
+
+    def only_the_first_in_time(name: str) -> None:
+        if name == "read_ranges" and next(reads):
+            if late == "unreachable":
+                raise UnreachableError("late")
+            goes_on.wait(60)
+
+    backend.before, start = only_the_first_in_time, time.monotonic()
     found = load(directory, entry.path, DOCUMENT, deadline=start + 0.5)
     goes_on.set()
     assert time.monotonic() - start < 30
@@ -620,13 +617,12 @@ def test_nodes_whose_parents_are_gone_go_an_hour_after_their_last_use(tmp_path: 
     check_and_continue(KINDS["full"], load(directory, kept.path, ids), ids)
 
 
-def test_a_writer_gives_up_where_nodes_keep_disappearing(tmp_path: pathlib.Path) -> None:
-    class Vanishing(LocalBackend):
-        def find(self, names: Sequence[str]) -> list[StoredFile | None]:
-            return [None] * len(names)
-
+def test_a_writer_gives_up_where_nodes_keep_disappearing(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LocalBackend, "find", lambda self, names: [None] * len(names))
     with pytest.raises(UnreachableError, match="is incomplete, because its nodes were deleted 4 times"):
-        write(Directory(Vanishing(str(tmp_path))), DOCUMENT)
+        write(Directory(LocalBackend(str(tmp_path))), DOCUMENT)
 
 
 def test_what_others_have_deleted_is_not_counted(tmp_path: pathlib.Path) -> None:

@@ -1,10 +1,14 @@
-"""What a prefix store finds, against an ideal tree of tokens, from which the least recently used leaf goes first."""
+"""What a prefix store finds and holds: as an ideal tree of tokens, from which the least recently used leaf goes first.
 
+Each piece of memory counts once, whoever holds it.
+"""
+
+import contextlib
 import heapq
 import pathlib
 import random
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -13,7 +17,10 @@ import torch
 import families
 import kvlayers
 from kvlayers import CapacityError, PrefixStore
+from kvlayers.core.buffer import StateForm, TokenBuffer
 from kvlayers.errors import PrefixError
+from kvlayers.prefix import LeastRecentlyUsed, PrefixEntry
+from kvlayers.prefix.entry import MOST_RANKED, MemoryAccount
 from models import tiny_model
 
 HEADS, HEAD_DIM, LAYERS = 2, 4, 2
@@ -21,6 +28,13 @@ TOKEN_BYTES = LAYERS * 2 * HEADS * HEAD_DIM * 4
 
 STEPS = 150
 """Prompts of a simulation."""
+
+ASKED: dict[str, Any] = {
+    "max_new_tokens": 2,
+    "do_sample": False,
+    "pad_token_id": 0,
+    "return_dict_in_generate": True,
+}
 
 Ids = tuple[int, ...]
 
@@ -192,50 +206,9 @@ def test_a_pin_keeps_its_tokens_alone() -> None:
     assert store.lookup(ids, model="m").covered == 0
 
 
-def test_what_does_not_fit_alone_is_refused_and_evicts_nothing() -> None:
-    store = PrefixStore(300 * TOKEN_BYTES)
-    ask(store, tuple(range(250)))
-    before = store.statistics
-    for shared in (0, 1, 249):
-        with pytest.raises(CapacityError, match="max_bytes"):
-            ask(store, (*range(shared), *range(9000, 9301 - shared)))
-    assert store.lookup(torch.arange(251), model="m").covered == 250
-    assert (store.statistics.bytes, store.statistics.evictions) == (before.bytes, 0)
-
-
-# Caches of other kinds, and of several tenants
-
-
-KINDS: dict[str, Callable[[], kvlayers.Cache]] = {
-    "dynamic": kvlayers.DynamicCache,
-    "int4": lambda: kvlayers.QuantizedCache(nbits=4, q_group_size=8, residual_length=8),
-    "static": lambda: kvlayers.StaticCache(config=tiny_model("llama").config, max_cache_len=160),
-    "offloaded": kvlayers.OffloadedCache,
-}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_no_kind_stops_learning(kind: str) -> None:
-    make, chance = KINDS[kind], random.Random(0)
-    whole = make()
-    passed(whole, range(150))
-    store = PrefixStore(int(1.5 * whole.nbytes))
-    for turn in range(8):
-        ids = torch.tensor([1, *(chance.randrange(2, 90) for _ in range(149))])
-        namespace = str(turn % 2)
-        for again in range(2):
-            hit = store.lookup(ids, model="m", namespace=namespace)
-            assert not again or hit.covered >= 141
-            cache = make() if hit.cache is None else hit.cache
-            passed(cache, ids[hit.covered :].tolist())
-            store.insert(ids, cache, model="m", namespace=namespace)
-            assert store.statistics.bytes <= 1.5 * whole.nbytes
-
-
 @pytest.mark.parametrize("family", ["llama", "gemma3", "mamba", "jamba", "qwen3_next"])
 def test_no_model_stops_learning(family: str) -> None:
     model = families.model_of(family)
-    asked = {"max_new_tokens": 2, "do_sample": False, "pad_token_id": 0, "return_dict_in_generate": True}
     generator, store = torch.Generator().manual_seed(0), PrefixStore("1GiB", snapshot_tokens=16)
 
     def prompt() -> torch.Tensor:
@@ -243,16 +216,14 @@ def test_no_model_stops_learning(family: str) -> None:
         ids[0, 0] = 1
         return ids
 
-    kvlayers.generate(model, prompt(), prefix_store=store, **asked)
+    kvlayers.generate(model, prompt(), prefix_store=store, **ASKED)
     store = PrefixStore(int(1.3 * store.statistics.bytes), snapshot_tokens=16)
-    outputs = []
     for _ in range(5):
         ids = prompt()
-        first, second = (kvlayers.generate(model, ids, prefix_store=store, **asked) for _ in range(2))
+        first, second = (kvlayers.generate(model, ids, prefix_store=store, **ASKED) for _ in range(2))
         assert torch.equal(first.sequences, second.sequences)
         # The last four are read together, where states cannot go back and tokens may come together.
         assert second.cached_tokens[0] == (44 if family in ("gemma3", "qwen3_next") else 47)
-        outputs.append(second)
     assert store.statistics.refused == 0
 
 
@@ -326,3 +297,256 @@ def test_a_directory_with_a_limit_finds_as_many_as_an_ideal_tree(place: str, see
         assert store.statistics.file_bytes <= most * WIDE_BYTES
         assert step < 30 or store.lookup(torch.tensor((*pinned, 0)), model="m").covered == 50
     assert found >= 0.97 * of_ideal
+
+
+# What is held once
+
+
+def tail(question: int, tokens: int) -> Iterable[int]:
+    return range(10_000 * (question + 1), 10_000 * (question + 1) + tokens)
+
+
+def union_of(store: PrefixStore) -> int:
+    """Bytes of memory that the caches of a store keep alive."""
+    found: dict[int, int] = {}
+    for entry in store._index.entries:
+        if entry.cache is not None:
+            found.update(entry.cache.storages())
+    return sum(found.values())
+
+
+def test_snapshots_of_a_prompt_share_what_never_leaves() -> None:
+    model, store = tiny_model("gemma3"), PrefixStore(2**30, snapshot_tokens=16)
+    ids = torch.arange(1, 1 + 80)[None] % 97
+    cache = kvlayers.generate(model, ids, prefix_store=store, **ASKED).past_key_values
+    own = sum(layer.nbytes for layer in cache.layers if layer.is_sliding)
+    assert len(store) == 6
+    # Windows are held apart; full attention once, and once again where the cache went on in other memory.
+    assert store.statistics.bytes <= 7 * own + 2 * (cache.nbytes - own)
+
+
+@pytest.mark.parametrize("tokens", [20, 100, 300])
+def test_six_questions_take_the_bytes_of_the_document_and_their_own(tokens: int) -> None:
+    store, document = PrefixStore(2**30), range(1000)
+    ask(store, tuple(document))
+    alone = store.statistics.bytes
+    assert [ask(store, (*document, *tail(question, tokens)))[0] for question in range(6)] == [1000] * 6
+    now = store.statistics
+    assert now.bytes <= alone + 1.05 * 6 * tokens * TOKEN_BYTES
+    assert (now.entries, now.evictions, now.tokens) == (6, 0, 1000 + 6 * tokens)
+    assert now.shared_bytes >= 1000 * TOKEN_BYTES
+    # Nothing is held that the store does not count, and the tree counts all of it.
+    assert now.bytes == union_of(store) == store.tree().nbytes
+    (top,) = store.tree().children
+    (node,) = top.children
+    assert (node.tokens, len(node.children), node.is_entry) == (1000, 6, False)
+    assert node.nbytes >= 1000 * TOKEN_BYTES
+    assert all(child.tokens == tokens and child.in_memory and not child.in_files for child in node.children)
+
+
+def test_a_branch_moves_nothing_of_its_document(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, document, allocated = PrefixStore(2**30), range(8192), list[int]()
+    for ids in (tuple(document), (*document, *tail(0, 100))):
+        ask(store, ids)
+    cache = store.lookup(torch.tensor([*document, 0]), model="m").cache
+    passed(cache, tail(1, 100))
+    allocate = TokenBuffer.allocate.__func__  # type: ignore[attr-defined]
+
+    def counted(cls: type[TokenBuffer], form: StateForm, capacity: int, *how: Any) -> TokenBuffer:
+        allocated.append(capacity)
+        return allocate(cls, form, capacity, *how)  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(TokenBuffer, "allocate", classmethod(counted))
+    store.insert(torch.tensor([*document, *tail(1, 100)]), cache, model="m")  # type: ignore[arg-type]
+    # The tail alone, for keys and values of each layer.
+    assert sum(allocated) <= 2 * LAYERS * 100
+
+
+def test_what_was_computed_twice_is_held_once() -> None:
+    store, document = PrefixStore(2**30), range(1000)
+    for question in range(4):
+        ids, cache = [*document, *tail(question, 50)], kvlayers.DynamicCache()
+        passed(cache, ids)
+        store.insert(torch.tensor(ids), cache, model="m")
+        ask(store, tuple(ids))
+    assert store.statistics.bytes <= 1.125 * 1050 * TOKEN_BYTES + 3 * 50 * TOKEN_BYTES
+    assert store.statistics.bytes == union_of(store)
+
+
+def test_a_document_of_a_directory_is_held_once_too(tmp_path: pathlib.Path) -> None:
+    texts = [tuple(range(1000)), *((*range(1000), *tail(question, 50)) for question in range(3))]
+    for some in (texts[:1], texts):
+        with PrefixStore(2**30, tmp_path) as store:
+            for ids in some:
+                ask(store, ids)
+    store = PrefixStore(2**30, tmp_path)
+    for ids in texts[1:]:
+        assert store.lookup(torch.tensor((*ids, 0)), model="m").covered == 1050
+    # The entry that was loaded first has the spare room of a growing buffer.
+    assert store.statistics.bytes <= (1.125 * 1050 + 1.05 * 2 * 50) * TOKEN_BYTES
+    assert store.statistics.bytes == union_of(store)
+
+
+# What leaves
+
+
+class Counting(LeastRecentlyUsed):
+    """Counts how often it is asked."""
+
+    asked = 0
+
+    def rank(self, entry: PrefixEntry) -> float:
+        self.asked += 1
+        return super().rank(entry)
+
+
+def test_an_eviction_costs_what_leaves_and_not_what_the_store_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    storages, looked_at, tokens = kvlayers.DynamicCache.storages, 0, 16
+
+    def counted(cache: kvlayers.DynamicCache) -> dict[int, int]:
+        nonlocal looked_at
+        looked_at += 1
+        return storages(cache)
+
+    def ids_of(number: int) -> list[int]:
+        # All begin with one token, which the first entry has brought.
+        return [0, *range(number * tokens + 1, (number + 1) * tokens)]
+
+    monkeypatch.setattr(kvlayers.DynamicCache, "storages", counted)
+    most: dict[int, list[int]] = {}
+    for entries in (50, 350):
+        policy, spent = Counting(), []
+        store = PrefixStore(entries * tokens * TOKEN_BYTES, policy=policy)
+        for number in range(entries * 5 // 4):
+            cache = kvlayers.DynamicCache()
+            passed(cache, ids_of(number))
+            looked_at = policy.asked = 0
+            store.insert(torch.tensor(ids_of(number)), cache, model="m")
+            spent.append((looked_at, policy.asked))
+            for earlier in range(number if number == entries - 10 else 0):
+                assert store.lookup(torch.tensor(ids_of(earlier)), model="m", leave=0).covered == tokens
+        assert store.statistics.bytes == union_of(store)
+        assert store.statistics.evictions > entries // 8
+        most[entries] = [max(own) for own in zip(*spent, strict=True)]
+    # As many for seven times the entries.
+    assert most[350][0] <= most[50][0] + 4 < 100
+    assert most[350][1] < MOST_RANKED + 40 < 340
+
+
+def test_states_that_a_fork_copies_are_copied_once_to_be_inserted(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, cache, forks = PrefixStore(2**30), kvlayers.OffloadedCache(), list[kvlayers.Cache]()
+    passed(cache, range(16))
+    store.insert(torch.arange(16), cache, model="m")
+    passed(cache, range(16, 32))
+    fork = type(cache).fork
+
+    def counted(self: kvlayers.Cache) -> kvlayers.Cache:
+        forks.append(self)
+        return fork(self)
+
+    monkeypatch.setattr(type(cache), "fork", counted)
+    assert store.insert(torch.arange(32), cache, model="m")
+    assert forks == [cache]
+    assert store.lookup(torch.arange(33), model="m").covered == 32
+
+
+def test_hits_and_age_go_to_the_entry_that_replaces_another() -> None:
+    store = PrefixStore(2**30)
+    for tokens, hits in ((50, 1), (100, 3)):
+        ask(store, tuple(range(tokens)))
+        (node,) = (node for node in store.tree().nodes if node.is_entry)
+        assert (node.tokens, node.hits, node.age is None) == (tokens, hits, False)
+    cache = store.lookup(torch.arange(101), model="m").cache
+    passed(cache, range(100, 150))
+    store.insert(torch.arange(150), cache, model="m")  # type: ignore[arg-type]
+    (node,) = (node for node in store.tree().nodes if node.is_entry)
+    assert (node.hits, node.age is None) == (4, False)
+
+
+def test_a_tree_shows_what_is_pinned_used_and_in_files(tmp_path: pathlib.Path) -> None:
+    store, prompts = PrefixStore(2**30, tmp_path), [(*range(100), *tail(question, 20)) for question in range(2)]
+    for ids in prompts:
+        ask(store, ids)
+    store.pin(torch.tensor(prompts[0]), model="m")
+    store.evict()
+    text = str(store.tree())
+    assert [word in text for word in ("100 tokens", "pinned", "files")] == [True] * 3
+    nodes = store.tree().nodes
+    assert sum(node.nbytes for node in nodes) == store.statistics.bytes
+    assert sorted((node.in_memory, node.in_files, node.pinned) for node in nodes if node.is_entry) == [
+        (False, True, False),
+        (True, False, True),
+    ]
+    assert str(PrefixStore(2**30).tree()) == "nothing is held"
+
+
+@pytest.mark.parametrize("moves", [False, True], ids=["callers keep their memory", "callers move it"])
+def test_what_is_counted_is_what_is_held(moves: bool) -> None:
+    chance, most, hits = random.Random(3), 220 * 2**10, list[Any]()
+    store = PrefixStore(most)
+    for _ in range(150):
+        length = chance.choice([200, 300, 500])
+        same = chance.randint(1, length)
+        ids = [1] * same + [chance.randrange(50) for _ in range(length - same)]
+        cache = kvlayers.DynamicCache()
+        passed(cache, ids)
+        with contextlib.suppress(CapacityError):
+            store.insert(torch.tensor(ids), cache, model="m")
+        hit = store.lookup(torch.tensor([*ids[: chance.randint(1, length)], *range(100, 150)]), model="m").cache
+        if hit is not None:
+            if chance.random() < 0.5:
+                passed(hit, ids[:50])
+            hits.append(hit)
+        if len(hits) > 5:
+            gone = hits.pop(chance.randrange(len(hits)))
+            if moves:
+                gone.trim()
+        assert store.statistics.bytes <= most
+        assert moves or store.statistics.bytes == union_of(store)
+    store.evict()
+    assert (store.statistics.bytes, store.statistics.shared_bytes) == (0, 0)
+
+
+def snapshots(count: int) -> list[tuple[torch.Tensor, kvlayers.DynamicCache]]:
+    """A cache that reads on, with full attention and with a window, which cannot go back; and forks of it."""
+    cache = kvlayers.DynamicCache([(None, None), (None, None, torch.tensor(8))], length_hint=512)
+    taken = []
+    for length in range(16, 16 * count + 1, 16):
+        passed(cache, range(length - 16, length))
+        # A first buffer has room for few tokens more, and all snapshots are to be in one.
+        cache.layers[0].store.reserve(8 * 16)
+        taken.append((torch.arange(length), cache.fork()))
+    return taken
+
+
+@pytest.mark.parametrize("change", ["count", "stay"])
+def test_an_interrupt_while_memory_is_counted_leaves_a_store_that_goes_on(
+    change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = snapshots(5)
+    store = PrefixStore(2 * taken[-1][1].nbytes)
+    counted, left = getattr(MemoryAccount, change), 0
+
+    def interrupted(account: MemoryAccount, *arguments: Any) -> None:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            raise KeyboardInterrupt
+        counted(account, *arguments)
+
+    monkeypatch.setattr(MemoryAccount, change, interrupted)
+    interrupts = 0
+    for calls in range(1, 14):
+        for ids, cache in taken:
+            left = calls
+            try:
+                store.insert(ids + 100 * calls, cache.fork(), model="m")
+            except KeyboardInterrupt:
+                interrupts += 1
+            left = 0
+            assert store.statistics.bytes == union_of(store) <= 2 * taken[-1][1].nbytes
+            assert store.insert(ids + 100 * calls, cache.fork(), model="m") in (True, False)
+            assert store.statistics.bytes == union_of(store)
+    assert interrupts > 4
+    store.evict()
+    assert (store.statistics.bytes, len(store)) == (0, 0)

@@ -1,6 +1,6 @@
 """Whatever uses a store asks the same: whether states depend on tokens, weights and settings that are compared."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -81,17 +81,15 @@ CHANGES = {
 
 
 @pytest.fixture(autouse=True)
-def _as_it_was() -> Iterator[None]:
+def _as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     def mine(module: Any, query: Any, key: Any, value: Any, mask: Any, **options: Any) -> Any:
         return sdpa_attention_forward(module, query, key, value * 0.2, mask, **options)
 
-    transformers.AttentionInterface.register("mine", mine)
-    AttentionMaskInterface.register("mine", sdpa_mask)
+    monkeypatch.setitem(transformers.AttentionInterface._global_mapping, "mine", mine)
+    monkeypatch.setitem(AttentionMaskInterface._global_mapping, "mine", sdpa_mask)
     mlp = transformers.models.llama.modeling_llama.LlamaMLP
-    forward = mlp.forward
-    yield
-    mlp.forward = forward
-    del transformers.AttentionInterface._global_mapping["mine"], AttentionMaskInterface._global_mapping["mine"]
+    # To be put back after each test.
+    monkeypatch.setattr(mlp, "forward", mlp.forward)
 
 
 @pytest.mark.parametrize(("use", "change"), once(USES, CHANGES, times=2))

@@ -1,16 +1,26 @@
-"""Which calls of generate() go by a store: prompts with pad tokens, training mode, other threads; and what is said."""
+"""Which calls of generate() go by a store: prompts with pad tokens, training mode, other threads; and what is said.
+
+A call that is cancelled, or fails, after its prefill has its prompt in the store, and nothing that is not true.
+"""
 
 import contextvars
+import functools
 import logging
-import threading
+import types
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
+import transformers as tf
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import kvlayers
 from kvlayers import PrefixStore
 from kvlayers.generation.prefix_reuse.active_store import CURRENT
+from kvlayers.generation.prefix_reuse.borders import MOST_DROPPED
+from matrix import once
 from models import fresh_model, prompt, tiny_model
 
 PAD, END, TOKENS = 0, 7, 40
@@ -61,22 +71,21 @@ def test_a_pad_token_in_a_prompt_is_padding_or_text(case: str) -> None:
         assert torch.equal(answer.ids, expected[0, TOKENS:])
 
 
-@pytest.mark.parametrize("change", ["", "module", "attribute", "config", "checkpointing", "batch norm"])
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "": lambda model: None,
+    "module": lambda model: model.model.layers[1].add_module("extra", torch.nn.Dropout(0.1)),
+    "attribute": lambda model: setattr(model.model.layers[0].self_attn, "attention_dropout", 0.1),
+    "config": lambda model: setattr(model.config, "resid_pdrop", 0.1),
+    "checkpointing": lambda model: model.gradient_checkpointing_enable(),
+    "batch norm": lambda model: model.add_module("norm", torch.nn.BatchNorm1d(4)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_training_mode_is_refused_if_it_changes_states(change: str) -> None:
-    model = fresh_model("llama").train()
-    attention = model.model.layers[0].self_attn
-    if change == "module":
-        model.model.layers[1].add_module("extra", torch.nn.Dropout(0.1))
-    elif change == "attribute":
-        attention.attention_dropout = 0.1
-    elif change == "config":
-        model.config.resid_pdrop = 0.1
-    elif change == "checkpointing":
-        model.gradient_checkpointing_enable()
-    elif change == "batch norm":
-        model.add_module("norm", torch.nn.BatchNorm1d(4))
+    model, store, ids = fresh_model("llama").train(), PrefixStore("1GiB"), prompt(tokens=TOKENS)
+    CHANGES[change](model)
     model.config.classifier_dropout = 0.5
-    store, ids = PrefixStore("1GiB"), prompt(tokens=TOKENS)
     with torch.no_grad(), kvlayers.installed(prefix_store=store):
         for _ in range(2):
             model.generate(ids, **OPTIONS)
@@ -124,22 +133,108 @@ def test_each_reason_is_logged_once_and_counted_always(caplog: pytest.LogCapture
 
 def test_a_thread_within_a_block_is_counted_unless_it_takes_the_context_along() -> None:
     model, store, ids = tiny_model("llama"), PrefixStore("1GiB"), prompt(tokens=TOKENS)
+    ask = functools.partial(model.generate, ids, **OPTIONS)
+    with ThreadPoolExecutor() as threads:
+        with kvlayers.installed(prefix_store=store):
+            threads.submit(ask).result()
+            assert (len(store), store.statistics.bypassed) == (0, 1)
+            assert "another thread" in store.explain()
+            threads.submit(contextvars.copy_context().run, ask).result()
+            ask()
+            assert (store.statistics.hits, store.statistics.bypassed) == (1, 1)
+        with kvlayers.installed():
+            threads.submit(ask).result()
+    assert store.statistics.bypassed == 1
 
-    def ask() -> None:
-        model.generate(ids, **OPTIONS)
 
-    def run(target: Any, *args: Any) -> None:
-        thread = threading.Thread(target=target, args=args)
-        thread.start()
-        thread.join()
+# Calls that end early
+
+
+class Ended(BaseException):
+    """Raised by the caller's code, as by a signal."""
+
+
+def ending(calls: int) -> Callable[..., Any]:
+    """What `generate()` can call so often, as a streamer, a criterion or a processor; then it raises."""
+    left = iter(range(calls))
+
+    def called(*given: Any) -> Any:
+        if next(left, None) is None:
+            raise Ended
+        return given[-1]
+
+    return called
+
+
+def criterion(step: int) -> Callable[..., torch.Tensor]:
+    end = ending(step)
+    return lambda ids, *others: end(torch.zeros(len(ids), dtype=torch.bool))
+
+
+ENDS: dict[str, Callable[[int], dict[str, Any]]] = {
+    "streamer": lambda step: {"streamer": types.SimpleNamespace(put=ending(1 + step), end=list)},
+    "criterion": lambda step: {"stopping_criteria": tf.StoppingCriteriaList([criterion(step)])},
+    "processor": lambda step: {"logits_processor": tf.LogitsProcessorList([ending(step)])},
+}
+
+
+CACHES = [
+    *(("llama", name) for name in ("dynamic", "static", "offloaded", "int4")),
+    *((family, "dynamic") for family in ("mistral", "gemma3", "jamba")),
+]
+"""What is held of the last ones cannot be rolled back, and has its snapshots."""
+
+
+@pytest.mark.parametrize(("family", "name", "end", "step"), once(CACHES, ENDS, [0, 3], times=2))
+def test_the_prompt_of_a_call_that_ends_early_is_stored(family: str, name: str, end: str, step: int) -> None:
+    model, store, ids = tiny_model(family), PrefixStore("1GiB", snapshot_tokens=16), prompt(tokens=TOKENS)
+    options = {**OPTIONS, "cache_implementation": name}
+    expected = plain(model, ids, **options)
+    with kvlayers.installed(prefix_store=store):
+        with pytest.raises(Ended):
+            model.generate(ids, **options, **ENDS[end](step))
+        # What cannot be rolled back is without its last tokens, unless tokens were decoded behind it.
+        left = {"llama": 1, "jamba": 1}.get(family, MOST_DROPPED)
+        assert store.statistics.tokens in (TOKENS if family == "llama" else TOKENS - left, TOKENS)
+        output = model.generate(ids, **options, return_dict_in_generate=True)
+    assert output.cached_tokens == (TOKENS - left,)
+    assert torch.equal(output.sequences, expected)
+
+
+@pytest.mark.parametrize(("passes", "covered"), [(0, 0), (1, TOKENS - 1), (3, TOKENS - 1)])
+def test_a_pass_that_is_interrupted_between_two_layers(
+    passes: int, covered: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the prefill, nothing is stored; later, what all layers have read."""
+    model, store, ids = tiny_model("llama"), PrefixStore("1GiB"), prompt(tokens=TOKENS)
+    expected = plain(model, ids)
+    seen: list[Any] = []
+    forward = LlamaDecoderLayer.forward
+
+    # A store takes no states of a model whose class has another function than its own.
+    @functools.wraps(forward)
+    def interrupted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.append(self)
+        if len(seen) == len(model.model.layers) * (passes + 1):
+            raise KeyboardInterrupt
+        return forward(self, *args, **kwargs)
 
     with kvlayers.installed(prefix_store=store):
-        run(ask)
-        assert (len(store), store.statistics.bypassed) == (0, 1)
-        assert "another thread" in store.explain()
-        run(contextvars.copy_context().run, ask)
-        ask()
-        assert (store.statistics.hits, store.statistics.bypassed) == (1, 1)
-    with kvlayers.installed():
-        run(ask)
-    assert store.statistics.bypassed == 1
+        monkeypatch.setattr(LlamaDecoderLayer, "forward", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            model.generate(ids, **OPTIONS)
+        monkeypatch.undo()
+        output = model.generate(ids, **OPTIONS, return_dict_in_generate=True)
+    assert output.cached_tokens == (covered,)
+    assert torch.equal(output.sequences, expected)
+
+
+def test_memory_that_ran_out_is_not_held() -> None:
+    model, store, ids = tiny_model("llama"), PrefixStore("1GiB"), prompt(tokens=TOKENS)
+
+    def run_out(*given: Any) -> Any:
+        raise MemoryError
+
+    with kvlayers.installed(prefix_store=store), pytest.raises(MemoryError):
+        model.generate(ids, **OPTIONS, logits_processor=tf.LogitsProcessorList([run_out]))
+    assert len(store) == 0

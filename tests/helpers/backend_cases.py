@@ -23,8 +23,7 @@ class FilesystemFiles:
         return sorted(path.rpartition("/")[2] for path in self.fs.find(self.root))
 
     def read(self, name: str) -> bytes:
-        content: bytes = self.fs.cat_file(f"{self.root}/{name}")
-        return content
+        return bytes(self.fs.cat_file(f"{self.root}/{name}"))
 
     def write(self, name: str, content: bytes) -> None:
         self.fs.pipe_file(f"{self.root}/{name}", content)
@@ -50,8 +49,7 @@ class ServerFiles:
         return f"{self.prefix}:file:{name}"
 
     def read(self, name: str) -> bytes:
-        content: bytes = self.client.get(self.key(name))
-        return content
+        return bytes(self.client.get(self.key(name)))
 
     def write(self, name: str, content: bytes) -> None:
         self.client.set(self.key(name), content)
@@ -87,10 +85,9 @@ def large(ids: list[int]) -> kvlayers.DynamicCache:
     return filled(ids, heads=8192)
 
 
-def held(cache: Any) -> list[float]:
+def held(cache: Any) -> Any:
     """What `filled` has put into a cache."""
-    found: list[float] = cache.layers[1].values[0, -1, :, 0].tolist() if cache is not None else []
-    return found
+    return cache.layers[1].values[0, -1, :, 0].tolist() if cache is not None else []
 
 
 def covered(store: kvlayers.PrefixStore, ids: list[int], namespace: str = "") -> int:

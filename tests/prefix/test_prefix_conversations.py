@@ -296,22 +296,32 @@ def test_the_last_border_is_that_of_plain_comparison() -> None:
     assert last_border(np.array([5, END, 6, 7, 8]), []) == 1
 
 
-def test_a_prompt_is_cut_behind_what_is_there() -> None:
-    ids = np.array([5] * 40 + [END, LINE] + [6] * 58)
-    assert snapshot_lengths(ids, 0, 99, 99, 0, [END], None) == [41, 99]
-    assert snapshot_lengths(ids, 0, 99, 99, 70, [END], 32) == [32, 41, 70, 99]
-    assert snapshot_lengths(ids, 41, 99, 99, 20, [END], None) == [99]
-    # What every prompt begins with is no branch.
-    assert snapshot_lengths(ids, 0, 99, 99, 3, [END], None) == [41, 99]
-    # Where no end is known, the next turn may leave out some of the last tokens.
-    assert snapshot_lengths(ids, 0, 99, 99, 3, [], None) == [96, 99]
-    assert snapshot_lengths(ids, 99, 99, 99, 60, [END], 32) == []
-    # Few tokens behind the last border need no snapshot, unless they must be read.
-    assert snapshot_lengths(ids, 0, 0, 99, 3, [], None) == [96]
-    assert snapshot_lengths(ids, 0, 97, 99, 3, [], None) == [96, 99]
-    assert snapshot_lengths(ids, 0, 0, 99, 3, [END], 32) == [32, 41, 64, 96, 99]
-    assert snapshot_lengths(ids[:50], 0, 0, 49, 45, [END], 24) == [24, 41]
-    # Snapshots for long texts are no further apart than asked for. No other is made beside those that are there anyway.
-    assert snapshot_lengths(ids, 41, 99, 99, 0, [END], 58) == [99]
-    assert snapshot_lengths(ids, 41, 99, 99, 0, [END], 57) == [57, 99]
-    assert snapshot_lengths(ids, 0, 99, 99, 0, [], 40) == [40, 80, 96, 99]
+PROMPT = np.array([5] * 40 + [END, LINE] + [6] * 58)
+
+
+@pytest.mark.parametrize(
+    ("ids", "begin", "least", "length", "branch", "ends", "every", "lengths"),
+    [
+        (PROMPT, 0, 99, 99, 0, [END], None, [41, 99]),
+        (PROMPT, 0, 99, 99, 70, [END], 32, [32, 41, 70, 99]),
+        (PROMPT, 41, 99, 99, 20, [END], None, [99]),
+        # What every prompt begins with is no branch.
+        (PROMPT, 0, 99, 99, 3, [END], None, [41, 99]),
+        # Where no end is known, the next turn may leave out some of the last tokens.
+        (PROMPT, 0, 99, 99, 3, [], None, [96, 99]),
+        (PROMPT, 99, 99, 99, 60, [END], 32, []),
+        # Few tokens behind the last border need no snapshot, unless they must be read.
+        (PROMPT, 0, 0, 99, 3, [], None, [96]),
+        (PROMPT, 0, 97, 99, 3, [], None, [96, 99]),
+        (PROMPT, 0, 0, 99, 3, [END], 32, [32, 41, 64, 96, 99]),
+        (PROMPT[:50], 0, 0, 49, 45, [END], 24, [24, 41]),
+        # Snapshots for long texts are no further apart than asked for. No other is made beside those that are there.
+        (PROMPT, 41, 99, 99, 0, [END], 58, [99]),
+        (PROMPT, 41, 99, 99, 0, [END], 57, [57, 99]),
+        (PROMPT, 0, 99, 99, 0, [], 40, [40, 80, 96, 99]),
+    ],
+)
+def test_a_prompt_is_cut_behind_what_is_there(
+    ids: Any, begin: int, least: int, length: int, branch: int, ends: Any, every: Any, lengths: list[int]
+) -> None:
+    assert snapshot_lengths(ids, begin, least, length, branch, ends, every) == lengths

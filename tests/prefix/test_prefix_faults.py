@@ -6,9 +6,11 @@ compares states with those that were inserted. Nothing is lost that `flush` has 
 
 import contextlib
 import errno
+import multiprocessing
 import os
 import pathlib
 import random
+import signal
 import textwrap
 import threading
 import time
@@ -17,23 +19,17 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 import fresh_process
-import killed_workers
 import s3_server
-from backend_cases import PART, covered, filled, insert, large, put, room_for
+from backend_cases import PART, covered, insert, large, put, room_for
 from controlled_backend import READS, WRITES, ControlledBackend, use
 from kvlayers import CapacityError, DynamicCache, PrefixStore
 from kvlayers.persistence import atomic_file
-from kvlayers.prefix import LeastRecentlyUsed, PrefixEntry
-from kvlayers.prefix.directory import Directory
-from kvlayers.prefix.index import EntryIndex
-from kvlayers.prefix.write_queue import WriteQueue
 from kvlayers.serving.reports import report_on
-from proxy import Line, line_to
+from proxy import Line
 
 ROOM = 2**30
 BOUND = 0.05
@@ -91,7 +87,6 @@ def closed_for_writing(backend: ControlledBackend) -> Iterator[Gate]:
     gate.open()
 
 
-
 def entries(count: int, length: int = 3) -> list[list[int]]:
     return [[first, *range(2, length + 1)] for first in range(1, count + 1)]
 
@@ -100,16 +95,13 @@ def entries(count: int, length: int = 3) -> list[list[int]]:
 
 
 def test_no_file_is_touched_under_the_lock(backend: ControlledBackend) -> None:
-    stores: list[PrefixStore] = []
+    store = PrefixStore(room_for(3), "elsewhere", directory_max_bytes=10_000)
 
     def lock_is_free(name: str) -> None:
-        for store in stores:
-            assert store._lock.acquire(timeout=60), name
-            store._lock.release()
+        assert store._lock.acquire(timeout=60), name
+        store._lock.release()
 
     backend.before = lock_is_free
-    store = PrefixStore(room_for(3), "elsewhere", directory_max_bytes=10_000)
-    stores.append(store)
     for ids in entries(12):
         insert(store, ids)
         covered(store, ids[:2])
@@ -126,8 +118,7 @@ def test_no_file_is_touched_under_the_lock(backend: ControlledBackend) -> None:
 def test_lookups_read_at_the_same_time_and_memory_serves_meanwhile(backend: ControlledBackend) -> None:
     store = PrefixStore(ROOM, "elsewhere")
     for ids in entries(2):
-        insert(store, ids)
-    store.evict()
+        put(store, ids)
     insert(store, [7, 8, 9])
     meeting = threading.Barrier(3, timeout=60)
     met: set[int] = set()
@@ -149,8 +140,7 @@ def test_lookups_read_at_the_same_time_and_memory_serves_meanwhile(backend: Cont
 
 def test_an_entry_is_read_once_for_several_that_ask(backend: ControlledBackend) -> None:
     store = PrefixStore(ROOM, "elsewhere")
-    insert(store, [1, 2, 3])
-    store.evict()
+    put(store, [1, 2, 3])
     other = PrefixStore(ROOM, "elsewhere")
     backend.calls.clear()
     assert covered(other, [1, 2, 3]) == 3
@@ -221,29 +211,6 @@ def test_a_longer_entry_is_written_in_place_of_the_one_that_waits(closed_for_wri
     assert len(PrefixStore(ROOM, "elsewhere")) == 2
 
 
-def test_an_entry_is_written_though_the_job_of_the_one_that_it_replaces_has_not_ended(
-    backend: ControlledBackend,
-) -> None:
-    changed = threading.Condition(threading.Lock())
-    index, directory = EntryIndex(ROOM, LeastRecentlyUsed(), has_directory=True), Directory(backend)
-    queue = WriteQueue(index, directory, 1, changed)
-    # The first entry is in a file, and what exceeds the bytes of the directory is being looked for.
-    gate = Gate(backend, {"last_uses"})
-    old, new = (PrefixEntry("label", np.arange(length)) for length in (3, 4))
-    with changed:
-        index.enter(old, filled([0, 1, 2]), ())
-        queue.write([old])
-    assert gate.arrived.wait(60)
-    with changed:
-        index.enter(new, filled([0, 1, 2, 3]), ())
-        queue.write_instead(old, new)
-        queue.write([new])
-    gate.open()
-    with changed:
-        assert queue.wait(time.monotonic() + MARGIN)
-    assert (queue.spilled, queue.pending_writes) == (2, 0)
-
-
 def test_what_is_cleared_while_it_is_written_is_gone(closed_for_writing: Gate) -> None:
     store = PrefixStore(ROOM, "elsewhere")
     insert(store, [1, 2, 3])
@@ -259,16 +226,15 @@ def test_what_is_cleared_while_it_is_written_is_gone(closed_for_writing: Gate) -
 def test_an_entry_that_is_pinned_while_it_waits_to_be_written_stays(closed_for_writing: Gate) -> None:
     store = PrefixStore(room_for(2), "elsewhere", write_wait_seconds=BOUND)
     first, second, third, fourth = entries(4)
-    insert(store, first)
-    insert(store, second)
+    for ids in (first, second):
+        insert(store, ids)
     with closed_for_writing.holding_up(store.evict):
         for ids in (first, second):
             store.pin(torch.tensor(ids), model="m")
         for ids in (third, fourth):
             with pytest.raises(CapacityError, match="pinned"):
                 insert(store, ids)
-    assert store.statistics.dropped_writes == 0
-    assert store.statistics.bytes == room_for(2)
+    assert (store.statistics.dropped_writes, store.statistics.bytes) == (0, room_for(2))
 
 
 def test_an_entry_whose_cache_cannot_be_forked_is_not_written_and_leaves(
@@ -327,8 +293,7 @@ def test_a_directory_that_stays_away_is_given_up(
 
 def test_nothing_is_left_that_runs(tmp_path: pathlib.Path) -> None:
     store = PrefixStore(ROOM, tmp_path)
-    insert(store, [1, 2, 3])
-    store.evict()
+    put(store, [1, 2, 3])
     assert covered(store, [1, 2, 3]) == 3
     if store._writes._worker is not None:
         store._writes._worker.join(60)
@@ -337,14 +302,14 @@ def test_nothing_is_left_that_runs(tmp_path: pathlib.Path) -> None:
 
 
 PROGRAM = """
-    import os, threading, torch, kvlayers
-    from backend_cases import covered, filled
+    import os, threading, kvlayers
+    from backend_cases import covered, insert
     import kvlayers.prefix.store
     from controlled_backend import ControlledBackend
     backend = ControlledBackend({directory!r})
     kvlayers.prefix.store.backend_for = lambda directory, options: backend
     store = kvlayers.PrefixStore(2**30, "elsewhere")
-    store.insert(torch.tensor([1, 2, 3]), filled([1, 2, 3]), model="m")
+    insert(store, [1, 2, 3])
     arrived, may_go_on = threading.Event(), threading.Event()
 
     def wait(name):
@@ -360,7 +325,7 @@ PROGRAM = """
     child = os.fork()
     if not child:
         backend.before = lambda name: None
-        store.insert(torch.tensor([4, 5, 6]), filled([4, 5, 6]), model="m")
+        insert(store, [4, 5, 6])
         done = store.flush() and covered(store, [1, 2, 3]) == 3
         os._exit(0 if done and store.statistics.pending_writes == 0 else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
@@ -369,7 +334,7 @@ PROGRAM = """
     assert store.flush()
     assert store.refresh() == 1
     # Written by nobody but the end of the process.
-    store.insert(torch.tensor([7, 8, 9]), filled([7, 8, 9]), model="m")
+    insert(store, [7, 8, 9])
 """
 
 
@@ -388,8 +353,7 @@ def test_an_entry_in_a_file_alone_is_not_evicted_again(closed_for_writing: Gate)
     """It was to be replaced by one that found no room, since what was to leave hung."""
     closed_for_writing.open()
     store = PrefixStore(room_for(3) - 1, "elsewhere", write_wait_seconds=0.05)
-    insert(store, [1, 2, 3])
-    store.evict()
+    put(store, [1, 2, 3])
     closed_for_writing.close()
     insert(store, [4, 5, 6])
     with closed_for_writing.holding_up(store.evict):
@@ -482,7 +446,7 @@ def redis_port(redis_url: str) -> int:
 def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     name = f"{request.param}-{abs(hash(request.node.name))}"
     server = request.getfixturevalue(f"{request.param}_port")
-    with line_to(server) as line:
+    with contextlib.closing(Line(server)) as line:
         if request.param == "redis":
             yield Place(line, server, lambda port: {"directory": f"redis://127.0.0.1:{port}/0?prefix={name}"})
         else:
@@ -598,16 +562,53 @@ def test_a_full_disk_keeps_what_it_has_and_takes_more_when_there_is_room(
 # Processes that are killed
 
 
+WORKERS, KILLS, SECONDS = 15, 45, 3
+SHARED = [7] * 20
+"""Tokens that all entries of workers begin with."""
+
+
+def work(directory: pathlib.Path, worker: int, acknowledged: pathlib.Path) -> None:
+    """Write, read and evict, and note the tokens of each entry that was flushed."""
+    generator, store = random.Random(worker), PrefixStore(2**20, directory)
+    for number in range(1000):
+        # Some entries are those of other workers, which write the same files at the same time.
+        ids = [*SHARED, 8 + generator.choice([worker, worker % 3]), number % 9, *range(generator.randrange(5))]
+        insert(store, ids)
+        if store.flush():
+            with acknowledged.open("a") as file:
+                file.write(" ".join(map(str, ids)) + "\n")
+        if number % 3 == 2:
+            store.evict()
+            store.refresh()
+        for asked in (ids, [*SHARED, 8 + generator.randrange(worker + 1), number % 9]):
+            assert covered(store, asked) <= len(asked)
+        assert store.statistics.damaged == 0, store.statistics
+
+
 @pytest.mark.nightly
 @posix
 def test_processes_that_share_a_directory_and_are_killed_at_any_moment(tmp_path: pathlib.Path) -> None:
     """15 processes write, read and evict in one directory; each of 45 is killed, and what it has flushed is found."""
-    directory = tmp_path / "shared"
-    acknowledged = [tuple(map(int, line.split())) for line in killed_workers.flushed_by(str(directory)).splitlines()]
+    directory, told, generator = tmp_path / "shared", tmp_path / "told", random.Random(0)
+    # Forks, since starting an interpreter takes far longer than writing a file.
+    context, workers = multiprocessing.get_context("fork"), list[Any]()
+    for started in range(KILLS + WORKERS):
+        workers.append(context.Process(target=work, args=(directory, started, told), daemon=True))
+        workers[-1].start()
+        if len(workers) == WORKERS:
+            time.sleep(generator.uniform(0, 2 * SECONDS / KILLS))
+            killed = workers.pop(generator.randrange(WORKERS))
+            killed.kill()
+            killed.join()
+            # It was at work, and had not ended by itself.
+            assert killed.exitcode == -signal.SIGKILL
+    for worker in workers:
+        worker.kill()
+        worker.join()
+    acknowledged = [tuple(map(int, line.split())) for line in told.read_text().splitlines()]
     assert len(acknowledged) > 20
     # What killed processes left behind is old an hour later, and so are tokens behind some that are gone.
-    ids = list(range(300))
-    put(PrefixStore(ROOM, directory), ids)
+    put(PrefixStore(ROOM, directory), list(range(300)))
     (lost,) = [node for node in PrefixStore(ROOM, directory)._writes.directory._tree.nodes.values() if node.end == 256]
     (directory / lost.name).unlink()
     for path in directory.iterdir():

@@ -223,8 +223,7 @@ def test_the_store_of_install_is_used() -> None:
     with kvlayers.installed(prefix_store=store):
         answer(model, [A, B], recompute=0)
         assert answer(model, [B, A], recompute=0).cached_tokens == (43,)
-    assert store.statistics.bypassed == 0
-    assert store.statistics.entries == 2
+    assert (store.statistics.bypassed, store.statistics.entries) == (0, 2)
 
 
 # What the store keeps
@@ -235,8 +234,7 @@ def test_the_store_gets_nothing_that_was_put_together(family: str) -> None:
     model, store = tiny_model(family), kvlayers.PrefixStore()
     for recompute in (0, "30%"):
         answer(model, [A, B, C], store, beginning=SYSTEM, recompute=recompute)
-    assert store.statistics.entries == 3
-    assert store.statistics.tokens == 6 + 19 + 24 + 21
+    assert (store.statistics.entries, store.statistics.tokens) == (3, 6 + 19 + 24 + 21)
 
     class EndError(Exception):
         pass
@@ -272,11 +270,9 @@ def test_a_document_is_the_states_of_its_tokens(family: str) -> None:
             assert_same(plain(model, whole, QUESTION, past_key_values=cache), plain(model, whole, QUESTION))
     assert store.statistics.tokens_covered == 19 + 25
     # What was decoded behind it is not in the store.
-    assert store_document(store, A[0], model).get_seq_length() == 19
-    assert store.statistics.entries == 2
+    assert (store_document(store, A[0], model).get_seq_length(), store.statistics.entries) == (19, 2)
     # A prefix of another document needs no entry.
-    assert store_document(store, A[0, :7], model).get_seq_length() == 7
-    assert store.statistics.entries == 2
+    assert (store_document(store, A[0, :7], model).get_seq_length(), store.statistics.entries) == (7, 2)
     joined = kvlayers.concatenate([store_document(store, own, model) for own in (B, A)], model, recompute="30%")
     found = plain(model, B, A, QUESTION, past_key_values=joined)
     assert_same(found, by_hand(model, [B, A], recompute="30%"))
@@ -318,8 +314,7 @@ def test_without_room_the_call_goes_on() -> None:
     model, store = tiny_model("llama"), kvlayers.PrefixStore(max_bytes=256 * 20)
     for _ in range(2):
         assert_same(answer(model, [A, B], store, recompute=0), answer(model, [A, B], recompute=0))
-    assert store.statistics.entries == 1
-    assert store.statistics.refused == 2
+    assert (store.statistics.entries, store.statistics.refused) == (1, 2)
 
 
 # Texts
@@ -470,8 +465,7 @@ def test_wrong_calls_are_named_and_nothing_is_computed(call: Any, error: type[KV
     before = [A.clone(), B.clone()]
     with tokens_passed(model) as passed, pytest.raises(error, match=named):
         call(model, store)
-    assert passed == []
-    assert len(store) == 0
+    assert (passed, len(store)) == ([], 0)
     assert all(torch.equal(own, old) for own, old in zip((A, B), before, strict=True))
     # The next call is a usual one.
     assert_same(answer(model, [A, B], store), usual())
@@ -490,8 +484,7 @@ def test_models_whose_states_cannot_be_put_together_are_named(family: str, error
         ):
             with pytest.raises(error):
                 call()
-    assert passed == []
-    assert len(store) == 0
+    assert (passed, len(store)) == ([], 0)
 
 
 def test_states_that_depend_on_more_than_tokens_are_refused() -> None:

@@ -471,8 +471,7 @@ def test_a_key_of_another_type_is_no_file_and_stays(files: ServerFiles, caplog: 
     files.client.hset(files.key(name), mapping={"nbytes": 5})
     with caplog.at_level(logging.WARNING, logger="kvlayers"):
         for each in (store, PrefixStore(ROOM, files.url)):
-            assert covered(each, [1, 5, 6]) == 0
-            assert (each.statistics.failed_reads, each.statistics.damaged) == (0, 0)
+            assert (covered(each, [1, 5, 6]), each.statistics.failed_reads, each.statistics.damaged) == (0, 0, 0)
         assert "are no files" in caplog.text
         put(store, [1, 5, 6])
     assert "choose other keys" in caplog.text

@@ -140,8 +140,7 @@ def test_damaged_files_are_skipped_reported_once_and_written_anew(
     with caplog.at_level(logging.WARNING, logger="kvlayers"):
         for each in (store, PrefixStore(ROOM, files.url)):
             for _ in range(2):
-                assert covered(each, [2, 5, 6]) == 0
-                assert covered(each, [1, 5, 6]) == 3
+                assert (covered(each, [2, 5, 6]), covered(each, [1, 5, 6])) == (0, 3)
                 each.refresh()
             now = each.statistics
             assert (now.damaged, now.failed_reads) == (is_damage, 0)
@@ -170,9 +169,7 @@ def test_refresh_finds_what_others_wrote_and_forgets_what_they_deleted(files: Fi
     assert store.refresh() == 0
     put(other, [1, 5, 6])
     put(other, [2, 5, 6])
-    assert covered(store, [1, 5, 6]) == 0
-    assert store.refresh() == 2
-    assert store.refresh() == 0
+    assert (covered(store, [1, 5, 6]), store.refresh(), store.refresh()) == (0, 2, 0)
     assert [covered(store, [first, 5, 6]) for first in (1, 2)] == [3, 3]
     put(store, [3, 5, 6])
     store.lookup(torch.tensor([1, 5, 6, 7]), model="m")
@@ -209,9 +206,7 @@ def test_a_backend_that_does_not_answer_loses_nothing(
     assert (hit.cache, hit.covered) == (None, 0)
     assert "could not be reached" in hit.reason
     # One of the two files was tried: who waits for one server twice waits twice as long.
-    assert store.statistics.failed_reads == before + 1
-    assert covered(store, [2, 5, 6]) == 3
-    assert len(caplog.records) == 1
+    assert (store.statistics.failed_reads, covered(store, [2, 5, 6]), len(caplog.records)) == (before + 1, 3, 1)
     # Blocks have names and sizes, which suffice to read them.
     Failing.fails = {"info"}
     assert covered(store, [1, 5, 6]) == 3
@@ -243,8 +238,7 @@ def test_what_cannot_be_deleted_stays_counted(failing: FilesystemFiles, caplog: 
     assert (len(store), store.statistics.file_bytes) == (2, 2 * size)
     assert "was not deleted" in caplog.text
     Failing.fails = set()
-    assert store.refresh() == 0
-    assert (len(store), store.statistics.file_bytes) == (1, size)
+    assert (store.refresh(), len(store), store.statistics.file_bytes) == (0, 1, size)
 
 
 @pytest.mark.parametrize("what", ["write", "delete", "ls"])

@@ -176,8 +176,7 @@ def test_an_insert_waits_no_longer_than_its_bound(closed_for_writing: Gate) -> N
     # It goes on as before.
     insert(store, [9, 9, 9])
     insert(store, [8, 8, 8])
-    assert store.statistics.dropped_writes == 4
-    assert covered(store, [9, 9, 9]) == 3
+    assert (store.statistics.dropped_writes, covered(store, [9, 9, 9])) == (4, 3)
 
 
 def test_where_writing_holds_all_memory_an_insert_is_refused_after_its_bound(closed_for_writing: Gate) -> None:
@@ -550,8 +549,7 @@ def test_a_full_disk_keeps_what_it_has_and_takes_more_when_there_is_room(
         store.flush()
         assert store.statistics.failed_writes == 1
         # What could not be written is still there, and so is what was written before.
-        assert covered(store, IDS) == 8
-        assert covered(PrefixStore(ROOM, tmp_path), [1, 2, 50]) == 3
+        assert (covered(store, IDS), covered(PrefixStore(ROOM, tmp_path), [1, 2, 50])) == (8, 3)
     assert [path for path in sorted(tmp_path.iterdir()) if path.suffix == ".tmp"] == []
     assert set(before) <= set(tmp_path.iterdir())
     store.flush()

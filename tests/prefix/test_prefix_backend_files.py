@@ -10,9 +10,10 @@ import pathlib
 import signal
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -33,22 +34,19 @@ THREADS = 8
 
 @pytest.fixture(params=KINDS)
 def backend(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> StorageBackend:
-    found = opened(request, tmp_path)
-    found.prepare()
-    return found
-
-
-def opened(request: pytest.FixtureRequest, tmp_path: pathlib.Path) -> StorageBackend:
     """A backend on an empty directory of this test."""
     name = f"{os.getpid()}-{hashlib.sha256(request.node.name.encode()).hexdigest()[:8]}"
-    if request.param == "local":
-        return backend_for(tmp_path / "files", None)
-    if request.param == "memory":
-        MemoryFileSystem.store.clear()
-        return backend_for(f"memory://bucket/{name}", None)
-    if request.param == "redis":
-        return backend_for(f"{request.getfixturevalue('redis_url')}?prefix={name}", None)
-    return backend_for(f"s3://{s3_server.BUCKET}/{name}", s3_server.options(request.getfixturevalue("s3_port")))
+    MemoryFileSystem.store.clear()
+    options = s3_server.options(request.getfixturevalue("s3_port")) if request.param == "s3" else None
+    places: dict[str, Callable[[], Any]] = {
+        "local": lambda: tmp_path / "files",
+        "memory": lambda: f"memory://bucket/{name}",
+        "redis": lambda: f"{request.getfixturevalue('redis_url')}?prefix={name}",
+        "s3": lambda: f"s3://{s3_server.BUCKET}/{name}",
+    }
+    found = backend_for(places[request.param](), options)
+    found.prepare()
+    return found
 
 
 def content_of(number: int) -> bytes:
@@ -70,20 +68,14 @@ def written(backend: StorageBackend, count: int) -> list[StoredFile]:
 
 def test_files_are_read_in_order_and_one_does_not_hide_the_others(backend: StorageBackend) -> None:
     files = written(backend, 9)
-    assert [bytes(each) for each in contents(backend, files)] == list(map(content_of, range(9)))
-    asked = [
-        replace(files[0], name="0.safetensors"),
-        files[1],
-        replace(files[2], nbytes=5),
-        replace(files[3], nbytes=2**20),
-    ]
-    gone, *others = read(backend, [*asked, files[4]])
-    assert gone is None
+    assert contents(backend, files) == list(map(content_of, range(9)))
+    missing, short, long = replace(files[0], name="0.safetensors"), replace(files[2], nbytes=5), replace(files[3], nbytes=2**20)
+    gone, *others = read(backend, [missing, files[1], short, long, files[4]])
     # Of a longer file what was asked for, and of a shorter one what it has.
     expected = [content_of(1), content_of(2)[:5], content_of(3), content_of(4)]
-    assert [bytes(each) for each in others] == expected  # type: ignore[arg-type]
+    assert (gone, [bytes(cast(Content, each)) for each in others]) == (None, expected)
     (inner,) = backend.read_ranges([ByteRange(files[2].name, PART - 1, PART + 3)])
-    assert bytes(inner) == content_of(2)[PART - 1 : PART + 3]  # type: ignore[arg-type]
+    assert bytes(cast(Content, inner)) == content_of(2)[PART - 1 : PART + 3]
     assert backend.read_ranges([]) == []
 
 
@@ -92,23 +84,18 @@ def read(backend: StorageBackend, files: list[StoredFile]) -> list[Content | KVL
     return backend.read_ranges([ByteRange(file.name, 0, file.nbytes) for file in files])
 
 
-def contents(backend: StorageBackend, files: list[StoredFile]) -> list[Content]:
-    found = []
-    for each in read(backend, files):
-        assert each is not None
-        assert not isinstance(each, Exception), each
-        found.append(each)
-    return found
+def contents(backend: StorageBackend, files: list[StoredFile]) -> list[bytes]:
+    """The content of each file, which must be there."""
+    return [bytes(cast(Content, each)) for each in read(backend, files)]
 
 
 @pytest.mark.filterwarnings("ignore:The given buffer is not writable")
 def test_content_of_any_kind_is_written_and_becomes_a_tensor_without_a_copy(backend: StorageBackend) -> None:
-    (file,) = written(backend, 1)
-    (content,) = contents(backend, [file])
+    (content,) = read(backend, written(backend, 1))
     assert torch.frombuffer(content, dtype=torch.uint8).tolist() == list(content_of(0))
     for view in (memoryview(content_of(4)), bytearray(content_of(4))):
         backend.write(named(content_of(4)).name, view)
-        assert bytes(contents(backend, [named(content_of(4))])[0]) == content_of(4)
+        assert contents(backend, [named(content_of(4))]) == [content_of(4)]
 
 
 def test_files_of_a_store_are_listed_and_nothing_else(backend: StorageBackend) -> None:
@@ -168,8 +155,7 @@ def test_threads_share_a_backend(backend: StorageBackend, request: pytest.Fixtur
         for each, (_, content) in zip(read(backend, [file for file, _ in common]), common, strict=True):
             # A file that another thread writes anew may be gone for readers, but is never another one.
             assert each is None or isinstance(each, Exception) or bytes(each) == content
-        found = [bytes(each) for each in contents(backend, [file for file, _ in mine])]
-        assert found == [content for _, content in mine]
+        assert contents(backend, [file for file, _ in mine]) == [content for _, content in mine]
         assert len(backend.files()) >= len(mine)
         backend.last_uses()
         backend.delete([file.name for file, _ in mine[:2]])
@@ -177,7 +163,7 @@ def test_threads_share_a_backend(backend: StorageBackend, request: pytest.Fixtur
     with ThreadPoolExecutor(THREADS) as threads:
         list(threads.map(work, range(THREADS)))
     assert len(backend.files()) == len(shared) + THREADS
-    assert [bytes(each) for each in contents(backend, shared)] == list(map(content_of, range(100, 104)))
+    assert contents(backend, shared) == list(map(content_of, range(100, 104)))
 
 
 def test_a_local_file_that_is_no_regular_file_is_not_opened(tmp_path: pathlib.Path) -> None:
@@ -192,7 +178,7 @@ def test_a_local_file_that_is_no_regular_file_is_not_opened(tmp_path: pathlib.Pa
     found = read(backend, [StoredFile(name, 5) for name in asked])
     assert all(isinstance(each, CachePathError) and "must be a regular file" in str(each) for each in found)
     (tmp_path / "empty.safetensors").write_bytes(b"")
-    assert [bytes(each) for each in contents(backend, [StoredFile("empty.safetensors", 0)])] == [b""]
+    assert contents(backend, [StoredFile("empty.safetensors", 0)]) == [b""]
 
 
 def test_a_local_file_that_cannot_be_deleted_hides_no_others(
@@ -230,10 +216,9 @@ def test_a_file_of_a_directory_has_its_name_only_when_it_is_whole(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(os, "replace", is_killed)
-    with pytest.raises(KeyboardInterrupt):
-        backend.write(name, content[:10])
-    with pytest.raises(KeyboardInterrupt):
-        backend.write("another" + SUFFIX, content)
+    for other in (name, "another" + SUFFIX):
+        with pytest.raises(KeyboardInterrupt):
+            backend.write(other, content[:10])
     assert (tmp_path / name).read_bytes() == content
     assert not (tmp_path / f"another{SUFFIX}").exists()
 
@@ -391,8 +376,7 @@ def test_a_server_that_lets_nobody_in_for_a_while_loses_nothing(
             assert [covered(store, [first, 5, 6]) for first in (1, 2)] == [0, 3]
             insert(store, [3, 5, 6])
             store.flush()
-        now = store.statistics
-        assert (now.failed_reads, now.failed_writes, now.damaged) == (1, 2, 0)
+        assert (store.statistics.failed_reads, store.statistics.failed_writes, store.statistics.damaged) == (1, 2, 0)
         with pytest.raises(CachePathError, match="cannot reach redis://127"):
             store.refresh()
         with pytest.raises(CachePathError, match="AuthenticationError"):

@@ -15,7 +15,7 @@ import families
 import kvlayers
 import versions
 from kvlayers import PrefixStore
-from kvlayers.generation.prefix_reuse.borders import last_border, snapshot_lengths
+from kvlayers.generation.prefix_reuse.borders import snapshot_lengths
 from matrix import once
 from models import tokens_passed
 from rounds import NIGHTLY
@@ -275,25 +275,6 @@ def test_snapshots_leave_before_the_conversation_that_they_are_of() -> None:
         chats.store.evict(1)
     # The last token of an answer was never passed to the model.
     assert chats.ask([*whole, *chats.message(QUESTION)])[1] == len(whole) - 1
-
-
-def borders_of(ids: Sequence[int]) -> list[int]:
-    """By plain comparison: the ends of messages, with the tokens that all of them have behind them."""
-    ends = [place + 1 for place, token in enumerate(ids) if token == END]
-    common = 0
-    while len(ends) > 1 and all(place + common < len(ids) for place in ends) and common < 8:
-        if len({ids[place + common] for place in ends}) > 1:
-            break
-        common += 1
-    return [place + common for place in ends]
-
-
-def test_the_last_border_is_that_of_plain_comparison() -> None:
-    chance = random.Random(1)
-    for _ in range(300):
-        ids = chance.choices((START, END, LINE, 5), k=chance.randint(1, 30))
-        assert last_border(np.array(ids), [END]) == max(borders_of(ids), default=max(len(ids) - 4, 0))
-    assert last_border(np.array([5, END, 6, 7, 8]), []) == 1
 
 
 PROMPT = np.array([5] * 40 + [END, LINE] + [6] * 58)

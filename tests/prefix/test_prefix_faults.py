@@ -404,21 +404,6 @@ def test_threads_with_a_slow_directory_that_fails_now_and_then(backend: Controll
     assert (other.statistics.damaged, store.statistics.damaged) == (0, 0)
 
 
-def test_what_was_inserted_again_stays_in_the_directory(tmp_path: pathlib.Path) -> None:
-    first, second, third = ([start, *range(5, 44)] for start in (1, 2, 3))
-    with PrefixStore(ROOM, tmp_path / "one") as store:
-        insert(store, first)
-    (file,) = (tmp_path / "one").iterdir()
-    most = int(file.stat().st_size * 2.5)
-    with PrefixStore(ROOM, tmp_path / "all", directory_max_bytes=most) as store:
-        for ids in (first, second, first):
-            insert(store, ids)
-            assert store.flush()
-        insert(store, third)
-    again = PrefixStore(ROOM, tmp_path / "all")
-    assert [covered(again, ids) for ids in (first, second, third)] == [40, 0, 40]
-
-
 @dataclass
 class Place:
     """A directory on a server, and a line to it that can be broken."""

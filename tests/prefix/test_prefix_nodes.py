@@ -91,7 +91,10 @@ def test_what_is_loaded_is_what_was_written_and_goes_on(kind: str, tmp_path: pat
     made = LONG_KINDS[kind]
     entry = write(opened(tmp_path), DOCUMENT, kind=made)
     directory = opened(tmp_path)
-    check_and_continue(made, load(directory, entry.path, DOCUMENT), DOCUMENT)
+    with torch.inference_mode():
+        cache = load(directory, entry.path, DOCUMENT)
+    assert {held.is_inference() for layer in cache.adapted_layers() for held in layer.held_tensors()} == {False}
+    check_and_continue(made, cache, DOCUMENT)
     for length in (1, 255, 256, 257, 511, 512, 699):
         cache = load(directory, entry.path, DOCUMENT, length)
         if kind == "window":
@@ -99,16 +102,6 @@ def test_what_is_loaded_is_what_was_written_and_goes_on(kind: str, tmp_path: pat
         else:
             check_and_continue(made, cache, DOCUMENT[:length])
     assert (directory.damaged_files, directory.failed_reads) == (0, 0)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_is_loaded_in_inference_mode_serves_outside_of_it(kind: str, tmp_path: pathlib.Path) -> None:
-    directory, ids = opened(tmp_path), DOCUMENT[:150]
-    entry = write(directory, ids, kind=KINDS[kind])
-    with torch.inference_mode():
-        cache = load(directory, entry.path, ids)
-    assert {held.is_inference() for layer in cache.adapted_layers() for held in layer.held_tensors()} == {False}
-    check_and_continue(KINDS[kind], cache, ids)
 
 
 def as_wide_as_large_models(cache: kvlayers.Cache) -> kvlayers.Cache:
@@ -231,7 +224,7 @@ def in_groups_of_one() -> Any:
     ids=["wider", "packed", "half", "in other groups"],
 )
 def test_states_of_other_forms_are_never_mixed(make: Any, tmp_path: pathlib.Path) -> None:
-    directory, cache = Directory(LocalBackend(str(tmp_path))), make()
+    directory, cache = opened(tmp_path), make()
     neighbours = [(write(directory, DOCUMENT).path, 600)]
     path, _ = directory.write(LABEL, np.array(BRANCH, np.int64), {len(BRANCH)}, cache, neighbours)
     found = load(directory, path, BRANCH)
@@ -317,7 +310,7 @@ def test_a_backend_that_hangs_is_not_waited_for_beyond_the_deadline(
 
 
 def test_an_entry_of_another_tenant_is_not_believed(tmp_path: pathlib.Path) -> None:
-    directory = Directory(LocalBackend(str(tmp_path)))
+    directory = opened(tmp_path)
     mine = write(directory, DOCUMENT)
     cache = filled(KINDS["full"], DOCUMENT)
     other = Written(*directory.write(label_of(None, "m", "another"), np.array(DOCUMENT), {700}, cache, ()))
@@ -330,7 +323,7 @@ def test_an_entry_of_another_tenant_is_not_believed(tmp_path: pathlib.Path) -> N
 
 
 def test_a_version_of_the_future_is_refused_and_stays(tmp_path: pathlib.Path) -> None:
-    writer = Directory(LocalBackend(str(tmp_path)))
+    writer = opened(tmp_path)
     path = pathlib.Path(write(writer, DOCUMENT).path)
     path.write_bytes(path.read_bytes().replace(b'"format_version":"11"', b'"format_version":"7"'))
     age(tmp_path)
@@ -367,15 +360,13 @@ def test_nodes_that_have_not_arrived_in_time_cost_the_tokens_behind_them(
 
 
 def test_a_user_cannot_load_an_entry_as_a_file(tmp_path: pathlib.Path) -> None:
-    entry = write(Directory(LocalBackend(str(tmp_path))), DOCUMENT)
+    entry = write(opened(tmp_path), DOCUMENT)
     with pytest.raises(CacheFileError, match="open its directory with PrefixStore"):
         kvlayers.load_cache(entry.path)
-    seen = kvlayers.inspect_cache(entry.path)
+    seen: Any = kvlayers.inspect_cache(entry.path)
     assert (seen.kind, seen.length, seen.dtype, seen.node is None) == ("DynamicCache", 700, torch.float32, False)
-    ids = seen.token_ids()
-    assert ids is not None
-    assert ids.tolist() == [DOCUMENT[512:]]
-    first = kvlayers.inspect_cache(next(path for path in files(tmp_path) if kvlayers.inspect_cache(path).length == 256))
+    assert seen.token_ids().tolist() == [DOCUMENT[512:]]
+    (first,) = (each for each in map(kvlayers.inspect_cache, files(tmp_path)) if each.length == 256)
     assert (first.kind, first.layers) == (seen.kind, seen.layers)
     os.unlink(first.path)
     with pytest.raises(CachePathError, match="does not exist"):
@@ -565,7 +556,7 @@ def test_a_writer_gives_up_where_nodes_keep_disappearing(
 ) -> None:
     monkeypatch.setattr(LocalBackend, "find", lambda self, names: [None] * len(names))
     with pytest.raises(UnreachableError, match="is incomplete, because its nodes were deleted 4 times"):
-        write(Directory(LocalBackend(str(tmp_path))), DOCUMENT)
+        write(opened(tmp_path), DOCUMENT)
 
 
 def test_what_others_have_deleted_is_not_counted(tmp_path: pathlib.Path) -> None:

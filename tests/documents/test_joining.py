@@ -63,13 +63,8 @@ def scaled(kind: str) -> Any:
             partial_rotary_factor=0.25,
         )
         return transformers.StableLmForCausalLM(config).eval()
-    scaling = {"rope_type": kind, "factor": 4.0}
-    if kind == "yarn":
-        scaling["original_max_position_embeddings"] = 512
-    config = tiny_model("llama").config.to_dict()
-    if "rope_parameters" in config:
-        return fresh_model("llama", rope_parameters={**config["rope_parameters"], **scaling})
-    return fresh_model("llama", rope_scaling=scaling)
+    scaling = {"original_max_position_embeddings": 512} if kind == "yarn" else {}
+    return fresh_model("llama", **versions.rope(rope_type=kind, factor=4.0, rope_theta=10000.0, **scaling))
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "gemma3", "partial", "yarn", "linear"])

@@ -1,5 +1,6 @@
 """Caches in files: what is loaded decodes on as what was saved, and a path that cannot be used changes nothing."""
 
+import functools
 import hashlib
 import json
 import os
@@ -750,27 +751,25 @@ def test_a_directory_that_is_read_only_is_named(readable: pathlib.Path) -> None:
     assert [path.read_bytes(), list(readable.iterdir())] == [before, [path]]
 
 
-def test_paths_that_are_no_files_are_named(tmp_path: pathlib.Path) -> None:
-    cache, whole, link, pipe = _small(), tmp_path / "whole", tmp_path / "link", tmp_path / "pipe"
-    save_cache(cache, whole)
+@pytest.mark.parametrize("place", [".", "missing/chat", "/dev/null", "x" * 300, "link", "pipe"])
+def test_paths_that_are_no_files_are_named(place: str, tmp_path: pathlib.Path) -> None:
+    whole, link = tmp_path / "whole", tmp_path / "link"
+    save_cache(_small(), whole)
     link.symlink_to(whole)
-    os.mkfifo(pipe)
+    os.mkfifo(tmp_path / "pipe")
     before = whole.read_bytes()
-    for wrong in (tmp_path, tmp_path / "missing" / "chat", "/dev/null", tmp_path / ("x" * 300), link, pipe):
-        with pytest.raises(CachePathError):
-            save_cache(cache, wrong)
-        with pytest.raises(CachePathError):
-            load_cache(wrong)
-        with pytest.raises(OSError):
-            inspect_cache(wrong)
-    for nothing in (3, None, "", "a\0b"):
-        with pytest.raises(OptionError):
-            save_cache(cache, nothing)  # type: ignore[arg-type]
-        with pytest.raises(OptionError):
-            load_cache(nothing)  # type: ignore[arg-type]
-    assert {*tmp_path.iterdir()} == {whole, link, pipe}
+    for use in (functools.partial(save_cache, _small()), load_cache, inspect_cache):
+        with pytest.raises(OSError if use is inspect_cache else CachePathError):
+            use(tmp_path / place)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "pipe", "whole"]
     assert (link.is_symlink(), whole.read_bytes()) == (True, before)
-    save_cache(cache, os.fsencode(tmp_path / "bytes"))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("nothing", [3, None, "", "a\0b"])
+@pytest.mark.parametrize("use", [functools.partial(save_cache, _small()), load_cache], ids=["save", "load"])
+def test_what_is_no_path_is_refused(use: Callable[..., Any], nothing: Any) -> None:
+    with pytest.raises(OptionError):
+        use(nothing)
 
 
 def test_the_mode_of_a_file_is_kept_and_that_of_a_new_one_is_the_systems(path: pathlib.Path) -> None:
@@ -781,33 +780,32 @@ def test_the_mode_of_a_file_is_kept_and_that_of_a_new_one_is_the_systems(path: p
         os.umask(before)
     assert stat.S_IMODE(path.stat().st_mode) == 0o640
     os.chmod(path, 0o600)
-    save_cache(_small(), path)
+    save_cache(_small(), os.fsencode(path))  # type: ignore[arg-type]
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert list(path.parent.iterdir()) == [path]
 
 
+@pytest.mark.parametrize(
+    ("name", "error", "expected"),
+    [
+        ("replace", OSError(28, "No space left on device"), CachePathError),
+        ("fsync", OSError(28, "No space left on device"), CachePathError),
+        ("replace", KeyboardInterrupt(), KeyboardInterrupt),
+    ],
+)
 def test_a_file_that_cannot_be_put_in_place_leaves_the_old_one(
-    path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    name: str, error: BaseException, expected: Any, path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_cache(_small(), path)
     before = path.read_bytes()
 
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
+    def fail(*_: object) -> None:
+        raise error
 
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    for name, instead, error in (
-        ("replace", full, CachePathError),
-        ("fsync", full, CachePathError),
-        ("replace", interrupted, KeyboardInterrupt),
-    ):
-        with monkeypatch.context() as patched:
-            patched.setattr(atomic_file.os, name, instead)
-            with pytest.raises(error):
-                save_cache(kvlayers.DynamicCache(), path)
-        assert [path.read_bytes(), list(path.parent.iterdir())] == [before, [path]]
+    monkeypatch.setattr(atomic_file.os, name, fail)
+    with pytest.raises(expected):
+        save_cache(kvlayers.DynamicCache(), path)
+    assert [path.read_bytes(), list(path.parent.iterdir())] == [before, [path]]
 
 
 # Other processes

@@ -7,7 +7,6 @@ import hashlib
 import logging
 import os
 import pathlib
-import signal
 import threading
 import time
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
@@ -27,6 +27,8 @@ from kvlayers.persistence.node_file import SUFFIX
 from kvlayers.prefix.backends import StorageBackend, StoredFile, UnreachableError, backend_for, redis
 from kvlayers.prefix.backends.contract import ABANDONED_SECONDS, Address, ByteRange, Content
 from kvlayers.prefix.backends.redis import RedisBackend
+from kvlayers.prefix.directory import Directory
+from kvlayers.prefix.keys import label_of
 
 KINDS = ("local", "memory", "redis", "s3")
 THREADS = 8
@@ -317,48 +319,32 @@ def test_readers_see_one_of_two_files_and_no_mixture(files: ServerFiles) -> None
     assert len(keys(files)) == 2
 
 
-def two_nodes(number: int) -> list[int]:
-    """Tokens of an entry that is written as two files."""
-    return [number, *range(5, 304)]
-
-
-def put_until_killed(url: str, ids: list[int], moment: str, files: int) -> None:
-    """In a process of its own: write an entry, and be killed before or after this file of it is written."""
-    write, begun = RedisBackend.write, []
+@pytest.mark.parametrize(
+    ("moment", "count", "found"), [("before", 1, 0), ("after", 1, 256), ("before", 2, 256), ("after", 2, 300)]
+)
+def test_a_writer_that_breaks_off_leaves_the_store_in_order(
+    moment: str, count: int, found: int, files: ServerFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before or after one of the two files of an entry is written, as if its process had been killed."""
+    write, begun, ids = RedisBackend.write, list[str](), list(range(5, 305))
 
     def killed(self: RedisBackend, name: str, content: Any) -> None:
         begun.append(name)
-        if moment == "after" or len(begun) < files:
+        if moment == "after" or len(begun) < count:
             write(self, name, content)
-        if len(begun) == files:
-            os.kill(os.getpid(), signal.SIGKILL)
+        if len(begun) == count:
+            raise KeyboardInterrupt
 
-    RedisBackend.write = killed  # type: ignore[method-assign]
-    try:
-        put(PrefixStore(ROOM, url), ids, filled(ids, heads=64))
-    finally:
-        os._exit(1)
-
-
-@pytest.mark.skipif(os.name != "posix", reason="kills as POSIX does")
-def test_writers_that_are_killed_leave_the_store_in_order(files: ServerFiles) -> None:
-    moments = [(moment, count) for count in (1, 2) for moment in ("before", "after")]
-    for number, (moment, count) in enumerate(moments):
-        # A fork, since starting an interpreter takes seconds.
-        child = os.fork()
-        if not child:
-            put_until_killed(files.url, two_nodes(number), moment, count)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(RedisBackend, "write", killed)
+        directory = Directory(RedisBackend(Address(files.url, {})))
+        directory.write(label_of(None, "m", ""), np.array(ids), {300}, filled(ids, heads=64), ())
     store = PrefixStore(ROOM, files.url)
-    assert (len(store), store.statistics.damaged) == (3, 0)
-    assert [covered(store, two_nodes(number)) for number in range(4)] == [0, 256, 256, 300]
-    assert len(files.names()) == 4
-    for number in range(3):
-        put(store, two_nodes(number), filled(two_nodes(number), heads=64))
-    other = PrefixStore(ROOM, files.url)
-    assert [covered(other, two_nodes(number)) for number in range(4)] == [300] * 4
+    assert (covered(store, ids), store.statistics.damaged) == (found, 0)
+    put(store, ids, filled(ids, heads=64))
+    assert covered(PrefixStore(ROOM, files.url), ids) == 300
     # Nothing was written twice.
-    assert len(files.names()) == 8
+    assert len(files.names()) == 2
 
 
 def test_a_server_that_lets_nobody_in_for_a_while_loses_nothing(

@@ -27,10 +27,11 @@ ROOM = 2**30
 
 
 @pytest.fixture(autouse=True)
-def _empty_memory() -> None:
-    MemoryFileSystem.store.clear()
-    MemoryFileSystem.pseudo_dirs[:] = [""]
-    Failing.reset()
+def _empty_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    for system in (MemoryFileSystem, Failing):
+        monkeypatch.setattr(system, "store", {})
+        monkeypatch.setattr(system, "pseudo_dirs", [""])
+    Failing.fails, Failing.asked = set(), []
 
 
 @pytest.fixture(params=["local", "memory", "redis"])
@@ -55,12 +56,6 @@ class Failing(MemoryFileSystem):
     def __init__(self, token: str = "", **options: Any) -> None:
         super().__init__(**options)
         self.token = token
-
-    @classmethod
-    def reset(cls) -> None:
-        cls.store.clear()
-        cls.pseudo_dirs[:] = [""]
-        cls.fails, cls.asked = set(), []
 
     @classmethod
     def _strip_protocol(cls, path: str) -> str:

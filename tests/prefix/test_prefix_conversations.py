@@ -80,8 +80,7 @@ class Talk:
 
     def step(self) -> None:
         """One operation, which asks the model at least once."""
-        operation = self.chance.choice((self._turn, self._turn, self._turn, self._fork, self._edit, self._batch))
-        operation()
+        self.chance.choice((self._turn, self._turn, self._turn, self._fork, self._edit, self._batch))()
 
     def _words(self, tokens: int) -> list[int]:
         return self.chance.choices(WORDS, k=tokens)
@@ -123,14 +122,11 @@ class Talk:
             words = [token for token in answer if token in WORDS]
             conversation.append(Message("assistant", [words[self.template.thinking_dropped :]]))
 
-    def _length(self, conversation: Conversation) -> int:
-        tokens = (len(piece) if isinstance(piece, list) else 20 for piece in self._prompt(conversation))
-        return sum(tokens)
-
     def _some(self) -> Conversation:
         """A conversation that has room for another turn."""
         conversation = self.chance.choice(self.conversations)
-        if self._length(conversation) > LONGEST - 50:
+        tokens = (len(piece) if isinstance(piece, list) else 20 for piece in self._prompt(conversation))
+        if sum(tokens) > LONGEST - 50:
             conversation[:] = [self.chance.choice(self.systems)]
         return conversation
 

@@ -48,6 +48,11 @@ def backend(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Controll
     return found
 
 
+@pytest.fixture
+def store(backend: ControlledBackend) -> PrefixStore:
+    return PrefixStore(ROOM, "elsewhere")
+
+
 class Gate:
     """Stops calls of a backend until it is opened."""
 
@@ -115,8 +120,9 @@ def test_no_file_is_touched_under_the_lock(backend: ControlledBackend) -> None:
     assert {"write", "read_ranges", "files", "delete", "last_uses"} <= set(backend.calls)
 
 
-def test_lookups_read_at_the_same_time_and_memory_serves_meanwhile(backend: ControlledBackend) -> None:
-    store = PrefixStore(ROOM, "elsewhere")
+def test_lookups_read_at_the_same_time_and_memory_serves_meanwhile(
+    store: PrefixStore, backend: ControlledBackend
+) -> None:
     for ids in entries(2):
         put(store, ids)
     insert(store, [7, 8, 9])
@@ -138,8 +144,7 @@ def test_lookups_read_at_the_same_time_and_memory_serves_meanwhile(backend: Cont
         assert list(found) == [3, 3]
 
 
-def test_an_entry_is_read_once_for_several_that_ask(backend: ControlledBackend) -> None:
-    store = PrefixStore(ROOM, "elsewhere")
+def test_an_entry_is_read_once_for_several_that_ask(store: PrefixStore, backend: ControlledBackend) -> None:
     put(store, [1, 2, 3])
     other = PrefixStore(ROOM, "elsewhere")
     backend.calls.clear()
@@ -193,8 +198,7 @@ def test_where_writing_holds_all_memory_an_insert_is_refused_after_its_bound(clo
     assert (covered(store, [1, 2, 3]), store.statistics.dropped_writes) == (3, 0)
 
 
-def test_a_longer_entry_is_written_in_place_of_the_one_that_waits(closed_for_writing: Gate) -> None:
-    store = PrefixStore(ROOM, "elsewhere")
+def test_a_longer_entry_is_written_in_place_of_the_one_that_waits(store: PrefixStore, closed_for_writing: Gate) -> None:
     insert(store, [7, 7, 7])
     with closed_for_writing.holding_up(store.flush):
         insert(store, [1, 2])
@@ -210,8 +214,7 @@ def test_a_longer_entry_is_written_in_place_of_the_one_that_waits(closed_for_wri
     assert len(PrefixStore(ROOM, "elsewhere")) == 2
 
 
-def test_what_is_cleared_while_it_is_written_is_gone(closed_for_writing: Gate) -> None:
-    store = PrefixStore(ROOM, "elsewhere")
+def test_what_is_cleared_while_it_is_written_is_gone(store: PrefixStore, closed_for_writing: Gate) -> None:
     insert(store, [1, 2, 3])
     with closed_for_writing.holding_up(store.flush), closed_for_writing.holding_up(store.clear):
         while len(store):
@@ -237,9 +240,8 @@ def test_an_entry_that_is_pinned_while_it_waits_to_be_written_stays(closed_for_w
 
 
 def test_an_entry_whose_cache_cannot_be_forked_is_not_written_and_leaves(
-    backend: ControlledBackend, monkeypatch: pytest.MonkeyPatch
+    store: PrefixStore, backend: ControlledBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = PrefixStore(ROOM, "elsewhere")
     insert(store, [1, 2, 3])
 
     def fail(cache: DynamicCache) -> DynamicCache:
@@ -254,8 +256,9 @@ def test_an_entry_whose_cache_cannot_be_forked_is_not_written_and_leaves(
     assert (now.entries, now.bytes, now.failed_writes, now.pending_writes) == (0, 0, 2, 0)
 
 
-def test_what_a_refresh_finds_while_the_store_is_cleared_is_deleted(backend: ControlledBackend) -> None:
-    store = PrefixStore(ROOM, "elsewhere")
+def test_what_a_refresh_finds_while_the_store_is_cleared_is_deleted(
+    store: PrefixStore, backend: ControlledBackend
+) -> None:
     insert(store, [1, 2, 3])
     store.flush()
     gate = Gate(backend, {"delete"})

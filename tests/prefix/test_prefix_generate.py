@@ -95,21 +95,6 @@ def test_a_chat_pays_for_its_new_tokens_alone(name: str, family: str, on_disk: b
             store = PrefixStore(ROOM, place, snapshot_tokens=SNAPSHOT)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_prompts_that_part_find_the_snapshot_before(family: str) -> None:
-    model, store = tiny_model(family), PrefixStore(ROOM, snapshot_tokens=SNAPSHOT)
-    by_store(model, store, questions(9)[0])
-    part = 2 * SNAPSHOT + 3
-    ids = torch.cat([prompt(tokens=DOCUMENT)[:, :part], prompt(tokens=9, seed=7)], dim=1)
-    expected = plain(model, ids)
-    before = store.statistics.tokens_covered
-    assert torch.equal(by_store(model, store, ids), expected)
-    covered = store.statistics.tokens_covered - before
-    # Jamba takes tokens one by one behind others, so that no snapshot is worth its time.
-    least = {"llama": part, "gpt2": part, "jamba": 0}.get(family, 2 * SNAPSHOT)
-    assert covered == least
-
-
 EVICTING = {"keep": 0.5, "sink_tokens": 2, "recent_tokens": 8}
 RECALL = {"pages": 1, "page_tokens": 8, "recent_tokens": 8}
 HOLD_LESS: dict[str, dict[str, Any]] = {

@@ -95,19 +95,6 @@ def test_a_chat_pays_for_its_new_tokens_and_images_alone(name: str, family: str)
     assert (store.statistics.hits, store.statistics.misses, store.statistics.bypassed) == (3, 1, 0)
 
 
-@pytest.mark.parametrize("family", SEEING)
-def test_an_image_is_found_where_only_windows_were_cut(family: str) -> None:
-    """Snapshots every five tokens would cut each image."""
-    model, store = seeing_model(family), PrefixStore(ROOM, snapshot_tokens=5)
-    texts = [5, 6, 7, 8, 9, 10, 11], [5, 6, 7, 12, 13, 14]
-    by_store(model, store, inputs(family, [[3, 4], (1, WIDE), texts[0]]))
-    given = inputs(family, [[3, 4], (1, WIDE), texts[1]])
-    seen, _, images = by_store(model, store, given)
-    assert_equal(seen, plain(model, given))
-    assert images == []
-    assert seen.cached_tokens[0] >= given["input_ids"].shape[1] - len(texts[1])
-
-
 POOL = [(seed, grid) for seed in (1, 2, 3) for grid in (SMALL, (2, 8), (8, 2))]
 """Images of the same number of tokens; where there are no grids, three images."""
 

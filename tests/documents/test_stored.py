@@ -14,7 +14,6 @@ from tokenizers.processors import TemplateProcessing
 
 import kvlayers
 import versions
-from kvlayers import store_document
 from kvlayers.errors import CapacityError, ConfigError, KVLayersError, OptionError, UnsupportedLayerError
 from kvlayers.generation.prefix_reuse import active_store
 from matrix import once
@@ -181,7 +180,7 @@ def test_tokens_that_are_recomputed_are_not_counted_as_cached(recompute: Any, ke
 def test_a_single_document_is_found(family: str, options: dict[str, Any]) -> None:
     model, store = tiny_model(family), kvlayers.PrefixStore()
     if family != "gpt2":
-        store_document(store, A, model, beginning=SYSTEM)
+        kvlayers.store_document(store, A, model, beginning=SYSTEM)
     else:
         # Its keys cannot be moved, and need not be.
         answer(model, [A], store, beginning=SYSTEM, recompute=0)
@@ -258,7 +257,7 @@ def test_a_document_is_the_states_of_its_tokens(family: str) -> None:
         whole = A if beginning is None else torch.cat([SYSTEM, A], dim=1)
         expected, _ = read(model, whole)
         for _ in range(2):
-            cache = store_document(store, A[0], model, beginning=beginning)
+            cache = kvlayers.store_document(store, A[0], model, beginning=beginning)
             assert torch.equal(cache.known_ids, whole)
             for own, other in zip(cache.layers, expected.layers, strict=True):
                 # As passes over the document alone and after its beginning sum in another order.
@@ -267,10 +266,11 @@ def test_a_document_is_the_states_of_its_tokens(family: str) -> None:
             assert_same(plain(model, whole, QUESTION, past_key_values=cache), plain(model, whole, QUESTION))
     assert store.statistics.tokens_covered == 19 + 25
     # What was decoded behind it is not in the store.
-    assert (store_document(store, A[0], model).get_seq_length(), store.statistics.entries) == (19, 2)
+    assert (kvlayers.store_document(store, A[0], model).get_seq_length(), store.statistics.entries) == (19, 2)
     # A prefix of another document needs no entry.
-    assert (store_document(store, A[0, :7], model).get_seq_length(), store.statistics.entries) == (7, 2)
-    joined = kvlayers.concatenate([store_document(store, own, model) for own in (B, A)], model, recompute="30%")
+    assert (kvlayers.store_document(store, A[0, :7], model).get_seq_length(), store.statistics.entries) == (7, 2)
+    parts = [kvlayers.store_document(store, own, model) for own in (B, A)]
+    joined = kvlayers.concatenate(parts, model, recompute="30%")
     found = plain(model, B, A, QUESTION, past_key_values=joined)
     assert_same(found, by_hand(model, [B, A], recompute="30%"))
 
@@ -422,21 +422,21 @@ def calling(**options: Any) -> Any:
             "reservation has room for at most 40 tokens",
         ),
         (calling(documents=[A, B] * 6), CapacityError, "`max_position_embeddings`"),
-        (lambda model, store: store_document(store, A.float(), model), OptionError, "`ids` must be"),
-        (lambda model, store: store_document(store, A[:, :0], model), OptionError, "`ids` must be"),
-        (lambda model, store: store_document(store, "text", model), OptionError, "`ids`"),
+        (lambda model, store: kvlayers.store_document(store, A.float(), model), OptionError, "`ids` must be"),
+        (lambda model, store: kvlayers.store_document(store, A[:, :0], model), OptionError, "`ids` must be"),
+        (lambda model, store: kvlayers.store_document(store, "text", model), OptionError, "`ids`"),
         (
-            lambda model, store: store_document(store, A, model, beginning=A.expand(2, -1)),
+            lambda model, store: kvlayers.store_document(store, A, model, beginning=A.expand(2, -1)),
             OptionError,
             "`beginning` must be",
         ),
         (
-            lambda model, store: store_document(store, A, model, namespace=5),
+            lambda model, store: kvlayers.store_document(store, A, model, namespace=5),
             OptionError,
             "`namespace` must be",
         ),
         (
-            lambda model, store: store_document(store, A.repeat(1, 20), model),
+            lambda model, store: kvlayers.store_document(store, A.repeat(1, 20), model),
             CapacityError,
             "`max_position_embeddings`",
         ),
@@ -463,7 +463,7 @@ def test_models_whose_states_cannot_be_put_together_are_named(family: str, error
     with tokens_passed(model) as passed:
         for call in (
             lambda: answer(model, [A, B], store, recompute=0),
-            lambda: store_document(store, A, model),
+            lambda: kvlayers.store_document(store, A, model),
         ):
             with pytest.raises(error):
                 call()
@@ -479,7 +479,7 @@ def test_states_that_depend_on_more_than_tokens_are_refused() -> None:
             r"`documents` cannot be concatenated, as .* training mode.*: pass recompute='100%', which computes them as",
         ),
         (
-            lambda: store_document(store, A, model),
+            lambda: kvlayers.store_document(store, A, model),
             r"`ids` cannot be stored as a document, as .* training mode.*: pass them to",
         ),
     ):
@@ -522,7 +522,7 @@ def test_models_of_images_take_documents_of_text_and_compute_nothing_again() -> 
 )
 def test_only_empty_caches_with_room_take_documents_in(into: Any, error: type[KVLayersError]) -> None:
     model, store = tiny_model("llama"), kvlayers.PrefixStore()
-    caches, cache = [store_document(store, own, model) for own in (A, B)], into(model)
+    caches, cache = [kvlayers.store_document(store, own, model) for own in (A, B)], into(model)
     before = cache.get_seq_length() if isinstance(cache, transformers.Cache) else None
     with pytest.raises(error, match="`into`|reservation"):
         kvlayers.concatenate(caches, model, recompute=0, into=cache)
@@ -544,7 +544,7 @@ def emptied(cache: Any) -> Any:
 
 def test_a_cache_that_runs_out_of_memory_half_way_is_empty(monkeypatch: pytest.MonkeyPatch) -> None:
     model, store, into = tiny_model("llama"), kvlayers.PrefixStore(), kvlayers.DynamicCache(config=tiny_model("llama"))
-    caches = [store_document(store, own, model) for own in (A, B)]
+    caches = [kvlayers.store_document(store, own, model) for own in (A, B)]
 
     def fail(*args: Any) -> Any:
         raise MemoryError

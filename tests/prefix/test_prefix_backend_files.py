@@ -407,27 +407,29 @@ def test_options_are_those_of_the_client(files: ServerFiles) -> None:
     objects = RedisBackend(Address(files.url, {"client_name": "kvlayers-test", "socket_timeout": 7}))
     settings = objects._client.get_connection_kwargs()
     assert (settings["client_name"], settings["socket_timeout"]) == ("kvlayers-test", 7)
-    for options, message in (({"no_such": 1}, "no_such"), ({"decode_responses": True}, "decode_responses")):
-        with pytest.raises(OptionError, match=message):
-            PrefixStore(ROOM, files.url, storage_options=options)
-    with pytest.raises(OptionError, match="decode_responses"):
-        PrefixStore(ROOM, f"{files.url}?decode_responses=yes")
+    for added, options, named in (
+        ("", {"no_such": 1}, "no_such"),
+        ("", {"decode_responses": True}, "decode_responses"),
+        ("?decode_responses=yes", {}, "decode_responses"),
+    ):
+        with pytest.raises(OptionError, match=named):
+            PrefixStore(ROOM, files.url + added, storage_options=options)
 
 
 def test_the_url_chooses_database_and_keys(files: ServerFiles) -> None:
-    other = ServerFiles(files.url, prefix="team:a")
     files.client.set("somebody", "else's")
-    stores = [PrefixStore(ROOM, url) for url in (files.url, f"{files.url}?prefix=team:a", f"{files.url[:-1]}1")]
+    places = [(files.url, "kvlayers:prefix"), (files.url, "team:a"), (f"{files.url[:-1]}1", "kvlayers:prefix")]
+    stores = [PrefixStore(ROOM, f"{url}?prefix={prefix}") for url, prefix in places]
     for first, store in enumerate(stores):
         put(store, [first, 5, 6])
+    # What no prefix is given for goes by the first one.
+    stores[0] = PrefixStore(ROOM, files.url.replace("redis://", "valkey://"))
     assert [[covered(store, [first, 5, 6]) for first in range(3)] for store in stores] == [
         [3, 0, 0],
         [0, 3, 0],
         [0, 0, 3],
     ]
-    assert (len(files.names()), len(other.names()), len(ServerFiles(f"{files.url[:-1]}1").names())) == (1, 1, 1)
-    valkey = PrefixStore(ROOM, files.url.replace("redis://", "valkey://"))
-    assert covered(valkey, [0, 5, 6]) == 3
+    assert [len(ServerFiles(*place).names()) for place in places] == [1, 1, 1]
     for store in stores:
         store.clear()
     assert keys(files) == {"somebody"}

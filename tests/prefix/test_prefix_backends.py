@@ -13,9 +13,8 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.registry import known_implementations
 
-import kvlayers
 from backend_cases import Files, FilesystemFiles, ServerFiles, covered, filled, insert, large, put
-from kvlayers import OptionError, PrefixStore
+from kvlayers import OptionError, PrefixStore, save_cache
 from kvlayers.errors import CachePathError
 from kvlayers.persistence.node_file import SUFFIX
 from kvlayers.persistence.tensor_file import Header, TensorEntry, file_header, parse_header
@@ -47,8 +46,6 @@ class Failing(MemoryFileSystem):
     """A file system that does not do what it is told not to, and repeats in its errors all that it was told."""
 
     protocol = "failing"
-    store: dict[str, Any] = {}  # noqa: RUF012
-    pseudo_dirs: list[str] = [""]  # noqa: RUF012
     fails: set[str] = set()  # noqa: RUF012
     asked: list[tuple[int, int]] = []  # noqa: RUF012
     cachable = False
@@ -145,7 +142,7 @@ def test_damaged_files_are_skipped_reported_once_and_written_anew(
 
 
 def test_clear_deletes_what_is_its_own_and_nothing_else(files: Files, tmp_path: pathlib.Path) -> None:
-    kvlayers.save_cache(filled([1, 2]), tmp_path / "mine", token_ids=torch.tensor([[1, 2]]))
+    save_cache(filled([1, 2]), tmp_path / "mine", token_ids=torch.tensor([[1, 2]]))
     PrefixStore(ROOM, files.url)
     files.write("mine.safetensors", (tmp_path / "mine").read_bytes())
     files.write("notes.txt", b"mine too")
@@ -161,8 +158,8 @@ def test_clear_deletes_what_is_its_own_and_nothing_else(files: Files, tmp_path: 
 def test_refresh_finds_what_others_wrote_and_forgets_what_they_deleted(files: Files) -> None:
     store, other = PrefixStore(ROOM, files.url), PrefixStore(ROOM, files.url)
     assert store.refresh() == 0
-    put(other, [1, 5, 6])
-    put(other, [2, 5, 6])
+    for first in (1, 2):
+        put(other, [first, 5, 6])
     assert (covered(store, [1, 5, 6]), store.refresh(), store.refresh()) == (0, 2, 0)
     assert [covered(store, [first, 5, 6]) for first in (1, 2)] == [3, 3]
     put(store, [3, 5, 6])

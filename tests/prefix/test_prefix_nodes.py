@@ -9,7 +9,7 @@ import pathlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -36,11 +36,6 @@ DOCUMENT = list(range(3, 703))
 """More than two nodes."""
 
 
-class Written(NamedTuple):
-    path: str
-    nbytes: int
-
-
 def filled(kind: Kind, ids: Ids) -> Any:
     cache = kind.make()
     extend(kind, cache, [], ids)
@@ -49,8 +44,9 @@ def filled(kind: Kind, ids: Ids) -> Any:
 
 def write(
     directory: Directory, ids: Ids, neighbours: Sequence[tuple[str, int]] = (), kind: Kind = KINDS["full"]
-) -> Written:
-    return Written(*directory.write(LABEL, np.array(ids, np.int64), {len(ids)}, filled(kind, ids), neighbours))
+) -> str:
+    """Write an entry, and return its path."""
+    return directory.write(LABEL, np.array(ids, np.int64), {len(ids)}, filled(kind, ids), neighbours)[0]
 
 
 def load(directory: Directory, path: str, ids: Ids, length: int | None = None, deadline: float | None = None) -> Any:
@@ -72,8 +68,8 @@ def files(path: pathlib.Path) -> list[pathlib.Path]:
     return sorted(path.glob("*.safetensors"))
 
 
-def nodes(directory: Directory, entry: Written) -> list[Node]:
-    return directory._tree.chain(pathlib.Path(entry.path).name)
+def nodes(directory: Directory, entry: str) -> list[Node]:
+    return directory._tree.chain(pathlib.Path(entry).name)
 
 
 def du(path: pathlib.Path) -> int:
@@ -92,11 +88,11 @@ def test_what_is_loaded_is_what_was_written_and_goes_on(kind: str, tmp_path: pat
     entry = write(opened(tmp_path), DOCUMENT, kind=made)
     directory = opened(tmp_path)
     with torch.inference_mode():
-        cache = load(directory, entry.path, DOCUMENT)
+        cache = load(directory, entry, DOCUMENT)
     assert {held.is_inference() for layer in cache.adapted_layers() for held in layer.held_tensors()} == {False}
     check_and_continue(made, cache, DOCUMENT)
     for length in (1, 255, 256, 257, 511, 512, 699):
-        cache = load(directory, entry.path, DOCUMENT, length)
+        cache = load(directory, entry, DOCUMENT, length)
         if kind == "window":
             assert cache is None
         else:
@@ -148,7 +144,7 @@ def test_only_the_nodes_of_the_needed_tokens_are_read(
     entry = write(directory, DOCUMENT, kind=KINDS[kind])
     for length, count in needed.items():
         backend.read_names.clear()
-        check(KINDS[kind], load(directory, entry.path, DOCUMENT, length), DOCUMENT[:length])
+        check(KINDS[kind], load(directory, entry, DOCUMENT, length), DOCUMENT[:length])
         assert len(backend.read_names) == count
 
 
@@ -168,17 +164,17 @@ def test_a_branch_writes_its_own_tokens_alone(kind: str, shared: int, tmp_path: 
     first = write(directory, DOCUMENT, kind=made)
     backend.written.clear()
     ids = [*DOCUMENT[:shared], *range(8000, 8100)]
-    branch = write(directory, ids, [(first.path, shared)], made)
+    branch = write(directory, ids, [(first, shared)], made)
     sizes, token_bytes = list(backend.written.values()), 8 * made.channels + 8
     # Packed tokens are written in pairs, and each node says what cache it is of.
     assert sum(sizes) <= 102 * token_bytes + 5000 * len(sizes)
     assert len(sizes) <= 2
     for each in (directory, opened(tmp_path)):
-        check_and_continue(made, load(each, branch.path, ids), ids)
-        check_and_continue(made, load(each, first.path, DOCUMENT), DOCUMENT)
-    directory.delete_all([first.path])
-    check_and_continue(made, load(directory, branch.path, ids), ids)
-    directory.delete_all([branch.path])
+        check_and_continue(made, load(each, branch, ids), ids)
+        check_and_continue(made, load(each, first, DOCUMENT), DOCUMENT)
+    directory.delete_all([first])
+    check_and_continue(made, load(directory, branch, ids), ids)
+    directory.delete_all([branch])
     assert (du(tmp_path), directory.nbytes) == (0, 0)
 
 
@@ -187,16 +183,16 @@ def test_a_chat_of_many_turns_has_few_nodes(tmp_path: pathlib.Path) -> None:
     entry = write(directory, ids)
     for turn in range(40):
         more = [*ids, *range(1000 * turn, 1000 * turn + 15)]
-        entry, ids = write(directory, more, [(entry.path, len(ids))]), more
+        entry, ids = write(directory, more, [(entry, len(ids))]), more
     assert len(nodes(directory, entry)) <= MOST_PIECES * (len(ids) // NODE_TOKENS + 1)
-    check_and_continue(KINDS["full"], load(opened(tmp_path), entry.path, ids), ids)
+    check_and_continue(KINDS["full"], load(opened(tmp_path), entry, ids), ids)
     # What was written again as one node goes an hour after its last use.
     directory.tidy()
     assert len(files(tmp_path)) > len(nodes(directory, entry))
     age(tmp_path)
     directory.tidy()
     assert len(files(tmp_path)) == len(nodes(directory, entry))
-    check_and_continue(KINDS["full"], load(opened(tmp_path), entry.path, ids), ids)
+    check_and_continue(KINDS["full"], load(opened(tmp_path), entry, ids), ids)
 
 
 BRANCH = [*DOCUMENT[:600], 7]
@@ -225,7 +221,7 @@ def in_groups_of_one() -> Any:
 )
 def test_states_of_other_forms_are_never_mixed(make: Any, tmp_path: pathlib.Path) -> None:
     directory, cache = opened(tmp_path), make()
-    neighbours = [(write(directory, DOCUMENT).path, 600)]
+    neighbours = [(write(directory, DOCUMENT), 600)]
     path, _ = directory.write(LABEL, np.array(BRANCH, np.int64), {len(BRANCH)}, cache, neighbours)
     found = load(directory, path, BRANCH)
     assert (type(found), found.layers[0].keys.dtype) == (type(cache), cache.layers[0].keys.dtype)
@@ -276,18 +272,18 @@ def test_a_damaged_node_costs_the_tokens_from_there_on(kind: str, which: int, tm
             # Whoever asked reports the entry.
             error = GoneError if other is None else CacheFileError
             with pytest.raises(error, match="" if other is None else "cannot be loaded"):
-                load(directory, entry.path, DOCUMENT)
+                load(directory, entry, DOCUMENT)
             assert directory.damaged_files == 0
         else:
             for _ in range(2):
-                check_and_continue(made, load(directory, entry.path, DOCUMENT), DOCUMENT[:usable])
+                check_and_continue(made, load(directory, entry, DOCUMENT), DOCUMENT[:usable])
             assert directory.damaged_files == (other is not None), what
-            check(made, load(directory, entry.path, DOCUMENT, 10), DOCUMENT[:10])
+            check(made, load(directory, entry, DOCUMENT, 10), DOCUMENT[:10])
         # Whoever writes these tokens again mends it.
-        written = write(directory, DOCUMENT, [(entry.path, 700)], made)
-        check(made, load(directory, written.path, DOCUMENT), DOCUMENT)
+        written = write(directory, DOCUMENT, [(entry, 700)], made)
+        check(made, load(directory, written, DOCUMENT), DOCUMENT)
         again = opened(tmp_path)
-        check_and_continue(made, load(again, entry.path, DOCUMENT), DOCUMENT)
+        check_and_continue(made, load(again, entry, DOCUMENT), DOCUMENT)
         assert (again.damaged_files, path.stat().st_size) == (0, len(content))
 
 
@@ -298,11 +294,11 @@ def test_a_backend_that_hangs_is_not_waited_for_beyond_the_deadline(
     backend, goes_on = ControlledBackend(tmp_path), threading.Event()
     directory = Directory(backend)
     entry = write(directory, DOCUMENT)
-    pathlib.Path(entry.path).write_bytes(b"damaged")
+    pathlib.Path(entry).write_bytes(b"damaged")
     backend.before = lambda name: name in ("find", "touch") and goes_on.wait(60)
     start = time.monotonic()
     # The damage is told, and the other nodes are used.
-    check(KINDS["full"], load(directory, entry.path, DOCUMENT, deadline=start + 1), DOCUMENT[:512])
+    check(KINDS["full"], load(directory, entry, DOCUMENT, deadline=start + 1), DOCUMENT[:512])
     seconds = time.monotonic() - start
     goes_on.set()
     assert seconds < 15
@@ -313,18 +309,18 @@ def test_an_entry_of_another_tenant_is_not_believed(tmp_path: pathlib.Path) -> N
     directory = opened(tmp_path)
     mine = write(directory, DOCUMENT)
     cache = filled(KINDS["full"], DOCUMENT)
-    other = Written(*directory.write(label_of(None, "m", "another"), np.array(DOCUMENT), {700}, cache, ()))
-    pathlib.Path(mine.path).write_bytes(pathlib.Path(other.path).read_bytes())
-    check(KINDS["full"], load(directory, mine.path, DOCUMENT), DOCUMENT[:512])
+    other, _ = directory.write(label_of(None, "m", "another"), np.array(DOCUMENT), {700}, cache, ())
+    pathlib.Path(mine).write_bytes(pathlib.Path(other).read_bytes())
+    check(KINDS["full"], load(directory, mine, DOCUMENT), DOCUMENT[:512])
     assert directory.damaged_files == 1
     (tmp_path / nodes(directory, mine)[0].name).write_bytes((tmp_path / nodes(directory, other)[0].name).read_bytes())
     with pytest.raises(CacheFileError, match="no longer holds the tokens of its entry"):
-        load(directory, mine.path, DOCUMENT)
+        load(directory, mine, DOCUMENT)
 
 
 def test_a_version_of_the_future_is_refused_and_stays(tmp_path: pathlib.Path) -> None:
     writer = opened(tmp_path)
-    path = pathlib.Path(write(writer, DOCUMENT).path)
+    path = pathlib.Path(write(writer, DOCUMENT))
     path.write_bytes(path.read_bytes().replace(b'"format_version":"11"', b'"format_version":"7"'))
     age(tmp_path)
     directory = Directory(LocalBackend(str(tmp_path)))
@@ -343,7 +339,7 @@ def test_nodes_that_have_not_arrived_in_time_cost_the_tokens_behind_them(
     backend, goes_on, reads = ControlledBackend(tmp_path), threading.Event(), itertools.count()
     directory = Directory(backend)
     entry = write(directory, DOCUMENT)
-    check_and_continue(KINDS["full"], load(directory, entry.path, DOCUMENT), DOCUMENT)
+    check_and_continue(KINDS["full"], load(directory, entry, DOCUMENT), DOCUMENT)
 
     def only_the_first_in_time(name: str) -> None:
         if name == "read_ranges" and next(reads):
@@ -352,7 +348,7 @@ def test_nodes_that_have_not_arrived_in_time_cost_the_tokens_behind_them(
             goes_on.wait(60)
 
     backend.before, start = only_the_first_in_time, time.monotonic()
-    found = load(directory, entry.path, DOCUMENT, deadline=start + 0.5)
+    found = load(directory, entry, DOCUMENT, deadline=start + 0.5)
     goes_on.set()
     assert time.monotonic() - start < 30
     check_and_continue(KINDS["full"], found, DOCUMENT[:256])
@@ -362,15 +358,15 @@ def test_nodes_that_have_not_arrived_in_time_cost_the_tokens_behind_them(
 def test_a_user_cannot_load_an_entry_as_a_file(tmp_path: pathlib.Path) -> None:
     entry = write(opened(tmp_path), DOCUMENT)
     with pytest.raises(CacheFileError, match="open its directory with PrefixStore"):
-        kvlayers.load_cache(entry.path)
-    seen: Any = kvlayers.inspect_cache(entry.path)
+        kvlayers.load_cache(entry)
+    seen: Any = kvlayers.inspect_cache(entry)
     assert (seen.kind, seen.length, seen.dtype, seen.node is None) == ("DynamicCache", 700, torch.float32, False)
     assert seen.token_ids().tolist() == [DOCUMENT[512:]]
     (first,) = (each for each in map(kvlayers.inspect_cache, files(tmp_path)) if each.length == 256)
     assert (first.kind, first.layers) == (seen.kind, seen.layers)
     os.unlink(first.path)
     with pytest.raises(CachePathError, match="does not exist"):
-        kvlayers.inspect_cache(entry.path)
+        kvlayers.inspect_cache(entry)
 
 
 def forged(content: bytes, change: Any) -> tuple[str, bytes]:
@@ -441,7 +437,7 @@ FORGERIES: dict[str, Callable[[Forgery], Any]] = {
 
 def taken_out(path: pathlib.Path) -> bytes:
     """The content of a node of 200 tokens, which is gone."""
-    file = pathlib.Path(write(opened(path), DOCUMENT[:200]).path)
+    file = pathlib.Path(write(opened(path), DOCUMENT[:200]))
     content = file.read_bytes()
     file.unlink()
     return content
@@ -515,9 +511,9 @@ def test_a_writer_writes_again_what_others_delete_meanwhile(
     names = [node.name for node in nodes(other, first)]
     setattr(mine, when, once_at(call, lambda: other.backend.delete(names)))
     ids = [*DOCUMENT, 1, 2]
-    entry = write(directory, ids, [(first.path, 700)])
+    entry = write(directory, ids, [(first, 700)])
     for each in (directory, opened(tmp_path)):
-        check_and_continue(KINDS["full"], load(each, entry.path, ids), ids)
+        check_and_continue(KINDS["full"], load(each, entry, ids), ids)
         assert each.damaged_files == 0
 
 
@@ -529,9 +525,9 @@ def test_what_others_begin_to_use_meanwhile_is_not_tidied_away(tmp_path: pathlib
     other, entries = opened(tmp_path), []
     age(tmp_path)
     ids = [*DOCUMENT, 8, 9]
-    backend.before = once_at("delete", lambda: entries.append(write(other, ids, [(first.path, 700)])))
+    backend.before = once_at("delete", lambda: entries.append(write(other, ids, [(first, 700)])))
     directory.tidy()
-    check_and_continue(KINDS["full"], load(opened(tmp_path), entries[0].path, ids), ids)
+    check_and_continue(KINDS["full"], load(opened(tmp_path), entries[0], ids), ids)
     assert (other.damaged_files, len(entries)) == (0, 1)
 
 
@@ -545,10 +541,10 @@ def test_nodes_whose_parents_are_gone_go_an_hour_after_their_last_use(tmp_path: 
     assert len(files(tmp_path)) == 5
     age(tmp_path)
     # A writer that is at work has touched it.
-    os.utime(lost.path)
+    os.utime(lost)
     directory.tidy()
     assert len(files(tmp_path)) == 4
-    check_and_continue(KINDS["full"], load(directory, kept.path, [1, *DOCUMENT]), [1, *DOCUMENT])
+    check_and_continue(KINDS["full"], load(directory, kept, [1, *DOCUMENT]), [1, *DOCUMENT])
 
 
 def test_a_writer_gives_up_where_nodes_keep_disappearing(
@@ -563,11 +559,10 @@ def test_what_others_have_deleted_is_not_counted(tmp_path: pathlib.Path) -> None
     directory, other = opened(tmp_path), opened(tmp_path)
     entries = [write(directory, [number, *DOCUMENT]) for number in range(3)]
     other.changes(())
-    other.delete_all([entries[0].path, entries[1].path])
+    other.delete_all(entries[:2])
     with pytest.raises(GoneError):
-        load(directory, entries[0].path, [0, *DOCUMENT])
-    changes = directory.changes([entry.path for entry in entries])
-    assert changes.gone == {entries[0].path, entries[1].path}
-    assert directory.nbytes == other.nbytes == du(tmp_path) == entries[2].nbytes
+        load(directory, entries[0], [0, *DOCUMENT])
+    assert directory.changes(entries).gone == set(entries[:2])
+    assert directory.nbytes == other.nbytes == du(tmp_path)
 
 

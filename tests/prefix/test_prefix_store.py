@@ -8,7 +8,6 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import transformers as tf
@@ -20,7 +19,6 @@ from backend_cases import covered, filled, held, insert, put, room_for
 from kvlayers import OptionError, PrefixStore
 from kvlayers.errors import CachePathError, PrefixError, StateMismatchError
 from kvlayers.prefix.backends.local import LocalBackend
-from kvlayers.prefix.keys import PrefixMap
 from matrix import once
 from models import prompt, read, tiny_model
 
@@ -140,18 +138,6 @@ def test_a_file_that_replaces_another_serves_the_lengths_of_both(
     store.evict()
     for each in (store, PrefixStore(ROOM, tmp_path)):
         assert [boundary_found(each, boundary) for boundary in (10, 20, 30)] == [True] * 3
-
-
-# What begins alike
-
-
-def test_a_chat_of_thousands_of_turns_is_held_once() -> None:
-    tree: PrefixMap[int] = PrefixMap()
-    ids = np.arange(1, 3001, dtype=np.int64)
-    for length in range(3000, 0, -1):
-        tree.insert("m", ids[:length], length)
-    assert tree.tokens == len(tree) == 3000
-    assert tree.prefixes_of("m", ids) == list(tree)
 
 
 # Look-up and insertion

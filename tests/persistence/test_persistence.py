@@ -621,9 +621,7 @@ def test_a_cache_on_disk_is_loaded_to_the_host_or_into_one_on_disk(path: pathlib
 
 
 def test_a_layer_of_transformers_is_loaded_with_a_config(path: pathlib.Path) -> None:
-    cache, other = (
-        kvlayers.Cache(layers=[kvlayers.DynamicLayer(), tf.cache_utils.DynamicLayer()]) for _ in range(2)
-    )
+    cache, other = (kvlayers.Cache(layers=[kvlayers.DynamicLayer(), tf.cache_utils.DynamicLayer()]) for _ in range(2))
     for index in range(2):
         cache.update(torch.randn(1, 2, 3, 4), torch.randn(1, 2, 3, 4), layer_idx=index)
     save_cache(cache, path)

@@ -71,7 +71,11 @@ def written(backend: StorageBackend, count: int) -> list[StoredFile]:
 def test_files_are_read_in_order_and_one_does_not_hide_the_others(backend: StorageBackend) -> None:
     files = written(backend, 9)
     assert contents(backend, files) == list(map(content_of, range(9)))
-    missing, short, long = replace(files[0], name="0.safetensors"), replace(files[2], nbytes=5), replace(files[3], nbytes=2**20)
+    missing, short, long = (
+        replace(files[0], name="0.safetensors"),
+        replace(files[2], nbytes=5),
+        replace(files[3], nbytes=2**20),
+    )
     gone, *others = read(backend, [missing, files[1], short, long, files[4]])
     # Of a longer file what was asked for, and of a shorter one what it has.
     expected = [content_of(1), content_of(2)[:5], content_of(3), content_of(4)]
@@ -335,10 +339,11 @@ def test_a_writer_that_breaks_off_leaves_the_store_in_order(
         if len(begun) == count:
             raise KeyboardInterrupt
 
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(RedisBackend, "write", killed)
-        directory = Directory(RedisBackend(Address(files.url, {})))
+    directory = Directory(RedisBackend(Address(files.url, {})))
+    monkeypatch.setattr(RedisBackend, "write", killed)
+    with pytest.raises(KeyboardInterrupt):
         directory.write(label_of(None, "m", ""), np.array(ids), {300}, filled(ids, heads=64), ())
+    monkeypatch.undo()
     store = PrefixStore(ROOM, files.url)
     assert (covered(store, ids), store.statistics.damaged) == (found, 0)
     put(store, ids, filled(ids, heads=64))

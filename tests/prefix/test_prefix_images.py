@@ -383,7 +383,9 @@ REFUSED: dict[str, tuple[str, str, Any]] = {
     ),
     **{
         f"a cache that evicts: {name}": (
-            "llava", "which tokens came with an image", lambda given, name=name: {**given, "cache_implementation": name},
+            "llava",
+            "which tokens came with an image",
+            lambda given, name=name: {**given, "cache_implementation": name},
         )
         for name in ("sink", "knorm", "snapkv")
     },
@@ -430,5 +432,3 @@ def test_scores_do_not_depend_on_the_image_of_an_earlier_call(family: str) -> No
     ids = torch.tensor([[*DOCUMENT, 5, 6]])
     logits = read(model, ids, position_ids=torch.arange(ids.shape[1])[None])[1][0].log_softmax(-1)
     assert logprobs == pytest.approx([float(logits[-3, 5] + logits[-2, 6])] * 9, abs=1e-5)
-
-

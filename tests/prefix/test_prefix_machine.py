@@ -240,5 +240,3 @@ def _no_waiting_for_a_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 TestFullInMemory, TestFullOnDisk = FullInMemory.TestCase, FullOnDisk.TestCase
 TestWindowInMemory, TestWindowOnDisk = WindowInMemory.TestCase, WindowOnDisk.TestCase
-
-

@@ -4,6 +4,7 @@ Each piece of memory counts once, whoever holds it.
 """
 
 import heapq
+import itertools
 import pathlib
 import random
 import time
@@ -42,41 +43,53 @@ class IdealTree:
 
     def __init__(self, most: int) -> None:
         self.most = most
-        self.used: dict[Ids, int] = {}
-        self.children: dict[Ids, int] = {}
-        self.pinned: set[Ids] = set()
+        self.numbers: dict[tuple[int, int], int] = {}
+        """Of each token behind another one, by the number of that and the token; 0 is before the first ones."""
+        self.above: dict[int, int] = {}
+        self.used: dict[int, int] = {}
+        self.children: dict[int, int] = {0: 0}
+        self.pinned: set[int] = set()
         self.now = 0
+
+    def path(self, ids: Ids) -> list[int]:
+        """The numbers of the tokens of a prompt."""
+        found = [0]
+        for token in ids:
+            number = self.numbers.setdefault((found[-1], token), len(self.numbers) + 1)
+            self.above[number] = found[-1]
+            found.append(number)
+        return found[1:]
 
     def find(self, ids: Ids) -> int:
         """Tokens that are found, which are used now."""
         self.now += 1
-        found = next((n for n in range(len(ids) - 1, 0, -1) if ids[:n] in self.used), 0)
-        for length in range(1, found + 1):
-            self.used[ids[:length]] = self.now
-        return found
+        found = list(itertools.takewhile(self.used.__contains__, self.path(ids[:-1])))
+        self.used.update(dict.fromkeys(found, self.now))
+        return len(found)
 
     def add(self, ids: Ids) -> bool:
         """Hold a prompt, and return whether there is room for it beside what is pinned."""
-        if len({*(ids[:n] for n in range(1, len(ids) + 1)), *self.pinned}) > self.most:
+        path = self.path(ids)
+        if len({*path, *self.pinned}) > self.most:
             return False
-        for length in range(1, len(ids) + 1):
-            if ids[:length] not in self.used:
-                self.children[ids[:length]] = 0
-                self.children[ids[: length - 1]] = self.children.get(ids[: length - 1], 0) + 1
-            self.used[ids[:length]] = self.now
+        for number in path:
+            if number not in self.used:
+                self.children[number] = 0
+                self.children[self.above[number]] += 1
+            self.used[number] = self.now
         leaves = [(time, key) for key, time in self.used.items() if not self.children[key] and key not in self.pinned]
         heapq.heapify(leaves)
         while len(self.used) > self.most:
             _, key = heapq.heappop(leaves)
             del self.used[key], self.children[key]
-            above = key[:-1]
+            above = self.above[key]
             self.children[above] -= 1
             if above in self.used and not self.children[above] and above not in self.pinned:
                 heapq.heappush(leaves, (self.used[above], above))
         return True
 
     def pin(self, ids: Ids) -> None:
-        self.pinned |= {ids[:n] for n in range(1, len(ids) + 1)}
+        self.pinned |= set(self.path(ids))
 
 
 def passed(cache: Any, ids: Iterable[int], head_dim: int = HEAD_DIM) -> None:
@@ -457,11 +470,23 @@ def test_a_tree_shows_what_is_pinned_used_and_in_files(tmp_path: pathlib.Path) -
     assert str(PrefixStore(2**30).tree()) == "nothing is held"
 
 
+def snapshots(count: int) -> list[tuple[torch.Tensor, kvlayers.DynamicCache]]:
+    """A cache that reads on, with full attention and with a window, which cannot go back; and forks of it."""
+    cache, taken = kvlayers.DynamicCache([(None, None), (None, None, torch.tensor(8))], length_hint=512), []
+    for length in range(16, 16 * count + 1, 16):
+        passed(cache, range(length - 16, length))
+        # A first buffer has room for few tokens more, and all snapshots are to be in one.
+        cache.layers[0].store.reserve(8 * 16)
+        taken.append((torch.arange(length), cache.fork()))
+    return taken
+
+
 @pytest.mark.parametrize("change", ["count", "stay"])
 def test_an_interrupt_while_memory_is_counted_leaves_a_store_that_goes_on(
     change: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    most = 200 * TOKEN_BYTES
+    taken = snapshots(5)
+    most = 2 * taken[-1][1].nbytes
     store, counted, left, interrupts = PrefixStore(most), getattr(MemoryAccount, change), 0, 0
 
     def interrupted(account: MemoryAccount, *arguments: Any) -> None:
@@ -473,18 +498,15 @@ def test_an_interrupt_while_memory_is_counted_leaves_a_store_that_goes_on(
 
     monkeypatch.setattr(MemoryAccount, change, interrupted)
     for calls in range(1, 14):
-        for question in range(5):
-            # Entries that share a beginning, and cannot be rolled back to each other.
-            ids, cache = torch.tensor([calls, *range(60), *tail(question, 20)]), kvlayers.DynamicCache()
-            passed(cache, ids.tolist())
+        for ids, cache in taken:
             left = calls
             try:
-                store.insert(ids, cache, model="m")
+                store.insert(ids + 100 * calls, cache.fork(), model="m")
             except KeyboardInterrupt:
                 interrupts += 1
             left = 0
             assert store.statistics.bytes == union_of(store) <= most
-            store.insert(ids, cache, model="m")
+            store.insert(ids + 100 * calls, cache.fork(), model="m")
             assert store.statistics.bytes == union_of(store)
     assert interrupts > 4
     store.evict()

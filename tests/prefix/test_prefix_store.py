@@ -146,7 +146,7 @@ def test_a_file_that_replaces_another_serves_the_lengths_of_both(
 def test_full_attention_serves_every_prompt_that_begins_alike() -> None:
     store = PrefixStore(ROOM)
     assert store.insert(ids_of(1, 2, 3, 4, 5), filled([1, 2, 3, 4, 5]), model="m")
-    for asked, covered, why in (
+    for asked, tokens, why in (
         ([1, 2, 3, 4, 5], 4, ""),
         ([1, 2, 3, 4, 5, 6], 5, ""),
         ([1, 2, 3, 9, 9, 9], 3, "diverges after 3"),
@@ -155,10 +155,10 @@ def test_full_attention_serves_every_prompt_that_begins_alike() -> None:
         ([1], 0, "single token"),
     ):
         hit = store.lookup(ids_of(*asked), model="m")
-        assert (hit.covered, hit.cache is None) == (covered, covered == 0)
+        assert (hit.covered, hit.cache is None) == (tokens, tokens == 0)
         assert (why in hit.reason) if why else hit.reason == ""
         if hit.cache is not None:
-            assert held(hit.cache) == held(filled(asked))[:covered]
+            assert held(hit.cache) == held(filled(asked))[:tokens]
     now = store.statistics
     assert (now.hits, now.misses, now.tokens_covered, now.tokens_asked) == (4, 2, 17, 27)
 

@@ -101,8 +101,8 @@ def covered(store: kvlayers.PrefixStore, ids: list[int], namespace: str = "") ->
 
 def insert(store: kvlayers.PrefixStore, ids: list[int], cache: Any = None, namespace: str = "") -> bool:
     """Insert `filled` for these tokens, or another cache."""
-    cache = filled(ids) if cache is None else cache
-    return store.insert(torch.tensor(ids), cache, model="m", namespace=namespace)
+    # The store takes over the memory of a cache that nobody else holds: no name for it, and no `**`.
+    return store.insert(torch.tensor(ids), filled(ids) if cache is None else cache, model="m", namespace=namespace)
 
 
 def put(store: kvlayers.PrefixStore, ids: list[int], cache: Any = None, namespace: str = "") -> None:

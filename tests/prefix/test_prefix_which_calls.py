@@ -136,7 +136,10 @@ def test_each_reason_is_logged_once_and_counted_always(caplog: pytest.LogCapture
 
 def test_a_thread_within_a_block_is_counted_unless_it_takes_the_context_along() -> None:
     model, store, ids = tiny_model("llama"), PrefixStore("1GiB"), prompt(tokens=TOKENS)
-    ask = functools.partial(model.generate, ids, **OPTIONS)
+
+    def ask() -> None:
+        model.generate(ids, **OPTIONS)
+
     with ThreadPoolExecutor() as threads:
         with kvlayers.installed(prefix_store=store):
             threads.submit(ask).result()

@@ -9,7 +9,7 @@ import re
 import stat
 import struct
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
@@ -723,30 +723,24 @@ def test_a_cache_of_anothers_is_refused_by_name(path: pathlib.Path) -> None:
 # Paths
 
 
-@pytest.fixture
-def readable() -> Iterator[pathlib.Path]:
-    """A directory that another user can look into."""
-    with tempfile.TemporaryDirectory() as directory:
-        os.chmod(directory, 0o755)
-        yield pathlib.Path(directory)
-
-
 @pytest.mark.skipif(os.geteuid() != 0, reason="a test that takes on another user must be root")
-def test_a_directory_that_is_read_only_is_named(readable: pathlib.Path) -> None:
-    path = readable / "chat.safetensors"
-    save_cache(_small(), path)
-    os.chmod(path, 0o444)
-    before = path.read_bytes()
-    os.seteuid(65534)
-    try:
-        with pytest.raises(CachePathError, match="write-protected"):
-            save_cache(_small(), path)
-        with pytest.raises(CachePathError, match="can be written to"):
-            save_cache(_small(), readable / "other.safetensors")
-        assert load_cache(path).get_seq_length() == 2
-    finally:
-        os.seteuid(0)
-    assert [path.read_bytes(), list(readable.iterdir())] == [before, [path]]
+def test_a_directory_that_is_read_only_is_named() -> None:
+    with tempfile.TemporaryDirectory() as place:
+        # So that another user can look into it.
+        os.chmod(place, 0o755)
+        path = pathlib.Path(place, "chat.safetensors")
+        save_cache(_small(), path)
+        os.chmod(path, 0o444)
+        before = path.read_bytes()
+        os.seteuid(65534)
+        try:
+            for wrong, named in ((path, "write-protected"), (path.with_name("other"), "can be written to")):
+                with pytest.raises(CachePathError, match=named):
+                    save_cache(_small(), wrong)
+            assert load_cache(path).get_seq_length() == 2
+        finally:
+            os.seteuid(0)
+        assert [path.read_bytes(), os.listdir(place)] == [before, [path.name]]
 
 
 @pytest.mark.parametrize("place", [".", "missing/chat", "/dev/null", "x" * 300, "link", "pipe"])

@@ -61,10 +61,9 @@ def named(content: bytes) -> StoredFile:
 
 
 def written(backend: StorageBackend, count: int) -> list[StoredFile]:
-    files = []
-    for number in range(count):
-        files.append(named(content_of(number)))
-        backend.write(files[-1].name, content_of(number))
+    files = [named(content_of(number)) for number in range(count)]
+    for number, file in enumerate(files):
+        backend.write(file.name, content_of(number))
     return files
 
 

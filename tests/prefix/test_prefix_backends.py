@@ -50,17 +50,13 @@ class Failing(MemoryFileSystem):
     asked: list[tuple[int, int]] = []  # noqa: RUF012
     cachable = False
 
-    def __init__(self, token: str = "", **options: Any) -> None:
-        super().__init__(**options)
-        self.token = token
-
     @classmethod
     def _strip_protocol(cls, path: str) -> str:
         return "/" + path.removeprefix(f"{cls.protocol}://").rpartition("@")[2].strip("/")
 
     def _try(self, what: str) -> None:
         if what in self.fails:
-            raise ConnectionError(f"failing://me:hunter2@host/ with {self.token} does not {what}")
+            raise ConnectionError(f"failing://me:hunter2@host/ with {self.storage_options} does not {what}")
 
     def ls(self, path: str, detail: bool = True, **options: Any) -> Any:
         self._try("ls")
@@ -366,7 +362,7 @@ def test_credentials_are_in_no_message(failing: FilesystemFiles, caplog: pytest.
     with caplog.at_level(logging.DEBUG, logger="kvlayers"):
         store = PrefixStore(ROOM, failing.url, storage_options={"token": "t0k3n"})
         put(store, [1, 5, 6])
-        assert store._writes.directory.backend._fs.token == "t0k3n"
+        assert store._writes.directory.backend._fs.storage_options == {"token": "t0k3n"}
         told = [repr(store), str(store.statistics), *(str(vars(entry)) for entry in store._index.entries)]
         for what in ("info", "read", "write", "delete"):
             Failing.fails = {what}

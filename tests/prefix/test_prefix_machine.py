@@ -8,7 +8,14 @@ from typing import ClassVar
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from kvlayers import Cache, CapacityError, PrefixStore
 from kvlayers.errors import PrefixError
@@ -216,27 +223,9 @@ class PrefixMachine(RuleBasedStateMachine):
             check(self.kind, cache, ids)
 
 
-class FullInMemory(PrefixMachine):
-    kinds, on_disk = ("full", "segments", "static", "quantized"), False
-
-
-class FullOnDisk(PrefixMachine):
-    kinds, on_disk = ("full", "segments", "static", "quantized"), True
-
-
-class WindowInMemory(PrefixMachine):
-    kinds, on_disk = ("window",), False
-
-
-class WindowOnDisk(PrefixMachine):
-    kinds, on_disk = ("window",), True
-
-
-@pytest.fixture(autouse=True)
-def _no_waiting_for_a_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("on_disk", [False, True], ids=["in memory", "on disk"])
+@pytest.mark.parametrize("kinds", [("full", "segments", "static", "quantized"), ("window",)], ids=["full", "window"])
+def test_a_store_has_what_was_inserted(kinds: tuple[str, ...], on_disk: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     # No machine loses power here, and writing through takes longer than all else.
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-
-
-TestFullInMemory, TestFullOnDisk = FullInMemory.TestCase, FullOnDisk.TestCase
-TestWindowInMemory, TestWindowOnDisk = WindowInMemory.TestCase, WindowOnDisk.TestCase
+    run_state_machine_as_test(type("Machine", (PrefixMachine,), {"kinds": kinds, "on_disk": on_disk}))

@@ -8,7 +8,7 @@ import itertools
 import pathlib
 import random
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -224,6 +224,29 @@ def test_a_pin_keeps_its_tokens_alone() -> None:
         store.unpin(ids[:32], model="m")
     ask(store, tuple(range(7000, 8080)))
     assert store.lookup(ids, model="m").covered == 0
+
+
+KINDS: dict[str, Callable[[], kvlayers.Cache]] = {
+    "int4": lambda: kvlayers.QuantizedCache(nbits=4, q_group_size=8, residual_length=8),
+    "static": lambda: kvlayers.StaticCache(config=families.model_of("llama").config, max_cache_len=160),
+    "offloaded": kvlayers.OffloadedCache,
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_kind_stops_learning(kind: str) -> None:
+    chance, whole = random.Random(0), KINDS[kind]()
+    passed(whole, range(150))
+    store = PrefixStore(int(1.5 * whole.nbytes))
+    for turn in range(8):
+        ids = torch.tensor([1, *(chance.randrange(2, 90) for _ in range(149))])
+        for again in range(2):
+            hit = store.lookup(ids, model="m", namespace=str(turn % 2))
+            assert not again or hit.covered >= 141
+            cache = KINDS[kind]() if hit.cache is None else hit.cache
+            passed(cache, ids[hit.covered :].tolist())
+            store.insert(ids, cache, model="m", namespace=str(turn % 2))
+            assert store.statistics.bytes <= 1.5 * whole.nbytes
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "mamba", "jamba", "qwen3_next"])

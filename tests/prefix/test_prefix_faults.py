@@ -214,6 +214,21 @@ def test_a_longer_entry_is_written_in_place_of_the_one_that_waits(store: PrefixS
     assert len(PrefixStore(ROOM, "elsewhere")) == 2
 
 
+def test_an_entry_is_written_though_the_job_of_the_one_that_it_replaces_has_not_ended(
+    backend: ControlledBackend,
+) -> None:
+    store, gate = PrefixStore(ROOM, "elsewhere", directory_max_bytes=1), Gate(backend, {"last_uses"})
+    insert(store, [1, 2, 3])
+    # It is in a file, and what exceeds the bytes of the directory is being looked for.
+    with gate.holding_up(store.flush):
+        insert(store, [1, 2, 3, 4])
+        with store._lock:
+            store._writes.write(list(store._index.entries))
+    with store._lock:
+        assert store._writes.wait(time.monotonic() + MARGIN)
+    assert (store.statistics.spilled, store.statistics.pending_writes) == (2, 0)
+
+
 def test_what_is_cleared_while_it_is_written_is_gone(store: PrefixStore, closed_for_writing: Gate) -> None:
     insert(store, [1, 2, 3])
     with closed_for_writing.holding_up(store.flush), closed_for_writing.holding_up(store.clear):
@@ -405,6 +420,20 @@ def test_threads_with_a_slow_directory_that_fails_now_and_then(backend: Controll
     other = PrefixStore(ROOM, "elsewhere")
     assert [covered(other, ids) for ids in acknowledged] == [len(ids) for ids in acknowledged]
     assert (other.statistics.damaged, store.statistics.damaged) == (0, 0)
+
+
+def test_what_was_inserted_again_stays_in_the_directory(tmp_path: pathlib.Path) -> None:
+    first, second, third = ([start, *range(5, 44)] for start in (1, 2, 3))
+    with PrefixStore(ROOM, tmp_path / "one") as store:
+        insert(store, first)
+    (file,) = (tmp_path / "one").iterdir()
+    with PrefixStore(ROOM, tmp_path / "all", directory_max_bytes=int(file.stat().st_size * 2.5)) as store:
+        for ids in (first, second, first):
+            insert(store, ids)
+            assert store.flush()
+        insert(store, third)
+    again = PrefixStore(ROOM, tmp_path / "all")
+    assert [covered(again, ids) for ids in (first, second, third)] == [40, 0, 40]
 
 
 @dataclass

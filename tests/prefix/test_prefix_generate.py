@@ -409,6 +409,12 @@ PLACE = torch.tensor([4])
 llama = functools.partial(tiny_model, "llama")
 
 
+def longrope() -> Any:
+    options = llama().config.to_diff_dict() | {"original_max_position_embeddings": 32}
+    options |= versions.rope(rope_type="longrope", rope_theta=1e4, short_factor=[1.0] * 4, long_factor=[2.0] * 4)
+    return tf.AutoModelForCausalLM.from_config(tf.Phi3Config(**options)).eval()
+
+
 def with_inputs_of_its_own() -> Any:
     model = fresh_model("llama")
     model.prepare_inputs_for_generation = model.prepare_inputs_for_generation
@@ -428,6 +434,7 @@ REFUSED: dict[str, tuple[str, Callable[[], Any], dict[str, Any]]] = {
         {"input_ids": torch.cat([TEXT[:, :20], TEXT[:, 20:]]), "cache_implementation": "quantized"},
     ),
     "inputs of its own": ("prepare_inputs_for_generation", with_inputs_of_its_own, {}),
+    "a rotation by the length": ("rope_type", longrope, {}),
 }
 if versions.DRAFTS_MAY_HAVE_A_LEAST_LENGTH:
     REFUSED["drafts"] = "assistant", llama, {"assistant_model": llama()}

@@ -564,3 +564,17 @@ def test_what_others_have_deleted_is_not_counted(tmp_path: pathlib.Path) -> None
         load(directory, entries[0], [0, *DOCUMENT])
     assert directory.changes(entries).gone == set(entries[:2])
     assert directory.nbytes == other.nbytes == du(tmp_path)
+
+
+def test_the_nodes_used_longest_ago_go_first_and_their_children_before_them(tmp_path: pathlib.Path) -> None:
+    directory, branch = opened(tmp_path), [*DOCUMENT[:256], *range(9000, 9100)]
+    first = write(directory, DOCUMENT)
+    kept = write(directory, branch, [(first, 256)])
+    age(tmp_path)
+    load(directory, kept, branch)
+    changes = directory.shrink(directory.nbytes - 1, ())
+    assert (changes.gone, [entry.length for entry in changes.added]) == ({first}, [512])
+    assert directory.shrink(1, {kept}).added == []
+    assert sorted(path.name for path in files(tmp_path)) == sorted(node.name for node in nodes(directory, kept))
+    check_and_continue(KINDS["full"], load(directory, kept, branch), branch)
+    assert (directory.shrink(1, ()).added, du(tmp_path)) == ([], 0)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -226,6 +227,27 @@ def test_a_pin_keeps_its_tokens_alone() -> None:
     assert store.lookup(ids, model="m").covered == 0
 
 
+def test_what_several_pins_share_is_counted_once() -> None:
+    store = PrefixStore(1100 * TOKEN_BYTES)
+    for question in range(3):
+        ids = (*range(1000), *tail(question, 20))
+        ask(store, ids)
+        store.pin(torch.tensor(ids), model="m")
+    # There is room for one of these at a time.
+    for start in (5000, 6000):
+        ask(store, tuple(range(start, start + 30)))
+
+
+def test_what_does_not_fit_alone_is_refused_and_evicts_nothing() -> None:
+    store = PrefixStore(300 * TOKEN_BYTES)
+    ask(store, tuple(range(250)))
+    for shared in (0, 1, 249):
+        with pytest.raises(CapacityError, match="max_bytes"):
+            ask(store, (*range(shared), *range(9000, 9301 - shared)))
+    assert store.lookup(torch.arange(251), model="m").covered == 250
+    assert (store.statistics.bytes, store.statistics.evictions) == (250 * TOKEN_BYTES, 0)
+
+
 KINDS: dict[str, Callable[[], kvlayers.Cache]] = {
     "int4": lambda: kvlayers.QuantizedCache(nbits=4, q_group_size=8, residual_length=8),
     "static": lambda: kvlayers.StaticCache(config=families.model_of("llama").config, max_cache_len=160),
@@ -401,6 +423,16 @@ def test_a_document_of_a_directory_is_held_once_too(tmp_path: pathlib.Path) -> N
 
 
 # What leaves
+
+
+def test_an_address_that_was_given_to_other_memory_counts_with_its_new_size() -> None:
+    account = MemoryAccount()
+    one, other = (PrefixEntry("m", np.array([token])) for token in (1, 2))
+    for entry, storages in ((one, {1: 100}), (other, {1: 30}), (one, {})):
+        account.count(entry, storages)
+    assert (account.nbytes, account.staying_bytes, account.shared_bytes) == (30, 30, 0)
+    account.count(other, {})
+    assert (account.nbytes, account.staying_bytes, account.shared_bytes, account.pieces) == (0, 0, 0, {})
 
 
 class Counting(LeastRecentlyUsed):

@@ -4,10 +4,12 @@ import itertools
 import math
 import os
 import pathlib
+import random
 import types
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers as tf
@@ -19,6 +21,7 @@ from backend_cases import covered, filled, held, insert, put, room_for
 from kvlayers import OptionError, PrefixStore
 from kvlayers.errors import CachePathError, PrefixError, StateMismatchError
 from kvlayers.prefix.backends.local import LocalBackend
+from kvlayers.prefix.keys import PrefixMap
 from matrix import once
 from models import prompt, read, tiny_model
 
@@ -138,6 +141,24 @@ def test_a_file_that_replaces_another_serves_the_lengths_of_both(
     store.evict()
     for each in (store, PrefixStore(ROOM, tmp_path)):
         assert [boundary_found(each, boundary) for boundary in (10, 20, 30)] == [True] * 3
+
+
+# What begins alike
+
+
+def test_the_map_finds_all_prefixes() -> None:
+    generator, tree, kept = random.Random(0), PrefixMap[tuple[int, ...]](), set[tuple[int, ...]]()
+    for _ in range(600):
+        ids = tuple(generator.choices((1, 2), k=generator.randint(1, 7)))
+        if generator.random() < 0.4:
+            tree.remove("m", np.array(ids))
+            kept.discard(ids)
+        else:
+            tree.insert("m", np.array(ids), ids)
+            kept.add(ids)
+        asked = tuple(generator.choices((1, 2), k=7))
+        assert tree.prefixes_of("m", np.array(asked)) == [asked[:n] for n in range(1, 8) if asked[:n] in kept]
+        assert (sorted(tree), len(tree)) == (sorted(kept), len(kept))
 
 
 # Look-up and insertion

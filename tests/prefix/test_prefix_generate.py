@@ -399,6 +399,16 @@ def test_an_answer_outlives_what_becomes_of_the_store() -> None:
     assert store.statistics.refused == 1
 
 
+def test_threads_share_a_store() -> None:
+    model, store = tiny_model("mistral"), PrefixStore(ROOM, snapshot_tokens=SNAPSHOT)
+    rows = questions(3, 4, 5, 6)
+    expected = [plain(model, row) for row in rows]
+    with ThreadPoolExecutor(len(rows)) as threads:
+        seen = threads.map(lambda row: [by_store(model, store, row) for _ in range(4)], rows)
+        assert all(torch.equal(own, each) for own, answers in zip(expected, seen, strict=True) for each in answers)
+    assert store.statistics.hits >= 3 * len(rows)
+
+
 # Calls that cannot
 
 

@@ -227,17 +227,6 @@ def test_a_pin_keeps_its_tokens_alone() -> None:
     assert store.lookup(ids, model="m").covered == 0
 
 
-def test_what_several_pins_share_is_counted_once() -> None:
-    store = PrefixStore(1100 * TOKEN_BYTES)
-    for question in range(3):
-        ids = (*range(1000), *tail(question, 20))
-        ask(store, ids)
-        store.pin(torch.tensor(ids), model="m")
-    # There is room for one of these at a time.
-    for start in (5000, 6000):
-        ask(store, tuple(range(start, start + 30)))
-
-
 def test_what_does_not_fit_alone_is_refused_and_evicts_nothing() -> None:
     store = PrefixStore(300 * TOKEN_BYTES)
     ask(store, tuple(range(250)))
@@ -395,17 +384,6 @@ def test_a_branch_moves_nothing_of_its_document(monkeypatch: pytest.MonkeyPatch)
     store.insert(torch.tensor([*document, *tail(1, 100)]), cache, model="m")  # type: ignore[arg-type]
     # The tail alone, for keys and values of each layer.
     assert sum(allocated) <= 2 * LAYERS * 100
-
-
-def test_what_was_computed_twice_is_held_once() -> None:
-    store, document = PrefixStore(2**30), range(1000)
-    for question in range(4):
-        ids, cache = [*document, *tail(question, 50)], kvlayers.DynamicCache()
-        passed(cache, ids)
-        store.insert(torch.tensor(ids), cache, model="m")
-        ask(store, tuple(ids))
-    assert store.statistics.bytes <= 1.125 * 1050 * TOKEN_BYTES + 3 * 50 * TOKEN_BYTES
-    assert store.statistics.bytes == union_of(store)
 
 
 def test_a_document_of_a_directory_is_held_once_too(tmp_path: pathlib.Path) -> None:

@@ -23,8 +23,7 @@ class FilesystemFiles:
         return sorted(path.rpartition("/")[2] for path in self.fs.find(self.root))
 
     def read(self, name: str) -> bytes:
-        content: bytes = self.fs.cat_file(f"{self.root}/{name}")
-        return content
+        return bytes(self.fs.cat_file(f"{self.root}/{name}"))
 
     def write(self, name: str, content: bytes) -> None:
         self.fs.pipe_file(f"{self.root}/{name}", content)
@@ -50,8 +49,7 @@ class ServerFiles:
         return f"{self.prefix}:file:{name}"
 
     def read(self, name: str) -> bytes:
-        content: bytes = self.client.get(self.key(name))
-        return content
+        return bytes(self.client.get(self.key(name)))
 
     def write(self, name: str, content: bytes) -> None:
         self.client.set(self.key(name), content)
@@ -87,10 +85,9 @@ def large(ids: list[int]) -> kvlayers.DynamicCache:
     return filled(ids, heads=8192)
 
 
-def held(cache: Any) -> list[float]:
+def held(cache: Any) -> Any:
     """What `filled` has put into a cache."""
-    found: list[float] = cache.layers[1].values[0, -1, :, 0].tolist() if cache is not None else []
-    return found
+    return cache.layers[1].values[0, -1, :, 0].tolist() if cache is not None else []
 
 
 def covered(store: kvlayers.PrefixStore, ids: list[int], namespace: str = "") -> int:
@@ -102,8 +99,13 @@ def covered(store: kvlayers.PrefixStore, ids: list[int], namespace: str = "") ->
     return hit.covered
 
 
+def insert(store: kvlayers.PrefixStore, ids: list[int], cache: Any = None, namespace: str = "") -> bool:
+    """Insert `filled` for these tokens, or another cache."""
+    # The store takes over the memory of a cache that nobody else holds: no name for it, and no `**`.
+    return store.insert(torch.tensor(ids), filled(ids) if cache is None else cache, model="m", namespace=namespace)
+
+
 def put(store: kvlayers.PrefixStore, ids: list[int], cache: Any = None, namespace: str = "") -> None:
     """Have a store write an entry, and hold it in memory no more."""
-    cache = filled(ids) if cache is None else cache
-    store.insert(torch.tensor(ids), cache, model="m", namespace=namespace)
+    insert(store, ids, cache, namespace)
     store.evict()

@@ -5,7 +5,6 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator
 
 CHUNK = 2**14
 
@@ -63,12 +62,7 @@ class Line:
         with contextlib.suppress(OSError):
             while True:
                 client = self._listener.accept()[0]
-                try:
-                    server = socket.create_connection(("127.0.0.1", self._server_port), timeout=5)
-                    server.settimeout(None)
-                except OSError:
-                    _reset(client)
-                    continue
+                server = socket.create_connection(("127.0.0.1", self._server_port))
                 with self._lock:
                     self._sockets |= {client, server}
                 for source, target, towards in ((client, server, "server"), (server, client, "client")):
@@ -98,13 +92,3 @@ def _reset(connection: socket.socket) -> None:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         connection.shutdown(socket.SHUT_RDWR)
     connection.close()
-
-
-@contextlib.contextmanager
-def line_to(port: int) -> Iterator[Line]:
-    """A line to a port of this machine, for as long as the context lasts."""
-    line = Line(port)
-    try:
-        yield line
-    finally:
-        line.close()

@@ -1,7 +1,12 @@
-"""Kinds that kvlayers does not have: saved, loaded if they are registered, else refused by name."""
+"""Kinds that kvlayers does not have: saved, loaded if they are registered, else refused by name. And registries."""
 
+import importlib.metadata
+import inspect
 import pathlib
+import sys
+import types
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -10,13 +15,28 @@ from torch import Tensor
 
 import kvlayers
 from kvlayers import inspect_cache, load_cache, save_cache
+from kvlayers.core import named_caches
+from kvlayers.core.cache import CACHE_CLASSES
+from kvlayers.core.cache_layer import LAYER_CLASSES
 from kvlayers.core.named_caches import cache_class_names, register_cache_class, unregister_cache_class
+from kvlayers.core.token_store import STORE_CLASSES
 from kvlayers.errors import CacheFileError, OptionError, RegistryError, StateMismatchError
+from kvlayers.kernels.codes import quantizer_contract
 from kvlayers.persistence.load import check_remakeable
+from kvlayers.utils.registry import ClassRegistry
 from models import prompt, read, tiny_model
 from other_package import HalvesBackend, RecentLayer, SteppedStore
 
-NEW = 6
+REGISTRIES = (LAYER_CLASSES, STORE_CLASSES, CACHE_CLASSES, named_caches._factories, quantizer_contract._backends)
+
+
+@pytest.fixture(autouse=True)
+def _forgotten_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test registers, nobody knows after it."""
+    for registry in REGISTRIES:
+        # Rooms that are imported later would register what they have only for this test.
+        assert registry.names()
+        monkeypatch.setattr(registry, "_entries", dict(registry._entries))
 
 
 class ChatCache(kvlayers.DynamicCache):
@@ -45,14 +65,9 @@ AGAIN: dict[str, Callable[[], object]] = {
 
 
 @pytest.fixture
-def registered() -> Iterator[None]:
+def registered() -> None:
     for register in AGAIN.values():
         register()
-    yield
-    kvlayers.layers.unregister_layer("RecentLayer")
-    kvlayers.stores.unregister_store("SteppedStore")
-    unregister_cache_class("ChatCache")
-    kvlayers.quantizers.unregister_quantizer("halves")
 
 
 @pytest.fixture
@@ -81,13 +96,9 @@ MAKES: dict[str, Callable[[], kvlayers.Cache]] = {
 }
 
 
-@torch.no_grad()
-def _decoded(cache: kvlayers.Cache, first: Tensor) -> Tensor:
-    model, found, ids = tiny_model("llama"), [], first
-    for _ in range(NEW):
-        found.append(model(ids, past_key_values=cache, use_cache=True).logits[:, -1])
-        ids = found[-1].argmax(-1, keepdim=True)
-    return torch.stack(found)
+def _decoded(cache: Any) -> Tensor:
+    """Logits of tokens that come one by one."""
+    return torch.cat([read(tiny_model("llama"), ids, cache)[1] for ids in prompt(1, 8).split(1, dim=1)])
 
 
 def _filled(make: Callable[[], kvlayers.Cache]) -> kvlayers.Cache:
@@ -107,7 +118,7 @@ def test_what_is_registered_is_loaded_and_decodes_on(kind: str, registered: None
     assert loaded.describe() == cache.describe()
     for one, other in zip(loaded.layers, cache.layers, strict=True):
         assert (type(one), one.describe()) == (type(other), other.describe())
-    assert torch.equal(_decoded(loaded, prompt(1, 2)), _decoded(cache, prompt(1, 2)))
+    assert torch.equal(_decoded(loaded), _decoded(cache))
 
 
 @pytest.mark.parametrize(
@@ -125,11 +136,9 @@ def test_what_is_not_registered_is_refused_by_its_name(
     cache = _filled(MAKES[kind])
     save_cache(cache, path)
     forget(named)
-    try:
-        with pytest.raises(CacheFileError, match=named):
-            load_cache(path)
-    finally:
-        AGAIN[named]()
+    with pytest.raises(CacheFileError, match=named):
+        load_cache(path)
+    AGAIN[named]()
     assert load_cache(path).get_seq_length() == cache.get_seq_length()
 
 
@@ -140,24 +149,20 @@ def test_an_unregistered_layer_is_saved_and_loaded_into_a_cache_of_the_callers(p
     with pytest.raises(CacheFileError, match=r"RecentLayer.*import the package that registers them"):
         load_cache(path)
     loaded = load_cache(path, into=MAKES["layer"]())
-    assert torch.equal(_decoded(loaded, prompt(1, 2)), _decoded(cache, prompt(1, 2)))
+    assert torch.equal(_decoded(loaded), _decoded(cache))
 
 
 def test_a_prefix_store_holds_registered_layers_in_memory_and_in_files(
     registered: None, tmp_path: pathlib.Path
 ) -> None:
-    ids = prompt(1, 20)
-    cache, _ = read(tiny_model("llama"), ids, MAKES["layer"]())
-    store = kvlayers.PrefixStore("1MiB", tmp_path)
-    assert store.insert(ids, cache, model="mine")
-    longer = torch.cat([ids, prompt(1, 3)], 1)
-    hit = store.lookup(longer, model="mine")
-    assert hit.covered == 20
-    store.flush()
-    elsewhere = kvlayers.PrefixStore("1MiB", tmp_path)
-    again = elsewhere.lookup(longer, model="mine")
-    assert again.covered == 20
-    assert torch.equal(_decoded(again.cache, prompt(1, 2)), _decoded(cache, prompt(1, 2)))
+    cache, _ = read(tiny_model("llama"), prompt(1, 20), MAKES["layer"]())
+    with kvlayers.PrefixStore("1MiB", tmp_path) as store:
+        assert store.insert(prompt(1, 20), cache, model="mine")
+    expected = _decoded(cache)
+    for each in (store, kvlayers.PrefixStore("1MiB", tmp_path)):
+        hit = each.lookup(torch.cat([prompt(1, 20), prompt(1, 3)], 1), model="mine")
+        assert hit.covered == 20
+        assert torch.equal(_decoded(hit.cache), expected)
 
 
 # Nesting
@@ -171,11 +176,8 @@ def test_layers_describe_the_layers_that_they_are_made_of(registered: None) -> N
     assert twin.describe() == hybrid.describe()
     assert isinstance(twin.attention, kvlayers.OffloadedLayer)
     assert (type(twin.attention.wrapped), twin.attention.wrapped.store.step) == (RecentLayer, 5)
-    assert (twin.linear.number_of_states, twin.linear.checkpoints, twin.linear.tokens_at_once) == (
-        2,
-        linear.checkpoints,
-        1,
-    )
+    assert (twin.linear.number_of_states, twin.linear.tokens_at_once) == (2, 1)
+    assert twin.linear.checkpoints == linear.checkpoints
 
 
 @pytest.mark.parametrize("within", ["HybridLayer", "OffloadedLayer", "nothing", None, 3])
@@ -251,13 +253,9 @@ def test_a_layer_is_registered_by_a_decorator_under_a_name_of_its_own(path: path
     class Mine(RecentLayer):
         pass
 
-    try:
-        cache = kvlayers.Cache(layers=[Mine(5)])
-        save_cache(cache, path)
-        assert inspect_cache(path).layers == ("recent, for this test",)
-        assert type(load_cache(path).layers[0]) is Mine
-    finally:
-        kvlayers.layers.unregister_layer("recent, for this test")
+    save_cache(kvlayers.Cache(layers=[Mine(5)]), path)
+    assert inspect_cache(path).layers == ("recent, for this test",)
+    assert type(load_cache(path).layers[0]) is Mine
 
 
 def test_a_fact_that_layer_and_store_both_have_is_refused(path: pathlib.Path) -> None:
@@ -291,19 +289,14 @@ def test_options_of_a_cache_that_are_not_finite_are_refused(limit: float, tmp_pa
 
 
 @pytest.mark.parametrize("within", ["hybrid", "offloaded"])
-def test_a_prefix_is_not_written_if_a_layer_within_another_one_is_not_registered(
-    within: str, tmp_path: pathlib.Path
-) -> None:
+def test_a_prefix_is_not_written_if_a_layer_within_another_one_is_not_registered(within: str) -> None:
     hybrid = kvlayers.HybridLayer(RecentLayer(12), kvlayers.LinearAttentionLayer())
     layer = hybrid if within == "hybrid" else RecentLayer(12)
     cache = kvlayers.Cache(layers=[layer], offloading=within == "offloaded")
     with pytest.raises(CacheFileError, match=r"got a \S*RecentLayer: register"):
         check_remakeable(cache)
     kvlayers.layers.register_layer(RecentLayer)
-    try:
-        check_remakeable(cache)
-    finally:
-        kvlayers.layers.unregister_layer("RecentLayer")
+    check_remakeable(cache)
 
 
 def test_only_states_of_tokens_are_cut_to_a_length(path: pathlib.Path) -> None:
@@ -322,14 +315,10 @@ def test_only_states_of_tokens_are_cut_to_a_length(path: pathlib.Path) -> None:
             self.scale = tensors.pop("scale")
             super().load_state(type(state)(state.kind, tensors, state.facts))
 
-    try:
-        cache = kvlayers.Cache(layers=[Scaled()])
-        states = torch.randn(1, 2, 6, 8)
-        cache.update(states, states, 0)
-        save_cache(cache, path)
-        loaded = load_cache(path, length=3)
-    finally:
-        kvlayers.layers.unregister_layer("Scaled")
+    cache, states = kvlayers.Cache(layers=[Scaled()]), torch.randn(1, 2, 6, 8)
+    cache.update(states, states, 0)
+    save_cache(cache, path)
+    loaded = load_cache(path, length=3)
     assert loaded.layers[0].scale.shape == (1, 1, 9, 1)
     assert torch.equal(loaded.layers[0].keys, states[:, :, :3])
 
@@ -345,11 +334,175 @@ def test_a_plan_of_a_registered_layer_is_what_a_cache_of_it_holds(tokens: int) -
     def recent(request: kvlayers.CacheRequest) -> kvlayers.Cache:
         return kvlayers.Cache(layers=[RecentLayer(64, 16) for _ in range(request.config.num_hidden_layers)])
 
-    try:
-        planned = kvlayers.plan(model, tokens, dtype=torch.float32, names=["recent"])["recent"]
-        cache, _ = read(model, prompt(1, tokens), kvlayers.make_cache("recent", model))
-    finally:
-        kvlayers.unregister("recent")
+    planned = kvlayers.plan(model, tokens, dtype=torch.float32, names=["recent"])["recent"]
+    cache, _ = read(model, prompt(1, tokens), kvlayers.make_cache("recent", model))
     assert planned.fidelity == "evicting"
     assert sum(layer.store.length for layer in cache.layers) == len(cache.layers) * (tokens if tokens <= 64 else 16)
     assert planned.nbytes == cache.nbytes
+
+
+# Registries
+
+
+class Thing:
+    pass
+
+
+def _things() -> ClassRegistry[Any]:
+    return ClassRegistry("thing", "kvlayers.things_of_tests", "unregister_thing", Thing)
+
+
+@pytest.fixture
+def frequent_switches() -> Iterator[None]:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+def test_threads_that_register_and_unregister_lose_no_name(frequent_switches: None) -> None:
+    things = _things()
+    for number in range(200):
+        things.register(type(f"Other{number}", (Thing,), {}))
+
+    def change(thread: int) -> None:
+        for turn in range(100):
+            kept, dropped = (type(f"{word}_{thread}_{turn}", (Thing,), {}) for word in ("Kept", "Dropped"))
+            things.register(kept)
+            things.register(dropped)
+            things.remove(dropped.__name__)
+            assert things.name_of(kept) == kept.__name__
+
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(change, range(4)))
+    assert all(things.name_of(things.get(name)) == name for name in things.names())
+
+
+def test_a_class_goes_by_its_other_name_when_one_is_removed() -> None:
+    things = _things()
+    things.register(Thing, name="first")
+    things.register(Thing, name="second")
+    assert things.name_of(Thing) == "second"
+    things.remove("second")
+    assert things.name_of(Thing) == "first"
+    things.remove("first")
+    assert things.name_of(Thing) == f"{__name__}.Thing"
+
+
+# Entry points of other packages
+
+
+class Mine(kvlayers.DynamicLayer):
+    """Defined in `the_package.implementation`, which `the_package` imports it from."""
+
+
+Mine.__module__ = "the_package.implementation"
+
+
+class Chat(kvlayers.Cache):
+    pass
+
+
+Chat.__module__ = "the_package.implementation"
+
+
+@pytest.fixture
+def the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    package: Any = types.ModuleType("the_package")
+    package.Mine, package.Chat = Mine, Chat
+    monkeypatch.setitem(sys.modules, "the_package", package)
+    for classes, group, value in ((LAYER_CLASSES, "layers", "Mine"), (CACHE_CLASSES, "caches", "Chat")):
+        values = {
+            f"{value}-broken": "the_package.missing:It",
+            value: f"the_package:{value}",
+            "other": "the_package:Chat",
+        }
+        points = [importlib.metadata.EntryPoint(name, value, f"kvlayers.{group}") for name, value in values.items()]
+        monkeypatch.setitem(vars(classes), "_entry_points", importlib.metadata.EntryPoints(points))
+
+
+def test_an_entry_point_of_a_class_from_another_module_names_it_in_files(the_package: None, path: pathlib.Path) -> None:
+    save_cache(Chat(layers=[Mine()]), path)
+    assert {"Mine", "other"} <= {*kvlayers.layers.layer_names()}
+    assert inspect_cache(path).layers == ("Mine",)
+    loaded = load_cache(path)
+    assert (type(loaded), type(loaded.layers[0])) == (Chat, Mine)
+
+
+def test_a_loaded_entry_point_names_its_class_whatever_its_package(the_package: None) -> None:
+    elsewhere = type("Elsewhere", (kvlayers.DynamicLayer,), {"__module__": "another_package"})
+    vars(sys.modules["the_package"])["Mine"] = elsewhere
+    assert LAYER_CLASSES.get("Mine") is elsewhere
+    assert LAYER_CLASSES.name_of(elsewhere) == "Mine"
+
+
+def test_an_entry_point_that_cannot_be_loaded_is_named(the_package: None, path: pathlib.Path) -> None:
+    with pytest.raises(RegistryError, match=r"'Mine-broken'.*the_package\.missing:It.*ModuleNotFoundError"):
+        LAYER_CLASSES.get("Mine-broken")
+    with pytest.raises(RegistryError, match=r"derived from kvlayers\.core\.cache_layer\.CacheLayer"):
+        LAYER_CLASSES.get("other")
+    save_cache(Chat(layers=[Mine()]), path)
+    assert type(load_cache(path, into=Chat(layers=[Mine()])).layers[0]) is Mine
+    for kind in ("Mine", "Chat"):
+        delattr(sys.modules["the_package"], kind)
+        with pytest.raises(CacheFileError, match=rf"chat\.safetensors.*'{kind}'.*the_package:{kind}"):
+            load_cache(path)
+    assert not inspect_cache(path).has_prefixes
+
+
+# Classes with arguments of their own
+
+
+def _with_an_argument(base: Any, **members: Any) -> Any:
+    """A subclass of `base` that takes a further argument, `title`."""
+
+    def initialise(self: Any, *given: Any, title: str = "untitled", **options: Any) -> None:
+        base.__init__(self, *given, **options)
+        self.title = title
+
+    parameters = inspect.signature(base.__init__).parameters
+    title = inspect.signature(initialise).parameters["title"]
+    initialise.__signature__ = inspect.Signature([*parameters.values(), title])  # type: ignore[attr-defined]
+    return type(f"Titled{base.__name__}", (base,), {"__init__": initialise, **members})
+
+
+LAYERS: dict[Any, dict[str, Any]] = {
+    kvlayers.StaticLayer: {"max_cache_len": 40},
+    kvlayers.StaticSlidingLayer: {"max_cache_len": 40, "sliding_window": 8},
+    kvlayers.SlidingLayer: {"sliding_window": 8},
+    kvlayers.SinkLayer: {"window_length": 8, "num_sink_tokens": 2, "rotary": None},
+    kvlayers.QuantizedLayer: {},
+    kvlayers.DynamicLayer: {},
+}
+STORES: dict[Any, dict[str, Any]] = {
+    kvlayers.stores.DenseStore: {},
+    kvlayers.stores.StaticStore: {"capacity": 40},
+    kvlayers.stores.QuantizedStore: {"quantization": kvlayers.Quantization()},
+}
+
+
+@pytest.mark.parametrize("base", [*LAYERS, *STORES])
+def test_an_argument_that_files_would_lose_is_refused(base: Any) -> None:
+    register = kvlayers.layers.register_layer if base in LAYERS else kvlayers.stores.register_store
+    with pytest.raises(RegistryError, match=r"`title`.*`describe` and `from_description`"):
+        register(_with_an_argument(base))
+
+
+@pytest.mark.parametrize("base", [*LAYERS, *STORES])
+def test_a_described_argument_is_in_files(base: Any, path: pathlib.Path) -> None:
+    titled = _with_an_argument(base, described=(*base.described, "title"))
+    if base in LAYERS:
+        kvlayers.layers.register_layer(titled)
+        layer = titled(**LAYERS[base], title="a chat")
+    else:
+        kvlayers.stores.register_store(titled)
+        layer = kvlayers.DynamicLayer(store=titled(**STORES[base], title="a chat"))
+    cache, states = kvlayers.Cache(layers=[layer]), torch.randn(1, 2, 20, 32)
+    cache.update(states, states, 0)
+    save_cache(cache, path)
+    loaded = load_cache(path)
+    found = loaded.layers[0] if base in LAYERS else loaded.layers[0].store
+    assert (type(found), found.title) == (titled, "a chat")
+    new = states[:, :, :1]
+    for one, other in zip(loaded.update(new, new, 0), cache.update(new, new, 0), strict=True):
+        assert torch.equal(torch.Tensor(one), torch.Tensor(other))

@@ -1,5 +1,6 @@
 """Caches in files: what is loaded decodes on as what was saved, and a path that cannot be used changes nothing."""
 
+import functools
 import hashlib
 import json
 import os
@@ -8,7 +9,7 @@ import re
 import stat
 import struct
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
@@ -22,9 +23,9 @@ import versions
 from kvlayers import OptionError, inspect_cache, load_cache, save_cache
 from kvlayers.errors import CacheFileError, CachePathError, ModelMismatchError, RollbackError, StateMismatchError
 from kvlayers.persistence import atomic_file, fingerprint
-from kvlayers.rope.rotary import Rotary
+from kvlayers.rope.from_config import rotaries
 from matrix import once
-from models import CONFIGS, WINDOW, fresh_model, prompt, tiny_model
+from models import CONFIGS, WINDOW, fresh_model, given, prompt, tiny_model
 
 NEW = 6
 QUANTIZATION: dict[str, Any] = {"q_group_size": 8, "residual_length": 4, "sink_tokens": 2}
@@ -77,7 +78,7 @@ KINDS: dict[str, tuple[str, Make]] = {
             128, 2, config=config, quantization={"q_group_size": 8, "residual_length": 0}
         ),
     ),
-    "sinks without a config": ("llama", lambda config: kvlayers.SinkCache(**SINKS, rotary=_rotary(config))),
+    "sinks without a config": ("llama", lambda config: kvlayers.SinkCache(**SINKS, rotary=rotaries(config)[0])),
     "sinks, offloaded": ("llama", lambda config: kvlayers.SinkCache(**SINKS, config=config, offloading=True)),
     "recurrent": ("mamba", lambda config: kvlayers.DynamicCache(config=config)),
     "recurrent and attending": ("jamba", lambda config: kvlayers.DynamicCache(config=config)),
@@ -93,18 +94,6 @@ def _model(family: str) -> Any:
     return fresh_model(family.removeprefix("long "), sliding_window=160) if "long" in family else tiny_model(family)
 
 
-def _rotary(config: Any) -> Rotary:
-    from kvlayers.rope.from_config import rotaries
-
-    found = rotaries(config)[0]
-    assert found is not None
-    return found
-
-
-def _argument(model: Any) -> str:
-    return "cache_params" if model.config.model_type == "mamba" else "past_key_values"
-
-
 @torch.no_grad()
 def _logits(model: Any, cache: Any, ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
     """The logits of the newest token; a model whose scan begins from zero is given its tokens one by one."""
@@ -113,14 +102,10 @@ def _logits(model: Any, cache: Any, ids: torch.Tensor, mask: torch.Tensor | None
     for some in ids.split(steps, dim=1):
         extra: dict[str, Any] = {}
         if mask is not None:
-            seen = cache.get_seq_length() + some.shape[1]
-            extra = {"attention_mask": mask[:, :seen], "position_ids": _positions(mask[:, :seen])[:, -some.shape[1] :]}
-        logits = model(some, use_cache=True, **{_argument(model): cache}, **extra).logits[:, -1]
+            seen = mask[:, : cache.get_seq_length() + some.shape[1]]
+            extra = {"attention_mask": seen, "position_ids": (seen.cumsum(1) - 1).clamp(min=0)[:, -some.shape[1] :]}
+        logits = model(some, use_cache=True, **given(cache, model), **extra).logits[:, -1]
     return logits
-
-
-def _positions(mask: torch.Tensor) -> torch.Tensor:
-    return (mask.cumsum(1) - 1).clamp(min=0)
 
 
 def _decoded(model: Any, cache: Any, first: torch.Tensor, mask: torch.Tensor | None = None) -> list[torch.Tensor]:
@@ -136,6 +121,10 @@ def _go_on_alike(model: Any, one: Any, other: Any, mask: torch.Tensor | None = N
     """Whether both caches go on from one more token to the same logits."""
     first = prompt(max(other.batch_size, 1), 1, seed=2)
     return all(map(torch.equal, *(_decoded(model, cache, first, mask) for cache in (one, other))))
+
+
+SEEN = torch.cat([prompt(2, 100), prompt(2, 3, seed=1)], dim=1)
+"""What `_filled` caches have seen."""
 
 
 def _filled(kind: str, batch: int = 2, tokens: int = 100) -> tuple[Any, Any]:
@@ -158,6 +147,16 @@ def _small() -> kvlayers.DynamicCache:
     return kvlayers.DynamicCache([(torch.ones(1, 1, 2, 2), torch.ones(1, 1, 2, 2))])
 
 
+def _reloaded(cache: Any, path: pathlib.Path) -> Any:
+    save_cache(cache, path)
+    return load_cache(path)
+
+
+def _content(cache: Any) -> list[Any]:
+    layers = cache.state().layers
+    return [(layer.facts, {name: tensor.tolist() for name, tensor in layer.tensors.items()}) for layer in layers]
+
+
 @pytest.fixture
 def path(tmp_path: pathlib.Path) -> pathlib.Path:
     return tmp_path / "chat.safetensors"
@@ -173,7 +172,8 @@ def test_a_loaded_cache_decodes_as_the_saved_one(kind: str, with_config: bool, p
         with pytest.raises(CacheFileError, match=r"pass config=model\.config"):
             load_cache(path)
         return
-    loaded = load_cache(path, config=model.config if with_config else None)
+    with torch.inference_mode(with_config):
+        loaded = load_cache(path, config=model.config if with_config else None)
     assert type(loaded) is type(cache)
     assert _described(loaded) == _described(cache)
     assert loaded.offloading == cache.offloading
@@ -184,15 +184,18 @@ def test_a_loaded_cache_decodes_as_the_saved_one(kind: str, with_config: bool, p
 
 
 @pytest.mark.parametrize("family", ["t5", "bart"])
-@pytest.mark.parametrize("own", ["DynamicCache", "QuantizedCache", "StaticCache"])
-def test_a_pair_is_saved_in_one_file(family: str, own: str, path: pathlib.Path) -> None:
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda config: kvlayers.DynamicCache(),
+        lambda config: kvlayers.QuantizedCache(**QUANTIZATION),
+        lambda config: kvlayers.StaticCache(config, max_cache_len=120),
+    ],
+    ids=["dynamic", "quantized", "static"],
+)
+def test_a_pair_is_saved_in_one_file(family: str, make: Make, path: pathlib.Path) -> None:
     model = tiny_model(family)
-    makes: dict[str, Callable[[], Any]] = {
-        "DynamicCache": kvlayers.DynamicCache,
-        "QuantizedCache": lambda: kvlayers.QuantizedCache(**QUANTIZATION),
-        "StaticCache": lambda: kvlayers.StaticCache(model.config, max_cache_len=120),
-    }
-    self_attention = makes[own]()
+    self_attention = make(model.config)
     cache = kvlayers.EncoderDecoderCache(self_attention, self_attention.for_cross_attention(80))
     encoded = model.get_encoder()(prompt(2, 80)).last_hidden_state
 
@@ -205,15 +208,14 @@ def test_a_pair_is_saved_in_one_file(family: str, own: str, path: pathlib.Path) 
     logits(cache, prompt(2, 90, seed=1))
     save_cache(cache, path, config=model.config)
     loaded = load_cache(path, config=model.config)
-    assert isinstance(loaded, kvlayers.EncoderDecoderCache)
     assert type(loaded.self_attention_cache) is type(cache.self_attention_cache)
     assert _described(loaded) == _described(cache)
     assert [tuple(loaded.is_updated.values()), loaded.get_seq_length()] == [(True, True), 90]
     for step in range(4):
         assert torch.equal(logits(loaded, prompt(2, 1, seed=step)), logits(cache, prompt(2, 1, seed=step)))
-    prefix = load_cache(path, length=50)
-    assert (prefix.get_seq_length(), prefix.cross_attention_cache.get_seq_length()) == (50, 80)
-    assert load_cache(path, length=0).cross_attention_cache.get_seq_length() == 0
+    for length, encoded_length in ((50, 80), (0, 0)):
+        prefix = load_cache(path, length=length)
+        assert (prefix.get_seq_length(), prefix.cross_attention_cache.get_seq_length()) == (length, encoded_length)
     assert inspect_cache(path).layers == tuple(
         type(layer).__name__ for layer in [*cache.layers, *cache.cross_attention_cache.layers]
     )
@@ -225,8 +227,7 @@ def test_a_pair_is_saved_in_one_file(family: str, own: str, path: pathlib.Path) 
 def test_states_of_every_dtype_come_back_to_the_bit(dtype: torch.dtype, path: pathlib.Path) -> None:
     states = torch.randn(2, 3, 1100, 4).to(dtype), torch.randn(2, 3, 1100, 6).to(dtype)
     cache = kvlayers.DynamicCache([states, (states[1], states[0])])
-    save_cache(cache, path)
-    loaded = load_cache(path)
+    loaded = _reloaded(cache, path)
     for index in range(2):
         for ours, theirs in zip(loaded[index], cache[index], strict=True):
             assert ours.dtype == dtype
@@ -250,8 +251,7 @@ def test_states_of_every_dtype_come_back_to_the_bit(dtype: torch.dtype, path: pa
 )
 def test_an_empty_cache_comes_back_empty(make: Callable[[], Any], path: pathlib.Path) -> None:
     cache = make()
-    save_cache(cache, path)
-    loaded = load_cache(path)
+    loaded = _reloaded(cache, path)
     assert (_described(loaded), loaded.batch_size, loaded.get_seq_length()) == (_described(cache), -1, 0)
     assert inspect_cache(path).length == 0
 
@@ -260,8 +260,7 @@ def test_layers_without_tokens_stay_without(path: pathlib.Path) -> None:
     cache = kvlayers.DynamicCache()
     cache.update(torch.randn(1, 2, 3, 4), torch.randn(1, 2, 3, 4), layer_idx=2)
     cache.layers[1].lazy_initialization(torch.randn(1, 2, 0, 4), torch.randn(1, 2, 0, 4))
-    save_cache(cache, path)
-    loaded = load_cache(path)
+    loaded = _reloaded(cache, path)
     assert [layer.length for layer in loaded.layers] == [0, 0, 3]
     loaded.update(torch.randn(1, 2, 3, 4), torch.randn(1, 2, 3, 4), layer_idx=3)
     assert len(loaded) == 4
@@ -278,8 +277,7 @@ def test_padding_on_the_left_is_kept_for_sinks(path: pathlib.Path) -> None:
     for begin, end in ((9, 10), (10, 13), (13, 20)):
         for step in range(begin, end):
             _logits(model, cache, ids[:, step : step + 1], mask)
-        save_cache(cache, path)
-        loaded = load_cache(path)
+        loaded = _reloaded(cache, path)
         assert _go_on_alike(model, loaded, cache.fork(), mask)
 
 
@@ -305,8 +303,7 @@ def test_a_recorded_past_can_be_taken_back_after_loading(offloading: bool, path:
     _logits(model, cache, prompt(1, 20))
     cache.activate_past_recording()
     _logits(model, cache, prompt(1, 5, seed=1))
-    save_cache(cache, path)
-    loaded = load_cache(path)
+    loaded = _reloaded(cache, path)
     for twin in (loaded, cache):
         _logits(model, twin, prompt(1, 4, seed=3))
         twin.crop(-8)
@@ -317,51 +314,36 @@ def test_a_recorded_past_can_be_taken_back_after_loading(offloading: bool, path:
 def test_states_with_gradients_are_saved_without(path: pathlib.Path) -> None:
     keys = torch.randn(1, 2, 3, 4, requires_grad=True)
     cache = kvlayers.DynamicCache([(keys, keys * 2)])
-    save_cache(cache, path)
-    loaded = load_cache(path)
-    assert not loaded.layers[0].keys.requires_grad
-    assert cache.layers[0].keys.requires_grad
+    loaded = _reloaded(cache, path)
+    assert (loaded.layers[0].keys.requires_grad, cache.layers[0].keys.requires_grad) == (False, True)
     assert torch.equal(loaded.layers[0].keys, keys)
-
-
-def test_inference_mode_leaves_no_mark(path: pathlib.Path) -> None:
-    with torch.inference_mode():
-        model, cache = _filled("quantized")
-        save_cache(cache, path)
-        loaded = load_cache(path)
-    assert _go_on_alike(model, loaded, cache)
 
 
 # What is written, and what is read
 
 
 def test_only_live_tokens_are_written_and_packed_ones_stay_packed(path: pathlib.Path) -> None:
-    form = (1, 2, 4096, 64)
-    states = torch.randn(form).bfloat16(), torch.randn(form).bfloat16()
+    states = torch.randn(2, 1, 2, 4096, 64).bfloat16()
     window = kvlayers.DynamicCache(config=tf.MistralConfig(num_hidden_layers=1, sliding_window=16))
-    window.update(*states, layer_idx=0)
-    save_cache(window, path)
-    assert path.stat().st_size < 15 * 2 * 2 * 64 * 2 + 4096
     packed = kvlayers.QuantizedCache(nbits=4)
-    packed.update(*states, layer_idx=0)
-    save_cache(packed, path)
+    for cache, most in ((window, 15 * 2 * 2 * 64 * 2 + 4096), (packed, 0.35 * states.nbytes)):
+        cache.update(*states, layer_idx=0)
+        save_cache(cache, path)
+        assert path.stat().st_size < most
     assert path.stat().st_size < packed.nbytes + 4096
-    assert path.stat().st_size < 0.35 * 2 * 2 * 4096 * 64 * 2
 
 
-def test_a_loaded_cache_has_memory_of_its_own(path: pathlib.Path) -> None:
-    for kind in ("dynamic, mixed", "quantized", "sinks", "static", "recurrent and attending"):
-        model, cache = _filled(kind)
-        save_cache(cache, path, config=model.config)
-        loaded = load_cache(path, config=model.config)
-        before = loaded.state()
-        # Were it a view of the map, what is written to the file would show.
-        with open(path, "r+b") as file:
-            file.write(b"\xff" * path.stat().st_size)
-        after = loaded.state()
-        for one, other in zip(before.layers, after.layers, strict=True):
-            assert all(torch.equal(one.tensors[name], other.tensors[name]) for name in one.tensors)
-        _decoded(model, loaded, prompt(2, 1))
+@pytest.mark.parametrize("kind", ["dynamic, mixed", "quantized", "sinks", "static", "recurrent and attending"])
+def test_a_loaded_cache_has_memory_of_its_own(kind: str, path: pathlib.Path) -> None:
+    model, cache = _filled(kind)
+    save_cache(cache, path, config=model.config)
+    loaded = load_cache(path, config=model.config)
+    before = _content(loaded)
+    # Were it a view of the map, what is written to the file would show.
+    with open(path, "r+b") as file:
+        file.write(b"\xff" * path.stat().st_size)
+    assert _content(loaded) == before
+    _decoded(model, loaded, prompt(2, 1))
 
 
 def test_the_file_has_the_layout_that_is_documented(path: pathlib.Path) -> None:
@@ -415,18 +397,13 @@ def test_the_file_has_the_layout_that_is_documented(path: pathlib.Path) -> None:
 
 def test_a_file_says_what_is_in_it(path: pathlib.Path) -> None:
     model, cache = _filled("dynamic, mixed")
-    ids = torch.cat([prompt(2, 100), prompt(2, 3, seed=1)], dim=1)
-    save_cache(cache, path, token_ids=ids, config=model.config, weights_id=kvlayers.weights_id(model))
+    save_cache(cache, path, token_ids=SEEN, config=model.config, weights_id=kvlayers.weights_id(model))
     seen = inspect_cache(path)
     assert (seen.kind, seen.length, seen.batch_size, seen.dtype) == ("DynamicCache", 103, 2, torch.float32)
     assert seen.layers == ("SlidingLayer", "SlidingLayer", "DynamicLayer", "SlidingLayer")
     assert seen.nbytes == path.stat().st_size
-    assert seen.model is not None
-    assert seen.model["sliding_window"] == WINDOW
-    assert seen.weights_id == kvlayers.weights_id(model)
-    found = seen.token_ids()
-    assert found is not None
-    assert torch.equal(found, ids)
+    assert (cast(Any, seen.model)["sliding_window"], seen.weights_id) == (WINDOW, kvlayers.weights_id(model))
+    assert torch.equal(cast(torch.Tensor, seen.token_ids()), SEEN)
     save_cache(cache, path)
     other = inspect_cache(path)
     assert other.token_ids() is None
@@ -447,14 +424,17 @@ def test_a_file_may_hold_ids_that_the_cache_has_not_seen(path: pathlib.Path) -> 
         assert torch.equal(cast(torch.Tensor, loaded.known_ids), ids[:, : loaded.get_seq_length()])
 
 
-def test_a_text_is_no_saved_cache(path: pathlib.Path) -> None:
-    path.write_text("# A page\n\nof text.")
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"# A page\n\nof text.", "is no saved cache: it does not begin as"),
+        (b"", "got an empty file: .* save it again"),
+    ],
+)
+def test_a_text_is_no_saved_cache(content: bytes, message: str, path: pathlib.Path) -> None:
+    path.write_bytes(content)
     for read in (inspect_cache, load_cache):
-        with pytest.raises(CacheFileError, match="is no saved cache: it does not begin as"):
-            read(path)
-    path.write_bytes(b"")
-    for read in (inspect_cache, load_cache):
-        with pytest.raises(CacheFileError, match="got an empty file: .* save it again"):
+        with pytest.raises(CacheFileError, match=message):
             read(path)
 
 
@@ -483,13 +463,10 @@ def test_options_that_cannot_be_are_refused(options: dict[str, Any], message: st
     assert [*path.parent.iterdir()] == before
 
 
-def test_metadata_may_be_long(path: pathlib.Path) -> None:
-    save_cache(_small(), path, metadata={"a": "ü" * 100_000})
-    assert inspect_cache(path).metadata == {"a": "ü" * 100_000}
-
-
-def test_changed_metadata_are_damage(path: pathlib.Path) -> None:
-    save_cache(_small(), path, metadata={"name": "one"})
+def test_metadata_may_be_long_and_are_not_changed_unnoticed(path: pathlib.Path) -> None:
+    metadata = {"name": "one", "text": "ü" * 100_000}
+    save_cache(_small(), path, metadata=metadata)
+    assert inspect_cache(path).metadata == metadata
     path.write_bytes(path.read_bytes().replace(b"one", b"two", 1))
     with pytest.raises(CacheFileError, match="checksum"):
         inspect_cache(path)
@@ -498,35 +475,29 @@ def test_changed_metadata_are_damage(path: pathlib.Path) -> None:
 @pytest.mark.parametrize("known", [103, 60])
 def test_ids_that_the_cache_knows_are_in_its_file(known: int, path: pathlib.Path) -> None:
     _, cache = _filled("dynamic")
-    ids = torch.cat([prompt(2, 100), prompt(2, 3, seed=1)], dim=1)
-    cache.known_ids = ids[:, :known]
+    cache.known_ids = SEEN[:, :known]
     save_cache(cache, path)
-    assert torch.equal(cast(torch.Tensor, inspect_cache(path).token_ids()), ids[:, :known])
-    for loaded in (load_cache(path), load_cache(path, into=kvlayers.DynamicCache())):
-        assert torch.equal(cast(torch.Tensor, loaded.known_ids), ids[:, :known])
-    for length in (40, 80):
-        found = load_cache(path, length=length).known_ids
-        assert torch.equal(cast(torch.Tensor, found), ids[:, : min(known, length)])
-    save_cache(cache, path, token_ids=ids)
-    assert torch.equal(cast(torch.Tensor, load_cache(path).known_ids), ids)
+    assert torch.equal(cast(torch.Tensor, inspect_cache(path).token_ids()), SEEN[:, :known])
+    for options in ({}, {"into": kvlayers.DynamicCache()}, {"length": 40}, {"length": 80}):
+        found = load_cache(path, **options).known_ids
+        assert torch.equal(cast(torch.Tensor, found), SEEN[:, : min(known, options.get("length", 103))])
+    save_cache(cache, path, token_ids=SEEN)
+    assert torch.equal(cast(torch.Tensor, load_cache(path).known_ids), SEEN)
 
 
 @pytest.mark.parametrize(("row", "token"), [(0, 0), (1, 59)])
 def test_ids_of_another_text_than_the_cache_knows_are_refused(row: int, token: int, path: pathlib.Path) -> None:
     _, cache = _filled("dynamic")
-    ids = torch.cat([prompt(2, 100), prompt(2, 3, seed=1)], dim=1)
-    cache.known_ids = ids[:, :60].clone()
+    cache.known_ids = SEEN[:, :60].clone()
     save_cache(cache, path)
-    before = path.read_bytes()
-    other = ids.clone()
+    before, other = path.read_bytes(), SEEN.clone()
     other[row, token:] = 2
-    told = f"token {token} of sequence {row} is 2 in `token_ids`, and {int(ids[row, token])} in the cache"
+    told = f"token {token} of sequence {row} is 2 in `token_ids`, and {int(SEEN[row, token])} in the cache"
     with pytest.raises(OptionError, match=told):
         save_cache(cache, path, token_ids=other)
     assert path.read_bytes() == before
     # What the cache does not know cannot be compared.
-    ids[1, 60:] = 2
-    save_cache(cache, path, token_ids=ids)
+    save_cache(cache, path, token_ids=torch.cat([SEEN[:, :60], other[:, 60:]], dim=1))
 
 
 # A prefix
@@ -599,11 +570,9 @@ def test_a_static_cache_may_be_loaded_into_a_larger_one(path: pathlib.Path) -> N
 
 
 def test_what_cannot_be_loaded_leaves_the_callers_cache_alone(path: pathlib.Path) -> None:
-    _, cache = _filled("dynamic, mixed")
-    ids = torch.full((2, 103), 0x0123456789ABCDEF)
+    (_, cache), (_, own) = _filled("dynamic, mixed"), _filled("dynamic, mixed", tokens=12)
+    before, ids = _content(own), torch.full((2, 103), 0x0123456789ABCDEF)
     save_cache(cache, path, token_ids=ids)
-    _, own = _filled("dynamic, mixed", tokens=12)
-    before = own.state()
     with pytest.raises(RollbackError):
         load_cache(path, into=own, length=50)
     # The ids, which come after the states.
@@ -612,26 +581,19 @@ def test_what_cannot_be_loaded_leaves_the_callers_cache_alone(path: pathlib.Path
     with pytest.raises(CacheFileError, match="damaged"):
         load_cache(path, into=own)
     save_cache(_filled("dynamic")[1], path)
-    with pytest.raises(StateMismatchError):
-        load_cache(path, into=own)
-    with pytest.raises(OptionError):
-        load_cache(path, into=tf.DynamicCache())  # type: ignore[arg-type]
-    after = own.state()
-    for one, other in zip(before.layers, after.layers, strict=True):
-        assert one.facts == other.facts
-        assert all(torch.equal(one.tensors[name], other.tensors[name]) for name in one.tensors)
+    for into, error in ((own, StateMismatchError), (tf.DynamicCache(), OptionError)):
+        with pytest.raises(error):
+            load_cache(path, into=into)  # type: ignore[arg-type]
+    assert _content(own) == before
 
 
-def test_a_pair_is_not_loaded_into_a_single_cache_nor_the_other_way_round(path: pathlib.Path) -> None:
-    pair = kvlayers.EncoderDecoderCache(_small(), _small())
-    save_cache(pair, path)
-    own = _small()
+@pytest.mark.parametrize("is_pair", [False, True])
+def test_a_pair_is_not_loaded_into_a_single_cache_nor_the_other_way_round(is_pair: bool, path: pathlib.Path) -> None:
+    caches = _small(), kvlayers.EncoderDecoderCache(_small(), _small())
+    save_cache(caches[is_pair], path)
     with pytest.raises(StateMismatchError):
-        load_cache(path, into=own)
-    save_cache(own, path)
-    with pytest.raises(StateMismatchError):
-        load_cache(path, into=pair)
-    assert (own.get_seq_length(), pair.get_seq_length()) == (2, 2)
+        load_cache(path, into=caches[not is_pair])
+    assert [cache.get_seq_length() for cache in caches] == [2, 2]
 
 
 @pytest.mark.parametrize("family", ["mamba", "jamba"])
@@ -649,25 +611,20 @@ def test_a_recurrent_cache_is_loaded_into_one_with_other_checkpoints(family: str
 
 def test_a_cache_on_disk_is_loaded_to_the_host_or_into_one_on_disk(path: pathlib.Path, tmp_path: pathlib.Path) -> None:
     model = tiny_model("llama")
-    cache = kvlayers.DynamicCache(
-        config=model.config, offloading=True, offload_device="disk", offload_directory=tmp_path
-    )
+    options: dict[str, Any] = {"offloading": True, "offload_device": "disk", "offload_directory": tmp_path}
+    cache, other = (kvlayers.DynamicCache(config=model.config, **options) for _ in range(2))
     _logits(model, cache, prompt(2, 20))
     save_cache(cache, path)
     assert str(tmp_path).encode() not in path.read_bytes()
-    other = kvlayers.DynamicCache(
-        config=model.config, offloading=True, offload_device="disk", offload_directory=tmp_path
-    )
     assert _go_on_alike(model, load_cache(path), cache.fork())
     assert _go_on_alike(model, load_cache(path, into=other), cache)
 
 
 def test_a_layer_of_transformers_is_loaded_with_a_config(path: pathlib.Path) -> None:
-    cache = kvlayers.Cache(layers=[kvlayers.DynamicLayer(), tf.cache_utils.DynamicLayer()])
+    cache, other = (kvlayers.Cache(layers=[kvlayers.DynamicLayer(), tf.cache_utils.DynamicLayer()]) for _ in range(2))
     for index in range(2):
         cache.update(torch.randn(1, 2, 3, 4), torch.randn(1, 2, 3, 4), layer_idx=index)
     save_cache(cache, path)
-    other = kvlayers.Cache(layers=[kvlayers.DynamicLayer(), tf.cache_utils.DynamicLayer()])
     load_cache(path, into=other)
     assert torch.equal(other.layers[1].keys, cache.layers[1].keys)
 
@@ -675,33 +632,37 @@ def test_a_layer_of_transformers_is_loaded_with_a_config(path: pathlib.Path) -> 
 # Another model's
 
 
-def test_another_models_file_is_refused_with_what_differs(path: pathlib.Path) -> None:
-    _, cache = _filled("dynamic")
+def llama_with(**fields: Any) -> Any:
     config = CONFIGS["llama"]()
-    save_cache(cache, path, config=config)
+    for name, value in fields.items():
+        setattr(config, name, value)
+    return config
 
-    def changed(**fields: Any) -> Any:
-        other = CONFIGS["llama"]()
-        for name, value in fields.items():
-            setattr(other, name, value)
-        return other
 
-    rope = {"rope_type": "default", "rope_theta": 500000.0}
-    message = r"for another model, with rope_parameters\.rope_theta 10000 rather than 500000"
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            llama_with(**versions.rope(rope_type="default", rope_theta=500000.0)),
+            r"for another model, with rope_parameters\.rope_theta 10000 rather than 500000",
+        ),
+        (llama_with(hidden_size=64), "hidden_size"),
+        (llama_with(rms_norm_eps=1e-5), "rms_norm_eps"),
+        (llama_with(dtype="bfloat16"), "dtype"),
+        (llama_with(num_key_value_heads=4), "num_key_value_heads"),
+        (CONFIGS["qwen2"](), "another model, with model_type llama rather than qwen2 in"),
+        # What tells models apart, rather than the dtype, which comes first by its name.
+        (
+            llama_with(dtype="bfloat16", head_dim=16, num_hidden_layers=3),
+            "another model, with head_dim 8 rather than 16, num_hidden_layers 2 rather than 3 in",
+        ),
+    ],
+)
+def test_another_models_file_is_refused_with_what_differs(config: Any, message: str, path: pathlib.Path) -> None:
+    save_cache(_filled("dynamic")[1], path, config=CONFIGS["llama"]())
     with pytest.raises(ModelMismatchError, match=message):
-        load_cache(path, config=changed(**versions.rope(**rope)))
-    for fields in ({"hidden_size": 64}, {"rms_norm_eps": 1e-5}, {"dtype": "bfloat16"}, {"num_key_value_heads": 4}):
-        with pytest.raises(ModelMismatchError, match=next(iter(fields))):
-            load_cache(path, config=changed(**fields))
-    with pytest.raises(ModelMismatchError, match="another model, with model_type llama rather than qwen2 in"):
-        load_cache(path, config=CONFIGS["qwen2"]())
-    # What tells models apart, rather than the dtype, which comes first by its name.
-    dimensions = "another model, with head_dim 8 rather than 16, num_hidden_layers 2 rather than 3 in"
-    with pytest.raises(ModelMismatchError, match=dimensions):
-        load_cache(path, config=changed(dtype="bfloat16", head_dim=16, num_hidden_layers=3))
-    with pytest.raises(kvlayers.errors.ConfigError):
-        load_cache(path, config={})
-    irrelevant = changed(attention_dropout=0.5, pad_token_id=3, use_cache=False, id2label={0: "a"})
+        load_cache(path, config=config)
+    irrelevant = llama_with(attention_dropout=0.5, pad_token_id=3, use_cache=False, id2label={0: "a"})
     assert load_cache(path, config=irrelevant).get_seq_length() == 103
 
 
@@ -719,39 +680,29 @@ def test_without_a_saved_config_the_layers_are_compared(path: pathlib.Path) -> N
 def test_fields_of_another_version_of_transformers_are_not_compared(
     path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = CONFIGS["llama"]()
-    config.field_of_old = 3
-    save_cache(_filled("dynamic")[1], path, config=config)
+    save_cache(_filled("dynamic")[1], path, config=llama_with(field_of_old=3))
     with pytest.raises(ModelMismatchError, match="field_of_old"):
         load_cache(path, config=CONFIGS["llama"]())
+    with pytest.raises(kvlayers.errors.ConfigError):
+        load_cache(path, config={})
     monkeypatch.setattr(fingerprint, "INSTALLED", "5.99.0")
     assert load_cache(path, config=CONFIGS["llama"]()).get_seq_length() == 103
 
 
 def test_other_weights_are_refused_where_they_have_a_name(path: pathlib.Path) -> None:
-    model, other = fresh_model("llama"), fresh_model("llama", seed=1)
-    cache = kvlayers.DynamicCache(config=model.config)
-    _logits(model, cache, prompt())
-    one, two = kvlayers.weights_id(model), kvlayers.weights_id(other)
-    save_cache(cache, path, weights_id=one)
-    assert load_cache(path, weights_id=one).get_seq_length() == 12
-    assert load_cache(path).get_seq_length() == 12
-    with pytest.raises(ModelMismatchError, match="weights"):
-        load_cache(path, weights_id=two)
-    save_cache(cache, path)
-    with pytest.raises(ModelMismatchError, match="weights"):
-        load_cache(path, weights_id=one)
+    for own, other in (("one", "two"), (None, "one")):
+        save_cache(_small(), path, weights_id=own)
+        for named in (own, None):
+            assert load_cache(path, weights_id=named).get_seq_length() == 2
+        with pytest.raises(ModelMismatchError, match="weights"):
+            load_cache(path, weights_id=other)
 
 
 def test_where_a_model_was_loaded_from_is_noted_unless_it_is_a_directory(path: pathlib.Path) -> None:
-    config = CONFIGS["llama"]()
-    config._name_or_path, config._commit_hash = "somebody/model", "abc"
-    save_cache(kvlayers.DynamicCache(), path, config=config)
-    seen = inspect_cache(path)
-    assert (seen.model_name, seen.model_commit) == ("somebody/model", "abc")
-    config._name_or_path = "/home/somebody/model"
-    save_cache(kvlayers.DynamicCache(), path, config=config)
-    assert inspect_cache(path).model_name is None
+    for place, noted in (("somebody/model", "somebody/model"), ("/home/somebody/model", None)):
+        save_cache(kvlayers.DynamicCache(), path, config=llama_with(_name_or_path=place, _commit_hash="abc"))
+        seen = inspect_cache(path)
+        assert (seen.model_name, seen.model_commit) == (noted, "abc")
     assert b"/home" not in path.read_bytes()
 
 
@@ -772,53 +723,45 @@ def test_a_cache_of_anothers_is_refused_by_name(path: pathlib.Path) -> None:
 # Paths
 
 
-@pytest.fixture
-def readable() -> Iterator[pathlib.Path]:
-    """A directory that another user can look into."""
-    with tempfile.TemporaryDirectory() as directory:
-        os.chmod(directory, 0o755)
-        yield pathlib.Path(directory)
-
-
 @pytest.mark.skipif(os.geteuid() != 0, reason="a test that takes on another user must be root")
-def test_a_directory_that_is_read_only_is_named(readable: pathlib.Path) -> None:
-    path = readable / "chat.safetensors"
-    save_cache(_small(), path)
-    os.chmod(path, 0o444)
-    before = path.read_bytes()
-    os.seteuid(65534)
-    try:
-        with pytest.raises(CachePathError, match="write-protected"):
-            save_cache(_small(), path)
-        with pytest.raises(CachePathError, match="can be written to"):
-            save_cache(_small(), readable / "other.safetensors")
-        assert load_cache(path).get_seq_length() == 2
-    finally:
-        os.seteuid(0)
-    assert [path.read_bytes(), list(readable.iterdir())] == [before, [path]]
+def test_a_directory_that_is_read_only_is_named() -> None:
+    with tempfile.TemporaryDirectory() as place:
+        # So that another user can look into it.
+        os.chmod(place, 0o755)
+        path = pathlib.Path(place, "chat.safetensors")
+        save_cache(_small(), path)
+        os.chmod(path, 0o444)
+        before = path.read_bytes()
+        os.seteuid(65534)
+        try:
+            for wrong, named in ((path, "write-protected"), (path.with_name("other"), "can be written to")):
+                with pytest.raises(CachePathError, match=named):
+                    save_cache(_small(), wrong)
+            assert load_cache(path).get_seq_length() == 2
+        finally:
+            os.seteuid(0)
+        assert [path.read_bytes(), os.listdir(place)] == [before, [path.name]]
 
 
-def test_paths_that_are_no_files_are_named(tmp_path: pathlib.Path) -> None:
-    cache, whole, link, pipe = _small(), tmp_path / "whole", tmp_path / "link", tmp_path / "pipe"
-    save_cache(cache, whole)
+@pytest.mark.parametrize("place", [".", "missing/chat", "/dev/null", "x" * 300, "link", "pipe"])
+def test_paths_that_are_no_files_are_named(place: str, tmp_path: pathlib.Path) -> None:
+    whole, link = tmp_path / "whole", tmp_path / "link"
+    save_cache(_small(), whole)
     link.symlink_to(whole)
-    os.mkfifo(pipe)
+    os.mkfifo(tmp_path / "pipe")
     before = whole.read_bytes()
-    for wrong in (tmp_path, tmp_path / "missing" / "chat", "/dev/null", tmp_path / ("x" * 300), link, pipe):
-        with pytest.raises(CachePathError):
-            save_cache(cache, wrong)
-        with pytest.raises(CachePathError):
-            load_cache(wrong)
-        with pytest.raises(OSError):
-            inspect_cache(wrong)
-    for nothing in (3, None, "", "a\0b"):
-        with pytest.raises(OptionError):
-            save_cache(cache, nothing)  # type: ignore[arg-type]
-        with pytest.raises(OptionError):
-            load_cache(nothing)  # type: ignore[arg-type]
-    assert {*tmp_path.iterdir()} == {whole, link, pipe}
+    for use in (functools.partial(save_cache, _small()), load_cache, inspect_cache):
+        with pytest.raises(OSError if use is inspect_cache else CachePathError):
+            use(tmp_path / place)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "pipe", "whole"]
     assert (link.is_symlink(), whole.read_bytes()) == (True, before)
-    save_cache(cache, os.fsencode(tmp_path / "bytes"))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("nothing", [3, None, "", "a\0b"])
+@pytest.mark.parametrize("use", [functools.partial(save_cache, _small()), load_cache], ids=["save", "load"])
+def test_what_is_no_path_is_refused(use: Callable[..., Any], nothing: Any) -> None:
+    with pytest.raises(OptionError):
+        use(nothing)
 
 
 def test_the_mode_of_a_file_is_kept_and_that_of_a_new_one_is_the_systems(path: pathlib.Path) -> None:
@@ -829,33 +772,32 @@ def test_the_mode_of_a_file_is_kept_and_that_of_a_new_one_is_the_systems(path: p
         os.umask(before)
     assert stat.S_IMODE(path.stat().st_mode) == 0o640
     os.chmod(path, 0o600)
-    save_cache(_small(), path)
+    save_cache(_small(), os.fsencode(path))  # type: ignore[arg-type]
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert list(path.parent.iterdir()) == [path]
 
 
+@pytest.mark.parametrize(
+    ("name", "error", "expected"),
+    [
+        ("replace", OSError(28, "No space left on device"), CachePathError),
+        ("fsync", OSError(28, "No space left on device"), CachePathError),
+        ("replace", KeyboardInterrupt(), KeyboardInterrupt),
+    ],
+)
 def test_a_file_that_cannot_be_put_in_place_leaves_the_old_one(
-    path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    name: str, error: BaseException, expected: Any, path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_cache(_small(), path)
     before = path.read_bytes()
 
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
+    def fail(*_: object) -> None:
+        raise error
 
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    for name, instead, error in (
-        ("replace", full, CachePathError),
-        ("fsync", full, CachePathError),
-        ("replace", interrupted, KeyboardInterrupt),
-    ):
-        with monkeypatch.context() as patched:
-            patched.setattr(atomic_file.os, name, instead)
-            with pytest.raises(error):
-                save_cache(kvlayers.DynamicCache(), path)
-        assert [path.read_bytes(), list(path.parent.iterdir())] == [before, [path]]
+    monkeypatch.setattr(atomic_file.os, name, fail)
+    with pytest.raises(expected):
+        save_cache(kvlayers.DynamicCache(), path)
+    assert [path.read_bytes(), list(path.parent.iterdir())] == [before, [path]]
 
 
 # Other processes

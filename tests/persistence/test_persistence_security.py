@@ -1,10 +1,10 @@
 """Files that were damaged, or made to do harm: refused by name, whatever they claim, and nothing is reserved for it."""
 
+import contextlib
 import copy
 import functools
 import hashlib
 import json
-import math
 import os
 import pathlib
 import pickle
@@ -17,13 +17,11 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import kvlayers
 import versions
-from damage import damaged
 from kvlayers import KVLayersError, inspect_cache, load_cache, save_cache
+from kvlayers.core.cache_layer import LAYER_CLASSES
 from kvlayers.errors import CacheFileError
 from kvlayers.persistence import load
 from kvlayers.persistence.format import DTYPES, canonical
@@ -90,14 +88,12 @@ class Forged:
         return cls(_saved(kind))
 
     @property
-    def cache(self) -> dict[str, Any]:
-        found: dict[str, Any] = self.description["cache"]
-        return found
+    def cache(self) -> Any:
+        return self.description["cache"]
 
     @property
-    def facts(self) -> dict[str, Any]:
-        found: dict[str, Any] = self.cache["layers"][0]["facts"]
-        return found
+    def facts(self) -> Any:
+        return self.cache["layers"][0]["facts"]
 
     def content(self) -> bytes:
         own = {name: text for name, text in self.metadata.items() if "format" not in name}
@@ -498,7 +494,7 @@ def test_a_reservation_is_a_number_of_tokens(wrapped: bool, tokens: Any, path: p
         load_cache(path)
 
 
-def test_one_reservation_does_not_make_up_for_another_one(path: pathlib.Path) -> None:
+def test_one_reservation_does_not_make_up_for_another_one(path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Owing(kvlayers.DynamicLayer):
         @classmethod
         def reserved_by(cls, facts: Any) -> tuple[int, int]:
@@ -508,12 +504,9 @@ def test_one_reservation_does_not_make_up_for_another_one(path: pathlib.Path) ->
     forged.facts["max_cache_len"] = 2**21
     forged.cache["layers"][1]["kind"] = "Owing"
     path.write_bytes(forged.content())
-    kvlayers.layers.register_layer(Owing)
-    try:
-        with pytest.raises(CacheFileError, match="reserved tokens from 0 to"):
-            load_cache(path)
-    finally:
-        kvlayers.layers.unregister_layer("Owing")
+    monkeypatch.setitem(LAYER_CLASSES._entries, "Owing", Owing)
+    with pytest.raises(CacheFileError, match="reserved tokens from 0 to"):
+        load_cache(path)
 
 
 @pytest.mark.parametrize("family", ["mamba", "jamba"])
@@ -557,46 +550,22 @@ def test_no_source_of_the_format_knows_pickle() -> None:
 
 # Damage
 
-KINDS = ["dynamic", "sliding", "static", "quantized", "sink", "pair"]
+
+def _content(cache: Any) -> list[Any]:
+    state = cache.state()
+    return [
+        (layer.kind, layer.facts, {name: (tensor.dtype, tensor.tolist()) for name, tensor in layer.tensors.items()})
+        for part in state.parts or (state,)
+        for layer in part.layers
+    ]
 
 
-def _same_states(one: Any, other: Any) -> bool:
-    ours, theirs = one.state(), other.state()
-    for own, their in zip(ours.parts or (ours,), theirs.parts or (theirs,), strict=True):
-        for layer, twin in zip(own.layers, their.layers, strict=True):
-            if (layer.kind, layer.facts) != (twin.kind, twin.facts) or set(layer.tensors) != set(twin.tensors):
-                return False
-            if not all(torch.equal(layer.tensors[name], twin.tensors[name]) for name in layer.tensors):
-                return False
-    return True
-
-
-@settings(max_examples=300)
-@given(data=st.data())
-def test_damage_is_named_or_does_not_matter(data: st.DataObject) -> None:
-    kind = data.draw(st.sampled_from(KINDS))
-    content = damaged(data, _saved(kind))
-    with tempfile.TemporaryDirectory() as directory:
-        path = pathlib.Path(directory) / "chat"
-        path.write_bytes(content)
-        try:
-            loaded = load_cache(path)
-        except KVLayersError:
-            return
-    assert _same_states(loaded, _cache(kind))
-
-
-@pytest.mark.parametrize("kind", ["quantized", "sink"])
+@pytest.mark.parametrize("kind", ["dynamic", "sliding", "static", "quantized", "sink", "pair"])
 def test_no_single_bit_goes_unnoticed(kind: str, path: pathlib.Path) -> None:
-    content = bytearray(_saved(kind))
-    expected = _cache(kind)
-    for at in range(0, len(content), max(math.ceil(len(content) / 400), 1)):
+    content, expected = bytearray(_saved(kind)), _content(_cache(kind))
+    for at in range(0, len(content), len(content) // 150):
         content[at] ^= 4
         path.write_bytes(content)
-        try:
-            loaded = load_cache(path)
-        except CacheFileError:
-            pass
-        else:
-            assert _same_states(loaded, expected)
+        with contextlib.suppress(CacheFileError):
+            assert _content(load_cache(path)) == expected
         content[at] ^= 4

@@ -6,15 +6,21 @@ import tempfile
 from typing import ClassVar
 
 import hypothesis.strategies as st
-import numpy as np
 import pytest
 import torch
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
-from kvlayers import Cache, CapacityError, PrefixStore, inspect_cache, load_cache, save_cache
-from kvlayers.errors import PrefixError, RollbackError
+from kvlayers import Cache, CapacityError, PrefixStore
+from kvlayers.errors import PrefixError
 from kvlayers.prefix import PrefixStatistics
-from prefix_caches import KINDS, MOST_TOKENS, Ids, check, contents, extend
+from prefix_caches import KINDS, MOST_TOKENS, Ids, check, extend
 
 pytestmark = pytest.mark.slow
 
@@ -37,7 +43,7 @@ namespaces = st.sampled_from(NAMESPACES)
 
 
 class PrefixMachine(RuleBasedStateMachine):
-    """A store, a cache that decodes beside forks of its own, files of it, and all that was ever inserted.
+    """A store, a cache that decodes beside forks of its own, and all that was ever inserted.
 
     Attributes:
         kinds: of caches, one of which a sequence is with.
@@ -52,20 +58,18 @@ class PrefixMachine(RuleBasedStateMachine):
         name = data.draw(st.sampled_from(self.kinds))
         self.kind, self.windowed = KINDS[name], name == "window"
         self.max_bytes = ENTRY_BYTES * self.kind.channels * entries
-        self.place = tempfile.mkdtemp()
-        self.directory = os.path.join(self.place, "store") if self.on_disk else None
+        self.directory = tempfile.mkdtemp() if self.on_disk else None
         self.store = PrefixStore(self.max_bytes, self.directory)
         self.inserted: list[tuple[str, Ids]] = []
         self.pinned: list[tuple[str, Ids]] = []
-        self.saved: dict[str, Ids] = {}
         self.forks: list[tuple[Cache, Ids]] = []
         self.cache, self.ids = self.kind.make(), []
 
     def teardown(self) -> None:
-        if "place" in vars(self):
+        if vars(self).get("directory"):
             # Its thread may be about to write or delete a file there.
             self.store.close()
-            shutil.rmtree(str(self.place))
+            shutil.rmtree(str(self.directory))
 
     @rule(more=tokens)
     def go_on(self, more: Ids) -> None:
@@ -101,28 +105,6 @@ class PrefixMachine(RuleBasedStateMachine):
         in_hand = self.cache, self.ids
         self.cache, self.ids = self.forks[which]
         self.forks[which] = in_hand
-
-    @precondition(lambda self: self.ids)
-    @rule(name=st.sampled_from(["one", "other"]))
-    def save(self, name: str) -> None:
-        path = os.path.join(self.place, name)
-        save_cache(self.cache, path, token_ids=torch.tensor([self.ids]))
-        self.saved[path] = self.ids
-
-    @precondition(lambda self: self.saved)
-    @rule(data=st.data(), length=st.none() | st.integers(0, MOST_TOKENS))
-    def load(self, data: st.DataObject, length: int | None) -> None:
-        path = data.draw(st.sampled_from(sorted(self.saved)))
-        ids = self.saved[path]
-        assert inspect_cache(path).token_ids().tolist() == [ids]
-        length = length if length is None else min(length, len(ids))
-        try:
-            loaded = load_cache(path, length=length)
-        except RollbackError:
-            assert self.windowed
-            assert length not in (None, len(ids))
-            return
-        self.cache, self.ids = loaded, ids[:length]
 
     @precondition(lambda self: self.ids)
     @rule(namespace=namespaces)
@@ -241,33 +223,9 @@ class PrefixMachine(RuleBasedStateMachine):
             check(self.kind, cache, ids)
 
 
-class FullInMemory(PrefixMachine):
-    kinds, on_disk = ("full", "segments", "static", "quantized"), False
-
-
-class FullOnDisk(PrefixMachine):
-    kinds, on_disk = ("full", "segments", "static", "quantized"), True
-
-
-class WindowInMemory(PrefixMachine):
-    kinds, on_disk = ("window",), False
-
-
-class WindowOnDisk(PrefixMachine):
-    kinds, on_disk = ("window",), True
-
-
-@pytest.fixture(autouse=True)
-def _no_waiting_for_a_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("on_disk", [False, True], ids=["in memory", "on disk"])
+@pytest.mark.parametrize("kinds", [("full", "segments", "static", "quantized"), ("window",)], ids=["full", "window"])
+def test_a_store_has_what_was_inserted(kinds: tuple[str, ...], on_disk: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     # No machine loses power here, and writing through takes longer than all else.
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-
-
-TestFullInMemory, TestFullOnDisk = FullInMemory.TestCase, FullOnDisk.TestCase
-TestWindowInMemory, TestWindowOnDisk = WindowInMemory.TestCase, WindowOnDisk.TestCase
-
-
-def test_contents_tell_sequences_apart() -> None:
-    generator = np.random.default_rng(0)
-    seen = {tuple(generator.integers(0, 3, 12)) for _ in range(500)}
-    assert len({contents(list(map(int, ids)))[-1] for ids in seen}) == len(seen)
+    run_state_machine_as_test(type("Machine", (PrefixMachine,), {"kinds": kinds, "on_disk": on_disk}))

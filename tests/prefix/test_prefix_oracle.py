@@ -1,26 +1,40 @@
-"""What a prefix store finds, against an ideal tree of tokens, from which the least recently used leaf goes first."""
+"""What a prefix store finds and holds: as an ideal tree of tokens, from which the least recently used leaf goes first.
+
+Each piece of memory counts once, whoever holds it.
+"""
 
 import heapq
+import itertools
 import pathlib
 import random
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import families
 import kvlayers
 from kvlayers import CapacityError, PrefixStore
+from kvlayers.core.buffer import StateForm, TokenBuffer
 from kvlayers.errors import PrefixError
-from models import tiny_model
+from kvlayers.prefix import LeastRecentlyUsed, PrefixEntry
+from kvlayers.prefix.entry import MOST_RANKED, MemoryAccount
 
 HEADS, HEAD_DIM, LAYERS = 2, 4, 2
 TOKEN_BYTES = LAYERS * 2 * HEADS * HEAD_DIM * 4
 
 STEPS = 150
 """Prompts of a simulation."""
+
+ASKED: dict[str, Any] = {
+    "max_new_tokens": 2,
+    "do_sample": False,
+    "pad_token_id": 0,
+    "return_dict_in_generate": True,
+}
 
 Ids = tuple[int, ...]
 
@@ -30,41 +44,53 @@ class IdealTree:
 
     def __init__(self, most: int) -> None:
         self.most = most
-        self.used: dict[Ids, int] = {}
-        self.children: dict[Ids, int] = {}
-        self.pinned: set[Ids] = set()
+        self.numbers: dict[tuple[int, int], int] = {}
+        """Of each token behind another one, by the number of that and the token; 0 is before the first ones."""
+        self.above: dict[int, int] = {}
+        self.used: dict[int, int] = {}
+        self.children: dict[int, int] = {0: 0}
+        self.pinned: set[int] = set()
         self.now = 0
+
+    def path(self, ids: Ids) -> list[int]:
+        """The numbers of the tokens of a prompt."""
+        found = [0]
+        for token in ids:
+            number = self.numbers.setdefault((found[-1], token), len(self.numbers) + 1)
+            self.above[number] = found[-1]
+            found.append(number)
+        return found[1:]
 
     def find(self, ids: Ids) -> int:
         """Tokens that are found, which are used now."""
         self.now += 1
-        found = next((n for n in range(len(ids) - 1, 0, -1) if ids[:n] in self.used), 0)
-        for length in range(1, found + 1):
-            self.used[ids[:length]] = self.now
-        return found
+        found = list(itertools.takewhile(self.used.__contains__, self.path(ids[:-1])))
+        self.used.update(dict.fromkeys(found, self.now))
+        return len(found)
 
     def add(self, ids: Ids) -> bool:
         """Hold a prompt, and return whether there is room for it beside what is pinned."""
-        if len({*(ids[:n] for n in range(1, len(ids) + 1)), *self.pinned}) > self.most:
+        path = self.path(ids)
+        if len({*path, *self.pinned}) > self.most:
             return False
-        for length in range(1, len(ids) + 1):
-            if ids[:length] not in self.used:
-                self.children[ids[:length]] = 0
-                self.children[ids[: length - 1]] = self.children.get(ids[: length - 1], 0) + 1
-            self.used[ids[:length]] = self.now
+        for number in path:
+            if number not in self.used:
+                self.children[number] = 0
+                self.children[self.above[number]] += 1
+            self.used[number] = self.now
         leaves = [(time, key) for key, time in self.used.items() if not self.children[key] and key not in self.pinned]
         heapq.heapify(leaves)
         while len(self.used) > self.most:
             _, key = heapq.heappop(leaves)
             del self.used[key], self.children[key]
-            above = key[:-1]
+            above = self.above[key]
             self.children[above] -= 1
             if above in self.used and not self.children[above] and above not in self.pinned:
                 heapq.heappush(leaves, (self.used[above], above))
         return True
 
     def pin(self, ids: Ids) -> None:
-        self.pinned |= {ids[:n] for n in range(1, len(ids) + 1)}
+        self.pinned |= set(self.path(ids))
 
 
 def passed(cache: Any, ids: Iterable[int], head_dim: int = HEAD_DIM) -> None:
@@ -88,6 +114,15 @@ def ask(store: PrefixStore, ids: Ids, is_room: bool = True) -> tuple[int, kvlaye
         assert held.covered == len(ids)
         assert held.cache.layers[1].keys[0, 0, :, 0].tolist() == list(map(float, ids))
     return hit.covered, cache
+
+
+def union_of(store: PrefixStore) -> int:
+    """Bytes of memory that the caches of a store keep alive."""
+    found: dict[int, int] = {}
+    for entry in store._index.entries:
+        if entry.cache is not None:
+            found.update(entry.cache.storages())
+    return sum(found.values())
 
 
 class Prompts:
@@ -144,7 +179,7 @@ def simulate(seed: int, most: int, longest: int, pins: int = 0, held: int = 0, *
             beginning = ids[: max(len(ids) // 3, 1)]
             store.pin(torch.tensor(beginning), model="m")
             ideal.pin(beginning)
-        assert store.statistics.bytes <= most * TOKEN_BYTES
+        assert store.statistics.bytes == union_of(store) <= most * TOKEN_BYTES
         caches = [*caches, cache][-held:] if held else []
         del cache
     return found, of_ideal
@@ -195,47 +230,39 @@ def test_a_pin_keeps_its_tokens_alone() -> None:
 def test_what_does_not_fit_alone_is_refused_and_evicts_nothing() -> None:
     store = PrefixStore(300 * TOKEN_BYTES)
     ask(store, tuple(range(250)))
-    before = store.statistics
     for shared in (0, 1, 249):
         with pytest.raises(CapacityError, match="max_bytes"):
             ask(store, (*range(shared), *range(9000, 9301 - shared)))
     assert store.lookup(torch.arange(251), model="m").covered == 250
-    assert (store.statistics.bytes, store.statistics.evictions) == (before.bytes, 0)
-
-
-# Caches of other kinds, and of several tenants
+    assert (store.statistics.bytes, store.statistics.evictions) == (250 * TOKEN_BYTES, 0)
 
 
 KINDS: dict[str, Callable[[], kvlayers.Cache]] = {
-    "dynamic": kvlayers.DynamicCache,
     "int4": lambda: kvlayers.QuantizedCache(nbits=4, q_group_size=8, residual_length=8),
-    "static": lambda: kvlayers.StaticCache(config=tiny_model("llama").config, max_cache_len=160),
+    "static": lambda: kvlayers.StaticCache(config=families.model_of("llama").config, max_cache_len=160),
     "offloaded": kvlayers.OffloadedCache,
 }
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_kind_stops_learning(kind: str) -> None:
-    make, chance = KINDS[kind], random.Random(0)
-    whole = make()
+    chance, whole = random.Random(0), KINDS[kind]()
     passed(whole, range(150))
     store = PrefixStore(int(1.5 * whole.nbytes))
     for turn in range(8):
         ids = torch.tensor([1, *(chance.randrange(2, 90) for _ in range(149))])
-        namespace = str(turn % 2)
         for again in range(2):
-            hit = store.lookup(ids, model="m", namespace=namespace)
+            hit = store.lookup(ids, model="m", namespace=str(turn % 2))
             assert not again or hit.covered >= 141
-            cache = make() if hit.cache is None else hit.cache
+            cache = KINDS[kind]() if hit.cache is None else hit.cache
             passed(cache, ids[hit.covered :].tolist())
-            store.insert(ids, cache, model="m", namespace=namespace)
+            store.insert(ids, cache, model="m", namespace=str(turn % 2))
             assert store.statistics.bytes <= 1.5 * whole.nbytes
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "mamba", "jamba", "qwen3_next"])
 def test_no_model_stops_learning(family: str) -> None:
     model = families.model_of(family)
-    asked = {"max_new_tokens": 2, "do_sample": False, "pad_token_id": 0, "return_dict_in_generate": True}
     generator, store = torch.Generator().manual_seed(0), PrefixStore("1GiB", snapshot_tokens=16)
 
     def prompt() -> torch.Tensor:
@@ -243,38 +270,15 @@ def test_no_model_stops_learning(family: str) -> None:
         ids[0, 0] = 1
         return ids
 
-    kvlayers.generate(model, prompt(), prefix_store=store, **asked)
+    kvlayers.generate(model, prompt(), prefix_store=store, **ASKED)
     store = PrefixStore(int(1.3 * store.statistics.bytes), snapshot_tokens=16)
-    outputs = []
     for _ in range(5):
         ids = prompt()
-        first, second = (kvlayers.generate(model, ids, prefix_store=store, **asked) for _ in range(2))
+        first, second = (kvlayers.generate(model, ids, prefix_store=store, **ASKED) for _ in range(2))
         assert torch.equal(first.sequences, second.sequences)
         # The last four are read together, where states cannot go back and tokens may come together.
         assert second.cached_tokens[0] == (44 if family in ("gemma3", "qwen3_next") else 47)
-        outputs.append(second)
     assert store.statistics.refused == 0
-
-
-@pytest.mark.parametrize(("seed", "most"), [(1, 60), (2, 120), (3, 250)])
-def test_as_much_of_documents_is_found_as_in_an_ideal_tree(seed: int, most: int) -> None:
-    model, chance, ideal = tiny_model("llama"), random.Random(seed), IdealTree(most)
-
-    def text(length: int) -> list[int]:
-        return [chance.randrange(3, 90) for _ in range(length)]
-
-    texts, beginning = [text(chance.randint(4, 30)) for _ in range(12)], [1, *text(5)]
-    # Two layers, each with a key and a value of 16 numbers.
-    store, of_ideal = PrefixStore(most * 2 * 2 * 16 * 4), 0
-    for _ in range(STEPS // 2):
-        popular = texts[min(int(chance.expovariate(0.25)), len(texts) - 1)]
-        document = [*popular, *text(chance.randint(0, 6))]
-        kvlayers.store_document(store, torch.tensor([document]), model, beginning=torch.tensor([beginning]))
-        # A document is found as a whole.
-        of_ideal += ideal.find((*beginning, *document, 0))
-        ideal.add((*beginning, *document))
-    assert of_ideal > 0
-    assert store.statistics.tokens_covered >= 0.97 * of_ideal
 
 
 # Directories
@@ -326,3 +330,217 @@ def test_a_directory_with_a_limit_finds_as_many_as_an_ideal_tree(place: str, see
         assert store.statistics.file_bytes <= most * WIDE_BYTES
         assert step < 30 or store.lookup(torch.tensor((*pinned, 0)), model="m").covered == 50
     assert found >= 0.97 * of_ideal
+
+
+# What is held once
+
+
+def tail(question: int, tokens: int) -> Iterable[int]:
+    return range(10_000 * (question + 1), 10_000 * (question + 1) + tokens)
+
+
+def test_snapshots_of_a_prompt_share_what_never_leaves() -> None:
+    model, store = families.model_of("gemma3"), PrefixStore(2**30, snapshot_tokens=16)
+    ids = torch.arange(1, 1 + 80)[None] % 97
+    cache = kvlayers.generate(model, ids, prefix_store=store, **ASKED).past_key_values
+    own = sum(layer.nbytes for layer in cache.layers if layer.is_sliding)
+    assert len(store) == 6
+    # Windows are held apart; full attention once, and once again where the cache went on in other memory.
+    assert store.statistics.bytes <= 7 * own + 2 * (cache.nbytes - own)
+
+
+@pytest.mark.parametrize("tokens", [20, 100, 300])
+def test_six_questions_take_the_bytes_of_the_document_and_their_own(tokens: int) -> None:
+    store, document = PrefixStore(2**30), range(1000)
+    ask(store, tuple(document))
+    alone = store.statistics.bytes
+    assert [ask(store, (*document, *tail(question, tokens)))[0] for question in range(6)] == [1000] * 6
+    now = store.statistics
+    assert now.bytes <= alone + 1.05 * 6 * tokens * TOKEN_BYTES
+    assert (now.entries, now.evictions, now.tokens) == (6, 0, 1000 + 6 * tokens)
+    assert now.shared_bytes >= 1000 * TOKEN_BYTES
+    # Nothing is held that the store does not count, and the tree counts all of it.
+    assert now.bytes == union_of(store) == store.tree().nbytes
+    (top,) = store.tree().children
+    (node,) = top.children
+    assert (node.tokens, len(node.children), node.is_entry) == (1000, 6, False)
+    assert node.nbytes >= 1000 * TOKEN_BYTES
+    assert all(child.tokens == tokens and child.in_memory and not child.in_files for child in node.children)
+
+
+def test_a_branch_moves_nothing_of_its_document(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, document, allocated = PrefixStore(2**30), range(8192), list[int]()
+    for ids in (tuple(document), (*document, *tail(0, 100))):
+        ask(store, ids)
+    cache = store.lookup(torch.tensor([*document, 0]), model="m").cache
+    passed(cache, tail(1, 100))
+    allocate = TokenBuffer.allocate.__func__  # type: ignore[attr-defined]
+
+    def counted(cls: type[TokenBuffer], form: StateForm, capacity: int, *how: Any) -> TokenBuffer:
+        allocated.append(capacity)
+        return allocate(cls, form, capacity, *how)  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(TokenBuffer, "allocate", classmethod(counted))
+    store.insert(torch.tensor([*document, *tail(1, 100)]), cache, model="m")  # type: ignore[arg-type]
+    # The tail alone, for keys and values of each layer.
+    assert sum(allocated) <= 2 * LAYERS * 100
+
+
+def test_a_document_of_a_directory_is_held_once_too(tmp_path: pathlib.Path) -> None:
+    texts = [tuple(range(1000)), *((*range(1000), *tail(question, 50)) for question in range(3))]
+    for some in (texts[:1], texts):
+        with PrefixStore(2**30, tmp_path) as store:
+            for ids in some:
+                ask(store, ids)
+    store = PrefixStore(2**30, tmp_path)
+    for ids in texts[1:]:
+        assert store.lookup(torch.tensor((*ids, 0)), model="m").covered == 1050
+    # The entry that was loaded first has the spare room of a growing buffer.
+    assert store.statistics.bytes <= (1.125 * 1050 + 1.05 * 2 * 50) * TOKEN_BYTES
+    assert store.statistics.bytes == union_of(store)
+
+
+# What leaves
+
+
+def test_an_address_that_was_given_to_other_memory_counts_with_its_new_size() -> None:
+    account = MemoryAccount()
+    one, other = (PrefixEntry("m", np.array([token])) for token in (1, 2))
+    for entry, storages in ((one, {1: 100}), (other, {1: 30}), (one, {})):
+        account.count(entry, storages)
+    assert (account.nbytes, account.staying_bytes, account.shared_bytes) == (30, 30, 0)
+    account.count(other, {})
+    assert (account.nbytes, account.staying_bytes, account.shared_bytes, account.pieces) == (0, 0, 0, {})
+
+
+class Counting(LeastRecentlyUsed):
+    """Counts how often it is asked."""
+
+    asked = 0
+
+    def rank(self, entry: PrefixEntry) -> float:
+        self.asked += 1
+        return super().rank(entry)
+
+
+def test_an_eviction_costs_what_leaves_and_not_what_the_store_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    storages, looked_at, tokens = kvlayers.DynamicCache.storages, 0, 16
+
+    def counted(cache: kvlayers.DynamicCache) -> dict[int, int]:
+        nonlocal looked_at
+        looked_at += 1
+        return storages(cache)
+
+    def ids_of(number: int) -> list[int]:
+        # All begin with one token, which the first entry has brought.
+        return [0, *range(number * tokens + 1, (number + 1) * tokens)]
+
+    monkeypatch.setattr(kvlayers.DynamicCache, "storages", counted)
+    most: dict[int, list[int]] = {}
+    for entries in (50, 350):
+        policy, spent = Counting(), []
+        store = PrefixStore(entries * tokens * TOKEN_BYTES, policy=policy)
+        for number in range(entries * 5 // 4):
+            cache = kvlayers.DynamicCache()
+            passed(cache, ids_of(number))
+            looked_at = policy.asked = 0
+            store.insert(torch.tensor(ids_of(number)), cache, model="m")
+            spent.append((looked_at, policy.asked))
+            for earlier in range(number if number == entries - 10 else 0):
+                assert store.lookup(torch.tensor(ids_of(earlier)), model="m", leave=0).covered == tokens
+        assert store.statistics.bytes == union_of(store)
+        assert store.statistics.evictions > entries // 8
+        most[entries] = [max(own) for own in zip(*spent, strict=True)]
+    # As many for seven times the entries.
+    assert most[350][0] <= most[50][0] + 4 < 100
+    assert most[350][1] < MOST_RANKED + 40 < 340
+
+
+def test_states_that_a_fork_copies_are_copied_once_to_be_inserted(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, cache, forks = PrefixStore(2**30), kvlayers.OffloadedCache(), list[kvlayers.Cache]()
+    passed(cache, range(16))
+    store.insert(torch.arange(16), cache, model="m")
+    passed(cache, range(16, 32))
+    fork = type(cache).fork
+
+    def counted(self: kvlayers.Cache) -> kvlayers.Cache:
+        forks.append(self)
+        return fork(self)
+
+    monkeypatch.setattr(type(cache), "fork", counted)
+    assert store.insert(torch.arange(32), cache, model="m")
+    assert forks == [cache]
+    assert store.lookup(torch.arange(33), model="m").covered == 32
+
+
+def test_hits_and_age_go_to_the_entry_that_replaces_another() -> None:
+    store = PrefixStore(2**30)
+    for tokens, hits in ((50, 1), (100, 3)):
+        ask(store, tuple(range(tokens)))
+        (node,) = (node for node in store.tree().nodes if node.is_entry)
+        assert (node.tokens, node.hits, node.age is None) == (tokens, hits, False)
+    cache = store.lookup(torch.arange(101), model="m").cache
+    passed(cache, range(100, 150))
+    store.insert(torch.arange(150), cache, model="m")  # type: ignore[arg-type]
+    (node,) = (node for node in store.tree().nodes if node.is_entry)
+    assert (node.hits, node.age is None) == (4, False)
+
+
+def test_a_tree_shows_what_is_pinned_used_and_in_files(tmp_path: pathlib.Path) -> None:
+    store, prompts = PrefixStore(2**30, tmp_path), [(*range(100), *tail(question, 20)) for question in range(2)]
+    for ids in prompts:
+        ask(store, ids)
+    store.pin(torch.tensor(prompts[0]), model="m")
+    store.evict()
+    text = str(store.tree())
+    assert [word in text for word in ("100 tokens", "pinned", "files")] == [True] * 3
+    nodes = store.tree().nodes
+    assert sum(node.nbytes for node in nodes) == store.statistics.bytes
+    assert sorted((node.in_memory, node.in_files, node.pinned) for node in nodes if node.is_entry) == [
+        (False, True, False),
+        (True, False, True),
+    ]
+    assert str(PrefixStore(2**30).tree()) == "nothing is held"
+
+
+def snapshots(count: int) -> list[tuple[torch.Tensor, kvlayers.DynamicCache]]:
+    """A cache that reads on, with full attention and with a window, which cannot go back; and forks of it."""
+    cache, taken = kvlayers.DynamicCache([(None, None), (None, None, torch.tensor(8))], length_hint=512), []
+    for length in range(16, 16 * count + 1, 16):
+        passed(cache, range(length - 16, length))
+        # A first buffer has room for few tokens more, and all snapshots are to be in one.
+        cache.layers[0].store.reserve(8 * 16)
+        taken.append((torch.arange(length), cache.fork()))
+    return taken
+
+
+@pytest.mark.parametrize("change", ["count", "stay"])
+def test_an_interrupt_while_memory_is_counted_leaves_a_store_that_goes_on(
+    change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = snapshots(5)
+    most = 2 * taken[-1][1].nbytes
+    store, counted, left, interrupts = PrefixStore(most), getattr(MemoryAccount, change), 0, 0
+
+    def interrupted(account: MemoryAccount, *arguments: Any) -> None:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            raise KeyboardInterrupt
+        counted(account, *arguments)
+
+    monkeypatch.setattr(MemoryAccount, change, interrupted)
+    for calls in range(1, 14):
+        for ids, cache in taken:
+            left = calls
+            try:
+                store.insert(ids + 100 * calls, cache.fork(), model="m")
+            except KeyboardInterrupt:
+                interrupts += 1
+            left = 0
+            assert store.statistics.bytes == union_of(store) <= most
+            store.insert(ids + 100 * calls, cache.fork(), model="m")
+            assert store.statistics.bytes == union_of(store)
+    assert interrupts > 4
+    store.evict()
+    assert (store.statistics.bytes, len(store)) == (0, 0)

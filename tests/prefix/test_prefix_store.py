@@ -5,7 +5,8 @@ import math
 import os
 import pathlib
 import random
-from collections.abc import Iterator
+import types
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,13 +17,13 @@ import transformers as tf
 import families
 import kvlayers
 import versions
-from backend_cases import filled, held, room_for
+from backend_cases import covered, filled, held, insert, put, room_for
 from kvlayers import OptionError, PrefixStore
 from kvlayers.errors import CachePathError, PrefixError, StateMismatchError
 from kvlayers.prefix.backends.local import LocalBackend
-from kvlayers.prefix.keys import PrefixMap, common_tokens
+from kvlayers.prefix.keys import PrefixMap
 from matrix import once
-from models import WINDOW, prompt, read, tiny_model
+from models import prompt, read, tiny_model
 
 ROOM = 2**30
 
@@ -57,104 +58,107 @@ def test_what_is_found_decodes_as_what_was_computed(kind: str, on_disk: bool, tm
     family, make = KINDS[kind]
     model = families.model_of(family)
     system, question, other = prompt(tokens=19), prompt(tokens=9, seed=1), prompt(tokens=9, seed=2)
-    store = PrefixStore(ROOM, tmp_path if on_disk else None)
-    cache = make(model.config)
+    store, cache = PrefixStore(ROOM, tmp_path if on_disk else None), make(model.config)
     run(model, system, cache)
     assert store.insert(system, cache, config=model.config)
-    whole = torch.cat([system, question], dim=1)
     run(model, question, cache, one_by_one=True)
-    store.insert(whole, cache, config=model.config)
+    store.insert(torch.cat([system, question], dim=1), cache, config=model.config)
     run(model, prompt(tokens=5, seed=3), cache, one_by_one=True)
     if on_disk:
-        assert store.evict() > 0
-        assert store.statistics.bytes == 0
+        store.evict()
         store = PrefixStore(ROOM, tmp_path)
-        assert store.statistics.damaged == 0
     # Twice, as what is held is not changed by those who go on from it.
     for tail in (question, other, other):
         ids = torch.cat([system, tail], dim=1)
         hit = store.lookup(ids, config=model.config)
+        found: Any = hit.cache
         assert system.shape[1] <= hit.covered < ids.shape[1], hit.reason
-        assert hit.cache is not None
-        assert hit.cache.get_seq_length() == hit.covered
-        assert type(hit.cache) is type(cache)
+        assert (type(found), found.get_seq_length()) == (type(cache), hit.covered)
         fresh = make(model.config)
         run(model, system, fresh)
         expected = run(model, tail, fresh, one_by_one=True)[:, hit.covered - system.shape[1] :]
-        seen = run(model, ids[:, hit.covered :], hit.cache, one_by_one=True)
+        seen = run(model, ids[:, hit.covered :], found, one_by_one=True)
         # Rolled back packed tokens stay packed, where a fresh run has them in full precision for a while.
         exact = kind != "quantized" or hit.covered == system.shape[1]
         torch.testing.assert_close(seen, expected, rtol=0, atol=1e-5 if exact else 0.5)
+    assert store.statistics.damaged == 0
+
+
+def boundary_found(store: PrefixStore, boundary: int) -> bool:
+    """Whether exactly so many tokens of `window_of` are found, with the states that they have."""
+    hit = store.lookup(torch.tensor([*range(boundary), 99]), model="m")
+    newest = [] if hit.cache is None else hit.cache.layers[0].keys[0, 0, -3:, 0].tolist()
+    return (hit.covered, newest) == (boundary, [*range(boundary - 3, boundary)])
+
+
+def go_on(window: kvlayers.DynamicCache, until: int) -> kvlayers.DynamicCache:
+    """Have a window of four tokens decode on. It can go back to where it was, and no further."""
+    window.deactivate_past_recording()
+    window.activate_past_recording()
+    states = torch.arange(float(window.get_seq_length()), until)[None, None, :, None]
+    window.update(states, states, layer_idx=0)
+    return window
 
 
 def test_a_window_that_has_moved_on_says_so() -> None:
-    model = tiny_model("mistral")
-    ids = prompt(tokens=3 * WINDOW)
-    cache = kvlayers.DynamicCache(config=model.config)
-    run(model, ids, cache)
-    store = PrefixStore(ROOM)
-    store.insert(ids, cache, config=model.config)
-    hit = store.lookup(ids[:, : 2 * WINDOW], config=model.config)
+    store, window = PrefixStore(ROOM), kvlayers.DynamicCache([(None, None, torch.tensor(4))])
+    store.insert(torch.arange(20), go_on(go_on(window, 10), 20), model="m")
+    hit = store.lookup(torch.arange(8), model="m")
     assert (hit.cache, hit.covered) == (None, 0)
     assert "insert a cache where prompts diverge" in hit.reason
 
 
 @pytest.mark.parametrize("first", ["shorter", "longer"])
 def test_a_boundary_stays_one_where_a_window_goes_beyond_it_step_by_step(first: str) -> None:
-    store, cache = PrefixStore(ROOM), kvlayers.DynamicCache([(None, None, torch.tensor(4))])
-    ids = torch.arange(60)
-    for start in range(0, 60, 6):
-        # It can go back to where it is now, and no further.
-        cache.deactivate_past_recording()
-        cache.activate_past_recording()
-        states = torch.arange(start, start + 6.0)[None, None, :, None]
-        cache.update(states, states, layer_idx=0)
-        earlier = cache.fork()
+    store, window = PrefixStore(ROOM), kvlayers.DynamicCache([(None, None, torch.tensor(4))])
+    for length in range(6, 66, 6):
+        earlier = go_on(window, length).fork()
         earlier.crop(-1)
-        for each in (earlier, cache) if first == "shorter" else (cache, earlier):
-            store.insert(ids, each, model="m")
-    for boundary in (*range(6, 60, 6), *range(5, 60, 6)):
-        hit = store.lookup(torch.cat([ids[:boundary], torch.tensor([99])]), model="m")
-        assert hit.covered == boundary
-        assert hit.cache.layers[0].keys[0, 0, -3:, 0].tolist() == [*range(boundary - 3, boundary)]
+        for each in (earlier, window) if first == "shorter" else (window, earlier):
+            store.insert(torch.arange(60), each, model="m")
+    assert all(boundary_found(store, boundary) for boundary in (*range(6, 60, 6), *range(5, 60, 6)))
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+@pytest.mark.parametrize("was_pinned", [False, True])
+def test_a_file_that_replaces_another_serves_the_lengths_of_both(
+    was_pinned: bool, restarted: bool, tmp_path: pathlib.Path
+) -> None:
+    store, window = PrefixStore(ROOM, tmp_path), kvlayers.DynamicCache([(None, None, torch.tensor(4))])
+    store.insert(torch.arange(10), go_on(window, 10), model="m")
+    if was_pinned:
+        # So that it is not replaced before it is a file.
+        store.pin(torch.arange(10), model="m")
+    store.insert(torch.arange(20), go_on(window, 20), model="m")
+    if was_pinned:
+        store.unpin(torch.arange(10), model="m")
+    store.evict()
+    assert len(store) == 1
+    if restarted:
+        store = PrefixStore(ROOM, tmp_path)
+    # Goes back to 20 and no further, so that it stands for a part of what the file stands for.
+    store.insert(torch.arange(30), go_on(window, 30), model="m")
+    store.evict()
+    for each in (store, PrefixStore(ROOM, tmp_path)):
+        assert [boundary_found(each, boundary) for boundary in (10, 20, 30)] == [True] * 3
 
 
 # What begins alike
 
 
-def test_the_map_finds_what_plain_comparison_finds() -> None:
-    generator = random.Random(0)
-    tree: PrefixMap[tuple[int, ...]] = PrefixMap()
-    kept: set[tuple[int, ...]] = set()
+def test_the_map_finds_all_prefixes() -> None:
+    generator, tree, kept = random.Random(0), PrefixMap[tuple[int, ...]](), set[tuple[int, ...]]()
     for _ in range(600):
         ids = tuple(generator.choices((1, 2), k=generator.randint(1, 7)))
-        array = np.array(ids, np.int64)
         if generator.random() < 0.4:
-            tree.remove("m", array)
+            tree.remove("m", np.array(ids))
             kept.discard(ids)
         else:
-            tree.insert("m", array, ids)
+            tree.insert("m", np.array(ids), ids)
             kept.add(ids)
-        asked = np.array(generator.choices((1, 2), k=7), np.int64)
-        found = list(tree.nearest("m", asked))
-        assert sorted(value for value, _ in found) == sorted(own for own in kept if own[0] == asked[0])
-        assert sorted(tree) == sorted(kept)
-        assert tree.tokens == len({own[:length] for own in kept for length in range(1, len(own) + 1)})
-        assert len(tree) == len(kept)
-        shared = [common_tokens(asked, np.array(value, np.int64)) for value, _ in found]
-        assert [tokens for _, tokens in found] == shared == sorted(shared, reverse=True)
-        prefixes = [tuple(asked[:n].tolist()) for n in range(1, 8)]
-        assert tree.prefixes_of("m", asked) == [ids for ids in prefixes if ids in kept]
-        assert tree.get("m", array) == (ids if ids in kept else None)
-
-
-def test_a_chat_of_thousands_of_turns_is_held_once() -> None:
-    tree: PrefixMap[int] = PrefixMap()
-    ids = np.arange(1, 3001, dtype=np.int64)
-    for length in range(3000, 0, -1):
-        tree.insert("m", ids[:length], length)
-    assert tree.tokens == len(tree) == 3000
-    assert tree.prefixes_of("m", ids) == list(tree)
+        asked = tuple(generator.choices((1, 2), k=7))
+        assert tree.prefixes_of("m", np.array(asked)) == [asked[:n] for n in range(1, 8) if asked[:n] in kept]
+        assert (sorted(tree), len(tree)) == (sorted(kept), len(kept))
 
 
 # Look-up and insertion
@@ -163,7 +167,7 @@ def test_a_chat_of_thousands_of_turns_is_held_once() -> None:
 def test_full_attention_serves_every_prompt_that_begins_alike() -> None:
     store = PrefixStore(ROOM)
     assert store.insert(ids_of(1, 2, 3, 4, 5), filled([1, 2, 3, 4, 5]), model="m")
-    for asked, covered, why in (
+    for asked, tokens, why in (
         ([1, 2, 3, 4, 5], 4, ""),
         ([1, 2, 3, 4, 5, 6], 5, ""),
         ([1, 2, 3, 9, 9, 9], 3, "diverges after 3"),
@@ -172,31 +176,19 @@ def test_full_attention_serves_every_prompt_that_begins_alike() -> None:
         ([1], 0, "single token"),
     ):
         hit = store.lookup(ids_of(*asked), model="m")
-        assert (hit.covered, hit.cache is None) == (covered, covered == 0)
+        assert (hit.covered, hit.cache is None) == (tokens, tokens == 0)
         assert (why in hit.reason) if why else hit.reason == ""
         if hit.cache is not None:
-            assert held(hit.cache) == held(filled(asked))[:covered]
+            assert held(hit.cache) == held(filled(asked))[:tokens]
     now = store.statistics
     assert (now.hits, now.misses, now.tokens_covered, now.tokens_asked) == (4, 2, 17, 27)
 
 
-def test_ids_beyond_what_the_cache_has_seen_are_left_out() -> None:
-    store = PrefixStore(ROOM)
-    store.insert(ids_of(1, 2, 3, 4), filled([1, 2]), model="m")
-    assert store.lookup(ids_of(1, 2, 3, 4), model="m").covered == 2
-
-
-def test_what_happens_to_a_cache_or_to_a_hit_is_not_seen_by_the_store() -> None:
-    store, cache, ids = PrefixStore(ROOM), filled([1, 2, 3]), ids_of(1, 2, 3)
-    store.insert(ids, cache, model="m")
+def test_the_store_has_the_ids_of_the_call_that_the_cache_has_seen() -> None:
+    store, ids = PrefixStore(ROOM), ids_of(1, 2, 3, 4)
+    store.insert(ids, filled([1, 2]), model="m")
     ids.fill_(7)
-    cache.crop(1)
-    cache.update(torch.full((1, 1, 4, 1), 99.0), torch.full((1, 1, 4, 1), 99.0), layer_idx=0)
-    one = store.lookup(ids_of(1, 2, 3, 4), model="m").cache
-    assert one is not None
-    one.update(torch.full((1, 1, 1, 1), 77.0), torch.full((1, 1, 1, 1), 77.0), layer_idx=0)
-    other = store.lookup(ids_of(1, 2, 3, 4), model="m").cache
-    assert held(other) == held(filled([1, 2, 3]))
+    assert store.lookup(ids_of(1, 2, 3, 4), model="m").covered == 2
 
 
 def test_neither_tenants_nor_models_find_one_anothers() -> None:
@@ -229,119 +221,86 @@ def test_a_store_without_a_size_has_one_gibibyte_and_is_a_store_though_it_is_emp
     )
 
 
-class Saying:
-    """A policy that says one rank after the other, whatever it is asked for."""
-
-    def __init__(self, ranks: Iterator[float]) -> None:
-        self.ranks = ranks
-
-    def rank(self, entry: Any) -> float:
-        return next(self.ranks)
+def policy(rank: Callable[[Any], float]) -> Any:
+    return types.SimpleNamespace(rank=rank)
 
 
-class NewestUse:
-    """One that needs a use of each entry."""
-
-    def rank(self, entry: Any) -> float:
-        return max(entry.uses.values())
+def newest_use(entry: Any) -> float:
+    """A rank that needs a use of each entry."""
+    return float(max(entry.uses.values()))
 
 
 @pytest.mark.parametrize("place", ["memory", "directory"])
 def test_a_policy_sees_the_use_of_an_entry_that_comes_in(place: str, tmp_path: pathlib.Path) -> None:
-    store = PrefixStore(room_for(2), tmp_path if place == "directory" else None, policy=NewestUse())
+    store = PrefixStore(room_for(2), tmp_path if place == "directory" else None, policy=policy(newest_use))
     for first in range(5):
-        assert store.insert(ids_of(first, 0, 0), filled([first, 0, 0]), model="m")
+        assert insert(store, [first, 0, 0])
         assert store.lookup(ids_of(0, 0, 0), model="m").covered == 2
     assert store.lookup(ids_of(4, 0, 0), model="m").covered == 2
 
 
 def test_a_policy_that_fails_for_a_while_only_keeps_entries_from_leaving() -> None:
-    class Failing(NewestUse):
-        fails = True
+    def fail(entry: Any) -> float:
+        raise RuntimeError("a policy of somebody else's")
 
-        def rank(self, entry: Any) -> float:
-            if self.fails:
-                raise RuntimeError("a policy of somebody else's")
-            return super().rank(entry)
-
-    policy = Failing()
-    store = PrefixStore(2**30, policy=policy)
+    failing = policy(fail)
+    store = PrefixStore(ROOM, policy=failing)
     for first in range(3):
-        assert store.insert(ids_of(first, 0, 0), filled([first, 0, 0]), model="m")
+        assert insert(store, [first, 0, 0])
     with pytest.raises(RuntimeError, match="somebody else's"):
         store.evict()
-    assert [store.lookup(ids_of(first, 0, 0), model="m").covered for first in range(3)] == [2, 2, 2]
-    policy.fails = False
+    assert [covered(store, [first, 0, 0]) for first in range(3)] == [3, 3, 3]
+    failing.rank = newest_use
     assert store.evict() > 0
     assert (len(store), store.statistics.bytes) == (0, 0)
 
 
-@pytest.mark.parametrize("start_and_step", [(math.nan, 1), (0, 1), (0, -1)])
-def test_the_budget_holds_whatever_a_policy_says(start_and_step: tuple[float, int]) -> None:
-    store = PrefixStore(room_for(2), policy=Saying(itertools.count(*start_and_step)))
+@pytest.mark.parametrize("ranks", [(math.nan, 1), (0, 1), (0, -1)])
+def test_the_budget_holds_whatever_a_policy_says(ranks: tuple[float, int]) -> None:
+    count = itertools.count(*ranks)
+    store = PrefixStore(room_for(2), policy=policy(lambda entry: next(count)))
     for first in range(9):
-        store.insert(ids_of(first, 0, 0), filled([first, 0, 0]), model="m")
+        insert(store, [first, 0, 0])
         assert store.statistics.bytes <= room_for(2)
     assert len(store) == 2
 
 
 def test_what_was_pinned_is_unpinned_though_another_entry_begins_with_its_tokens() -> None:
     store = PrefixStore(ROOM)
-    store.insert(ids_of(3, 4, 5), filled([3, 4, 5]), model="m")
+    insert(store, [3, 4, 5])
     store.pin(ids_of(3), model="m")
-    store.insert(ids_of(3, 9), filled([3, 9]), model="m")
+    insert(store, [3, 9])
     store.pin(ids_of(3, 9), model="m")
     store.unpin(ids_of(3), model="m")
     assert store.evict() > 0
-    assert len(store) == 1
-    assert store.lookup(ids_of(3, 9, 1), model="m").covered == 2
+    assert (len(store), covered(store, [3, 9])) == (1, 2)
     store.unpin(ids_of(3, 9), model="m")
     with pytest.raises(PrefixError, match="not pinned"):
         store.unpin(ids_of(3, 9), model="m")
 
 
-def test_evict_frees_as_many_bytes_as_it_is_asked_for() -> None:
-    store = PrefixStore(ROOM)
-    for first in range(4):
-        store.insert(ids_of(first, 0, 0), filled([first, 0, 0]), model="m")
-    # Three tokens, and one of the next entry.
-    assert store.evict(room_for(1) + 1) == room_for(1) + room_for(1, tokens=1)
-    assert len(store) == 3
-    assert store.lookup(ids_of(1, 0, 0), model="m").covered == 2
-    store.clear()
-    assert (len(store), store.statistics.bytes) == (0, 0)
-
-
 # Files
 
 
-def test_a_recurrent_cache_in_a_file_needs_the_config_only_if_its_layers_are_those_of_transformers(
-    tmp_path: pathlib.Path,
-) -> None:
-    store, ids, qwen3_next = PrefixStore(ROOM, tmp_path), prompt(tokens=6), families.model_of("qwen3_next")
-    cache = kvlayers.DynamicCache(config=qwen3_next.config)
-    run(qwen3_next, ids, cache)
+@versions.kvlayers_recurrent_layers
+def test_a_recurrent_cache_in_a_file_does_not_need_the_config(tmp_path: pathlib.Path) -> None:
+    store, ids, model = PrefixStore(ROOM, tmp_path), prompt(tokens=6), families.model_of("qwen3_next")
+    cache = kvlayers.DynamicCache(config=model.config)
+    run(model, ids, cache)
     store.insert(ids, cache, model="m")
     store.evict()
-    longer = torch.cat([ids, ids], dim=1)
-    hit = store.lookup(longer, model="m")
-    if all(isinstance(layer, kvlayers.layers.CacheLayer) for layer in cache.layers):
-        assert hit.covered == 6
-        assert torch.equal(run(qwen3_next, longer[:, 6:7], hit.cache), run(qwen3_next, longer[:, 6:7], cache))
-    else:
-        assert (hit.covered, store.statistics.damaged) == (0, 0)
-        assert "config=model.config" in hit.reason
+    hit = store.lookup(torch.cat([ids, ids], dim=1), model="m")
+    assert hit.covered == 6
+    assert torch.equal(run(model, ids[:, :1], hit.cache), run(model, ids[:, :1], cache))
 
 
 def test_a_cache_of_layers_of_transformers_needs_the_config(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """That is said without reading any states."""
-    store = PrefixStore(ROOM, tmp_path)
-    cache = kvlayers.Cache(layers=[tf.cache_utils.DynamicLayer()])
+    store, cache = PrefixStore(ROOM, tmp_path), kvlayers.Cache(layers=[tf.cache_utils.DynamicLayer()])
     cache.update(torch.ones(1, 1, 3, 1), torch.ones(1, 1, 3, 1), layer_idx=0)
-    store.insert(ids_of(1, 2, 3), cache, model="m")
-    store.evict()
+    put(store, [1, 2, 3], cache)
     monkeypatch.setattr(LocalBackend, "read_ranges", None)
     for _ in range(2):
         hit = store.lookup(ids_of(1, 2, 3, 4), model="m")
@@ -353,11 +312,8 @@ def test_what_cannot_be_written_is_dropped_and_counted(tmp_path: pathlib.Path) -
     class Mine(kvlayers.DynamicCache):
         pass
 
-    cache = Mine()
-    cache.update(torch.ones(1, 1, 3, 1), torch.ones(1, 1, 3, 1), layer_idx=0)
-    store = PrefixStore(ROOM, tmp_path)
-    store.insert(ids_of(1, 2, 3), cache, model="m")
-    assert store.evict() == cache.nbytes
+    store, cache = PrefixStore(ROOM, tmp_path), Mine([(torch.ones(1, 1, 3, 1), torch.ones(1, 1, 3, 1))])
+    put(store, [1, 2, 3], cache)
     assert (len(store), store.statistics.failed_writes, list(tmp_path.iterdir())) == (0, 1, [])
 
 
@@ -368,6 +324,75 @@ def test_what_a_killed_writer_left_behind_is_cleared_when_it_is_old(tmp_path: pa
     os.utime(old, (1, 1))
     PrefixStore(ROOM, tmp_path)
     assert (old.exists(), new.exists()) == (False, True)
+
+
+def files_in(directory: pathlib.Path) -> set[pathlib.Path]:
+    return set(directory.glob("*.safetensors"))
+
+
+@pytest.mark.parametrize("write", [PrefixStore.flush, PrefixStore.evict])
+@pytest.mark.parametrize("restarted", [False, True])
+@pytest.mark.parametrize("promoted", [False, True])
+def test_what_is_longer_goes_on_from_the_file_of_what_it_has_replaced(
+    tmp_path: pathlib.Path, write: Any, restarted: bool, promoted: bool
+) -> None:
+    store = PrefixStore(ROOM, tmp_path)
+    put(store, [1, 2, 3])
+    put(store, [1, 2, 7])
+    before = files_in(tmp_path)
+    if restarted:
+        store = PrefixStore(ROOM, tmp_path)
+    if promoted:
+        assert covered(store, [1, 2, 3]) == 3
+    insert(store, [1, 2, 3, 4, 5])
+    assert files_in(tmp_path) == before
+    write(store)
+    assert before < files_in(tmp_path)
+    assert len(files_in(tmp_path)) == 3
+    for each in (store, PrefixStore(ROOM, tmp_path)):
+        assert (len(each), covered(each, [1, 2, 3]), covered(each, [1, 2, 7])) == (2, 3, 3)
+
+
+def damage(path: pathlib.Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def in_file(store: PrefixStore, directory: pathlib.Path, ids: list[int]) -> pathlib.Path:
+    """The file of an entry that is in no memory."""
+    before = files_in(directory)
+    put(store, ids)
+    (path,) = files_in(directory) - before
+    return path
+
+
+@pytest.mark.parametrize("first", ["memory", "file"])
+@pytest.mark.parametrize("tail", [[7], [7] * 9])
+def test_a_file_is_not_read_where_memory_serves_as_well(tmp_path: pathlib.Path, first: str, tail: list[int]) -> None:
+    store, kept = PrefixStore(ROOM, tmp_path), [1, 2, 3, 4, 5]
+    if first == "memory":
+        insert(store, kept)
+        store.pin(torch.tensor(kept), model="m")
+    # Whoever reads it finds out.
+    damage(in_file(store, tmp_path, [1, 2, 3, *tail]))
+    if first == "file":
+        insert(store, kept)
+    for asked, damaged in (([1, 2, 3], 0), ([1, 2, 3, *tail], 1)):
+        assert (covered(store, asked), store.statistics.damaged) == (3, damaged)
+
+
+@pytest.mark.parametrize("lengths", [(4, 9, 12), (12, 9, 4), (9, 4, 12)])
+def test_of_several_entries_the_file_of_the_shared_tokens_is_read(
+    tmp_path: pathlib.Path, lengths: tuple[int, ...]
+) -> None:
+    store = PrefixStore(ROOM, tmp_path)
+    _, *others = [in_file(store, tmp_path, [1, 2, 3, *[length] * (length - 3)]) for length in lengths]
+    stores = store, PrefixStore(ROOM, tmp_path)
+    for path in others:
+        damage(path)
+    for each in stores:
+        assert (covered(each, [1, 2, 3]), each.statistics.damaged) == (3, 0)
 
 
 # Bad input
@@ -415,29 +440,33 @@ def test_caches_that_cannot_be_held_are_refused() -> None:
     assert len(store) == 0
 
 
-def test_options_that_make_no_sense_are_refused(tmp_path: pathlib.Path) -> None:
-    for options, message in (
-        ({"max_bytes": 0}, "positive number"),
-        ({"max_bytes": 1.5}, "positive number"),
-        ({"max_bytes": 1, "directory_max_bytes": 5}, "needs a `directory`"),
-        ({"max_bytes": 1, "directory": 5}, "a path or a URL"),
-        ({"max_bytes": 1, "device": "nowhere"}, "device"),
-        ({"max_byte": 1}, "did you mean 'max_bytes'"),
-    ):
-        with pytest.raises(OptionError, match=message):
-            PrefixStore(**options)
-    store = PrefixStore(ROOM)
-    for options, message in (
-        ({}, "config=model.config"),
-        ({"model": ""}, "`model` must be a string"),
-        ({"model": "m", "namespace": None}, "`namespace` must be a string"),
-    ):
-        with pytest.raises(OptionError, match=message):
-            store.lookup(ids_of(1, 2), **options)
-    with pytest.raises(OptionError, match="a store with a directory"):
-        store.flush()
-    with pytest.raises(OptionError, match="nbytes"):
-        store.evict(-1)
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: PrefixStore(0), "positive number"),
+        (lambda: PrefixStore(1.5), "positive number"),
+        (lambda: PrefixStore(1, directory_max_bytes=5), "needs a `directory`"),
+        (lambda: PrefixStore(1, directory=5), "a path or a URL"),
+        (lambda: PrefixStore(1, device="nowhere"), "device"),
+        (lambda: PrefixStore(max_byte=1), "did you mean 'max_bytes'"),
+        (lambda: PrefixStore(ROOM).lookup(ids_of(1, 2)), "config=model.config"),
+        (lambda: PrefixStore(ROOM).lookup(ids_of(1, 2), model=""), "`model` must be a string"),
+        (lambda: PrefixStore(ROOM).lookup(ids_of(1, 2), model="m", namespace=None), "`namespace` must be a string"),
+        (lambda: PrefixStore(ROOM).flush(), "a store with a directory"),
+        (lambda: PrefixStore(ROOM).refresh(), "a store with a directory"),
+        (lambda: PrefixStore(ROOM).evict(-1), "nbytes"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(call: Callable[[], Any], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        call()
+
+
+@pytest.mark.parametrize("value", [-1, "1", None, True, float("inf"), float("nan")])
+@pytest.mark.parametrize("name", ["write_wait_seconds", "read_wait_seconds"])
+def test_bounds_that_are_no_number_of_seconds_are_refused(name: str, value: Any) -> None:
+    with pytest.raises(OptionError, match=f"`{name}` must be a number of seconds, 0 or more, got"):
+        PrefixStore(ROOM, **{name: value})
 
 
 def test_directories_that_cannot_be_written_to_are_refused(tmp_path: pathlib.Path) -> None:
@@ -453,10 +482,8 @@ def test_directories_that_cannot_be_written_to_are_refused(tmp_path: pathlib.Pat
 
 
 def test_a_file_that_cannot_be_read_now_is_tried_again(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = PrefixStore(ROOM, tmp_path)
-    store.insert(ids_of(1, 5, 6), filled([1, 5, 6]), model="m")
-    store.evict()
-    opened = open
+    store, opened = PrefixStore(ROOM, tmp_path), open
+    put(store, [1, 5, 6])
 
     def failing(path: Any, *args: Any, **how: Any) -> Any:
         if str(path).endswith(".safetensors"):
@@ -468,4 +495,4 @@ def test_a_file_that_cannot_be_read_now_is_tried_again(tmp_path: pathlib.Path, m
         hit = store.lookup(ids_of(1, 5, 6, 7), model="m")
     assert (hit.covered, store.statistics.failed_reads, store.statistics.damaged, len(store)) == (0, 1, 0, 1)
     assert "could not be reached" in hit.reason
-    assert store.lookup(ids_of(1, 5, 6, 7), model="m").covered == 3
+    assert covered(store, [1, 5, 6]) == 3

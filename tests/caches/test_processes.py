@@ -12,14 +12,12 @@ from typing import Any
 import pytest
 import torch
 import torch.multiprocessing
-from torch import Tensor
-from torch.utils.data import DataLoader
 
 import kvlayers
 from kvlayers import Cache
 from kvlayers.errors import UnsupportedLayerError
 from models import tiny_model
-from sent_caches import FORKED, KINDS, Answer, Continuations, answer, answer_all, filled, go_on, merged, use_one_thread
+from sent_caches import FORKED, KINDS, Answer, answer, answer_all, filled, go_on
 
 forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
 
@@ -71,28 +69,6 @@ def test_a_process_goes_on_with_its_argument_and_with_what_comes_through_queues(
         check(answered, chosen, {name: copies[name] for name in answered})
 
 
-@pytest.mark.nightly
-@pytest.mark.slow
-def test_a_pool_takes_caches_and_returns_them() -> None:
-    caches = filled()
-    with multiprocessing.get_context("spawn").Pool(1, use_one_thread) as pool:
-        answers = pool.apply(answer, (caches, 4))
-    check(answers, caches, values_of(caches))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "method", [pytest.param("spawn", marks=pytest.mark.nightly), pytest.param("fork", marks=forks)]
-)
-def test_a_loader_goes_on_in_its_workers(method: str) -> None:
-    # A forked process has the same files.
-    caches = filled(kind for kind in KINDS if kind != "on disk" or method != "fork")
-    loader = DataLoader(
-        Continuations(caches), batch_size=4, num_workers=1, multiprocessing_context=method, collate_fn=merged
-    )
-    check(merged([*loader]), caches, values_of(caches))
-
-
 def test_torch_saves_and_loads_caches(tmp_path: pathlib.Path) -> None:
     caches = filled()
     torch.save(caches, tmp_path / "caches.pt")
@@ -111,7 +87,7 @@ def sent(thing: Any) -> Any:
     return pickle.loads(ForkingPickler.dumps(thing))
 
 
-def storages(*tensors: Tensor | None) -> set[int]:
+def storages(*tensors: torch.Tensor | None) -> set[int]:
     # Those of no bytes have no address.
     return {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor is not None and tensor.nbytes}
 
@@ -151,9 +127,9 @@ def test_states_that_an_update_returns_are_sent_by_value(kind: str) -> None:
     for tokens in (200, 1):
         new = torch.randn(form[0], form[1], tokens, form[2], dtype=torch.bfloat16)
         keys = layer.update(new, new)[0] if kind != "latents" else cache.update(new, new[..., :32], 0)[0]
-    assert type(keys) is not Tensor
+    assert type(keys) is not torch.Tensor
     twin = sent(keys)
-    assert type(twin) is Tensor
+    assert type(twin) is torch.Tensor
     assert not twin.is_shared()
     torch.testing.assert_close(twin, keys.float().to(keys.dtype), rtol=0, atol=0)
 

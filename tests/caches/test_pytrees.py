@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.utils._pytree as pytree
 import transformers
-from torch import Tensor
 
 import kvlayers
 from kvlayers import DynamicCache
@@ -56,7 +55,7 @@ def small_model(family: str) -> Any:
     return fresh_model(family, **changes)
 
 
-def filled(model: Any, ids: Tensor, cache: Any = None) -> Any:
+def filled(model: Any, ids: torch.Tensor, cache: Any = None) -> Any:
     cache = DynamicCache(config=model.config) if cache is None else cache
     model(ids, **{NAME: cache})
     return cache
@@ -72,7 +71,7 @@ def step_program(model: Any, cache: DynamicCache, dynamic_shapes: Any = None) ->
     return torch.export.export(model, (), inputs, dynamic_shapes=dynamic_shapes, strict=False)
 
 
-def check_decoding(program: Any, model: Any, ids: Tensor) -> None:
+def check_decoding(program: Any, model: Any, ids: torch.Tensor) -> None:
     """Each program's cache is the next one's input; the last is decoded with by eager code."""
     cache, decode, logits = filled(model, ids[:, :PROMPT]), program.module(), []
     for position in range(PROMPT, LENGTH):
@@ -181,7 +180,7 @@ def test_a_program_cannot_contain_a_cache_that_evicts(strict: bool) -> None:
             self.model = tiny_model("llama")
             self.cache = kvlayers.EvictingCache(self.model, rule="knorm", keep=0.5)
 
-        def forward(self, ids: Tensor) -> Tensor:
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
             return self.model(ids, **{NAME: self.cache}).logits
 
     with pytest.raises(Exception, match="A cache that evicts cannot be part of an exported program") as caught:
@@ -225,7 +224,7 @@ def test_exporters_of_transformers_take_the_caches_of_generate() -> None:
         assert type(cache) is DynamicCache
         expected = model(inputs["input_ids"], **{NAME: cache.fork()}).logits
         program = DynamoExporter().export(copied, dict(inputs), {"dynamic": False})
-    inputs = {name: value for name, value in inputs.items() if isinstance(value, Tensor | DynamicCache)}
+    inputs = {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor | DynamicCache)}
     # Before 5.23, what is exported is not called itself.
     run = program.module() if isinstance(program, torch.export.ExportedProgram) else program
     output = run(**inputs)

@@ -15,7 +15,7 @@ import kvlayers
 from kvlayers import EvictingCache, OptionError
 from kvlayers.eviction import EvictionRule
 from kvlayers.upstream import cache_argument
-from models import COMMON, prompt
+from models import COMMON, given, prompt, read
 
 
 @dataclass
@@ -69,8 +69,7 @@ def model_of() -> Any:
 
 
 def held_keys(model: Any, cache: Any, ids: Tensor) -> list[Tensor]:
-    with torch.no_grad():
-        model(ids, **{cache_argument.name_for(model): cache})
+    read(model, ids, cache)
     return [layer.keys for layer in cache.layers]
 
 
@@ -131,25 +130,24 @@ def test_without_kvpress_its_presses_are_no_rules() -> None:
         EvictingCache(model_of().config, rule=NormPress(0.5))
 
 
+@torch.no_grad()
 def pressed(model: Any, cache: Any, ids: Tensor, kept: Tensor) -> Tensor:
     """Logits behind a prompt whose tokens were evicted as the hooks of kvpress do it, in any cache."""
-    past = {cache_argument.name_for(model): cache}
-    with torch.no_grad():
-        model(ids, **past)
-        for layer in cache.layers:
-            if isinstance(cache, transformers.QuantizedCache):
-                keys, values = layer._dequantize(layer._quantized_keys), layer._dequantize(layer._quantized_values)
-                layer._quantized_keys = layer._quantize(keys[:, :, kept].contiguous(), axis=layer.axis_key)
-                layer._quantized_values = layer._quantize(values[:, :, kept].contiguous(), axis=layer.axis_value)
-                layer.keys = torch.zeros(0, dtype=keys.dtype)
-                layer.values = torch.zeros(0, dtype=keys.dtype)
-                layer.cumulative_length = len(kept)
-            else:
-                layer.keys, layer.values = layer.keys[:, :, kept], layer.values[:, :, kept]
-        logits = [
-            model(prompt(2, 1, seed=seed), position_ids=torch.full((2, 1), ids.shape[1] + seed), **past).logits
-            for seed in range(70)
-        ]
+    past = given(cache, model)
+    model(ids, **past)
+    for layer in cache.layers:
+        if isinstance(cache, transformers.QuantizedCache):
+            keys, values = layer._dequantize(layer._quantized_keys), layer._dequantize(layer._quantized_values)
+            layer._quantized_keys = layer._quantize(keys[:, :, kept].contiguous(), axis=layer.axis_key)
+            layer._quantized_values = layer._quantize(values[:, :, kept].contiguous(), axis=layer.axis_value)
+            layer.keys = layer.values = torch.zeros(0, dtype=keys.dtype)
+            layer.cumulative_length = len(kept)
+        else:
+            layer.keys, layer.values = layer.keys[:, :, kept], layer.values[:, :, kept]
+    logits = [
+        model(prompt(2, 1, seed=seed), position_ids=torch.full((2, 1), ids.shape[1] + seed), **past).logits
+        for seed in range(70)
+    ]
     return torch.cat(logits, dim=1)
 
 

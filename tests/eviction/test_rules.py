@@ -1,6 +1,8 @@
 """The scores of every rule are those of its paper, computed slowly with whole matrices in float64."""
 
+import itertools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -77,24 +79,34 @@ def test_all_rules_are_registered() -> None:
     assert [name for name in eviction_rule_names() if not name.startswith("test_")] == NAMES
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 40])
-def test_knorm(tokens: int) -> None:
-    keys, values, queries = states(tokens)
-    expected = -torch.stack([keys[..., token, :].double().square().sum(-1).sqrt() for token in range(tokens)], dim=-1)
-    assert_near(scores_of(KNorm(), keys, values, queries), expected)
+def slow_knorm(keys: Tensor, queries: Tensor, scale: float | None) -> Tensor:
+    norms = [keys[..., token, :].double().square().sum(-1).sqrt() for token in range(keys.shape[2])]
+    return -torch.stack(norms, dim=-1)
 
 
+def slow_keydiff(keys: Tensor, queries: Tensor, scale: float | None) -> Tensor:
+    expected = torch.empty(keys.shape[:3], dtype=torch.float64)
+    for row, head in itertools.product(range(BATCH), range(KV_HEADS)):
+        own = keys[row, head].double()
+        anchor = torch.stack([key / key.norm() for key in own]).mean(0)
+        expected[row, head] = torch.stack([-(key @ anchor) / (key.norm() * anchor.norm()) for key in own])
+    return expected
+
+
+def slow_tova(keys: Tensor, queries: Tensor, scale: float | None) -> Tensor:
+    return probabilities(keys, queries[:, :, -1:], scale)[:, :, 0].mean(1)[:, None].expand(-1, KV_HEADS, -1)
+
+
+@pytest.mark.parametrize(
+    ("rule", "slow"), [(KNorm(), slow_knorm), (KeyDiff(), slow_keydiff), (Tova(), slow_tova)], ids=str
+)
+@pytest.mark.parametrize("scale", [None, 0.1])
 @pytest.mark.parametrize("tokens", [1, 2, 40])
-def test_keydiff(tokens: int) -> None:
+def test_scores_are_those_of_the_paper(
+    rule: EvictionRule, slow: Callable[..., Tensor], tokens: int, scale: float | None
+) -> None:
     keys, values, queries = states(tokens)
-    expected = torch.empty(BATCH, KV_HEADS, tokens, dtype=torch.float64)
-    for row in range(BATCH):
-        for head in range(KV_HEADS):
-            own = keys[row, head].double()
-            anchor = torch.stack([key / key.norm() for key in own]).mean(0)
-            for token in range(tokens):
-                expected[row, head, token] = -(own[token] @ anchor) / (own[token].norm() * anchor.norm())
-    assert_near(scores_of(KeyDiff(), keys, values, queries), expected)
+    assert_near(scores_of(rule.for_attention(None, scale), keys, values, queries), slow(keys, queries, scale))
 
 
 def test_keydiff_of_keys_of_zeros_is_finite() -> None:
@@ -116,15 +128,6 @@ def test_snapkv(tokens: int, observed: int, scale: float | None) -> None:
     # Of more queries than it asks for, a rule looks at the newest.
     shown = queries if observed == rule.queries else queries[:, :, -observed:]
     assert_near(rule.scores(keys, values, shown), expected)
-
-
-@pytest.mark.parametrize("scale", [None, 0.1])
-@pytest.mark.parametrize("tokens", [1, 2, 40])
-def test_tova(tokens: int, scale: float | None) -> None:
-    keys, values, queries = states(tokens)
-    expected = probabilities(keys, queries[:, :, -1:], scale)[:, :, 0].mean(1)
-    found = scores_of(Tova().for_attention(None, scale), keys, values, queries)
-    assert_near(found, expected[:, None].expand(-1, KV_HEADS, -1))
 
 
 @pytest.mark.parametrize("at_once", [1, 200, 1 << 21])

@@ -5,7 +5,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import kvlayers
@@ -15,7 +14,7 @@ from kvlayers.kernels.attention.packed_tensor import PackedStates, as_dense
 from kvlayers.stores import QuantizedStore
 from matrix import product, seeds
 
-Pair = tuple[Tensor, Tensor]
+Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 def some_states(tokens: int) -> Pair:
@@ -71,7 +70,7 @@ def test_packed_states_stay_as_they_were_or_are_refused_while_forks_come_and_go(
     random.seed(seed)
     torch.manual_seed(seed)
     layer, forks = LAYERS[kind](), list[CacheLayer]()
-    held: list[tuple[Pair, list[Tensor]]] = []
+    held: list[tuple[Pair, list[torch.Tensor]]] = []
     for _ in range(80):
         returned = layer.update(*some_states(random.choice([1, 1, 1, 1, 2, 5, 30])))
         if isinstance(returned[0], PackedStates):

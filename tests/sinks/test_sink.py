@@ -169,9 +169,8 @@ BAD_OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("case", BAD_OPTIONS)
-def test_bad_options_are_refused(case: str) -> None:
-    options, message = BAD_OPTIONS[case]
+@pytest.mark.parametrize(("options", "message"), BAD_OPTIONS.values(), ids=BAD_OPTIONS)
+def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(kvlayers.OptionError, match=message):
         SinkCache(**{"config": tiny_model("llama").config, **options})
 
@@ -200,19 +199,6 @@ def test_rope_that_depends_on_the_length_is_refused(rope_type: str) -> None:
         SinkCache(WINDOW, config=config)
 
 
-def test_a_cache_without_a_config_says_what_it_lacks_before_it_takes_anything() -> None:
-    cache = SinkCache(window_length=WINDOW, num_sink_tokens=SINKS)
-    assert cache.get_max_length() == WINDOW
-    with pytest.raises(kvlayers.errors.ConfigError, match=r"prepare\(model.config\)"):
-        tiny_model("llama")(prompt(), past_key_values=cache)
-    assert cache.get_seq_length() == 0
-    cache.prepare(tiny_model("llama").config)
-    tiny_model("llama")(prompt(), past_key_values=cache)
-    assert cache.get_seq_length() == 12
-    with pytest.raises(kvlayers.errors.StateMismatchError, match="12 tokens"):
-        cache.prepare(tiny_model("llama").config)
-
-
 def test_states_of_another_rotation_or_window_are_refused(model: Any) -> None:
     cache = sink_cache(model)
     logits_of(model, prompt(1, 50), cache, [50])
@@ -222,13 +208,6 @@ def test_states_of_another_rotation_or_window_are_refused(model: Any) -> None:
         with pytest.raises(kvlayers.errors.StateMismatchError):
             stranger.load_state(cache.state())
         assert stranger.get_seq_length() == 0
-
-
-def test_padding_of_another_batch_is_refused_before_anything_is_changed(model: Any) -> None:
-    cache = sink_cache(model, left_padding=[0, 2, 1])
-    with pytest.raises(kvlayers.errors.StateMismatchError, match="3 sequences"):
-        model(prompt(2), past_key_values=cache)
-    assert cache.get_seq_length() == 0
 
 
 def test_sinks_of_another_dtype_than_the_window_are_read_in_that_of_the_window() -> None:

@@ -205,10 +205,8 @@ def test_the_newest_tokens_that_fit_stay_exact() -> None:
 
 def test_what_beams_share_counts_once_until_it_is_rounded() -> None:
     budget = (400 + 4 * 60) * TOKEN_BYTES
-    cache, wider, full = (
-        DynamicCache(config=config_of(), max_bytes=max_bytes, length_hint=400)
-        for max_bytes in (budget, 1200 * TOKEN_BYTES, 10**9)
-    )
+    cache = DynamicCache(config=config_of(), max_bytes=budget, length_hint=400)
+    wider, full = (DynamicCache(config=config_of(), max_bytes=most) for most in (1200 * TOKEN_BYTES, 10**9))
     for each in (cache, wider, full):
         read(each, [400])
         each.expand(4)

@@ -8,7 +8,6 @@ import torch
 
 import kvlayers
 from kvlayers import layers, stores
-from kvlayers.errors import KVLayersError
 from models import prompt, tiny_model
 
 STATES = torch.zeros(1, 2, 5, 8)
@@ -254,5 +253,5 @@ def test_an_index_that_no_layer_has_is_named(name: str, index: Any) -> None:
 
 @pytest.mark.parametrize(("call", "words"), CALLS.values(), ids=CALLS)
 def test_a_mistake_is_named(call: Callable[[], Any], words: str) -> None:
-    with pytest.raises(KVLayersError, match=words):
+    with pytest.raises(kvlayers.errors.KVLayersError, match=words):
         call()

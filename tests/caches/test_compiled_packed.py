@@ -11,7 +11,6 @@ from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 
 import kvlayers
 import kvlayers.offload.offloading
-from kvlayers.errors import StaleStatesError
 from kvlayers.kernels.attention.packed_tensor import PackedStates
 from kvlayers.kernels.attention.segments import KVSegments
 from kvlayers.offload import Prefetcher
@@ -287,7 +286,10 @@ def test_states_that_have_left_the_device_are_not_read() -> None:
         return keys + 1
 
     states = torch.ones(1, 2, 3, 8)
-    with torch.no_grad(), pytest.raises(StaleStatesError, match="Layer 0 must be read before other offloaded layers"):
+    with (
+        torch.no_grad(),
+        pytest.raises(kvlayers.errors.StaleStatesError, match="Layer 0 must be read before other offloaded layers"),
+    ):
         torch.compile(late, backend="eager", fullgraph=True)(states)
 
 
@@ -364,7 +366,7 @@ def test_compiled_code_does_not_read_later_states_of_as_many_tokens() -> None:
         given = stepped(cache)
         assert given[1].shape == early[1].shape
         torch.testing.assert_close(compiled(*given), attended(*given))
-        with pytest.raises(StaleStatesError, match="the states of the newest update"):
+        with pytest.raises(kvlayers.errors.StaleStatesError, match="the states of the newest update"):
             compiled(*early)
     # The first one, and those for other numbers of tokens and of versions.
     assert counter.frame_count <= 3

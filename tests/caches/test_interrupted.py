@@ -413,9 +413,10 @@ def test_loops_may_fill_layers_as_they_like(kind: str) -> None:
         cache.get_mask_sizes(1, 0)
         cache.update(*torch.randn(2, 1, 2, 1, 8), layer)
         assert cache.get_seq_length() == cache.get_seq_length(0)
-    for update, held in ((Layer().forward, cache), (Layer(), fresh)):
+    modules = [Layer() for _ in range(LAYERS)]
+    for held, updates in ((cache, [module.forward for module in modules]), (fresh, modules)):
         for layer in (0, 0, 0, 1, 1, 1, 2, 2, 2):
-            update(held, layer)
+            updates[layer](held, layer)
     assert (cache.get_seq_length(), fresh.get_seq_length()) == (9, 6)
 
 

@@ -14,15 +14,13 @@ import torch
 import torch.multiprocessing
 
 import kvlayers
-from kvlayers import Cache
-from kvlayers.errors import UnsupportedLayerError
 from models import tiny_model
 from sent_caches import FORKED, KINDS, Answer, answer, answer_all, filled, go_on
 
 forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
 
 
-def check(answers: Answer, caches: Mapping[str, Cache], copies: Mapping[str, Cache]) -> None:
+def check(answers: Answer, caches: Mapping[str, kvlayers.Cache], copies: Mapping[str, kvlayers.Cache]) -> None:
     """Compare what came back with the caches that were sent.
 
     Args:
@@ -40,7 +38,7 @@ def check(answers: Answer, caches: Mapping[str, Cache], copies: Mapping[str, Cac
         torch.testing.assert_close(go_on(name, returned, 6), go_on(name, twin, 6), msg=f"{name}, back again")
 
 
-def values_of(caches: Mapping[str, Cache]) -> dict[str, Cache]:
+def values_of(caches: Mapping[str, kvlayers.Cache]) -> dict[str, kvlayers.Cache]:
     """Copies by a plain pickle, whose own tests are elsewhere."""
     return pickle.loads(pickle.dumps(caches))
 
@@ -154,7 +152,7 @@ def test_subclasses_of_users_are_sent_by_value() -> None:
     assert not set(twin.storages()) & set(cache.storages())
 
 
-OPERATIONS: dict[str, Callable[[Cache], object]] = {
+OPERATIONS: dict[str, Callable[[kvlayers.Cache], object]] = {
     "an update": lambda cache: go_on("on disk", cache, 4),
     "a crop": lambda cache: cache.crop(5),
     "a reorder": lambda cache: cache.reorder_cache(torch.tensor([1, 0])),
@@ -168,11 +166,11 @@ OPERATIONS: dict[str, Callable[[Cache], object]] = {
 }
 
 
-def try_all(caches: Mapping[str, Cache], empty: Cache, outbox: Any) -> None:
+def try_all(caches: Mapping[str, kvlayers.Cache], empty: kvlayers.Cache, outbox: Any) -> None:
     """What each operation on a cache of the parent raises, and the steps of caches that have no file of it."""
     raised = {}
     for (name, operation), cache in zip(OPERATIONS.items(), caches.values(), strict=True):
-        with pytest.raises(UnsupportedLayerError) as error:
+        with pytest.raises(kvlayers.errors.UnsupportedLayerError) as error:
             operation(cache)
         raised[name] = str(error.value)
     fresh = KINDS["on disk"][1](tiny_model("llama").config)

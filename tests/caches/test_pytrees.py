@@ -11,7 +11,6 @@ import transformers
 
 import kvlayers
 from kvlayers import DynamicCache
-from kvlayers.errors import UnsupportedLayerError
 from kvlayers.upstream import cache_argument, compat
 from models import WINDOW, fresh_model, prompt, tiny_model
 
@@ -151,7 +150,9 @@ def test_windows_that_forgot_how_much_they_have_seen_are_refused() -> None:
     model = tiny_model("mistral")
     held = filled(model, prompt(1, WINDOW - 1))
     assert pytree.tree_map(torch.clone, held).get_seq_length() == WINDOW - 1
-    with pytest.raises(UnsupportedLayerError, match="got 7 of 12 tokens: export with kvlayers.ExportableDecoder"):
+    with pytest.raises(
+        kvlayers.errors.UnsupportedLayerError, match="got 7 of 12 tokens: export with kvlayers.ExportableDecoder"
+    ):
         pytree.tree_flatten(filled(model, prompt(1, PROMPT)))
 
 
@@ -168,7 +169,7 @@ def test_windows_that_forgot_how_much_they_have_seen_are_refused() -> None:
 def test_caches_that_are_no_trees_are_refused(name: str, options: dict[str, Any], says: str) -> None:
     model = tiny_model("llama")
     cache = kvlayers.make_cache(name, model, **options)
-    with pytest.raises(UnsupportedLayerError, match=says):
+    with pytest.raises(kvlayers.errors.UnsupportedLayerError, match=says):
         torch.export.export(model, (), {"input_ids": prompt(1, 3), NAME: cache}, strict=False)
 
 
@@ -185,7 +186,7 @@ def test_a_program_cannot_contain_a_cache_that_evicts(strict: bool) -> None:
 
     with pytest.raises(Exception, match="A cache that evicts cannot be part of an exported program") as caught:
         torch.export.export(Reader(), (prompt(1, 150),), strict=strict)
-    assert strict or isinstance(caught.value, UnsupportedLayerError)
+    assert strict or isinstance(caught.value, kvlayers.errors.UnsupportedLayerError)
 
 
 def test_layers_with_other_states_are_refused() -> None:
@@ -193,7 +194,7 @@ def test_layers_with_other_states_are_refused() -> None:
         cache.layers_for(1)
         if not cache.layers:
             cache.update(torch.zeros(1, 2, 3, 8), torch.zeros(1, 2, 3, 8), 0)
-        with pytest.raises(UnsupportedLayerError, match="keys and values alone"):
+        with pytest.raises(kvlayers.errors.UnsupportedLayerError, match="keys and values alone"):
             pytree.tree_flatten(cache)
 
 
@@ -246,6 +247,6 @@ def test_exporters_of_transformers_refuse_caches_that_are_no_trees(make_cache: A
 
     model = fresh_model("llama")  # the exporter leaves an attribute on it
     cache = filled(model, prompt(1, PROMPT), make_cache(model.config))
-    with kvlayers.installed(), pytest.raises(UnsupportedLayerError, match=says):
+    with kvlayers.installed(), pytest.raises(kvlayers.errors.UnsupportedLayerError, match=says):
         DynamoExporter().export(model, {"input_ids": prompt(1, 1), NAME: cache}, {"dynamic": False})
     assert cache.get_seq_length() == PROMPT

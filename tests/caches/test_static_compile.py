@@ -31,10 +31,7 @@ from decodings import (
     select_fewer,
     select_more,
 )
-from kvlayers import CapacityError, KVLayersError, StaticCache
 from kvlayers.core.cache_operations import CacheState
-from kvlayers.errors import StateMismatchError
-from kvlayers.stores import Buckets
 from kvlayers.upstream import cache_argument, compat
 from matrix import once
 from models import bare, fresh_model, given, prompt, without_mlps
@@ -43,7 +40,7 @@ pytestmark = pytest.mark.slow
 
 HYBRID = ("hybrid", "llama4")
 
-BUCKETS = Buckets(minimum=32)
+BUCKETS = kvlayers.stores.Buckets(minimum=32)
 SIZES = (32, 64)
 CAPACITY = 64
 PROMPT = 9
@@ -70,8 +67,10 @@ def bare_model(family: str) -> Any:
     return bare(copy.deepcopy(small_model(family)))
 
 
-def static_cache(family: str, **options: Any) -> StaticCache:
-    return StaticCache(small_model(family).config, **{"max_cache_len": CAPACITY, "buckets": BUCKETS, **options})
+def static_cache(family: str, **options: Any) -> kvlayers.StaticCache:
+    return kvlayers.StaticCache(
+        small_model(family).config, **{"max_cache_len": CAPACITY, "buckets": BUCKETS, **options}
+    )
 
 
 def compiled(family: str, model: Any = None, **options: Any) -> Callable[..., Any]:
@@ -116,7 +115,7 @@ def reference(
 
 
 @torch.no_grad()
-def decode(forward: Callable[..., Any], cache: StaticCache, inputs: Inputs, prefill: Any = None) -> Tensor:
+def decode(forward: Callable[..., Any], cache: kvlayers.StaticCache, inputs: Inputs, prefill: Any = None) -> Tensor:
     """Logits of each step, `prefill` in place of `forward` for the first; the length is a number after each."""
     logits, seen = [], cache.get_seq_length()
     for index, ids in enumerate(inputs):
@@ -129,7 +128,7 @@ def decode(forward: Callable[..., Any], cache: StaticCache, inputs: Inputs, pref
     return torch.stack(logits)
 
 
-def decode_whole(forward: Callable[..., Any], cache: StaticCache, inputs: Inputs) -> Tensor:
+def decode_whole(forward: Callable[..., Any], cache: kvlayers.StaticCache, inputs: Inputs) -> Tensor:
     """As `decode`, with the prompt in compiled code too."""
     first = decode(forward, cache, inputs[:1])
     cache.settle()
@@ -164,7 +163,7 @@ def counted_first() -> None:
 )
 def test_cuda_graphs_of_a_window_are_as_few_as_its_buckets(counted: None, family: str, capacity: int) -> None:
     """If masks were made from a number, a CUDA graph would be recorded whenever the window has moved."""
-    buckets = Buckets(minimum=64)
+    buckets = kvlayers.stores.Buckets(minimum=64)
     # The window moves for the third time at token 56, and for the second time in the larger bucket at token 88.
     inputs, expected = reference(family, steps=capacity // 2 + 18)
     mask = {"attention_mask": torch.ones(2, capacity, dtype=torch.long)} if family == "hybrid" else {}
@@ -401,7 +400,7 @@ def test_compiled_steps_go_on_from_what_autograd_followed() -> None:
 # The end of the reservation
 
 
-def check_unchanged(cache: StaticCache, before: CacheState) -> None:
+def check_unchanged(cache: kvlayers.StaticCache, before: CacheState) -> None:
     assert all(map(same_state, cache.state().layers, before.layers))
 
 
@@ -415,7 +414,7 @@ def test_a_full_cache_in_a_compiled_loop_says_so_and_stays_as_it_was(counted: No
     for _ in range(2):
         with torch.no_grad(), pytest.raises(Exception, match=r"at most 20 tokens.*20 held and 1 new") as raised:
             forward(inputs[fitting], **given(cache))
-        assert isinstance(raised.value, CapacityError | RuntimeError)
+        assert isinstance(raised.value, kvlayers.CapacityError | RuntimeError)
         check_unchanged(cache, before)
     if grow:
         # Eager code takes more, and compiled code goes on with it.
@@ -466,13 +465,17 @@ def new_states(batch: int = 2, kv_heads: int = 2, tokens: int = 1, head_dim: int
     return tuple(torch.randn(batch, kv_heads, tokens, head_dim, **options) for _ in range(2))
 
 
-MISFITS: dict[str, tuple[type[KVLayersError], str, Callable[[], Inputs]]] = {
-    "more sequences": (CapacityError, r"at most 2 sequences.* got 3", lambda: new_states(batch=3)),
-    "other kv_heads": (StateMismatchError, "kv_heads 2.*kv_heads 4", lambda: new_states(kv_heads=4)),
-    "another head_dim": (StateMismatchError, "head_dim 8.*head_dim 16", lambda: new_states(head_dim=16)),
-    "another dtype": (StateMismatchError, "float32.*float64", lambda: new_states(dtype=torch.float64)),
-    "another device": (StateMismatchError, "cpu.*meta", lambda: new_states(device="meta")),
-    "too many tokens": (CapacityError, "at most 64 tokens.*0 held and 65 new", lambda: new_states(tokens=65)),
+MISFITS: dict[str, tuple[type[kvlayers.KVLayersError], str, Callable[[], Inputs]]] = {
+    "more sequences": (kvlayers.CapacityError, r"at most 2 sequences.* got 3", lambda: new_states(batch=3)),
+    "other kv_heads": (kvlayers.errors.StateMismatchError, "kv_heads 2.*kv_heads 4", lambda: new_states(kv_heads=4)),
+    "another head_dim": (
+        kvlayers.errors.StateMismatchError,
+        "head_dim 8.*head_dim 16",
+        lambda: new_states(head_dim=16),
+    ),
+    "another dtype": (kvlayers.errors.StateMismatchError, "float32.*float64", lambda: new_states(dtype=torch.float64)),
+    "another device": (kvlayers.errors.StateMismatchError, "cpu.*meta", lambda: new_states(device="meta")),
+    "too many tokens": (kvlayers.CapacityError, "at most 64 tokens.*0 held and 65 new", lambda: new_states(tokens=65)),
 }
 
 
@@ -507,7 +510,7 @@ def test_sequences_beyond_the_reservation_are_refused_by_every_operation() -> No
         lambda: cache.reorder_cache(torch.tensor([0, 0, 1, 1])),
         lambda: cache.load_state(larger.state()),
     ):
-        with pytest.raises(CapacityError, match=r"at most 2 sequences.* got [34]"):
+        with pytest.raises(kvlayers.CapacityError, match=r"at most 2 sequences.* got [34]"):
             use()
         check_unchanged(cache, before)
 

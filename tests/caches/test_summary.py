@@ -253,7 +253,7 @@ def test_a_call_that_cannot_go_by_its_store_says_why() -> None:
 def test_traces_of_compiled_code_are_counted() -> None:
     versions.need_since("5.4", "compiled decode loops without cache_position")
     torch.compiler.reset()
-    model = tiny_model("llama")
+    model = fresh_model("llama", num_hidden_layers=1)
     cache = kvlayers.StaticCache(model.config, max_cache_len=64)
     compiled = torch.compile(model.forward, backend="eager", fullgraph=True, dynamic=False)
     model(prompt(1, 8), past_key_values=cache)

@@ -11,7 +11,6 @@ import transformers as tf
 from torch import Tensor
 
 import kvlayers
-from kvlayers.errors import ConfigError, OptionError, RegistryError, StateMismatchError
 from kvlayers.eviction import (
     ALL_QUERIES,
     EvictionRule,
@@ -295,7 +294,7 @@ def test_a_rule_is_exact_about_its_contract(name: str) -> None:
 def test_a_rule_that_needs_queries_says_so(name: str) -> None:
     keys, values, queries = states(5)
     for missing in (None, queries[:, :, :0]):
-        with pytest.raises(StateMismatchError, match="needs the queries"):
+        with pytest.raises(kvlayers.errors.StateMismatchError, match="needs the queries"):
             eviction_rule(name).scores(keys, values, missing)
 
 
@@ -314,7 +313,7 @@ def test_a_rule_that_needs_queries_says_so(name: str) -> None:
     ],
 )
 def test_wrong_options_are_named(factory: type[EvictionRule], options: dict[str, object]) -> None:
-    with pytest.raises(OptionError, match=next(iter(options))):
+    with pytest.raises(kvlayers.errors.OptionError, match=next(iter(options))):
         factory(**options)
 
 
@@ -330,11 +329,11 @@ def test_a_rule_of_another_package_has_a_name() -> None:
     try:
         assert isinstance(eviction_rule("backwards"), Backwards)
         assert "backwards" in eviction_rule_names()
-        with pytest.raises(RegistryError, match="backwards"):
+        with pytest.raises(kvlayers.errors.RegistryError, match="backwards"):
             register_eviction_rule("backwards")
     finally:
         unregister_eviction_rule("backwards")
-    with pytest.raises(OptionError, match="backwards"):
+    with pytest.raises(kvlayers.errors.OptionError, match="backwards"):
         eviction_rule("backwards")
 
 
@@ -367,7 +366,7 @@ class RemoteConfig(tf.LlamaConfig):
 
 
 def test_a_rule_that_needs_the_rotation_does_not_guess_it() -> None:
-    with pytest.raises(ConfigError, match="rotary"):
+    with pytest.raises(kvlayers.errors.ConfigError, match="rotary"):
         rules_for(ExpectedAttention(), RemoteConfig(**LLAMA))
     assert rules_for(SnapKV(), RemoteConfig(**LLAMA)) == [SnapKV(), SnapKV()]
 
@@ -404,7 +403,7 @@ class Unfinished(EvictionRule):
     [(Needy, "'power'"), (Unfinished, "`scores`"), (dict, "derived from"), (lambda power: 1, "power")],
 )
 def test_factories_that_can_make_no_rule_are_refused(factory: Any, says: str) -> None:
-    with pytest.raises(RegistryError, match=says):
+    with pytest.raises(kvlayers.errors.RegistryError, match=says):
         register_eviction_rule("refused")(factory)
     assert "refused" not in eviction_rule_names()
 

@@ -10,7 +10,6 @@ import transformers as tf
 
 import kvlayers
 from agreement import check_at_rest, step
-from kvlayers.errors import StateMismatchError
 from layer_kinds import KINDS
 from matrix import once
 from models import fresh_model, prompt, tiny_model
@@ -175,7 +174,9 @@ def test_halves_that_do_not_match_are_noticed_at_the_next_use(kind: str, use: st
     layer.keys = oracle.keys[:, :, 2:5]
     assert torch.equal(layer.keys, oracle.keys[:, :, 2:5])
     assert layer.nbytes > 0
-    with pytest.raises(StateMismatchError, match=r"got keys \[2, 2, 3, 4\] and values \[2, 2, 7, 6\]: assign"):
+    with pytest.raises(
+        kvlayers.errors.StateMismatchError, match=r"got keys \[2, 2, 3, 4\] and values \[2, 2, 7, 6\]: assign"
+    ):
         USES[use](cache)
     # A debugger shows it all the same.
     assert "[2, 2, 3, 4] and values [2, 2, 7, 6]" in repr(cache)
@@ -184,7 +185,7 @@ def test_halves_that_do_not_match_are_noticed_at_the_next_use(kind: str, use: st
     layer.keys = oracle.keys
     step(layer, oracle, 1, generator)
     layer.values = oracle.values[:, :, 1:]
-    with pytest.raises(StateMismatchError, match=r"keys \[2, 2, 8, 4\] and values \[2, 2, 7, 6\]"):
+    with pytest.raises(kvlayers.errors.StateMismatchError, match=r"keys \[2, 2, 8, 4\] and values \[2, 2, 7, 6\]"):
         USES[use](cache)
     cache.reset()
     oracle.reset()
@@ -195,7 +196,7 @@ def test_another_batch_size_can_be_assigned(generator: torch.Generator) -> None:
     layer, oracle = KINDS["dynamic"]()
     step(layer, oracle, 7, generator)
     layer.keys = layer.keys[:1]
-    with pytest.raises(StateMismatchError, match="the same batch size"):
+    with pytest.raises(kvlayers.errors.StateMismatchError, match="the same batch size"):
         layer.update(*states(1, 1, generator))
     layer.values = layer.values[:1]
     oracle.select([0])
@@ -266,7 +267,7 @@ def test_what_a_kind_cannot_go_on_from_is_refused_before_anything_changes(
     layer, oracle = KINDS[kind]()
     step(layer, oracle, 12, generator)
     for side in ("keys", "values"):
-        with pytest.raises(StateMismatchError, match=message if side == "keys" else None):
+        with pytest.raises(kvlayers.errors.StateMismatchError, match=message if side == "keys" else None):
             setattr(layer, side, of(getattr(oracle, side)))
     step(layer, oracle, 1, generator)
 

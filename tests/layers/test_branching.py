@@ -24,7 +24,6 @@ from kvlayers import (
 from kvlayers.eviction.flat_tokens import split_state
 from kvlayers.eviction.held_tokens import held_tokens
 from kvlayers.rope.rotary import Rotary
-from kvlayers.stores import QuantizedStore
 from kvlayers.utils.tensor_memory import storages_of
 from layer_kinds import KINDS
 from oracle import KV_HEADS, TOLERANCE, states
@@ -113,7 +112,9 @@ SHARING: dict[str, Callable[[], CacheLayer]] = {
     "int4": lambda: QuantizedLayer(Quantization(nbits=4)),
     "int2": lambda: QuantizedLayer(Quantization(nbits=2)),
     "fp8": lambda: QuantizedLayer(Quantization("fp8")),
-    "int4 in a window": lambda: SlidingLayer(WINDOW, QuantizedStore(Quantization(nbits=4, sink_tokens=0))),
+    "int4 in a window": lambda: SlidingLayer(
+        WINDOW, kvlayers.stores.QuantizedStore(Quantization(nbits=4, sink_tokens=0))
+    ),
     "attention beside a recurrent state": lambda: HybridLayer(DynamicLayer(), LinearAttentionLayer()),
     "on the host that computes": lambda: OffloadedLayer(DynamicLayer()),
 }

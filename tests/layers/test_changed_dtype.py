@@ -9,10 +9,7 @@ import torch
 import transformers
 
 import kvlayers
-from kvlayers import Cache
-from kvlayers.errors import StateMismatchError
 from kvlayers.eviction.held_tokens import held_tokens
-from kvlayers.stores import QuantizedStore
 from layer_kinds import KINDS
 from matrix import once, product
 from models import fresh_model, given, prompt
@@ -128,7 +125,9 @@ def test_gradients_go_through_what_is_promoted() -> None:
 def test_a_reservation_says_what_to_do(first: torch.dtype, then: torch.dtype) -> None:
     cache = kvlayers.StaticCache(config(), max_cache_len=32)
     cache.update(*states(9, first), 0)
-    with pytest.raises(StateMismatchError, match=rf"dtype {first}.*got dtype {then}: .*all passes under autocast"):
+    with pytest.raises(
+        kvlayers.errors.StateMismatchError, match=rf"dtype {first}.*got dtype {then}: .*all passes under autocast"
+    ):
         cache.update(*states(1, then, 1), 0)
     assert cache.get_seq_length() == 9
     assert torch.equal(cache.layers[0].keys, states(9, first)[0])
@@ -171,7 +170,7 @@ def test_dtypes_that_are_not_promoted_and_another_batch_are_refused(
 ) -> None:
     cache = kvlayers.DynamicCache(config=config())
     cache.update(*states(9, torch.float32), 0)
-    with pytest.raises(StateMismatchError, match=message):
+    with pytest.raises(kvlayers.errors.StateMismatchError, match=message):
         cache.update(*(side[:rows].to(dtype) for side in states(1, torch.float32)), 0)
     assert cache.get_seq_length() == 9
 
@@ -194,11 +193,13 @@ OTHER_STATES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 WHOLE_CACHES: dict[str, Callable[[], Any]] = {
     **{
-        name: lambda make=make: Cache(layers=[make()[0], make()[0]])
+        name: lambda make=make: kvlayers.Cache(layers=[make()[0], make()[0]])
         for name, make in KINDS.items()
         if "one token" not in name
     },  # type: ignore[misc]
-    "layers of transformers": lambda: Cache(layers=[transformers.cache_utils.DynamicLayer() for _ in range(2)]),
+    "layers of transformers": lambda: kvlayers.Cache(
+        layers=[transformers.cache_utils.DynamicLayer() for _ in range(2)]
+    ),
     "made as needed": lambda: kvlayers.DynamicCache(),
     "rows": lambda: kvlayers.merge([filled(kvlayers.DynamicCache(), 1), filled(kvlayers.DynamicCache(), 1)]),
     "within a budget": lambda: kvlayers.DynamicCache(max_bytes="64KiB"),
@@ -218,7 +219,7 @@ def test_states_that_attention_cannot_read_are_refused_before_anything_changes(n
     seen, nbytes, expected = cache.get_seq_length(), cache.nbytes, cache.fork()
     other = [OTHER_STATES[change](side) for side in states(40, torch.float32, 2)]
     for _ in range(2):
-        with pytest.raises(StateMismatchError, match=r"must have (dtype|device) .* got (dtype|device)"):
+        with pytest.raises(kvlayers.errors.StateMismatchError, match=r"must have (dtype|device) .* got (dtype|device)"):
             model(cache, *other)
     assert (cache.get_seq_length(), cache.nbytes) == (seen, nbytes)
     for index in range(3):
@@ -230,7 +231,7 @@ def test_states_that_were_loaded_are_looked_at_again() -> None:
     model, cache = Attending(), kvlayers.DynamicCache()
     model(cache, *states(3, torch.bfloat16))
     cache.load_state(filled(kvlayers.DynamicCache(), 2).state())
-    with pytest.raises(StateMismatchError, match="dtype torch.float32, like the 3 held tokens"):
+    with pytest.raises(kvlayers.errors.StateMismatchError, match="dtype torch.float32, like the 3 held tokens"):
         model(cache, *states(1, torch.bfloat16))
     model(cache, *states(1, torch.float32))
     assert cache.get_seq_length() == 4
@@ -241,7 +242,7 @@ def test_states_that_were_loaded_are_looked_at_again() -> None:
 def test_packed_tokens_are_read_beside_those_of_another_dtype_after_an_eviction(
     first: torch.dtype, per_head: bool
 ) -> None:
-    store = QuantizedStore(kvlayers.Quantization(nbits=8, residual_length=32, sink_tokens=8))
+    store = kvlayers.stores.QuantizedStore(kvlayers.Quantization(nbits=8, residual_length=32, sink_tokens=8))
     layer = kvlayers.EvictingLayer("knorm", budget=160, recent_tokens=16, per_head=per_head, store=store)
     layer.update(*states(150, first))
     held, new = held_tokens(layer.store), states(150, torch.float32 if first == torch.bfloat16 else torch.bfloat16, 1)

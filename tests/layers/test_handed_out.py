@@ -3,20 +3,20 @@
 import copy
 import itertools
 import pickle
+import random
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 import kvlayers
 from agreement import check_at_rest, step
-from kvlayers import CacheLayer, PrefixStore
-from kvlayers.errors import LegacyFormatError, ReadOnlyStatesError, StaleStatesError
-from kvlayers.kernels.attention.packed_tensor import PackedStates
+from kvlayers.kernels.attention.packed_tensor import PackedStates, as_dense
 from layer_kinds import KINDS as ALL_KINDS
-from matrix import once, product
+from matrix import once, product, seeds
 from oracle import Oracle, states
 from spies import Operators
 
@@ -53,7 +53,7 @@ def filled(kind: str, tokens: int, generator: torch.Generator) -> Filled:
 def pairs(cache: kvlayers.Cache, read: Callable[[kvlayers.Cache], Any]) -> list[torch.Tensor]:
     try:
         return [states for states in read(cache) if isinstance(states, torch.Tensor)]
-    except LegacyFormatError:
+    except kvlayers.errors.LegacyFormatError:
         # It has dropped tokens, which tuples cannot say.
         return []
 
@@ -81,7 +81,7 @@ def spoil(handed_out: list[torch.Tensor]) -> None:
     for given in handed_out:
         try:
             given.fill_(-1) if given.dtype != torch.bool else None
-        except ReadOnlyStatesError:
+        except kvlayers.errors.ReadOnlyStatesError:
             assert isinstance(given, PackedStates)
 
 
@@ -111,7 +111,7 @@ def test_what_is_written_to_the_states_of_one_cache_does_not_show_in_its_twin(
     go_on(cache, oracle, generator)
 
 
-CHANGES: dict[str, Callable[[CacheLayer, Oracle], object]] = {
+CHANGES: dict[str, Callable[[kvlayers.CacheLayer, Oracle], object]] = {
     "decode": lambda layer, oracle: None,
     "reset": lambda layer, oracle: (layer.reset(), oracle.reset()),
     "crop": lambda layer, oracle: (layer.crop(-3), oracle.truncate(oracle.length - 3)),
@@ -141,7 +141,7 @@ def test_what_was_handed_out_is_not_written_again(kind: str, tokens: int, genera
         for given, before in zip(handed_out, expected, strict=True):
             try:
                 assert torch.equal(given, before), (name, path)
-            except StaleStatesError:
+            except kvlayers.errors.StaleStatesError:
                 assert isinstance(given, PackedStates)
 
 
@@ -215,7 +215,7 @@ def test_a_layer_that_is_read_at_each_step_is_not_copied(generator: torch.Genera
 
 def test_what_a_store_of_prefixes_found_is_the_callers(generator: torch.Generator) -> None:
     given = states(1, 12, generator)
-    cache, store = kvlayers.DynamicCache([given]), PrefixStore(2**20)
+    cache, store = kvlayers.DynamicCache([given]), kvlayers.PrefixStore(2**20)
     early = cache.layers[0].values
     assert store.insert(torch.arange(12), cache, model="tiny")
     spoil([cache.layers[0].keys, early])
@@ -234,5 +234,111 @@ def test_an_expanded_prompt_is_nobodys_view(generator: torch.Generator) -> None:
     cache.expand(3)
     view.zero_()
     assert torch.equal(cache.to_legacy_cache()[0][0], keys.repeat(3, 1, 1, 1))
-    with pytest.raises(ReadOnlyStatesError):
+    with pytest.raises(kvlayers.errors.ReadOnlyStatesError):
         cache.layers[0].keys.zero_()
+
+
+# The states that an update returns are those of its tokens, and stay so while the cache and its forks go on
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def some_states(tokens: int) -> Pair:
+    return torch.randn(2, 1, tokens, 8), torch.randn(2, 1, tokens, 8)
+
+
+def packed_store(residual_length: int) -> kvlayers.stores.QuantizedStore:
+    return kvlayers.stores.QuantizedStore(
+        kvlayers.Quantization(nbits=8, residual_length=residual_length, sink_tokens=0)
+    )
+
+
+@pytest.mark.parametrize(
+    ("window", "residual_length", "with_gradients"), product([20, 50, 100, 150], [8, 64, 128], [False, True])
+)
+def test_a_packed_window_takes_in_any_number_of_tokens(window: int, residual_length: int, with_gradients: bool) -> None:
+    random.seed(window)
+    packed, exact = kvlayers.SlidingLayer(window, store=packed_store(residual_length)), kvlayers.SlidingLayer(window)
+    with torch.set_grad_enabled(with_gradients):
+        for _ in range(100):
+            keys, values = some_states(random.choice([1, 2, 5, 30]))
+            keys.requires_grad_(with_gradients)
+            for seen, expected in zip(packed.update(keys, values), exact.update(keys, values), strict=True):
+                # A code of 8 bits is at most half of a 255th of its group's range away.
+                torch.testing.assert_close(as_dense(seen), expected, rtol=0, atol=0.05)
+
+
+def test_a_forked_window_returns_new_states_if_those_before_are_held() -> None:
+    layer, (keys, values) = kvlayers.SlidingLayer(300), some_states(299)
+    layer.update(keys, values)
+    # It takes the slots behind the tokens, so that the window goes on in another tail.
+    layer.fork().update(*some_states(1))
+    held = []
+    for _ in range(4):
+        new_keys, new_values = some_states(1)
+        keys, values = torch.cat([keys, new_keys], 2), torch.cat([values, new_values], 2)
+        held.append(layer.update(new_keys, new_values))
+        for seen, expected in zip(held[-1], (keys, values), strict=True):
+            assert torch.equal(seen.clone(), expected[:, :, -300:])
+
+
+LAYERS: dict[str, Callable[[], kvlayers.CacheLayer]] = {
+    "dynamic": kvlayers.DynamicLayer,
+    "sliding": lambda: kvlayers.SlidingLayer(random.choice([5, 20, 50, 150])),
+    "packed": lambda: kvlayers.QuantizedLayer(kvlayers.Quantization(nbits=4, residual_length=random.choice([8, 64]))),
+    "packed sliding": lambda: kvlayers.SlidingLayer(random.choice([20, 50, 150, 400]), store=packed_store(8)),
+}
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("seed", seeds(2, 12))
+def test_packed_states_stay_as_they_were_or_are_refused_while_forks_come_and_go(kind: str, seed: int) -> None:
+    random.seed(seed)
+    torch.manual_seed(seed)
+    layer, forks = LAYERS[kind](), list[kvlayers.CacheLayer]()
+    held: list[tuple[Pair, list[torch.Tensor]]] = []
+    for _ in range(80):
+        returned = layer.update(*some_states(random.choice([1, 1, 1, 1, 2, 5, 30])))
+        if isinstance(returned[0], PackedStates):
+            held = [*held[-20:], (returned, [states.clone() for states in returned])]
+        chance = random.random()
+        if chance < 0.1:
+            forks.append(layer.fork())
+        elif chance < 0.16 and forks:
+            forks.pop(random.randrange(len(forks)))
+        elif chance < 0.26 and forks:
+            random.choice(forks).update(*some_states(3))
+        elif chance < 0.3 and "sliding" not in kind and layer.length > 3:
+            layer.crop(layer.length - random.choice([1, 3]))
+        for returned, copies in random.sample(held, min(3, len(held))):
+            try:
+                now = [states.clone() for states in returned]
+            except kvlayers.errors.StaleStatesError:
+                continue
+            assert all(torch.equal(states, copy) for states, copy in zip(now, copies, strict=True))
+
+
+@pytest.mark.parametrize("end", ["packs", "is deleted"])
+def test_nobody_writes_to_what_returned_states_read_when_their_layer(end: str) -> None:
+    layer = kvlayers.QuantizedLayer(kvlayers.Quantization(nbits=4, residual_length=16, sink_tokens=0))
+    layer.update(*some_states(100))
+    fork = layer.fork()
+    returned = layer.update(*some_states(1))
+    copies = [states.clone() for states in returned]
+    if end == "packs":
+        layer.update(*some_states(300))
+    else:
+        del layer
+    fork.update(*some_states(1))
+    assert all(torch.equal(states.clone(), copy) for states, copy in zip(returned, copies, strict=True))
+
+
+def test_keys_and_values_of_two_dtypes_are_never_read_as_one() -> None:
+    layer, (keys, values) = kvlayers.DynamicLayer(), some_states(1300)
+    layer.update(keys, values.half())
+    layer.fork().update(keys[:, :, :1], values[:, :, :1].half())
+    for _ in range(2):
+        returned = layer.update(keys[:, :, :1], values[:, :, :1].half())
+        assert [states.dtype for states in returned] == [torch.float32, torch.float16]
+        with pytest.raises(RuntimeError, match="same dtype"):
+            scaled_dot_product_attention(torch.randn(2, 4, 1, 8), *returned, enable_gqa=True)

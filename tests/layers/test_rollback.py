@@ -12,8 +12,6 @@ import counted_graphs
 import kvlayers
 import versions
 from families import FAMILIES, model_and_inputs
-from kvlayers.errors import RollbackError
-from kvlayers.layers import Checkpoints
 from kvlayers.upstream import cache_argument, model_types
 from matrix import once, some
 from models import CONFIGS, fresh_model, prompt
@@ -91,7 +89,7 @@ def test_after_a_rollback_and_a_replay_logits_are_those_of_a_fresh_run(family: s
 @pytest.mark.parametrize("family", some(HAVE_SCANS, set(HAVE_SCANS) & set(FEW)))
 def test_what_follows_the_start_of_recording_can_be_taken_back_exactly(family: str) -> None:
     decoder, ids = Decoder(family), prompt(1, 30)
-    cache = kvlayers.DynamicCache(config=decoder.config, checkpoints=Checkpoints(most=0))
+    cache = kvlayers.DynamicCache(config=decoder.config, checkpoints=kvlayers.layers.Checkpoints(most=0))
     decoder.pass_on(cache, ids[:, :7])
     decoder.decode(cache, ids[:, 7:12])
     assert cache.fork().truncate(11) == 11
@@ -115,9 +113,9 @@ def test_a_crop_is_exact_or_an_error_that_says_what_to_do(family: str) -> None:
     decoder, ids = Decoder(family), prompt(2, 20)
     cache, other = decoder.begun(ids, rejected=5), decoder.begun(ids, rejected=5)
     for removed in (1, 3):
-        with pytest.raises(RollbackError, match=r"latest one before is at 10: use truncate\(\)"):
+        with pytest.raises(kvlayers.errors.RollbackError, match=r"latest one before is at 10: use truncate\(\)"):
             cache.crop(-removed)
-    with pytest.raises(RollbackError, match="from 0 to the 15 tokens"):
+    with pytest.raises(kvlayers.errors.RollbackError, match="from 0 to the 15 tokens"):
         cache.truncate(16)
     assert torch.equal(decoder.pass_at_once(cache, ids[:, 15:16]), decoder.pass_at_once(other, ids[:, 15:16]))
     cache.crop(PROMPT)
@@ -167,7 +165,7 @@ def test_a_model_that_keeps_states_in_its_modules_is_not_rolled_back() -> None:
         pytest.skip(f"the config of transformers {transformers.__version__} does not tell these layers from others")
     decoder.pass_at_once(cache, ids)
     for roll_back in (cache.truncate, cache.crop):
-        with pytest.raises(RollbackError, match="keeps its states elsewhere"):
+        with pytest.raises(kvlayers.errors.RollbackError, match="keeps its states elsewhere"):
             roll_back(4)
 
 

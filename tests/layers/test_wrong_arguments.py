@@ -18,7 +18,6 @@ from kvlayers.errors import (
     StateMismatchError,
     UnsupportedLayerError,
 )
-from kvlayers.stores import DenseStore
 from layer_kinds import KINDS
 from other_package import SteppedStore
 
@@ -91,7 +90,7 @@ TAKE_HINTS: dict[str, Callable[[Any], Any]] = {
     "DynamicLayer": lambda hint: kvlayers.DynamicLayer(length_hint=hint),
     "QuantizedLayer": lambda hint: kvlayers.QuantizedLayer(length_hint=hint),
     "RecallLayer": lambda hint: kvlayers.RecallLayer(length_hint=hint),
-    "DenseStore": lambda hint: DenseStore(length_hint=hint),
+    "DenseStore": lambda hint: kvlayers.stores.DenseStore(length_hint=hint),
     "DynamicCache": lambda hint: kvlayers.DynamicCache(length_hint=hint),
     "QuantizedCache": lambda hint: kvlayers.QuantizedCache(length_hint=hint),
     "dynamic": lambda hint: kvlayers.make_cache("dynamic", LlamaConfig(), length_hint=hint),

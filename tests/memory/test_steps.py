@@ -22,7 +22,6 @@ from kvlayers.core.buffer import TokenBuffer
 from kvlayers.errors import OptionError, StateMismatchError, UnsupportedLayerError
 from kvlayers.generation.current_call import USES_KVLAYERS
 from kvlayers.kernels.attention.packed_tensor import as_dense
-from kvlayers.stores import QuantizedStore
 from matrix import product
 from models import tiny_model
 
@@ -50,8 +49,8 @@ def dynamic() -> Cache:
 
 def rounded(nbits: int) -> Cache:
     """A cache of these bits from the start."""
-    window = SlidingLayer(WINDOW, QuantizedStore(Quantization(nbits=nbits, sink_tokens=0)))
-    layers = [DynamicLayer(store=QuantizedStore(Quantization(nbits=nbits))) for _ in range(2)]
+    window = SlidingLayer(WINDOW, kvlayers.stores.QuantizedStore(Quantization(nbits=nbits, sink_tokens=0)))
+    layers = [DynamicLayer(store=kvlayers.stores.QuantizedStore(Quantization(nbits=nbits))) for _ in range(2)]
     return Cache([layers[0], window, layers[1]])
 
 
@@ -141,7 +140,7 @@ def test_codes_of_8_bits_are_packed_again_as_what_they_stand_for(operation: str)
     for layer, other in zip(cache.layers, before.layers, strict=True):
         # Slow: a store of 4 bits, whose blocks are packed one by one from what the codes of 8 bits stand for.
         held, reference = other.store, layer.store
-        again = QuantizedStore(layer.store.quantization).fork()
+        again = kvlayers.stores.QuantizedStore(layer.store.quantization).fork()
         again.reserve_form(*other.store.forms)
         for block, (keys, values) in enumerate(whole_blocks(other.store)):
             again.blocks.prepare(1)
@@ -156,7 +155,7 @@ def test_codes_of_8_bits_are_packed_again_as_what_they_stand_for(operation: str)
     check_goes_on(cache, before, rtol=0, atol=4.0)
 
 
-def whole_blocks(store: QuantizedStore) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def whole_blocks(store: kvlayers.stores.QuantizedStore) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """What the codes of each block stand for, cropped tokens included, smoothed as they are."""
     found = []
     for segment in store.blocks.segments(0, store.runs):

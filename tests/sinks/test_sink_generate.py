@@ -8,7 +8,6 @@ import torch
 import kvlayers
 import versions
 from families import model_and_inputs
-from kvlayers import SinkCache, SinkLayer
 from kvlayers.errors import ConfigError, StateMismatchError
 from kvlayers.upstream import compat
 from models import fresh_model, prompt, read, tiny_model
@@ -21,8 +20,8 @@ NARROW: dict[str, Any] = {"cache_implementation": "sink", "cache_config": OPTION
 WIDE: dict[str, Any] = {"cache_implementation": "sink", "cache_config": {"window_length": 200}}
 
 
-def sink_cache(model: Any) -> SinkCache:
-    return SinkCache(**OPTIONS, config=model.config)
+def sink_cache(model: Any) -> kvlayers.SinkCache:
+    return kvlayers.SinkCache(**OPTIONS, config=model.config)
 
 
 def generated(model: Any, ids: torch.Tensor, tokens: int = 30, **how: Any) -> Any:
@@ -32,7 +31,7 @@ def generated(model: Any, ids: torch.Tensor, tokens: int = 30, **how: Any) -> An
 
 
 @torch.no_grad()
-def decoded(model: Any, ids: torch.Tensor, tokens: int = 30, cache: SinkCache | None = None) -> torch.Tensor:
+def decoded(model: Any, ids: torch.Tensor, tokens: int = 30, cache: kvlayers.SinkCache | None = None) -> torch.Tensor:
     """Greedy tokens of a loop that gives the model one token at a time after the prompt, of one sequence."""
     cache = sink_cache(model) if cache is None else cache
     new = ids[:, cache.get_seq_length() :]
@@ -46,10 +45,10 @@ def decoded(model: Any, ids: torch.Tensor, tokens: int = 30, cache: SinkCache | 
 def test_by_name_and_given_it_is_the_same_as_a_loop(family: str) -> None:
     model, ids = tiny_model(family), prompt(1, 30)
     by_name = generated(model, ids, **NARROW)
-    assert type(by_name.past_key_values) is SinkCache
+    assert type(by_name.past_key_values) is kvlayers.SinkCache
     assert by_name.past_key_values.window_length == 20
     # As in transformers 4, where a cache was made without a config.
-    given = [generated(model, ids, past_key_values=cache) for cache in (SinkCache(20, 3), sink_cache(model))]
+    given = [generated(model, ids, past_key_values=cache) for cache in (kvlayers.SinkCache(20, 3), sink_cache(model))]
     for output in (by_name, *given):
         assert torch.equal(output.sequences, decoded(model, ids))
 
@@ -61,7 +60,7 @@ def test_in_a_padded_batch_each_sequence_is_as_it_is_alone(way: str) -> None:
     ids = torch.cat([torch.nn.functional.pad(text, (30 - text.shape[1], 0)) for text in texts])
     how: dict[str, Any] = {
         "by name": NARROW,
-        "given without a config": {"past_key_values": SinkCache(**OPTIONS)},
+        "given without a config": {"past_key_values": kvlayers.SinkCache(**OPTIONS)},
         "given with a config": {"past_key_values": sink_cache(model)},
     }[way]
     sequences = generated(model, ids, attention_mask=(ids != 0).long(), **how).sequences
@@ -96,7 +95,7 @@ def test_beams_are_those_of_a_loop_that_scores_them_alone() -> None:
 def test_the_chat_of_the_documentation_goes_on_beyond_the_window(has_config: bool) -> None:
     """Turn by turn with one cache, as the whole text that grows: each turn pays for its new tokens alone."""
     model, text = fresh_model("llama").double(), prompt(1, 6)
-    cache, loop = sink_cache(model) if has_config else SinkCache(**OPTIONS), sink_cache(model)
+    cache, loop = sink_cache(model) if has_config else kvlayers.SinkCache(**OPTIONS), sink_cache(model)
     assert cache.get_max_length() == OPTIONS["window_length"]
     for turn in range(4):
         expected = decoded(model, text, tokens=9, cache=loop)
@@ -140,7 +139,7 @@ def test_chunked_prefill_keeps_every_token_within_the_window() -> None:
 
 def test_frequencies_that_were_rounded_with_the_model_are_refused() -> None:
     model = fresh_model("llama").to(torch.bfloat16)
-    for how in (NARROW, {"past_key_values": SinkCache(20, config=model.config)}):
+    for how in (NARROW, {"past_key_values": kvlayers.SinkCache(20, config=model.config)}):
         with pytest.raises(ConfigError, match="must be in float32"):
             generated(model, prompt(), **how)
 
@@ -152,13 +151,13 @@ def test_models_with_recurrent_states_keep_them_beside_the_sinks(family: str) ->
     expected = generated(model, ids, cache_implementation="dynamic")
     assert torch.equal(generated(model, ids, **WIDE).sequences, expected.sequences)
     narrow = generated(model, ids, cache_implementation="sink", cache_config={"window_length": 8}).past_key_values
-    assert any(isinstance(layer.parts[0], SinkLayer) for layer in narrow.layers)
+    assert any(isinstance(layer.parts[0], kvlayers.SinkLayer) for layer in narrow.layers)
     assert {part.length for part in narrow.recurrent_parts()} == {ids.shape[1] + 29}
 
 
 @pytest.mark.parametrize("window", [6, 12])
 def test_a_window_shorter_than_the_models_own_has_sinks_in_all_layers(window: int) -> None:
-    cache = SinkCache(window, 2, config=tiny_model("gemma3").config)
+    cache = kvlayers.SinkCache(window, 2, config=tiny_model("gemma3").config)
     kinds = [type(layer).__name__ for layer in cache.layers]
     slides = "SinkLayer" if window < 8 else "SlidingLayer"
     assert kinds == [slides, slides, "SinkLayer", slides]
@@ -174,7 +173,7 @@ HOLES = {"a hole": [1, 0, 1, 1, 1, 1], "on the right": [1, 1, 1, 1, 0, 0], "both
 def test_padding_elsewhere_than_on_the_left_is_refused(case: str) -> None:
     """Masks go by position, and sinks stand at those of other tokens: such padding would be seen, or hide a sink."""
     model, ids, mask = tiny_model("llama"), prompt(1, 6), torch.tensor([HOLES[case]])
-    given = SinkCache(20, 3, config=model.config)
+    given = kvlayers.SinkCache(20, 3, config=model.config)
     for how in ({"past_key_values": given}, NARROW):
         with pytest.raises(StateMismatchError, match="padding on the left only"):
             generated(model, ids, attention_mask=mask, **how)
@@ -199,7 +198,7 @@ def test_a_reset_forgets_the_padding_and_keeps_what_is_recorded() -> None:
     model = tiny_model("llama")
     mask = torch.ones(2, 12, dtype=torch.long)
     mask[0, :5] = 0
-    cache = SinkCache(8, 2, config=model.config)
+    cache = kvlayers.SinkCache(8, 2, config=model.config)
     cache.activate_past_recording()
     cache.prepare(model.config, mask)
     layer = cache.layers[0]
@@ -209,7 +208,7 @@ def test_a_reset_forgets_the_padding_and_keeps_what_is_recorded() -> None:
     assert layer.left_padding is None
     cache.prepare(model.config)
     assert cache.layers[0] is layer
-    unbound = SinkCache(8, 2, left_padding=[5, 0])
+    unbound = kvlayers.SinkCache(8, 2, left_padding=[5, 0])
     unbound.reset()
     unbound.prepare(model.config)
     assert unbound.layers[0].left_padding is None
@@ -217,7 +216,7 @@ def test_a_reset_forgets_the_padding_and_keeps_what_is_recorded() -> None:
 
 @pytest.mark.parametrize("mask", [torch.ones(3), torch.ones(2, 0), torch.ones(1, 1, 3, 3), "x"], ids=str)
 def test_what_is_no_mask_is_refused(mask: Any) -> None:
-    cache = SinkCache(8, 2)
+    cache = kvlayers.SinkCache(8, 2)
     with pytest.raises(StateMismatchError, match="`attention_mask` must be"):
         cache.prepare(tiny_model("llama").config, mask)
     assert not cache.layers

@@ -13,6 +13,7 @@ import torch
 import transformers as tf
 from torch import Tensor
 
+import fresh_process
 import kvlayers
 from families import model_of
 from kvlayers.core.buffer import TokenBuffer
@@ -265,6 +266,26 @@ BETWEEN: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize(("between", "family"), once(BETWEEN, ["llama", "mamba2", "falcon_h1"]))
 def test_no_copy_forgets_it(family: str, between: str) -> None:
     assert check(family, "dynamic", "first step", 2, between=BETWEEN[between]) > 0
+
+
+def test_another_process_notices_it(tmp_path: pathlib.Path) -> None:
+    model, ids = model_of("mamba2"), prompt(1, END)
+    cache = begun(model, "dynamic", ids)
+    # The last convolution has its columns.
+    with interrupted(cache, calls_of(model, "dynamic", ids, PASSES["step"], same), after=True):
+        passed(model, cache, ids[:, 7:8])
+    torch.save((model, cache, ids), tmp_path / "sent")
+    found = fresh_process.run(f"""
+import kvlayers, torch
+model, cache, ids = torch.load({str(tmp_path / "sent")!r}, weights_only=False)
+try:
+    with torch.no_grad():
+        for token in (7, 8):
+            model(ids[:, token : token + 1], {next(iter(given(cache, model)))}=cache, use_cache=True)
+except kvlayers.errors.InterruptedPassError:
+    print("noticed")
+""")
+    assert found.stdout.strip().endswith("noticed"), found.stdout + found.stderr
 
 
 @pytest.mark.parametrize(("family", "part"), once(["mamba2", "mamba", "falcon_h1", "qwen3_next"], ["prompt", "step"]))

@@ -22,10 +22,8 @@ from kvlayers import (
     StaticLayer,
     StaticSlidingLayer,
 )
-from kvlayers.errors import RollbackError
 from kvlayers.offload import Prefetcher
 from kvlayers.rope.rotary import Rotary
-from kvlayers.stores import QuantizedStore
 from recording_transfers import RecordingTransfers
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "capabilities.md"
@@ -50,7 +48,7 @@ KINDS: dict[str, Callable[[], CacheLayer]] = {
     "EvictingLayer": lambda: EvictingLayer("knorm", budget=16, sink_tokens=2, recent_tokens=8, per_head=False),
     "RecallLayer": lambda: kvlayers.RecallLayer(kvlayers.layers.Recall(pages=4, page_tokens=8, recent_tokens=8)),
     "QuantizedLayer": lambda: QuantizedLayer(IN_CODES),
-    "SlidingLayer, quantized": lambda: SlidingLayer(WIDE_WINDOW, QuantizedStore(WINDOW_IN_CODES)),
+    "SlidingLayer, quantized": lambda: SlidingLayer(WIDE_WINDOW, kvlayers.stores.QuantizedStore(WINDOW_IN_CODES)),
     "DynamicLayer, offloaded": lambda: OffloadedLayer(DynamicLayer(), _prefetcher()),
     "QuantizedLayer, offloaded": lambda: OffloadedLayer(QuantizedLayer(IN_CODES), _prefetcher()),
     "LinearAttentionLayer": LinearAttentionLayer,
@@ -189,7 +187,7 @@ def table() -> str:
             torch.manual_seed(0)
             try:
                 able = operation(make())
-            except (RollbackError, CapacityError):
+            except (kvlayers.errors.RollbackError, CapacityError):
                 able = False
             cells.append("yes" if able else NOTES.get((capability, kind), "no"))
         rows.append(f"| {capability} | {' | '.join(cells)} |")

@@ -8,7 +8,6 @@ import torch
 
 import kvlayers
 from kvlayers import layers, stores
-from kvlayers.errors import KVLayersError
 from models import prompt, tiny_model
 
 STATES = torch.zeros(1, 2, 5, 8)
@@ -46,6 +45,7 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     "half a length of a layer": (lambda: held().layers[0].nearest_restorable(1.5), "`length` must be a whole number"),
     "one length for all rows": (lambda: held().crop_rows(3), "`lengths` must have one length for each row, got 3"),
     "a hint that is a truth": (lambda: kvlayers.DynamicCache(length_hint=True), "`length_hint` must be a whole number"),
+    **{f"{n!r} forks": (lambda n=n: held().fork(n), "`n` must be") for n in (0, -1, 1.5, "two")},
     "half a hint": (lambda: kvlayers.DynamicCache(length_hint=1.5), "`length_hint` must be a whole number, got 1.5"),
     "disk without a place": (lambda: held().offload(device="disk"), "as `device` and `directory`"),
     "a device that is a number": (lambda: kvlayers.make_cache("dynamic", config(), device=1.5), "`device` must be"),
@@ -251,8 +251,7 @@ def test_an_index_that_no_layer_has_is_named(name: str, index: Any) -> None:
         BY_INDEX[name](held(), index)
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_a_mistake_is_named(name: str) -> None:
-    call, words = CALLS[name]
-    with pytest.raises(KVLayersError, match=words):
+@pytest.mark.parametrize(("call", "words"), CALLS.values(), ids=CALLS)
+def test_a_mistake_is_named(call: Callable[[], Any], words: str) -> None:
+    with pytest.raises(kvlayers.errors.KVLayersError, match=words):
         call()

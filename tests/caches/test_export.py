@@ -5,7 +5,6 @@ import io
 import pytest
 import torch
 import transformers
-from torch import Tensor
 
 import kvlayers
 from kvlayers.upstream import compat
@@ -18,7 +17,7 @@ TOLERANCE = 1e-5
 """Attention over masked slots adds up the same float32 numbers in another order."""
 
 
-def ids_of(model: transformers.PreTrainedModel, batch: int) -> Tensor:
+def ids_of(model: transformers.PreTrainedModel, batch: int) -> torch.Tensor:
     return torch.randint(1, model.config.get_text_config().vocab_size, (batch, LENGTH))
 
 
@@ -62,7 +61,7 @@ def test_a_static_cache_that_is_exported_by_hand_is_read_as_a_whole() -> None:
                 for name, tensor in layer.tensors().items():
                     self.register_buffer(f"{name}_{index}", tensor)
 
-        def forward(self, token: Tensor, position: Tensor) -> Tensor:
+        def forward(self, token: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
             for layer in self.cache.layers:
                 layer.tensors()["position"].copy_(position)
             told = {"cache_position": position[None]} if compat.MASKS_BY_CACHE_POSITION else {}

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from torch import Tensor
 from transformers.models.mllama.configuration_mllama import MllamaConfig
 
 import kvlayers
 import versions
+from agreement import same_state
 from kvlayers.upstream import compat
 from models import WINDOW, prompt, tiny_model
 
@@ -53,11 +53,11 @@ def mllama() -> Any:
     return model
 
 
-def with_image(new_tokens: int, **how: Any) -> Tensor:
+def with_image(new_tokens: int, **how: Any) -> torch.Tensor:
     """Tokens that follow a prompt of `TEXT` tokens and an image."""
     ids = prompt(1, TEXT) % 60 + 1
     ids[0, 0] = 63
-    output: Tensor = mllama().generate(
+    output: torch.Tensor = mllama().generate(
         input_ids=ids,
         attention_mask=torch.ones_like(ids),
         pixel_values=torch.randn(1, 1, 2, 3, 28, 28, generator=torch.Generator().manual_seed(1)),
@@ -99,32 +99,22 @@ def test_static_names_decode_beside_an_image(name: str, installed: None) -> None
         assert torch.equal(with_image(new_tokens, cache_implementation=name), expected)
 
 
-def states(tokens: int) -> tuple[Tensor, Tensor]:
-    return torch.randn(1, 2, tokens, 8), torch.randn(1, 2, tokens, 8)
-
-
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("capacities", [(8, 4), (8, 8), (4, 4)], ids=str)
+@torch.no_grad()
 def test_a_question_about_a_layer_with_room_is_answered_beside_a_full_one(
     capacities: tuple[int, int], compiled: bool
 ) -> None:
     layers = [kvlayers.StaticLayer(capacity) for capacity in capacities]
-    for layer in layers:
+    cache, held = kvlayers.Cache(layers=layers), [min(capacities[0] - 1, capacities[1]), capacities[1]]
+    for index, layer in enumerate(layers):
         layer.reserved.mask_extent.mode.compiled = compiled
-    cache = kvlayers.Cache(layers=layers)
-    with torch.no_grad():
-        if capacities[0] == capacities[1]:
-            cache.update(*states(capacities[0] - 1), 0)
-            cache.update(*states(capacities[1]), 1)
-        else:
-            for index in range(2):
-                cache.update(*states(capacities[1]), index)
-        seen = cache.get_seq_length(0)
-        assert cache.get_mask_sizes(1, 0)[0] >= seen + 1
-        cache.update(*states(1), 0)
-        with pytest.raises(kvlayers.CapacityError, match=f"at most {capacities[1]} tokens"):
-            cache.update(*states(1), 1)
-    assert [layer.length for layer in layers] == [seen + 1, capacities[1]]
+        cache.update(*torch.randn(2, 1, 2, held[index], 8), index)
+    assert cache.get_mask_sizes(1, 0)[0] >= cache.get_seq_length(0) + 1
+    cache.update(*torch.randn(2, 1, 2, 1, 8), 0)
+    with pytest.raises(kvlayers.CapacityError, match=f"at most {capacities[1]} tokens"):
+        cache.update(*torch.randn(2, 1, 2, 1, 8), 1)
+    assert [layer.length for layer in layers] == [held[0] + 1, held[1]]
 
 
 CACHES: dict[str, Any] = {
@@ -155,17 +145,16 @@ QUESTIONS: dict[str, Any] = {
     ("family", "kind"),
     [*(("llama", kind) for kind in CACHES), *(("gemma3", kind) for kind in CACHES if "static" in kind)],
 )
+@torch.no_grad()
 def test_questions_take_no_memory_and_change_no_state(kind: str, family: str) -> None:
     model = tiny_model(family)
     cache, untouched = CACHES[kind](model.config), CACHES[kind](model.config)
-    with torch.no_grad():
-        for tokens in (9, 1, 3, 1):
-            for name, ask in QUESTIONS.items():
-                before = cache.storages()
-                ask(cache)
-                assert cache.storages() == before, name
-            inputs = prompt(1, tokens, seed=tokens)
-            expected = model(inputs, past_key_values=untouched).logits
-            assert torch.equal(model(inputs, past_key_values=cache).logits, expected)
-    for one, other in zip(cache.state().layers, untouched.state().layers, strict=True):
-        assert all(torch.equal(states, other.tensors[name]) for name, states in one.tensors.items())
+    for tokens in (9, 1, 3, 1):
+        for name, ask in QUESTIONS.items():
+            before = cache.storages()
+            ask(cache)
+            assert cache.storages() == before, name
+        inputs = prompt(1, tokens, seed=tokens)
+        expected = model(inputs, past_key_values=untouched).logits
+        assert torch.equal(model(inputs, past_key_values=cache).logits, expected)
+    assert all(map(same_state, cache.state().layers, untouched.state().layers))

@@ -13,7 +13,7 @@ import kvlayers_lab
 import versions
 from kvlayers.planning import planner
 from kvlayers.upstream import model_types
-from models import COMMON, WINDOW, prompt, tiny_model
+from models import COMMON, WINDOW, prompt, read, tiny_model
 from named_factories import registered
 
 MISTRAL = tf.MistralConfig(**COMMON, sliding_window=WINDOW)
@@ -57,9 +57,8 @@ def test_a_model_stands_for_its_config(mistral: Any, kind: str) -> None:
         make(tf.PreTrainedTokenizerFast(tokenizer_object=tokenizers.Tokenizer(tokenizers.models.WordLevel({}))))
 
 
-@pytest.mark.parametrize("kind", ARE_OF_OTHER_MODELS)
-def test_a_model_stands_for_its_config_where_it_is_of_one_kind(kind: str) -> None:
-    family, make = ARE_OF_OTHER_MODELS[kind]
+@pytest.mark.parametrize(("family", "make"), ARE_OF_OTHER_MODELS.values(), ids=ARE_OF_OTHER_MODELS)
+def test_a_model_stands_for_its_config_where_it_is_of_one_kind(family: str, make: Any) -> None:
     if family != "llama" and versions.kvlayers_recurrent_layers.args[0]:
         pytest.skip("models of this transformers make a cache of their own for recurrent states")
     model = tiny_model(family)
@@ -87,9 +86,7 @@ def test_a_model_in_the_place_of_states_is_told_where_it_belongs(mistral: Any) -
 
 def test_a_file_and_a_store_take_a_model(tmp_path: Path) -> None:
     model, ids = tiny_model("llama"), prompt(1, 12)
-    cache = kvlayers.DynamicCache(config=model)
-    with torch.no_grad():
-        model(ids, past_key_values=cache)
+    cache, _ = read(model, ids, kvlayers.DynamicCache(config=model))
     kvlayers.save_cache(cache, tmp_path / "a", config=model)
     kvlayers.save_cache(cache, tmp_path / "b", config=model.config)
     one, other = (kvlayers.inspect_cache(tmp_path / name) for name in ("a", "b"))

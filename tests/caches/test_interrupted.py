@@ -225,10 +225,16 @@ def test_a_chunk_that_is_passed_again_is_right_or_refused(family: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "family"), [*once(list(KINDS)[2:], ["llama", "falcon_h1"]), ("made as needed", "llama")]
+    ("kind", "family", "part"),
+    [
+        *once(list(KINDS)[2:], [("llama", "first step"), ("falcon_h1", "first step")]),
+        ("made as needed", "llama", "first step"),
+        # Before windows are full, and after.
+        *((kind, "gemma3", part) for kind in ("dynamic", "static", "int4") for part in ("first step", "step")),
+    ],
 )
-def test_so_it_is_in_other_caches(kind: str, family: str) -> None:
-    assert check(family, kind, "first step") > 0
+def test_so_it_is_in_other_caches(kind: str, family: str, part: str) -> None:
+    assert check(family, kind, part) > 0
 
 
 @pytest.mark.parametrize(("family", "kind"), once(["llama", "mamba2", "falcon_h1"], ["dynamic", "static"]))
@@ -336,27 +342,6 @@ def test_what_is_written_of_an_update_that_was_interrupted_does_not_count(kind: 
         torch.testing.assert_close(torch.stack(logits)[2:], expected, rtol=0, atol=0)
 
 
-def test_a_window_is_cropped_while_it_holds_every_token_and_refuses_by_name_after() -> None:
-    model, ids = tiny_model("gemma3"), prompt(1, 20)
-    for kind in ("dynamic", "static", "int4"):
-        for seen in (SEEN, 4):
-            passes = BEGUN if seen == SEEN else [(0, 4)]
-            cache, whole = (begun(model, kind, ids, passes) for _ in range(2))
-            with interrupted(cache, 3):
-                passed(model, cache, ids[:, seen : seen + 1])
-            with pytest.raises(InterruptedPassError):
-                cache.get_seq_length()
-            if seen == SEEN:
-                with pytest.raises(RollbackError, match="window"):
-                    cache.crop(SEEN)
-                cache.reset()
-                for begin, end in BEGUN:
-                    passed(model, cache, ids[:, begin:end])
-            else:
-                cache.crop(seen)
-            assert torch.equal(decoded(model, cache, ids, seen), decoded(model, whole, ids, seen))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["dynamic", "static", "int4"])
 def test_a_move_of_a_window_that_was_interrupted_loses_no_token_silently(kind: str) -> None:
@@ -433,36 +418,27 @@ def test_a_pass_that_was_interrupted_is_noticed_by_all_that_ask() -> None:
 # What is no interrupted pass
 
 
-def _states(tokens: int = 1) -> Tensor:
-    return torch.randn(1, 2, tokens, 8)
+class Layer(torch.nn.Module):
+    """Gives a layer of a cache two tokens."""
+
+    def forward(self, cache: Any, index: int) -> None:
+        cache.update(*torch.randn(2, 1, 2, 2, 8), index)
 
 
-def test_loops_over_update_may_fill_layers_as_they_like() -> None:
+@pytest.mark.parametrize("kind", WITH_ALL_TOKENS)
+def test_loops_may_fill_layers_as_they_like(kind: str) -> None:
+    """Also modules that are run one after the other over all chunks."""
     config = tf.LlamaConfig(**{**COMMON, "num_hidden_layers": LAYERS})
-    for kind in WITH_ALL_TOKENS:
-        cache = KINDS[kind](config)
-        for layer in (0, 0, 0) if kind == "made as needed" else (0, 0, 0, 2, 1, 1):
-            cache.get_mask_sizes(1, 0)
-            cache.update(_states(), _states(), layer)
-            assert cache.get_seq_length() == cache.get_seq_length(0)
-        for layer in range(LAYERS):
-            for _ in range(3):
-                cache.update(_states(2), _states(2), layer)
-        assert cache.get_seq_length() == 9
-
-
-def test_layers_that_are_run_one_after_the_other_over_all_chunks_are_left_alone() -> None:
-    class Layer(torch.nn.Module):
-        def forward(self, cache: Any, index: int) -> None:
-            cache.update(_states(2), _states(2), index)
-
-    layers = [Layer() for _ in range(LAYERS)]
-    for kind in ("dynamic", "made as needed"):
-        cache = KINDS[kind](tf.LlamaConfig(**{**COMMON, "num_hidden_layers": LAYERS}))
-        for index, layer in enumerate(layers):
-            for _ in range(4):
-                layer(cache, index)
-        assert cache.get_seq_length() == 8
+    cache, fresh = KINDS[kind](config), KINDS[kind](config)
+    for layer in (0, 0, 0) if kind == "made as needed" else (0, 0, 0, 2, 1, 1):
+        cache.get_mask_sizes(1, 0)
+        cache.update(*torch.randn(2, 1, 2, 1, 8), layer)
+        assert cache.get_seq_length() == cache.get_seq_length(0)
+    modules = [Layer() for _ in range(LAYERS)]
+    for held, updates in ((cache, [module.forward for module in modules]), (fresh, modules)):
+        for layer in (0, 0, 0, 1, 1, 1, 2, 2, 2):
+            updates[layer](held, layer)
+    assert (cache.get_seq_length(), fresh.get_seq_length()) == (9, 6)
 
 
 def test_a_model_may_leave_out_its_last_layers() -> None:

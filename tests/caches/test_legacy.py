@@ -10,7 +10,7 @@ import torch
 import transformers
 
 import kvlayers
-from models import ENCODER_DECODERS, prompt, tiny_model
+from models import ENCODER_DECODERS, prompt, read, tiny_model
 
 FAMILIES = ("llama", "gpt2", "deepseek_v3", *ENCODER_DECODERS)
 
@@ -39,16 +39,13 @@ def test_tuples_come_out_of_generate_and_go_back_in(family: str, installed: None
 
 @pytest.mark.parametrize("name", [None, "static"])
 def test_a_config_may_ask_for_tuples(name: str | None, installed: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, ids = tiny_model("llama"), prompt(1)
-    expected = run("llama", ids, cache_implementation=name, return_dict_in_generate=True, return_legacy_cache=True)
-    asking = transformers.GenerationConfig(
-        max_new_tokens=6, return_dict_in_generate=True, return_legacy_cache=True, cache_implementation=name
-    )
+    how = {"return_dict_in_generate": True, "return_legacy_cache": True, "cache_implementation": name}
+    expected = run("llama", prompt(1), **how).past_key_values
+    model, asking = tiny_model("llama"), transformers.GenerationConfig(max_new_tokens=6, **how)
     monkeypatch.setattr(model, "generation_config", asking)
-    for output in (model.generate(ids, generation_config=asking), model.generate(ids)):
+    for output in (model.generate(prompt(1), generation_config=asking), model.generate(prompt(1))):
         assert isinstance(output.past_key_values, tuple)
-        for layer, states in zip(output.past_key_values, expected.past_key_values, strict=True):
-            assert all(map(torch.equal, layer, states))
+        torch.testing.assert_close(output.past_key_values, expected, rtol=0, atol=0)
     assert asking.return_legacy_cache is True
 
 
@@ -109,9 +106,16 @@ def test_tuples_make_the_round_trip(kind: str, library: Any) -> None:
 
 
 def test_no_tuples_make_an_empty_cache() -> None:
-    assert len(kvlayers.DynamicCache.from_legacy_cache(None)) == 0
-    assert len(kvlayers.DynamicCache.from_legacy_cache()) == 0
-    assert kvlayers.DynamicCache().to_legacy_cache() == ()
+    dynamic, pair = kvlayers.DynamicCache, kvlayers.EncoderDecoderCache
+    for empty in (
+        dynamic(),
+        dynamic.from_legacy_cache(None),
+        dynamic.from_legacy_cache(),
+        pair.from_legacy_cache(None),
+    ):
+        assert (len(empty), empty.get_seq_length(), list(empty), empty.to_legacy_cache()) == (0, 0, [], ())
+    # What replicas return that have seen nothing, gathered.
+    assert dynamic([(None, None)] * 2, config=tiny_model("llama").config).get_seq_length() == 0
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -212,10 +216,13 @@ def test_tuples_of_the_wrong_depth_or_shapes_are_refused(tuples: object) -> None
         kvlayers.DynamicCache.from_legacy_cache(tuples)
 
 
-def test_tuples_are_made_of_caches_of_transformers_too(installed: None) -> None:
-    theirs = transformers.DynamicCache(config=tiny_model("llama").config)
+@pytest.mark.parametrize(("kind", "options"), [("DynamicCache", {}), ("StaticCache", {"max_cache_len": 32})])
+def test_caches_of_transformers_give_tuples_of_their_tokens(
+    kind: str, options: dict[str, int], installed: None
+) -> None:
+    theirs = getattr(transformers, kind)(config=tiny_model("llama").config, **options)
     output = run("llama", prompt(1), past_key_values=theirs, return_dict_in_generate=True, return_legacy_cache=True)
-    assert [len(layer) for layer in output.past_key_values] == [2, 2]
+    assert [[states.shape[2] for states in layer] for layer in output.past_key_values] == [[17, 17]] * 2
 
 
 def test_a_model_with_a_generate_of_its_own_is_refused_tuples(installed: None) -> None:
@@ -229,23 +236,10 @@ def test_a_model_with_a_generate_of_its_own_is_refused_tuples(installed: None) -
 
 
 def test_recurrent_states_have_no_tuple_form() -> None:
-    cache = kvlayers.DynamicCache(config=tiny_model("jamba").config)
-    with torch.no_grad():
-        tiny_model("jamba")(prompt(1), past_key_values=cache)
+    model = tiny_model("jamba")
+    cache, _ = read(model, prompt(1), kvlayers.DynamicCache(config=model.config))
     with pytest.raises(kvlayers.errors.LegacyFormatError, match="recurrent state"):
         cache.to_legacy_cache()
-
-
-def test_pairs_gathered_from_replicas_make_a_cache() -> None:
-    """What torch's DataParallel does with the caches that replicas return."""
-    halves = [filled()[0] for _ in range(2)]
-    gathered = [tuple(torch.cat(states) for states in zip(*layer, strict=True)) for layer in zip(*halves, strict=True)]
-    cache = kvlayers.DynamicCache(gathered)
-    assert cache.batch_size == 4
-    windows = kvlayers.DynamicCache([(*pair, torch.tensor(3)) for pair in gathered])
-    assert windows.is_sliding == [True] * 3
-    empty = kvlayers.DynamicCache([(None, None)] * 2, config=tiny_model("llama").config)
-    assert empty.get_seq_length() == 0
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -265,17 +259,6 @@ def test_an_encoder_decoder_cache_reads_as_tuples_of_four(kind: str, library: An
     assert not any(own_alone.is_updated.values())
     six = [(k, v, None, ck, cv, None) for k, v, ck, cv in cache]
     assert kvlayers.EncoderDecoderCache(six).get_seq_length() == tokens
-
-
-def test_an_empty_pair_reads_as_nothing() -> None:
-    cache = kvlayers.EncoderDecoderCache.from_legacy_cache(None)
-    assert (len(cache), cache.get_seq_length(), list(cache), cache.to_legacy_cache()) == (0, 0, [], ())
-
-
-def test_a_static_cache_of_transformers_gives_tuples_of_its_tokens_alone(installed: None) -> None:
-    theirs = transformers.StaticCache(config=tiny_model("llama").config, max_cache_len=32)
-    output = run("llama", prompt(1), past_key_values=theirs, return_dict_in_generate=True, return_legacy_cache=True)
-    assert [layer[0].shape[2] for layer in output.past_key_values] == [17, 17]
 
 
 class Lists:
@@ -348,32 +331,25 @@ def test_lists_of_states_change_as_those_of_transformers_4_do(change: str) -> No
             step(index, 1)
 
 
-def test_a_cache_that_is_emptied_by_its_lists_begins_anew_with_another_batch() -> None:
-    model = tiny_model("gemma3")
-    for name in ("dynamic", "int4", "static", "sink", "offloaded"):
-        cache = kvlayers.make_cache(name, model, **({"max_cache_len": 64} if name == "static" else {}))
-        with torch.no_grad():
-            model(prompt(1, 12), past_key_values=cache)
-            cache.key_cache.clear()
-            cache.value_cache.clear()
-            assert (cache.key_cache, cache.value_cache, cache.get_seq_length()) == ([], [], 0)
-            ids = prompt(1, 9, seed=1)
-            torch.testing.assert_close(model(ids, past_key_values=cache).logits, model(ids).logits)
+@pytest.mark.parametrize("name", ["dynamic", "int4", "static", "sink", "offloaded"])
+def test_a_cache_that_is_emptied_by_its_lists_begins_anew_with_another_batch(name: str) -> None:
+    model, ids = tiny_model("gemma3"), prompt(1, 9, seed=1)
+    cache = kvlayers.make_cache(name, model, **({"max_cache_len": 64} if name == "static" else {}))
+    read(model, prompt(1, 12), cache)
+    cache.key_cache.clear()
+    cache.value_cache.clear()
+    assert (cache.key_cache, cache.value_cache, cache.get_seq_length()) == ([], [], 0)
+    torch.testing.assert_close(read(model, ids, cache)[1], model(ids).logits)
 
 
 def test_a_cache_whose_states_are_no_tensors_has_no_lists() -> None:
-    model = tiny_model("llama")
-    cache = kvlayers.EvictingCache(model.config, rule="keydiff", budget=72)
-    with torch.no_grad():
-        model(prompt(1, 200), past_key_values=cache)
+    cache = kvlayers.EvictingCache(tiny_model("llama").config, rule="keydiff", budget=72)
+    read(tiny_model("llama"), prompt(1, 200), cache)
     assert not hasattr(cache, "key_cache")
 
 
 def test_an_assignment_that_cannot_be_leaves_the_list_as_it_was() -> None:
-    cache = kvlayers.DynamicCache()
-    for index in range(2):
-        cache.update(torch.randn(1, 2, 3, 4), torch.randn(1, 2, 3, 4), index)
-    keys = cache.key_cache
+    keys = filled()[0].key_cache
     before = list(keys)
     with pytest.raises(kvlayers.KVLayersError):
         keys[1] = torch.randn(3)
@@ -389,8 +365,7 @@ def test_an_empty_cache_takes_the_states_of_all_its_layers() -> None:
 
 
 def test_clearing_a_list_forgets_the_ids_of_a_prompt() -> None:
-    cache = kvlayers.DynamicCache()
-    cache.update(torch.randn(1, 2, 3, 4), torch.randn(1, 2, 3, 4), 0)
+    cache, _ = filled(layers=1)
     cache.known_ids = torch.tensor([[1, 2, 3]])
     cache.key_cache.clear()
     assert cache.known_ids is None

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import kvlayers
 from models import prompt, tiny_model
@@ -31,7 +30,7 @@ CACHES: dict[str, tuple[str, Callable[[Any], kvlayers.Cache]]] = {
 """For each kind a family and what makes a cache for it, which rounds nothing in a text of `ROOM` tokens."""
 
 
-def without_cache(model: Any, ids: Tensor) -> Tensor:
+def without_cache(model: Any, ids: torch.Tensor) -> torch.Tensor:
     """The sequences that are the most likely, token by token."""
     for _ in range(6):
         logits = model(ids, use_cache=False).logits
@@ -39,10 +38,9 @@ def without_cache(model: Any, ids: Tensor) -> Tensor:
     return ids
 
 
-@pytest.mark.parametrize("kind", CACHES)
+@pytest.mark.parametrize(("family", "make_cache"), CACHES.values(), ids=CACHES)
 @torch.no_grad()
-def test_a_loop_that_grows_its_mask_and_its_positions(kind: str) -> None:
-    family, make_cache = CACHES[kind]
+def test_a_loop_that_grows_its_mask_and_its_positions(family: str, make_cache: Callable[[Any], kvlayers.Cache]) -> None:
     model, ids = tiny_model(family), prompt(1, 10)
     cache = make_cache(model.config)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}

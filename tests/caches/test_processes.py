@@ -12,19 +12,15 @@ from typing import Any
 import pytest
 import torch
 import torch.multiprocessing
-from torch import Tensor
-from torch.utils.data import DataLoader
 
 import kvlayers
-from kvlayers import Cache
-from kvlayers.errors import UnsupportedLayerError
 from models import tiny_model
-from sent_caches import FORKED, KINDS, Answer, Continuations, answer, answer_all, filled, go_on, merged, use_one_thread
+from sent_caches import FORKED, KINDS, Answer, answer, answer_all, filled, go_on
 
 forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
 
 
-def check(answers: Answer, caches: Mapping[str, Cache], copies: Mapping[str, Cache]) -> None:
+def check(answers: Answer, caches: Mapping[str, kvlayers.Cache], copies: Mapping[str, kvlayers.Cache]) -> None:
     """Compare what came back with the caches that were sent.
 
     Args:
@@ -42,7 +38,7 @@ def check(answers: Answer, caches: Mapping[str, Cache], copies: Mapping[str, Cac
         torch.testing.assert_close(go_on(name, returned, 6), go_on(name, twin, 6), msg=f"{name}, back again")
 
 
-def values_of(caches: Mapping[str, Cache]) -> dict[str, Cache]:
+def values_of(caches: Mapping[str, kvlayers.Cache]) -> dict[str, kvlayers.Cache]:
     """Copies by a plain pickle, whose own tests are elsewhere."""
     return pickle.loads(pickle.dumps(caches))
 
@@ -71,28 +67,6 @@ def test_a_process_goes_on_with_its_argument_and_with_what_comes_through_queues(
         check(answered, chosen, {name: copies[name] for name in answered})
 
 
-@pytest.mark.nightly
-@pytest.mark.slow
-def test_a_pool_takes_caches_and_returns_them() -> None:
-    caches = filled()
-    with multiprocessing.get_context("spawn").Pool(1, use_one_thread) as pool:
-        answers = pool.apply(answer, (caches, 4))
-    check(answers, caches, values_of(caches))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "method", [pytest.param("spawn", marks=pytest.mark.nightly), pytest.param("fork", marks=forks)]
-)
-def test_a_loader_goes_on_in_its_workers(method: str) -> None:
-    # A forked process has the same files.
-    caches = filled(kind for kind in KINDS if kind != "on disk" or method != "fork")
-    loader = DataLoader(
-        Continuations(caches), batch_size=4, num_workers=1, multiprocessing_context=method, collate_fn=merged
-    )
-    check(merged([*loader]), caches, values_of(caches))
-
-
 def test_torch_saves_and_loads_caches(tmp_path: pathlib.Path) -> None:
     caches = filled()
     torch.save(caches, tmp_path / "caches.pt")
@@ -111,7 +85,7 @@ def sent(thing: Any) -> Any:
     return pickle.loads(ForkingPickler.dumps(thing))
 
 
-def storages(*tensors: Tensor | None) -> set[int]:
+def storages(*tensors: torch.Tensor | None) -> set[int]:
     # Those of no bytes have no address.
     return {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor is not None and tensor.nbytes}
 
@@ -151,9 +125,9 @@ def test_states_that_an_update_returns_are_sent_by_value(kind: str) -> None:
     for tokens in (200, 1):
         new = torch.randn(form[0], form[1], tokens, form[2], dtype=torch.bfloat16)
         keys = layer.update(new, new)[0] if kind != "latents" else cache.update(new, new[..., :32], 0)[0]
-    assert type(keys) is not Tensor
+    assert type(keys) is not torch.Tensor
     twin = sent(keys)
-    assert type(twin) is Tensor
+    assert type(twin) is torch.Tensor
     assert not twin.is_shared()
     torch.testing.assert_close(twin, keys.float().to(keys.dtype), rtol=0, atol=0)
 
@@ -178,7 +152,7 @@ def test_subclasses_of_users_are_sent_by_value() -> None:
     assert not set(twin.storages()) & set(cache.storages())
 
 
-OPERATIONS: dict[str, Callable[[Cache], object]] = {
+OPERATIONS: dict[str, Callable[[kvlayers.Cache], object]] = {
     "an update": lambda cache: go_on("on disk", cache, 4),
     "a crop": lambda cache: cache.crop(5),
     "a reorder": lambda cache: cache.reorder_cache(torch.tensor([1, 0])),
@@ -192,11 +166,11 @@ OPERATIONS: dict[str, Callable[[Cache], object]] = {
 }
 
 
-def try_all(caches: Mapping[str, Cache], empty: Cache, outbox: Any) -> None:
+def try_all(caches: Mapping[str, kvlayers.Cache], empty: kvlayers.Cache, outbox: Any) -> None:
     """What each operation on a cache of the parent raises, and the steps of caches that have no file of it."""
     raised = {}
     for (name, operation), cache in zip(OPERATIONS.items(), caches.values(), strict=True):
-        with pytest.raises(UnsupportedLayerError) as error:
+        with pytest.raises(kvlayers.errors.UnsupportedLayerError) as error:
             operation(cache)
         raised[name] = str(error.value)
     fresh = KINDS["on disk"][1](tiny_model("llama").config)

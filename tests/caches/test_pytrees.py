@@ -8,11 +8,9 @@ import pytest
 import torch
 import torch.utils._pytree as pytree
 import transformers
-from torch import Tensor
 
 import kvlayers
 from kvlayers import DynamicCache
-from kvlayers.errors import UnsupportedLayerError
 from kvlayers.upstream import cache_argument, compat
 from models import WINDOW, fresh_model, prompt, tiny_model
 
@@ -56,7 +54,7 @@ def small_model(family: str) -> Any:
     return fresh_model(family, **changes)
 
 
-def filled(model: Any, ids: Tensor, cache: Any = None) -> Any:
+def filled(model: Any, ids: torch.Tensor, cache: Any = None) -> Any:
     cache = DynamicCache(config=model.config) if cache is None else cache
     model(ids, **{NAME: cache})
     return cache
@@ -72,7 +70,7 @@ def step_program(model: Any, cache: DynamicCache, dynamic_shapes: Any = None) ->
     return torch.export.export(model, (), inputs, dynamic_shapes=dynamic_shapes, strict=False)
 
 
-def check_decoding(program: Any, model: Any, ids: Tensor) -> None:
+def check_decoding(program: Any, model: Any, ids: torch.Tensor) -> None:
     """Each program's cache is the next one's input; the last is decoded with by eager code."""
     cache, decode, logits = filled(model, ids[:, :PROMPT]), program.module(), []
     for position in range(PROMPT, LENGTH):
@@ -152,7 +150,9 @@ def test_windows_that_forgot_how_much_they_have_seen_are_refused() -> None:
     model = tiny_model("mistral")
     held = filled(model, prompt(1, WINDOW - 1))
     assert pytree.tree_map(torch.clone, held).get_seq_length() == WINDOW - 1
-    with pytest.raises(UnsupportedLayerError, match="got 7 of 12 tokens: export with kvlayers.ExportableDecoder"):
+    with pytest.raises(
+        kvlayers.errors.UnsupportedLayerError, match="got 7 of 12 tokens: export with kvlayers.ExportableDecoder"
+    ):
         pytree.tree_flatten(filled(model, prompt(1, PROMPT)))
 
 
@@ -169,7 +169,7 @@ def test_windows_that_forgot_how_much_they_have_seen_are_refused() -> None:
 def test_caches_that_are_no_trees_are_refused(name: str, options: dict[str, Any], says: str) -> None:
     model = tiny_model("llama")
     cache = kvlayers.make_cache(name, model, **options)
-    with pytest.raises(UnsupportedLayerError, match=says):
+    with pytest.raises(kvlayers.errors.UnsupportedLayerError, match=says):
         torch.export.export(model, (), {"input_ids": prompt(1, 3), NAME: cache}, strict=False)
 
 
@@ -181,12 +181,12 @@ def test_a_program_cannot_contain_a_cache_that_evicts(strict: bool) -> None:
             self.model = tiny_model("llama")
             self.cache = kvlayers.EvictingCache(self.model, rule="knorm", keep=0.5)
 
-        def forward(self, ids: Tensor) -> Tensor:
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
             return self.model(ids, **{NAME: self.cache}).logits
 
     with pytest.raises(Exception, match="A cache that evicts cannot be part of an exported program") as caught:
         torch.export.export(Reader(), (prompt(1, 150),), strict=strict)
-    assert strict or isinstance(caught.value, UnsupportedLayerError)
+    assert strict or isinstance(caught.value, kvlayers.errors.UnsupportedLayerError)
 
 
 def test_layers_with_other_states_are_refused() -> None:
@@ -194,7 +194,7 @@ def test_layers_with_other_states_are_refused() -> None:
         cache.layers_for(1)
         if not cache.layers:
             cache.update(torch.zeros(1, 2, 3, 8), torch.zeros(1, 2, 3, 8), 0)
-        with pytest.raises(UnsupportedLayerError, match="keys and values alone"):
+        with pytest.raises(kvlayers.errors.UnsupportedLayerError, match="keys and values alone"):
             pytree.tree_flatten(cache)
 
 
@@ -225,7 +225,7 @@ def test_exporters_of_transformers_take_the_caches_of_generate() -> None:
         assert type(cache) is DynamicCache
         expected = model(inputs["input_ids"], **{NAME: cache.fork()}).logits
         program = DynamoExporter().export(copied, dict(inputs), {"dynamic": False})
-    inputs = {name: value for name, value in inputs.items() if isinstance(value, Tensor | DynamicCache)}
+    inputs = {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor | DynamicCache)}
     # Before 5.23, what is exported is not called itself.
     run = program.module() if isinstance(program, torch.export.ExportedProgram) else program
     output = run(**inputs)
@@ -247,6 +247,6 @@ def test_exporters_of_transformers_refuse_caches_that_are_no_trees(make_cache: A
 
     model = fresh_model("llama")  # the exporter leaves an attribute on it
     cache = filled(model, prompt(1, PROMPT), make_cache(model.config))
-    with kvlayers.installed(), pytest.raises(UnsupportedLayerError, match=says):
+    with kvlayers.installed(), pytest.raises(kvlayers.errors.UnsupportedLayerError, match=says):
         DynamoExporter().export(model, {"input_ids": prompt(1, 1), NAME: cache}, {"dynamic": False})
     assert cache.get_seq_length() == PROMPT

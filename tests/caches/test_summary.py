@@ -1,4 +1,4 @@
-"""What a cache says of itself, beside what it really holds."""
+"""What a cache says of itself, beside what it really holds: summaries, and explanations of what was done with it."""
 
 import re
 from collections.abc import Callable
@@ -12,7 +12,7 @@ import transformers as tf
 import kvlayers
 import versions
 from kvlayers.utils.units import readable_bytes
-from models import COMMON, WINDOW, prompt, tiny_model
+from models import COMMON, WINDOW, fresh_model, prompt, read, tiny_model
 from named_factories import registered
 
 LLAMA = tf.LlamaConfig(**COMMON)
@@ -44,10 +44,10 @@ def test_states_are_counted_where_they_are_at_home(tmp_path: Path) -> None:
     assert filled(kvlayers.OffloadedCache(config=LLAMA)).summary().bytes["host"] == 0
 
 
+@torch.no_grad()
 def passed(family: str, cache: Any, **ids: Any) -> Any:
     """A cache that a model of a family has filled."""
-    with torch.no_grad():
-        tiny_model(family)(**ids, past_key_values=cache)
+    tiny_model(family)(**ids, past_key_values=cache)
     return cache
 
 
@@ -109,9 +109,8 @@ ROWS: dict[str, tuple[Callable[[], Any], list[Row]]] = {
 }
 
 
-@pytest.mark.parametrize("case", ROWS)
-def test_layers_that_hold_the_same_are_a_row(case: str) -> None:
-    make, rows = ROWS[case]
+@pytest.mark.parametrize(("make", "rows"), ROWS.values(), ids=ROWS)
+def test_layers_that_hold_the_same_are_a_row(make: Callable[[], Any], rows: list[Row]) -> None:
     cache = make()
     summary = cache.summary()
     assert [(len(own.layers), own.kind, own.tokens, own.held, own.bits) for own in summary.layers] == rows
@@ -184,3 +183,92 @@ def test_the_representation_says_tokens_bits_batch_and_bytes() -> None:
     # Layers that hold other bytes are of one kind all the same.
     uneven = filled(kvlayers.DynamicCache(config=LLAMA), layers=1)
     assert repr(uneven).startswith("DynamicCache(2 x DynamicLayer, 40 tokens, batch 3, ")
+
+
+# What it tells of prefixes, of the ways that attention went, and of compilations
+
+
+def quantized(tokens: int = 300) -> Any:
+    model = tiny_model("llama")
+    return read(model, prompt(1, tokens), kvlayers.QuantizedCache(config=model.config, nbits=4, residual_length=16))[0]
+
+
+def ways(cache: Any) -> dict[str, int]:
+    return dict(cache.explain().attention)
+
+
+def test_a_plain_cache_has_nothing_to_tell() -> None:
+    told = kvlayers.DynamicCache(config=LLAMA).explain()
+    assert (told.prefixes, dict(told.attention), told.traces) == ((), {}, 0)
+
+
+def test_attention_on_packed_states_is_counted_for_each_layer() -> None:
+    cache = quantized()
+    before = ways(cache)
+    for _ in range(3):
+        read(tiny_model("llama"), prompt(1, 1, seed=3), cache)
+    [(way, count)] = (ways(cache).items() - before.items()) or [("", 0)]
+    assert count - before.get(way, 0) == 3 * len(cache.layers)
+    assert way.startswith(("a compiled kernel", "plain torch, block by block, as the kernel could not be compiled"))
+    assert f"attention, {count} times: {way}" in repr(cache.explain())
+
+
+def test_many_queries_say_why_they_take_another_way() -> None:
+    cache, _ = read(tiny_model("llama"), prompt(1, 200, seed=3), quantized())
+    assert any("more than 128 queries for a kv head" in way for way in ways(cache))
+
+
+def test_autograd_and_other_functions_say_why_states_are_dequantized() -> None:
+    cache = quantized()
+    keys, values = cache.update(*(torch.randn(1, 2, 1, 8) for _ in range(2)), 0)
+    queries = torch.randn(1, 2, 1, 8, requires_grad=True)
+    torch.nn.functional.scaled_dot_product_attention(queries, keys, values).sum().backward()
+    assert any(way.endswith("in full precision, as autograd follows what is computed") for way in ways(cache))
+    keys.exp()
+    assert any(way.startswith("exp in full precision") for way in ways(cache))
+
+
+def test_a_store_of_prefixes_says_what_it_had_of_a_prompt() -> None:
+    model, ids = fresh_model("llama"), prompt(1, 40)
+    longer = torch.cat([ids[:, :30], prompt(1, 10, seed=7)], dim=1)
+    store = kvlayers.PrefixStore(max_bytes=2**24)
+    how = {"max_new_tokens": 2, "do_sample": False, "return_dict_in_generate": True, "prefix_store": store}
+    first, second = (kvlayers.generate(model, each, **how).past_key_values.explain() for each in (ids, longer))
+    assert first.prefixes == ("0 of 40 tokens were stored: nothing is stored for this model and namespace",)
+    assert second.prefixes == ("30 of 40 tokens were stored: the stored sequence diverges after 30",)
+    assert "prefix: 30 of 40 tokens were stored" in repr(second)
+
+
+def test_a_call_that_cannot_go_by_its_store_says_why() -> None:
+    model, ids = fresh_model("llama"), prompt(1, 40)
+    with kvlayers.installed(prefix_store=kvlayers.PrefixStore(max_bytes=2**24)):
+        output = model.generate(ids, max_new_tokens=2, return_dict_in_generate=True, prompt_lookup_num_tokens=2)
+        assert "could not use the store: its decoding mode is" in output.past_key_values.explain().prefixes[0]
+        output = model.generate(ids, max_new_tokens=2, return_dict_in_generate=True)
+        assert output.past_key_values.explain().prefixes[0].startswith("0 of 40")
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_traces_of_compiled_code_are_counted() -> None:
+    versions.need_since("5.4", "compiled decode loops without cache_position")
+    torch.compiler.reset()
+    model = fresh_model("llama", num_hidden_layers=1)
+    cache = kvlayers.StaticCache(model.config, max_cache_len=64)
+    compiled = torch.compile(model.forward, backend="eager", fullgraph=True, dynamic=False)
+    model(prompt(1, 8), past_key_values=cache)
+    traces = [cache.explain().traces]
+    for tokens in (1, 1, 1, 4):
+        compiled(prompt(1, tokens), past_key_values=cache)
+        traces.append(cache.explain().traces)
+    assert traces == [0, 1, 1, 1, 2]
+    assert "compiled: 2 times, of which 1 again" in repr(cache.explain())
+    torch.compiler.reset()
+
+
+def test_a_fork_counts_its_own_ways() -> None:
+    cache = quantized()
+    before, twin = ways(cache), cache.fork()
+    twin.update(*torch.randn(2, 1, 2, 1, 8), 0)[0].exp()
+    assert ways(cache) == before
+    assert sum(ways(twin).values()) == 1

@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import kvlayers
 from models import fresh_model, prompt
@@ -12,7 +11,7 @@ from models import fresh_model, prompt
 FAMILIES = ("llama", "gpt2", "mistral", "gemma3")
 
 
-def gradients(model: Any, logits: Tensor) -> list[Tensor]:
+def gradients(model: Any, logits: torch.Tensor) -> list[torch.Tensor]:
     """Gradients of the cross-entropy with tokens that are the same in every call."""
     targets = prompt(*logits.shape[:2], seed=5)
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
@@ -20,7 +19,7 @@ def gradients(model: Any, logits: Tensor) -> list[Tensor]:
     return list(torch.autograd.grad(loss, weights))
 
 
-def assert_alike(seen: list[Tensor], expected: list[Tensor]) -> None:
+def assert_alike(seen: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
     assert max(gradient.abs().max() for gradient in expected) > 1e-2
     for mine, theirs in zip(seen, expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-5)

@@ -12,10 +12,9 @@ import transformers
 from torch import Tensor
 
 import kvlayers
-from kvlayers import EvictingCache, OptionError
 from kvlayers.eviction import EvictionRule
 from kvlayers.upstream import cache_argument
-from models import COMMON, prompt
+from models import COMMON, given, prompt, read
 
 
 @dataclass
@@ -69,8 +68,7 @@ def model_of() -> Any:
 
 
 def held_keys(model: Any, cache: Any, ids: Tensor) -> list[Tensor]:
-    with torch.no_grad():
-        model(ids, **{cache_argument.name_for(model): cache})
+    read(model, ids, cache)
     return [layer.keys for layer in cache.layers]
 
 
@@ -95,7 +93,7 @@ def test_a_press_evicts_as_a_rule_with_its_scores(
 ) -> None:
     model, ids = model_of(), prompt(2, 300)
     options = {"per_head": False, "sink_tokens": 1, "recent_tokens": 2, **how}
-    ours, theirs = (EvictingCache(model.config, rule=rule, **options) for rule in (press, Reference(press)))
+    ours, theirs = (kvlayers.EvictingCache(model.config, rule=rule, **options) for rule in (press, Reference(press)))
     for seen, expected in zip(held_keys(model, ours, ids), held_keys(model, theirs, ids), strict=True):
         assert seen.shape[2] == (100 if "budget" in how else 150)
         assert torch.equal(seen, expected)
@@ -108,7 +106,7 @@ def test_a_press_evicts_as_a_rule_with_its_scores(
 
 def test_what_a_press_keeps_is_the_default(kvpress_is_imported: None) -> None:
     model = model_of()
-    cache = EvictingCache(model.config, rule=NormPress(0.75), per_head=False, sink_tokens=1, recent_tokens=1)
+    cache = kvlayers.EvictingCache(model.config, rule=NormPress(0.75), per_head=False, sink_tokens=1, recent_tokens=1)
     assert [keys.shape[2] for keys in held_keys(model, cache, prompt(1, 200))] == [50, 50]
     with kvlayers.installed():
         ids = model.generate(
@@ -118,38 +116,37 @@ def test_what_a_press_keeps_is_the_default(kvpress_is_imported: None) -> None:
 
 
 def test_a_press_that_needs_more_of_the_model_is_refused(kvpress_is_imported: None) -> None:
-    with pytest.raises(OptionError, match="got a ProjectingPress .*'k_proj'.*use it with kvpress itself"):
-        EvictingCache(model_of().config, rule=ProjectingPress(0.5))
-    with pytest.raises(OptionError, match="needs? .*name|register"):
-        EvictingCache(model_of().config, rule=NormPress(0.5)).describe()
-    with pytest.raises(OptionError, match="or a ScorerPress of kvpress, got a int"):
-        EvictingCache(model_of().config, rule=3)
+    with pytest.raises(kvlayers.OptionError, match="got a ProjectingPress .*'k_proj'.*use it with kvpress itself"):
+        kvlayers.EvictingCache(model_of().config, rule=ProjectingPress(0.5))
+    with pytest.raises(kvlayers.OptionError, match="needs? .*name|register"):
+        kvlayers.EvictingCache(model_of().config, rule=NormPress(0.5)).describe()
+    with pytest.raises(kvlayers.OptionError, match="or a ScorerPress of kvpress, got a int"):
+        kvlayers.EvictingCache(model_of().config, rule=3)
 
 
 def test_without_kvpress_its_presses_are_no_rules() -> None:
-    with pytest.raises(OptionError, match="got a NormPress"):
-        EvictingCache(model_of().config, rule=NormPress(0.5))
+    with pytest.raises(kvlayers.OptionError, match="got a NormPress"):
+        kvlayers.EvictingCache(model_of().config, rule=NormPress(0.5))
 
 
+@torch.no_grad()
 def pressed(model: Any, cache: Any, ids: Tensor, kept: Tensor) -> Tensor:
     """Logits behind a prompt whose tokens were evicted as the hooks of kvpress do it, in any cache."""
-    past = {cache_argument.name_for(model): cache}
-    with torch.no_grad():
-        model(ids, **past)
-        for layer in cache.layers:
-            if isinstance(cache, transformers.QuantizedCache):
-                keys, values = layer._dequantize(layer._quantized_keys), layer._dequantize(layer._quantized_values)
-                layer._quantized_keys = layer._quantize(keys[:, :, kept].contiguous(), axis=layer.axis_key)
-                layer._quantized_values = layer._quantize(values[:, :, kept].contiguous(), axis=layer.axis_value)
-                layer.keys = torch.zeros(0, dtype=keys.dtype)
-                layer.values = torch.zeros(0, dtype=keys.dtype)
-                layer.cumulative_length = len(kept)
-            else:
-                layer.keys, layer.values = layer.keys[:, :, kept], layer.values[:, :, kept]
-        logits = [
-            model(prompt(2, 1, seed=seed), position_ids=torch.full((2, 1), ids.shape[1] + seed), **past).logits
-            for seed in range(70)
-        ]
+    past = given(cache, model)
+    model(ids, **past)
+    for layer in cache.layers:
+        if isinstance(cache, transformers.QuantizedCache):
+            keys, values = layer._dequantize(layer._quantized_keys), layer._dequantize(layer._quantized_values)
+            layer._quantized_keys = layer._quantize(keys[:, :, kept].contiguous(), axis=layer.axis_key)
+            layer._quantized_values = layer._quantize(values[:, :, kept].contiguous(), axis=layer.axis_value)
+            layer.keys = layer.values = torch.zeros(0, dtype=keys.dtype)
+            layer.cumulative_length = len(kept)
+        else:
+            layer.keys, layer.values = layer.keys[:, :, kept], layer.values[:, :, kept]
+    logits = [
+        model(prompt(2, 1, seed=seed), position_ids=torch.full((2, 1), ids.shape[1] + seed), **past).logits
+        for seed in range(70)
+    ]
     return torch.cat(logits, dim=1)
 
 
@@ -190,7 +187,7 @@ def kvpress() -> Any:
 def test_a_press_of_kvpress_is_a_rule(name: str, kvpress: Any) -> None:
     model, ids = model_of(), prompt(1, 300)
     press: Callable[..., Any] = getattr(kvpress, name)
-    cache = EvictingCache(model.config, rule=press(compression_ratio=0.5), budget=100)
+    cache = kvlayers.EvictingCache(model.config, rule=press(compression_ratio=0.5), budget=100)
     output = model.generate(ids, max_new_tokens=80, do_sample=False, **{cache_argument.name_in_generate(model): cache})
     assert output.shape == (1, 380)
     assert cache.nbytes < kvlayers.plan(model.config, 380, names=["dynamic"])["dynamic"].nbytes * 0.6
@@ -221,5 +218,5 @@ def test_presses_with_their_own_hooks_answer_alike_over_dynamic_caches(name: str
 
 def test_a_press_draws_no_random_numbers_of_the_caller(kvpress_is_imported: None) -> None:
     before = torch.get_rng_state()
-    EvictingCache(rule=NormPress(0.5))
+    kvlayers.EvictingCache(rule=NormPress(0.5))
     assert torch.equal(torch.get_rng_state(), before)

@@ -5,7 +5,6 @@ import random
 
 import pytest
 import torch
-from torch import Tensor
 
 from kvlayers.eviction.selection import HEAD_FLOOR, KeptTokens, highest, select
 
@@ -29,7 +28,9 @@ def order(scores: list[float], always: set[int], padding: int) -> list[int]:
     return sorted(range(padding, len(scores)), key=key)
 
 
-def slow_even(scores: Tensor, keep: list[int], sinks: int, recent: int, padding: list[int]) -> list[list[list[int]]]:
+def slow_even(
+    scores: torch.Tensor, keep: list[int], sinks: int, recent: int, padding: list[int]
+) -> list[list[list[int]]]:
     tokens = scores.shape[2]
     result = []
     for row in range(scores.shape[0]):
@@ -78,7 +79,7 @@ def test_scores_are_not_written_to() -> None:
     torch.testing.assert_close(scores, before, rtol=0, atol=0, equal_nan=True)
 
 
-def slow_adaptive(scores: Tensor, keep: int, always: set[int], front: int, floor: float) -> list[int]:
+def slow_adaptive(scores: torch.Tensor, keep: int, always: set[int], front: int, floor: float) -> list[int]:
     """Tokens of each head: the safe ones of each head, and then the best of all heads until there are enough."""
     heads, tokens = scores.shape
     keep = min(keep, tokens - front)

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
+from models import prompt
+
 
 @dataclasses.dataclass
 class Decoding(ABC):
@@ -30,13 +32,15 @@ class Decoding(ABC):
     def logits(self, tokens: Tensor, cache: Any) -> Tensor:
         """Logits of the model for tokens, `[batch, tokens, vocab]`, with a cache or without one."""
 
-    @abstractmethod
     def check_at_rest(self) -> None:
         """Check what the cache says of itself."""
+        length = self.cache.get_seq_length()
+        assert isinstance(length, int)
+        assert (length, self.cache.batch_size) == (self.tokens.shape[1] - 1, self.tokens.shape[0])
 
-    @abstractmethod
     def begin_anew(self) -> None:
         """Other tokens, from the first one on, for a cache that holds nothing."""
+        self.tokens = prompt(2, 5, seed=4)
 
     def tolerance(self, expected: Tensor) -> dict[str, float]:
         """By how much logits may differ from those of a pass that adds in another order."""

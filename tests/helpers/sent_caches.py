@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 from transformers.modeling_outputs import BaseModelOutput
 
 import kvlayers
@@ -66,6 +65,7 @@ FORKED = ("dynamic", "packed", "evicting from heads")
 """Kinds whose forks share memory, which are sent as forks too."""
 
 
+@torch.no_grad()
 def read(family: str, cache: Any, ids: Tensor) -> Tensor:
     """Logits of new tokens `[batch, new]` behind what a cache has seen."""
     model = tiny_model(family)
@@ -73,8 +73,7 @@ def read(family: str, cache: Any, ids: Tensor) -> Tensor:
     if family in ENCODER_DECODERS:
         hidden = torch.randn(BATCH, ENCODED, 32, generator=torch.Generator().manual_seed(0))
         given = {"decoder_input_ids": ids, "encoder_outputs": BaseModelOutput(hidden)}
-    with torch.no_grad():
-        logits: Tensor = model(**given, use_cache=True, **{cache_argument.name_for(model): cache}).logits
+    logits: Tensor = model(**given, use_cache=True, **{cache_argument.name_for(model): cache}).logits
     return logits
 
 
@@ -114,34 +113,9 @@ def answer(caches: Mapping[str, kvlayers.Cache], seed: int) -> Answer:
     return {name: (go_on(name, cache, seed).numpy(), cache) for name, cache in caches.items()}
 
 
-def use_one_thread(threads: int = 1) -> None:
-    """As the tests here: a sum of several threads has another order."""
-    torch.set_num_threads(threads)
-
-
 def answer_all(caches: Mapping[str, kvlayers.Cache], inboxes: Iterable[Any], outbox: Any) -> None:
     """In a process: go on with its argument, and then with what comes through each queue."""
-    use_one_thread()
+    torch.set_num_threads(1)
     outbox.put(answer(caches, seed=4))
     for inbox in inboxes:
         outbox.put(answer(inbox.get(), seed=4))
-
-
-class Continuations(Dataset[Answer]):
-    """What a loader's worker computes, a cache at a time."""
-
-    def __init__(self, caches: Mapping[str, kvlayers.Cache]) -> None:
-        self.caches = [*caches.items()]
-
-    def __len__(self) -> int:
-        return len(self.caches)
-
-    def __getitem__(self, index: int) -> Answer:
-        use_one_thread()
-        name, cache = self.caches[index]
-        return answer({name: cache}, seed=4)
-
-
-def merged(batch: list[Answer]) -> Answer:
-    """The items of a batch as one answer."""
-    return {name: found for item in batch for name, found in item.items()}

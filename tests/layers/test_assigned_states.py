@@ -1,6 +1,7 @@
 """Keys and values of another length that are assigned to a layer, as libraries do that evict tokens after a prefill."""
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,7 +10,6 @@ import transformers as tf
 
 import kvlayers
 from agreement import check_at_rest, step
-from kvlayers.errors import StateMismatchError
 from layer_kinds import KINDS
 from matrix import once
 from models import fresh_model, prompt, tiny_model
@@ -43,80 +43,65 @@ def decode(model: Any, cache: Any, ids: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("offloading", [False, True], ids=["", "offloaded"])
+@torch.no_grad()
 def test_a_pruned_cache_decodes_as_that_of_transformers(attention: str, offloading: bool) -> None:
     model = copy.deepcopy(tiny_model("llama"))
     model.set_attn_implementation(attention)
-    ids, more = prompt(2, 12), prompt(2, 7, seed=1)
-    logits = []
+    more, logits = prompt(2, 7, seed=1), []
     for cache in (kvlayers.DynamicCache(config=model.config, offloading=offloading), tf.DynamicCache()):
-        with torch.no_grad():
-            model(ids, past_key_values=cache)
-            evict(cache, 5)
-            assert cache.get_seq_length() == 5
-            assert cache.get_mask_sizes(2 if isinstance(cache, kvlayers.Cache) else _asked(cache, 2), 0) == (7, 0)
-            logits.append(decode(model, cache, more))
-            evict(cache, 8, seed=1)
-            logits.append(decode(model, cache, more))
-    torch.testing.assert_close(logits[0], logits[2], rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(logits[1], logits[3], rtol=1e-5, atol=1e-5)
-
-
-def test_layers_that_are_pruned_to_other_lengths_as_the_prompt_passes_decode_as_those_of_transformers() -> None:
-    """As libraries do with a hook behind each attention layer. One query at a time needs no mask."""
-    model = copy.deepcopy(tiny_model("llama"))
-    model.set_attn_implementation("sdpa")
-    ids, more = prompt(1, 12), prompt(1, 5, seed=1)
-    logits = []
-    for cache in (kvlayers.DynamicCache(config=model.config), tf.DynamicCache()):
-        generator = torch.Generator().manual_seed(0)
-        hooks = [
-            layer.self_attn.register_forward_hook(
-                lambda *_, cache=cache, index=index, generator=generator: evict_from(
-                    cache.layers[index], 7 - 3 * index, generator
-                )
-            )
-            for index, layer in enumerate(model.model.layers)
-        ]
-        with torch.no_grad():
-            model(ids, past_key_values=cache)
-            for hook in hooks:
-                hook.remove()
-            assert [layer.get_seq_length() for layer in cache.layers] == [7, 4]
-            logits.append(
-                torch.cat(
-                    [
-                        model(token, past_key_values=cache, position_ids=torch.tensor([[position]])).logits
-                        for position, token in enumerate(more.split(1, dim=1), start=12)
-                    ],
-                    dim=1,
-                )
-            )
-    torch.testing.assert_close(*logits, rtol=1e-5, atol=1e-5)
+        model(prompt(2, 12), past_key_values=cache)
+        evict(cache, 5)
+        assert cache.get_seq_length() == 5
+        assert cache.get_mask_sizes(2 if isinstance(cache, kvlayers.Cache) else _asked(cache, 2), 0) == (7, 0)
+        logits.append(decode(model, cache, more))
+        evict(cache, 8, seed=1)
+        logits.append(decode(model, cache, more))
+    torch.testing.assert_close(logits[:2], logits[2:], rtol=1e-5, atol=1e-5)
 
 
 def _asked(cache: Any, tokens: int) -> Any:
     return torch.arange(tokens) if kvlayers.upstream.compat.MASKS_BY_CACHE_POSITION else tokens
 
 
+@torch.no_grad()
+def test_layers_that_are_pruned_to_other_lengths_as_the_prompt_passes_decode_as_those_of_transformers() -> None:
+    """As libraries do with a hook behind each attention layer. One query at a time needs no mask."""
+    model = copy.deepcopy(tiny_model("llama"))
+    model.set_attn_implementation("sdpa")
+    logits = []
+    for cache in (kvlayers.DynamicCache(config=model.config), tf.DynamicCache()):
+
+        def prune(attention: Any, *_: Any, cache: Any = cache) -> None:
+            index = attention.layer_idx
+            evict_from(cache.layers[index], 7 - 3 * index, torch.Generator().manual_seed(index))
+
+        hooks = [layer.self_attn.register_forward_hook(prune) for layer in model.model.layers]
+        model(prompt(1, 12), past_key_values=cache)
+        for hook in hooks:
+            hook.remove()
+        assert [layer.get_seq_length() for layer in cache.layers] == [7, 4]
+        logits.append(decode(model, cache, prompt(1, 5, seed=1)))
+    torch.testing.assert_close(*logits, rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
 def test_a_pruned_window_decodes_as_that_of_transformers() -> None:
     """A window counts on what it has seen: what is left are its newest tokens, and all of them are attended to."""
     model = copy.deepcopy(fresh_model("mistral"))
     model.config.sliding_window = 40
     model.set_attn_implementation("sdpa")
-    ids, more = prompt(2, 12), prompt(2, 6, seed=1)
     logits = []
     for cache in (kvlayers.DynamicCache(config=model.config), tf.DynamicCache(config=model.config)):
-        with torch.no_grad():
-            model(ids, past_key_values=cache)
-            evict(cache, 5)
-            assert cache.get_seq_length() == 12
-            # Single tokens alone: the masks of transformers are longer than its keys from here on.
-            logits.append(torch.cat([model(token, past_key_values=cache).logits for token in more.split(1, dim=1)], 1))
+        model(prompt(2, 12), past_key_values=cache)
+        evict(cache, 5)
+        assert cache.get_seq_length() == 12
+        # Single tokens alone: the masks of transformers are longer than its keys from here on.
+        tokens = prompt(2, 6, seed=1).split(1, dim=1)
+        logits.append(torch.cat([model(token, past_key_values=cache).logits for token in tokens], 1))
     torch.testing.assert_close(*logits, rtol=1e-5, atol=1e-5)
 
 
-def test_masks_of_a_pruned_window_are_those_of_what_is_left() -> None:
-    generator = torch.Generator().manual_seed(0)
+def test_masks_of_a_pruned_window_are_those_of_what_is_left(generator: torch.Generator) -> None:
     layer = kvlayers.SlidingLayer(8)
     layer.update(*states(1, 20, generator))
     keys, values = layer.keys[:, :, [0, 3, 4]], layer.values[:, :, [0, 3, 4]]
@@ -138,9 +123,8 @@ FULL = ["dynamic", "static", "static that grows", "offloaded", "offloaded static
 
 @pytest.mark.parametrize("kind", FULL)
 @pytest.mark.parametrize("half", ["keys", "values"])
-def test_a_layer_goes_on_from_what_was_assigned(kind: str, half: str) -> None:
+def test_a_layer_goes_on_from_what_was_assigned(kind: str, half: str, generator: torch.Generator) -> None:
     """In either order, from views of its own states or from others, and behind forks that keep theirs."""
-    generator = torch.Generator().manual_seed(0)
     layer, oracle = KINDS[kind]()
     step(layer, oracle, 12, generator)
     fork, fork_oracle = layer.fork(), oracle.copy()
@@ -157,8 +141,7 @@ def test_a_layer_goes_on_from_what_was_assigned(kind: str, half: str) -> None:
     step(fork, fork_oracle, 1, generator)
 
 
-def test_packed_layers_pack_what_was_assigned() -> None:
-    generator = torch.Generator().manual_seed(0)
+def test_packed_layers_pack_what_was_assigned(generator: torch.Generator) -> None:
     quantization = kvlayers.Quantization(nbits=8, residual_length=4, sink_tokens=2)
     layer = kvlayers.QuantizedLayer(quantization)
     layer.update(*(torch.randn(1, 2, 300, 64, generator=generator) for _ in range(2)))
@@ -184,15 +167,16 @@ USES = {
 
 
 @pytest.mark.parametrize(("kind", "use"), once([*FULL, "sliding over a long window", "quantized"], USES, times=2))
-def test_halves_that_do_not_match_are_noticed_at_the_next_use(kind: str, use: str) -> None:
-    generator = torch.Generator().manual_seed(0)
+def test_halves_that_do_not_match_are_noticed_at_the_next_use(kind: str, use: str, generator: torch.Generator) -> None:
     layer, oracle = KINDS[kind]()
     cache = kvlayers.Cache(layers=[layer])
     step(layer, oracle, 7, generator)
     layer.keys = oracle.keys[:, :, 2:5]
     assert torch.equal(layer.keys, oracle.keys[:, :, 2:5])
     assert layer.nbytes > 0
-    with pytest.raises(StateMismatchError, match=r"got keys \[2, 2, 3, 4\] and values \[2, 2, 7, 6\]: assign"):
+    with pytest.raises(
+        kvlayers.errors.StateMismatchError, match=r"got keys \[2, 2, 3, 4\] and values \[2, 2, 7, 6\]: assign"
+    ):
         USES[use](cache)
     # A debugger shows it all the same.
     assert "[2, 2, 3, 4] and values [2, 2, 7, 6]" in repr(cache)
@@ -201,27 +185,25 @@ def test_halves_that_do_not_match_are_noticed_at_the_next_use(kind: str, use: st
     layer.keys = oracle.keys
     step(layer, oracle, 1, generator)
     layer.values = oracle.values[:, :, 1:]
-    with pytest.raises(StateMismatchError, match=r"keys \[2, 2, 8, 4\] and values \[2, 2, 7, 6\]"):
+    with pytest.raises(kvlayers.errors.StateMismatchError, match=r"keys \[2, 2, 8, 4\] and values \[2, 2, 7, 6\]"):
         USES[use](cache)
     cache.reset()
     oracle.reset()
     step(layer, oracle, 4, generator)
 
 
-def test_another_batch_size_can_be_assigned() -> None:
-    generator = torch.Generator().manual_seed(0)
+def test_another_batch_size_can_be_assigned(generator: torch.Generator) -> None:
     layer, oracle = KINDS["dynamic"]()
     step(layer, oracle, 7, generator)
     layer.keys = layer.keys[:1]
-    with pytest.raises(StateMismatchError, match="the same batch size"):
+    with pytest.raises(kvlayers.errors.StateMismatchError, match="the same batch size"):
         layer.update(*states(1, 1, generator))
     layer.values = layer.values[:1]
     oracle.select([0])
     step(layer, oracle, 1, generator)
 
 
-def test_an_empty_layer_that_grows_is_filled_by_assignment() -> None:
-    generator = torch.Generator().manual_seed(0)
+def test_an_empty_layer_that_grows_is_filled_by_assignment(generator: torch.Generator) -> None:
     layer, oracle = kvlayers.DynamicLayer(), Oracle()
     oracle.update(*states(2, 5, generator))
     layer.keys = oracle.keys
@@ -242,9 +224,8 @@ def test_lists_of_another_length_are_assigned_as_a_whole() -> None:
     assert [keys.shape[2] for keys in cache.key_cache] == [2, 1]
 
 
-def test_a_static_layer_keeps_its_address_and_takes_a_whole_reservation() -> None:
+def test_a_static_layer_keeps_its_address_and_takes_a_whole_reservation(generator: torch.Generator) -> None:
     """A tensor of the reservation's shape has the tokens in its first slots, as those of transformers have."""
-    generator = torch.Generator().manual_seed(0)
     layer, oracle = KINDS["static"]()
     step(layer, oracle, 7, generator)
     address = layer.tensors()["keys"].data_ptr()
@@ -279,25 +260,36 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_a_kind_cannot_go_on_from_is_refused_before_anything_changes(case: str) -> None:
-    kind, of, message = REFUSED[case]
-    generator = torch.Generator().manual_seed(0)
+@pytest.mark.parametrize(("kind", "of", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_a_kind_cannot_go_on_from_is_refused_before_anything_changes(
+    kind: str, of: Callable[[Any], Any], message: str, generator: torch.Generator
+) -> None:
     layer, oracle = KINDS[kind]()
     step(layer, oracle, 12, generator)
     for side in ("keys", "values"):
-        with pytest.raises(StateMismatchError, match=message if side == "keys" else None):
+        with pytest.raises(kvlayers.errors.StateMismatchError, match=message if side == "keys" else None):
             setattr(layer, side, of(getattr(oracle, side)))
     step(layer, oracle, 1, generator)
 
 
-@pytest.mark.parametrize("kind", ["static sliding", "static sliding over a long window"])
-def test_a_static_window_takes_other_states_of_what_it_attends_to(kind: str) -> None:
-    generator = torch.Generator().manual_seed(0)
+@pytest.mark.parametrize(
+    ("kind", "tokens"),
+    [
+        ("static sliding", 60),
+        ("static sliding over a long window", 60),
+        ("sink", 5),
+        ("sink of padded sequences", 5),
+        ("offloaded", 60),
+    ],
+)
+def test_other_states_of_as_many_tokens_are_taken(kind: str, tokens: int, generator: torch.Generator) -> None:
     layer, oracle = KINDS[kind]()
-    step(layer, oracle, 60, generator)
+    step(layer, oracle, tokens, generator)
     step(layer, oracle, 1, generator)
-    layer.keys, layer.values = layer.keys * 2, layer.values * 2
-    oracle.keys, oracle.values = oracle.keys * 2, oracle.values * 2
-    for tokens in (1, 1, 5, *[1] * 20):
-        step(layer, oracle, tokens, generator)
+    if "static" not in kind:
+        # A copy.
+        layer.keys.zero_()
+    layer.keys, layer.values = layer.keys * 2, layer.values * 3
+    oracle.keys, oracle.values = oracle.keys * 2, oracle.values * 3
+    for new in (1, 1, 5, *[1] * 20):
+        step(layer, oracle, new, generator)

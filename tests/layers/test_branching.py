@@ -1,15 +1,15 @@
 """Branches of one past in every kind of layer, against layers that went the same way alone and share nothing."""
 
+import copy
 import itertools
 from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import kvlayers
-from agreement import bytes_reached
+from agreement import bytes_reached, step
 from branches import Branch, Kind, check_branches
 from kvlayers import (
     CacheLayer,
@@ -24,10 +24,9 @@ from kvlayers import (
 from kvlayers.eviction.flat_tokens import split_state
 from kvlayers.eviction.held_tokens import held_tokens
 from kvlayers.rope.rotary import Rotary
-from kvlayers.stores import QuantizedStore
 from kvlayers.utils.tensor_memory import storages_of
 from layer_kinds import KINDS
-from oracle import KV_HEADS, TOLERANCE
+from oracle import KV_HEADS, TOLERANCE, states
 from ragged_reference import of_head
 from rounds import NIGHTLY
 
@@ -37,10 +36,10 @@ def packed(**options: object) -> Callable[[], CacheLayer]:
     return lambda: QuantizedLayer(quantization)
 
 
-def attend(key_head_dim: int, value_head_dim: int) -> Callable[[CacheLayer, int, int, int], Tensor]:
+def attend(key_head_dim: int, value_head_dim: int) -> Callable[[CacheLayer, int, int, int], torch.Tensor]:
     """An update, and the attention of random queries to what it returned."""
 
-    def of_new_tokens(layer: CacheLayer, rows: int, tokens: int, seed: int) -> Tensor:
+    def of_new_tokens(layer: CacheLayer, rows: int, tokens: int, seed: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(seed)
         keys = torch.randn(rows, KV_HEADS, tokens, key_head_dim, generator=generator)
         values = torch.randn(rows, KV_HEADS, tokens, value_head_dim, generator=generator)
@@ -113,13 +112,15 @@ SHARING: dict[str, Callable[[], CacheLayer]] = {
     "int4": lambda: QuantizedLayer(Quantization(nbits=4)),
     "int2": lambda: QuantizedLayer(Quantization(nbits=2)),
     "fp8": lambda: QuantizedLayer(Quantization("fp8")),
-    "int4 in a window": lambda: SlidingLayer(WINDOW, QuantizedStore(Quantization(nbits=4, sink_tokens=0))),
+    "int4 in a window": lambda: SlidingLayer(
+        WINDOW, kvlayers.stores.QuantizedStore(Quantization(nbits=4, sink_tokens=0))
+    ),
     "attention beside a recurrent state": lambda: HybridLayer(DynamicLayer(), LinearAttentionLayer()),
     "on the host that computes": lambda: OffloadedLayer(DynamicLayer()),
 }
 
 
-def states_of_one(tokens: int, rows: int = 1) -> tuple[Tensor, Tensor]:
+def states_of_one(tokens: int, rows: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(rows, 1, tokens, HEAD_DIM), torch.randn(rows, 1, tokens, HEAD_DIM)
 
 
@@ -163,3 +164,27 @@ def test_sequences_of_a_batch_take_the_memory_of_one_prefix_and_of_their_own_tok
         layer.update(*states_of_one(1, BRANCHES))
     layer.trim()
     assert layer.nbytes <= before + 1.05 * BRANCHES * own_bytes(layer)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "static" not in kind and "offloaded" not in kind])
+def test_a_fork_takes_no_memory_until_it_writes(kind: str, generator: torch.Generator) -> None:
+    layer, oracle = KINDS[kind]()
+    for tokens in (70, 1, 1, 1):
+        step(layer, oracle, tokens, generator)
+    copies = [*(layer.fork() for _ in range(5)), *(copy.deepcopy(layer) for _ in range(5))]
+    assert bytes_reached([layer, *copies]) == layer.nbytes
+
+
+def test_who_is_left_alone_goes_on_in_place(generator: torch.Generator) -> None:
+    layer = DynamicLayer()
+    layer.update(*states(2, 70, generator))
+    layer.fork().update(*states(2, 1, generator))
+    before = layer.keys.untyped_storage().data_ptr()
+    layer.update(*states(2, 1, generator))
+    assert layer.keys.untyped_storage().data_ptr() == before
+
+
+def test_a_cache_makes_as_many_forks_as_it_is_asked_for(generator: torch.Generator) -> None:
+    cache = kvlayers.DynamicCache([states(1, 5, generator)])
+    for one in (cache, kvlayers.EncoderDecoderCache(cache, kvlayers.DynamicCache())):
+        assert [(type(fork), fork.get_seq_length()) for fork in one.fork(3)] == [(type(one), 5)] * 3

@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.nn.parallel import scatter_gather
 
 import kvlayers
 from matrix import product
-from models import ENCODER_DECODERS, fresh_model, prompt, tiny_model
+from models import ENCODER_DECODERS, fresh_model, prompt, read, tiny_model
 
 FAMILIES = ("llama", "mistral", "gemma3", "llama4", "deepseek_v3")
 
@@ -21,7 +20,7 @@ class GatherOnTheHost:
     """What torch's own function does for tensors on GPUs. It refuses those of a CPU."""
 
     @staticmethod
-    def apply(target: object, dim: int, *tensors: Tensor) -> Tensor:
+    def apply(target: object, dim: int, *tensors: torch.Tensor) -> torch.Tensor:
         return torch.cat(tensors, dim)
 
 
@@ -32,30 +31,30 @@ def gather(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[Any]], Any]:
     return lambda outputs: scatter_gather.gather(outputs, "cpu")
 
 
-def steps(model: Any, cache: Any, count: int = 4) -> Tensor:
+def steps(model: Any, cache: Any, count: int = 4) -> torch.Tensor:
     """Logits of single tokens behind what a cache holds of four sequences."""
     tokens = prompt(4, count, seed=7).split(1, dim=1)
     return torch.cat([model(token, past_key_values=cache).logits for token in tokens], dim=1)
 
 
 @pytest.mark.parametrize(("family", "from_config", "tokens"), product(FAMILIES, [False, True], [5, 30]))
+@torch.no_grad()
 def test_a_gathered_cache_decodes_on(
     family: str, from_config: bool, tokens: int, gather: Callable[[list[Any]], Any]
 ) -> None:
     model, ids = tiny_model(family), prompt(4, tokens)
     options = {"config": model.config} if from_config else {}
-    with torch.no_grad():
-        outputs = [model(half, past_key_values=kvlayers.DynamicCache(**options)) for half in ids.chunk(2)]
-        gathered = gather(outputs).past_key_values
-        expected = kvlayers.DynamicCache(**options)
-        model(ids, past_key_values=expected)
-        assert type(gathered) is kvlayers.DynamicCache
-        assert (gathered.get_seq_length(), gathered.batch_size) == (tokens, 4)
-        assert gathered.is_sliding == expected.is_sliding
-        torch.testing.assert_close(steps(model, gathered), steps(model, expected), rtol=1e-4, atol=1e-4)
+    outputs = [model(half, past_key_values=kvlayers.DynamicCache(**options)) for half in ids.chunk(2)]
+    gathered = gather(outputs).past_key_values
+    expected = model(ids, past_key_values=kvlayers.DynamicCache(**options)).past_key_values
+    assert type(gathered) is kvlayers.DynamicCache
+    assert (gathered.get_seq_length(), gathered.batch_size) == (tokens, 4)
+    assert gathered.is_sliding == expected.is_sliding
+    torch.testing.assert_close(steps(model, gathered), steps(model, expected), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("family", ENCODER_DECODERS)
+@torch.no_grad()
 def test_a_gathered_pair_decodes_on(family: str, gather: Callable[[list[Any]], Any]) -> None:
     model, ids, first = tiny_model(family), prompt(4), prompt(4, 3, seed=1)
 
@@ -63,15 +62,13 @@ def test_a_gathered_pair_decodes_on(family: str, gather: Callable[[list[Any]], A
         cache = kvlayers.EncoderDecoderCache(kvlayers.DynamicCache(), kvlayers.DynamicCache())
         return model(input_ids=ids[rows], decoder_input_ids=first[rows], past_key_values=cache)
 
-    with torch.no_grad():
-        gathered = gather([forward(slice(2)), forward(slice(2, 4))]).past_key_values
-        whole = forward(slice(4))
-        encoded = (whole.encoder_last_hidden_state,)
-        seen, expected = (
-            model(encoder_outputs=encoded, decoder_input_ids=prompt(4, 1, seed=7), past_key_values=cache).logits
-            for cache in (gathered, whole.past_key_values)
-        )
-    torch.testing.assert_close(seen, expected, rtol=1e-4, atol=1e-4)
+    whole, gathered = forward(slice(4)), gather([forward(slice(2)), forward(slice(2, 4))])
+    encoded = (whole.encoder_last_hidden_state,)
+    seen, expected = (
+        model(encoder_outputs=encoded, decoder_input_ids=prompt(4, 1, seed=7), past_key_values=output.past_key_values)
+        for output in (gathered, whole)
+    )
+    torch.testing.assert_close(seen.logits, expected.logits, rtol=1e-4, atol=1e-4)
 
 
 def test_windows_of_a_pair_are_gathered(gather: Callable[[list[Any]], Any]) -> None:
@@ -80,8 +77,8 @@ def test_windows_of_a_pair_are_gathered(gather: Callable[[list[Any]], Any]) -> N
     for _ in range(2):
         pair = kvlayers.EncoderDecoderCache(kvlayers.DynamicCache(config=config), kvlayers.DynamicCache())
         for layer in range(len(pair)):
-            pair.self_attention_cache.update(torch.randn(1, 2, 30, 8), torch.randn(1, 2, 30, 8), layer)
-            pair.cross_attention_cache.update(torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8), layer)
+            pair.self_attention_cache.update(*torch.randn(2, 1, 2, 30, 8), layer)
+            pair.cross_attention_cache.update(*torch.randn(2, 1, 2, 5, 8), layer)
         pairs.append(pair)
     gathered = gather(pairs)
     assert gathered.is_sliding == pairs[0].is_sliding
@@ -93,14 +90,14 @@ def test_gradients_flow_through_a_gathered_cache(gather: Callable[[list[Any]], A
     model, ids = fresh_model("mistral"), prompt(4, 30)
     weights = [model.model.layers[0].self_attn.k_proj.weight, model.model.embed_tokens.weight]
 
-    def gradients(cache: kvlayers.DynamicCache) -> tuple[Tensor, ...]:
+    def gradients(cache: kvlayers.DynamicCache) -> tuple[torch.Tensor, ...]:
         return torch.autograd.grad(steps(model, cache).square().mean(), weights)
 
-    halves = [model(half, past_key_values=kvlayers.DynamicCache(config=model.config)) for half in ids.chunk(2)]
-    whole = kvlayers.DynamicCache(config=model.config)
-    model(ids, past_key_values=whole)
-    for seen, expected in zip(gradients(gather(halves).past_key_values), gradients(whole), strict=True):
-        torch.testing.assert_close(seen, expected, rtol=1e-3, atol=1e-5)
+    *halves, whole = (
+        model(part, past_key_values=kvlayers.DynamicCache(config=model.config)) for part in (*ids.chunk(2), ids)
+    )
+    seen, expected = gradients(gather(halves).past_key_values), gradients(whole.past_key_values)
+    torch.testing.assert_close(seen, expected, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -112,25 +109,23 @@ def test_gradients_flow_through_a_gathered_cache(gather: Callable[[list[Any]], A
     ],
     ids=["from tuples", "with a config", "from tuples with a config"],
 )
+@torch.no_grad()
 def test_a_cache_made_of_what_another_one_iterates_over_is_at_its_position(make: Callable[[Any], Any]) -> None:
-    model, cache = tiny_model("gemma3"), kvlayers.DynamicCache(config=tiny_model("gemma3").config)
-    with torch.no_grad():
-        model(prompt(4, 30), past_key_values=cache)
-        again = make(tuple(cache))
-        torch.testing.assert_close(steps(model, again), steps(model, cache), rtol=1e-4, atol=1e-4)
+    model = tiny_model("gemma3")
+    cache, _ = read(model, prompt(4, 30), kvlayers.DynamicCache(config=model.config))
+    torch.testing.assert_close(steps(model, make(tuple(cache))), steps(model, cache), rtol=1e-4, atol=1e-4)
 
 
 def test_a_window_is_refused_where_every_token_is_attended_to() -> None:
-    cache = kvlayers.DynamicCache(config=tiny_model("mistral").config)
-    with torch.no_grad():
-        tiny_model("mistral")(prompt(1, 30), past_key_values=cache)
+    model = tiny_model("mistral")
+    cache, _ = read(model, prompt(1, 30), kvlayers.DynamicCache(config=model.config))
     with pytest.raises(kvlayers.errors.LegacyFormatError, match="a window of 8, which has dropped 23 of 30"):
         kvlayers.DynamicCache(tuple(cache), config=tiny_model("llama").config)
 
 
 def test_states_of_a_window_are_tuples_to_everyone_else() -> None:
     cache = kvlayers.DynamicCache(config=tiny_model("mistral").config)
-    cache.update(torch.randn(1, 2, 30, 8), torch.randn(1, 2, 30, 8), 0)
+    cache.update(*torch.randn(2, 1, 2, 30, 8), 0)
     states = next(iter(cache))
     assert isinstance(states, tuple)
     for copied in (pickle.loads(pickle.dumps(states)), copy.deepcopy(states)):
@@ -139,10 +134,9 @@ def test_states_of_a_window_are_tuples_to_everyone_else() -> None:
 
 
 @pytest.mark.parametrize("kind", ["static", "int8", "sink"])
+@torch.no_grad()
 def test_kinds_that_states_alone_do_not_make_are_refused(kind: str, gather: Callable[[list[Any]], Any]) -> None:
-    model = tiny_model("llama")
-    options = {"static": {"max_cache_len": 32}}.get(kind, {})
-    with torch.no_grad():
-        outputs = [model(prompt(2), past_key_values=kvlayers.make_cache(kind, model, **options)) for _ in range(2)]
+    model, options = tiny_model("llama"), {"static": {"max_cache_len": 32}}.get(kind, {})
+    outputs = [model(prompt(2), past_key_values=kvlayers.make_cache(kind, model, **options)) for _ in range(2)]
     with pytest.raises(kvlayers.OptionError):
         gather(outputs)

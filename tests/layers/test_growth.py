@@ -9,17 +9,26 @@ import torch
 
 import kvlayers
 from agreement import bytes_reached
-from kvlayers import DynamicCache, DynamicLayer, SlidingLayer, StaticLayer, StaticSlidingLayer
+from kvlayers import CacheLayer, DynamicCache, DynamicLayer, SlidingLayer, StaticLayer, StaticSlidingLayer
 from kvlayers.core.buffer import TokenBuffer
 from models import tiny_model
 from spies import spy
+
+TOKEN_BYTES = 2 * 8 * 4 * 2
 
 
 def token(tokens: int = 1, batch: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(batch, 2, tokens, 8), torch.randn(batch, 2, tokens, 8)
 
 
-def addresses_while_decoding(layer: object, tokens: int) -> list[int]:
+def read(layer: CacheLayer, *passes: int) -> CacheLayer:
+    """The same layer, which has taken in so many tokens at once, one after the other."""
+    for tokens in passes:
+        layer.update(*token(tokens))
+    return layer
+
+
+def addresses_while_decoding(layer: CacheLayer, tokens: int) -> list[int]:
     return [layer.update(*token())[0].untyped_storage().data_ptr() for _ in range(tokens)]
 
 
@@ -28,7 +37,7 @@ def test_memory_moves_a_few_times_in_thousands_of_tokens_and_has_little_spare_ro
     for length in range(1, 4097):
         addresses += addresses_while_decoding(layer, 1)
         if length >= 1024:
-            assert layer.nbytes <= 1.125 * length * 2 * 8 * 4 * 2
+            assert layer.nbytes <= 1.125 * length * TOKEN_BYTES
     moves = sum(before != after for before, after in itertools.pairwise(addresses))
     # Two tokens, steps of 128 tokens up to 1024, then of an eighth: log(4096 / 1024) / log(9 / 8) is 12.
     assert moves <= 1 + 8 + 12 + 1
@@ -38,51 +47,39 @@ def test_memory_moves_a_few_times_in_thousands_of_tokens_and_has_little_spare_ro
 def test_a_cache_that_is_kept_for_two_tokens_takes_the_bytes_of_a_few(name: str) -> None:
     cache = kvlayers.make_cache(name, tiny_model("llama"))
     cache.update(*token(2), 0)
-    assert cache.nbytes <= 4 * 2 * 8 * 4 * 2
+    assert cache.nbytes <= 4 * TOKEN_BYTES
 
 
 @pytest.mark.parametrize("tokens", [128, 256, 4096])
 def test_a_prompt_has_room_for_a_short_answer_whatever_its_length(tokens: int) -> None:
-    layer = DynamicLayer()
-    layer.update(*token(tokens))
-    assert layer.nbytes == (tokens + 128) * 2 * 8 * 4 * 2
+    layer = read(DynamicLayer(), tokens)
+    assert layer.nbytes == (tokens + 128) * TOKEN_BYTES
     assert len(set(addresses_while_decoding(layer, 128))) == 1
 
 
 def test_a_length_hint_is_reached_without_spare_room_and_is_no_limit() -> None:
-    layer = DynamicLayer(length_hint=300)
-    for _ in range(300):
-        layer.update(*token())
-    assert layer.nbytes == 300 * 2 * 8 * 4 * 2
-    for _ in range(300):
-        layer.update(*token())
-    assert layer.length == 600
+    layer = read(DynamicLayer(length_hint=300), *[1] * 300)
+    assert layer.nbytes == 300 * TOKEN_BYTES
+    assert read(layer, *[1] * 300).length == 600
 
 
 def test_static_memory_never_moves() -> None:
     for layer in (StaticLayer(200), StaticSlidingLayer(200, 16)):
         assert len(set(addresses_while_decoding(layer, 200))) == 1
-        layer.crop(-1) if layer.length < 16 or not layer.is_sliding else layer.reset()
         before = layer.nbytes
         layer.reset()
-        layer.update(*token(5))
-        assert layer.nbytes == before
+        assert read(layer, 5).nbytes == before
 
 
 @pytest.mark.parametrize("window", [16, 512])
 def test_a_window_holds_little_more_than_itself_after_a_long_prefill(window: int) -> None:
     layer = SlidingLayer(window)
-    layer.update(*token(4096))
-    of_one_token = 2 * 8 * 4 * 2
-    assert layer.nbytes <= max(64, 1.25 * window) * of_one_token
-    for _ in range(3 * window):
-        layer.update(*token())
-    assert layer.nbytes <= max(64, 1.25 * window) * of_one_token
+    for passes in ([4096], [1] * 3 * window):
+        assert read(layer, *passes).nbytes <= max(64, 1.25 * window) * TOKEN_BYTES
 
 
 def test_a_window_is_moved_once_for_every_quarter_of_it() -> None:
-    layer = SlidingLayer(512)
-    layer.update(*token(600))
+    layer = read(SlidingLayer(512), 600)
     offsets = [layer.update(*token())[0].storage_offset() for _ in range(1280)]
     moves = sum(after < before for before, after in itertools.pairwise(offsets))
     assert moves <= 1280 // 128
@@ -98,20 +95,16 @@ def test_a_window_moves_to_the_front_in_pieces_that_do_not_overlap_themselves(
             moves.append((start, states.storage_offset() // states.shape[3], states.shape[2]))
 
     spy(monkeypatch, TokenBuffer, "write", note)
-    layer = SlidingLayer(100)
-    for _ in range(130):
-        layer.update(*token())
+    read(SlidingLayer(100), *[1] * 130)
     assert len(moves) == 2 * 4, "99 tokens by 25, of keys and of values"
     assert all(target + count <= source for target, source, count in moves)
 
 
 def test_a_window_that_its_memory_barely_fits_is_not_copied_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
     copied: list[int] = []
-    layer = SlidingLayer(4000)
-    layer.update(*token(3560))
+    layer = read(SlidingLayer(4000), 3560)
     spy(monkeypatch, TokenBuffer, "write", lambda buffer, start, states: copied.append(states.shape[2]))
-    for _ in range(1000):
-        layer.update(*token())
+    read(layer, *[1] * 1000)
     assert sum(copied) <= 2 * 1000 * (1 + 8), "of keys and of values, each token once and what moves for it"
 
 
@@ -121,43 +114,33 @@ def test_a_crop_and_the_end_of_recording_give_its_memory_back(recorded: list[int
     for end, held in ((lambda layer: layer.crop(-2), 16), (lambda layer: layer.deactivate_past_recording(), 15)):
         layer = SlidingLayer(16)
         layer.activate_past_recording()
-        for tokens in recorded:
-            layer.update(*token(tokens))
-        assert layer.keys.shape[2] == sum(recorded)
-        assert layer.nbytes >= sum(recorded) * 128
+        assert read(layer, *recorded).keys.shape[2] == sum(recorded)
+        assert layer.nbytes >= sum(recorded) * TOKEN_BYTES
         end(layer)
-        assert bytes_reached(layer) == layer.nbytes <= 64 * 128
-        layer.update(*token())
-        assert layer.keys.shape[2] == held
-        assert layer.nbytes <= 64 * 128
+        assert bytes_reached(layer) == layer.nbytes <= 64 * TOKEN_BYTES
+        assert read(layer, 1).keys.shape[2] == held
+        assert layer.nbytes <= 64 * TOKEN_BYTES
 
 
 def test_a_fork_made_in_inference_mode_is_written_to_outside_of_it() -> None:
-    layer = DynamicLayer()
     with torch.inference_mode():
-        layer.update(*token(5))
+        layer = read(DynamicLayer(), 5)
         twin = layer.fork()
     twin.crop(-2)
-    twin.update(*token())
-    twin.reset()
-    twin.update(*token())
-    assert (layer.length, twin.length) == (5, 1)
+    read(twin, 1).reset()
+    assert (layer.length, read(twin, 1).length) == (5, 1)
 
 
 def test_a_state_that_was_recorded_fits_a_fresh_reservation() -> None:
-    layer = StaticSlidingLayer(200, 8)
+    layer, again = StaticSlidingLayer(200, 8), StaticSlidingLayer(200, 8)
     layer.activate_past_recording()
-    layer.update(*token(60))
-    again = StaticSlidingLayer(200, 8)
-    again.load_state(layer.state())
+    again.load_state(read(layer, 60).state())
     again.crop(-30)
     assert again.length == 30
 
 
 def test_a_pickle_holds_live_tokens_only() -> None:
-    layer = SlidingLayer(16)
-    layer.update(*token(4096))
-    assert len(pickle.dumps(layer)) < 15 * 128 + 4000
+    assert len(pickle.dumps(read(SlidingLayer(16), 4096))) < 15 * TOKEN_BYTES + 4000
 
 
 @pytest.mark.parametrize("make", [DynamicLayer, lambda: SlidingLayer(4), lambda: StaticLayer(32)])

@@ -1,24 +1,22 @@
 """What a cache hands out is the caller's: no other cache shows what is written to it, and no cache writes to it."""
 
 import copy
+import itertools
 import pickle
+import random
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 import kvlayers
-import versions
 from agreement import check_at_rest, step
-from kvlayers import CacheLayer, PrefixStore
-from kvlayers.errors import LegacyFormatError, ReadOnlyStatesError, StaleStatesError
-from kvlayers.kernels.attention.packed_tensor import PackedStates
+from kvlayers.kernels.attention.packed_tensor import PackedStates, as_dense
 from layer_kinds import KINDS as ALL_KINDS
-from matrix import once, product
-from models import prompt, tiny_model
+from matrix import once, product, seeds
 from oracle import Oracle, states
 from spies import Operators
 
@@ -52,10 +50,10 @@ def filled(kind: str, tokens: int, generator: torch.Generator) -> Filled:
     return cache, oracle
 
 
-def pairs(cache: kvlayers.Cache, read: Callable[[kvlayers.Cache], Any]) -> list[Tensor]:
+def pairs(cache: kvlayers.Cache, read: Callable[[kvlayers.Cache], Any]) -> list[torch.Tensor]:
     try:
-        return [states for states in read(cache) if isinstance(states, Tensor)]
-    except LegacyFormatError:
+        return [states for states in read(cache) if isinstance(states, torch.Tensor)]
+    except kvlayers.errors.LegacyFormatError:
         # It has dropped tokens, which tuples cannot say.
         return []
 
@@ -79,11 +77,11 @@ TWINS: dict[str, Callable[[kvlayers.Cache], kvlayers.Cache]] = {
 }
 
 
-def spoil(handed_out: list[Tensor]) -> None:
+def spoil(handed_out: list[torch.Tensor]) -> None:
     for given in handed_out:
         try:
             given.fill_(-1) if given.dtype != torch.bool else None
-        except ReadOnlyStatesError:
+        except kvlayers.errors.ReadOnlyStatesError:
             assert isinstance(given, PackedStates)
 
 
@@ -94,30 +92,26 @@ def go_on(cache: kvlayers.Cache, oracle: Oracle, generator: torch.Generator) -> 
     check_at_rest(cache.layers[0], oracle)
 
 
+@pytest.mark.parametrize("late", [False, True], ids=["before there is a twin", "after"])
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("twin", TWINS)
 @pytest.mark.parametrize(("kind", "tokens"), once(KINDS, LENGTHS))
-def test_what_is_written_to_the_states_of_one_cache_does_not_show_in_its_twin(kind: str, tokens: int) -> None:
-    generator = torch.Generator().manual_seed(0)
-    for twin_name, make_twin in TWINS.items():
-        for path, read in PATHS.items():
-            for late in (False, True):
-                cache, oracle = filled(kind, tokens, generator)
-                # Handed out before there is a twin, or after.
-                early = [] if late else pairs(cache, read)
-                twin, twin_oracle = make_twin(cache), oracle.copy()
-                late_states = pairs(cache, read) if late else []
-                spoil([*early, *late_states])
-                try:
-                    go_on(twin, twin_oracle, generator)
-                except AssertionError as error:
-                    raise AssertionError(f"{path} of a cache with a twin by {twin_name}, late={late}") from error
-            # And the other way round.
-            cache, oracle = filled(kind, tokens, generator)
-            twin = make_twin(cache)
-            spoil(pairs(twin, read))
-            go_on(cache, oracle, generator)
+def test_what_is_written_to_the_states_of_one_cache_does_not_show_in_its_twin(
+    kind: str, tokens: int, twin: str, path: str, late: bool, generator: torch.Generator
+) -> None:
+    cache, oracle = filled(kind, tokens, generator)
+    handed_out = [] if late else pairs(cache, PATHS[path])
+    other = TWINS[twin](cache)
+    spoil(handed_out or pairs(cache, PATHS[path]))
+    go_on(other, oracle.copy(), generator)
+    # And the other way round.
+    cache, oracle = filled(kind, tokens, generator)
+    other = TWINS[twin](cache)
+    spoil(pairs(other, PATHS[path]))
+    go_on(cache, oracle, generator)
 
 
-CHANGES: dict[str, Callable[[CacheLayer, Oracle], object]] = {
+CHANGES: dict[str, Callable[[kvlayers.CacheLayer, Oracle], object]] = {
     "decode": lambda layer, oracle: None,
     "reset": lambda layer, oracle: (layer.reset(), oracle.reset()),
     "crop": lambda layer, oracle: (layer.crop(-3), oracle.truncate(oracle.length - 3)),
@@ -127,55 +121,37 @@ CHANGES: dict[str, Callable[[CacheLayer, Oracle], object]] = {
 }
 
 
-def is_live(kind: str, path: str, cache: kvlayers.Cache) -> bool:
-    """Static layers that do not travel have one address, at which compiled code writes: see docs/static.md."""
-    return kind.startswith("static") and path in LIVE_PATHS
-
-
 @pytest.mark.parametrize(("kind", "tokens"), once(KINDS, LENGTHS))
-def test_what_was_handed_out_is_not_written_again(kind: str, tokens: int) -> None:
-    generator = torch.Generator().manual_seed(0)
-    for name, change in CHANGES.items():
-        # A reset lets static memory be written again, and a crop any other memory. The other changes move states.
-        for path in PATHS if name in ("reset", "crop") else ("keys and values",):
-            read = PATHS[path]
-            cache, oracle = filled(kind, tokens, generator)
-            if is_live(kind, path, cache):
-                continue
-            if name.startswith("crop") and not oracle.can_truncate(oracle.length - 3 if name == "crop" else 0):
-                continue
-            handed_out = pairs(cache, read)
-            expected = [given.clone() for given in handed_out]
-            change(cache.layers[0], oracle)
-            # Far enough that a window moves to the front.
-            for new in (9, *[1] * 12, 20):
-                if oracle.fits(new):
-                    step(cache.layers[0], oracle, new, generator)
-            for given, before in zip(handed_out, expected, strict=True):
-                try:
-                    assert torch.equal(given, before), (name, path)
-                except StaleStatesError:
-                    assert isinstance(given, PackedStates)
-
-
-@pytest.mark.parametrize("kind", ["static", "static that grows", "static sliding"])
-def test_keys_of_a_static_layer_are_live(kind: str) -> None:
-    generator = torch.Generator().manual_seed(0)
-    cache, _ = filled(kind, 6, generator)
-    layer = cache.layers[0]
-    keys = layer.keys
-    assert keys.shape[2] == layer.length
-    assert keys.data_ptr() == layer.reserved.tensors()["keys"].data_ptr()
-    layer.reset()
-    assert not keys.any()
+def test_what_was_handed_out_is_not_written_again(kind: str, tokens: int, generator: torch.Generator) -> None:
+    # A reset lets static memory be written again, and a crop any other memory. The other changes move states.
+    for name, path in [*itertools.product(("reset", "crop"), PATHS), *((name, "keys and values") for name in CHANGES)]:
+        cache, oracle = filled(kind, tokens, generator)
+        # Static layers that do not travel have one address, at which compiled code writes: see docs/static.md.
+        is_live = kind.startswith("static") and path in LIVE_PATHS
+        kept = {"crop": oracle.length - 3, "crop to nothing": 0}.get(name, oracle.length)
+        if is_live or not oracle.can_truncate(kept):
+            continue
+        handed_out = pairs(cache, PATHS[path])
+        expected = [given.clone() for given in handed_out]
+        CHANGES[name](cache.layers[0], oracle)
+        # Far enough that a window moves to the front.
+        for new in (9, *[1] * 12, 20):
+            if oracle.fits(new):
+                step(cache.layers[0], oracle, new, generator)
+        for given, before in zip(handed_out, expected, strict=True):
+            try:
+                assert torch.equal(given, before), (name, path)
+            except kvlayers.errors.StaleStatesError:
+                assert isinstance(given, PackedStates)
 
 
 @pytest.mark.parametrize(
     ("kind", "path", "shared"),
     product(["dynamic", "sliding", "static", "static sliding", "quantized", "offloaded"], LIVE_PATHS, [False, True]),
 )
-def test_what_is_written_in_place_is_what_a_cache_holds(kind: str, path: str, shared: bool) -> None:
-    generator = torch.Generator().manual_seed(0)
+def test_what_is_written_in_place_is_what_a_cache_holds(
+    kind: str, path: str, shared: bool, generator: torch.Generator
+) -> None:
     cache, oracle = filled(kind, 5, generator)
     if kind == "offloaded":
         # One that computes on the host, so that nothing travels.
@@ -195,21 +171,7 @@ def test_what_is_written_in_place_is_what_a_cache_holds(kind: str, path: str, sh
         go_on(fork, unchanged.copy(), generator)
 
 
-@pytest.mark.parametrize("kind", ["sink", "sink of padded sequences", "offloaded", "offloaded static"])
-def test_keys_that_are_copies_are_changed_by_assignment(kind: str) -> None:
-    generator = torch.Generator().manual_seed(0)
-    cache, oracle = filled(kind, 5, generator)
-    layer = cache.layers[0]
-    layer.keys.zero_()
-    check_at_rest(layer, oracle)
-    layer.keys, layer.values = layer.keys * 2, layer.values * 3
-    oracle.keys, oracle.values = oracle.keys * 2, oracle.values * 3
-    for _ in range(12):
-        step(layer, oracle, 1, generator)
-
-
-def test_reading_keys_moves_the_reader_alone() -> None:
-    generator = torch.Generator().manual_seed(0)
+def test_reading_keys_moves_the_reader_alone(generator: torch.Generator) -> None:
     cache, _ = filled("dynamic", 80, generator)
     forks = cache.fork(3)
     address = cache.layers[0].peek()[0].data_ptr()
@@ -221,9 +183,8 @@ def test_reading_keys_moves_the_reader_alone() -> None:
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "sliding over a long window", "static", "quantized"])
-def test_decoding_pays_nothing(kind: str) -> None:
+def test_decoding_pays_nothing(kind: str, generator: torch.Generator) -> None:
     """Steps of a layer of which views were handed out, or that was forked, are those of one that is alone."""
-    generator = torch.Generator().manual_seed(0)
     counts = []
     for prepare in (lambda layer: None, lambda layer: layer.keys, lambda layer: layer.fork() and None):
         # There is room for as many tokens again.
@@ -242,9 +203,8 @@ def test_decoding_pays_nothing(kind: str) -> None:
     assert not any(name.startswith(("aten.empty", "aten.clone", "aten.zeros", "aten.cat")) for name in counts[0])
 
 
-def test_a_layer_that_is_read_at_each_step_is_not_copied() -> None:
+def test_a_layer_that_is_read_at_each_step_is_not_copied(generator: torch.Generator) -> None:
     layer = kvlayers.DynamicLayer()
-    generator = torch.Generator().manual_seed(0)
     layer.update(*states(2, 60, generator))
     addresses = set()
     for _ in range(50):
@@ -253,84 +213,132 @@ def test_a_layer_that_is_read_at_each_step_is_not_copied() -> None:
     assert len(addresses) == 1
 
 
-def test_what_a_store_of_prefixes_found_is_the_callers() -> None:
-    ids = torch.arange(12)
-    cache = kvlayers.DynamicCache()
-    generator = torch.Generator().manual_seed(0)
-    given = [states(1, 12, generator) for _ in range(2)]
-    for index, (keys, values) in enumerate(given):
-        cache.update(keys, values, index)
-    early = cache.layers[1].values
-    store = PrefixStore(2**20)
-    assert store.insert(ids, cache, model="tiny")
-    cache.layers[0].keys.zero_()
-    early.zero_()
+def test_what_a_store_of_prefixes_found_is_the_callers(generator: torch.Generator) -> None:
+    given = states(1, 12, generator)
+    cache, store = kvlayers.DynamicCache([given]), kvlayers.PrefixStore(2**20)
+    early = cache.layers[0].values
+    assert store.insert(torch.arange(12), cache, model="tiny")
+    spoil([cache.layers[0].keys, early])
     for _ in range(2):
         hit = store.lookup(torch.arange(13), model="tiny")
         assert hit.cache is not None
-        for layer, (keys, values) in zip(hit.cache.layers, given, strict=True):
-            assert torch.equal(layer.keys, keys)
-            assert torch.equal(layer.values, values)
-            layer.keys.zero_()
-            layer.values.zero_()
+        found = hit.cache.layers[0].keys, hit.cache.layers[0].values
+        assert all(map(torch.equal, found, given))
+        spoil([*found])
 
 
-def test_an_expanded_prompt_is_nobodys_view() -> None:
-    cache = kvlayers.DynamicCache()
-    keys, values = states(1, 20, torch.Generator().manual_seed(0))
-    cache.update(keys, values, 0)
+def test_an_expanded_prompt_is_nobodys_view(generator: torch.Generator) -> None:
+    keys, values = states(1, 20, generator)
+    cache = kvlayers.DynamicCache([(keys, values)])
     view = cache.layers[0].keys
     cache.expand(3)
     view.zero_()
     assert torch.equal(cache.to_legacy_cache()[0][0], keys.repeat(3, 1, 1, 1))
-    with pytest.raises(ReadOnlyStatesError):
+    with pytest.raises(kvlayers.errors.ReadOnlyStatesError):
         cache.layers[0].keys.zero_()
 
 
-def test_parts_of_an_encoder_decoder_cache_are_the_callers() -> None:
-    generator = torch.Generator().manual_seed(0)
-    cache = kvlayers.EncoderDecoderCache(kvlayers.DynamicCache(), kvlayers.DynamicCache())
-    for part in (cache.self_attention_cache, cache.cross_attention_cache):
-        part.update(*states(1, 6, generator), 0)
-    expected = [given.clone() for given in cache[0]]
-    for make_twin in (lambda: cache.fork(), lambda: copy.deepcopy(cache)):
-        for read in (lambda one: one[0], lambda one: next(iter(one)), lambda one: one.to_legacy_cache()[0]):
-            for given in read(make_twin()):
-                given.zero_()
-    assert all(map(torch.equal, cache[0], expected))
-    saved = list(cache[0])
-    cache.reset()
-    for part in (cache.self_attention_cache, cache.cross_attention_cache):
-        part.update(*states(1, 6, generator), 0)
-    assert all(map(torch.equal, saved, expected))
+# The states that an update returns are those of its tokens, and stay so while the cache and its forks go on
+
+Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-@versions.kvlayers_recurrent_layers
-def test_recurrent_states_are_live_and_a_twin_has_its_own() -> None:
-    """Models write to them in place, as in transformers, so they cannot be anything else."""
-    layer = kvlayers.LinearAttentionLayer()
-    generator = torch.Generator().manual_seed(0)
-    layer.update_conv_state(torch.randn(1, 4, 6, generator=generator), conv_kernel_size=3)
-    layer.update_recurrent_state(torch.randn(1, 4, 2, generator=generator))
-    cache = kvlayers.Cache(layers=[layer])
-    for make_twin in TWINS["deepcopy"], TWINS["pickle"]:
-        twin = make_twin(cache)
-        expected = twin.get_conv_state(0).clone(), twin.get_recurrent_state(0).clone()
-        cache.get_conv_state(0).zero_()
-        cache.get_recurrent_state(0).zero_()
-        assert torch.equal(twin.get_conv_state(0), expected[0])
-        assert torch.equal(twin.get_recurrent_state(0), expected[1])
-        assert not cache.layers[0].conv_states[0].any()
-        cache.layers[0].conv_states[0].copy_(expected[0])
-        cache.layers[0].recurrent_states[0].copy_(expected[1])
+def some_states(tokens: int) -> Pair:
+    return torch.randn(2, 1, tokens, 8), torch.randn(2, 1, tokens, 8)
 
 
-@pytest.mark.filterwarnings("ignore:.*is from transformers 4:DeprecationWarning")
-def test_tuples_of_a_forward_pass_stay_what_they_are_without_copies() -> None:
-    model, ids = tiny_model("llama"), prompt(tokens=7)
-    with kvlayers.installed(), torch.no_grad():
-        past = model(ids, past_key_values=()).past_key_values
-        expected = [given.clone() for layer in past for given in layer]
-        after = model(ids[:, :1], past_key_values=past).past_key_values
-    assert [layer[0].data_ptr() for layer in past] == [layer[0].data_ptr() for layer in after]
-    assert all(map(torch.equal, (given for layer in past for given in layer), expected))
+def packed_store(residual_length: int) -> kvlayers.stores.QuantizedStore:
+    return kvlayers.stores.QuantizedStore(
+        kvlayers.Quantization(nbits=8, residual_length=residual_length, sink_tokens=0)
+    )
+
+
+@pytest.mark.parametrize(
+    ("window", "residual_length", "with_gradients"), product([20, 50, 100, 150], [8, 64, 128], [False, True])
+)
+def test_a_packed_window_takes_in_any_number_of_tokens(window: int, residual_length: int, with_gradients: bool) -> None:
+    random.seed(window)
+    packed, exact = kvlayers.SlidingLayer(window, store=packed_store(residual_length)), kvlayers.SlidingLayer(window)
+    with torch.set_grad_enabled(with_gradients):
+        for _ in range(100):
+            keys, values = some_states(random.choice([1, 2, 5, 30]))
+            keys.requires_grad_(with_gradients)
+            for seen, expected in zip(packed.update(keys, values), exact.update(keys, values), strict=True):
+                # A code of 8 bits is at most half of a 255th of its group's range away.
+                torch.testing.assert_close(as_dense(seen), expected, rtol=0, atol=0.05)
+
+
+def test_a_forked_window_returns_new_states_if_those_before_are_held() -> None:
+    layer, (keys, values) = kvlayers.SlidingLayer(300), some_states(299)
+    layer.update(keys, values)
+    # It takes the slots behind the tokens, so that the window goes on in another tail.
+    layer.fork().update(*some_states(1))
+    held = []
+    for _ in range(4):
+        new_keys, new_values = some_states(1)
+        keys, values = torch.cat([keys, new_keys], 2), torch.cat([values, new_values], 2)
+        held.append(layer.update(new_keys, new_values))
+        for seen, expected in zip(held[-1], (keys, values), strict=True):
+            assert torch.equal(seen.clone(), expected[:, :, -300:])
+
+
+LAYERS: dict[str, Callable[[], kvlayers.CacheLayer]] = {
+    "dynamic": kvlayers.DynamicLayer,
+    "sliding": lambda: kvlayers.SlidingLayer(random.choice([5, 20, 50, 150])),
+    "packed": lambda: kvlayers.QuantizedLayer(kvlayers.Quantization(nbits=4, residual_length=random.choice([8, 64]))),
+    "packed sliding": lambda: kvlayers.SlidingLayer(random.choice([20, 50, 150, 400]), store=packed_store(8)),
+}
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("seed", seeds(2, 12))
+def test_packed_states_stay_as_they_were_or_are_refused_while_forks_come_and_go(kind: str, seed: int) -> None:
+    random.seed(seed)
+    torch.manual_seed(seed)
+    layer, forks = LAYERS[kind](), list[kvlayers.CacheLayer]()
+    held: list[tuple[Pair, list[torch.Tensor]]] = []
+    for _ in range(80):
+        returned = layer.update(*some_states(random.choice([1, 1, 1, 1, 2, 5, 30])))
+        if isinstance(returned[0], PackedStates):
+            held = [*held[-20:], (returned, [states.clone() for states in returned])]
+        chance = random.random()
+        if chance < 0.1:
+            forks.append(layer.fork())
+        elif chance < 0.16 and forks:
+            forks.pop(random.randrange(len(forks)))
+        elif chance < 0.26 and forks:
+            random.choice(forks).update(*some_states(3))
+        elif chance < 0.3 and "sliding" not in kind and layer.length > 3:
+            layer.crop(layer.length - random.choice([1, 3]))
+        for returned, copies in random.sample(held, min(3, len(held))):
+            try:
+                now = [states.clone() for states in returned]
+            except kvlayers.errors.StaleStatesError:
+                continue
+            assert all(torch.equal(states, copy) for states, copy in zip(now, copies, strict=True))
+
+
+@pytest.mark.parametrize("end", ["packs", "is deleted"])
+def test_nobody_writes_to_what_returned_states_read_when_their_layer(end: str) -> None:
+    layer = kvlayers.QuantizedLayer(kvlayers.Quantization(nbits=4, residual_length=16, sink_tokens=0))
+    layer.update(*some_states(100))
+    fork = layer.fork()
+    returned = layer.update(*some_states(1))
+    copies = [states.clone() for states in returned]
+    if end == "packs":
+        layer.update(*some_states(300))
+    else:
+        del layer
+    fork.update(*some_states(1))
+    assert all(torch.equal(states.clone(), copy) for states, copy in zip(returned, copies, strict=True))
+
+
+def test_keys_and_values_of_two_dtypes_are_never_read_as_one() -> None:
+    layer, (keys, values) = kvlayers.DynamicLayer(), some_states(1300)
+    layer.update(keys, values.half())
+    layer.fork().update(keys[:, :, :1], values[:, :, :1].half())
+    for _ in range(2):
+        returned = layer.update(keys[:, :, :1], values[:, :, :1].half())
+        assert [states.dtype for states in returned] == [torch.float32, torch.float16]
+        with pytest.raises(RuntimeError, match="same dtype"):
+            scaled_dot_product_attention(torch.randn(2, 4, 1, 8), *returned, enable_gqa=True)

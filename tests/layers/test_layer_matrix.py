@@ -1,10 +1,14 @@
 """Every kind of layer, in every state, through every operation, against the concatenating oracle."""
 
+import contextlib
+from typing import Any
+
 import pytest
 import torch
 
 from agreement import check_at_rest, continue_decoding, step
-from kvlayers import CacheLayer
+from kvlayers import CacheLayer, CapacityError
+from kvlayers.core.buffer import TokenBuffer
 from layer_kinds import KINDS, OPERATIONS, STATES
 from matrix import product
 from oracle import Oracle, states
@@ -34,8 +38,9 @@ def _in_state(kind: str, past: str, generator: torch.Generator) -> tuple[CacheLa
 
 
 @pytest.mark.parametrize(("kind", "operation", "past"), product(KINDS, OPERATIONS, STATES))
-def test_a_layer_decodes_as_the_oracle_does_after_an_operation(kind: str, operation: str, past: str) -> None:
-    generator = torch.Generator().manual_seed(1)
+def test_a_layer_decodes_as_the_oracle_does_after_an_operation(
+    kind: str, operation: str, past: str, generator: torch.Generator
+) -> None:
     layer, oracle = _in_state(kind, past, generator)
     check_at_rest(layer, oracle)
     layer = OPERATIONS[operation](layer, oracle)
@@ -60,8 +65,9 @@ def test_a_layer_agrees_with_the_oracle_at_every_length(kind: str, grow: int) ->
 
 @pytest.mark.parametrize("past", ["after prefill", "past the window"])
 @pytest.mark.parametrize("kind", ["sliding", "sliding over a long window", "sink", "sink over a long window"])
-def test_a_window_that_could_not_return_its_states_has_not_taken_them_in(kind: str, past: str) -> None:
-    generator = torch.Generator().manual_seed(1)
+def test_a_window_that_could_not_return_its_states_has_not_taken_them_in(
+    kind: str, past: str, generator: torch.Generator
+) -> None:
     layer, oracle = _in_state(kind, past, generator)
 
     def interrupted(count: int) -> None:
@@ -71,4 +77,27 @@ def test_a_window_that_could_not_return_its_states_has_not_taken_them_in(kind: s
     with pytest.raises(KeyboardInterrupt):
         layer.update(*states(2, 1, generator))
     del vars(layer.store)["newest"]
+    continue_decoding(layer, oracle, generator)
+
+
+@pytest.mark.parametrize("operation", ["update", "select"])
+@pytest.mark.parametrize("kind", ["dynamic", "sliding", "static that grows", "static sliding that grows"])
+def test_running_out_of_memory_leaves_a_layer_as_it_was(
+    kind: str, operation: str, monkeypatch: pytest.MonkeyPatch, generator: torch.Generator
+) -> None:
+    layer, oracle = _in_state(kind, "decoding", generator)
+    layer.activate_past_recording()
+    oracle.recording = True
+    allocate, calls = TokenBuffer.allocate, []
+
+    def second_fails(*args: Any) -> TokenBuffer:
+        calls.append(args)
+        if len(calls) == 2:
+            raise MemoryError
+        return allocate(*args)
+
+    monkeypatch.setattr(TokenBuffer, "allocate", second_fails)
+    with contextlib.suppress(MemoryError, CapacityError):
+        layer.update(*states(2, 200, generator)) if operation == "update" else layer.select(torch.tensor([0, 1, 0]))
+    monkeypatch.undo()
     continue_decoding(layer, oracle, generator)

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import kvlayers
 from agreement import bytes_reached
@@ -31,11 +30,11 @@ class Oracle:
         return self.columns.shape[-1]
 
     @property
-    def conv_state(self) -> Tensor:
+    def conv_state(self) -> torch.Tensor:
         return torch.nn.functional.pad(self.columns, (KERNEL, 0))[..., -KERNEL:]
 
     @property
-    def recurrent_state(self) -> Tensor:
+    def recurrent_state(self) -> torch.Tensor:
         state = torch.zeros(self.columns.shape[0], CHANNELS, 3)
         for column in self.columns.unbind(-1):
             state = 0.5 * state + column[..., None] * torch.arange(1.0, 4)
@@ -46,33 +45,28 @@ def step(layer: Any, oracle: Oracle, tokens: int, seed: int = 0, in_place: bool 
     """Give both the same columns, as a model does: what comes back is what a convolution needs."""
     generator = torch.Generator().manual_seed(1000 * oracle.length + seed)
     columns = torch.randn(oracle.columns.shape[0], CHANNELS, tokens, generator=generator)
-    before = oracle.conv_state
-    is_first = oracle.length == 0
+    before = oracle.conv_state if oracle.length else torch.zeros(len(columns), CHANNELS, max(KERNEL - tokens, 0))
+    replaces = in_place and tokens == 1 and oracle.length > 0
     oracle.columns = torch.cat([oracle.columns, columns], dim=-1)
     full = layer.update_conv_state(columns, conv_kernel_size=KERNEL)
-    if is_first:
-        missing = max(KERNEL - tokens, 0)
-        assert torch.equal(full, torch.nn.functional.pad(columns, (missing, 0)))
-    else:
-        assert torch.equal(full, torch.cat([before, columns], dim=-1))
-    if in_place and tokens == 1 and not is_first:
+    assert torch.equal(full, torch.cat([before, columns], dim=-1))
+    if replaces:
         # As kernels for a single token do it.
         layer.recurrent_states[0].copy_(oracle.recurrent_state)
     else:
         held = layer.update_recurrent_state(oracle.recurrent_state)
         assert torch.equal(held, oracle.recurrent_state)
+    check(layer, oracle)
 
 
 def check(layer: Any, oracle: Oracle) -> None:
-    assert layer.length == oracle.length
+    assert (layer.length, layer.exact_from) == (oracle.length, 0)
     assert layer.nbytes == bytes_reached(layer)
+    assert layer.has_previous_state == {0: oracle.length > 0}
     if oracle.length:
         assert torch.equal(layer.conv_states[0], oracle.conv_state)
         assert torch.equal(layer.recurrent_states[0], oracle.recurrent_state)
-        assert layer.has_previous_state == {0: True}
         assert layer.batch_size == oracle.columns.shape[0]
-    else:
-        assert layer.has_previous_state == {0: False}
 
 
 def at(oracle: Oracle, length: int) -> Oracle:
@@ -85,7 +79,6 @@ def filled(*updates: int, **options: Any) -> tuple[LinearAttentionLayer, Oracle]
     layer, oracle = LinearAttentionLayer(**options), Oracle()
     for tokens in updates:
         step(layer, oracle, tokens, in_place=True)
-        check(layer, oracle)
     return layer, oracle
 
 
@@ -112,7 +105,6 @@ def test_states_that_came_in_inference_mode_are_written_to_outside_of_it() -> No
         with torch.inference_mode():
             step(layer, oracle, tokens)
         step(layer, oracle, 1)
-        check(layer, oracle)
     assert layer.truncate(5) == 0
 
 
@@ -187,34 +179,41 @@ def lengths(layer: LinearAttentionLayer) -> list[int]:
     return sorted({layer.nearest_restorable(length) for length in range(layer.length + 1)} - {layer.length, 0})
 
 
-def test_checkpoints_are_taken_at_the_end_of_several_tokens() -> None:
-    assert lengths(filled(5, 1, 1)[0]) == [5]
-    assert lengths(filled(5, 1, 3, 1)[0]) == [5, 9]
-    assert lengths(filled(5, 2, 3, 1)[0]) == [7, 10]
-    assert lengths(filled(1, 1, 1)[0]) == []
-    assert lengths(filled(5, 2, 3, 1, checkpoints=Checkpoints(most=5))[0]) == [5, 7, 10]
-    assert lengths(filled(5, 2, 3, 1, checkpoints=Checkpoints(most=1))[0]) == [10]
-    assert lengths(filled(5, 2, 3, 1, checkpoints=Checkpoints(most=0))[0]) == []
+EACH_TOKEN = (3, *[1] * 10)
 
 
-def test_checkpoints_are_taken_every_so_many_tokens() -> None:
-    assert lengths(filled(3, *[1] * 10, checkpoints={"every": 4, "most": 9})[0]) == [3, 4, 8, 12]
-    assert lengths(filled(3, *[1] * 10, checkpoints={"every": 4})[0]) == [8, 12]
-    assert lengths(filled(4, *[1] * 5, checkpoints={"every": 4, "most": 9})[0]) == [4, 8]
+@pytest.mark.parametrize(
+    ("updates", "checkpoints", "taken"),
+    [
+        ((5, 1, 1), None, [5]),
+        ((5, 1, 3, 1), None, [5, 9]),
+        ((5, 2, 3, 1), None, [7, 10]),
+        ((1, 1, 1), None, []),
+        ((5, 2, 3, 1), {"most": 5}, [5, 7, 10]),
+        ((5, 2, 3, 1), {"most": 1}, [10]),
+        ((5, 2, 3, 1), {"most": 0}, []),
+        (EACH_TOKEN, {"every": 4, "most": 9}, [3, 4, 8, 12]),
+        (EACH_TOKEN, {"every": 4}, [8, 12]),
+        ((4, *[1] * 5), {"every": 4, "most": 9}, [4, 8]),
+    ],
+    ids=str,
+)
+def test_checkpoints_are_taken_at_the_end_of_several_tokens_and_every_so_many(
+    updates: tuple[int, ...], checkpoints: dict[str, int] | None, taken: list[int]
+) -> None:
+    assert lengths(filled(*updates, **({"checkpoints": checkpoints} if checkpoints else {}))[0]) == taken
 
 
 @pytest.mark.parametrize("target", range(12))
 def test_a_rollback_restores_the_latest_state_before_and_says_what_is_missing(target: int) -> None:
     layer, oracle = filled(4, 1, 1, 2, 1, 1, 1, checkpoints={"every": 3, "most": 9})
-    taken = [0, 4, 6, 8, 9, 11]
-    expected = max(length for length in taken if length <= target)
+    expected = max(length for length in (0, 4, 6, 8, 9, 11) if length <= target)
     assert layer.truncate(target) == target - expected
     oracle = at(oracle, expected)
     check(layer, oracle)
     assert layer.nearest_restorable(expected) == expected
     for tokens in (1, 3, 1):
         step(layer, oracle, tokens, seed=1)
-        check(layer, oracle)
 
 
 def test_checkpoints_that_were_rolled_back_are_gone() -> None:
@@ -337,7 +336,6 @@ def test_a_copy_goes_its_own_way_and_back(updates: tuple[int, ...], operation: s
     assert lengths(other) == places
     for tokens in (1, 2):
         step(other, oracle, tokens, seed=4)
-        check(other, oracle)
     if places:
         assert other.truncate(places[-1]) == 0
         check(other, at(oracle, places[-1]))
@@ -352,12 +350,10 @@ def test_checkpoints_follow_the_sequences(rows: list[int]) -> None:
         check(layer, oracle)
     twin = layer.fork()
     twin.load_state(layer.state())
-    assert twin.truncate(4) == 0
-    check(twin, at(oracle, 4))
     step(layer, oracle, 1)
-    check(layer, oracle)
-    assert layer.truncate(4) == 0
-    check(layer, at(oracle, 4))
+    for copied in (twin, layer):
+        assert copied.truncate(4) == 0
+        check(copied, at(oracle, 4))
 
 
 def test_an_empty_layer_takes_another_batch() -> None:
@@ -366,7 +362,6 @@ def test_an_empty_layer_takes_another_batch() -> None:
     oracle = Oracle(batch=3)
     for tokens in (3, 1):
         step(layer, oracle, tokens)
-        check(layer, oracle)
 
 
 # Hybrid layers
@@ -385,7 +380,6 @@ def test_a_hybrid_layer_takes_both_back() -> None:
     layer, oracle = hybrid(), Oracle()
     for tokens in (5, 1, 1, 1):
         both(layer, oracle, tokens)
-    check(layer, oracle)
     keys = layer.keys[:, :, :5].clone()
     with pytest.raises(kvlayers.errors.RollbackError, match="use truncate"):
         layer.crop(-1)
@@ -402,12 +396,12 @@ def test_a_hybrid_layer_takes_both_back() -> None:
     oracle.columns = oracle.columns.repeat_interleave(4, 0)
     both(layer, oracle, 1)
     assert layer.attention.batch_size == 8
-    check(layer, oracle)
     layer.reset()
     check(layer, Oracle())
 
 
 def test_a_hybrid_layer_is_made_of_one_layer_of_each_sort() -> None:
+    assert HybridLayer(kvlayers.QuantizedLayer(), LinearAttentionLayer()).exact_from == 0
     for parts in ((LinearAttentionLayer(), kvlayers.DynamicLayer()), (hybrid(), LinearAttentionLayer())):
         with pytest.raises(kvlayers.errors.UnsupportedLayerError, match="must be a"):
             HybridLayer(*parts)
@@ -416,7 +410,7 @@ def test_a_hybrid_layer_is_made_of_one_layer_of_each_sort() -> None:
 # Bad input
 
 
-def _update(layer: LinearAttentionLayer, *shape: int, kernel: int = KERNEL, idx: int = 0, **form: Any) -> Tensor:
+def _update(layer: LinearAttentionLayer, *shape: int, kernel: int = KERNEL, idx: int = 0, **form: Any) -> torch.Tensor:
     return layer.update_conv_state(torch.zeros(*shape, **form), idx, conv_kernel_size=kernel)
 
 
@@ -466,15 +460,15 @@ MISUSES: dict[str, tuple[type[Exception], Callable[[LinearAttentionLayer], objec
 }
 
 
-@pytest.mark.parametrize("misuse", MISUSES)
-def test_misuse_is_a_named_error_and_changes_nothing(misuse: str) -> None:
+@pytest.mark.parametrize(("error", "act"), MISUSES.values(), ids=MISUSES)
+def test_misuse_is_a_named_error_and_changes_nothing(
+    error: type[Exception], act: Callable[[LinearAttentionLayer], object]
+) -> None:
     layer, oracle = filled(4, 1, 1)
-    error, act = MISUSES[misuse]
     with pytest.raises(error):
         act(layer)
     check(layer, oracle)
     step(layer, oracle, 1)
-    check(layer, oracle)
     assert layer.truncate(4) == 0
 
 
@@ -499,52 +493,31 @@ def test_options_that_say_nothing_are_refused(make: Callable[[], object]) -> Non
         make()
 
 
-FORWARD: dict[str, tuple[str, str, Callable[[], kvlayers.Cache], type[Exception]]] = {
-    "mamba without a config": ("mamba", "cache_params", kvlayers.DynamicCache, kvlayers.errors.UnsupportedLayerError),
-    "jamba without a config": (
-        "jamba",
-        "past_key_values",
-        kvlayers.DynamicCache,
-        kvlayers.errors.UnsupportedLayerError,
-    ),
-    "llama with the cache of mamba": (
-        "llama",
-        "past_key_values",
-        lambda: kvlayers.DynamicCache(config=tiny_model("mamba").config),
-        kvlayers.errors.UnsupportedLayerError,
-    ),
-    "llama with the cache of jamba": (
-        "llama",
-        "past_key_values",
-        lambda: kvlayers.DynamicCache(config=tiny_model("jamba").config),
-        kvlayers.errors.UnsupportedLayerError,
-    ),
-    "mamba with the cache of llama": (
-        "mamba",
-        "cache_params",
-        lambda: kvlayers.DynamicCache(config=tiny_model("llama").config),
-        kvlayers.errors.UnsupportedLayerError,
-    ),
+def cache_for(family: str) -> kvlayers.Cache:
+    return kvlayers.DynamicCache(config=tiny_model(family).config)
+
+
+FORWARD: dict[str, tuple[str, str, Callable[[], kvlayers.Cache]]] = {
+    "mamba without a config": ("mamba", "cache_params", kvlayers.DynamicCache),
+    "jamba without a config": ("jamba", "past_key_values", kvlayers.DynamicCache),
+    "llama with the cache of mamba": ("llama", "past_key_values", lambda: cache_for("mamba")),
+    "llama with the cache of jamba": ("llama", "past_key_values", lambda: cache_for("jamba")),
+    "mamba with the cache of llama": ("mamba", "cache_params", lambda: cache_for("llama")),
     "jamba with a static cache of llama": (
         "jamba",
         "past_key_values",
         lambda: kvlayers.StaticCache(tiny_model("llama").config, max_cache_len=32),
-        kvlayers.errors.UnsupportedLayerError,
     ),
-    "jamba with the cache of mamba": (
-        "jamba",
-        "past_key_values",
-        lambda: kvlayers.DynamicCache(config=tiny_model("mamba").config),
-        kvlayers.errors.UnsupportedLayerError,
-    ),
+    "jamba with the cache of mamba": ("jamba", "past_key_values", lambda: cache_for("mamba")),
 }
 
 
-@pytest.mark.parametrize("case", FORWARD)
-def test_the_cache_of_another_model_is_refused_and_stays_as_it_was(case: str) -> None:
-    family, name, make, error = FORWARD[case]
+@pytest.mark.parametrize(("family", "name", "make"), FORWARD.values(), ids=FORWARD)
+def test_the_cache_of_another_model_is_refused_and_stays_as_it_was(
+    family: str, name: str, make: Callable[[], kvlayers.Cache]
+) -> None:
     cache = make()
-    with pytest.raises(error, match="config"), torch.no_grad():
+    with pytest.raises(kvlayers.errors.UnsupportedLayerError, match="config"), torch.no_grad():
         tiny_model(family)(prompt(1, 6), **{name: cache}, use_cache=True)
     assert all(not layer.length for layer in cache.adapted_layers())
 
@@ -572,20 +545,17 @@ def test_indices_out_of_range_are_named_errors() -> None:
 # Names of transformers 4
 
 
+@torch.no_grad()
 def test_the_old_names_construct_the_caches_of_their_models() -> None:
     mamba, jamba = tiny_model("mamba"), tiny_model("jamba")
     old = kvlayers.MambaCache(mamba.config, max_batch_size=2, dtype=torch.float32, device="cpu")
-    new = kvlayers.DynamicCache(config=mamba.config)
-    with torch.no_grad():
-        for ids in (prompt(2, 7), prompt(2, 1)):
-            expected = mamba(ids, cache_params=new, use_cache=True).logits
-            assert torch.equal(mamba(ids, cache_params=old, use_cache=True).logits, expected)
-    assert len(old.conv_states) == len(old.ssm_states) == 2
-    assert old.conv_states[0].shape == (2, 64, 4)
-    assert old.ssm_states[-1].shape == (2, 64, 4)
+    new = cache_for("mamba")
+    for ids in (prompt(2, 7), prompt(2, 1)):
+        expected = mamba(ids, cache_params=new, use_cache=True).logits
+        assert torch.equal(mamba(ids, cache_params=old, use_cache=True).logits, expected)
+    assert [states.shape for states in (*old.conv_states, *old.ssm_states)] == [(2, 64, 4)] * 4
     hybrid_cache = kvlayers.HybridMambaAttentionDynamicCache(jamba.config, 2, torch.float32, device=torch.device("cpu"))
-    with torch.no_grad():
-        jamba(prompt(2, 7), past_key_values=hybrid_cache)
+    jamba(prompt(2, 7), past_key_values=hybrid_cache)
     assert [states is None for states in hybrid_cache.conv_states] == [False, True, False, True]
     assert hybrid_cache.key_cache[1].shape[2] == hybrid_cache.get_seq_length() == 7
     assert [states is None for states in hybrid_cache.ssm_states[:2]] == [False, True]

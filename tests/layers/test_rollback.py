@@ -12,8 +12,6 @@ import counted_graphs
 import kvlayers
 import versions
 from families import FAMILIES, model_and_inputs
-from kvlayers.errors import RollbackError
-from kvlayers.layers import Checkpoints
 from kvlayers.upstream import cache_argument, model_types
 from matrix import once, some
 from models import CONFIGS, fresh_model, prompt
@@ -50,22 +48,27 @@ class Decoder:
     def __init__(self, family: str) -> None:
         self.model = model_of(family)
         self.config = self.model.config
-        self._name = cache_argument.name_for(self.model)
+        self.name = cache_argument.name_for(self.model)
         self.one_by_one = model_types.tokens_at_once(self.config) is not None
+
+    def begun(self, ids: torch.Tensor, rejected: int = 0) -> kvlayers.DynamicCache:
+        """A cache that has seen the first `PROMPT` tokens at once, and so many others one by one."""
+        cache = kvlayers.DynamicCache(config=self.config)
+        self.pass_at_once(cache, ids[:, :PROMPT])
+        if rejected:
+            self.decode(cache, prompt(ids.shape[0], rejected, seed=5))
+        return cache
 
     @torch.no_grad()
     def pass_at_once(self, cache: Any, ids: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.model(ids, **{self._name: cache}, use_cache=True).logits
+        logits: torch.Tensor = self.model(ids, **{self.name: cache}, use_cache=True).logits
         return logits
 
     def pass_on(self, cache: Any, ids: torch.Tensor) -> torch.Tensor:
-        if not self.one_by_one or not cache.get_seq_length():
-            return self.pass_at_once(cache, ids)
-        return torch.cat([self.pass_at_once(cache, token) for token in ids.split(1, dim=1)], dim=1)
+        return self.decode(cache, ids) if self.one_by_one and cache.get_seq_length() else self.pass_at_once(cache, ids)
 
-    def decode(self, cache: Any, ids: torch.Tensor) -> None:
-        for token in ids.split(1, dim=1):
-            self.pass_at_once(cache, token)
+    def decode(self, cache: Any, ids: torch.Tensor) -> torch.Tensor:
+        return torch.cat([self.pass_at_once(cache, token) for token in ids.split(1, dim=1)], dim=1)
 
 
 @pytest.mark.parametrize(("family", "kind"), once(RECURRENT_FAMILIES, CACHES))
@@ -76,21 +79,17 @@ def test_after_a_rollback_and_a_replay_logits_are_those_of_a_fresh_run(family: s
         decoder.pass_on(started, ids[:, :PROMPT])
     decoder.decode(cache, prompt(2, DECODED, seed=5))
     length = PROMPT + 5
-    missing = cache.truncate(length)
-    assert cache.get_seq_length() == length - missing == PROMPT
-    expected = decoder.pass_on(fresh, ids[:, PROMPT:length])
-    seen = decoder.pass_on(cache, ids[:, length - missing : length])
-    torch.testing.assert_close(seen, expected, rtol=0, atol=1e-5)
-    for token in ids[:, length : length + 4].split(1, dim=1):
-        torch.testing.assert_close(
-            decoder.pass_at_once(cache, token), decoder.pass_at_once(fresh, token), rtol=0, atol=1e-5
-        )
+    assert cache.truncate(length) == 5
+    assert cache.get_seq_length() == PROMPT
+    replayed, following = ids[:, PROMPT:length], ids[:, length : length + 4]
+    for logits, tokens in ((decoder.pass_on, replayed), (decoder.decode, following)):
+        torch.testing.assert_close(logits(cache, tokens), logits(fresh, tokens), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("family", some(HAVE_SCANS, set(HAVE_SCANS) & set(FEW)))
 def test_what_follows_the_start_of_recording_can_be_taken_back_exactly(family: str) -> None:
     decoder, ids = Decoder(family), prompt(1, 30)
-    cache = kvlayers.DynamicCache(config=decoder.config, checkpoints=Checkpoints(most=0))
+    cache = kvlayers.DynamicCache(config=decoder.config, checkpoints=kvlayers.layers.Checkpoints(most=0))
     decoder.pass_on(cache, ids[:, :7])
     decoder.decode(cache, ids[:, 7:12])
     assert cache.fork().truncate(11) == 11
@@ -100,23 +99,23 @@ def test_what_follows_the_start_of_recording_can_be_taken_back_exactly(family: s
         decoder.pass_on(cache, prompt(1, 4, seed=5))
         cache.crop(-4)
         assert cache.get_seq_length() == 12
-    assert torch.equal(decoder.pass_on(cache, ids[:, 12:16]), decoder.pass_on(twin, ids[:, 12:16]))
+    expected = decoder.pass_on(twin, ids[:, 12:16])
+    assert torch.equal(decoder.pass_on(cache, ids[:, 12:16]), expected)
     cache.crop(0)
     assert cache.truncate(14) == 2
     assert cache.get_seq_length() == 12
+    cache.deactivate_past_recording()
+    assert torch.equal(decoder.pass_on(cache, ids[:, 12:16]), expected)
 
 
 @pytest.mark.parametrize("family", some(RECURRENT_FAMILIES, FEW))
 def test_a_crop_is_exact_or_an_error_that_says_what_to_do(family: str) -> None:
     decoder, ids = Decoder(family), prompt(2, 20)
-    cache, other = kvlayers.DynamicCache(config=decoder.config), kvlayers.DynamicCache(config=decoder.config)
-    for one in (cache, other):
-        decoder.pass_on(one, ids[:, :PROMPT])
-        decoder.decode(one, ids[:, PROMPT:15])
+    cache, other = decoder.begun(ids, rejected=5), decoder.begun(ids, rejected=5)
     for removed in (1, 3):
-        with pytest.raises(RollbackError, match=r"latest one before is at 10: use truncate\(\)"):
+        with pytest.raises(kvlayers.errors.RollbackError, match=r"latest one before is at 10: use truncate\(\)"):
             cache.crop(-removed)
-    with pytest.raises(RollbackError, match="from 0 to the 15 tokens"):
+    with pytest.raises(kvlayers.errors.RollbackError, match="from 0 to the 15 tokens"):
         cache.truncate(16)
     assert torch.equal(decoder.pass_at_once(cache, ids[:, 15:16]), decoder.pass_at_once(other, ids[:, 15:16]))
     cache.crop(PROMPT)
@@ -126,15 +125,12 @@ def test_a_crop_is_exact_or_an_error_that_says_what_to_do(family: str) -> None:
 @pytest.mark.parametrize("family", some(RECURRENT_FAMILIES, FEW))
 def test_generate_goes_on_from_what_a_rollback_left(family: str) -> None:
     decoder, ids = Decoder(family), prompt(2, 16)
-    how: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
-    expected = decoder.model.generate(ids, attention_mask=torch.ones_like(ids), **how)
-    cache = kvlayers.DynamicCache(config=decoder.config)
-    decoder.pass_on(cache, ids[:, :PROMPT])
-    decoder.decode(cache, prompt(2, 7, seed=5))
+    how: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    expected = decoder.model.generate(ids, **how)
+    cache = decoder.begun(ids, rejected=7)
     assert cache.truncate(12) == 2
-    name = cache_argument.name_for(decoder.model)
     with kvlayers.installed():
-        seen = decoder.model.generate(ids, attention_mask=torch.ones_like(ids), **{name: cache}, **how)
+        seen = decoder.model.generate(ids, **{decoder.name: cache}, **how)
     assert torch.equal(seen, expected)
     assert cache.get_seq_length() == 16 + 7
 
@@ -142,14 +138,14 @@ def test_generate_goes_on_from_what_a_rollback_left(family: str) -> None:
 @pytest.mark.parametrize("family", [f for f in RECURRENT_FAMILIES if f in ("mamba", "jamba", "falcon_mamba")])
 def test_several_tokens_are_refused_where_the_scan_would_forget_those_before(family: str) -> None:
     decoder, ids = Decoder(family), prompt(2, 20)
-    cache = kvlayers.DynamicCache(config=decoder.config)
-    decoder.pass_at_once(cache, ids[:, :PROMPT])
+    cache = decoder.begun(ids)
     with pytest.raises(kvlayers.errors.UnsupportedLayerError, match="at most 1 token, since"):
         decoder.pass_at_once(cache, ids[:, PROMPT:])
     assert cache.truncate(PROMPT) == 0
-    seen = decoder.pass_on(cache, ids[:, PROMPT:])
     expected = decoder.model(ids).logits[:, PROMPT:]
-    torch.testing.assert_close(seen, expected, rtol=0, atol=TOLERANCE.get(family, 1e-5))
+    torch.testing.assert_close(
+        decoder.pass_on(cache, ids[:, PROMPT:]), expected, rtol=0, atol=TOLERANCE.get(family, 1e-5)
+    )
 
 
 @pytest.mark.parametrize("family", RECURRENT_FAMILIES)
@@ -162,19 +158,6 @@ def test_models_take_several_tokens_at_once_where_the_table_says_so(family: str)
     assert (off > 2e-3) == decoder.one_by_one
 
 
-@pytest.mark.parametrize("family", ["jamba", "qwen3_next", "lfm2", "falcon_h1"])
-def test_a_conversation_goes_on_from_its_cache(family: str) -> None:
-    decoder, ids = Decoder(family), prompt(1, 12)
-    how: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
-    with kvlayers.installed():
-        for name in CACHES:
-            cache = CACHES[name](decoder.config)
-            first = decoder.model.generate(ids, past_key_values=cache, **how)
-            longer = torch.cat([first, prompt(1, 5, seed=9)], dim=1)
-            expected = decoder.model.generate(longer, **how)
-            assert torch.equal(decoder.model.generate(longer, past_key_values=cache, **how), expected), name
-
-
 def test_a_model_that_keeps_states_in_its_modules_is_not_rolled_back() -> None:
     decoder, ids = Decoder("recurrent_gemma"), prompt(1, 6)
     cache = kvlayers.DynamicCache(config=decoder.config)
@@ -182,7 +165,7 @@ def test_a_model_that_keeps_states_in_its_modules_is_not_rolled_back() -> None:
         pytest.skip(f"the config of transformers {transformers.__version__} does not tell these layers from others")
     decoder.pass_at_once(cache, ids)
     for roll_back in (cache.truncate, cache.crop):
-        with pytest.raises(RollbackError, match="keeps its states elsewhere"):
+        with pytest.raises(kvlayers.errors.RollbackError, match="keeps its states elsewhere"):
             roll_back(4)
 
 
@@ -190,23 +173,21 @@ def test_a_model_that_keeps_states_in_its_modules_is_not_rolled_back() -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("counted")
 @pytest.mark.parametrize("family", some(["mamba", "falcon_h1", "qwen3_next", "lfm2"], ["falcon_h1"]))
+@torch.no_grad()
 def test_compiled_code_is_compiled_once_and_counts(family: str) -> None:
     decoder, ids = Decoder(family), prompt(2, 24)
-    cache, other = kvlayers.StaticCache(decoder.config, max_cache_len=40), kvlayers.DynamicCache(config=decoder.config)
+    cache, other = kvlayers.StaticCache(decoder.config, max_cache_len=40), decoder.begun(ids)
+    decoder.pass_on(cache, ids[:, :PROMPT])
     compiled = torch.compile(decoder.model.forward, backend=counted_graphs.backend)
-    name = cache_argument.name_for(decoder.model)
-    for one in (cache, other):
-        decoder.pass_on(one, ids[:, :PROMPT])
-    with torch.no_grad():
-        for token in ids[:, PROMPT:20].split(1, dim=1):
-            seen = compiled(token, **{name: cache}, use_cache=True).logits
-            torch.testing.assert_close(seen, decoder.pass_at_once(other, token), rtol=0, atol=1e-5)
+    for token in ids[:, PROMPT:20].split(1, dim=1):
+        seen = compiled(token, **{decoder.name: cache}, use_cache=True).logits
+        torch.testing.assert_close(seen, decoder.pass_at_once(other, token), rtol=0, atol=1e-5)
     assert counted_graphs.graphs() == 1
     assert [layer.length for layer in cache.adapted_layers()] == [20] * len(cache.layers)
-    assert cache.truncate(15) == 5
-    missing = decoder.pass_on(cache, ids[:, PROMPT:15])
-    assert other.truncate(15) == 5
-    torch.testing.assert_close(missing, decoder.pass_on(other, ids[:, PROMPT:15]), rtol=0, atol=1e-5)
+    for one in (cache, other):
+        assert one.truncate(15) == 5
+    replayed = ids[:, PROMPT:15]
+    torch.testing.assert_close(decoder.pass_on(cache, replayed), decoder.pass_on(other, replayed), rtol=0, atol=1e-5)
 
 
 def test_every_family_of_the_tests_is_known() -> None:
@@ -236,18 +217,14 @@ def test_padding_stays_padding_where_a_prompt_is_passed_in_pieces(family: str, c
 
 
 @pytest.mark.parametrize("family", ["mamba", "mamba2", "falcon_mamba", "jamba"])
-def test_padding_behind_tokens_is_refused_where_the_model_would_read_it(family: str) -> None:
-    decoder = Decoder(family)
-    model, ids = decoder.model, prompt(1, 15)
-    mask = torch.ones_like(ids)
+def test_padding_behind_tokens_is_refused_where_the_model_would_read_it(family: str, installed: None) -> None:
+    decoder, ids = Decoder(family), prompt(1, 15)
+    model, mask = decoder.model, torch.ones_like(ids)
     mask[0, 9:12] = 0
-    cache = kvlayers.DynamicCache(config=model.config)
-    name = cache_argument.name_for(model)
-    with kvlayers.installed():
-        model.generate(ids[:, :8], **{name: cache}, max_new_tokens=1, do_sample=False)
-        seen = cache.get_seq_length()
-        with pytest.raises(kvlayers.errors.StateMismatchError, match="no padding behind"):
-            logits_of(model, ids, attention_mask=mask, **{name: cache})
-        assert cache.get_seq_length() == seen
-        expected = logits_of(model, ids)
-        torch.testing.assert_close(logits_of(model, ids, **{name: cache}), expected, rtol=1e-3, atol=1e-3)
+    given = {decoder.name: kvlayers.DynamicCache(config=model.config)}
+    model.generate(ids[:, :8], **given, max_new_tokens=1, do_sample=False)
+    seen = given[decoder.name].get_seq_length()
+    with pytest.raises(kvlayers.errors.StateMismatchError, match="no padding behind"):
+        logits_of(model, ids, attention_mask=mask, **given)
+    assert given[decoder.name].get_seq_length() == seen
+    torch.testing.assert_close(logits_of(model, ids, **given), logits_of(model, ids), rtol=1e-3, atol=1e-3)

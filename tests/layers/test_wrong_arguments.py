@@ -10,9 +10,16 @@ from transformers import LlamaConfig
 
 import kvlayers
 from agreement import same_state, step
-from kvlayers.errors import BatchIndexError, KVLayersError, OptionError, RegistryError
-from kvlayers.stores import DenseStore
+from kvlayers.errors import (
+    BatchIndexError,
+    KVLayersError,
+    OptionError,
+    RegistryError,
+    StateMismatchError,
+    UnsupportedLayerError,
+)
 from layer_kinds import KINDS
+from other_package import SteppedStore
 
 NUMBERS = (
     *("truncate", "check_truncate", "nearest_restorable"),
@@ -21,6 +28,21 @@ NUMBERS = (
 NOT_NUMBERS = (None, "3", True, 1.5, [1], torch.tensor(1, device="meta"), torch.tensor(True))
 INDICES = ("select", "batch_select_indices", "reorder_cache")
 NOT_INDICES = (None, "3", 1, torch.tensor([0.5]), torch.tensor([7]), torch.zeros(1, 1, dtype=torch.int64))
+
+KEYS, VALUES = torch.zeros(2, 2, 1, 4), torch.zeros(2, 2, 1, 6)
+NO_STATES: dict[str, tuple[Any, Any]] = {
+    "no keys": (None, VALUES),
+    "no values": (KEYS, None),
+    "names": ("keys", "values"),
+    "a list": ([1.0], VALUES),
+    "another batch": (KEYS[:1], VALUES[:1]),
+    "fewer heads": (KEYS[:, :1], VALUES[:, :1]),
+    "another head_dim": (VALUES, VALUES),
+    "another head_dim of values alone": (KEYS, KEYS),
+    "another device": (KEYS.to("meta"), VALUES.to("meta")),
+    "three dimensions": (KEYS[0], VALUES[0]),
+    "fewer values than keys": (KEYS.expand(2, 2, 3, 4), VALUES),
+}
 
 
 def filled(kind: str) -> Any:
@@ -42,16 +64,15 @@ def test_what_is_no_number_and_what_are_no_indices_is_named(kind: str) -> None:
     assert same_state(layer.state(), before)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_are_no_states_is_named(kind: str) -> None:
+# A window of one token holds none.
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "over one token" not in kind])
+def test_what_are_no_states_of_a_layer_is_named(kind: str, generator: torch.Generator) -> None:
     """Also by the short ways of a token like the one before."""
-    generator = torch.Generator().manual_seed(0)
     layer, oracle = KINDS[kind]()
     for tokens in (6, 1, 1):
         step(layer, oracle, tokens, generator)
-    good = torch.zeros(2, 2, 1, 4)
-    for wrong in ((None, good), (good, None), ("keys", "values"), ([1.0], good)):
-        with pytest.raises(kvlayers.errors.StateMismatchError, match="must be tensors, got a"):
+    for wrong in NO_STATES.values():
+        with pytest.raises(StateMismatchError, match="must .* got "):
             layer.update(*wrong)
     step(layer, oracle, 1, generator)
 
@@ -60,19 +81,16 @@ def test_what_are_no_states_is_named(kind: str) -> None:
 def test_padding_is_not_dropped_of_tokens_that_are_counted_beside_the_store(kind: str) -> None:
     """Pages and windows would stand at other tokens than before."""
     layer = filled(kind)
-    with pytest.raises(
-        kvlayers.errors.UnsupportedLayerError, match=r"`attention_mask` must have no padding for a .*Layer"
-    ):
-        kvlayers.Rows(
-            kvlayers.Cache(layers=[layer]), torch.tensor([[1] * layer.length, [0] + [1] * (layer.length - 1)])
-        )
+    mask = torch.tensor([[1] * 6, [0] + [1] * 5])
+    with pytest.raises(UnsupportedLayerError, match="`attention_mask` must have no padding for a .*Layer"):
+        kvlayers.Rows(kvlayers.Cache(layers=[layer]), mask)
 
 
 TAKE_HINTS: dict[str, Callable[[Any], Any]] = {
     "DynamicLayer": lambda hint: kvlayers.DynamicLayer(length_hint=hint),
     "QuantizedLayer": lambda hint: kvlayers.QuantizedLayer(length_hint=hint),
     "RecallLayer": lambda hint: kvlayers.RecallLayer(length_hint=hint),
-    "DenseStore": lambda hint: DenseStore(length_hint=hint),
+    "DenseStore": lambda hint: kvlayers.stores.DenseStore(length_hint=hint),
     "DynamicCache": lambda hint: kvlayers.DynamicCache(length_hint=hint),
     "QuantizedCache": lambda hint: kvlayers.QuantizedCache(length_hint=hint),
     "dynamic": lambda hint: kvlayers.make_cache("dynamic", LlamaConfig(), length_hint=hint),
@@ -95,3 +113,15 @@ def test_what_a_kind_is_like_is_said_by_its_traits_alone(base: type) -> None:
         type("Own", (base,), {"keeps_every_token": False, "__qualname__": "Own"})
     own: Any = type("Own", (base,), {"traits": kvlayers.layers.LayerTraits(keeps_every_token=True)})
     assert own.traits.keeps_every_token
+
+
+def test_a_store_that_does_not_say_is_not_taken_for_exact() -> None:
+    rounding, silent = (
+        kvlayers.DynamicLayer(store=type("Own", (SteppedStore,), {"fidelity": fidelity})(64))
+        for fidelity in ("rounded", kvlayers.stores.TokenStore.fidelity)
+    )
+    for layer in (rounding, silent):
+        layer.update(KEYS, VALUES)
+    assert rounding.exact_from is None
+    with pytest.raises(UnsupportedLayerError, match="has no `fidelity`"):
+        silent.exact_from  # noqa: B018

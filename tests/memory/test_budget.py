@@ -1,8 +1,10 @@
 """A cache within a budget: exact while it lasts, never beyond it, and never worse than the bits that it ends with."""
 
 import dataclasses
+import itertools
 import logging
 import sys
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -10,16 +12,14 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
-from torch import Tensor
 
 import kvlayers
 from kvlayers import DynamicCache, QuantizedCache, quantizers
+from kvlayers.core.buffer import TokenBuffer
 from kvlayers.errors import CapacityError, OptionError
 from kvlayers.kernels.attention.packed_tensor import as_dense
-from kvlayers.offload import Prefetcher
-from kvlayers.offload.offloading import Offloading
+from models import fresh_model
 from models import read as read_by_model
-from recording_transfers import RecordingTransfers
 
 LAYERS, HEADS, HEAD_DIM, TOKENS, WINDOW = 3, 2, 64, 800, 400
 TOKEN_BYTES = LAYERS * 2 * HEADS * HEAD_DIM * 4
@@ -55,7 +55,7 @@ def model_of(kind: str = "llama") -> Any:
     return tf.AutoModelForCausalLM.from_config(config_of(kind)).eval()
 
 
-def states(tokens: int, batch: int = 1, seed: int = 0) -> tuple[Tensor, Tensor]:
+def states(tokens: int, batch: int = 1, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     keys, values = (torch.randn(batch, HEADS, tokens, HEAD_DIM, generator=generator) for _ in range(2))
     return keys, values
@@ -83,12 +83,21 @@ def bits_of(cache: Any) -> list[int]:
     return [layer.bits[0] if layer.bits else 0 for layer in cache.layers]
 
 
-@pytest.fixture
-def accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Offloading as on a machine with an accelerator."""
-    monkeypatch.setattr(
-        Offloading, "prefetcher", lambda self: Prefetcher(transfers=lambda device: RecordingTransfers())
-    )
+def check_states(cache: Any, full: Any, off: float) -> None:
+    """What a cache says is exact is what one without a budget holds, and its other states are not further off."""
+    for own, other in zip(cache.layers, full.layers, strict=True):
+        for side, exact in zip(map(as_dense, own.peek()), map(as_dense, other.peek()), strict=True):
+            tokens = min(side.shape[2], exact.shape[2])
+            for newest, difference in ((tokens, off), (min(own.length - own.exact_from, tokens), 0.0)):
+                torch.testing.assert_close(side[:, :, -newest:], exact[:, :, -newest:], rtol=0, atol=difference)
+
+
+def least_bytes(cache: Any, tokens: int, first: int = 0) -> tuple[int, str]:
+    """The bytes that a pass would have had to be allowed, and the error that names them."""
+    with pytest.raises(CapacityError) as caught:
+        read(cache, [tokens], first=first)
+    message = str(caught.value)
+    return int(message.partition("(")[2].partition(" bytes")[0]), message
 
 
 MAKERS: dict[str, Callable[..., Any]] = {
@@ -105,17 +114,16 @@ CASES += [(kind, share, "in turns") for kind in list(MAKERS)[1:] for share in (1
 @pytest.mark.parametrize(("kind", "share", "chunks"), CASES)
 def test_bytes_stay_within_the_budget(kind: str, share: float, chunks: str) -> None:
     budget = int(TOKENS * TOKEN_BYTES * share)
-    cache = MAKERS[kind](max_bytes=budget)
+    cache, full = MAKERS[kind](max_bytes=budget), DynamicCache()
     most = read(cache, CHUNKS[chunks])
     assert most <= budget + LAYERS * BLOCK_BYTES
     assert cache.nbytes <= budget
-    full = DynamicCache()
     read(full, CHUNKS[chunks])
-    for own, other, kept in zip(cache.layers, full.layers, exact_tokens(cache), strict=True):
+    check_states(cache, full, 0.5)
+    for own, other in zip(cache.layers, full.layers, strict=True):
         assert own.length == TOKENS
-        for side, exact in zip(own.peek(), other.peek(), strict=True):
-            torch.testing.assert_close(as_dense(side)[:, :, -kept:], exact[:, :, -kept:], rtol=0, atol=0)
-            torch.testing.assert_close(as_dense(side)[:, :, :16], exact[:, :, :16], rtol=0, atol=0)
+        # Sinks.
+        assert torch.equal(as_dense(own.peek()[0])[:, :, :16], other.peek()[0][:, :, :16])
     # No more is rounded than must be.
     room = budget - TOKENS * TOKEN_BYTES * 9 / 32
     assert min(exact_tokens(cache)) >= min(room / (TOKEN_BYTES * 23 / 32) - 3 * 64 - TOKENS / 16, TOKENS)
@@ -153,11 +161,7 @@ def test_windows_stay_within_the_budget(share: float, chunks: list[int]) -> None
         share, [(4, 8), (4, 4)]
     )
     read(full, chunks)
-    for own, other, kept in zip(cache.layers, full.layers, exact_tokens(cache), strict=True):
-        for side, exact in zip(own.peek(), other.peek(), strict=True):
-            kept = min(kept, exact.shape[2])
-            torch.testing.assert_close(as_dense(side)[:, :, -kept:], exact[:, :, -kept:], rtol=0, atol=0)
-            torch.testing.assert_close(as_dense(side)[:, :, -399:], exact[:, :, -399:], rtol=0, atol=1.0)
+    check_states(cache, full, 1.0)
 
 
 @pytest.mark.parametrize("narrow", [1, 2])
@@ -202,23 +206,19 @@ def test_the_newest_tokens_that_fit_stay_exact() -> None:
 def test_what_beams_share_counts_once_until_it_is_rounded() -> None:
     budget = (400 + 4 * 60) * TOKEN_BYTES
     cache = DynamicCache(config=config_of(), max_bytes=budget, length_hint=400)
-    full = DynamicCache(config=config_of())
-    for each in (cache, full):
+    wider, full = (DynamicCache(config=config_of(), max_bytes=most) for most in (1200 * TOKEN_BYTES, 10**9))
+    for each in (cache, wider, full):
         read(each, [400])
         each.expand(4)
     assert read(cache, [1] * 60, 4, first=400) <= budget
     assert [layer.exact_from for layer in cache.layers] == [0] * LAYERS
     with pytest.raises(CapacityError, match="`max_bytes` must be at least"):
         read(cache, [1], 4, first=460)
-    wider = DynamicCache(config=config_of(), max_bytes=1200 * TOKEN_BYTES)
-    read(wider, [400])
-    wider.expand(4)
     for each in (wider, full):
         read(each, [200], 4, first=400)
     assert wider.nbytes <= 1200 * TOKEN_BYTES
     assert wider.layers[0].exact_from > 0
-    for side, exact in zip(wider.layers[0].peek(), full.layers[0].peek(), strict=True):
-        torch.testing.assert_close(as_dense(side), as_dense(exact)[:, :, :600], rtol=0, atol=0.5)
+    check_states(wider, full, 0.5)
 
 
 def test_rows_share_the_budget_and_the_longest_keeps_more_than_others_have() -> None:
@@ -349,17 +349,12 @@ def test_a_chunk_that_packed_windows_take_beside_what_leaves_them_stays_within_t
 
 def test_the_least_bytes_of_windows_are_those_of_full_ones_without_sinks() -> None:
     """Room for 499 tokens in windows of 400: the residual of 192 tokens, and 5 blocks with vectors of their own."""
-    sizes = []
-    for tokens in (784, 848):
-        reference = QuantizedCache(config=config_of(), nbits=8)
-        read(reference, [tokens])
-        sizes.append(reference.nbytes)
-    with pytest.raises(CapacityError) as caught:
-        read(
-            DynamicCache(config=tf.MistralConfig(**SMALL, sliding_window=WINDOW), max_bytes=1, ladder=("int8",)), [784]
-        )
-    least = int(str(caught.value).partition("(")[2].partition(" bytes")[0])
-    assert least == 192 * TOKEN_BYTES + 5 * (sizes[1] - sizes[0] + LAYERS * RUN_BYTES)
+    fewer, more = (QuantizedCache(config=config_of(), nbits=8) for _ in range(2))
+    read(fewer, [784])
+    read(more, [848])
+    windows = tf.MistralConfig(**SMALL, sliding_window=WINDOW)
+    least, _ = least_bytes(DynamicCache(config=windows, max_bytes=1, ladder=("int8",)), 784)
+    assert least == 192 * TOKEN_BYTES + 5 * (more.nbytes - fewer.nbytes + LAYERS * RUN_BYTES)
 
 
 def test_a_buffer_grows_as_without_a_budget_while_there_is_room() -> None:
@@ -406,12 +401,8 @@ def test_bytes_stay_within_the_budget_after(operation: str) -> None:
     for each in (cache, full):
         read(each, [1] * 150, batch, first=900)
     assert cache.nbytes <= budget + batch * LAYERS * BLOCK_BYTES
-    for own, other in zip(cache.layers, full.layers, strict=True):
-        kept = own.length - own.exact_from
-        assert 128 <= kept < own.length
-        for side, exact in zip(own.peek(), other.peek(), strict=True):
-            torch.testing.assert_close(as_dense(side)[:, :, -kept:], as_dense(exact)[:, :, -kept:], rtol=0, atol=0)
-            torch.testing.assert_close(as_dense(side), as_dense(exact), rtol=0, atol=0.5)
+    assert all(128 <= kept < layer.length for kept, layer in zip(exact_tokens(cache), cache.layers, strict=True))
+    check_states(cache, full, 0.5)
 
 
 @pytest.mark.parametrize(("tokens", "room"), [(21, 240), (300, 700)])
@@ -428,8 +419,7 @@ def test_room_behind_repeated_sequences_is_given_back_before_tokens_are_rounded_
     assert read(cache, [1] * more, 2, tokens) <= room * TOKEN_BYTES
     read(full, [1] * more, 2, tokens)
     assert exact_tokens(cache) == [room // 2] * LAYERS
-    for own, other in zip(cache.layers, full.layers, strict=True):
-        assert all(map(torch.equal, own.peek(), other.peek()))
+    check_states(cache, full, 0)
     # The next token of each sequence has no room in full precision.
     if tokens > 208:
         assert read(cache, [1, 1], 2, room // 2) <= room * TOKEN_BYTES
@@ -585,9 +575,7 @@ def test_bytes_of_layers_that_cannot_give_way_count() -> None:
     assert cache.nbytes <= budget
     assert [layer.fidelity for layer in cache.layers] == ["rounded", "exact", "rounded"]
     # The least bytes that the error names are those of all.
-    with pytest.raises(CapacityError) as caught:
-        read(cache, [4000], first=TOKENS)
-    least = int(str(caught.value).partition("(")[2].partition(" bytes")[0])
+    least, _ = least_bytes(cache, 4000, first=TOKENS)
     assert least > cache.layers[1].nbytes + 4000 * TOKEN_BYTES * 2 / 3 / 8
 
 
@@ -609,12 +597,10 @@ def test_the_least_bytes_that_the_error_names_are_enough_and_one_fewer_is_not(
     ladder: tuple[str, ...], tokens: int
 ) -> None:
     """Few tokens take the least bytes in full precision, and many of them do in codes."""
-    with pytest.raises(CapacityError) as caught:
-        read(DynamicCache(config=config_of(), max_bytes=1000, ladder=ladder), [tokens])
+    least, message = least_bytes(DynamicCache(config=config_of(), max_bytes=1000, ladder=ladder), tokens)
     # On a CPU the host is no other place, so only bits are left to allow.
-    assert ("or further steps" in str(caught.value)) == (len(ladder) < 2)
-    assert "offloaded" not in str(caught.value)
-    least = int(str(caught.value).partition("(")[2].partition(" bytes")[0])
+    assert ("or further steps" in message) == (len(ladder) < 2)
+    assert "offloaded" not in message
     assert (least == tokens * TOKEN_BYTES) == (tokens == 5 or not ladder)
     read(DynamicCache(config=config_of(), max_bytes=least, ladder=ladder), [tokens])
     with pytest.raises(CapacityError):
@@ -640,9 +626,8 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", BAD)
-def test_bad_options_are_named(case: str) -> None:
-    options, words = BAD[case]
+@pytest.mark.parametrize(("options", "words"), BAD.values(), ids=BAD)
+def test_bad_options_are_named(options: dict[str, Any], words: str) -> None:
     for kind in (DynamicCache, QuantizedCache):
         with pytest.raises(OptionError, match=words):
             kind(**options)
@@ -735,3 +720,73 @@ def test_compiled_code_asks_the_budget_for_layers_that_it_makes() -> None:
     with torch.no_grad(), pytest.raises(CapacityError, match=r"`max_bytes` must be at least 50\.0 KiB"):
         torch.compile(lambda: cache.update(states, states, 0), backend="eager")()
     assert not cache.layers
+
+
+def test_prefix_stores_know_what_is_exact() -> None:
+    """What a budget has rounded is handed out to nobody who asked for exact states, and stays what it is."""
+    model, ids = fresh_model("llama"), torch.arange(300)[None] % 90 + 3
+    size = kvlayers.plan(model, 300, names=["dynamic"]).caches[0].device_bytes
+    budget = {"cache_implementation": "dynamic", "cache_config": {"max_bytes": int(size * 0.85)}}
+    wanted = {"max_new_tokens": 3, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    expected = model.generate(ids, **wanted)
+    with kvlayers.installed(prefix_store=kvlayers.PrefixStore(max_bytes=2**26)):
+        within = model.generate(ids, **wanted, **budget)
+        assert within.past_key_values.layers[0].exact_from > 0
+        for _ in range(2):
+            exact = model.generate(ids, **wanted)
+            assert exact.past_key_values.layers[0].fidelity == "exact"
+            torch.testing.assert_close(exact.logits, expected.logits, rtol=1e-4, atol=1e-5)
+        # The exact prompt is a prefix for the budget too, which rounds it again.
+        again = model.generate(ids, **wanted, **budget)
+    assert again.past_key_values.nbytes <= int(size * 0.85)
+    assert torch.equal(again.sequences, within.sequences)
+
+
+@pytest.mark.parametrize("tokens", [450, 260])
+def test_a_rollback_of_drafts_stays_within_the_budget(tokens: int) -> None:
+    """Recorded windows hold more than their room until the next crop, and count as what they hold."""
+    config, budget = tf.MistralConfig(**SMALL, sliding_window=100), tokens * TOKEN_BYTES
+    cache, full = (DynamicCache(config=config, max_bytes=max_bytes) for max_bytes in (budget, 10**9))
+    for each in (cache, full):
+        each.activate_past_recording()
+        read(each, [200])
+        for first in range(200, 248, 6):
+            assert read(each, [20], first=first) <= each.budget.max_bytes
+            each.crop(-15)
+            read(each, [1], first=first + 5)
+    check_states(cache, full, 0.5)
+
+
+def test_no_more_is_alive_while_it_gives_way_than_a_block_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each layer is packed by itself, and what it held is freed before the next one."""
+    alive: dict[int, int] = {}
+    most, made, allocate = 0, itertools.count(), TokenBuffer.allocate
+
+    def counted(*args: Any, **kwargs: Any) -> TokenBuffer:
+        nonlocal most
+        buffer, number = allocate(*args, **kwargs), next(made)
+        alive[number] = buffer.tensor.untyped_storage().nbytes()
+        weakref.finalize(buffer.tensor, alive.pop, number, None)
+        most = max(most, sum(alive.values()))
+        return buffer
+
+    monkeypatch.setattr(TokenBuffer, "allocate", counted)
+    layers, tokens = 8, 700
+    token_bytes = layers * TOKEN_BYTES // LAYERS
+    config = tf.LlamaConfig(**{**SMALL, "num_hidden_layers": layers})
+    cache = DynamicCache(max_bytes=tokens * token_bytes * 6 // 10, config=config)
+    for new in [300, *[1] * (tokens - 300)]:
+        for index in range(layers):
+            cache.update(*states(new, seed=index), index)
+    assert cache.layers[-1].exact_from > 0
+    assert most <= cache.budget.max_bytes + 64 * token_bytes
+
+
+@torch.no_grad()
+def test_layers_that_cannot_be_coded_grow_no_further_than_others_leave_room() -> None:
+    cache = DynamicCache(config=config_of(), max_bytes=525 * TOKEN_BYTES)
+    for tokens in [200, *[1] * 250]:
+        for index, dtype in enumerate((torch.float32, torch.float64, torch.float32)):
+            cache.update(*(side.to(dtype) for side in states(tokens, seed=index)), index)
+        assert cache.nbytes <= 525 * TOKEN_BYTES
+    assert [layer.fidelity for layer in cache.layers] == ["rounded", "exact", "rounded"]

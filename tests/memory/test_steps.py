@@ -1,27 +1,34 @@
-"""Steps that a cache takes in place: it goes on as a cache that was so from the start, after every operation."""
+"""Steps that a cache takes in place, asked or as memory runs out: it goes on as one that was so from the start."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import kvlayers
-from kvlayers import Cache, DynamicCache, DynamicLayer, OffloadedLayer, Quantization, QuantizedCache, SlidingLayer
+from kvlayers import (
+    Cache,
+    DynamicCache,
+    DynamicLayer,
+    LinearAttentionLayer,
+    OffloadedLayer,
+    Quantization,
+    QuantizedCache,
+    SlidingLayer,
+)
+from kvlayers.core.buffer import TokenBuffer
 from kvlayers.errors import OptionError, StateMismatchError, UnsupportedLayerError
+from kvlayers.generation.current_call import USES_KVLAYERS
 from kvlayers.kernels.attention.packed_tensor import as_dense
-from kvlayers.offload import Prefetcher
-from kvlayers.offload.offloading import Offloading
-from kvlayers.stores import QuantizedStore
 from matrix import product
-from recording_transfers import RecordingTransfers
+from models import tiny_model
 
 HEADS, HEAD_DIM, PROMPT, WINDOW = 2, 16, 500, 300
 
 
-def states(tokens: int, batch: int = 2, seed: int = 0) -> tuple[Tensor, Tensor]:
+def states(tokens: int, batch: int = 2, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     shape = (batch, HEADS, tokens, HEAD_DIM)
     keys, values = (torch.randn(shape, generator=generator) for _ in range(2))
@@ -42,8 +49,8 @@ def dynamic() -> Cache:
 
 def rounded(nbits: int) -> Cache:
     """A cache of these bits from the start."""
-    window = SlidingLayer(WINDOW, QuantizedStore(Quantization(nbits=nbits, sink_tokens=0)))
-    layers = [DynamicLayer(store=QuantizedStore(Quantization(nbits=nbits))) for _ in range(2)]
+    window = SlidingLayer(WINDOW, kvlayers.stores.QuantizedStore(Quantization(nbits=nbits, sink_tokens=0)))
+    layers = [DynamicLayer(store=kvlayers.stores.QuantizedStore(Quantization(nbits=nbits))) for _ in range(2)]
     return Cache([layers[0], window, layers[1]])
 
 
@@ -133,7 +140,7 @@ def test_codes_of_8_bits_are_packed_again_as_what_they_stand_for(operation: str)
     for layer, other in zip(cache.layers, before.layers, strict=True):
         # Slow: a store of 4 bits, whose blocks are packed one by one from what the codes of 8 bits stand for.
         held, reference = other.store, layer.store
-        again = QuantizedStore(layer.store.quantization).fork()
+        again = kvlayers.stores.QuantizedStore(layer.store.quantization).fork()
         again.reserve_form(*other.store.forms)
         for block, (keys, values) in enumerate(whole_blocks(other.store)):
             again.blocks.prepare(1)
@@ -148,7 +155,7 @@ def test_codes_of_8_bits_are_packed_again_as_what_they_stand_for(operation: str)
     check_goes_on(cache, before, rtol=0, atol=4.0)
 
 
-def whole_blocks(store: QuantizedStore) -> list[tuple[Tensor, Tensor]]:
+def whole_blocks(store: kvlayers.stores.QuantizedStore) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """What the codes of each block stand for, cropped tokens included, smoothed as they are."""
     found = []
     for segment in store.blocks.segments(0, store.runs):
@@ -205,14 +212,6 @@ def test_rows_are_rounded_each_by_itself() -> None:
             for side, expected in zip(got, own, strict=True):
                 length = expected.shape[2]
                 torch.testing.assert_close(as_dense(side)[row : row + 1, :, -length:], as_dense(expected))
-
-
-@pytest.fixture
-def accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Offloading as on a machine with an accelerator."""
-    monkeypatch.setattr(
-        Offloading, "prefetcher", lambda self: Prefetcher(transfers=lambda device: RecordingTransfers())
-    )
 
 
 @pytest.mark.parametrize(("operation", "nbits", "back"), product(OPERATIONS, [None, 8], [False, True]))
@@ -314,3 +313,123 @@ def test_bad_input(tmp_path: Any) -> None:
         cache.offload()
     with pytest.raises(StateMismatchError):
         dynamic().load_state(filled(rounded(8)).state())
+
+
+# Memory that runs out between forward passes: where beams are reordered, and where sequences are repeated
+
+MESSAGE = "CUDA out of memory. Tried to allocate 2.00 GiB."
+CHANGES = ("reorder", "repeat", "select one")
+LAYERS = 3
+
+
+class Allocations:
+    """Counts the buffers that are made where sequences are chosen; one of them finds no memory."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.asked, self.failing = 0, 0
+        selected = TokenBuffer.selected
+
+        def counted(buffer: TokenBuffer, *args: Any) -> TokenBuffer:
+            self.asked += 1
+            if self.asked == self.failing:
+                raise torch.OutOfMemoryError(MESSAGE)
+            return selected(buffer, *args)
+
+        monkeypatch.setattr(TokenBuffer, "selected", counted)
+
+    def each_fails(self) -> Iterator[int]:
+        """The number of each allocation so far, which fails where it is made again."""
+        total = self.asked
+        assert total
+        for number in range(1, total + 1):
+            self.asked, self.failing = 0, number
+            yield number
+
+
+@pytest.fixture
+def allocations(monkeypatch: pytest.MonkeyPatch) -> Allocations:
+    return Allocations(monkeypatch)
+
+
+@pytest.fixture
+def in_call() -> Iterator[None]:
+    token = USES_KVLAYERS.set(True)
+    yield
+    USES_KVLAYERS.reset(token)
+
+
+def exact() -> Cache:
+    return filled(Cache([DynamicLayer() for _ in range(LAYERS)]))
+
+
+def test_beams_go_on_wherever_memory_runs_out(allocations: Allocations, installed: None) -> None:
+    model, ids = tiny_model("llama"), torch.arange(3, 43)[None]
+    arguments: dict[str, Any] = {"max_new_tokens": 6, "num_beams": 3, "num_return_sequences": 2, "do_sample": False}
+    expected = model.generate(ids, **arguments)
+    for _ in allocations.each_fails():
+        words = "between forward passes .*CUDA out of memory.* step: int8"
+        with pytest.warns(kvlayers.SteppedDownWarning, match=words) as seen:
+            assert torch.equal(model.generate(ids, **arguments), expected)
+        assert len(seen) == 1
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_layers_that_had_changed_are_rounded_as_those_that_follow(
+    change: str, allocations: Allocations, in_call: None
+) -> None:
+    expected = exact()
+    OPERATIONS[change](expected)
+    expected.pack(8)
+    for _ in allocations.each_fails():
+        cache = exact()
+        with pytest.warns(kvlayers.SteppedDownWarning):
+            OPERATIONS[change](cache)
+        assert cache.steps_taken == ("int8",)
+        assert [layer.bits for layer in cache.layers] == [(8, 8)] * LAYERS
+        check_goes_on(cache, expected.fork(), (1,), rtol=0, atol=0.2)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_nothing_is_rounded_outside_of_a_call_and_no_layer_is_left_behind(
+    change: str, allocations: Allocations
+) -> None:
+    OPERATIONS[change](exact())
+    first_layer = allocations.asked // LAYERS
+    for number in allocations.each_fails():
+        cache, is_first = exact(), number <= first_layer
+        words = "It is as it was.*fewer beams" if is_first else "pass all tokens again.*fewer beams"
+        with pytest.raises(torch.OutOfMemoryError, match=f"(?s){MESSAGE}.*{words}"):
+            OPERATIONS[change](cache)
+        assert {layer.length for layer in cache.layers} == {PROMPT if is_first else 0}
+        assert {layer.fidelity for layer in cache.layers} == {"exact"}
+        if is_first:
+            OPERATIONS[change](cache)
+
+
+def test_the_ladder_ends_with_an_error(allocations: Allocations, in_call: None) -> None:
+    cache = exact()
+    while cache.give_way() is not None:
+        pass
+    allocations.failing = allocations.asked + 1
+    with pytest.raises(torch.OutOfMemoryError, match="fewer beams"):
+        cache.reorder_cache(torch.tensor([1, 0]))
+
+
+def test_states_that_change_in_parts_are_not_changed_twice(monkeypatch: pytest.MonkeyPatch, in_call: None) -> None:
+    def failing(error: Exception) -> Callable[..., None]:
+        def select(*_: Any) -> None:
+            raise error
+
+        return select
+
+    cache = Cache([DynamicLayer(), LinearAttentionLayer()])
+    cache.update(*states(PROMPT), 0)
+    monkeypatch.setattr(LinearAttentionLayer, "select", failing(torch.OutOfMemoryError(MESSAGE)))
+    with pytest.raises(torch.OutOfMemoryError, match="pass all tokens again"):
+        cache.reorder_cache(torch.tensor([1, 0]))
+    assert cache.get_seq_length() == 0
+    monkeypatch.setattr(DynamicLayer, "select", failing(RuntimeError("a shape")))
+    cache.update(*states(PROMPT), 0)
+    with pytest.raises(RuntimeError, match=r"^a shape$"):
+        cache.reorder_cache(torch.tensor([1, 0]))
+    assert cache.get_seq_length() == PROMPT

@@ -522,9 +522,8 @@ class NotThatLlamaConfig(tf.LlamaConfig):
     """A model that comes with code of its own, under a name that is known."""
 
 
-@pytest.mark.parametrize("reason", REFUSED)
-def test_models_whose_keys_cannot_be_moved_are_refused(reason: str) -> None:
-    model_type, options, message = REFUSED[reason]
+@pytest.mark.parametrize(("model_type", "options", "message"), REFUSED.values(), ids=REFUSED)
+def test_models_whose_keys_cannot_be_moved_are_refused(model_type: str, options: dict[str, Any], message: str) -> None:
     if model_type in model_layers.MODELS_WITH_OWN_CACHE:
         pytest.skip(f"models of type {model_type} make a cache of their own on this version, and are refused for that")
     config = tiny_config(model_type, **options)

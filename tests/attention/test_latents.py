@@ -11,7 +11,7 @@ import transformers as tf
 from torch.nn.functional import linear, scaled_dot_product_attention
 
 import kvlayers
-from kvlayers.kernels.attention.absorption import COPY, by_products
+from kvlayers.kernels.attention.absorption import COPY
 from kvlayers.kernels.attention.latents import DeferredStates, LatentStates, NewKeys, as_latents
 from kvlayers.kernels.attention.packed_tensor import PackedStates
 from kvlayers.upstream import compat
@@ -170,22 +170,6 @@ def test_a_row_that_sees_no_token_of_packed_latents_is_zero() -> None:
     assert (out[0] == 0).all()
 
 
-def test_forks_share_latents_and_go_their_own_ways() -> None:
-    model, ids, others = model_of(), prompt(2, 130), prompt(2, 130, seed=1)
-    others[:, :100] = ids[:, :100]
-    cache = kvlayers.DynamicCache(config=model.config)
-    read(model, cache, ids, (100,))
-    fork = cache.fork()
-    for twin, given in ((cache, ids), (fork, others), (fork.fork(), others)):
-        upstream = tf.DynamicCache(config=model.config)
-        seen = twin.get_seq_length()
-        read(model, upstream, given, (100, *(1,) * (seen - 100)))
-        with WidestProduct() as products:
-            found = read(model, twin, given, (1, 3, 1))
-        torch.testing.assert_close(found, read(model, upstream, given, (1, 3, 1)), **NEAR)
-        assert products.tokens == 0
-
-
 def test_gradients_flow_through_an_expansion() -> None:
     model, ids = copy.deepcopy(model_of()), prompt(1, 20)
     weight = model.model.layers[0].self_attn.kv_b_proj.weight
@@ -281,14 +265,6 @@ def test_a_view_of_the_right_shape_with_other_axes_is_computed() -> None:
         return scaled_dot_product_attention(torch.ones(2, HEADS, 1, NOPE + ROPE), keys, values)
 
     torch.testing.assert_close(attended(*as_latents(latents, rotated)), attended(latents, rotated), **NEAR)
-
-
-def test_products_are_attention() -> None:
-    keys, _, _ = latents_and_weight()
-    query, mask = torch.randn(2, 1, 6, RANK), torch.randn(2, 1, 6, 30)
-    mask[:, :, :, :4], mask[0, :, 2] = -torch.inf, -torch.inf
-    seen = by_products(query, keys, keys, mask, scale=0.2)
-    torch.testing.assert_close(seen, scaled_dot_product_attention(query, keys, keys, mask, scale=0.2))
 
 
 def test_a_layer_with_a_bias_expands_at_once() -> None:

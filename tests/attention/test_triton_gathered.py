@@ -36,12 +36,7 @@ def interpreted() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", [*of_cases(CASES), *(f"{name}, few splits" for name in FEW_SPLITS)])
-def test_attention_is_that_of_the_tokens_of_pieces(interpreted: dict[str, Any], name: str) -> None:
-    errors = interpreted["cases"][name]
-    assert isinstance(errors, dict), errors
-    assert errors["out"] <= 1
-
-
-@pytest.mark.parametrize("name", of_cases(CASES))
-def test_gathered_segments_are_read_in_the_launch_of_those_around(interpreted: dict[str, Any], name: str) -> None:
-    assert interpreted["cases"][name]["launches"] == LAUNCHES.get(name, 2)
+def test_attention_is_that_of_the_tokens_of_pieces_in_the_launch_of_those_around(
+    interpreted: dict[str, Any], name: str
+) -> None:
+    assert interpreted["cases"][name] == LAUNCHES.get(name, 2)

@@ -3,7 +3,7 @@
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from agreement import check_at_rest, roll_back, step
 from kvlayers import CacheLayer, CapacityError
@@ -37,6 +37,7 @@ class LayerMachine(RuleBasedStateMachine):
             with pytest.raises(CapacityError):
                 self.layer.update(*states(self.rows, tokens, self.generator))
 
+    @precondition(lambda self: self.oracle.length)
     @rule(operation=st.sampled_from(sorted(OPERATIONS)))
     def operate(self, operation: str) -> None:
         # They are for two sequences.

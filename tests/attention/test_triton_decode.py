@@ -21,14 +21,33 @@ from kvlayers.kernels.codes.quantizer_contract import CodeFormat, Side
 from matrix import of_cases
 from offline_gpu import OfflineDriver, as_gpu, recorded_launches
 from triton_decode_cases import CASES, CHECKS
+from triton_gathered_cases import CASES as GATHERED
+from triton_gathered_cases import FEW_SPLITS
 
 with_triton = versions.interprets_kernels
+
+LAUNCHES = {
+    # More than two segments in full precision besides.
+    "dense, four segments around": 3,
+    # Tokens that sequences share are read once for all of them.
+    "dense, shared tail": 3,
+    "dense, unevenly shared tail": 3,
+    # Sequences read states of others, and the tail is their own.
+    "dense, sequences read others": 3,
+    "4 bits, sequences read others": 3,
+    # Two segments in blocks.
+    "dense, two gathered segments": 3,
+    "4 bits, packed tail": 3,
+    "rotated, packed tail": 3,
+    "rotated, gathered states in full precision": 3,
+}
+"""Launches of the cases that take more than one, and that of the merge."""
 
 
 @pytest.fixture(scope="module")
 def interpreted() -> dict[str, Any]:
     """What the cases gave, in a process in which triton interprets."""
-    return interpreted_kernels.results_of("triton_decode_cases")
+    return interpreted_kernels.results_of("triton_gathered_cases")
 
 
 @pytest.mark.slow
@@ -36,6 +55,15 @@ def interpreted() -> dict[str, Any]:
 @pytest.mark.parametrize("name", [*of_cases(CASES), "several blocks a split"])
 def test_attention_is_that_of_the_states_that_codes_stand_for(interpreted: dict[str, Any], name: str) -> None:
     assert interpreted["cases"][name] is None
+
+
+@pytest.mark.slow
+@with_triton
+@pytest.mark.parametrize("name", [*of_cases(GATHERED), *(f"{name}, few splits" for name in FEW_SPLITS)])
+def test_pieces_of_gathered_segments_are_read_in_the_launch_of_those_around(
+    interpreted: dict[str, Any], name: str
+) -> None:
+    assert interpreted["gathered"][name] == LAUNCHES.get(name, 2)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Cases of the decode kernel, run by `test_triton_decode` in a process of its own.
+"""Cases of the decode kernel, which `triton_gathered_cases` runs in a process of its own.
 
 Triton decides when a kernel is defined whether it is compiled or interpreted, so `TRITON_INTERPRET` is to be set
 before anything imports triton: not in the process of other tests.
@@ -6,8 +6,6 @@ before anything imports triton: not in the process of other tests.
 
 import functools
 import itertools
-import json
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -714,7 +712,6 @@ CHECKS: dict[str, Callable[[], None]] = {
 }
 
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    found = {"cases": check_cases(), "checks": {name: tried(check) for name, check in CHECKS.items()}}
-    json.dump(found, sys.stdout)
+def results() -> dict[str, Any]:
+    """What the cases and the checks gave."""
+    return {"cases": check_cases(), "checks": {name: tried(check) for name, check in CHECKS.items()}}

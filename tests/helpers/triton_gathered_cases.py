@@ -1,4 +1,4 @@
-"""Cases of the split kernel over gathered segments, run by `test_triton_gathered` in a process of its own.
+"""Cases of the split kernel over gathered segments, and its others, run by `test_triton_decode` in one process.
 
 As in `triton_decode_cases`, triton decides at its import whether it interprets.
 """
@@ -32,6 +32,7 @@ from triton_decode_cases import (
     native,
     quantized,
     query_of,
+    results,
 )
 
 PIECE_TOKENS = 64
@@ -227,4 +228,4 @@ def check_cases() -> dict[str, Any]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    json.dump({"cases": check_cases()}, sys.stdout)
+    json.dump({**results(), "gathered": check_cases()}, sys.stdout)

@@ -196,6 +196,18 @@ def test_the_compiled_kernel_takes_what_it_is_fastest_for() -> None:
     assert taken(kernel.CPU_MAXIMUM_QUERIES, dense.with_rows(many_rows), own)
 
 
+@pytest.mark.parametrize("kind", ["dense packed rows", "pieces of dense", "pieces of flat packed"])
+@pytest.mark.parametrize("queries", [1, 3])
+def test_threads_change_nothing_but_the_order_of_sums(queries: int, kind: str) -> None:
+    for seed in (3, 5):
+        held = history(kind, seed, count=8, most=15)
+        query = held.query(3, queries)
+        mask = random_mask("causal", query, held.segments.tokens)
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            held.check(query, mask, attend(query, held, mask))
+
+
 # Ordinary segments
 
 

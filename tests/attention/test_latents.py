@@ -11,7 +11,7 @@ import transformers as tf
 from torch.nn.functional import linear, scaled_dot_product_attention
 
 import kvlayers
-from kvlayers.kernels.attention.absorption import COPY
+from kvlayers.kernels.attention.absorption import COPY, by_products
 from kvlayers.kernels.attention.latents import DeferredStates, LatentStates, NewKeys, as_latents
 from kvlayers.kernels.attention.packed_tensor import PackedStates
 from kvlayers.upstream import compat
@@ -265,6 +265,14 @@ def test_a_view_of_the_right_shape_with_other_axes_is_computed() -> None:
         return scaled_dot_product_attention(torch.ones(2, HEADS, 1, NOPE + ROPE), keys, values)
 
     torch.testing.assert_close(attended(*as_latents(latents, rotated)), attended(latents, rotated), **NEAR)
+
+
+def test_products_are_attention() -> None:
+    keys, _, _ = latents_and_weight()
+    query, mask = torch.randn(2, 1, 6, RANK), torch.randn(2, 1, 6, 30)
+    mask[:, :, :, :4], mask[0, :, 2] = -torch.inf, -torch.inf
+    seen = by_products(query, keys, keys, mask, scale=0.2)
+    torch.testing.assert_close(seen, scaled_dot_product_attention(query, keys, keys, mask, scale=0.2))
 
 
 def test_a_layer_with_a_bias_expands_at_once() -> None:

@@ -97,6 +97,18 @@ def test_a_cache_returns_the_states_of_the_checkpoints_scales(dtype: torch.dtype
             assert torch.equal(torch.as_tensor(seen + 0)[:, :, :192], expected[:, :, :192])
 
 
+def test_generate_takes_the_scales_by_name(tmp_path: pathlib.Path) -> None:
+    path = checkpoint(tmp_path / "model")
+    llama, ids = models.tiny_model("llama"), torch.randint(2, 97, (1, 150))
+    given = kvlayers.QuantizedCache("fp8", config=llama.config, scales=path, **ALL)
+    options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
+    expected = llama.generate(ids, past_key_values=given, **options)
+    config = kvlayers.QuantizedCacheConfig(backend="fp8", scales=path, **ALL)
+    with kvlayers.installed():
+        seen = llama.generate(ids, cache_implementation="quantized", cache_config=config, **options)
+    assert torch.equal(seen, expected)
+
+
 def test_scales_may_be_given_for_each_layer_and_each_head() -> None:
     cache = kvlayers.QuantizedCache("fp8", scales=[((0.01, 0.3), 0.2), (torch.tensor([0.5, 2.0]), 0.1)], **ALL)
     states = torch.randn(2, 1, KV_HEADS, 70, HEAD_DIM)

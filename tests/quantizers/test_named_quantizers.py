@@ -2,12 +2,14 @@
 
 import itertools
 import math
+import pathlib
 from statistics import NormalDist
 
 import pytest
 import torch
 from torch import Tensor
 
+import kvlayers
 from kvlayers.errors import OptionError
 from kvlayers.quantized.quantizers.codebook import NORMAL_FLOAT_LEVELS
 from kvlayers.quantizers import CodeFormat, Quantizer, Side, SideOptions, backend, dequantize
@@ -103,6 +105,17 @@ def test_turboquant_rotates_and_has_the_distortion_of_max(bits: int, distortion:
     units = states.double() @ hadamard(128) / norm.double()[..., None]
     expected = levels[(units[..., None] - levels).abs().argmin(-1)] * norm[..., None] @ hadamard(128)
     assert ((seen - expected).norm(dim=-1) < 1e-4 * norm).double().mean() > 0.99
+
+
+@pytest.mark.parametrize(("name", "nbits"), [("kivi", 4), ("turboquant", 3), ("nf4", 4)])
+def test_a_cache_of_a_named_quantizer_is_saved_and_goes_on(name: str, nbits: int, tmp_path: pathlib.Path) -> None:
+    cache = kvlayers.QuantizedCache(backend=name, nbits=nbits)
+    cache.update(*torch.randn(2, 1, 2, 300, 64).unbind(), 0)
+    kvlayers.save_cache(cache, tmp_path / "cache.safetensors")
+    loaded = kvlayers.load_cache(tmp_path / "cache.safetensors")
+    more = torch.randn(2, 1, 2, 70, 64)
+    for seen, expected in zip(loaded.update(*more.unbind(), 0), cache.update(*more.unbind(), 0), strict=True):
+        assert torch.equal(torch.as_tensor(seen + 0), torch.as_tensor(expected + 0))
 
 
 def test_turboquant_has_one_scale_for_a_vector() -> None:

@@ -58,6 +58,18 @@ def test_a_packed_layer_holds_no_more_than_a_dense_one(quantization: Quantizatio
         assert length <= 208 or packed.nbytes <= TOLERANCE * bytes_of(length, dtype), length
 
 
+@pytest.mark.parametrize(("quantization", "dtype"), once(QUANTIZATIONS, [torch.bfloat16, torch.float32]))
+def test_a_plan_says_so_at_every_length(quantization: Quantization, dtype: torch.dtype) -> None:
+    for tokens in (length for length in range(1, LONGEST + 1) if length % 40 in (1, 9, 32)):
+        for hint in (tokens, None):
+            layer, planned = QuantizedLayer(quantization, hint), QuantizedLayer(quantization, hint)
+            dense = kvlayers.DynamicLayer(length_hint=hint)
+            layer.update(*states(tokens, dtype))
+            for on_meta in (planned, dense):
+                on_meta.update(*(each.to("meta") for each in states(tokens, dtype)))
+            assert layer.nbytes == planned.nbytes <= TOLERANCE * dense.nbytes, tokens
+
+
 @pytest.mark.parametrize("window", [40, 160, 400])
 def test_a_packed_window_holds_no_more_than_a_dense_one(window: int) -> None:
     config = tf.MistralConfig(**COMMON, sliding_window=window)

@@ -170,6 +170,22 @@ def test_a_row_that_sees_no_token_of_packed_latents_is_zero() -> None:
     assert (out[0] == 0).all()
 
 
+def test_forks_share_latents_and_go_their_own_ways() -> None:
+    model, ids, others = model_of(), prompt(2, 130), prompt(2, 130, seed=1)
+    others[:, :100] = ids[:, :100]
+    cache = kvlayers.DynamicCache(config=model.config)
+    read(model, cache, ids, (100,))
+    fork = cache.fork()
+    for twin, given in ((cache, ids), (fork, others), (fork.fork(), others)):
+        upstream = tf.DynamicCache(config=model.config)
+        seen = twin.get_seq_length()
+        read(model, upstream, given, (100, *(1,) * (seen - 100)))
+        with WidestProduct() as products:
+            found = read(model, twin, given, (1, 3, 1))
+        torch.testing.assert_close(found, read(model, upstream, given, (1, 3, 1)), **NEAR)
+        assert products.tokens == 0
+
+
 def test_gradients_flow_through_an_expansion() -> None:
     model, ids = copy.deepcopy(model_of()), prompt(1, 20)
     weight = model.model.layers[0].self_attn.kv_b_proj.weight

@@ -13,7 +13,6 @@ import kvlayers
 from kvlayers.kernels.attention import dense_kernels, gqa
 from kvlayers.kernels.attention.gqa import CPU_MINIMUM_FLOAT32_TOKENS, GroupedKeys, marked_for_sdpa
 from matrix import product
-from models import prompt, tiny_model
 
 BATCH = 8
 """Sequences of a batch in which two threads have heads enough for float32."""
@@ -79,27 +78,23 @@ def test_a_mask_or_several_queries_take_the_usual_way() -> None:
     assert torch.equal(scaled_dot_product_attention(queries, marked, values, is_causal=True, enable_gqa=True), expected)
 
 
-def marks(layer: kvlayers.DynamicLayer, batch: int, dtype: torch.dtype) -> bool:
-    """Whether the keys that one more token attends to are marked."""
-    one = torch.randn(batch, 2, 1, 8, dtype=dtype)
-    return type(layer.update(one, one)[0]) is GroupedKeys
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_is_grouped_at_every_batch_and_length(dtype: torch.dtype) -> None:
-    for batch in (1, 8):
-        layer = kvlayers.DynamicLayer()
-        assert marks(layer, batch, dtype)
-        assert marks(layer, batch, dtype)
-        assert type(layer.keys) is Tensor
-
-
-@pytest.mark.parametrize(("batch", "length", "marked"), [(1, 300, False), (2, 100, False), (2, 300, True)])
-def test_float32_is_grouped_if_threads_have_heads_and_tokens_enough(batch: int, length: int, marked: bool) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "batch", "tokens", "marked"),
+    [
+        *((dtype, batch, 100, True) for dtype in (torch.bfloat16, torch.float16) for batch in (1, 8)),
+        *((torch.float32, *case) for case in ((1, 300, False), (2, 100, False), (2, 300, True))),
+    ],
+)
+def test_keys_are_grouped_in_half_precision_or_if_threads_have_heads_and_tokens_enough(
+    dtype: torch.dtype, batch: int, tokens: int, marked: bool
+) -> None:
     layer = kvlayers.DynamicLayer()
-    prefix = torch.randn(batch, 2, length, 8)
-    assert type(layer.update(prefix, prefix)[0]) is Tensor
-    assert marks(layer, batch, torch.float32) == marked
+    states = torch.randn(batch, 2, tokens, 8, dtype=dtype)
+    assert type(layer.update(states, states)[0]) is Tensor
+    for _ in range(2):
+        keys, _ = layer.update(states[:, :, :1], states[:, :, :1])
+        assert (type(keys) is GroupedKeys) == marked
+    assert type(layer.keys) is Tensor
 
 
 @pytest.mark.parametrize(("heads", "rows"), [(2, 1), (6, 1), (8, 4)])
@@ -130,22 +125,6 @@ def test_marked_keys_are_a_plain_tensor_to_everything_else() -> None:
     assert torch.equal(copy.deepcopy(marked), keys)
     assert torch.equal(pickle.loads(pickle.dumps(marked)), keys)
     assert marked.data_ptr() == keys.data_ptr()
-
-
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_every_cache_decodes_the_tokens_of_transformers(family: str, attention: str) -> None:
-    import transformers
-
-    config = copy.deepcopy(tiny_model(family).config)
-    config._attn_implementation = attention
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config).eval()
-    ids = prompt(BATCH, CPU_MINIMUM_FLOAT32_TOKENS)
-    how = {"max_new_tokens": 6, "do_sample": False, "attention_mask": torch.ones_like(ids)}
-    expected = model.generate(ids, **how)
-    for cache in (kvlayers.DynamicCache(config=config), kvlayers.StaticCache(config, max_cache_len=150)):
-        assert torch.equal(model.generate(ids, past_key_values=cache, **how), expected)
 
 
 def test_shapes_that_plain_keys_refuse_or_broadcast_do_the_same() -> None:

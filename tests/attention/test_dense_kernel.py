@@ -1,5 +1,6 @@
 """The compiled kernel on states in full precision: as close to float64 as torch, and used where models attend."""
 
+import contextlib
 import copy
 import math
 import random
@@ -9,6 +10,7 @@ import pytest
 import torch
 import transformers as tf
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention
 
 import kvlayers
@@ -69,20 +71,16 @@ def exact(
 
 
 def some_mask(kind: str, batch: int, heads: int, queries: int, tokens: int, dtype: torch.dtype) -> Tensor | None:
-    hidden = torch.rand(batch, 1, queries, tokens) > 0.5
-    if kind == "bool":
-        return ~hidden
-    if kind == "left padding":
-        return torch.arange(tokens) >= torch.randint(0, tokens, (batch, 1, 1, 1))
-    if kind == "all hidden":
-        return torch.zeros(batch, 1, queries, tokens, dtype=torch.bool)
-    if kind == "infinities":
-        return torch.zeros(batch, 1, queries, tokens).masked_fill(hidden, -math.inf)
-    if kind == "lowest":
-        return torch.zeros(1, 1, queries, tokens, dtype=dtype).masked_fill(hidden[:1], torch.finfo(dtype).min)
-    if kind == "additive":
-        return torch.randn(batch, heads, queries, tokens, dtype=dtype)
-    return None
+    hidden, nothing = torch.rand(batch, 1, queries, tokens) > 0.5, torch.zeros(batch, 1, queries, tokens)
+    return {
+        "none": None,
+        "bool": ~hidden,
+        "left padding": torch.arange(tokens) >= torch.randint(0, tokens, (batch, 1, 1, 1)),
+        "all hidden": nothing.bool(),
+        "infinities": nothing.masked_fill(hidden, -math.inf),
+        "lowest": nothing[:1].to(dtype).masked_fill(hidden[:1], torch.finfo(dtype).min),
+        "additive": torch.randn(batch, heads, queries, tokens, dtype=dtype),
+    }[kind]
 
 
 @pytest.mark.parametrize("seed", seeds(40, 120))
@@ -117,24 +115,20 @@ def test_random_shapes_are_as_close_to_float64_as_torch(seed: int) -> None:
     assert error <= 4 * torch.finfo(dtype).eps * right.norm() + 1e-12
 
 
-@pytest.mark.parametrize("seen", [1, 64, 99, 256, 300])
-def test_slots_behind_the_last_token_are_not_read(seen: int) -> None:
-    """A static cache has free slots behind its tokens, which cost nothing, whatever they hold."""
+@pytest.mark.parametrize(
+    ("first", "last"), [*((0, last) for last in (1, 64, 99, 256, 300)), *((first, 600) for first in (1, 63, 256, 300))]
+)
+def test_masked_slots_at_either_end_are_not_read(first: int, last: int) -> None:
+    """Padding, and the free slots of a static cache behind its tokens, cost nothing, whatever they hold."""
     query, keys, values = torch.randn(1, 4, 1, 16), torch.randn(1, 2, 600, 16), torch.randn(1, 2, 600, 16)
-    mask = (torch.arange(600) < seen).expand(1, 1, 1, 600)
-    expected = kernel.attend_dense(query, keys[:, :, :seen], values[:, :, :seen], None, None)
-    keys[:, :, seen:], values[:, :, seen:] = math.nan, math.nan
-    assert torch.equal(kernel.attend_dense(query, keys, values, mask, None), expected)
-
-
-@pytest.mark.parametrize("hidden", [1, 63, 256, 300])
-def test_padding_in_front_is_not_read(hidden: int) -> None:
-    query, keys, values = torch.randn(1, 4, 1, 16), torch.randn(1, 2, 600, 16), torch.randn(1, 2, 600, 16)
-    mask = (torch.arange(600) >= hidden).expand(1, 1, 1, 600)
-    expected = kernel.attend_dense(query, keys[:, :, hidden:], values[:, :, hidden:], None, None)
-    keys[:, :, :hidden], values[:, :, :hidden] = math.nan, math.nan
-    # Units of tokens begin elsewhere, so sums are in another order.
-    torch.testing.assert_close(kernel.attend_dense(query, keys, values, mask, None), expected, rtol=0, atol=1e-6)
+    place = torch.arange(600)
+    mask = ((place >= first) & (place < last)).expand(1, 1, 1, 600)
+    expected = kernel.attend_dense(query, keys[:, :, first:last], values[:, :, first:last], None, None)
+    for states in (keys, values):
+        states[:, :, :first] = states[:, :, last:] = math.nan
+    # Behind padding, units of tokens begin elsewhere, so sums are in another order.
+    seen = kernel.attend_dense(query, keys, values, mask, None)
+    torch.testing.assert_close(seen, expected, rtol=0, atol=1e-6 if first else 0)
 
 
 def test_rows_that_see_other_tokens_are_read_to_the_last_of_any() -> None:
@@ -165,21 +159,16 @@ def test_nan_that_is_seen_stays_nan() -> None:
         {"mask": torch.zeros(1, 1, 1, 300, requires_grad=True)},
         {"requires_grad": True},
         {"device": "meta"},
+        {"mode": FakeTensorMode},
     ],
     ids=str,
 )
 def test_what_the_kernel_does_not_know_is_left_to_torch(change: dict[str, Any]) -> None:
-    mask = change.pop("mask", None)
+    mask, mode = change.pop("mask", None), change.pop("mode", contextlib.nullcontext)
     heads, queries = change.pop("heads", 4), change.pop("queries", 1)
-    query, keys = torch.randn(1, heads, queries, 16, **change), torch.randn(1, 2, 300, 16, **change)
-    assert not takes_on_cpu(query, keys, keys, mask)
-
-
-def test_fake_and_traced_tensors_are_left_to_torch() -> None:
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    with FakeTensorMode():
-        assert not takes_on_cpu(torch.randn(1, 4, 1, 16), torch.randn(1, 2, 300, 16), torch.randn(1, 2, 300, 16), None)
+    with mode():
+        query, keys = torch.randn(1, heads, queries, 16, **change), torch.randn(1, 2, 300, 16, **change)
+        assert not takes_on_cpu(query, keys, keys, mask)
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "static"])

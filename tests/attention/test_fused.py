@@ -18,7 +18,6 @@ from histories import (
     sinks_codes_and_residual,
 )
 from kvlayers.kernels.attention import dispatch, fused, slabs
-from kvlayers.kernels.attention.cuda import kernel as cuda_kernel
 from kvlayers.kernels.attention.dispatch import PathCounter
 from kvlayers.kernels.attention.segment_kinds import DenseSegment
 from kvlayers.kernels.attention.segments import KVSegments
@@ -152,14 +151,3 @@ def test_kernels_are_those_that_torch_may_use_now(monkeypatch: pytest.MonkeyPatc
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         assert found() == (True, False)
     assert found() == (True, True)
-
-
-def test_a_kernel_that_was_found_wrong_gives_its_place_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    states = torch.randn(1, 2, 30, 64)
-    query, held = torch.randn(1, 4, 1, 64), KVSegments((DenseSegment(states, states + 1),))
-    monkeypatch.setattr(slabs, "INTERPRETED", True)
-    monkeypatch.setattr(cuda_kernel, "attend", lambda *args: "it differs")
-    paths = PathCounter()
-    seen = dispatch.attend(query, held, None, 0.1, paths)
-    assert torch.equal(seen, slabs.attend(query, held, None, 0.1))
-    assert "it differs" in next(iter(paths.counts))

@@ -7,7 +7,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from kvlayers import DynamicLayer
 from kvlayers.kernels.attention import segment_kinds, slabs
-from kvlayers.kernels.attention.packed_tensor import PackedStates
+from kvlayers.kernels.attention.packed_tensor import PackedStates, as_dense
 
 PREFIXES, REPEATS, PREFIX_TOKENS = 2, 3, 50
 
@@ -20,79 +20,71 @@ def indices_are(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     return str(request.param)
 
 
-class Twin:
-    """A layer with a shared prefix, and the states of all its sequences."""
-
-    def __init__(self, kv_heads: int, prefixes: int = PREFIXES) -> None:
-        self.kv_heads = kv_heads
-        self.layer = DynamicLayer()
-        self.states = self._new(prefixes, PREFIX_TOKENS)
-        self.layer.update(*self.states)
-        self.layer.expand(REPEATS)
-        self.states = tuple(side.repeat_interleave(REPEATS, 0) for side in self.states)
-
-    def _new(self, batch: int, tokens: int) -> tuple[Tensor, ...]:
-        return tuple(torch.randn(batch, self.kv_heads, tokens, width).bfloat16() for width in (16, 16))
-
-    def update(self, tokens: int) -> tuple[Tensor, Tensor]:
-        new = self._new(self.states[0].shape[0], tokens)
-        self.states = tuple(torch.cat([side, more], 2) for side, more in zip(self.states, new, strict=True))
-        keys, values = self.layer.update(*new)
-        assert isinstance(keys, PackedStates)
-        return keys, values
-
-    def select(self, rows: list[int]) -> None:
-        self.layer.select(torch.tensor(rows))
-        self.states = tuple(side[rows] for side in self.states)
+def states(batch: int, kv_heads: int, tokens: int) -> tuple[Tensor, ...]:
+    return tuple(torch.randn(batch, kv_heads, tokens, 16).bfloat16() for _ in range(2))
 
 
-def check(twin: Twin, keys: Tensor, values: Tensor, group: int, queries: int) -> None:
+def layers_of(kv_heads: int, prefixes: int = PREFIXES) -> list[DynamicLayer]:
+    """A layer whose sequences share prefixes, and one that has copies of them."""
+    layers, begun = [DynamicLayer(), DynamicLayer()], states(prefixes, kv_heads, PREFIX_TOKENS)
+    for layer in layers:
+        layer.update(*begun)
+    layers[0].expand(REPEATS)
+    layers[1].batch_repeat_interleave(REPEATS)
+    return layers
+
+
+def check(layers: list[DynamicLayer], tokens: int, group: int) -> None:
     """No further from float64 than twice what torch's attention loses in this dtype, as for slabs; see `test_fused`.
 
     In addition two results are merged in this dtype, with shares that are rounded to it.
     """
-    batch, kv_heads, _, head_dim = twin.states[0].shape
-    query = torch.randn(batch, queries, kv_heads * group, head_dim).bfloat16().transpose(1, 2)
-    seen = scaled_dot_product_attention(query, keys, values, scale=0.2, enable_gqa=True)
-    wanted = scaled_dot_product_attention(
-        query.double(), *(side.double() for side in twin.states), scale=0.2, enable_gqa=True
+    batch, kv_heads = layers[1].peek()[0].shape[:2]
+    new = states(batch, kv_heads, tokens)
+    shared, copies = layers[0].update(*new), [as_dense(side) for side in layers[1].update(*new)]
+    assert isinstance(shared[0], PackedStates)
+    torch.testing.assert_close(shared[0].dense(), copies[0], rtol=0, atol=0)
+    query = torch.randn(batch, tokens, kv_heads * group, 16).bfloat16().transpose(1, 2)
+    seen, plain, wanted = (
+        scaled_dot_product_attention(rows, *sides, scale=0.2, enable_gqa=True)
+        for rows, sides in ((query, shared), (query, copies), (query.double(), (side.double() for side in copies)))
     )
-    plain = scaled_dot_product_attention(query, *twin.states, scale=0.2, enable_gqa=True)
     assert (seen.shape, seen.dtype) == (plain.shape, plain.dtype)
     limit = 2 * (plain.double() - wanted).norm() + 4 * torch.finfo(torch.bfloat16).eps * wanted.norm()
     assert (seen.double() - wanted).norm() <= limit
 
 
+def select(layers: list[DynamicLayer], rows: list[int]) -> None:
+    for layer in layers:
+        layer.select(torch.tensor(rows))
+
+
 def test_beams_are_selected_step_by_step(indices_are: str) -> None:
     generator = torch.Generator().manual_seed(0)
     for prefixes in (1, PREFIXES):
-        twin = Twin(2, prefixes)
+        layers = layers_of(2, prefixes)
         for _ in range(6):
-            keys, values = twin.update(1)
-            check(twin, keys, values, 2, 1)
-            torch.testing.assert_close(keys.dense(), twin.states[0], rtol=0, atol=0)
+            check(layers, 1, 2)
             # Beams stay with their prompt, as in transformers.
             rows = torch.randint(0, REPEATS, (prefixes, REPEATS), generator=generator)
-            twin.select((rows + torch.arange(prefixes)[:, None] * REPEATS).flatten().tolist())
+            select(layers, (rows + torch.arange(prefixes)[:, None] * REPEATS).flatten().tolist())
         # Across prefixes, and unevenly.
-        twin.select([prefixes * REPEATS - 1, 0, 0, 1])
-        check(twin, *twin.update(3), 2, 3)
-        twin.layer.crop(-(twin.states[0].shape[2] - PREFIX_TOKENS + 7))
-        twin.states = tuple(side[:, :, : PREFIX_TOKENS - 7] for side in twin.states)
-        check(twin, *twin.update(2), 2, 2)
+        select(layers, [prefixes * REPEATS - 1, 0, 0, 1])
+        check(layers, 3, 2)
+        for layer in layers:
+            layer.crop(PREFIX_TOKENS - 7)
+        check(layers, 2, 2)
 
 
 def test_forks_and_copies_have_their_own_sequences(indices_are: str) -> None:
-    twin = Twin(1)
-    twin.update(3)
-    twin.select([5, 0, 3])
-    other = twin.layer.fork()
-    twin.select([1, 1, 2, 0])
-    check(twin, *twin.update(1), 4, 1)
-    # The fork has sequences 5, 0, 3, and the other one 0, 0, 3, 5 and one more token.
-    other.select(torch.tensor([2, 1]))
-    twin.layer, twin.states = other, tuple(side[[2, 0], :, :-1] for side in twin.states)
-    check(twin, *twin.update(1), 4, 1)
+    layers = layers_of(1)
+    check(layers, 3, 4)
+    select(layers, [5, 0, 3])
+    forks = [layer.fork() for layer in layers]
+    select(layers, [1, 1, 2, 0])
+    check(layers, 1, 4)
+    select(forks, [2, 1])
+    check(forks, 1, 4)
 
 
 def test_many_sequences_of_several_prefixes_are_read(monkeypatch: pytest.MonkeyPatch) -> None:

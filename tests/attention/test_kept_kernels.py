@@ -49,29 +49,26 @@ def function(monkeypatch: pytest.MonkeyPatch) -> Function:
 def test_kernels_are_searched_for_once_for_each_specialisation(function: Function) -> None:
     kernel = TritonKernel("no.module", "name")
     kernel.function = function
-    constants = KeptConstants(SPEC="spec", num_warps=4)
+    kept, other = KeptConstants(SPEC="spec", num_warps=4), KeptConstants(SPEC="other", num_warps=4)
     x = torch.zeros(64)
-
-    def searches(*arguments: Any) -> int:
+    for constants, arguments, searches in (
+        (kept, (x, (1, 16), 5, 7, 0.5), 1),
+        (kept, (x.clone(), (1, 16), 16, 7, 0.25), 0),
+        (kept, (x[1:], (1, 16), 5, 7, 0.5), 1),
+        (kept, (x.half(), (1, 16), 5, 7, 0.5), 1),
+        (kept, (x, (2, 16), 5, 7, 0.5), 1),
+        (kept, (x, (1, 16), 1 << 31, 7, 0.5), 1),
+        (kept, (x, (1, 16), 5, 8, 0.5), 1),
+        (kept, (x, (1, 16), 9, 7, 0.5), 0),
+        # Other constants have kernels of their own.
+        (other, (x, (1, 16), 9, 7, 0.5), 1),
+        (kept, (x, (1, 16), 1, 7, 0.25), 0),
+    ):
         before = function.searches
         kernel.launch(DEVICE, (3,), arguments, constants)
-        return function.searches - before
-
-    assert searches(x, (1, 16), 5, 7, 0.5) == 1
-    assert searches(x.clone(), (1, 16), 16, 7, 0.25) == 0
+        assert function.searches - before == searches, arguments[1:]
     # The address in place of the tensor, a grid of three numbers, and the constant that is a parameter.
-    address = x.data_ptr()
-    assert searches(x, (1, 16), 1, 7, 0.25) == 0
-    assert function.calls[-1] == ((3, 1, 1), address, (1, 16), 1, 7, 0.25, "spec")
-    assert searches(x[1:], (1, 16), 5, 7, 0.5) == 1
-    assert searches(x.half(), (1, 16), 5, 7, 0.5) == 1
-    assert searches(x, (2, 16), 5, 7, 0.5) == 1
-    assert searches(x, (1, 16), 1 << 31, 7, 0.5) == 1
-    assert searches(x, (1, 16), 5, 8, 0.5) == 1
-    assert searches(x, (1, 16), 9, 7, 0.5) == 0
-    # Other constants have kernels of their own.
-    constants = KeptConstants(SPEC="other", num_warps=4)
-    assert searches(x, (1, 16), 9, 7, 0.5) == 1
+    assert function.calls[-1] == ((3, 1, 1), x.data_ptr(), (1, 16), 1, 7, 0.25, "spec")
 
 
 def test_few_kernels_are_kept(function: Function, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,8 +13,6 @@ from torch.nn.functional import scaled_dot_product_attention
 import kvlayers
 from kvlayers.kernels.attention import dense_kernels, gqa
 from kvlayers.kernels.attention.cpu import kernel
-from kvlayers.kernels.attention.dispatch import BLOCKS, COPY
-from kvlayers.utils.native_library import NativeLibrary
 from matrix import product
 from models import fresh_model, given, prompt
 from spies import spy
@@ -70,14 +68,20 @@ def states(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor, 
     return query.to(dtype), keys.to(dtype), values.to(dtype)
 
 
-def check(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, is_causal: bool = False) -> None:
-    seen = kernel.attend_dense(query, keys, values, mask, None, is_causal=is_causal)
+def check(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> None:
+    options = {"is_causal": is_causal, "scale": scale, "enable_gqa": True}
+    seen = kernel.attend_dense(query, keys, values, mask, scale, is_causal=is_causal)
     wide = mask if mask is None or mask.dtype == torch.bool else mask.double()
-    exact = scaled_dot_product_attention(
-        query.double(), keys.double(), values.double(), wide, is_causal=is_causal, enable_gqa=True
-    )
+    exact = scaled_dot_product_attention(query.double(), keys.double(), values.double(), wide, **options)
     own = mask if mask is None or mask.dtype == torch.bool else mask.to(query.dtype)
-    by_torch = scaled_dot_product_attention(query, keys, values, own, is_causal=is_causal, enable_gqa=True)
+    by_torch = scaled_dot_product_attention(query, keys, values, own, **options)
     # Both round weights to the dtype, and add up in other orders.
     assert (seen - exact).abs().max() <= 2 * (by_torch - exact).abs().max() + 2e-6
 
@@ -91,6 +95,8 @@ def test_as_exact_as_torch(dtype: torch.dtype, name: str) -> None:
     for mask in masks(shape[0], shape[1], shape[3], shape[4], dtype).values():
         check(query, keys, values, mask)
     check(query, keys, values, None, is_causal=True)
+    for scale in (0.0, -0.3, 2.0):
+        check(query, keys, values, None, scale=scale)
 
 
 @needs_kernel
@@ -154,19 +160,6 @@ def test_soft_caps_and_sinks(dtype: torch.dtype) -> None:
         expected = some.softmax(-1)[..., :70] @ values.double().repeat_interleave(3, 1)
         seen = kernel.attend_dense(query, keys, values, mask, None, 2.0, own)
         torch.testing.assert_close(seen.double(), expected, rtol=0, atol=TOLERANCES[dtype])
-
-
-@needs_kernel
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("scale", [0.0, -0.3, 2.0])
-def test_scales(dtype: torch.dtype, scale: float) -> None:
-    query, keys, values = states(SHAPES["odd head_dims"], dtype)
-    mask = torch.ones(50, 77, dtype=torch.bool).tril(27)
-    wide = (side.double() for side in (query, keys, values))
-    exact = scaled_dot_product_attention(*wide, mask, scale=scale, enable_gqa=True)
-    seen = kernel.attend_dense(query, keys, values, mask, scale)
-    # Rounded scores count more if they are large.
-    torch.testing.assert_close(seen.double(), exact, rtol=0, atol=TOLERANCES[dtype] * max(scale, 1))
 
 
 @needs_kernel
@@ -330,80 +323,3 @@ def test_prompts_and_second_turns_of_models(family: str, cache: str, pads: bool,
     other = CACHES[cache](model.config) if "int" in cache else transformers.DynamicCache(config=model.config)
     # The same sums in another order of float32; the logits of these models spread by some tens.
     torch.testing.assert_close(seen, last_logits(model, other, ids, mask), rtol=1e-4, atol=2e-4)
-
-
-@needs_kernel
-@pytest.mark.parametrize("is_packed", [False, True])
-def test_prompts_behind_a_prefix_that_sequences_share(is_packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    queries = counted(monkeypatch)
-    model, ids = fresh_model("llama"), prompt(1, 300, 1)
-    kind = "int8" if is_packed else "dynamic"
-    cache = CACHES[kind](model.config)
-    turns = prompt(3, 90, 2)
-    with torch.no_grad():
-        model(ids, **given(cache))
-        cache.expand(3)
-        logits = model(turns, **given(cache)).logits[:, -1]
-        after = model(turns[:, :1], **given(cache)).logits[:, -1]
-        assert queries == [300, 300, 90, 90]
-        whole = torch.cat([ids.expand(3, -1), turns, turns[:, :1]], 1)
-        expected = model(whole).logits
-    # Codes of 8 bits are not exact, and logits spread by some tens.
-    how = {"rtol": 1e-2, "atol": 0.5} if is_packed else {"rtol": 1e-4, "atol": 2e-4}
-    torch.testing.assert_close(logits, expected[:, -2], **how)
-    torch.testing.assert_close(after, expected[:, -1], **how)
-
-
-@needs_kernel
-def test_documents_of_which_some_tokens_are_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = fresh_model("llama")
-    documents = [prompt(1, 120, seed) for seed in (1, 2)]
-    caches = []
-    for ids in documents:
-        caches.append(kvlayers.DynamicCache(config=model.config))
-        with torch.no_grad():
-            model(ids, **given(caches[-1]))
-    queries = counted(monkeypatch)
-    joined = kvlayers.concatenate(caches, model, recompute="40%", ids=documents)
-    # The first layer reads all tokens to see what changes; each layer then reads some among all.
-    chosen = queries[-1]
-    assert queries == [240, *[chosen] * model.config.num_hidden_layers]
-    assert 16 < chosen < 240
-    monkeypatch.setattr(kernel.MANY, "get", lambda: None)
-    expected = kvlayers.concatenate(caches, model, recompute="40%", ids=documents)
-    for layer, other in zip(joined.layers, expected.layers, strict=True):
-        torch.testing.assert_close(layer.keys, other.keys, rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(layer.values, other.values, rtol=1e-4, atol=1e-5)
-
-
-@needs_kernel
-def test_chunks_and_rows_of_many_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
-    queries = counted(monkeypatch)
-    model = fresh_model("llama")
-    prompts = [prompt(1, tokens, tokens)[0] for tokens in (60, 130, 90)]
-    how = {
-        "max_new_tokens": 6,
-        "max_rows": 2,
-        "chunk_tokens": 64,
-        "do_sample": False,
-        "in_order": True,
-        "progress": False,
-    }
-    found = [answer.ids.tolist() for answer in kvlayers.generate_many(model, prompts, **how)]
-    # Two layers, and chunks of 64 tokens.
-    assert sorted(queries) == sorted(2 * [60, 64, 64, 64, 26])
-    monkeypatch.setattr(kernel.MANY, "get", lambda: None)
-    assert [answer.ids.tolist() for answer in kvlayers.generate_many(model, prompts, **how)] == found
-
-
-def test_models_compute_the_same_without_any_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(NativeLibrary, "get", lambda self: None)
-    model, ids = fresh_model("gemma3"), prompt(2, 300, 1)
-    with torch.no_grad():
-        expected = model(ids, **given(transformers.DynamicCache(config=model.config))).logits
-        packed = kvlayers.QuantizedCache(config=model.config, nbits=8)
-        for cache in (kvlayers.DynamicCache(config=model.config), packed):
-            torch.testing.assert_close(model(ids, **given(cache)).logits, expected, rtol=1e-4, atol=2e-4)
-        # What is packed by then.
-        model(ids[:, :20], **given(packed))
-    assert any(path.startswith((BLOCKS, COPY)) for path in packed.explain().attention)

@@ -141,8 +141,8 @@ def test_any_number_of_queries_and_of_heads_that_share_keys(attend: Callable[...
         case = case_of(3, "no multiple of anything", batch=1 + groups % 2)
         query = case.query(groups, queries)
         mask = torch.rand(query.shape[0], 1, queries, case.segments.tokens) > 0.3
-        exact = case.attended(query, mask, 0.4)
-        check(attend(query, case.segments, full(mask, query, case.segments.tokens), 0.4), *exact)
+        seen = attend(query, case.segments, full(mask, query, case.segments.tokens), 0.4)
+        case.check(query, mask, seen, scale=0.4)
 
 
 @needs_compiler
@@ -179,8 +179,8 @@ def test_threads_that_share_one_head_split_its_tokens(width: int | str) -> None:
     mask = torch.ones(1, 1, 2, case.segments.tokens, dtype=torch.bool)
     mask[..., 0, :1500] = False
     for given in (None, mask):
-        exact = case.attended(query, given, 0.2)
-        check(kernel.attend(query, case.segments, full(given, query, case.segments.tokens), 0.2), *exact)
+        seen = kernel.attend(query, case.segments, full(given, query, case.segments.tokens), 0.2)
+        case.check(query, given, seen)
     case.check_products(query, kernel.scores, kernel.combine)
 
 
@@ -188,18 +188,12 @@ def test_threads_that_share_one_head_split_its_tokens(width: int | str) -> None:
 def test_queries_may_lie_in_memory_in_any_way(attend: Callable[..., Tensor]) -> None:
     case = case_of(dtype=torch.bfloat16)
     query = case.query(2, 3)
-    exact = case.attended(query, None, 0.2)
     with_channels_apart = query.transpose(2, 3).contiguous().transpose(2, 3)
     part_of_more = torch.cat([query, query], 3)[..., : case.segments.head_dims[0]]
-    for layout in (query.contiguous(), with_channels_apart, part_of_more):
-        check(attend(layout, case.segments, None, 0.2), *exact)
-
-
-@needs_compiler
-def test_factors_of_products_that_are_not_contiguous() -> None:
-    case = case_of()
-    query = torch.randn(2, 4, case.segments.head_dims[0], 2).transpose(2, 3)
-    case.check_products(query, kernel.scores, kernel.combine)
+    for given in (query.contiguous(), with_channels_apart, part_of_more):
+        case.check(query, None, attend(given, case.segments, None, 0.2))
+    if attend is kernel.attend:
+        case.check_products(with_channels_apart, kernel.scores, kernel.combine)
 
 
 @pytest.mark.parametrize("attend", KERNELS)
@@ -286,23 +280,25 @@ def close(seen: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(seen, expected, rtol=coarse, atol=2 * coarse)
 
 
+METADATA: dict[str, Callable[[Tensor], Any]] = {
+    "shape": lambda states: states.shape,
+    "size": lambda states: (states.size(), states.size(-2), states.shape[2]),
+    "dim": lambda states: (states.dim(), states.ndim),
+    "len": len,
+    "numel": lambda states: (states.numel(), torch.numel(states)),
+    "dtype": lambda states: (states.dtype, states.is_floating_point(), states.element_size()),
+    "device": lambda states: (states.device, states.is_cuda),
+    "requires_grad": lambda states: states.requires_grad,
+}
+
+
 def test_metadata_of_packed_states_is_answered_without_reading_them(no_copy: Callable[[], None]) -> None:
-    keys, values = some_handles(dtype=torch.bfloat16)
+    handles = some_handles(dtype=torch.bfloat16)
+    expected = [[ask(states.dense()) for ask in METADATA.values()] for states in handles]
     no_copy()
-    for states, head_dim in ((keys, KEY_DIM), (values, VALUE_DIM)):
-        assert states.shape == states.size() == (BATCH, KV_HEADS, PAST + 1, head_dim)
-        assert states.size(-2) == states.shape[2] == PAST + 1
-        assert states.dim() == states.ndim == 4
-        assert len(states) == BATCH
-        assert states.numel() == torch.numel(states) == BATCH * KV_HEADS * (PAST + 1) * head_dim
-        assert states.dtype == torch.bfloat16
-        assert states.device == torch.device("cpu")
-        assert states.is_floating_point()
-        assert states.element_size() == 2
-        assert not states.requires_grad
-        assert not states.is_cuda
-        assert states.to(torch.bfloat16) is states
-        assert states.detach() is states.contiguous() is states
+    assert [[ask(states) for ask in METADATA.values()] for states in handles] == expected
+    for states in handles:
+        assert states.to(torch.bfloat16) is states.detach() is states.contiguous() is states
         assert str(PAST + 1) in repr(states)
 
 
@@ -552,47 +548,45 @@ def test_packed_states_of_two_updates_and_of_two_caches_do_not_mix() -> None:
     layer = filled_layer()
     first = layer.update(*some_states(1))
     second = layer.update(*some_states(1))
-    query = some_query()
+    other = filled_layer().update(*some_states(1))
+    query, swapped = some_query(), torch.randn(BATCH, 4, 1, VALUE_DIM)
+    copies = repeat_kv(first[0], 2)
+    for queries, keys, values in (
+        (query, first[0], other[1]),
+        (query, first[0], first[0]),
+        (swapped, first[1], first[0]),
+        (query, first[0], first[1].dense()),
+        (query, copies, first[1]),
+    ):
+        exact = [states.dense() if isinstance(states, PackedStates) else states for states in (keys, values)]
+        close(with_gqa(queries, keys, values), with_gqa(queries, *exact))
     with pytest.raises(RuntimeError):
         with_gqa(query, first[0], second[1])
-    other = filled_layer().update(*some_states(1))
-    close(with_gqa(query, first[0], other[1]), with_gqa(query, first[0].dense(), other[1].dense()))
-    close(with_gqa(query, first[0], first[0]), with_gqa(query, first[0].dense(), first[0].dense()))
-    swapped = torch.randn(BATCH, 4, 1, VALUE_DIM)
-    close(with_gqa(swapped, first[1], first[0]), with_gqa(swapped, first[1].dense(), first[0].dense()))
-    dense = first[1].dense()
-    close(with_gqa(query, first[0], dense), with_gqa(query, first[0].dense(), dense))
-    copies = repeat_kv(first[0], 2)
     with pytest.raises(RuntimeError):
         scaled_dot_product_attention(query, copies, first[1])
-    both = with_gqa(query, copies, first[1])
-    close(both, with_gqa(query, copies.dense(), first[1].dense()))
 
 
-def test_what_the_kernels_are_not_for_is_computed_on_dense_states() -> None:
-    keys, values = some_handles(3)
-    dense_keys, dense_values = keys.dense(), values.dense()
+def test_what_the_kernels_are_not_for_is_computed_on_dense_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = some_handles(3)
+    dense = packed[0].dense(), packed[1].dense()
     query = some_query(2, 3)
-    for options in ({"dropout_p": 0.5}, {"dropout_p": 1.0}):
-        torch.manual_seed(1)
-        expected = scaled_dot_product_attention(query, dense_keys, dense_values, enable_gqa=True, **options)
-        torch.manual_seed(1)
-        assert torch.equal(scaled_dot_product_attention(query, keys, values, enable_gqa=True, **options), expected)
-    three_dimensions = query[0]
-    for attend in (lambda k, v: with_gqa(three_dimensions, k[0], v[0]), lambda k, v: torch.bmm(query[0, :2], k[0].mT)):
-        close(attend(keys, values), attend(dense_keys, dense_values))
-    # One sequence and one head of queries, which torch broadcasts.
-    for shape in ((1, 4, 3, KEY_DIM), (BATCH, 1, 3, KEY_DIM)):
-        one = torch.randn(shape)
-        expected = scaled_dot_product_attention(one, repeat_kv(dense_keys, 2), repeat_kv(dense_values, 2))
-        with pytest.MonkeyPatch.context() as patch:
-            # A kernel that took these would write beyond its result.
-            patch.setattr(kernel, "obstacle", lambda rows, history: "this is a test")
-            close(scaled_dot_product_attention(one, repeat_kv(keys, 2), repeat_kv(values, 2)), expected)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernel, "obstacle", lambda rows, history: "this is a test")
-        one = torch.randn(1, KV_HEADS, 3, KEY_DIM)
-        close(one @ keys.transpose(2, 3), one @ dense_keys.transpose(2, 3))
+    for dropout in (0.5, 1.0):
+        results = []
+        for keys, values in (packed, dense):
+            torch.manual_seed(1)
+            results.append(scaled_dot_product_attention(query, keys, values, dropout_p=dropout, enable_gqa=True))
+        assert torch.equal(*results)
+    # A kernel that took the products and the sequence, or head, that torch broadcasts would write beyond its result.
+    monkeypatch.setattr(kernel, "obstacle", lambda rows, history: "this is a test")
+    one, head = torch.randn(1, 4, 3, KEY_DIM), torch.randn(BATCH, 1, 3, KEY_DIM)
+    for attend in (
+        lambda k, v: with_gqa(query[0], k[0], v[0]),
+        lambda k, v: torch.bmm(query[0, :2], k[0].mT),
+        lambda k, v: scaled_dot_product_attention(one, repeat_kv(k, 2), repeat_kv(v, 2)),
+        lambda k, v: scaled_dot_product_attention(head, repeat_kv(k, 2), repeat_kv(v, 2)),
+        lambda k, v: one[:, :KV_HEADS] @ k.transpose(2, 3),
+    ):
+        close(attend(*packed), attend(*dense))
 
 
 REFUSED: dict[str, Callable[[Tensor, Tensor], Any]] = {
@@ -650,20 +644,12 @@ def test_gradients_are_those_of_dense_attention(attention: str, new: int) -> Non
         torch.testing.assert_close(seen, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_attention_in_inference_mode() -> None:
-    with torch.inference_mode():
-        keys, values = some_handles()
-        query = some_query()
-        close(with_gqa(query, keys, values), with_gqa(query, keys.dense(), values.dense()))
-
-
 def test_a_query_alone_may_want_gradients() -> None:
     keys, values = some_handles()
     query = some_query().requires_grad_()
-    expected = with_gqa(query, keys.dense(), values.dense())
-    close(with_gqa(query, keys, values).detach(), expected.detach())
-    (seen_grad,) = torch.autograd.grad(with_gqa(query, keys, values).sum(), query)
-    close(seen_grad, torch.autograd.grad(expected.sum(), query)[0])
+    seen, expected = with_gqa(query, keys, values), with_gqa(query, keys.dense(), values.dense())
+    close(seen.detach(), expected.detach())
+    close(*(torch.autograd.grad(attended.sum(), query)[0] for attended in (seen, expected)))
     with torch.no_grad():
         assert not with_gqa(query, keys, values).requires_grad
 
@@ -718,15 +704,6 @@ def test_a_decode_step_writes_its_token_and_makes_no_view_of_the_others() -> Non
             with_gqa(query, *layer.update(*states))
         # Of its own memory, it takes that of its result.
         assert names == ["as_strided", "copy_", "as_strided", "copy_", "new_empty_strided"]
-
-
-@needs_compiler
-def test_a_decode_step_allocates_less_than_two_blocks_of_states(long_layer: kvlayers.QuantizedLayer) -> None:
-    layer, output = long_layer.fork(), 4 * VALUE_DIM * 4
-    for _ in range(3):
-        sizes = created_by_a_step(layer, 1)
-        assert output in sizes
-        assert sum(sizes) - output < 2 * 64 * STATE_BYTES
 
 
 @needs_compiler

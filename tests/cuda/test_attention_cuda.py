@@ -17,7 +17,6 @@ from kvlayers.utils import triton_support
 from packed_reference import (
     attention,
     dense_states,
-    extended,
     on_cpu,
     random_pair,
     relative_error,
@@ -48,69 +47,43 @@ def _grouped_backend() -> Iterator[None]:
         yield
 
 
-def error_of_attention(
-    options: dict[str, Any],
-    dtype: torch.dtype,
-    head_dim: int,
-    queries: int = 1,
-    blocks: int = 5,
-    size: int = 64,
-    kind: str = "bool",
-) -> tuple[float, QuantizedStore]:
-    """Error of attention to a store that was cut at both ends, relative to the norm of the right result.
+# Each case compiles kernels for some seconds: few of them.
 
-    The mask is causal and of bool; or `kind` is "added" for a mask that is added to the scores, "none" for none.
-    """
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "head_dim", "queries", "kind"),
+    [
+        *((name, torch.bfloat16, 128, 1, "bool") for name in [*OPTIONS, *GROUPED]),
+        *(("4 bits", torch.bfloat16, 128, *case) for case in ((1, "none"), (5, "bool"), (16, "bool"), (16, "added"))),
+        *((name, torch.bfloat16, 128, *case) for name, *case in (("8 bits", 16, "added"), ("fp8", 5, "none"))),
+        *(("2 bits", torch.bfloat16, 128, *case) for case in ((5, "added"), (16, "none"))),
+        *(("4 bits", torch.bfloat16, head_dim, 1, "bool") for head_dim in (64, 256)),
+        *(("4 bits", *case, 1, "bool") for case in ((torch.float16, 128), (torch.float32, 80), (torch.float32, 128))),
+        *((name, torch.float32, 128, 1, "bool") for name in GROUPED),
+    ],
+    ids=str,
+)
+def test_attention_is_that_of_float64(name: str, dtype: torch.dtype, head_dim: int, queries: int, kind: str) -> None:
+    """Attention to a store that was cut at both ends, with a causal mask of bool, one that is added, or none."""
+    options = (OPTIONS | GROUPED)[name]
+    size = options.get("key_group_size", 64)
     store = QuantizedStore(Quantization(residual_length=32, sink_tokens=16, **options))
     shape: dict[str, Any] = {"batch": 2, "kv_heads": KV_HEADS, "head_dim": head_dim, "dtype": dtype, "device": DEVICE}
-    extended(store, random_pair(**shape, tokens=48 + blocks * size))
+    store.take_in(*random_pair(**shape, tokens=48 + 5 * size))
     store.truncate(store.length - size - 25)
-    extended(store, random_pair(**shape, tokens=size + 30, seed=1))
+    store.take_in(*random_pair(**shape, tokens=size + 30, seed=1))
     store.drop_oldest(16 + 17)
     held = dense_states(on_cpu(store))
     new = random_pair(**shape, tokens=queries, seed=2)
     query = torch.randn(2, HEADS, queries, head_dim, device=DEVICE, dtype=dtype)
     seen = torch.ones(queries, store.length + queries, dtype=torch.bool, device=DEVICE).tril(store.length)
-    masks = {"bool": seen, "added": torch.where(seen, 0.0, -torch.inf).to(dtype), "none": None}
-    mask = masks[kind]
-    keys, values = extended(store, new)
-    out = scaled_dot_product_attention(query, keys, values, attn_mask=mask, enable_gqa=True)
+    mask = {"bool": seen, "added": torch.where(seen, 0.0, -torch.inf).to(dtype), "none": None}[kind]
+    out = scaled_dot_product_attention(query, *store.take_in(*new), attn_mask=mask, enable_gqa=True)
     states = [torch.cat([old, own.cpu()], 2) for old, own in zip(held, new, strict=True)]
-    return relative_error(out.cpu(), attention(query.cpu(), *states, None if mask is None else mask.cpu())), store
-
-
-# Each case compiles kernels for some seconds: few of them.
-
-
-@pytest.mark.parametrize(
-    ("name", "queries", "kind"),
-    [
-        *((name, 1, "bool") for name in OPTIONS),
-        *(("4 bits", 1, "none"), ("4 bits", 5, "bool"), ("4 bits", 16, "bool"), ("4 bits", 16, "added")),
-        *(("8 bits", 16, "added"), ("fp8", 5, "none"), ("2 bits", 5, "added"), ("2 bits", 16, "none")),
-    ],
-)
-def test_attention_is_that_of_float64(name: str, queries: int, kind: str) -> None:
-    error, store = error_of_attention(OPTIONS[name], torch.bfloat16, 128, queries, kind=kind)
-    assert error < 4 * ROUNDINGS[torch.bfloat16]
-    assert set(store.attention_paths) == {CUDA} or not triton_support.runs_triton(DEVICE)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "head_dim"),
-    [(torch.bfloat16, 64), (torch.bfloat16, 256), (torch.float16, 128), (torch.float32, 80), (torch.float32, 128)],
-    ids=str,
-)
-def test_attention_of_other_dtypes_and_head_dims(dtype: torch.dtype, head_dim: int) -> None:
-    error, _ = error_of_attention({"nbits": 4}, dtype, head_dim)
-    assert error < 4 * ROUNDINGS[dtype]
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("name", GROUPED)
-def test_what_needs_much_shared_memory_is_right_on_some_path(name: str, dtype: torch.dtype) -> None:
-    """A scale for each token needs up to 184 KB in float32, groups of 256 tokens 136 KB: more than some GPUs have."""
-    size = GROUPED[name].get("key_group_size", 64)
-    error, store = error_of_attention(GROUPED[name], dtype, 128, size=size)
-    assert error < 4 * ROUNDINGS[dtype]
+    expected = attention(query.cpu(), *states, None if mask is None else mask.cpu())
+    assert relative_error(out.cpu(), expected) < 4 * ROUNDINGS[dtype]
+    # A scale for each token needs up to 184 KB of shared memory in float32, groups of 256 tokens 136 KB: more than some
+    # GPUs have.
     assert store.attention_paths
+    if name in OPTIONS and (dtype, head_dim) == (torch.bfloat16, 128) and triton_support.runs_triton(DEVICE):
+        assert set(store.attention_paths) == {CUDA}

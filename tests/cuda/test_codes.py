@@ -14,7 +14,6 @@ from packed_reference import (
     counted_launches,
     dense_states,
     equal_codes,
-    extended,
     on_cpu,
     random_pair,
     relative_error,
@@ -33,21 +32,25 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+def filled(name: str, states: tuple[torch.Tensor, ...]) -> QuantizedStore:
+    store = QuantizedStore(Quantization(residual_length=32, sink_tokens=16, **OPTIONS[name]))
+    store.take_in(*states)
+    return store
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_codes_are_those_of_a_cpu(name: str, dtype: torch.dtype) -> None:
     states = random_pair(2, KV_HEADS, 48 + 256, 128, dtype, DEVICE)
-    stores = [QuantizedStore(Quantization(residual_length=32, sink_tokens=16, **OPTIONS[name])) for _ in range(2)]
-    extended(stores[0], states)
-    extended(stores[1], (states[0].cpu(), states[1].cpu()))
+    here, there = filled(name, states), filled(name, tuple(side.cpu() for side in states))
     bits = {"2 bits": 2, "4 bits": 4, "8 bits": 8, "fp8": 8}.get(name)
     if bits is not None:
         # Rotations add in another order, so a few states are nearest to another code, or their group to another grid.
-        assert equal_codes(stores[0].state(), stores[1].state(), bits) > 0.97
-    for seen, other, exact in zip(dense_states(on_cpu(stores[0])), dense_states(stores[1]), states, strict=True):
+        assert equal_codes(here.state(), there.state(), bits) > 0.97
+    for seen, other, exact in zip(dense_states(on_cpu(here)), dense_states(there), states, strict=True):
         assert relative_error(seen, exact.cpu()) < 1.005 * relative_error(other, exact.cpu())
-    for here, there in zip(dense_states(stores[0]), dense_states(on_cpu(stores[0])), strict=True):
-        assert relative_error(here.cpu(), there) < ROUNDINGS[dtype]
+    for seen, other in zip(dense_states(here), dense_states(on_cpu(here)), strict=True):
+        assert relative_error(seen.cpu(), other) < ROUNDINGS[dtype]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -59,10 +62,8 @@ def test_states_that_cannot_be_coded_are_those_of_a_cpu(name: str, dtype: torch.
     keys[:, 0, 100] = torch.nan
     values[:, 1, 110] = torch.inf
     values[:, :, 120] = 0.0
-    stores = [QuantizedStore(Quantization(residual_length=32, sink_tokens=16, **OPTIONS[name])) for _ in range(2)]
-    extended(stores[0], states)
-    extended(stores[1], (keys.cpu(), values.cpu()))
-    for seen, other in zip(dense_states(stores[0]), dense_states(stores[1]), strict=True):
+    here, there = filled(name, states), filled(name, tuple(side.cpu() for side in states))
+    for seen, other in zip(dense_states(here), dense_states(there), strict=True):
         assert torch.equal(seen.cpu().isnan(), other.isnan())
         # A scale of bfloat16 that rounds the other way moves more states to another code.
         assert relative_error(seen.cpu().nan_to_num(), other.nan_to_num()) < (0.05 if dtype == torch.float32 else 0.1)
@@ -70,9 +71,9 @@ def test_states_that_cannot_be_coded_are_those_of_a_cpu(name: str, dtype: torch.
 
 def test_a_block_is_packed_by_few_kernels() -> None:
     store = QuantizedStore(Quantization(nbits=4))
-    extended(store, random_pair(1, KV_HEADS, 400, 128, torch.bfloat16, DEVICE))
+    store.take_in(*random_pair(1, KV_HEADS, 400, 128, torch.bfloat16, DEVICE))
     with counted_launches() as launches:
-        extended(store, random_pair(1, KV_HEADS, 64, 128, torch.bfloat16, DEVICE))
+        store.take_in(*random_pair(1, KV_HEADS, 64, 128, torch.bfloat16, DEVICE))
     if runs_triton(DEVICE):
         # One for keys and one for values, or one for both.
         assert 1 <= launches.total() <= 4

@@ -17,7 +17,7 @@ from kvlayers.layers import TokenLayer
 from kvlayers.stores import QuantizedStore
 from kvlayers.upstream import compat
 from models import prompt
-from packed_reference import extended, random_pair, relative_error
+from packed_reference import random_pair, relative_error
 from spies import spy
 
 pytestmark = cuda_device.on_cuda
@@ -68,8 +68,8 @@ def test_a_static_update_can_be_recorded(kind: str) -> None:
 @pytest.mark.parametrize("nbits", [4, 8])
 def test_packed_attention_can_be_recorded(nbits: int) -> None:
     store = QuantizedStore(Quantization(nbits=nbits))
-    extended(store, random_pair(1, KV_HEADS, 1000, HEAD_DIM, torch.bfloat16, DEVICE))
-    keys, values = extended(store, random_pair(1, KV_HEADS, 1, HEAD_DIM, torch.bfloat16, DEVICE, seed=1))
+    store.take_in(*random_pair(1, KV_HEADS, 1000, HEAD_DIM, torch.bfloat16, DEVICE))
+    keys, values = store.take_in(*random_pair(1, KV_HEADS, 1, HEAD_DIM, torch.bfloat16, DEVICE, seed=1))
     query = torch.randn(1, HEADS, 1, HEAD_DIM, device=DEVICE, dtype=torch.bfloat16)
 
     def attend() -> Tensor:

@@ -4,13 +4,11 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch.nn.functional import scaled_dot_product_attention
 
 import cuda_device
-from cuda_caches import KINDS, on_device
+from cuda_caches import KINDS
 from cuda_device import DEVICE
-from models import prompt
 from packed_reference import random_pair
 
 pytestmark = cuda_device.on_cuda
@@ -44,27 +42,3 @@ def test_updates_and_attention_wait_for_nothing(name: str) -> None:
             # At 64 tokens to a block, another one is packed.
             for _ in range(80):
                 step(1)
-
-
-@pytest.mark.parametrize("name", ["dynamic", "windows and full attention", "static", "int4", "offloaded"])
-def test_steps_of_a_model_wait_for_nothing(name: str) -> None:
-    kind = KINDS[name]
-    model = on_device(kind.model(), DEVICE)
-    ids = prompt(1, 120).to(DEVICE)
-
-    def decode(cache: Any) -> None:
-        with torch.no_grad():
-            model(input_ids=ids[:, :90], past_key_values=cache, use_cache=True)
-            for step in range(90, 95):
-                model(input_ids=ids[:, step : step + 1], past_key_values=cache, use_cache=True)
-            with cuda_device.no_synchronisation():
-                for step in range(95, 115):
-                    model(input_ids=ids[:, step : step + 1], past_key_values=cache, use_cache=True)
-
-    try:
-        decode(transformers.DynamicCache(config=model.config))
-    except RuntimeError as error:
-        if "synchroniz" not in str(error):
-            raise
-        pytest.skip(f"this model itself waits with the installed transformers: {error}")
-    decode(kind.make(model.config))

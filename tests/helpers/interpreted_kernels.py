@@ -4,6 +4,8 @@ Triton decides when a kernel is defined whether it is interpreted: only a proces
 """
 
 import json
+import traceback
+from collections.abc import Callable
 from typing import Any
 
 import fresh_process
@@ -26,3 +28,11 @@ def results_of(module: str) -> dict[str, Any]:
     """What the cases of a module of this directory gave."""
     found: dict[str, Any] = json.loads(run(f"import runpy; runpy.run_module('{module}', run_name='__main__')"))
     return found
+
+
+def tried(check: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """What a check gives, or where it failed."""
+    try:
+        return check(*arguments, **options)
+    except Exception:
+        return traceback.format_exc()

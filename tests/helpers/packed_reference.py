@@ -30,11 +30,6 @@ def random_pair(
     return keys, values
 
 
-def extended(store: QuantizedStore, pair: Pair) -> Pair:
-    """What a store returns for new states."""
-    return store.take_in(*pair)
-
-
 def on_cpu(store: QuantizedStore) -> QuantizedStore:
     """A store on the CPU that holds the same codes."""
     twin = QuantizedStore(store.quantization)

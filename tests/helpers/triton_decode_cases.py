@@ -1,4 +1,4 @@
-"""Cases of the decode kernel, run by `test_triton_decode` in a process of its own.
+"""Cases of the decode kernel, which `triton_gathered_cases` runs in a process of its own.
 
 Triton decides when a kernel is defined whether it is compiled or interpreted, so `TRITON_INTERPRET` is to be set
 before anything imports triton: not in the process of other tests.
@@ -6,8 +6,7 @@ before anything imports triton: not in the process of other tests.
 
 import functools
 import itertools
-import json
-import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
@@ -18,6 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaConfig
 
 from histories import Held, History, ordinary, side_by_side
+from interpreted_kernels import tried
 from kvlayers import QuantizedCache
 from kvlayers.kernels.attention import dispatch, slabs
 from kvlayers.kernels.attention.cuda import kernel, plan
@@ -429,13 +429,8 @@ def attended(query: Tensor, segments: KVSegments, mask: Tensor | None, scale: fl
     return kernel.attend(query, segments, mask, scale, functools.partial(slabs.attend, query, segments, mask, scale))
 
 
-def errors(case: Case, launch: Launch) -> dict[str, float]:
-    """Errors of a case against the reference, each as a share of what it may be."""
-    with mock.patch.object(plan, "LAUNCH", launch):
-        return errors_of(case)
-
-
-def errors_of(case: Case) -> dict[str, float]:
+def check_case(case: Case) -> None:
+    """Attention of a case is that of the reference."""
     torch.manual_seed(0)
     segments, query = states_of(case), query_of(case)
     mask = mask_of(case, segments)
@@ -449,11 +444,11 @@ def errors_of(case: Case) -> dict[str, float]:
         # The interpreter cuts float32 off to bfloat16, and does not round it.
         torch.testing.assert_close(rounded, out.to(case.dtype))
     held = side_by_side([held_in_float64(segment) for segment in segments.in_order], case.dtype)
-    return {"out": error_of(case, held, query, mask, scale, out)}
+    check_attention(case, held, query, mask, scale, out)
 
 
-def error_of(case: Case, held: History, query: Tensor, mask: Tensor | None, scale: float, out: Tensor) -> float:
-    """The largest error of attention, as a share of what it may be."""
+def check_attention(case: Case, held: History, query: Tensor, mask: Tensor | None, scale: float, out: Tensor) -> None:
+    """No result is further off than roundings allow."""
     expected, size = held.attended(query, mask, scale)
     assert out.dtype == torch.float32
     # Of a query that sees nothing.
@@ -465,76 +460,68 @@ def error_of(case: Case, held: History, query: Tensor, mask: Tensor | None, scal
     spread = abs(float(query.double().norm(dim=-1).amax() * scale)) * (2 if "factor" in case.smoothed else 1)
     largest = float(held.values.abs().amax()) if held.values.numel() else 1.0
     limit = max(largest, 1e-9) * rounding * (2 + 2 * spread)
-    return float((out - expected).abs().amax() / limit) if out.numel() else 0.0
+    assert not out.numel() or (out - expected).abs().amax() <= limit, (out - expected).abs().amax() / limit
 
 
 def check_cases() -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name in to_run(CASES):
-        try:
-            # As many splits as blocks: merging is part of every case.
-            found[name] = errors(CASES[name], Launch(programs=10**6, minimum_blocks=1))
-        except Exception as error:
-            found[name] = f"{type(error).__name__}: {error}"
-    found["several blocks a split"] = errors(replace(CASES["both"], blocks=3), Launch(minimum_blocks=3))
+    # As many splits as blocks: merging is part of every case.
+    runs = {name: (CASES[name], Launch(programs=10**6, minimum_blocks=1)) for name in to_run(CASES)}
+    runs["several blocks a split"] = replace(CASES["both"], blocks=3), Launch(minimum_blocks=3)
+    found = {}
+    for name, (case, launch) in runs.items():
+        with mock.patch.object(plan, "LAUNCH", launch):
+            found[name] = tried(check_case, case)
     return found
 
 
-def check_nan() -> dict[str, Any]:
-    """Whether queries get nan: of a token that is not finite, as long as it is part of the history."""
+def check_nan() -> None:
+    """Queries get nan of a token that is not finite, as long as it is part of the history."""
     case = Case(**native(4))
     keys, values = quantized(case.keys, "keys", 64, case), quantized(case.values, "values", 64, case)
     parameters = torch.unflatten(values.parameters, -1, (2, values.layout.block_tokens, -1))
     parameters[:, :, 0, :, 9] = torch.nan
     parameters[:, :, 1, :, 40] = torch.nan
     query = torch.randn(1, 2, 1, 64)
-    cuts: dict[str, tuple[int, int]] = {"neither": (10, 40), "first": (9, 40), "last": (10, 41), "both": (0, 64)}
-    found = {}
-    for name, (first, end) in cuts.items():
+    for first, end, expected in ((10, 40, False), (9, 40, True), (10, 41, True), (0, 64, True)):
         segments = KVSegments((PackedSegment(keys, values, first, (64, end)),))
-        found[name] = bool(attended_in_float32(query, segments, None, 0.125).isnan().any())
-    return found
+        assert bool(attended_in_float32(query, segments, None, 0.125).isnan().any()) == expected, (first, end)
 
 
-def check_not_finite() -> dict[str, list[bool]]:
+def check_not_finite() -> None:
     """Which of two query heads get nan, when there is a number that is not finite outside of the packed states."""
-    found = {}
-    for name, part, number in (
-        ("query", "query", torch.nan),
-        ("infinite query", "query", torch.inf),
-        ("sink", 0, torch.nan),
-        ("newest key", 2, torch.nan),
-        ("infinite key", 2, torch.inf),
-        ("scale", "scale", torch.nan),
+    for part, number, expected in (
+        ("query", torch.nan, [False, True]),
+        ("query", torch.inf, [False, True]),
+        (0, torch.nan, [True, True]),
+        (2, torch.nan, [True, True]),
+        (2, torch.inf, [True, True]),
+        ("scale", torch.nan, [True, True]),
     ):
         torch.manual_seed(0)
         segments = states_of(Case(**native(4), before=(5,), after=(9,)))
-        query, scale = torch.rand(1, 2, 1, 64) + 0.1, 0.125
+        query, scale = torch.rand(1, 2, 1, 64) + 0.1, number if part == "scale" else 0.125
         if part == "query":
             query[0, 1, 0, 3] = number
-        elif part == "scale":
-            scale = number
-        else:
+        elif part != "scale":
             segments.in_order[part].keys[0, -1, 2, 3] = number
-        out = attended(query, segments, None, scale)
-        found[name] = out.isnan().any(-1)[0, :, 0].tolist()
-    return found
+        found = attended(query, segments, None, scale).isnan().any(-1)[0, :, 0].tolist()
+        assert found == expected, (part, number, found)
 
 
-def check_no_queries() -> list[int]:
-    """The shape of the result for no query."""
+def check_no_queries() -> None:
+    """No query gets no result."""
     segments = states_of(Case(**native(4), after=(9,)))
-    out = attended(torch.randn(1, 2, 0, 64), segments, None, 0.125)
-    return [*out.shape]
+    assert attended(torch.randn(1, 2, 0, 64), segments, None, 0.125).shape == (1, 2, 0, 64)
 
 
-def check_resources() -> dict[str, Any]:
+def check_resources() -> None:
     """Stages of the kernel on devices of less and less shared memory, and what is said if one has too little."""
     segments, query = states_of(CASES["rotated"]), query_of(CASES["rotated"])
-    found: dict[str, Any] = {"stages": [], "paths": [], "asked": 0}
+    stages, refused, asked = [], [], []
+    refusal = "the kernel needs 1000 bytes of shared memory, and the GPU has 900"
 
     def shared_memory(*arguments: Any) -> int:
-        found["asked"] += 1
+        asked.append(arguments)
         return 1000 * int(arguments[-1]["num_stages"])
 
     for limit in (3000, 2500, 1000, 900, None):
@@ -547,22 +534,25 @@ def check_resources() -> dict[str, Any]:
         ):
             attended(query, segments, None, 0.125)
             variant = plan.variant_for(plan.plan_of(packed).kind, 2, 16, 0, False, False, False, False, False)
-            found["stages"].append(variant.obstacle or variant.constants["num_stages"])
+            stages.append(variant.obstacle or variant.constants["num_stages"])
             paths = PathCounter()
             out = dispatch.attend(query, segments, None, 0.125, paths)
-            found["paths"].append(next(iter(paths.counts)))
+            # What `explain()` says.
+            refused += [path.endswith(refusal) for path in paths.counts]
             torch.testing.assert_close(out, in_products(query, segments, None, 0.125))
-    return found
+    assert stages == [3, 2, 1, refusal, 3], stages
+    assert refused == [False] * 3 + [True, False], refused
+    # One question for each number of stages: answers are kept.
+    assert len(asked) == 1 + 2 + 3 + 3, asked
 
 
-def check_wrong_code() -> dict[str, Any]:
-    """How often a kernel that was broken is launched, and the paths of attention."""
-    launches, found = 0, []
+def check_wrong_code() -> None:
+    """Code that is wrong is launched once for all segments of a kind, and its result is never used."""
+    launched, found = [], []
     launch = plan.ATTEND_SPLIT.launch
 
     def wrong(device: Any, grid: Any, arguments: tuple[Any, ...], constants: Any) -> None:
-        nonlocal launches
-        launches += 1
+        launched.append(grid)
         launch(device, grid, (*arguments[:-1], 30 * arguments[-1]), constants)
 
     def forget() -> None:
@@ -571,7 +561,7 @@ def check_wrong_code() -> dict[str, Any]:
 
     forget()
     with mock.patch.object(plan.ATTEND_SPLIT, "launch", wrong):
-        # Several segments of the same kind. Of the first query, the expected result is nan.
+        # Of the first query, the expected result is nan, and says nothing of it.
         for blocks, number in ((2, torch.nan), (2, 1.0), (3, 1.0), (5, 1.0)):
             torch.manual_seed(0)
             segments, query = states_of(Case(**native(4), **AROUND, blocks=blocks)), torch.randn(1, 2, 1, 64)
@@ -582,10 +572,12 @@ def check_wrong_code() -> dict[str, Any]:
             if number == number:
                 torch.testing.assert_close(out, in_products(query, segments, None, 0.125))
     forget()
-    return {"launches": launches, "paths": found}
+    assert len(launched) == 2, launched
+    assert ["the first result of the kernel was" in path for path in found] == [False, True, True, True], found
+    assert found[0] == "a Triton kernel on segments", found
 
 
-def check_cache(backend: str, nbits: int) -> dict[str, Any]:
+def check_cache(backend: str, nbits: int) -> None:
     """A cache that decodes while blocks are packed: attention to its states, against the dense reference."""
     config = LlamaConfig(
         hidden_size=256, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=1, head_dim=64
@@ -607,10 +599,13 @@ def check_cache(backend: str, nbits: int) -> dict[str, Any]:
         worst = max(worst, float((out - expected).abs().amax()))
         packed_tokens.add(sum(one.tokens for one in segments.in_order if isinstance(one, PackedSegment)))
         paths |= set(keys.snapshot.paths.counts)
-    return {"worst": worst, "packed": sorted(packed_tokens), "paths": sorted(paths)}
+    # float32 throughout: sums of 200 tokens and 64 channels, of states of unit size.
+    assert worst < 1e-5, worst
+    assert len(packed_tokens) > 1, packed_tokens
+    assert paths == {"a Triton kernel on segments"}, paths
 
 
-def check_device() -> dict[str, Any]:
+def check_device() -> None:
     """Devices that are current as the kernels are launched, and those that are made current for a device."""
     case = CASES["4 bits"]
     segments = states_of(case)
@@ -646,10 +641,12 @@ def check_device() -> dict[str, Any]:
         mock.patch.object(torch.cuda, "current_device", return_value=0),
     ):
         contexts = [str(triton_support.launching_on(torch.device(name))) for name in ("cuda:1", "cuda:0", "cpu")]
-    return {"launched": launched, "contexts": contexts}
+    assert launched == [["cpu"], ["cpu"]], launched
+    assert contexts[0] == "current cuda:1", contexts
+    assert ["nullcontext" in context for context in contexts[1:]] == [True, True], contexts
 
 
-def check_refusals() -> dict[str, Any]:
+def check_refusals() -> None:
     """What `obstacle` says of states and queries that the kernel does not take."""
     segments = states_of(Case(**native(4), **AROUND, key_dim=128, value_dim=128))
     before, packed, after = segments.in_order
@@ -659,18 +656,32 @@ def check_refusals() -> dict[str, Any]:
     half = DenseSegment(after.keys.half(), after.values)
     rotated = PackedSegment(keys, changed(values, rotated=True))
     without = before.with_tensors([before.keys[:, :, :0]] * 2)
-    cases: dict[str, tuple[Tensor, tuple[Any, ...]]] = {
-        "taken": (query, (before, packed, after)),
-        "nothing packed": (query, (before, after)),
-        "no tokens": (query, (without,)),
-        "prompt": (torch.randn(1, 4, 65, 128), (before, packed, after)),
-        "batch": (query.expand(65536, -1, -1, -1), (before, packed, after)),
-        "dtype": (query.bfloat16(), (before, packed, after)),
-        "dtype of the residual": (query, (before, packed, half)),
-        "3 bits": (query, (before, of_3_bits, after)),
-        "rotations": (query, (packed, rotated)),
-    }
-    said = {name: attended(given, KVSegments(held), None, 0.1) for name, (given, held) in cases.items()}
+    cases: list[tuple[Tensor, tuple[Any, ...], str | None]] = [
+        (query, (before, packed, after), None),
+        (query, (before, after), None),
+        (query, (without,), "there are no tokens"),
+        (
+            torch.randn(1, 4, 65, 128),
+            (before, packed, after),
+            "there are more than 256 queries for a kv head, as in a prompt",
+        ),
+        (
+            query.expand(65536, -1, -1, -1),
+            (before, packed, after),
+            "there are more than 65535 kv heads in all sequences",
+        ),
+        (query.bfloat16(), (before, packed, after), "queries are torch.bfloat16, and scales torch.float32"),
+        (
+            query,
+            (before, packed, half),
+            "scales are torch.float32, and states in full precision torch.float16 and torch.float32",
+        ),
+        (query, (before, of_3_bits, after), "the kernel does not support such codes"),
+        (query, (packed, rotated), "packed segments have other dtypes, or rotations"),
+    ]
+    for given, held, expected in cases:
+        said = attended(given, KVSegments(held), None, 0.1)
+        assert isinstance(said, Tensor) if expected is None else said == expected, said
     one, other, exact = keys.layout, values.layout, torch.float32
     supported = [
         supports(one, other, exact),
@@ -680,10 +691,7 @@ def check_refusals() -> dict[str, Any]:
         supports(*(replace(layout, block_tokens=512) for layout in (one, other)), exact),
         supports(one, replace(other, head_dim=512), exact),
     ]
-    return {
-        "said": {name: None if isinstance(text, Tensor) else text for name, text in said.items()},
-        "supports": supported,
-    }
+    assert supported == [True, False, False, False, False, False], supported
 
 
 def changed(side: PackedSide, **numbers: Any) -> PackedSide:
@@ -691,17 +699,19 @@ def changed(side: PackedSide, **numbers: Any) -> PackedSide:
     return replace(side, layout=replace(side.layout, format=replace(side.layout.format, **numbers)))
 
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    found = {
-        "cases": check_cases(),
-        "nan": check_nan(),
-        "not finite": check_not_finite(),
-        "no queries": check_no_queries(),
-        "device": check_device(),
-        "refusals": check_refusals(),
-        "resources": check_resources(),
-        "wrong code": check_wrong_code(),
-        "caches": {"int4": check_cache("native", 4), "fp8": check_cache("fp8", 8)},
-    }
-    json.dump(found, sys.stdout)
+CHECKS: dict[str, Callable[[], None]] = {
+    "nan comes only from held tokens": check_nan,
+    "queries that meet a number that is not finite get nan": check_not_finite,
+    "no queries get no results": check_no_queries,
+    "kernels are launched on the device of the query": check_device,
+    "states and queries that the kernel does not take are named": check_refusals,
+    "a kernel that needs too much shared memory has fewer stages or is not launched": check_resources,
+    "code that is wrong is launched once and its result never used": check_wrong_code,
+    "a cache of int4 decodes over a packing": functools.partial(check_cache, "native", 4),
+    "a cache of float8 decodes over a packing": functools.partial(check_cache, "fp8", 8),
+}
+
+
+def results() -> dict[str, Any]:
+    """What the cases and the checks gave."""
+    return {"cases": check_cases(), "checks": {name: tried(check) for name, check in CHECKS.items()}}

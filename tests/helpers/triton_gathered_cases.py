@@ -1,4 +1,4 @@
-"""Cases of the split kernel over gathered segments, run by `test_triton_gathered` in a process of its own.
+"""Cases of the split kernel over gathered segments, and its others, run by `test_triton_decode` in one process.
 
 As in `triton_decode_cases`, triton decides at its import whether it interprets.
 """
@@ -13,6 +13,7 @@ import torch
 
 import histories
 from histories import NOWHERE, Held, History, Pieces, Source, side_by_side
+from interpreted_kernels import tried
 from kvlayers.kernels.attention.cuda import plan
 from kvlayers.kernels.attention.cuda.plan import Launch
 from kvlayers.kernels.attention.segment_kinds import DenseSegment, PackedSegment, SegmentRows
@@ -24,13 +25,14 @@ from triton_decode_cases import (
     Case,
     attended_in_float32,
     before_packing,
+    check_attention,
     dense_segment,
-    error_of,
     held_in_float64,
     mask_of,
     native,
     quantized,
     query_of,
+    results,
 )
 
 PIECE_TOKENS = 64
@@ -174,7 +176,6 @@ def gathered_of(gathered: Gathered) -> Held:
         for sequence in range(batch)
     ]
     held = histories.gathered(source_of(gathered), pieces, gap=0 if gathered.right_aligned else 9, spare=2)
-    assert isinstance(held.segment, GatheredSegment)
     order = torch.randperm(gathered.table)
     tables = (table[:, :, order] for table in (held.segment.starts, held.segment.counts, held.segment.columns))
     return replace(held, segment=GatheredSegment(held.segment.source, *tables, held.segment.width))
@@ -199,14 +200,15 @@ def states_of(gathered: Gathered) -> History:
     return side_by_side(held, case.dtype)
 
 
-def errors(gathered: Gathered) -> dict[str, float]:
-    """The error of a case, as a share of what it may be, and how many kernels are launched."""
+def launches_of(gathered: Gathered) -> int:
+    """How many kernels are launched for a case, whose attention is that of the reference."""
     torch.manual_seed(1)
     case, held = gathered.sizes, states_of(gathered)
     query, mask, scale = query_of(case), mask_of(case, held.segments), case.key_dim**-0.5
     with counted_launches() as launches:
         out = attended_in_float32(query, held.segments, mask, scale)
-    return {"out": error_of(case, held, query, mask, scale, out), "launches": sum(launches.values())}
+    check_attention(case, held, query, mask, scale, out)
+    return launches.total()
 
 
 FEW_SPLITS = ("dense, uneven heads", "4 bits, uneven heads")
@@ -219,14 +221,11 @@ def check_cases() -> dict[str, Any]:
     runs += [(f"{name}, few splits", name, Launch(minimum_blocks=3)) for name in FEW_SPLITS]
     found: dict[str, Any] = {}
     for name, case, launch in runs:
-        try:
-            with mock.patch.object(plan, "LAUNCH", launch):
-                found[name] = errors(CASES[case])
-        except Exception as error:
-            found[name] = f"{type(error).__name__}: {error}"
+        with mock.patch.object(plan, "LAUNCH", launch):
+            found[name] = tried(launches_of, CASES[case])
     return found
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    json.dump({"cases": check_cases()}, sys.stdout)
+    json.dump({**results(), "gathered": check_cases()}, sys.stdout)

@@ -18,11 +18,9 @@ import kvlayers.offload.offloading
 import kvlayers.upstream.compat
 from families import model_and_inputs
 from kvlayers import CapacityError, OffloadedLayer, OptionError
-from kvlayers.errors import UnsupportedLayerError
 from kvlayers.offload import HostMemory, Prefetcher, Traffic
 from matrix import once, product
 from models import CONFIGS, fresh_model, prompt, tiny_model
-from oracle import states
 from recording_transfers import RecordingTransfers, live_bytes
 
 QUANTIZED = {"nbits": 4, "residual_length": 16, "sink_tokens": 4, "q_group_size": 4}
@@ -87,7 +85,6 @@ def test_logits_are_those_of_the_same_cache_on_its_device(
     # The first block is packed on the way.
     ids, steps = prompt(2, 76), 20
     assert torch.equal(decode(model, offloaded, ids, steps), decode(model, plain, ids, steps))
-    assert offloaded.traffic is not None
     assert offloaded.traffic.total.to_device > 0
 
 
@@ -243,38 +240,23 @@ def test_a_static_cache_stays_at_its_addresses(recorded: list[RecordingTransfers
     assert [layer.wrapped.keys.data_ptr() for layer in cache.layers] == addresses
 
 
-def test_layers_that_are_left_out_or_come_in_another_order_cost_traffic_and_nothing_else() -> None:
-    transfers = RecordingTransfers(seed=3)
-    prefetcher = Prefetcher(transfers=lambda device: transfers)
-    layers = [OffloadedLayer(kvlayers.DynamicLayer(), prefetcher) for _ in range(4)]
-    plain = [kvlayers.DynamicLayer() for _ in range(4)]
-    generator = torch.Generator().manual_seed(0)
-    for step in range(200):
-        order = torch.randperm(4, generator=generator).tolist()
-        for index in order[: 4 - step % 3]:
-            new = states(2, 1 + step % 5, generator)
-            for one, other in zip(layers[index].update(*new), plain[index].update(*new), strict=True):
-                assert torch.equal(one, other)
-
-
 # Disk
 
 
-def test_a_cache_on_disk_decodes_and_leaves_no_file(tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize("device", ["cpu", "disk"])
+def test_caches_within_the_host_decode_and_nothing_travels_or_stays_in_a_file(
+    device: str, tmp_path: pathlib.Path
+) -> None:
     model = tiny_model("gemma3")
+    place = {"offload_device": "disk", "offload_directory": tmp_path} if device == "disk" else {}
     for kind in CACHES:
         plain = CACHES[kind](model.config)
-        on_disk = CACHES[kind](
-            model.config,
-            offloading=True,
-            offload_only_non_sliding=False,
-            offload_device="disk",
-            offload_directory=tmp_path,
-        )
-        follow(model, (plain, on_disk), prompt(2, 80), 10)
-        for cache in (plain, on_disk):
+        elsewhere = CACHES[kind](model.config, offloading=True, offload_only_non_sliding=False, **place)
+        follow(model, (plain, elsewhere), prompt(2, 80), 10)
+        for cache in (plain, elsewhere):
             cache.crop(0) if kind == "static" else cache.batch_select_indices([1])
-        follow(model, (plain, on_disk), prompt(plain.batch_size, 1), 10)
+        follow(model, (plain, elsewhere), prompt(plain.batch_size, 1), 10)
+        assert elsewhere.traffic.total == Traffic()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -293,28 +275,21 @@ def runs_out(request: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], N
     """A function that lets allocations fail after so many more."""
     left = [10**9]
 
-    def fail() -> bool:
-        left[0] -= 1
-        return left[0] < 0
+    def failing(owner: Any, name: str, error: Exception) -> None:
+        allocate = getattr(owner, name)
+
+        def allocate_or_fail(*arguments: Any) -> Any:
+            left[0] -= 1
+            if left[0] < 0:
+                raise error
+            return allocate(*arguments)
+
+        monkeypatch.setattr(owner, name, allocate_or_fail)
 
     if request.param == "full disk":
-        take = os.posix_fallocate
-
-        def fallocate(*arguments: int) -> None:
-            if fail():
-                raise OSError(errno.ENOSPC, "No space left on device")
-            take(*arguments)
-
-        monkeypatch.setattr(os, "posix_fallocate", fallocate)
+        failing(os, "posix_fallocate", OSError(errno.ENOSPC, "No space left on device"))
     else:
-        allocate = HostMemory.empty
-
-        def empty(self: HostMemory, *arguments: Any) -> Tensor:
-            if fail():
-                raise CapacityError("expected 1 byte of the host for offloaded states, but could not have them")
-            return allocate(self, *arguments)
-
-        monkeypatch.setattr(HostMemory, "empty", empty)
+        failing(HostMemory, "empty", CapacityError("expected 1 byte of the host for offloaded states, but had none"))
     return functools.partial(left.__setitem__, 0)
 
 
@@ -336,24 +311,21 @@ def test_where_there_is_no_room_the_error_says_so_and_the_layer_is_as_it_was(
     runs_out(after)
     layer, other = cache.layers[0], plain.layers[0]
     generator = torch.Generator().manual_seed(0)
-    failed = False
-    for _ in range(600):
-        new = torch.randn(2, 2, 2, 1, 8, generator=generator)
-        length = layer.length
-        try:
+
+    def fill() -> None:
+        for _ in range(600):
+            new = torch.randn(2, 2, 2, 1, 8, generator=generator)
             seen = layer.update(*new)
-        except CapacityError:
-            failed = True
-            assert layer.length == length
-            break
-        for one, expected in zip(seen, other.update(*new), strict=True):
-            assert torch.equal(one + 0, expected + 0)
+            for one, expected in zip(seen, other.update(*new), strict=True):
+                assert torch.equal(one + 0, expected + 0)
+
+    with pytest.raises(CapacityError):
+        fill()
+    assert layer.length == other.length
     if kind == "static":
         # Its memory is there from the beginning.
-        assert failed
         assert layer.length == 160
         return
-    assert failed
     for one, expected in zip((layer.keys, layer.values), (other.keys, other.values), strict=True):
         assert torch.equal(one + 0, expected + 0)
     runs_out(10**9)
@@ -404,12 +376,12 @@ BAD: dict[str, tuple[type[Exception], str, Callable[[], object]]] = {
         lambda: kvlayers.OffloadedCache(offload_dir="/tmp"),
     ),
     "a layer that cannot": (
-        UnsupportedLayerError,
+        kvlayers.errors.UnsupportedLayerError,
         "must be a layer that holds tokens",
         lambda: OffloadedLayer(transformers.cache_utils.DynamicLayer()),
     ),
     "a layer of transformers that holds tokens": (
-        UnsupportedLayerError,
+        kvlayers.errors.UnsupportedLayerError,
         "Layers must be of a kind that can be offloaded",
         lambda: kvlayers.Cache(layers=[transformers.cache_utils.DynamicLayer()], offloading=True),
     ),
@@ -446,35 +418,22 @@ def test_recurrent_states_stay_on_the_device(
     assert cache.truncate(14) >= 0
 
 
-def test_a_fork_and_its_origin_share_what_travels(recorded: list[RecordingTransfers]) -> None:
-    model, _, cache = pair("dynamic", "llama")
-    decode(model, cache, prompt(2, 9), 3)
-    before = cache.traffic.total.to_device
-    decode(model, cache.fork(), prompt(2, 1), 3)
-    assert cache.traffic.total.to_device > before
-    assert "to_device=" in repr(cache.traffic)
-
-
 def test_forks_are_brought_by_prefetchers_of_their_own(recorded: list[RecordingTransfers]) -> None:
-    """As each may be in a thread of its own, and a prefetcher is one thread's."""
+    """As each may be in a thread of its own, and a prefetcher is one thread's. What travels counts for all."""
     model, _, cache = pair("dynamic", "llama")
     decode(model, cache, prompt(2, 9), 3)
     forks = [cache, *cache.fork(2), copy.deepcopy(cache)]
     prefetchers = [{id(layer.prefetcher) for layer in fork.layers} for fork in forks]
     assert [len(own) for own in prefetchers] == [1] * 4
     assert len(set.union(*prefetchers)) == 4
+    before = cache.traffic.total.to_device
+    decode(model, forks[1], prompt(2, 1), 3)
+    assert cache.traffic.total.to_device > before
+    assert "to_device=" in repr(cache.traffic)
     grown = kvlayers.OffloadedCache()
     twin = grown.fork()
     twin.update(torch.ones(1, 1, 2, 4), torch.ones(1, 1, 2, 4), layer_idx=0)
     assert twin.layers[0].prefetcher is twin._prefetcher is not grown._prefetcher
-
-
-def test_nothing_travels_within_the_memory_of_the_host(tmp_path: pathlib.Path) -> None:
-    model = tiny_model("llama")
-    for place in ({}, {"offload_device": "disk", "offload_directory": tmp_path}):
-        cache = kvlayers.OffloadedCache(config=model.config, **place)
-        decode(model, cache, prompt(2, 9), 3)
-        assert cache.traffic.total == Traffic()
 
 
 @pytest.mark.usefixtures("counted")

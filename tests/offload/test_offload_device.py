@@ -3,6 +3,7 @@
 import copy
 import gc
 import itertools
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -10,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+from typing_extensions import override
 
 import kvlayers
 import versions
 from fake_device import CPU, DEVICE, IS_SUPPORTED, Crossings, DeviceTransfers, device
 from kvlayers import OffloadedLayer
-from kvlayers.errors import StateMismatchError
 from kvlayers.kernels.attention.packed_tensor import PackedStates
 from kvlayers.layers import LayerState, TokenLayer
 from kvlayers.offload import Prefetcher, Traffic
@@ -23,11 +24,11 @@ from kvlayers.offload.transfers import BlockingTransfers, Transfers, transfers_f
 from kvlayers.quantized.quantized_store import QuantizedStore
 from matrix import once
 from models import fresh_model, prompt
+from offloaded_pair import HEAD_DIM, KV_HEADS, TRANSFERS, OffloadedPair
 from recording_transfers import devices_of, live_bytes
 
 pytestmark = pytest.mark.skipif(not IS_SUPPORTED, reason="PyTorch has no devices that are written in Python")
 
-KV_HEADS, HEAD_DIM = 2, 8
 WINDOW = 40
 QUANTIZATION = kvlayers.Quantization(nbits=4, residual_length=16, sink_tokens=4, q_group_size=8)
 IN_WINDOW = kvlayers.Quantization(nbits=4, residual_length=16, sink_tokens=0, q_group_size=8)
@@ -44,16 +45,12 @@ STATIC = ("static", "static that grows", "static window")
 COUNTS = 2 * torch.int64.itemsize
 """Bytes that a reservation leaves on its device: how many tokens there are, as compiled code counts them."""
 
-TRANSFERS: dict[str, Callable[[torch.device], Transfers]] = {
-    "at once": BlockingTransfers,
-    "late": lambda device: DeviceTransfers(),
-}
 WITH_TRANSFERS = [*((kind, "late") for kind in LAYERS), ("quantized", "at once")]
-"""Late copies can go wrong in every way that immediate ones can. The other tests run with immediate ones."""
+"""The other tests run with immediate copies."""
 
 
-class Pair:
-    """A layer on the CPU, and one that is offloaded from the device, which must always be equal."""
+class Pair(OffloadedPair):
+    """A layer of a kind that is named, whose states are compared too."""
 
     def __init__(
         self,
@@ -61,46 +58,15 @@ class Pair:
         transfers: Callable[[torch.device], Transfers | None] = BlockingTransfers,
         prefetcher: Prefetcher | None = None,
     ) -> None:
-        self.plain = LAYERS[kind]()
-        self.offloaded = OffloadedLayer(LAYERS[kind](), prefetcher or Prefetcher(transfers=transfers))
-        self.batch_size = 2
-        self.most_bytes: int | None = None
-        self.generator = torch.Generator().manual_seed(0)
+        super().__init__(LAYERS[kind], prefetcher or Prefetcher(transfers=transfers))
 
-    def states(self, tokens: int) -> tuple[Tensor, Tensor]:
-        shape = (2, self.batch_size, KV_HEADS, tokens, HEAD_DIM)
-        keys, values = torch.randn(shape, generator=self.generator)
-        return keys, values
-
-    def update(self, tokens: int, steps: int = 1) -> None:
-        for _ in range(steps):
-            keys, values = self.states(tokens)
-            query = torch.randn(self.batch_size, 2 * KV_HEADS, tokens, HEAD_DIM, generator=self.generator)
-            expected = self.plain.update(keys, values)
-            new = keys.to(DEVICE), values.to(DEVICE)
-            with device.short_of_memory(self.most_bytes):
-                seen = self.offloaded.update(*new)
-            check_equal(seen, expected)
-            attended = [
-                scaled_dot_product_attention(query.to(states[0].device), *states, enable_gqa=True).to(CPU)
-                for states in (seen, expected)
-            ]
-            torch.testing.assert_close(*attended)
-
-    def both(self, act: Callable[[Any], Any]) -> None:
-        act(self.plain)
-        act(self.offloaded)
-        assert self.offloaded.length == self.plain.length
-        assert self.offloaded.batch_size == self.plain.batch_size
-        self.batch_size = self.plain.batch_size or self.batch_size
+    @override
+    def compare(self, query: Tensor, expected: tuple[Tensor, Tensor], seen: tuple[Tensor, Tensor]) -> None:
+        check_equal(seen, expected)
+        super().compare(query, expected, seen)
 
     def check(self) -> None:
         check_equal((self.offloaded.keys, self.offloaded.values), (self.plain.keys, self.plain.values))
-
-    def twin(self) -> "Pair":
-        other = copy.copy(self)
-        other.plain, other.offloaded = self.plain.fork(), self.offloaded.fork()
-        return other
 
 
 def check_equal(seen: Any, expected: Any) -> None:
@@ -146,46 +112,53 @@ def test_the_device_refuses_what_another_device_would() -> None:
 # The same states
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("kind", "transfers"), WITH_TRANSFERS)
-def test_states_are_those_of_the_layer_on_the_cpu_after_every_operation(kind: str, transfers: str) -> None:
+OPERATIONS: dict[str, Callable[[TokenLayer], object]] = {
+    "crop": lambda layer: layer.crop(-3),
+    "crop to nothing": lambda layer: layer.crop(-layer.length),
+    "crop to little": lambda layer: layer.crop(10),
+    "reorder": lambda layer: layer.reorder_cache(torch.tensor([1, 0])),
+    "select": lambda layer: layer.batch_select_indices([1]),
+    "crop to little, select": lambda layer: (layer.crop(10), layer.batch_select_indices([1])),
+    "repeat": lambda layer: layer.batch_repeat_interleave(2),
+    "crop to little, repeat": lambda layer: (layer.crop(10), layer.batch_repeat_interleave(2)),
+    "fork": lambda layer: layer.fork(),
+    "reset": lambda layer: layer.reset(),
+    "state": lambda layer: layer.state(),
+    "end the recording": lambda layer: layer.deactivate_past_recording(),
+}
+
+
+@pytest.mark.parametrize(("kind", "operation", "transfers"), once(LAYERS, OPERATIONS, TRANSFERS, times=2))
+def test_an_operation_is_done_at_home_and_what_follows_is_as_on_the_cpu(
+    kind: str, operation: str, transfers: str
+) -> None:
     pair = Pair(kind, TRANSFERS[transfers])
     pair.both(lambda layer: layer.activate_past_recording())
-    for tokens in (0, 0, 90, 0):
+    for tokens in (0, 90, 0, *[1] * 12, 100):
         pair.update(tokens)
-    # Few tokens are left in much memory.
-    pair.both(lambda layer: layer.crop(-70))
-    pair.both(lambda layer: layer.batch_repeat_interleave(2))
+    crossings, _ = crossed(pair, lambda: pair.both(OPERATIONS[operation]))
+    if transfers == "at once":
+        assert (crossings.to_host, crossings.to_device, crossings.numbers) == (0, 0, 0)
+        # A fork has counts of its own.
+        assert device.allocated_bytes <= COUNTS * (kind in STATIC)
+    assert devices_of(pair.offloaded) <= {CPU}
     pair.check()
-    pair.both(lambda layer: layer.batch_select_indices([2, 0]))
-    pair.update(30)
-    pair.update(1, steps=12)
-    pair.both(lambda layer: layer.crop(-5))
-    pair.update(0)
+    for tokens in (30, 0, *[1] * 12, 7):
+        pair.update(tokens)
     pair.check()
-    pair.both(lambda layer: layer.deactivate_past_recording())
-    pair.update(1, steps=10)
-    pair.update(7, steps=3)
-    pair.both(lambda layer: layer.batch_select_indices([1, 0]))
-    pair.update(1, steps=5)
-    pair.plain.reorder_cache(torch.tensor([1, 1]))
-    pair.offloaded.reorder_cache(torch.tensor([1, 1], device=DEVICE))
-    pair.update(1, steps=3)
-    pair.both(lambda layer: layer.batch_repeat_interleave(2))
-    pair.check()
-    pair.update(1, steps=3)
-    twin = pair.twin()
+
+
+@pytest.mark.parametrize(("kind", "transfers"), WITH_TRANSFERS)
+def test_forks_go_their_own_ways(kind: str, transfers: str) -> None:
+    pair = Pair(kind, TRANSFERS[transfers])
+    pair.update(90)
+    twin = pair.fork()
     pair.update(1, steps=5)
     twin.update(1, steps=8)
-    pair.both(lambda layer: layer.batch_select_indices([3]))
+    pair.both(lambda layer: layer.batch_select_indices([1]))
     pair.update(50)
-    pair.update(1, steps=5)
-    pair.check()
-    twin.check()
-    pair.both(lambda layer: layer.reset())
-    pair.update(90)
-    pair.update(1, steps=5)
-    pair.check()
+    for each in (pair, twin):
+        each.check()
 
 
 @pytest.mark.parametrize(("kind", "transfers"), WITH_TRANSFERS)
@@ -280,22 +253,23 @@ def test_states_that_do_not_match_leave_the_layer_as_it_was(kind: str) -> None:
     pair.update(90)
     keys, values = pair.states(1)
     for bad in ((keys, values), (keys[:1].to(DEVICE), values[:1].to(DEVICE)), (keys.to(DEVICE), values.half())):
-        with pytest.raises(StateMismatchError):
+        with pytest.raises(kvlayers.errors.StateMismatchError):
             pair.offloaded.update(*bad)
         pair.check()
     pair.update(1, steps=3)
 
 
-def test_many_layers_share_a_device_whatever_is_late() -> None:
-    transfers = DeviceTransfers(seed=5)
+def test_many_layers_share_a_device_whatever_is_late_and_in_any_order() -> None:
+    transfers, chance = DeviceTransfers(seed=5), random.Random(0)
     prefetcher = Prefetcher(transfers=lambda device: transfers)
     pairs = [Pair(kind, prefetcher=prefetcher) for kind in LAYERS]
-    for step in range(30):
-        for pair in pairs:
+    for step in range(40):
+        for pair in pairs if step < 20 else chance.sample(pairs, len(pairs) - step % 3):
             pair.update(1 if step else 60)
         if step % 10 == 9:
             for pair in pairs[::2]:
-                pair.both(lambda layer: layer.reorder_cache(torch.tensor([1, 0])))
+                pair.plain.reorder_cache(torch.tensor([1, 0]))
+                pair.offloaded.reorder_cache(torch.tensor([1, 0], device=DEVICE))
 
 
 @pytest.mark.parametrize(
@@ -364,34 +338,6 @@ def test_a_token_sends_itself_alone_while_memory_does_not_grow(kind: str) -> Non
     assert crossings.to_host == 2 * new[0].nbytes
 
 
-OPERATIONS: dict[str, Callable[[OffloadedLayer], object]] = {
-    "crop": lambda layer: layer.crop(-3),
-    "crop to nothing": lambda layer: layer.crop(-layer.length),
-    "crop to little": lambda layer: layer.crop(10),
-    "reorder": lambda layer: layer.reorder_cache(torch.tensor([1, 0])),
-    "select": lambda layer: layer.batch_select_indices([1]),
-    "crop to little, select": lambda layer: (layer.crop(10), layer.batch_select_indices([1])),
-    "repeat": lambda layer: layer.batch_repeat_interleave(2),
-    "crop to little, repeat": lambda layer: (layer.crop(10), layer.batch_repeat_interleave(2)),
-    "fork": lambda layer: layer.fork(),
-    "reset": lambda layer: layer.reset(),
-    "state": lambda layer: layer.state(),
-    "end the recording": lambda layer: layer.deactivate_past_recording(),
-}
-
-
-@pytest.mark.parametrize(("kind", "operation"), once(LAYERS, OPERATIONS, times=2))
-def test_what_is_done_at_home_takes_nothing_of_the_device(kind: str, operation: str) -> None:
-    pair = Pair(kind)
-    pair.offloaded.activate_past_recording()
-    pair.update(200)
-    crossings, _ = crossed(pair, lambda: OPERATIONS[operation](pair.offloaded))
-    assert (crossings.to_host, crossings.to_device, crossings.numbers) == (0, 0, 0)
-    # A fork has counts of its own.
-    assert device.allocated_bytes <= COUNTS * (kind in STATIC)
-    assert devices_of(pair.offloaded) <= {CPU}
-
-
 # What is left on the device
 
 
@@ -448,8 +394,12 @@ def test_layers_are_not_brought_ahead_where_there_is_memory_for_one_alone(kind: 
             pair.update(tokens)
     for _ in range(3):
         for pair in pairs:
-            pair.most_bytes = before + pair.offloaded.nbytes * 3 // 2
-            pair.update(1)
+            new = pair.states(1)
+            on_device = [side.to(DEVICE) for side in new]
+            with device.short_of_memory(before + pair.offloaded.nbytes * 3 // 2):
+                seen = pair.offloaded.update(*on_device)
+            check_equal(seen, pair.plain.update(*new))
+            del seen
 
 
 @pytest.mark.parametrize("kind", LAYERS)

@@ -9,24 +9,21 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 from typing_extensions import override
 
-from fake_device import CPU, DEVICE, IS_SUPPORTED, DeviceTransfers, device
-from kvlayers import OffloadedLayer, Quantization
+from fake_device import CPU, DEVICE, IS_SUPPORTED, device
+from kvlayers import Quantization
 from kvlayers.errors import UnsupportedLayerError
 from kvlayers.eviction import ALL_QUERIES, EvictionRule, register_eviction_rule, unregister_eviction_rule
 from kvlayers.eviction.evicting_layer import EvictingLayer
 from kvlayers.offload import DiskMemory, Prefetcher, Traffic
-from kvlayers.offload.transfers import BlockingTransfers, Transfers
+from kvlayers.offload.transfers import BlockingTransfers
 from kvlayers.stores import QuantizedStore
 from matrix import some
-from race_detector import RaceDetector
+from offloaded_pair import HEAD_DIM, HEADS, KV_HEADS, TRANSFERS, OffloadedPair
 from recording_transfers import buffers_of, devices_of, held_bytes
 from short_steps import STEP, shorten_steps
 
-KV_HEADS, HEAD_DIM = 2, 8
-HEADS = 2 * KV_HEADS
 SINKS, RECENT = 4, 16
 
 on_a_device = pytest.mark.skipif(not IS_SUPPORTED, reason="PyTorch has no devices that are written in Python")
@@ -40,7 +37,6 @@ class Attended(EvictionRule):
 
     @override
     def scores(self, keys: Tensor, values: Tensor, queries: Tensor | None) -> Tensor:
-        assert queries is not None
         assert queries.device == keys.device
         grouped = queries.unflatten(1, (keys.shape[1], -1)).flatten(2, 3)
         return (grouped @ keys.transpose(2, 3)).amax(2)
@@ -77,38 +73,27 @@ def _layer(rule: Any, per_head: bool = False, **options: Any) -> EvictingLayer:
     return EvictingLayer(rule, **options, sink_tokens=SINKS, recent_tokens=RECENT, per_head=per_head)
 
 
-class Pair:
-    """A layer on the CPU, and one that is offloaded, which must always be equal."""
+class Pair(OffloadedPair):
+    """A layer of a kind that is named, which says what it holds."""
 
-    def __init__(self, kind: str, prefetcher: Prefetcher, where: torch.device) -> None:
-        make = (LAYERS | PER_HEAD)[kind]
-        self.plain, self.offloaded = make(), OffloadedLayer(make(), prefetcher)
-        self.where = where
-        self.batch_size = 2
-        self.generator = torch.Generator().manual_seed(0)
+    def __init__(self, kind: str, prefetcher: Prefetcher, where: torch.device = DEVICE) -> None:
+        super().__init__((LAYERS | PER_HEAD)[kind], prefetcher, where)
 
+    @override
     def update(self, tokens: int, steps: int = 1) -> None:
         for _ in range(steps):
-            keys, values = torch.randn((2, self.batch_size, KV_HEADS, tokens, HEAD_DIM), generator=self.generator)
-            query = torch.randn((self.batch_size, HEADS, tokens, HEAD_DIM), generator=self.generator)
-            results = []
-            for layer, place in ((self.plain, CPU), (self.offloaded, self.where)):
-                states = layer.update(keys.to(place), values.to(place))
-                assert states[0].device == place
-                results.append(scaled_dot_product_attention(query.to(place), *states, enable_gqa=True).to(CPU))
-            torch.testing.assert_close(*results)
+            super().update(tokens)
             self.check_counts()
+
+    @override
+    def both(self, act: Callable[[Any], Any]) -> None:
+        super().both(act)
+        self.check_counts()
 
     def check_counts(self) -> None:
         for name in ("length", "held_tokens", "batch_size", "exact_from"):
             assert getattr(self.offloaded, name) == getattr(self.plain, name), name
         assert self.offloaded.mask_sizes(3) == self.plain.mask_sizes(3)
-
-    def both(self, act: Callable[[Any], Any]) -> None:
-        act(self.plain)
-        act(self.offloaded)
-        self.check_counts()
-        self.batch_size = self.plain.batch_size or self.batch_size
 
     def check(self) -> None:
         one, other = self.plain.state(), self.offloaded.state()
@@ -119,33 +104,16 @@ class Pair:
 
     def go_through_every_operation(self) -> None:
         self.update(200)
-        self.update(1, steps=STEP + 4)
-        self.check()
-        self.both(lambda layer: layer.crop(-3))
-        self.update(30)
-        self.update(1, steps=3)
-        self.both(lambda layer: layer.activate_past_recording())
-        self.update(1, steps=2 * STEP + 4)
-        self.both(lambda layer: layer.crop(-2 * STEP))
-        self.update(1, steps=STEP + 8)
-        self.both(lambda layer: layer.deactivate_past_recording())
-        self.check()
-        self.both(lambda layer: layer.batch_select_indices([1, 0]))
-        self.both(lambda layer: layer.batch_repeat_interleave(2))
-        self.update(1, steps=2)
-        twin = Pair.__new__(Pair)
-        twin.__dict__.update(self.__dict__)
-        twin.plain, twin.offloaded = self.plain.fork(), self.offloaded.fork()
-        self.update(1, steps=STEP + 2)
-        twin.update(1, steps=3)
-        twin.update(40)
-        self.check()
-        twin.check()
-        state = twin.offloaded.state()
-        self.both(lambda layer: layer.reset())
-        self.both(lambda layer: layer.load_state(state))
-        self.update(1, steps=STEP + 2)
-        self.check()
+        for operation in OPERATIONS:
+            self.update(1, steps=STEP + 4)
+            self.both(operation)
+            self.check()
+            self.update(30)
+        twin = self.fork()
+        for each in (self, twin, self):
+            each.update(40)
+        for each in (self, twin):
+            each.check()
         self.both(lambda layer: layer.reset())
         self.batch_size = 1
         self.update(120)
@@ -153,11 +121,15 @@ class Pair:
         self.check()
 
 
-# Late copies can go wrong in every way that immediate ones can.
-TRANSFERS: dict[str, Callable[[torch.device], Transfers]] = {
-    "at once": BlockingTransfers,
-    "late": lambda device: DeviceTransfers(),
-}
+OPERATIONS: tuple[Callable[[EvictingLayer], object], ...] = (
+    lambda layer: layer.crop(-3),
+    lambda layer: layer.activate_past_recording(),
+    lambda layer: layer.crop(-STEP - 20),
+    lambda layer: layer.deactivate_past_recording(),
+    lambda layer: layer.batch_select_indices([1, 0]),
+    lambda layer: layer.batch_repeat_interleave(2),
+    lambda layer: layer.load_state(layer.state()),
+)
 
 
 # The layer matrix has those that go by keys alone.
@@ -246,28 +218,3 @@ def test_queries_that_nobody_shows_are_an_error_and_can_be_taken_back(kind: str)
     pair.update(60)
     pair.update(1, steps=STEP + 4)
     pair.check()
-
-
-@pytest.fixture
-def detector(monkeypatch: pytest.MonkeyPatch) -> Iterator[RaceDetector]:
-    with RaceDetector().installed(monkeypatch) as detector:
-        yield detector
-        gc.collect()
-
-
-@on_a_device
-@pytest.mark.parametrize("kind", some(LAYERS, ["keys, budget", "all queries, budget"]))
-def test_nothing_races(detector: RaceDetector, kind: str) -> None:
-    prefetcher = Prefetcher()
-    layers = [OffloadedLayer(LAYERS[kind](), prefetcher) for _ in range(3)]
-    for tokens in (100, *[1] * (STEP + 4), 40, *[1] * 3):
-        for layer in layers:
-            keys, values = (torch.ones(2, KV_HEADS, tokens, HEAD_DIM, device=DEVICE) for _ in range(2))
-            query = torch.ones(2, HEADS, tokens, HEAD_DIM, device=DEVICE)
-            scaled_dot_product_attention(query, *layer.update(keys, values), enable_gqa=True)
-    for layer in layers:
-        layer.crop(-2)
-        layer.batch_select_indices([1, 0])
-        layer.state()
-    del layers
-    gc.collect()

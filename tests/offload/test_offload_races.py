@@ -17,26 +17,44 @@ from kvlayers.core.dense_store import DenseStore
 from kvlayers.layers import TokenLayer
 from kvlayers.offload import Prefetcher, transfers
 from kvlayers.offload.device_queue import DeviceQueue
+from kvlayers.stores import QuantizedStore, TokenStore
 from race_detector import FakeStream, Race, RaceDetector
+from short_steps import shorten_steps
 
 pytestmark = pytest.mark.skipif(not IS_SUPPORTED, reason="PyTorch has no devices that are written in Python")
 
 KV_HEADS, HEAD_DIM = 2, 8
+QUANTIZATION = kvlayers.Quantization(nbits=4, residual_length=8, sink_tokens=2, q_group_size=8)
 LAYERS: dict[str, Callable[[], TokenLayer]] = {
     "dynamic": lambda: kvlayers.DynamicLayer(store=DenseStore(minimum_growth=4)),
     "window": lambda: kvlayers.SlidingLayer(12),
     "static": lambda: kvlayers.StaticLayer(80, max_batch_size=2),
-    "quantized": lambda: kvlayers.QuantizedLayer(
-        kvlayers.Quantization(nbits=4, residual_length=8, sink_tokens=2, q_group_size=8)
-    ),
+    "quantized": lambda: kvlayers.QuantizedLayer(QUANTIZATION),
+    "evicting": lambda: kvlayers.EvictingLayer("knorm", budget=60, sink_tokens=4, recent_tokens=16),
+    "evicting by queries": lambda: kvlayers.EvictingLayer("h2o", budget=60, sink_tokens=4, recent_tokens=16),
+    "recall": lambda: _recall(DenseStore(), pages=5, page_tokens=16, recent_tokens=20),
+    "recall of codes": lambda: _recall(QuantizedStore(QUANTIZATION), pages=3, recent_tokens=8),
 }
+
+
+PROMPTS = {"evicting": 100, "evicting by queries": 100, "recall": 502, "recall of codes": 470}
+"""Tokens of a prompt of which some are evicted, or left out."""
+
+
+def _recall(store: TokenStore, **options: int) -> TokenLayer:
+    return kvlayers.RecallLayer(kvlayers.layers.Recall(sink_tokens=4, **options), store=store)
+
+
+@pytest.fixture(autouse=True)
+def _few_tokens_between_evictions(monkeypatch: pytest.MonkeyPatch) -> None:
+    shorten_steps(monkeypatch)
 
 
 @pytest.fixture
 def detector(monkeypatch: pytest.MonkeyPatch) -> Iterator[RaceDetector]:
     """The device of the tests has streams, whose races raise `Race`."""
     # As a quantizer's constants would: made once, and brought to the device by a copy that the host waits for.
-    Model("quantized").forward(9)
+    Model("quantized").forward(200)
     with RaceDetector().installed(monkeypatch) as detector:
         yield detector
         gc.collect()
@@ -72,20 +90,25 @@ class Model:
         self.each(lambda layer: layer.use_prefetcher(prefetcher))
 
 
+CHANGES: tuple[Callable[[OffloadedLayer], Any], ...] = (
+    lambda layer: layer.crop(-2),
+    lambda layer: layer.deactivate_past_recording(),
+    lambda layer: layer.reorder_cache(torch.tensor([1, 0])),
+    lambda layer: layer.state(),
+)
+
+
 def decode_and_change(kind: str) -> None:
     """A prompt and tokens; what the host does in between; and the cache goes while its copies are under way."""
     model = Model(kind)
     model.each(lambda layer: layer.activate_past_recording())
-    model.forward(9)
+    model.forward(PROMPTS.get(kind, 9))
     model.forward(1, times=5)
     read = [layer.keys for layer in model.layers]
-    model.each(lambda layer: layer.crop(-2))
-    model.each(lambda layer: layer.deactivate_past_recording())
-    model.forward(1, times=3)
-    model.each(lambda layer: layer.reorder_cache(torch.tensor([1, 0])))
-    model.forward(1, times=6)
-    model.each(lambda layer: layer.state())
-    model.forward(1)
+    for change in CHANGES:
+        model.each(change)
+        model.forward(7)
+        model.forward(1, times=3)
     twin = model.fork()
     model.forward(1)
     twin.forward(1, times=2)
@@ -99,7 +122,7 @@ def decode_and_change(kind: str) -> None:
 
 def decode_and_pickle(kind: str) -> None:
     model = Model(kind)
-    model.forward(9)
+    model.forward(PROMPTS.get(kind, 9))
     pickle.dumps(model.layers)
 
 
@@ -178,16 +201,6 @@ def test_memory_outlives_a_copy_that_fails_halfway(detector: RaceDetector) -> No
 INBOUND, OUTBOUND = 0, 1
 
 
-def no_wait_for_computation(direction: int) -> Callable[[pytest.MonkeyPatch], None]:
-    """Copies in one direction begin without waiting for the current stream."""
-    return skipped(FakeStream, "wait_event", lambda stream: is_of(stream, direction))
-
-
-def no_wait_for_copies(direction: int) -> Callable[[pytest.MonkeyPatch], None]:
-    """The current stream does not wait for copies in one direction."""
-    return skipped(transfers._StreamCopy, "make_stream_wait", lambda copy: is_of(copy.stream, direction))
-
-
 def events_come_early(direction: int) -> Callable[[pytest.MonkeyPatch], None]:
     """The events of copies in one direction do not come after the last copy."""
 
@@ -196,18 +209,13 @@ def events_come_early(direction: int) -> Callable[[pytest.MonkeyPatch], None]:
 
         def record(self: FakeStream) -> Any:
             event = record_event(self)
-            if is_of(self, direction):
+            if copies(direction)(self):
                 event.clock[self] -= 1
             return event
 
         patch.setattr(FakeStream, "record_event", record)
 
     return remove
-
-
-def memory_goes_early(direction: int) -> Callable[[pytest.MonkeyPatch], None]:
-    """The allocator is not told of copies in one direction that are under way when the cache goes."""
-    return skipped(transfers._StreamCopy, "__del__", lambda copy: is_of(copy.stream, direction))
 
 
 def host_does_not_wait(function: str) -> Callable[[pytest.MonkeyPatch], None]:
@@ -232,10 +240,15 @@ def skipped(owner: type, method: str, when: Callable[[Any], bool]) -> Callable[[
     return remove
 
 
-def is_of(stream: FakeStream, direction: int) -> bool:
-    """Whether a stream copies in one direction: a cache takes two of the pool, first the one to the device."""
-    pool = stream.detector.pool
-    return stream in pool and pool.index(stream) % 2 == direction
+def copies(direction: int) -> Callable[[Any], bool]:
+    """Whether a stream, or the copy that it does, is of one direction: a cache takes two of the pool, inbound first."""
+
+    def is_of(done: Any) -> bool:
+        stream = getattr(done, "stream", done)
+        pool = stream.detector.pool
+        return stream in pool and pool.index(stream) % 2 == direction
+
+    return is_of
 
 
 def staged_in_memory_of_the_copying_stream(patch: pytest.MonkeyPatch) -> None:
@@ -254,15 +267,17 @@ def staged_in_memory_of_the_copying_stream(patch: pytest.MonkeyPatch) -> None:
 
 
 MARKS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
-    "copies to the device wait for computation": no_wait_for_computation(INBOUND),
-    "copies to the host wait for computation": no_wait_for_computation(OUTBOUND),
-    "computation waits for states to arrive": no_wait_for_copies(INBOUND),
-    "computation waits for states that are written back": no_wait_for_copies(OUTBOUND),
+    "copies to the device wait for computation": skipped(FakeStream, "wait_event", copies(INBOUND)),
+    "copies to the host wait for computation": skipped(FakeStream, "wait_event", copies(OUTBOUND)),
+    "computation waits for states to arrive": skipped(transfers._StreamCopy, "make_stream_wait", copies(INBOUND)),
+    "computation waits for states that are written back": skipped(
+        transfers._StreamCopy, "make_stream_wait", copies(OUTBOUND)
+    ),
     "events of copies to the device come after the copies": events_come_early(INBOUND),
     "events of copies to the host come after the copies": events_come_early(OUTBOUND),
     "writing back is finished before an update": skipped(DeviceQueue, "finish_writing_back", lambda queue: True),
-    "the allocator waits for copies to the device": memory_goes_early(INBOUND),
-    "the allocator waits for copies to the host": memory_goes_early(OUTBOUND),
+    "the allocator waits for copies to the device": skipped(transfers._StreamCopy, "__del__", copies(INBOUND)),
+    "the allocator waits for copies to the host": skipped(transfers._StreamCopy, "__del__", copies(OUTBOUND)),
     "operations of the host wait for states that are written back": host_does_not_wait("_on_host"),
     "operations of the host wait for states that are read": host_does_not_wait("discard"),
     "a fork waits": host_does_not_wait("fork"),

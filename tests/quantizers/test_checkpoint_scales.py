@@ -18,7 +18,7 @@ import models
 from kvlayers.errors import OptionError
 from kvlayers.kernels.codes.groups import scales_by_head
 from kvlayers.kernels.codes.quantizer_contract import CodeFormat
-from kvlayers.quantized.quantizers.checkpoint_scales import check_scheme, read_scales
+from kvlayers.quantized.quantizers.checkpoint_scales import read_scales
 from kvlayers.quantizers import SideOptions, backend, dequantize
 from kvlayers.stores import QuantizedStore
 from kvlayers.upstream import compat
@@ -28,19 +28,18 @@ LAYERS, KV_HEADS, HEAD_DIM = 2, 2, 8
 OUT_OF_RANGE = r"must be from 1.2e-38 to 6.6e\+35"
 EXACT = {"type": "float", "num_bits": 8, "strategy": "tensor", "dynamic": False, "symmetric": True}
 ALL = {"residual_length": 0, "sink_tokens": 0}
+FALCON = transformers.FalconConfig(num_hidden_layers=1, num_attention_heads=4, multi_query=True, alibi=False)
 
 
 def scales(layer: int) -> tuple[float, float]:
     return 0.0113 + 0.001 * layer, 0.0177
 
 
-def checkpoint(
-    path: pathlib.Path, tensors: dict[str, Tensor] | None = None, shards: int = 0, name: str = "self_attn.{}_scale"
-) -> str:
+def checkpoint(path: pathlib.Path, tensors: dict[str, Tensor] | None = None, shards: int = 0) -> str:
     """A checkpoint with scales, in one file or in some with an index, beside a tensor that no one may read."""
     if tensors is None:
         tensors = {
-            f"model.layers.{layer}.{name.format(side)}": torch.tensor([scale])
+            f"model.layers.{layer}.self_attn.{side}_scale": torch.tensor([scale])
             for layer in range(LAYERS)
             for side, scale in zip("kv", scales(layer), strict=True)
         }
@@ -121,18 +120,22 @@ def test_scales_may_be_given_for_each_layer_and_each_head() -> None:
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["self_attn.{}_scale", "self_attn.attn.{}_scale", "self_attn.{0}_proj.{0}_scale", "self_attn.{}_proj.output_scale"],
+    "names",
+    [
+        *(
+            {side: f"model.layers.1.{name.format(side)}" for side in "kv"}
+            for name in ("self_attn.{}_scale", "self_attn.attn.{}_scale", "self_attn.{0}_proj.{0}_scale")
+        ),
+        {side: f"model.layers.1.self_attn.{side}_proj.output_scale" for side in "kv"},
+        {"kv": "language_model.model.layers.1.self_attn.kv_scale"},
+    ],
+    ids=lambda names: next(iter(names.values())),
 )
-def test_spellings_of_checkpoints(name: str, tmp_path: pathlib.Path) -> None:
-    path = checkpoint(tmp_path / "model", name=name)
-    keys, values = read_scales(path, {1: KV_HEADS})[0]
-    assert (keys, values) == tuple((torch.tensor(scale).item(),) for scale in scales(1))
-
-
-def test_one_scale_for_keys_and_values(tmp_path: pathlib.Path) -> None:
-    tensors = {f"language_model.model.layers.{layer}.self_attn.kv_scale": torch.tensor(0.5) for layer in range(LAYERS)}
-    assert read_scales(checkpoint(tmp_path / "model", tensors), {0: KV_HEADS, 1: KV_HEADS}) == [((0.5,), (0.5,))] * 2
+def test_spellings_of_checkpoints(names: dict[str, str], tmp_path: pathlib.Path) -> None:
+    numbers = {side: 0.5 + number for number, side in enumerate(names)}
+    tensors = {name: torch.tensor(numbers[side]) for side, name in names.items()}
+    (found,) = read_scales(checkpoint(tmp_path / "model", tensors), {1: KV_HEADS})
+    assert found == ((0.5,), (numbers.get("v", 0.5),))
 
 
 def without(layer: int, side: str) -> dict[str, Tensor]:
@@ -185,6 +188,9 @@ def test_files_that_are_missing_or_damaged_are_named(tmp_path: pathlib.Path) -> 
     (tmp_path / "model" / "model.safetensors").write_bytes(b"no such thing")
     refused("model.safetensors cannot be read")
     (tmp_path / "model" / "model.safetensors").unlink()
+    (tmp_path / "model" / "config.json").write_text("{")
+    refused("config.json cannot be read")
+    (tmp_path / "model" / "config.json").unlink()
     index = tmp_path / "model" / "model.safetensors.index.json"
     index.write_text("[]")
     refused("index.json cannot be read")
@@ -192,49 +198,37 @@ def test_files_that_are_missing_or_damaged_are_named(tmp_path: pathlib.Path) -> 
     refused("gone.safetensors of .* cannot be read: .* does not appear to have a file named gone.safetensors")
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"type": "int"},
-        {"num_bits": 4},
-        {"dynamic": True},
-        {"symmetric": False},
-        {"strategy": "channel"},
-        {"type": None},
-    ],
+WRONG: tuple[dict[str, Any], ...] = (
+    *({"type": "int"}, {"type": None}, {"num_bits": 4}, {"dynamic": True}, {"symmetric": False}),
+    {"strategy": "channel"},
 )
-def test_another_scheme_is_named(wrong: dict[str, Any], tmp_path: pathlib.Path) -> None:
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        *(({"kv_cache_scheme": known}, None) for known in (EXACT, {**EXACT, "strategy": "attn_head"}, "static")),
+        *(({"quantization_config": other}, None) for other in (8, "fp8")),
+        *(({"kv_cache_scheme": word}, f"must be 'static' or a mapping, got {word!r}") for word in ("dynamic", 8)),
+        *(({"kv_cache_scheme": {**EXACT, **wrong}}, f"must be .* got .*'{next(iter(wrong))}'") for wrong in WRONG),
+        ({"quantization_config": {"kv_cache_scheme": {**EXACT, "num_bits": 4}}}, "must be .* got {'num_bits': 4}"),
+    ],
+    ids=str,
+)
+def test_another_scheme_is_named(settings: dict[str, Any], message: str | None, tmp_path: pathlib.Path) -> None:
     path = checkpoint(tmp_path / "model")
-    kvlayers.QuantizedCache("fp8", config=config_of(path, kv_cache_scheme=EXACT), scales="checkpoint")
-    check_scheme({**EXACT, "strategy": "attn_head"})
-    scheme = {**EXACT, **wrong}
-    for settings in ({"kv_cache_scheme": scheme}, {"quantization_config": {"kv_cache_scheme": scheme}}):
-        with pytest.raises(OptionError, match=f"kv_cache_scheme of the .* must be .* got .*'{next(iter(wrong))}'"):
-            kvlayers.QuantizedCache("fp8", config=config_of(path, **settings), scales="checkpoint")
-
-
-def test_a_scheme_may_be_a_word(tmp_path: pathlib.Path) -> None:
-    path = checkpoint(tmp_path / "model")
-    for settings in ({"kv_cache_scheme": "static"}, {"quantization_config": 8}, {"quantization_config": "fp8"}):
-        cache = kvlayers.QuantizedCache("fp8", config=config_of(path, **settings), scales="checkpoint")
-        assert cache.quantization.of_layer(1).keys.scales == (torch.tensor(scales(1)[0]).item(),)
-    for word in ("dynamic", 8):
-        with pytest.raises(OptionError, match=f"must be 'static' or a mapping, got {word!r}"):
-            kvlayers.QuantizedCache("fp8", config=config_of(path, kv_cache_scheme=word), scales="checkpoint")
-
-
-def test_the_config_of_a_named_checkpoint_is_checked(tmp_path: pathlib.Path) -> None:
-    path, config = checkpoint(tmp_path / "model"), config_of()
-    described = tmp_path / "model" / "config.json"
-    described.write_text(json.dumps({"quantization_config": {"kv_cache_scheme": EXACT}}))
-    kvlayers.QuantizedCache("fp8", config=config, scales=path)
-    described.write_text(json.dumps({"quantization_config": {"kv_cache_scheme": {**EXACT, "num_bits": 4}}}))
-    for given in (path, tmp_path / "model" / "model.safetensors"):
-        with pytest.raises(OptionError, match="kv_cache_scheme of the checkpoint must be .* got {'num_bits': 4}"):
-            kvlayers.QuantizedCache("fp8", config=config, scales=given)
-    described.write_text("{")
-    with pytest.raises(OptionError, match="config.json cannot be read"):
-        kvlayers.QuantizedCache("fp8", config=config, scales=path)
+    of_the_model = config_of(path, **settings)
+    for config, given, whose in (
+        (of_the_model, "checkpoint", "of the .*"),
+        (config_of(), path, "of the checkpoint"),
+        (config_of(), tmp_path / "model" / "model.safetensors", "of the checkpoint"),
+    ):
+        if message is None:
+            cache = kvlayers.QuantizedCache("fp8", config=config, scales=given)
+            assert cache.quantization.of_layer(1).keys.scales == (torch.tensor(scales(1)[0]).item(),)
+        else:
+            with pytest.raises(OptionError, match=f"kv_cache_scheme {whose} {message}"):
+                kvlayers.QuantizedCache("fp8", config=config, scales=given)
 
 
 def test_windows_get_scales_if_they_are_quantized(tmp_path: pathlib.Path) -> None:
@@ -262,13 +256,6 @@ def test_scales_for_no_layer_are_refused(tmp_path: pathlib.Path) -> None:
         with pytest.raises(OptionError, match="got a model with layers of sliding_attention alone: leave out `scales`"):
             kvlayers.QuantizedCache("fp8", config=config, scales=given)
     kvlayers.QuantizedCache("fp8", config=config, scales="checkpoint", quantize_sliding=True)
-
-
-def test_kv_heads_are_those_of_the_family() -> None:
-    config = transformers.FalconConfig(num_hidden_layers=1, num_attention_heads=4, multi_query=True, alibi=False)
-    kvlayers.QuantizedCache("fp8", config=config, scales=[(0.1, 0.1)])
-    with pytest.raises(OptionError, match="one for each of 1 KV heads, got 4"):
-        kvlayers.QuantizedCache("fp8", config=config, scales=[((0.1,) * 4, 0.1)])
 
 
 @pytest.mark.skipif(not compat.CACHES_LATENTS, reason="this version does not cache latents")
@@ -425,6 +412,8 @@ def test_scales_are_made_once_for_a_device() -> None:
         ({"scales": [(torch.ones(0), 0.1)]}, r"must be one number, or one for each KV head, got \[0\]"),
         ({"scales": [(), ()]}, "for a layer at least"),
         ({"scales": [((0.1, 0.1, 0.1), 0.1)] * 2, "config": config_of()}, "one for each of 2 KV heads, got 3"),
+        # As many KV heads as the family has.
+        ({"scales": [((0.1,) * 4, 0.1)], "config": FALCON}, "one for each of 1 KV heads, got 4"),
     ],
 )
 def test_options_that_do_not_fit_are_named(options: dict[str, Any], message: str) -> None:

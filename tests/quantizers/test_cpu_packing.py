@@ -136,8 +136,6 @@ def test_the_kernel_finds_the_factors_that_torch_finds(kind: str, head_dim: int)
     with mock.patch.object(NativeLibrary, "get", return_value=None):
         expected = KeySmoothing.for_keys(keys, quantizer)
     found = KeySmoothing.for_keys(keys, quantizer)
-    assert found.factor is not None
-    assert expected.factor is not None
     assert bool((expected.factor > 1).any()) == (kind in HAVE_FACTORS)
     torch.testing.assert_close(found.factor, expected.factor, rtol=1e-2, atol=0)
     # Of keys that lie in memory in another way it finds the same.

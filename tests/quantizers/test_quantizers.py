@@ -1,6 +1,5 @@
 """Quantizers: what codes stand for, how far that is from the states, and whose numbers they are."""
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -15,12 +14,9 @@ from kvlayers.core.buffer import StateForm
 from kvlayers.errors import OptionError, RegistryError
 from kvlayers.interop.adapter import TransformersLayer
 from kvlayers.kernels.codes.groups import rotate
-from kvlayers.quantized.quantization import Quantization
-from kvlayers.quantized.quantized_store import QuantizedStore
 from kvlayers.quantized.quantizers import other_packages
 from kvlayers.quantizers import (
     Backend,
-    CodeFormat,
     Fp8Backend,
     QuantizedGroups,
     Quantizer,
@@ -83,17 +79,6 @@ def as_quantized(quantizer: Quantizer, states: Tensor) -> Tensor:
     return rotate(states.float()) if quantizer.format.rotated else states.float()
 
 
-def by_hand(groups: QuantizedGroups, code_format: CodeFormat) -> Tensor:
-    """What `dequantize` should return, one state at a time."""
-    codes = groups.codes.view(torch.float8_e4m3fn).float() if code_format.floating else groups.codes.float()
-    states = torch.empty(codes.shape)
-    for batch, head, token, channel in torch.cartesian_prod(*(torch.arange(size) for size in codes.shape)).tolist():
-        at = (batch, head, token // code_format.group_tokens, channel // code_format.group_channels)
-        zero = 0.0 if groups.zero is None else groups.zero[at].float()
-        states[batch, head, token, channel] = codes[batch, head, token, channel] * groups.scale[at].float() + zero
-    return rotate(states) if code_format.rotated else states
-
-
 # What a quantizer returns
 
 
@@ -115,14 +100,6 @@ def test_shapes_and_dtypes_are_those_of_the_contract(
     if groups.zero is not None:
         assert (groups.zero.dtype, groups.zero.shape) == (dtype, shape)
     assert torch.equal(states, before)
-
-
-@pytest.mark.parametrize("side", SIDES)
-@pytest.mark.parametrize(("name", "nbits", "axis"), EVERY)
-def test_states_from_codes_are_scale_times_code_plus_zero(name: str, nbits: int, axis: int | None, side: Side) -> None:
-    quantizer = made(name, nbits, side, head_dim=8, axis=axis, group_size=4)
-    groups = quantizer.quantize(states_of(heads=2, tokens=8, head_dim=8))
-    torch.testing.assert_close(dequantize(groups, quantizer.format, torch.float32), by_hand(groups, quantizer.format))
 
 
 @pytest.mark.parametrize("side", SIDES)
@@ -169,15 +146,6 @@ def test_squared_error_is_at_most_that_of_the_plain_range(
     rounding = torch.finfo(dtype).eps * (exact.abs().amax(dim, keepdim=True) + step * 2**nbits)
     bound = (step / 2 + rounding + torch.finfo(dtype).smallest_normal).square() * exact.shape[dim]
     assert (error.square().sum(dim, keepdim=True) <= bound).all()
-
-
-@pytest.mark.parametrize("side", SIDES)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_at_eight_bits_no_state_is_further_off_than_half_a_step(side: Side, dtype: torch.dtype) -> None:
-    quantizer = made("native", 8, side)
-    states = states_of(dtype)
-    error = (as_quantized(quantizer, returned(quantizer, states)) - as_quantized(quantizer, states)).abs().max()
-    assert error <= 10 / 255 / 2 + 10 * torch.finfo(dtype).eps
 
 
 @pytest.mark.parametrize("nbits", [1, 2, 3, 4, 5, 6])
@@ -378,32 +346,6 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(
         backend(name).check(SideOptions("keys", 4))
     with pytest.raises(OptionError, match=message):
         backend(name).quantizer(SideOptions("keys", 4), 64)
-
-
-def test_names() -> None:
-    assert {"native", "quanto", "hqq", "fp8"} <= set(quantizer_names())
-    for name in ("native", "quanto", "hqq", "fp8"):
-        assert backend(name).name == name
-
-
-def test_a_backend_that_is_registered_again_has_its_own_blocks() -> None:
-    states = torch.randn(1, 2, 1000, 64), torch.randn(1, 2, 1000, 64)
-    for tokens in (64, 128):
-
-        class Own(type(backend("native"))):  # type: ignore[misc]
-            group_tokens = tokens
-
-            def quantizer(self, options: SideOptions, head_dim: int) -> Quantizer:
-                size = self.group_tokens if options.side == "keys" else None
-                return super().quantizer(dataclasses.replace(options, group_size=size), head_dim)
-
-        register_quantizer("own")(Own)
-        try:
-            store = QuantizedStore(Quantization("own"))
-            store.take_in(*states)
-            assert store.block_tokens == store.blocks.block_tokens == tokens
-        finally:
-            unregister_quantizer("own")
 
 
 @pytest.mark.parametrize("name", ["nativ", "", None, 4, ["native"]])

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import fresh_process
 import interpreted_kernels
 import versions
 from kvlayers.kernels.codes import cuda_packing as launch
@@ -18,7 +17,7 @@ from kvlayers.utils import triton_support
 from kvlayers.utils.triton_support import DeviceFacts, TritonKernel
 from matrix import of_cases
 from packing_cases import PACKINGS
-from triton_quantizer_cases import READINGS
+from triton_quantizer_cases import CHECKS
 
 with_triton = versions.interprets_kernels
 META = torch.device("meta")
@@ -34,42 +33,14 @@ def interpreted() -> dict[str, Any]:
 @with_triton
 @pytest.mark.parametrize("name", of_cases(PACKINGS))
 def test_kernels_pack_the_codes_that_the_cpu_packs_and_read_them(interpreted: dict[str, Any], name: str) -> None:
-    found = interpreted["packings"][name]
-    assert found == {"obstacles": [None, None], "read": [True, True], "any nan": "not_finite" in name}
+    assert interpreted["packings"][name] is None
 
 
 @pytest.mark.slow
 @with_triton
-@pytest.mark.parametrize("name", READINGS)
-def test_kernels_read_blocks_of_every_format(interpreted: dict[str, Any], name: str) -> None:
-    assert interpreted["readings"][name] == [True, True]
-
-
-@pytest.mark.slow
-@with_triton
-def test_kernels_read_nan_as_nan(interpreted: dict[str, Any]) -> None:
-    """Arithmetic on a GPU gives NaN the bits 0x7FFFFFFF, which no arithmetic on a CPU does."""
-    assert all(interpreted["nan of a gpu"])
-
-
-@pytest.mark.slow
-@with_triton
-@pytest.mark.parametrize("name", ["native 4", "fp8"])
-def test_a_cache_that_kernels_pack_holds_what_the_cpu_would(interpreted: dict[str, Any], name: str) -> None:
-    found = interpreted["caches"][name]
-    assert isinstance(found, dict), found
-    assert found["launched"]["pack_block"] >= 2
-    assert found["launched"]["read_block"] >= 2
-    assert min(found["codes"].values()) > 0.998
-    assert found["others"] == []
-    # States of unit size, in float32.
-    assert max(found["returned"]) < 1e-4
-
-
-def test_kernels_are_not_imported_before_they_are_launched() -> None:
-    code = "import sys, kvlayers.kernels.codes.cuda_packing; sys.exit('codes.triton_blocks' in str(sys.modules.keys()))"
-    ran = fresh_process.run(code)
-    assert ran.returncode == 0, ran.stderr
+@pytest.mark.parametrize("name", CHECKS)
+def test_what_is_checked_in_the_interpreter(interpreted: dict[str, Any], name: str) -> None:
+    assert interpreted["checks"][name] is None
 
 
 SEARCH = KernelSearch()

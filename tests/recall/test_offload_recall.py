@@ -1,17 +1,15 @@
 """Recall over offloaded states: what a query reads is that of a layer on its device, and little travels."""
 
-import copy
-import gc
 import pathlib
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+from typing_extensions import override
 
 from fake_device import CPU, DEVICE, IS_SUPPORTED, DeviceTransfers, device
 from kvlayers import OffloadedLayer, Quantization, RecallLayer
@@ -25,10 +23,8 @@ from kvlayers.planning.cache_bytes import layer_bytes
 from kvlayers.quantized.quantized_store import QuantizedStore
 from kvlayers.stores import DenseStore, TokenStore
 from matrix import once
-from race_detector import RaceDetector
+from offloaded_pair import HEAD_DIM, HEADS, KV_HEADS, OffloadedPair
 
-KV_HEADS, HEAD_DIM = 2, 8
-HEADS = 2 * KV_HEADS
 BATCH = 2
 FEW_BITS = Quantization(nbits=4, residual_length=16, sink_tokens=16, q_group_size=8)
 
@@ -83,43 +79,27 @@ HERE_AND_THERE = pytest.mark.parametrize("place", ALL_PLACES[:2])
 EVERYWHERE = pytest.mark.parametrize(("place", "kind"), once(ALL_PLACES, BOTH), indirect=["kind"])
 
 
-class Pair:
-    """A layer on the CPU, and one that is offloaded, which must always answer the same."""
+class Pair(OffloadedPair):
+    """A layer that reads some pages, where the queries of single tokens differ from the last ones by `change`."""
 
     def __init__(self, place: str, path: pathlib.Path, kind: Kind = DENSE) -> None:
-        self.prefetcher, self.where = PLACES[place](path)
-        self.plain, self.offloaded = kind.layer(), OffloadedLayer(kind.layer(), self.prefetcher)
-        self.batch_size = BATCH
-        self.is_exact = self.where == CPU
-        """The device of the tests does not have the kernels of the CPU."""
-        self.generator = torch.Generator().manual_seed(0)
-        self.query: Tensor | None = None
+        self.prefetcher, where = PLACES[place](path)
+        super().__init__(kind.layer, self.prefetcher, where)
+        # The device of the tests does not have the kernels of the CPU.
+        self.tolerance = 0 if where == CPU else None
+        self.mask: Tensor | None = None
+        self.change, self.query = 1.0, torch.empty(0)
 
-    def update(self, tokens: int, steps: int = 1, mask: Tensor | None = None, change: float = 1.0) -> None:
-        """Updates, whose queries differ from the last one by a part of `change`."""
-        for _ in range(steps):
-            keys, values = torch.randn((2, self.batch_size, KV_HEADS, tokens, HEAD_DIM), generator=self.generator)
-            query = torch.randn((self.batch_size, HEADS, tokens, HEAD_DIM), generator=self.generator)
-            if self.query is not None and self.query.shape == query.shape:
-                query = (1 - change) * self.query + change * query
-            self.query = query
-            results = []
-            for layer, place in ((self.plain, CPU), (self.offloaded, self.where)):
-                states = layer.update(keys.to(place), values.to(place))
-                assert states[0].device == place
-                shown = None if mask is None else mask[..., : states[0].shape[2]].to(place)
-                result = scaled_dot_product_attention(query.to(place), *states, shown, enable_gqa=True)
-                results.append(result.to(CPU))
-            if self.is_exact:
-                assert torch.equal(*results)
-            else:
-                torch.testing.assert_close(*results)
+    @override
+    def queries(self, tokens: int) -> Tensor:
+        new = super().queries(tokens)
+        self.query = torch.lerp(self.query, new, self.change) if self.query.shape == new.shape else new
+        return self.query
 
-    def both(self, act: Callable[[Any], Any]) -> None:
-        act(self.plain)
-        act(self.offloaded)
-        assert self.offloaded.length == self.plain.length
-        self.batch_size = self.plain.batch_size or self.batch_size
+    @override
+    def attention(self, query: Tensor, states: tuple[Tensor, Tensor]) -> Tensor:
+        mask = None if self.mask is None else self.mask[..., : states[0].shape[2]].to(query.device)
+        return scaled_dot_product_attention(query, *states, mask, enable_gqa=True)
 
     def check(self) -> None:
         for one, other in ((self.plain.keys, self.offloaded.keys), (self.plain.values, self.offloaded.values)):
@@ -127,46 +107,41 @@ class Pair:
             # The CPU computes scales, and states from codes, in another order than the device does.
             torch.testing.assert_close(as_dense(one), as_dense(other).to(CPU))
 
-    def twin(self) -> "Pair":
-        other = copy.copy(self)
-        other.plain, other.offloaded = self.plain.fork(), self.offloaded.fork()
-        return other
-
     def step(self, change: float = 0.1) -> Traffic:
-        before = self.prefetcher.meter.total
-        before = Traffic(before.to_host, before.to_device)
-        self.update(1, change=change)
+        """What travels for a token."""
+        self.change = change
+        before = self.prefetcher.meter.total + Traffic()
+        self.update(1)
         after = self.prefetcher.meter.total
         return Traffic(after.to_host - before.to_host, after.to_device - before.to_device)
+
+
+OPERATIONS: tuple[Callable[[RecallLayer], object], ...] = (
+    lambda layer: layer.peek(),
+    lambda layer: layer.crop(-100),
+    lambda layer: layer.batch_select_indices([1, 0]),
+    lambda layer: layer.batch_repeat_interleave(2),
+    lambda layer: layer.load_state(layer.state()),
+)
 
 
 @EVERYWHERE
 def test_queries_read_the_same_after_every_operation(place: str, kind: Kind, tmp_path: pathlib.Path) -> None:
     pair = Pair(place, tmp_path, kind)
     pair.update(kind.to_a_page)
-    pair.update(1, steps=12)
-    pair.check()
-    pair.update(7)
-    pair.update(1, steps=3)
-    pair.both(lambda layer: layer.crop(-100))
-    pair.update(1, steps=4)
-    pair.both(lambda layer: layer.batch_select_indices([1, 0]))
-    pair.update(1, steps=2)
-    pair.both(lambda layer: layer.batch_repeat_interleave(2))
-    pair.update(1, steps=2)
+    for operation in OPERATIONS:
+        pair.both(operation)
+        for tokens in (*[1] * 12, 7, 1):
+            pair.update(tokens)
+        pair.check()
     # Forks without offloading share segments, which attention reads one after the other.
-    pair.is_exact = False
-    twin = pair.twin()
-    pair.update(1, steps=2)
-    twin.update(1, steps=3)
-    pair.check()
-    twin.check()
-    twin.update(1, steps=2)
-    state = twin.offloaded.state()
-    assert {tensor.device for tensor in state.tensors.values()} == {CPU}
-    twin.update(1)
-    pair.both(lambda layer: layer.load_state(state))
-    pair.update(1, steps=3)
+    pair.tolerance = None
+    twin = pair.fork()
+    for each in (pair, twin, pair):
+        each.update(1, steps=2)
+    for each in (pair, twin):
+        each.check()
+        assert {tensor.device for tensor in each.offloaded.state().tensors.values()} == {CPU}
     pair.both(lambda layer: layer.reset())
     pair.batch_size = 1
     pair.update(kind.to_a_page)
@@ -194,7 +169,8 @@ def test_padded_sequences_read_the_same(place: str, tmp_path: pathlib.Path) -> N
     pair.update(300)
     mask = torch.ones(BATCH, 1, 1, 400, dtype=torch.bool)
     mask[0, ..., :70] = False
-    pair.update(1, steps=10, mask=mask)
+    pair.mask = mask
+    pair.update(1, steps=10)
 
 
 @HERE_AND_THERE
@@ -230,7 +206,8 @@ def test_what_travels_does_not_depend_on_the_length(place: str, kind: Kind, tmp_
     for times in (2, 8):
         pair = Pair(place, tmp_path, kind)
         pair.update(kind.to_a_page + 256 * times)
-        pair.update(1, steps=2, change=0.1)
+        pair.change = 0.1
+        pair.update(1, steps=2)
         steps = [pair.step() for _ in range(10)]
         assert all(step.to_device <= all_chosen for step in steps)
         # The keys and values of the new token, or the block that is packed.
@@ -246,7 +223,8 @@ def test_what_travels_does_not_depend_on_the_length(place: str, kind: Kind, tmp_
 def test_the_meter_counts_what_crosses(kind: Kind, tmp_path: pathlib.Path) -> None:
     pair = Pair("host", tmp_path, kind)
     pair.update(kind.to_a_page)
-    pair.update(1, change=0.2)
+    pair.change = 0.2
+    pair.update(1)
     for _ in range(12):
         keys, values = (torch.randn(BATCH, KV_HEADS, 1, HEAD_DIM).to(DEVICE) for _ in range(2))
         query = torch.randn(BATCH, HEADS, 1, HEAD_DIM).to(DEVICE)
@@ -274,39 +252,6 @@ def test_the_device_holds_a_bounded_part(kind: Kind, tmp_path: pathlib.Path) -> 
     assert planned.device + planned.copies == pytest.approx(held, rel=0.01 if kind is PACKED else 0)
     pair.both(lambda layer: layer.reset())
     assert sum(tensor.nbytes for tensor in pair.offloaded.held_tensors() if tensor.device == DEVICE) == 0
-
-
-@pytest.fixture
-def detector(monkeypatch: pytest.MonkeyPatch) -> Iterator[RaceDetector]:
-    with RaceDetector().installed(monkeypatch) as detector:
-        yield detector
-        gc.collect()
-
-
-@on_a_device
-def test_nothing_races(detector: RaceDetector) -> None:
-    prefetcher = Prefetcher()
-    layers = [OffloadedLayer(kind.layer(), prefetcher) for kind in (DENSE, PACKED, DENSE)]
-
-    def forward(*chunks: int) -> None:
-        for tokens in chunks:
-            for layer in layers:
-                keys, values = (torch.ones(2, KV_HEADS, tokens, HEAD_DIM, device=DEVICE) for _ in range(2))
-                query = torch.ones(2, HEADS, tokens, HEAD_DIM, device=DEVICE)
-                scaled_dot_product_attention(query, *layer.update(keys, values), enable_gqa=True)
-
-    forward(PACKED.to_a_page, *[1] * 12, 7, 1, 1)
-    for layer in layers:
-        layer.crop(-2)
-        layer.batch_select_indices([1, 0])
-    forward(1, 1)
-    read = [layer.keys for layer in layers]
-    forward(1)
-    twins = [layer.fork() for layer in layers]
-    forward(1)
-    del twins, read
-    layers.clear()
-    gc.collect()
 
 
 @KINDS

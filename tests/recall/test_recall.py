@@ -1,8 +1,9 @@
 """Recall: which pages a query reads, against a loop over pages and a softmax over the tokens that it allows."""
 
 import copy
+import functools
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -13,14 +14,15 @@ from transformers.models.llama.modeling_llama import repeat_kv
 
 import kvlayers
 from kvlayers import DynamicLayer, OffloadedLayer, OptionError, Quantization, QuantizedLayer, RecallLayer
-from kvlayers.errors import StateMismatchError
 from kvlayers.layers import Recall
 from kvlayers.offload import Prefetcher
 from kvlayers.stores import QuantizedStore
 from matrix import once, product
+from models import CONFIGS
 from recall_reference import RecallReference
-from recording_transfers import RecordingTransfers
+from recording_transfers import recording_transfers
 
+LLAMA = CONFIGS["llama"]()
 RECALL = Recall(pages=3, page_tokens=8, sink_tokens=4, recent_tokens=8)
 BLOCKS = Recall(pages=2, page_tokens=64, sink_tokens=4, recent_tokens=64)
 FEW_BITS = Quantization(nbits=4, residual_length=64, sink_tokens=16)
@@ -39,17 +41,21 @@ class Run:
     def random(self, heads: int, tokens: int) -> Tensor:
         return torch.randn(self.batch, heads, tokens, HEAD_DIM, generator=self.generator)
 
-    def step(self, tokens: int = 1) -> tuple[Tensor, Tensor]:
-        """Attention of the layer and of the reference after so many tokens."""
-        keys, values, query = self.random(KV_HEADS, tokens), self.random(KV_HEADS, tokens), self.random(6, tokens)
+    def feed(
+        self, tokens: int = 1, dtype: torch.dtype = torch.float32, padding: Sequence[int] = ()
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Let both take in tokens: their queries, and what the layer returns."""
+        keys, values, query = (self.random(heads, tokens).to(dtype) for heads in (KV_HEADS, KV_HEADS, 6))
+        for sequence, padded in enumerate(padding):
+            keys[sequence, :, :padded] = 1e4
         attended = self.layer.update(keys, values)
         self.reference.update(keys, values)
-        return attend(query, attended), self.reference.attend(query).float()
+        return query, attended
 
     def check(self, *chunks: int) -> "Run":
         for tokens in chunks:
-            found, expected = self.step(tokens)
-            torch.testing.assert_close(found, expected, **EXACT)
+            query, attended = self.feed(tokens)
+            torch.testing.assert_close(attend(query, attended), self.reference.attend(query).float(), **EXACT)
         return self
 
 
@@ -57,10 +63,6 @@ def attend(query: Tensor, attended: tuple[Tensor, Tensor]) -> Tensor:
     queries, tokens = query.shape[2], attended[0].shape[2]
     mask = None if queries == 1 else torch.ones(queries, tokens, dtype=torch.bool).tril(tokens - queries)
     return scaled_dot_product_attention(query, *attended, mask, enable_gqa=True)
-
-
-def recording_transfers(device: torch.device) -> RecordingTransfers:
-    return RecordingTransfers()
 
 
 LAYERS: dict[str, Callable[[], Any]] = {
@@ -158,45 +160,40 @@ def test_decoding_goes_on_after_every_operation(kind: str, operation: str) -> No
         other.check(1, 1)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_all_pages_are_no_recall(dtype: torch.dtype) -> None:
+ALL = Recall(pages="all")
+
+
+@pytest.mark.parametrize(
+    ("recall", "chunks", "dtype"),
+    [
+        *((ALL, (300, 1, 1, 5, 1), dtype) for dtype in (torch.float32, torch.bfloat16)),
+        *((RECALL, (tokens, 1), torch.float32) for tokens in (8 * 3 + 8 + 8 + 6, 20)),
+    ],
+    ids=str,
+)
+def test_all_pages_and_few_are_no_recall(recall: Recall, chunks: tuple[int, ...], dtype: torch.dtype) -> None:
     """Bit for bit, and on the same path."""
-    plain, layer = DynamicLayer(), RecallLayer(Recall(pages="all"))
+    plain, layer = DynamicLayer(), RecallLayer(recall)
     torch.manual_seed(0)
-    for tokens in (300, 1, 1, 5, 1):
+    for tokens in chunks:
         keys, values = torch.randn(2, 2, 2, tokens, 32).to(dtype)
         query = torch.randn(2, 8, tokens, 32).to(dtype)
-        found = [attend(query, each.update(keys, values)) for each in (layer, plain)]
-        assert torch.equal(*found)
-    assert layer.nbytes == plain.nbytes
-    assert layer.fidelity == "exact" != RecallLayer().fidelity
-
-
-@pytest.mark.parametrize("tokens", [8 * 3 + 8 + 8 + 6, 20])
-def test_few_pages_are_no_recall(tokens: int) -> None:
-    plain, run = DynamicLayer(), Run(RecallLayer(RECALL))
-    keys, values = run.random(KV_HEADS, tokens), run.random(KV_HEADS, tokens)
-    plain.update(keys, values), run.layer.update(keys, values)
-    keys, values, query = run.random(KV_HEADS, 1), run.random(KV_HEADS, 1), run.random(6, 1)
-    assert torch.equal(attend(query, run.layer.update(keys, values)), attend(query, plain.update(keys, values)))
+        assert torch.equal(*(attend(query, each.update(keys, values)) for each in (layer, plain)))
+    if recall is ALL:
+        assert layer.nbytes == plain.nbytes
+        assert layer.fidelity == "exact" != RecallLayer().fidelity
 
 
 @pytest.mark.parametrize(
     ("padding", "additive", "sinks"), product([[0, 21], [8, 64], [95, 0], [3, 3]], [False, True], [4, 0])
 )
 def test_padding_is_not_chosen(padding: list[int], additive: bool, sinks: int) -> None:
-    """Padding keys may be anything, even not a number; each sequence has its own sinks."""
+    """Padding keys may be anything; each sequence has its own sinks."""
     recall = Recall(pages=3, page_tokens=8, sink_tokens=sinks, recent_tokens=8)
     run = Run(RecallLayer(recall), recall)
-    keys, values = run.random(KV_HEADS, 100), run.random(KV_HEADS, 100)
-    for sequence, padded in enumerate(padding):
-        keys[sequence, :, :padded] = 1e4
-    run.layer.update(keys, values)
-    run.reference.update(keys, values)
+    run.feed(100, padding=padding)
     for _ in range(20):
-        keys, values, query = run.random(KV_HEADS, 1), run.random(KV_HEADS, 1), run.random(6, 1)
-        attended = run.layer.update(keys, values)
-        run.reference.update(keys, values)
+        query, attended = run.feed()
         visible = torch.arange(run.reference.length) >= torch.tensor(padding)[:, None]
         mask = visible[:, None, None]
         if additive:
@@ -208,26 +205,20 @@ def test_padding_is_not_chosen(padding: list[int], additive: bool, sinks: int) -
 def test_eager_attention_reads_the_same_pages() -> None:
     run = Run(RecallLayer(RECALL)).check(90)
     for _ in range(10):
-        keys, values, query = run.random(KV_HEADS, 1), run.random(KV_HEADS, 1), run.random(6, 1)
-        attended = run.layer.update(keys, values)
-        run.reference.update(keys, values)
-        copies = [repeat_kv(states, GROUP) for states in attended]
-        scores = torch.matmul(query, copies[0].transpose(2, 3)) / HEAD_DIM**0.5
-        found = torch.matmul(scores.softmax(-1), copies[1])
+        query, attended = run.feed()
+        keys, values = (repeat_kv(states, GROUP) for states in attended)
+        found = torch.matmul((torch.matmul(query, keys.transpose(2, 3)) / HEAD_DIM**0.5).softmax(-1), values)
         torch.testing.assert_close(found, run.reference.attend(query).float(), **EXACT)
 
 
 def test_bfloat16_reads_pages_of_the_highest_bounds() -> None:
     """As far as bfloat16 can tell: bounds that are rounded may put two pages in the other order."""
     run = Run(RecallLayer(RECALL))
-    keys, values = run.random(KV_HEADS, 120).bfloat16(), run.random(KV_HEADS, 120).bfloat16()
-    run.layer.update(keys, values)
-    run.reference.update(keys, values)
+    run.feed(120, torch.bfloat16)
     for _ in range(10):
-        keys, values, query = (run.random(heads, 1).bfloat16() for heads in (KV_HEADS, KV_HEADS, 6))
-        found = attend(query, run.layer.update(keys, values))
-        run.reference.update(keys, values)
-        torch.testing.assert_close(found.float(), run.reference.attend(query).float(), rtol=0, atol=2e-2)
+        query, attended = run.feed(1, torch.bfloat16)
+        found = attend(query, attended).float()
+        torch.testing.assert_close(found, run.reference.attend(query).float(), rtol=0, atol=2e-2)
 
 
 # Packed states
@@ -287,24 +278,6 @@ def test_packed_pages_after_a_crop(length: int) -> None:
     check_packed(layer, packed, reference, 2)
 
 
-def test_packed_pages_after_a_fork_a_selection_and_a_state() -> None:
-    layer, packed, reference = packed_pair([520])
-    fork = layer.fork()
-    check_packed(fork, packed.fork(), reference.copy(), 3)
-    check_packed(layer, packed, reference, 3)
-    for each in (layer, packed):
-        each.expand(2)
-    reference.select([0, 0, 1, 1])
-    check_packed(layer, packed, reference, 70)
-    for each in (layer, packed):
-        each.batch_select_indices(torch.tensor([3, 0]))
-    reference.select([3, 0])
-    check_packed(layer, packed, reference, 3)
-    fresh = RecallLayer(BLOCKS, store=QuantizedStore(FEW_BITS))
-    fresh.load_state(layer.state())
-    check_packed(fresh, packed, reference, 70)
-
-
 # Memory, descriptions and bad input
 
 
@@ -326,50 +299,37 @@ def test_a_layer_describes_itself() -> None:
     assert Recall.from_facts(facts) == BLOCKS
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"pages": 0}, "`pages` of recall must be a whole number, at least 1"),
-        ({"pages": "every"}, 'or "all"'),
-        ({"pages": True}, "`pages`"),
-        ({"page_tokens": 65}, "from 1 to 64, got 65"),
-        ({"page_tokens": 0}, "`page_tokens`"),
-        ({"sink_tokens": -1}, "`sink_tokens`"),
-        ({"recent_tokens": 0}, "`recent_tokens`"),
-        ({"recent_tokens": 1.5}, "`recent_tokens`"),
-    ],
-)
-def test_options_are_checked(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(OptionError, match=message):
-        Recall(**options)
-    with pytest.raises(OptionError, match=message):
-        RecallLayer(options)
+OPTIONS: list[tuple[dict[str, Any], str]] = [
+    ({"pages": 0}, "`pages` of recall must be a whole number, at least 1"),
+    ({"pages": "every"}, 'or "all"'),
+    ({"pages": True}, "`pages`"),
+    ({"page_tokens": 65}, "from 1 to 64, got 65"),
+    ({"page_tokens": 0}, "`page_tokens`"),
+    ({"sink_tokens": -1}, "`sink_tokens`"),
+    ({"recent_tokens": 0}, "`recent_tokens`"),
+    ({"recent_tokens": 1.5}, "`recent_tokens`"),
+]
+BAD: list[tuple[Callable[[], Any], type[Exception], str]] = [
+    *((functools.partial(Recall, **options), OptionError, message) for options, message in OPTIONS),
+    *((functools.partial(RecallLayer, options), OptionError, message) for options, message in OPTIONS),
+    *((functools.partial(Recall.of, given), OptionError, "[Rr]ecall") for given in ({"page": 3}, 64, "all", [64])),
+    (lambda: kvlayers.DynamicCache(recall={"pgaes": 4}), OptionError, "did you mean 'pages'"),
+    (lambda: kvlayers.DynamicCache(recall="all"), OptionError, "'pages': 'all'"),
+    (lambda: kvlayers.DynamicCache(pages=4), OptionError, r"part of the option `recall`, as in recall=\{'pages'"),
+    (lambda: kvlayers.make_cache("static", LLAMA, recall={"pages": 3}, max_cache_len=64), OptionError, "recall"),
+    (lambda: kvlayers.make_cache("sink", LLAMA, recall={"pages": 3}), OptionError, "recall"),
+    (
+        lambda: RecallLayer(Recall(pages=4, page_tokens=8)).load_state(RecallLayer(RECALL).state()),
+        kvlayers.errors.StateMismatchError,
+        "recall_pages",
+    ),
+]
 
 
-@pytest.mark.parametrize("given", [{"page": 3}, 64, "all", [64]])
-def test_recall_is_recall_or_a_mapping(given: Any) -> None:
-    with pytest.raises(OptionError, match="[Rr]ecall"):
-        Recall.of(given)
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"recall": {"pgaes": 4}}, "did you mean 'pages'"),
-        ({"recall": "all"}, "'pages': 'all'"),
-        ({"pages": 4}, r"part of the option `recall`, as in recall=\{'pages'"),
-    ],
-)
-def test_errors_say_where_an_argument_of_recall_belongs(options: dict[str, Any], says: str) -> None:
-    with pytest.raises(OptionError, match=says):
-        kvlayers.DynamicCache(**options)
-
-
-def test_pages_of_packed_states_are_blocks() -> None:
-    layer = RecallLayer(Recall(page_tokens=16), store=QuantizedStore(FEW_BITS))
-    with pytest.raises(OptionError, match="pass page_tokens=64"):
-        layer.update(torch.randn(1, 2, 5, 32), torch.randn(1, 2, 5, 32))
-    assert layer.length == 0
+@pytest.mark.parametrize(("act", "error", "message"), BAD)
+def test_bad_input_is_a_named_error(act: Callable[[], Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        act()
 
 
 def test_a_state_with_wrong_pages_is_refused() -> None:
@@ -383,12 +343,13 @@ def test_a_state_with_wrong_pages_is_refused() -> None:
         ("page_ends", state.tensors["page_ends"].float()),
     ]:
         fresh = RecallLayer(BLOCKS, store=QuantizedStore(FEW_BITS))
-        with pytest.raises(StateMismatchError, match="of a state"):
+        with pytest.raises(kvlayers.errors.StateMismatchError, match="of a state"):
             fresh.load_state(kvlayers.layers.LayerState(state.kind, {**state.tensors, name: wrong}, state.facts))
         assert fresh.length == 0
 
 
-def test_states_of_another_recall_are_refused() -> None:
-    layer = RecallLayer(RECALL)
-    with pytest.raises(StateMismatchError, match="recall_pages"):
-        RecallLayer(Recall(pages=4, page_tokens=8)).load_state(layer.state())
+def test_pages_of_packed_states_are_blocks() -> None:
+    layer = RecallLayer(Recall(page_tokens=16), store=QuantizedStore(FEW_BITS))
+    with pytest.raises(OptionError, match="pass page_tokens=64"):
+        layer.update(torch.randn(1, 2, 5, 32), torch.randn(1, 2, 5, 32))
+    assert layer.length == 0

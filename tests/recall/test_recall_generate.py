@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import kvlayers
-from kvlayers import DynamicCache, OptionError, QuantizedCache, RecallLayer, SlidingLayer
+from kvlayers import DynamicCache, QuantizedCache, RecallLayer, SlidingLayer
 from kvlayers.layers import Recall
 from models import prompt, tiny_model
 
@@ -109,10 +109,3 @@ def test_a_cache_without_a_config_recalls() -> None:
     expected = read(model, DynamicCache(config=model, recall=RECALL), ids, 100)
     assert torch.equal(read(model, DynamicCache(recall=RECALL), ids, 100), expected)
     assert torch.equal(read(model, DynamicCache(recall=RECALL, offloading=True), ids, 100), expected)
-
-
-@pytest.mark.parametrize("name", ["static", "sink"])
-def test_other_caches_have_no_recall(name: str) -> None:
-    options = {"max_cache_len": 64} if name == "static" else {}
-    with pytest.raises(OptionError, match="recall"):
-        kvlayers.make_cache(name, tiny_model("llama").config, recall=RECALL, **options)

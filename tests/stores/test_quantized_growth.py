@@ -1,6 +1,6 @@
 """A packed cache takes no more memory than a dense one at any length, and pays little for growing."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -8,7 +8,7 @@ import torch
 import transformers as tf
 
 import kvlayers
-from kvlayers import DynamicLayer, Quantization, QuantizedLayer, SlidingLayer
+from kvlayers import CacheLayer, DynamicLayer, Quantization, QuantizedLayer, SlidingLayer
 from kvlayers.core.buffer import TokenBuffer
 from matrix import once
 from models import COMMON
@@ -42,10 +42,7 @@ def check_beside_dense(packed: Any, dense: Any, updates: Iterable[int], dtype: t
         assert packed.nbytes <= TOLERANCE * dense.nbytes, packed.length
 
 
-WITH_DTYPES = once(QUANTIZATIONS, [torch.bfloat16, torch.float32])
-
-
-@pytest.mark.parametrize(("quantization", "dtype"), WITH_DTYPES)
+@pytest.mark.parametrize(("quantization", "dtype"), once(QUANTIZATIONS, [torch.bfloat16, torch.float32]))
 def test_a_packed_layer_holds_no_more_than_a_dense_one(quantization: Quantization, dtype: torch.dtype) -> None:
     # A hint within the first block, one within the second, and one that is passed.
     for hint in (150, 230, LONGEST):
@@ -61,7 +58,7 @@ def test_a_packed_layer_holds_no_more_than_a_dense_one(quantization: Quantizatio
         assert length <= 208 or packed.nbytes <= TOLERANCE * bytes_of(length, dtype), length
 
 
-@pytest.mark.parametrize(("quantization", "dtype"), WITH_DTYPES)
+@pytest.mark.parametrize(("quantization", "dtype"), once(QUANTIZATIONS, [torch.bfloat16, torch.float32]))
 def test_a_plan_says_so_at_every_length(quantization: Quantization, dtype: torch.dtype) -> None:
     for tokens in (length for length in range(1, LONGEST + 1) if length % 40 in (1, 9, 32)):
         for hint in (tokens, None):
@@ -88,26 +85,35 @@ def test_a_packed_window_holds_no_more_than_a_dense_one(window: int) -> None:
     check_beside_dense(packed.layers[0], dense.layers[0], [1] * LONGEST, torch.bfloat16)
 
 
-def test_a_packed_layer_that_was_offloaded_forked_cropped_or_loaded_holds_no_more_than_a_dense_one() -> None:
+def loaded(make: Callable[[], CacheLayer], layer: CacheLayer) -> CacheLayer:
+    twin = make()
+    twin.load_state(layer.state())
+    return twin
+
+
+CHANGES: dict[str, Callable[[Callable[[], CacheLayer], CacheLayer], CacheLayer | None]] = {
+    "fork": lambda make, layer: layer.fork(),
+    "load": loaded,
+    "crop": lambda make, layer: layer.crop(30),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("prompt", [50, 150, 209])
+def test_a_packed_layer_that_was_changed_holds_no_more_than_a_dense_one(prompt: int, change: str) -> None:
+    layers = []
+    for make in (lambda: QuantizedLayer(Quantization(nbits=6)), DynamicLayer):
+        layer = make()
+        layer.update(*states(prompt))
+        layers.append(CHANGES[change](make, layer) or layer)
+    check_beside_dense(*layers, [1] * 60, torch.bfloat16)
+
+
+def test_an_offloaded_packed_layer_holds_no_more_than_a_dense_one() -> None:
     config = tf.LlamaConfig(**COMMON)
     packed = kvlayers.QuantizedCache(config=config, nbits=8, offloading=True)
     dense = kvlayers.DynamicCache(config=config, offloading=True)
-    for length in range(1, LONGEST + 1):
-        for cache in (packed, dense):
-            cache.update(*states(1), 0)
-        assert packed.nbytes <= TOLERANCE * dense.nbytes, length
-    for prompt in (50, 150, 209):
-        pair = QuantizedLayer(QUANTIZATIONS[3]), DynamicLayer()
-        for layer in pair:
-            layer.update(*states(prompt))
-        check_beside_dense(*(layer.fork() for layer in pair), [1] * 60, torch.bfloat16)
-        loaded = QuantizedLayer(QUANTIZATIONS[3]), DynamicLayer()
-        for layer, source in zip(loaded, pair, strict=True):
-            layer.load_state(source.state())
-        check_beside_dense(*loaded, [1] * 60, torch.bfloat16)
-        for layer in pair:
-            layer.crop(30)
-        check_beside_dense(*pair, [1] * 60, torch.bfloat16)
+    check_beside_dense(packed.layers[0], dense.layers[0], [1] * LONGEST, torch.bfloat16)
 
 
 def test_growing_copies_a_few_tokens_for_each_that_comes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,7 @@
 """Forks and sequences that share packed blocks: what they hold, what is packed, and what memory it takes."""
 
+import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -8,7 +10,6 @@ from torch import Tensor
 
 from kvlayers import Quantization
 from kvlayers.core.dense_store import DenseStore
-from kvlayers.kernels.attention.packed_tensor import PackedStates
 from kvlayers.kernels.attention.segment_kinds import PackedSegment
 from kvlayers.quantized.packed_blocks import SIDES, PackedBlocks
 from kvlayers.stores import QuantizedStore
@@ -55,7 +56,6 @@ def bytes_of_all(*stores: QuantizedStore) -> int:
 
 
 def packed_segments(states: Tensor) -> list[PackedSegment]:
-    assert isinstance(states, PackedStates)
     return [segment for segment in states.snapshot.segments.in_order if isinstance(segment, PackedSegment)]
 
 
@@ -114,48 +114,42 @@ def test_what_two_stores_do_not_hold_alike_is_not_shared() -> None:
         assert_same(store, filled(PREFIX))
 
 
-def raise_at(call: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    prepare, calls = DenseStore.prepare_slots, iter(range(100))
-
-    def failing(self: DenseStore, tokens: int) -> None:
-        if next(calls) == call:
-            raise torch.OutOfMemoryError("There is no memory for one side.")
-        prepare(self, tokens)
-
-    monkeypatch.setattr(DenseStore, "prepare_slots", failing)
+CHANGES: dict[str, tuple[Callable[[QuantizedStore], None], Callable[[QuantizedStore], None]]] = {
+    "nothing": (lambda store: None, lambda store: None),
+    "expand": (lambda store: store.expand(3), lambda store: store.select(torch.tensor([0, 0, 0, 1, 1, 1]))),
+    "select": (lambda store: store.select(torch.tensor([1, 0])), lambda store: store.select(torch.tensor([1, 0]))),
+    "truncate": (lambda store: store.truncate(500), lambda store: store.truncate(500)),
+}
+"""What is done to a store that shares memory, and to one that does not."""
 
 
 @pytest.mark.parametrize("call", [0, 1])
-@pytest.mark.parametrize("then", ["nothing", "expand", "select", "truncate"])
+@pytest.mark.parametrize("then", CHANGES)
 def test_memory_for_one_side_alone_leaves_both_as_they_were(
     call: int, then: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, alone = filled(PREFIX), filled(PREFIX)
     fork = store.fork()
     add(store, BLOCK, seed=5)
+    prepare, calls = DenseStore.prepare_slots, itertools.count()
+
+    def failing(codes: DenseStore, tokens: int) -> None:
+        if next(calls) == call:
+            raise torch.OutOfMemoryError("There is no memory for one side.")
+        prepare(codes, tokens)
+
     with monkeypatch.context() as patched:
-        raise_at(call, patched)
+        patched.setattr(DenseStore, "prepare_slots", failing)
         with pytest.raises(torch.OutOfMemoryError):
             add(fork, BLOCK, seed=6)
     assert fork.length == PREFIX
-    change(then, fork, alone)
+    for change, each in zip(CHANGES[then], (fork, alone), strict=True):
+        change(each)
     assert_same(fork, alone)
 
 
-def change(what: str, store: QuantizedStore, alone: QuantizedStore) -> None:
-    if what == "expand":
-        store.expand(3)
-        alone.select(torch.tensor([0, 0, 0, 1, 1, 1]))
-    elif what == "select":
-        for each in (store, alone):
-            each.select(torch.tensor([1, 0]))
-    elif what == "truncate":
-        for each in (store, alone):
-            each.truncate(500)
-
-
 @pytest.mark.parametrize("side", ["keys", "values"])
-@pytest.mark.parametrize("then", ["nothing", "expand", "select", "truncate"])
+@pytest.mark.parametrize("then", CHANGES)
 def test_threads_may_each_have_got_the_slots_of_one_side(side: Any, then: str) -> None:
     store, alone = filled(PREFIX), filled(PREFIX)
     for codes in store.blocks.stores:
@@ -165,5 +159,6 @@ def test_threads_may_each_have_got_the_slots_of_one_side(side: Any, then: str) -
     fork.blocks.stores[SIDES.index(side)].prepare_slots(1)
     for each in (store, alone):
         add(each, BLOCK, seed=5)
-    change(then, store, alone)
+    for change, each in zip(CHANGES[then], (store, alone), strict=True):
+        change(each)
     assert_same(store, alone)

@@ -16,7 +16,6 @@ import kvlayers
 from agreement import same_state
 from kvlayers import OptionError, Quantization, QuantizedLayer
 from kvlayers.core.dense_store import DenseStore
-from kvlayers.errors import StateMismatchError
 from kvlayers.kernels.attention.packed_tensor import PackedStates
 from kvlayers.kernels.attention.segments import Segment
 from kvlayers.quantizers import CodeFormat, QuantizedGroups, Quantizer, dequantize
@@ -248,7 +247,7 @@ def test_states_that_do_not_fit_leave_a_store_untouched(bad: str, tokens: int) -
     layer = QuantizedLayer(SMALL)
     layer.update(*some_states(tokens, 2, 3))
     twin, before, nbytes = layer.fork(), layer.state(), layer.nbytes
-    with pytest.raises(StateMismatchError, match="must .* got"):
+    with pytest.raises(kvlayers.errors.StateMismatchError, match="must .* got"):
         layer.update(*BAD[bad](*some_states(3, 2, 3)))
     assert same_state(layer.state(), before)
     assert layer.nbytes == nbytes
@@ -259,12 +258,18 @@ def test_states_that_do_not_fit_leave_a_store_untouched(bad: str, tokens: int) -
 
 
 FIRST: dict[str, tuple[tuple[Tensor, Tensor], type[Exception]]] = {
-    "batches that differ": ((torch.zeros(2, 1, 3, 8), torch.zeros(1, 1, 3, 8)), StateMismatchError),
-    "head counts that differ": ((torch.zeros(1, 2, 3, 8), torch.zeros(1, 1, 3, 8)), StateMismatchError),
-    "a dtype that is not quantized": ((torch.zeros(1, 1, 3, 8).double(),) * 2, StateMismatchError),
-    "no channels": ((torch.zeros(1, 1, 3, 0), torch.zeros(1, 1, 3, 8)), StateMismatchError),
-    "devices that differ": ((torch.zeros(1, 1, 3, 8), torch.zeros(1, 1, 3, 8, device="meta")), StateMismatchError),
-    "whole numbers": ((torch.zeros(1, 1, 3, 8).long(), torch.zeros(1, 1, 3, 8).long()), StateMismatchError),
+    "batches that differ": ((torch.zeros(2, 1, 3, 8), torch.zeros(1, 1, 3, 8)), kvlayers.errors.StateMismatchError),
+    "head counts that differ": ((torch.zeros(1, 2, 3, 8), torch.zeros(1, 1, 3, 8)), kvlayers.errors.StateMismatchError),
+    "a dtype that is not quantized": ((torch.zeros(1, 1, 3, 8).double(),) * 2, kvlayers.errors.StateMismatchError),
+    "no channels": ((torch.zeros(1, 1, 3, 0), torch.zeros(1, 1, 3, 8)), kvlayers.errors.StateMismatchError),
+    "devices that differ": (
+        (torch.zeros(1, 1, 3, 8), torch.zeros(1, 1, 3, 8, device="meta")),
+        kvlayers.errors.StateMismatchError,
+    ),
+    "whole numbers": (
+        (torch.zeros(1, 1, 3, 8).long(), torch.zeros(1, 1, 3, 8).long()),
+        kvlayers.errors.StateMismatchError,
+    ),
 }
 
 
@@ -348,7 +353,7 @@ def test_a_damaged_state_is_refused_and_changes_nothing(damage: str) -> None:
     layer = QuantizedLayer(SMALL)
     layer.update(*some_states(250, 2, 2))
     before = layer.state()
-    with pytest.raises(StateMismatchError, match="must|are not"):
+    with pytest.raises(kvlayers.errors.StateMismatchError, match="must|are not"):
         layer.load_state(dataclasses.replace(state, tensors=DAMAGES[damage](state.tensors)))
     assert layer.length == 250
     assert same_state(layer.state(), before)
@@ -362,7 +367,7 @@ def test_a_state_of_other_settings_is_refused(change: dict[str, Any]) -> None:
     source.update(*some_states(300))
     options = {"nbits": 8} if change == {"backend": "fp8"} else {}
     layer = QuantizedLayer(dataclasses.replace(SMALL, **options, **change))
-    with pytest.raises(StateMismatchError, match=f"`state` must have .*{next(iter(change))}="):
+    with pytest.raises(kvlayers.errors.StateMismatchError, match=f"`state` must have .*{next(iter(change))}="):
         layer.load_state(source.state())
 
 
@@ -570,7 +575,7 @@ def test_a_quantizer_that_returns_something_else_is_refused(wrong: str) -> None:
     layer.update(torch.randn(1, 2, 50, 8), torch.randn(1, 2, 50, 8))
     blocks = layer.store.blocks
     blocks._quantizers["keys"] = Wrong(blocks._quantizers["keys"])
-    with pytest.raises(StateMismatchError, match="correct the quantizer"):
+    with pytest.raises(kvlayers.errors.StateMismatchError, match="correct the quantizer"):
         layer.update(torch.randn(1, 2, 100, 8), torch.randn(1, 2, 100, 8))
     assert layer.length == 50
 

@@ -8,7 +8,7 @@ import torch
 
 from kvlayers import Quantization
 from kvlayers.core.token_store import TokenStore
-from kvlayers.errors import RollbackError, UnsupportedLayerError
+from kvlayers.errors import RollbackError, StaleStatesError, UnsupportedLayerError
 from kvlayers.eviction.evicted import evicted
 from kvlayers.eviction.held_tokens import held_tokens
 from kvlayers.eviction.ragged_store import RaggedStore
@@ -24,6 +24,7 @@ from ragged_reference import (
     generator,
     kept_tokens,
     of_head,
+    segments_of,
     states,
     step,
 )
@@ -48,13 +49,11 @@ def ragged(counts: list[list[int]] | None = None, tokens: int = 700) -> tuple[Ra
     lists = RaggedLists(len(counts))
     store = evict(QuantizedStore(quantization()), lists, counts, states(len(counts), tokens))
     assert isinstance(store, RaggedStore)
-    assert store.flat is not None
     return store, lists
 
 
 def test_the_first_eviction_chooses_before_it_packs() -> None:
     store, lists = ragged()
-    assert store.flat is not None
     assert store.flat.sinks == SINKS
     assert store.tail.length >= SINKS + RESIDUAL
     for tokens in (1, 3, 50, 1, 70, 1):
@@ -64,12 +63,10 @@ def test_the_first_eviction_chooses_before_it_packs() -> None:
 def test_budgets_that_differ_by_whole_blocks_fill_every_block() -> None:
     counts = [[50 + 7 * BLOCK, 50 + 2 * BLOCK], [50 + BLOCK, 50 + 5 * BLOCK]]
     store, _ = ragged(counts)
-    assert store.flat is not None
     counts_of_pieces = store.flat.counts
     assert set(counts_of_pieces.unique().tolist()) <= {0, BLOCK}
     assert store.tail.length == 50
     assert store.flat.places == 7 + 2 + 1 + 5
-    assert store.forms is not None
     quantizers = quantization().quantizers(KEY_DIM, VALUE_DIM)
     forms = {"keys": store.forms[0].of_batch(1)._replace(kv_heads=1)}
     forms["values"] = forms["keys"]._replace(head_dim=VALUE_DIM)
@@ -79,14 +76,6 @@ def test_budgets_that_differ_by_whole_blocks_fill_every_block() -> None:
     # again; and the factors of packed keys.
     room = min(SINKS + RESIDUAL + BLOCK, 2 * store.tail.length) * (KEY_DIM + VALUE_DIM)
     assert store.tail.nbytes == 2 * KV_HEADS * (room + KEY_DIM) * 4
-
-
-def test_even_heads_stay_in_a_quantized_store() -> None:
-    lists = RaggedLists(2)
-    store = evict(QuantizedStore(quantization()), lists, [[300, 300]] * 2, states(2, 500))
-    assert type(store) is QuantizedStore
-    for tokens in (1, 80, 1):
-        step(store, lists, tokens)
 
 
 @pytest.mark.parametrize("ragged_from_the_start", [False, True])
@@ -99,8 +88,6 @@ def test_codes_move_and_are_never_packed_again(ragged_from_the_start: bool) -> N
         for tokens in (1, 90, 1):
             step(store, lists, tokens)
         store = evict(store, lists, [[200, 300], [240, 264]])
-        assert isinstance(store, RaggedStore)
-        assert store.flat is not None
         assert store.flat.places == int((store.flat.counts > 0).sum())
         for tokens in (1, 2):
             step(store, lists, tokens)
@@ -109,7 +96,6 @@ def test_codes_move_and_are_never_packed_again(ragged_from_the_start: bool) -> N
 def keeping(store: TokenStore, lists: RaggedLists, places: list[list[int]]) -> TokenStore:
     """The store with the tokens at these places of each head of its one sequence, which the lists follow."""
     held = held_tokens(store)
-    assert held.blocks is not None
     was_packed = [[(held.blocks[0, head, own] >= 0).tolist() for head, own in enumerate(places)]]
     kept = kept_tokens([places], lists.counts, store.length)
     lists.keep([places])
@@ -123,7 +109,6 @@ def test_whole_blocks_may_leave_heads_even() -> None:
     store: TokenStore = QuantizedStore(quantization())
     step(store, lists, SINKS + 4 * BLOCK + RESIDUAL)
     held = held_tokens(store)
-    assert held.blocks is not None
     blocks = int(held.blocks.max()) + 1
     places = []
     for head in range(KV_HEADS):
@@ -131,7 +116,6 @@ def test_whole_blocks_may_leave_heads_even() -> None:
         places.append([place for place, is_gone in enumerate(gone) if not is_gone])
     after = keeping(store, lists, places)
     assert type(after) is QuantizedStore
-    assert after.blocks is not None
     assert len(after.blocks) == blocks - 1
     for tokens in (1, 80, 1):
         step(after, lists, tokens)
@@ -140,25 +124,12 @@ def test_whole_blocks_may_leave_heads_even() -> None:
 def test_sequences_with_very_few_tokens_are_held_beside_long_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     # Vectors of three tokens hold for no block, and an eviction packs keys of older runs again.
     monkeypatch.setattr("kvlayers.quantized.smoothing_runs.MOST_RUNS", 1)
-    store, lists = ragged([[300, 200], [3, 3]])
+    store, lists = ragged(FEW)
     assert store.tail.length <= 3
     for tokens in (1, 60, 80, 1):
         step(store, lists, tokens)
     other = evict(store, lists, [[150, 200], [100, 90]])
     step(other, lists)
-
-
-def test_sequences_that_read_no_block_go_on_alone() -> None:
-    store, lists = ragged([[300, 200], [3, 3]])
-    store.select(torch.tensor([1]))
-    lists.select([1])
-    store.compact()
-    step(store, lists, 1)
-    loaded = RaggedStore(QuantizedStore(quantization()))
-    loaded.check_state(store.state())
-    loaded.load_state(store.state())
-    for tokens in (1, 60, 1):
-        step(loaded, lists, tokens)
 
 
 def loaded(store: RaggedStore) -> RaggedStore:
@@ -192,10 +163,24 @@ OPERATIONS: dict[str, tuple[Change, list[int] | None, int]] = {
 """What is done to a store, the sequences that are left if not all are, and how many of their tokens are taken back."""
 
 
-@pytest.mark.parametrize("operations", [*((name,) for name in OPERATIONS), ("drop", "trim")], ids=", ".join)
-def test_decoding_and_eviction_go_on_after_operations(operations: tuple[str, ...]) -> None:
-    store, lists = ragged()
-    step(store, lists, 90)
+FEW = [[300, 200], [3, 3]]
+"""One sequence reads no block."""
+
+
+@pytest.mark.parametrize(
+    ("operations", "counts"),
+    [
+        *(((name,), None) for name in OPERATIONS),
+        (("drop", "trim"), None),
+        (("drop", "compact", "state"), FEW),
+    ],
+    ids=str,
+)
+def test_decoding_and_eviction_go_on_after_operations(
+    operations: tuple[str, ...], counts: list[list[int]] | None
+) -> None:
+    store, lists = ragged(counts)
+    step(store, lists, 1 if counts else 90)
     for change, rows, removed in map(OPERATIONS.__getitem__, operations):
         store = change(store) or store
         lists.select(list(range(lists.batch)) if rows is None else rows)
@@ -227,13 +212,17 @@ def test_heads_that_keep_as_many_tokens_of_other_blocks_are_rolled_back_within_t
 def test_tokens_are_rolled_back_only_within_the_tokens_that_every_head_holds() -> None:
     store, lists = ragged()
     step(store, lists, 4)
+    returned = store.attended_states()
     assert store.length - store.first_common == lists.common
     assert lists.common < store.tail.length - SINKS
     with pytest.raises(RollbackError):
         store.truncate(store.first_common - 1)
     with pytest.raises(UnsupportedLayerError):
         store.newest(lists.common + 1)
+    segments_of(*returned)
     store.truncate(store.first_common)
+    with pytest.raises(StaleStatesError):
+        segments_of(*returned)
     lists.crop(lists.common)
     step(store, lists)
 
@@ -247,7 +236,6 @@ def test_blocks_of_every_backend_move(backend: str) -> None:
     store: TokenStore = QuantizedStore(options)
     store.take_in(*new)
     held = held_tokens(store)
-    assert held.blocks is not None
     places = [
         [place for place, number in enumerate(held.blocks[0, head].tolist()) if number not in (head, 2 * head)]
         for head in range(KV_HEADS)

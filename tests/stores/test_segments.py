@@ -3,6 +3,7 @@
 import pickle
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -16,7 +17,6 @@ from torch.utils._pytree import tree_leaves
 
 import kvlayers
 from agreement import bytes_reached
-from kvlayers.errors import StaleStatesError
 from kvlayers.kernels.attention.packed_tensor import PackedStates, as_dense
 from kvlayers.stores import DenseStore
 from kvlayers.utils.tensor_memory import storages_of
@@ -42,7 +42,7 @@ class Numbers:
         return numbers.reshape(batch, HEADS, tokens, head_dim)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Pair:
     """A store, and the states that it must hold."""
 
@@ -60,6 +60,9 @@ class Pair:
 
     def change(self, of_tokens: slice = slice(None), of_rows: object = slice(None)) -> None:
         self.keys, self.values = self.keys[of_rows][:, :, of_tokens], self.values[of_rows][:, :, of_tokens]
+
+    def append(self, keys: Tensor, values: Tensor) -> None:
+        self.keys, self.values = torch.cat([self.keys, keys], 2), torch.cat([self.values, values], 2)
 
     def fork(self) -> "Pair":
         return Pair(self.store.fork(), self.keys, self.values)
@@ -81,6 +84,9 @@ class Pair:
                     assert torch.equal(as_dense(seen), expected[:, :, self.length - count :])
 
 
+PAIRS: st.SearchStrategy[Pair] = st.runner().flatmap(lambda machine: st.sampled_from(machine.pairs))
+
+
 class SegmentMachine(RuleBasedStateMachine):
     """Stores that share segments: what is done to one of them shows in no other."""
 
@@ -92,24 +98,19 @@ class SegmentMachine(RuleBasedStateMachine):
         store.take_in(keys, values)
         self.pairs = [Pair(store, keys, values)]
 
-    def one(self, which: int) -> Pair:
-        return self.pairs[which % len(self.pairs)]
-
-    @rule(which=st.integers(0, 9), tokens=st.one_of(st.just(1), st.integers(0, 30)))
-    def extend(self, which: int, tokens: int) -> None:
-        pair = self.one(which)
+    @rule(pair=PAIRS, tokens=st.one_of(st.just(1), st.integers(0, 30)))
+    def extend(self, pair: Pair, tokens: int) -> None:
         if pair.length + tokens > MOST_TOKENS:
             return
         keys, values = self.numbers.states(pair.rows, tokens)
         pair.store.validate(keys, values)
         attended = pair.store.extend(keys, values)
-        pair.keys, pair.values = torch.cat([pair.keys, keys], 2), torch.cat([pair.values, values], 2)
+        pair.append(keys, values)
         for seen, held in zip(attended, (pair.keys, pair.values), strict=True):
             assert torch.equal(as_dense(seen), held)
 
-    @rule(which=st.integers(0, 9), count=st.integers(1, 30), tokens=st.integers(1, 4))
-    def overwrite(self, which: int, count: int, tokens: int) -> None:
-        pair = self.one(which)
+    @rule(pair=PAIRS, count=st.integers(1, 30), tokens=st.integers(1, 4))
+    def overwrite(self, pair: Pair, count: int, tokens: int) -> None:
         count = min(count, pair.length)
         tokens = min(tokens, count)
         keys, values = self.numbers.states(pair.rows, tokens)
@@ -120,54 +121,48 @@ class SegmentMachine(RuleBasedStateMachine):
                 for held, new in ((pair.keys, keys), (pair.values, values))
             )
 
-    @rule(which=st.integers(0, 9), tokens=st.integers(1, 5), past=st.integers(0, 10), kept=st.integers(1, 10))
-    def extend_and_evict(self, which: int, tokens: int, past: int, kept: int) -> None:
-        pair = self.one(which)
+    @rule(pair=PAIRS, tokens=st.integers(1, 5), past=st.integers(0, 10), kept=st.integers(1, 10))
+    def extend_and_evict(self, pair: Pair, tokens: int, past: int, kept: int) -> None:
         keys, values = self.numbers.states(pair.rows, tokens)
         past = min(past, pair.length)
         pair.store.validate(keys, values)
         attended = pair.store.extend_and_evict(keys, values, past, min(kept, past + tokens))
         pair.change(slice(pair.length - past, None))
-        pair.keys, pair.values = torch.cat([pair.keys, keys], 2), torch.cat([pair.values, values], 2)
+        pair.append(keys, values)
         assert torch.equal(attended[0], pair.keys)
         assert torch.equal(attended[1], pair.values)
         pair.change(slice(pair.length - min(kept, past + tokens), None))
 
-    @rule(which=st.integers(0, 9))
-    def fork(self, which: int) -> None:
-        self.pairs = [*self.pairs, self.one(which).fork()][-MOST_STORES:]
+    @rule(pair=PAIRS)
+    def fork(self, pair: Pair) -> None:
+        self.pairs = [*self.pairs, pair.fork()][-MOST_STORES:]
 
-    @rule(which=st.integers(0, 9), length=st.integers(0, MOST_TOKENS))
-    def truncate(self, which: int, length: int) -> None:
-        pair = self.one(which)
+    @rule(pair=PAIRS, length=st.integers(0, MOST_TOKENS))
+    def truncate(self, pair: Pair, length: int) -> None:
         if length <= pair.length:
             pair.store.truncate(length)
             pair.change(slice(0, length))
 
-    @rule(which=st.integers(0, 9), count=st.integers(0, 25))
-    def drop_oldest(self, which: int, count: int) -> None:
-        pair = self.one(which)
+    @rule(pair=PAIRS, count=st.integers(0, 25))
+    def drop_oldest(self, pair: Pair, count: int) -> None:
         if count <= pair.length:
             pair.store.drop_oldest(count)
             pair.change(slice(count, None))
 
-    @rule(which=st.integers(0, 9), rows=st.lists(st.integers(0, MOST_ROWS), min_size=1, max_size=4))
-    def select(self, which: int, rows: list[int]) -> None:
-        pair = self.one(which)
+    @rule(pair=PAIRS, rows=st.lists(st.integers(0, MOST_ROWS), min_size=1, max_size=4))
+    def select(self, pair: Pair, rows: list[int]) -> None:
         indices = torch.tensor([row % pair.rows for row in rows])
         pair.store.select(indices)
         pair.change(of_rows=indices)
 
-    @rule(which=st.integers(0, 9), repeats=st.integers(1, 3))
-    def expand(self, which: int, repeats: int) -> None:
-        pair = self.one(which)
+    @rule(pair=PAIRS, repeats=st.integers(1, 3))
+    def expand(self, pair: Pair, repeats: int) -> None:
         if pair.rows * repeats <= MOST_ROWS:
             pair.store.expand(repeats)
             pair.change(of_rows=torch.arange(pair.rows).repeat_interleave(repeats))
 
-    @rule(which=st.integers(0, 9), tokens=st.integers(1, MOST_TOKENS), more=st.integers(0, 9))
-    def share_with_a_store_that_computed_the_same(self, which: int, tokens: int, more: int) -> None:
-        pair = self.one(which)
+    @rule(pair=PAIRS, tokens=st.integers(1, MOST_TOKENS), more=st.integers(0, 9))
+    def share_with_a_store_that_computed_the_same(self, pair: Pair, tokens: int, more: int) -> None:
         tokens = min(tokens, pair.length)
         keys, values = self.numbers.states(pair.rows, more)
         keys, values = (
@@ -179,38 +174,33 @@ class SegmentMachine(RuleBasedStateMachine):
         store.share_prefix(pair.store, tokens)
         self.pairs = [*self.pairs, Pair(store, keys, values)][-MOST_STORES:]
 
-    @rule(which=st.integers(0, 9), other=st.integers(0, 9))
-    def share_what_two_stores_have_in_common(self, which: int, other: int) -> None:
-        pair, other_pair = self.one(which), self.one(other)
-        least = min(pair.length, other_pair.length)
-        if pair.rows == other_pair.rows:
-            same = (pair.keys[:, :, :least] == other_pair.keys[:, :, :least]).all(3).all(1).all(0)
-            pair.store.share_prefix(other_pair.store, int(same.long().cumprod(0).sum()))
+    @rule(pair=PAIRS, other=PAIRS)
+    def share_what_two_stores_have_in_common(self, pair: Pair, other: Pair) -> None:
+        least = min(pair.length, other.length)
+        if pair.rows == other.rows:
+            same = (pair.keys[:, :, :least] == other.keys[:, :, :least]).all(3).all(1).all(0)
+            pair.store.share_prefix(other.store, int(same.long().cumprod(0).sum()))
 
-    @rule(which=st.integers(0, 9))
-    def trim(self, which: int) -> None:
-        pair = self.one(which)
+    @rule(pair=PAIRS)
+    def trim(self, pair: Pair) -> None:
         before = pair.store.nbytes
         pair.store.trim()
         assert pair.store.nbytes <= before
 
-    @rule(which=st.integers(0, 9))
-    def compact(self, which: int) -> None:
-        pair = self.one(which)
+    @rule(pair=PAIRS)
+    def compact(self, pair: Pair) -> None:
         pair.store.compact()
         others = storages_of(held for other in self.pairs if other is not pair for held in other.store.held_tensors())
         assert not set(others) & {at for at, size in storages_of(pair.store.held_tensors()).items() if size}
 
-    @rule(which=st.integers(0, 9), tokens=st.integers(0, 40))
-    def reserve(self, which: int, tokens: int) -> None:
-        pair = self.one(which)
+    @rule(pair=PAIRS, tokens=st.integers(0, 40))
+    def reserve(self, pair: Pair, tokens: int) -> None:
         if pair.store.forms is not None:
             pair.store.reserve(pair.length + tokens)
             pair.store.shrink(pair.length)
 
-    @rule(which=st.integers(0, 9))
-    def write_to_a_view(self, which: int) -> None:
-        pair = self.one(which)
+    @rule(pair=PAIRS)
+    def write_to_a_view(self, pair: Pair) -> None:
         keys, values = pair.store.caller_views()
         if not isinstance(keys, PackedStates):
             fresh = self.numbers.states(pair.rows, pair.length)
@@ -218,34 +208,30 @@ class SegmentMachine(RuleBasedStateMachine):
                 view.copy_(states)
             pair.keys, pair.values = fresh
 
-    @rule(which=st.integers(0, 9))
-    def replace(self, which: int) -> None:
-        pair = self.one(which)
+    @rule(pair=PAIRS)
+    def replace(self, pair: Pair) -> None:
         pair.keys, pair.values = self.numbers.states(pair.rows, 7)
         pair.store = pair.store.rewritten(pair.keys, pair.values)
 
-    @rule(which=st.integers(0, 9))
-    def clear(self, which: int) -> None:
-        pair = self.one(which)
+    @rule(pair=PAIRS)
+    def clear(self, pair: Pair) -> None:
         pair.store.clear()
         pair.change(slice(0, 0))
 
-    @rule(which=st.integers(0, 9))
-    def pickle(self, which: int) -> None:
-        pair = self.one(which)
+    @rule(pair=PAIRS)
+    def pickle(self, pair: Pair) -> None:
         pair.store = pickle.loads(pickle.dumps(pair.store))
 
-    @rule(which=st.integers(0, 9))
-    def save_and_load(self, which: int) -> None:
-        pair = self.one(which)
+    @rule(pair=PAIRS)
+    def save_and_load(self, pair: Pair) -> None:
         state = pair.store.state()
         assert torch.equal(state["keys"], pair.keys)
         pair.store.load_state(state)
 
     @precondition(lambda self: len(self.pairs) > 1)
-    @rule(which=st.integers(0, 9))
-    def forget(self, which: int) -> None:
-        self.pairs.remove(self.one(which))
+    @rule(pair=PAIRS)
+    def forget(self, pair: Pair) -> None:
+        self.pairs.remove(pair)
 
     @invariant()
     def agrees(self) -> None:
@@ -258,12 +244,8 @@ TestSegments = SegmentMachine.TestCase
 
 def filled(tokens: int, **hints: int) -> tuple[DenseStore, Tensor, Tensor]:
     store, (keys, values) = DenseStore(**hints), Numbers().states(1, tokens)
-    add(store, keys, values)
-    return store, keys, values
-
-
-def add(store: DenseStore, keys: Tensor, values: Tensor) -> None:
     store.take_in(keys, values)
+    return store, keys, values
 
 
 def bytes_written(operator: Any, result: Any) -> int:
@@ -283,9 +265,9 @@ def test_a_fork_that_writes_behind_a_document_copies_nothing_of_it() -> None:
     for fork in forks:
         copied: list[int] = []
         with Operators(lambda operator, _, result, copied=copied: copied.append(bytes_written(operator, result))):
-            add(fork, *question)
+            fork.take_in(*question)
             for _ in range(10):
-                add(fork, *(states[:, :, :1] for states in question))
+                fork.take_in(*(states[:, :, :1] for states in question))
             fork.newest(fork.length)
         # The new tokens, and a tail that grows once. (A document of 8,000 tokens is 640,000 bytes.)
         assert sum(copied) <= token * (2 * 110 + 16)
@@ -304,8 +286,8 @@ def test_a_short_tail_is_copied_so_that_segments_stay_few() -> None:
     alive = []
     for _ in range(40):
         fork = store.fork()
-        add(store, *Numbers().states(1, 1))
-        add(fork, *Numbers().states(1, 20))
+        store.take_in(*Numbers().states(1, 1))
+        fork.take_in(*Numbers().states(1, 20))
         alive.append(store)
         store = fork
     assert store.length == 1800
@@ -317,9 +299,9 @@ def test_memory_that_segments_alone_hold_is_trimmed_to_what_they_read() -> None:
     store, keys, values = filled(1000)
     token = HEADS * (KEY_DIM + VALUE_DIM) * keys.itemsize
     forks = [store.fork() for _ in range(2)]
-    add(store, *Numbers().states(1, 1))
+    store.take_in(*Numbers().states(1, 1))
     for fork in forks:
-        add(fork, *Numbers().states(1, 200))
+        fork.take_in(*Numbers().states(1, 200))
         fork.truncate(500)
     before = forks[0].newest(500)
     # The original may still write behind its tokens.
@@ -338,27 +320,6 @@ def test_memory_that_segments_alone_hold_is_trimmed_to_what_they_read() -> None:
         assert torch.equal(as_dense(fork.newest(150)[1]), values[:, :, 350:500])
 
 
-def test_stores_that_computed_the_same_tokens_share_them_afterwards() -> None:
-    one, keys, _ = filled(1000)
-    other, _, _ = filled(1000)
-    add(one, *Numbers().states(1, 7))
-    add(other, *Numbers().states(1, 9))
-    whole = [as_dense(states).clone() for states in other.newest(1009)]
-    other.share_prefix(one, 1000)
-    assert one.is_opaque
-    assert all(map(torch.equal, map(as_dense, other.newest(1009)), whole))
-    held = storages_of(held for store in (one, other) for held in store.held_tensors())
-    token = HEADS * (KEY_DIM + VALUE_DIM) * keys.itemsize
-    assert sum(held.values()) == one.nbytes + token * 9
-    before = other.pieces(1009)[0]
-    other.share_prefix(one, 1000)
-    assert other.pieces(1009)[0] is before
-    for store in (DenseStore(), filled(1000)[0].fork()):
-        store.share_prefix(DenseStore(), 4)
-        store.share_prefix(one, 2000)
-        assert not store.has_segments
-
-
 def test_states_over_segments_are_stale_when_the_store_has_changed_and_not_before() -> None:
     for change in (
         lambda store: store.truncate(900),
@@ -369,14 +330,14 @@ def test_states_over_segments_are_stale_when_the_store_has_changed_and_not_befor
     ):
         store, keys, _ = filled(1000)
         fork = store.fork()
-        add(store, *Numbers().states(1, 1))
-        add(fork, *Numbers().states(1, 3))
+        store.take_in(*Numbers().states(1, 1))
+        fork.take_in(*Numbers().states(1, 3))
         seen, _ = fork.newest(1003)
-        add(fork, *Numbers().states(1, 40))
+        fork.take_in(*Numbers().states(1, 40))
         fork.drop_oldest(5)
         assert torch.equal(seen[:, :, :1000], keys)
         change(fork)
-        with pytest.raises(StaleStatesError):
+        with pytest.raises(kvlayers.errors.StaleStatesError):
             seen.clone()
 
 
@@ -384,35 +345,29 @@ def test_caches_in_threads_fork_one_stored_cache_and_go_on() -> None:
     document = kvlayers.DynamicCache()
     states = torch.randn(2, 1, 2, 500, 4)
     document.update(*states, 0)
-    begin, failures = threading.Barrier(8), []
+    begin = threading.Barrier(8)
 
     def go_on(which: int) -> None:
         begin.wait()
         own = torch.full((2, 1, 2, 1, 4), float(which))
-        try:
-            for turn in range(20):
-                fork = document.fork()
-                for _ in range(5):
-                    fork.update(*own, 0)
-                if turn % 3 == 0:
-                    fork.trim()
-                if turn % 4 == 0:
-                    twin = fork.fork()
-                    fork.crop(400)
-                    fork.update(*own, 0)
-                    fork = twin
-                keys, values = fork.layers[0].peek()
-                for seen, held, new in zip((keys, values), states, own, strict=True):
-                    assert torch.equal(as_dense(seen), torch.cat([held, new.expand(1, 2, 5, 4)], 2))
-        except BaseException as error:
-            failures.append(error)
+        for turn in range(20):
+            fork = document.fork()
+            for _ in range(5):
+                fork.update(*own, 0)
+            if turn % 3 == 0:
+                fork.trim()
+            if turn % 4 == 0:
+                twin = fork.fork()
+                fork.crop(400)
+                fork.update(*own, 0)
+                fork = twin
+            keys, values = fork.layers[0].peek()
+            for seen, held, new in zip((keys, values), states, own, strict=True):
+                assert torch.equal(as_dense(seen), torch.cat([held, new.expand(1, 2, 5, 4)], 2))
 
-    threads = [threading.Thread(target=go_on, args=(which,)) for which in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
+    with ThreadPoolExecutor(8) as pool:
+        # What a thread raises is raised here.
+        list(pool.map(go_on, range(8)))
     assert torch.equal(document.layers[0].peek()[0], states[0])
 
 
@@ -438,7 +393,7 @@ def test_compiled_code_calls_forks_by_an_operator_before_and_after_they_get_segm
 
 
 CHANGES = {
-    "append": lambda store, other, states: add(store, *states),
+    "append": lambda store, other, states: store.take_in(*states),
     "truncate to the tail": lambda store, other, states: store.truncate(1005),
     "truncate to a segment": lambda store, other, states: store.truncate(700),
     "drop": lambda store, other, states: store.drop_oldest(400),
@@ -461,13 +416,13 @@ def test_an_interrupt_finds_a_change_done_or_not_begun(change: str, segmented: b
         store, states = one.fork(), Numbers(10**6).states(1, 9)
         if segmented:
             keys, values = (torch.cat(pair, 2) for pair in zip((keys, values), states, strict=True))
-            add(one, *Numbers(10**7).states(1, 9))
-            add(store, *states)
+            one.take_in(*Numbers(10**7).states(1, 9))
+            store.take_in(*states)
         elif "tail" in change:
             return False
         more = Numbers(2 * 10**6).states(1, 9)
         after = DenseStore()
-        add(after, keys, values)
+        after.take_in(keys, values)
         CHANGES[change](after, other, more)
         calls = 0
 

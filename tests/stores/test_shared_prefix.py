@@ -1,46 +1,10 @@
 """A prompt that is held once for all sequences that go on from it."""
 
-import itertools
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
 
 import kvlayers
 from kvlayers import DynamicCache, DynamicLayer
-from models import fresh_model, prompt
-
-
-def loop(model: Any, cache: Any, ids: Tensor, steps: int) -> Tensor:
-    found = []
-    with torch.no_grad():
-        for _ in range(steps):
-            ids = model(ids, past_key_values=cache).logits[:, -1:].argmax(-1)
-            found.append(ids)
-    return torch.cat(found, dim=1)
-
-
-@pytest.mark.parametrize(
-    ("family", "attention"),
-    [
-        *itertools.product(["llama", "qwen2", "gemma3", "mistral", "deepseek_v3", "gpt2"], ["sdpa", "eager"]),
-        # transformers has no other attention for it.
-        ("gemma2", "eager"),
-    ],
-)
-def test_a_loop_over_an_expanded_cache_gives_the_same_tokens(family: str, attention: str) -> None:
-    model = fresh_model(family)
-    model.set_attn_implementation(attention)
-    ids, first = prompt(2, 30), prompt(8, 1, seed=3)
-    caches = [DynamicCache(config=model.config) for _ in range(2)]
-    for cache in caches:
-        with torch.no_grad():
-            model(ids, past_key_values=cache)
-    caches[0].batch_repeat_interleave(4)
-    caches[1].expand(4)
-    assert torch.equal(loop(model, caches[0], first, 20), loop(model, caches[1], first, 20))
-    assert caches[1].batch_size == 8
 
 
 def test_expanding_an_empty_cache_or_by_one_changes_nothing() -> None:

@@ -5,7 +5,7 @@ import math
 import pathlib
 import pickle
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import kvlayers
-from kvlayers.errors import StateMismatchError
 from kvlayers.eviction.evicted import evicted
 from kvlayers.eviction.held_tokens import held_tokens
 from kvlayers.eviction.ragged_store import RaggedStore
@@ -82,9 +81,9 @@ def test_attention_reads_smoothed_keys(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("name", BACKENDS)
 def test_each_sequence_of_a_batch_is_smoothed_as_if_it_were_alone(name: str) -> None:
     first, second = pair(1, 300), tuple(3 * side for side in pair(1, 300, seed=1))
-    both = filled(tuple(torch.cat(sides) for sides in zip(first, second, strict=True)), name)  # type: ignore[arg-type]
+    both = filled(tuple(torch.cat(sides) for sides in zip(first, second, strict=True)), name)
     for row, states in enumerate((first, second)):
-        alone = filled(states, name)  # type: ignore[arg-type]
+        alone = filled(states, name)
         for ours, expected in zip(both.newest(300), alone.newest(300), strict=True):
             assert torch.equal(as_dense(ours)[row : row + 1], as_dense(expected))
 
@@ -96,7 +95,7 @@ def test_the_dtype_of_the_vectors_is_promoted_with_the_states(name: str) -> None
     more = pair(1, 150, seed=3)
     store.take_in(*more)
     whole = tuple(torch.cat([ours.float(), new], 2) for ours, new in zip(states, more, strict=True))
-    check_attention(store, whole, 0.05 if name == "fp8" else 0.2)  # type: ignore[arg-type]
+    check_attention(store, whole, 0.05 if name == "fp8" else 0.2)
 
 
 def test_a_state_without_vectors_is_read_and_goes_on_as_it_was() -> None:
@@ -165,7 +164,7 @@ def test_other_text_finds_its_own_vectors() -> None:
 def test_vectors_of_another_form_and_those_that_lose_keys_are_refused(vectors: Tensor) -> None:
     store = filled(pair(1, 300))
     tensors = {**store.state(), "smoothing_factor": vectors}
-    with pytest.raises(StateMismatchError, match="smoothing_factor"):
+    with pytest.raises(kvlayers.errors.StateMismatchError, match="smoothing_factor"):
         store.check_state(tensors)
 
 
@@ -203,14 +202,12 @@ def test_even_channels_get_no_factor() -> None:
     keys = torch.randn(2, KV_HEADS, 64, HEAD_DIM, generator=torch.Generator().manual_seed(0))
     keys[..., ::7] *= 4
     smoothing = smoothing_for(keys, "native")
-    assert smoothing.factor is not None
     assert torch.equal(smoothing.factor, torch.ones_like(smoothing.factor))
 
 
 @pytest.mark.usefixtures("usual_smoothing")
 def test_the_head_that_has_a_large_channel_gets_a_factor() -> None:
     factor = smoothing_for(pair(1, 64)[0], "native").factor
-    assert factor is not None
     assert float(factor[0, 0, 0, 5]) == pytest.approx(30 / math.sqrt(8), rel=0.4)
     assert float(factor[0, 0, 0].median()) < 1.5
     assert torch.equal(factor[0, 1], torch.ones(1, HEAD_DIM))
@@ -224,7 +221,6 @@ def test_factors_cost_little_where_queries_are_large(name: str, size: int, chann
     keys = torch.randn(1, 1, 512, HEAD_DIM, generator=torch.Generator().manual_seed(0))
     keys[..., :channels] *= size
     smoothing = smoothing_for(keys, name, BLOCK)
-    assert smoothing.factor is not None
     squares = smoothing.factor.flatten().square()
     # Queries that weigh the factors 2.5 times as much as queries whose channels are alike, if any do.
     most, mean = float(squares[:channels].mean()), float(squares.mean())
@@ -284,73 +280,38 @@ FIRST = slice(SINKS, SINKS + BLOCK)
 """The tokens of the first block."""
 
 
-def _times(size: float) -> Callable[[Tensor], None]:
-    def change(keys: Tensor) -> None:
-        keys[:, :, FIRST, 5] *= size
+class Change(NamedTuple):
+    """What some keys are multiplied by, and what is added then."""
 
-    return change
-
-
-def _plus(size: float) -> Callable[[Tensor], None]:
-    def change(keys: Tensor) -> None:
-        keys[:, :, FIRST, 5] += size
-
-    return change
+    tokens: slice
+    times: float = 1
+    plus: float = 0
+    channel: int = 5
+    rows: slice = slice(None)
 
 
-def _tokens(*sizes: float) -> Callable[[Tensor], None]:
-    def change(keys: Tensor) -> None:
-        keys[:, :, 40 : 40 + len(sizes), 5] = torch.tensor(sizes)
-
-    return change
+def tokens_of(block: int, tokens: int = BLOCK) -> slice:
+    """The first tokens of a block."""
+    return slice(SINKS + block * BLOCK, SINKS + block * BLOCK + tokens)
 
 
-def _other_channel(keys: Tensor) -> None:
-    keys[:, :, FIRST, 5] *= 30
-    keys[:, :, FIRST.stop :, 9] *= 30
-
-
-def _one_sequence(keys: Tensor) -> None:
-    keys[:1, :, FIRST, 5] *= 30
-
-
-def _blocks(first: int, step: int, tokens: int = BLOCK) -> Callable[[Tensor], None]:
-    """A channel that is large in the first tokens of some blocks, and not in the others."""
-
-    def change(keys: Tensor) -> None:
-        for block in range(first, BLOCKS, step):
-            start = SINKS + block * BLOCK
-            keys[:, :, start : start + tokens, 5] *= 30
-
-    return change
-
-
-def _in_turn(keys: Tensor) -> None:
-    for block in range(BLOCKS):
-        keys[:, :, SINKS + block * BLOCK : SINKS + (block + 1) * BLOCK, block % 3] *= 30
-
-
-def _not_finite(keys: Tensor) -> None:
-    keys[:, :, FIRST.start + 3, 5], keys[:, :, FIRST.start + 4, 5] = torch.nan, torch.inf
-
-
-UNLIKE: dict[str, Callable[[Tensor], None]] = {
-    "nothing": _times(1),
-    "x30": _times(30),
-    "x300": _times(300),
-    "x1e5": _times(1e5),
-    "+30": _plus(30),
-    "+300": _plus(300),
-    "one token of 300": _tokens(300),
-    "three tokens of 300": _tokens(300, -300, 300),
-    "one token of 1e30": _tokens(1e30),
-    "x30, then x30 in another channel": _other_channel,
-    "x30 in one sequence": _one_sequence,
-    "not finite": _not_finite,
-    "x30, not in every second block": _blocks(0, 2),
-    "x30 in every second block": _blocks(1, 2),
-    "x30 in half of each block": _blocks(0, 1, BLOCK // 2),
-    "x30 in another channel of three": _in_turn,
+UNLIKE: dict[str, list[Change]] = {
+    "nothing": [],
+    "x30": [Change(FIRST, 30)],
+    "x300": [Change(FIRST, 300)],
+    "x1e5": [Change(FIRST, 1e5)],
+    "+30": [Change(FIRST, plus=30)],
+    "+300": [Change(FIRST, plus=300)],
+    "one token of 300": [Change(slice(40, 41), 0, 300)],
+    "three tokens of 300": [Change(slice(40, 43), 0, 300), Change(slice(41, 42), -1)],
+    "one token of 1e30": [Change(slice(40, 41), 0, 1e30)],
+    "x30, then x30 in another channel": [Change(FIRST, 30), Change(slice(FIRST.stop, None), 30, channel=9)],
+    "x30 in one sequence": [Change(FIRST, 30, rows=slice(1))],
+    "not finite": [Change(slice(19, 20), plus=math.nan), Change(slice(20, 21), plus=math.inf)],
+    "x30, not in every second block": [Change(tokens_of(block), 30) for block in range(0, BLOCKS, 2)],
+    "x30 in every second block": [Change(tokens_of(block), 30) for block in range(1, BLOCKS, 2)],
+    "x30 in half of each block": [Change(tokens_of(block, BLOCK // 2), 30) for block in range(BLOCKS)],
+    "x30 in another channel of three": [Change(tokens_of(block), 30, channel=block % 3) for block in range(BLOCKS)],
 }
 
 
@@ -380,7 +341,9 @@ def divergence(name: str, states: tuple[Tensor, Tensor], at_once: int, smooths: 
 def of_a_row(row: str, seed: int = 0) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     keys, values = (torch.randn(2, 1, SINKS + BLOCK * BLOCKS, HEAD_DIM, generator=generator) for _ in range(2))
-    UNLIKE[row](keys)
+    for change in UNLIKE[row]:
+        keys[change.rows, :, change.tokens, change.channel] *= change.times
+        keys[change.rows, :, change.tokens, change.channel] += change.plus
     return keys, values
 
 
@@ -427,12 +390,10 @@ def test_a_constant_that_positions_turn_loses_no_more_than_without_vectors(
 def test_a_turning_constant_takes_out_what_the_other_factors_do() -> None:
     keys, _ = turning()
     alone = smoothing_for(keys[:, :, :64], "native").factor
-    assert alone is not None
     # It is no reason for the factors of others.
     assert torch.equal(alone, torch.ones_like(alone))
     keys[..., 5] *= 100
     factor = smoothing_for(keys[:, :, :64], "native").factor
-    assert factor is not None
     variance = keys[:, :, :64].var(2, keepdim=True)
     others = torch.ones(HEAD_DIM, dtype=torch.bool)
     others[[0, HEAD_DIM // 2]] = False
@@ -444,20 +405,17 @@ def test_a_turning_constant_takes_out_what_the_other_factors_do() -> None:
 
 @pytest.mark.usefixtures("usual_smoothing")
 @pytest.mark.parametrize("name", ["native", "turboquant"])
-def test_a_turning_pair_that_varies_as_much_as_it_is_large_gains(name: str) -> None:
+def test_a_turning_pair_gains_if_it_varies_as_much_as_it_is_large(name: str) -> None:
     # Its queries are as small as its keys are large, or no model would decode.
     keys, _ = turning()
     pair = [0, HEAD_DIM // 2]
-    keys[..., pair] *= 100
-    smoothing = smoothing_for(keys[:, :, SINKS:], name, BLOCK)
-    assert smoothing.factor is not None
-    # What is left of it is as large as the others, but for what the root leaves.
-    assert float(smoothing.factor[..., pair].min()) > 10
-    # A constant that is as large, beside what varies as the others do, is left as it is.
-    keys, _ = turning()
     alone = smoothing_for(keys[:, :, SINKS:], name, BLOCK).factor
-    assert alone is not None
+    # A constant that is as large, beside what varies as the others do, is left as it is.
     assert torch.equal(alone, torch.ones_like(alone))
+    keys[..., pair] *= 100
+    factor = smoothing_for(keys[:, :, SINKS:], name, BLOCK).factor
+    # What is left of it is as large as the others, but for what the root leaves.
+    assert float(factor[..., pair].min()) > 10
 
 
 @pytest.mark.usefixtures("usual_smoothing")
@@ -560,7 +518,7 @@ def test_runs_go_on_after_a_change(name: str, change: str, kernel: bool, monkeyp
     )
     for some in zip(*(side.split(1, 2) for side in more), strict=True):
         store.take_in(*some)
-    check_runs(store, tuple(torch.cat(sides, 2) for sides in zip(states, more, strict=True)), name)  # type: ignore[arg-type]
+    check_runs(store, tuple(torch.cat(sides, 2) for sides in zip(states, more, strict=True)), name)
 
 
 @pytest.mark.usefixtures("usual_smoothing")
@@ -572,7 +530,6 @@ def test_an_eviction_reads_tokens_of_all_runs(name: str, per_head: bool) -> None
     assert len(store.runs) > 1
     for _ in range(2):
         held = held_tokens(store)
-        assert held.blocks is not None
         kept = torch.ones(held.keys.shape[:3], dtype=torch.bool)
         # The blocks on both sides of the border are kept.
         kept[held.blocks == 3] = False
@@ -609,7 +566,6 @@ def test_an_eviction_reads_tokens_of_all_runs(name: str, per_head: bool) -> None
 def test_blocks_of_heads_keep_their_vectors_though_all_behind_them_is_taken_back(name: str) -> None:
     store: Any = in_chunks(pair(2, 400), name)
     quantization, tokens = store.quantization, held_tokens(store)
-    assert tokens.blocks is not None
     kept = torch.ones(tokens.keys.shape[:3], dtype=torch.bool)
     kept[0, 1][tokens.blocks[0, 1] == 3] = False
     store = evicted(store, tokens, KeptTokens(kept, kept.sum(2)))
@@ -625,7 +581,6 @@ def test_blocks_of_heads_keep_their_vectors_though_all_behind_them_is_taken_back
 
 def keys_of_blocks(store: Any) -> Tensor:
     tokens = held_tokens(store)
-    assert tokens.blocks is not None
     return tokens.keys[tokens.blocks >= 0]
 
 
@@ -670,42 +625,30 @@ def test_starts_of_runs_that_cannot_be_are_refused(starts: list[Any]) -> None:
     store = in_chunks(bordered(1), "native")
     tensors = store.state()
     assert len(tensors["smoothing_starts"]) == 2
-    with pytest.raises(StateMismatchError, match="smoothing_"):
+    with pytest.raises(kvlayers.errors.StateMismatchError, match="smoothing_"):
         store.check_state({**tensors, "smoothing_starts": torch.tensor(starts)})
     store.check_state(tensors)
 
 
 @pytest.mark.usefixtures("usual_smoothing")
 @pytest.mark.parametrize("name", BACKENDS)
-def test_files_and_prefixes_go_on_across_a_border(name: str, tmp_path: pathlib.Path) -> None:
+def test_prefixes_go_on_across_a_border(name: str, tmp_path: pathlib.Path) -> None:
     states, ids = bordered(1), torch.arange(400)
-
-    def filled_cache(count: int) -> kvlayers.QuantizedCache:
-        cache = kvlayers.QuantizedCache(name, residual_length=16, sink_tokens=4)
-        for start in range(0, count, 64):
-            cache.update(*(side[:, :, start : min(start + 64, count)] for side in states), 0)
-        return cache
-
-    cache = filled_cache(400)
-    expected = [as_dense(side) for side in (cache.layers[0].keys, cache.layers[0].values)]
-    kvlayers.save_cache(cache, tmp_path / "cache.safetensors")
-    loaded = kvlayers.load_cache(tmp_path / "cache.safetensors")
-    for seen, side in zip((loaded.layers[0].keys, loaded.layers[0].values), expected, strict=True):
-        assert torch.equal(as_dense(seen), side)
-    (tmp_path / "store").mkdir()
-    prefixes = kvlayers.PrefixStore(2**30, tmp_path / "store")
+    prefixes = kvlayers.PrefixStore(2**30, tmp_path)
     for count in (100, 400):
-        prefixes.insert(ids[:count], filled_cache(count), model="m")
+        cache = kvlayers.QuantizedCache(name, residual_length=16, sink_tokens=4)
+        for part in zip(*(side[:, :, :count].split(64, 2) for side in states), strict=True):
+            cache.update(*part, 0)
+        prefixes.insert(ids[:count], cache, model="m")
     prefixes.evict()
     for count in (100, 200, 400):
         other = torch.cat([ids[:count], torch.tensor([1000, 1001])])
-        hit = kvlayers.PrefixStore(2**30, tmp_path / "store").lookup(other, model="m")
+        hit = kvlayers.PrefixStore(2**30, tmp_path).lookup(other, model="m")
         assert hit.covered <= count
         # Runs of a longer prompt are of no use to one that parts before they end.
         assert hit.covered == count or count == 200
         if hit.covered:
             layer = hit.cache.layers[0]
             assert relative_error(as_dense(layer.keys), states[0][:, :, : hit.covered]) < 0.15
-            rest = [side[:, :, hit.covered :] for side in states]
-            hit.cache.update(*rest, 0)
+            hit.cache.update(*(side[:, :, hit.covered :] for side in states), 0)
             check_runs(layer.store, states, name)

@@ -7,10 +7,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from agreement import check_at_rest, roll_back, step
 from kvlayers import CacheLayer, CapacityError
-from layer_kinds import KINDS
+from layer_kinds import KINDS, OPERATIONS
 from oracle import Oracle, states
-
-MOST_ROWS = 5
 
 
 class LayerMachine(RuleBasedStateMachine):
@@ -24,23 +22,6 @@ class LayerMachine(RuleBasedStateMachine):
     @property
     def rows(self) -> int:
         return self.oracle.keys.shape[0] if self.oracle.length else 2
-
-    @rule()
-    def record(self) -> None:
-        self.layer.activate_past_recording()
-        self.oracle.recording = True
-
-    @precondition(lambda self: self.oracle.length)
-    @rule(data=st.data())
-    def select(self, data: st.DataObject) -> None:
-        chosen = data.draw(st.lists(st.integers(0, self.rows - 1), min_size=1, max_size=MOST_ROWS))
-        self.layer.batch_select_indices(chosen)
-        self.oracle.select(chosen)
-
-    @rule()
-    def reset(self) -> None:
-        self.layer.reset()
-        self.oracle.reset()
 
     @initialize(kind=st.sampled_from(sorted(KINDS)), seed=st.integers(0, 2**20))
     def begin(self, kind: str, seed: int) -> None:
@@ -56,36 +37,24 @@ class LayerMachine(RuleBasedStateMachine):
             with pytest.raises(CapacityError):
                 self.layer.update(*states(self.rows, tokens, self.generator))
 
+    @precondition(lambda self: self.oracle.length)
+    @rule(operation=st.sampled_from(sorted(OPERATIONS)))
+    def operate(self, operation: str) -> None:
+        # They are for two sequences.
+        if self.rows != 2:
+            self.layer.batch_select_indices([0, self.rows - 1])
+            self.oracle.select([0, self.rows - 1])
+        self.layer = OPERATIONS[operation](self.layer, self.oracle)
+
     @rule(length=st.integers(0, 250))
     def truncate(self, length: int) -> None:
         roll_back(self.layer, self.oracle, length, lambda: self.layer.truncate(length))
 
-    @rule(count=st.integers(0, 8))
-    def remove(self, count: int) -> None:
-        roll_back(self.layer, self.oracle, self.oracle.length - count, lambda: self.layer.crop(-count))
-
-    @precondition(lambda self: self.oracle.length and self.rows * 2 <= MOST_ROWS)
-    @rule()
-    def repeat(self) -> None:
-        chosen = [row for row in range(self.rows) for _ in range(2)]
-        self.layer.batch_repeat_interleave(2)
-        self.oracle.select(chosen)
-
     @rule(swap=st.booleans())
     def fork(self, swap: bool) -> None:
-        twin, twin_oracle = self.layer.fork(), self.oracle.copy()
-        kept = (self.layer, self.oracle) if swap else (twin, twin_oracle)
-        if swap:
-            self.layer, self.oracle = twin, twin_oracle
-        self.forks = [*self.forks[-2:], kept]
-
-    @rule()
-    def save_and_load(self) -> None:
-        state = self.layer.state()
-        self.layer.reset()
-        self.layer.update(*states(1, 2, self.generator))
-        self.layer.load_state(state)
-        # What was held beyond the window is part of a state, so nothing else changes.
+        pairs = [(self.layer, self.oracle), (self.layer.fork(), self.oracle.copy())]
+        self.layer, self.oracle = pairs[swap]
+        self.forks = [*self.forks[-2:], pairs[not swap]]
 
     @invariant()
     def agrees(self) -> None:

@@ -1,11 +1,15 @@
-"""Sessions: what one conversation holds, for how long, and on another host; and what pins with a time and a rank do."""
+"""Sessions: what one conversation holds, for how long, and on another host; what pins with a time and a rank do; and
+what clients of `transformers serve` say of their conversations, in fields that the server lets through."""
 
+import contextvars
 import gc
+import logging
 import os
 import pathlib
 import time
 import weakref
 import zipfile
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,10 +19,10 @@ import families
 import kvlayers
 from kvlayers import OptionError, PrefixStore
 from kvlayers.errors import CacheFileError, CachePathError, CapacityError, PrefixError
-from models import fresh_model
+from kvlayers.generation.patching import around
+from kvlayers.generation.served import _in_session
 from prefix_caches import KINDS, check, extend
 
-FULL = KINDS["full"]
 DOCUMENT = list(range(100, 400))
 
 
@@ -28,12 +32,26 @@ def filled(ids: list[int], kind: str = "full") -> Any:
     return cache
 
 
-def insert(store: PrefixStore, ids: list[int], **more: Any) -> bool:
-    return store.insert(torch.tensor(ids), filled(ids), model="m", **more)
+def insert(store: PrefixStore, ids: list[int], kind: str = "full", **more: Any) -> bool:
+    return store.insert(torch.tensor(ids), filled(ids, kind), model="m", **more)
 
 
 def found(store: PrefixStore, ids: list[int], **more: Any) -> int:
     return store.lookup(torch.tensor(ids), **{"model": "m", "leave": 0, **more}).covered
+
+
+def exported(path: pathlib.Path, *texts: list[int], kind: str = "full", namespace: str = "") -> int:
+    """Write the session of a store that holds these texts."""
+    store = PrefixStore(2**30)
+    with store.session("a", namespace=namespace) as session:
+        for ids in texts:
+            insert(store, ids, kind, namespace=namespace)
+    return session.export(path)
+
+
+@pytest.fixture
+def store() -> PrefixStore:
+    return PrefixStore("1MiB")
 
 
 @pytest.fixture
@@ -99,10 +117,9 @@ def test_what_has_less_priority_leaves_first() -> None:
 
 def test_without_a_priority_nothing_may_take_the_room() -> None:
     store = PrefixStore(room_for(ONE))
-    insert(store, ONE)
-    store.pin(torch.tensor(ONE), model="m", priority=100)
-    insert(store, OTHER)
-    store.pin(torch.tensor(OTHER), model="m", ttl=1000)
+    for ids, options in ((ONE, {"priority": 100}), (OTHER, {"ttl": 1000})):
+        insert(store, ids)
+        store.pin(torch.tensor(ids), model="m", **options)
     with pytest.raises(CapacityError, match="pinned"):
         insert(store, THIRD)
 
@@ -110,8 +127,7 @@ def test_without_a_priority_nothing_may_take_the_room() -> None:
 @pytest.mark.parametrize(
     "options", [{"ttl": 0}, {"ttl": -1.0}, {"ttl": float("inf")}, {"ttl": "1"}, {"priority": float("nan")}], ids=str
 )
-def test_a_pin_of_no_time_or_rank_is_refused(options: dict[str, Any]) -> None:
-    store = PrefixStore("1MiB")
+def test_a_pin_of_no_time_or_rank_is_refused(store: PrefixStore, options: dict[str, Any]) -> None:
     insert(store, ONE)
     with pytest.raises(OptionError, match=next(iter(options))):
         store.pin(torch.tensor(ONE), model="m", **options)
@@ -120,8 +136,7 @@ def test_a_pin_of_no_time_or_rank_is_refused(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("name", ["user-17", "../user-17", "/etc/passwd", "a\0b", "..", " ", "ü" * 1000])
-def test_a_name_is_a_name_and_no_path(name: str, tmp_path: pathlib.Path) -> None:
-    store = PrefixStore("1MiB")
+def test_a_name_is_a_name_and_no_path(store: PrefixStore, name: str, tmp_path: pathlib.Path) -> None:
     with store.session(name):
         insert(store, ONE)
     assert store.session(name).tokens == len(ONE)
@@ -132,25 +147,21 @@ def test_a_name_is_a_name_and_no_path(name: str, tmp_path: pathlib.Path) -> None
     assert other.session(name).tokens == len(ONE)
 
 
-def test_a_session_counts_what_it_shares_once_and_only_its_own_tokens() -> None:
-    store = PrefixStore("1MiB")
+def test_a_session_counts_what_it_shares_once_and_only_its_own_tokens(store: PrefixStore) -> None:
     with store.session("a") as session:
         insert(store, [*DOCUMENT, 1, 2])
         insert(store, [*DOCUMENT, 3])
+        # Others' insertions, those of other namespaces and of other stores, are not its own.
+        insert(PrefixStore("1MiB"), FOURTH)
     insert(store, [*DOCUMENT, 3, 4, 5, 6])
     assert session.tokens == len(DOCUMENT) + 3
     assert 0 < session.bytes <= store.statistics.bytes
-    # Others' insertions, those of other namespaces and of other stores, are not its own.
-    with session:
-        insert(PrefixStore("1MiB"), FOURTH)
-    assert session.tokens == len(DOCUMENT) + 3
     assert store.session("a", namespace="b").tokens == 0
     store.clear()
     assert (session.tokens, session.bytes) == (0, 0)
 
 
-def test_an_expired_session_names_nothing(clock: Any, tmp_path: pathlib.Path) -> None:
-    store = PrefixStore("1MiB")
+def test_an_expired_session_names_nothing(store: PrefixStore, clock: Any, tmp_path: pathlib.Path) -> None:
     with store.session("a", ttl=5) as session:
         insert(store, ONE)
     clock.now += 4
@@ -170,22 +181,19 @@ def test_a_pinned_session_stays_as_it_grows_and_leaves_when_its_time_is_over(clo
     with store.session("a", ttl=1) as session:
         insert(store, DOCUMENT[:100])
         session.pin(ttl=60)
-        insert(store, DOCUMENT[:200])
-        insert(store, DOCUMENT)
+        for length in (200, 300):
+            insert(store, DOCUMENT[:length])
     # One entry, as without a pin.
     assert len(store) == 1
-    clock.now += 30
-    for first in range(20):
-        insert(store, [first, *range(500, 700)])
-    assert session.tokens == len(DOCUMENT)
-    clock.now += 31
-    for first in range(20):
-        insert(store, [first, *range(500, 700)])
-    assert (session.tokens, found(store, DOCUMENT)) == (0, 0)
+    for seconds, tokens in ((30, 300), (31, 0)):
+        clock.now += seconds
+        for first in range(20):
+            insert(store, [first, *range(500, 700)])
+        assert session.tokens == tokens
+    assert found(store, DOCUMENT) == 0
 
 
-def test_unpinning_a_session_leaves_other_pins() -> None:
-    store = PrefixStore("1MiB")
+def test_unpinning_a_session_leaves_other_pins(store: PrefixStore) -> None:
     with store.session("a") as session:
         insert(store, ONE)
         insert(store, OTHER)
@@ -197,131 +205,113 @@ def test_unpinning_a_session_leaves_other_pins() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_exported_session_goes_on_elsewhere(kind: str, tmp_path: pathlib.Path) -> None:
-    store, ids = PrefixStore(2**30), DOCUMENT[:90]
-    with store.session("a") as session:
-        for length in (30, 60, 90):
-            store.insert(torch.tensor(ids[:length]), filled(ids[:length], kind), model="m")
-    tokens = session.export(tmp_path / "file")
-    other = PrefixStore(2**30)
-    imported = other.import_session(tmp_path / "file", "b")
+def test_an_exported_session_goes_on_elsewhere(store: PrefixStore, kind: str, tmp_path: pathlib.Path) -> None:
+    texts = [DOCUMENT[:length] for length in (30, 60, 90)]
+    tokens = exported(tmp_path / "file", *texts, kind=kind)
+    imported = store.import_session(tmp_path / "file", "b")
     assert (tokens, imported.name, imported.tokens) == (90, "b", 90)
-    for length in (30, 60, 90):
-        hit = other.lookup(torch.tensor([*ids[:length], 7]), model="m")
-        assert hit.covered == length
-        check(KINDS[kind], hit.cache, ids[:length])
-        check(KINDS[kind], hit.cache, extend(KINDS[kind], hit.cache, ids[:length], [5, 6, 7]))
-    assert found(other, ids, model="n") == found(other, ids, namespace="b") == 0
+    for ids in texts:
+        hit = store.lookup(torch.tensor([*ids, 7]), model="m")
+        assert hit.covered == len(ids)
+        check(KINDS[kind], hit.cache, ids)
+        check(KINDS[kind], hit.cache, extend(KINDS[kind], hit.cache, ids, [5, 6, 7]))
+    assert found(store, ids, model="n") == found(store, ids, namespace="b") == 0
 
 
 @pytest.mark.parametrize("family", ["gemma3", "lfm2", "mamba2"])
 def test_a_session_of_a_model_whose_states_cannot_go_back(family: str, tmp_path: pathlib.Path) -> None:
-    model = families.model_and_inputs(family)[0] if family in families.FAMILIES else fresh_model(family)
-    store, prompt = PrefixStore(2**30), torch.arange(3, 60)[None]
+    model, (store, other) = families.model_of(family), [PrefixStore(2**30) for _ in range(2)]
     asked = {"max_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True}
     with store.session("a") as session:
-        first = kvlayers.generate(model, prompt, prefix_store=store, **asked)
+        first = kvlayers.generate(model, PROMPT, prefix_store=store, **asked)
     session.export(tmp_path / "file")
-    other = PrefixStore(2**30)
     other.import_session(tmp_path / "file")
     turn = torch.cat([first.sequences, torch.tensor([[5, 6]])], dim=1)
     again = kvlayers.generate(model, turn, prefix_store=other, **asked)
-    plain = model.generate(turn, **asked)
-    assert again.cached_tokens[0] >= prompt.shape[1] - 1
-    assert again.sequences.tolist() == plain.sequences.tolist()
+    assert again.cached_tokens[0] >= PROMPT.shape[1] - 1
+    assert torch.equal(again.sequences, model.generate(turn, **asked).sequences)
 
 
-def test_a_session_of_another_namespace_is_refused(tmp_path: pathlib.Path) -> None:
-    store = PrefixStore("1MiB")
-    with store.session("a", namespace="tenant 1") as session:
-        insert(store, ONE, namespace="tenant 1")
-    session.export(tmp_path / "file")
-    other = PrefixStore("1MiB")
+def test_a_session_of_another_namespace_is_refused(store: PrefixStore, tmp_path: pathlib.Path) -> None:
+    exported(tmp_path / "file", ONE, namespace="tenant 1")
     for namespace in ("", "tenant 2"):
         with pytest.raises(PrefixError, match="namespace"):
-            other.import_session(tmp_path / "file", namespace=namespace)
-    assert len(other) == 0
-    other.import_session(tmp_path / "file", namespace="tenant 1")
-    assert (found(other, ONE, namespace="tenant 1"), found(other, ONE)) == (len(ONE), 0)
+            store.import_session(tmp_path / "file", namespace=namespace)
+    assert len(store) == 0
+    store.import_session(tmp_path / "file", namespace="tenant 1")
+    assert (found(store, ONE, namespace="tenant 1"), found(store, ONE)) == (len(ONE), 0)
 
 
-def spoilt(path: pathlib.Path, how: str) -> None:
-    content = path.read_bytes()
-    if how == "empty":
-        path.write_bytes(b"")
-    elif how == "no zip":
-        path.write_bytes(b"a" * 1000)
-    elif how == "cut":
-        path.write_bytes(content[: len(content) // 2])
-    elif how == "a changed byte":
-        middle = len(content) // 2
-        path.write_bytes(content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])
-    else:
+Spoil = Callable[[pathlib.Path], object]
+
+
+def changed(change: Callable[[bytes], bytes]) -> Spoil:
+    return lambda path: path.write_bytes(change(path.read_bytes()))
+
+
+def with_part(name: str, content: bytes) -> Spoil:
+    def add(path: pathlib.Path) -> None:
         with zipfile.ZipFile(path, "a", zipfile.ZIP_DEFLATED) as archive:
-            if how == "a path":
-                archive.writestr("../escaped.safetensors", b"1")
-            elif how == "a bomb":
-                archive.writestr("0" * 64 + ".safetensors", bytes(2**24))
-            elif how == "no name":
-                archive.comment = b"\xff"
-            else:
-                archive.writestr("0" * 64 + ".safetensors", b"no node")
+            archive.writestr(name, content)
+
+    return add
 
 
-SPOILT = {
-    "empty": "holds no session",
-    "no zip": "holds no session",
-    "cut": "holds no session",
-    "a changed byte": "file",
-    "a path": "has a part '../escaped",
-    "a bomb": "more bytes than the file",
-    "no name": "holds no session",
-    "another part": "damaged",
+def without_name(path: pathlib.Path) -> None:
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.comment = b"\xff"
+
+
+def with_a_changed_byte(content: bytes) -> bytes:
+    middle = len(content) // 2
+    return content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
+
+
+SPOILT: dict[str, tuple[Spoil, str]] = {
+    "empty": (changed(lambda content: b""), "holds no session"),
+    "no zip": (changed(lambda content: b"a" * 1000), "holds no session"),
+    "cut": (changed(lambda content: content[: len(content) // 2]), "holds no session"),
+    "a changed byte": (changed(with_a_changed_byte), "file"),
+    "a path": (with_part("../escaped.safetensors", b"1"), "has a part '../escaped"),
+    "a bomb": (with_part("0" * 64 + ".safetensors", bytes(2**24)), "more bytes than the file"),
+    "no name": (without_name, "holds no session"),
+    "another part": (with_part("0" * 64 + ".safetensors", b"no node"), "damaged"),
 }
 """What is wrong, and what is said of it."""
 
 
 @pytest.mark.parametrize("how", SPOILT)
-def test_a_spoilt_file_is_refused_and_changes_nothing(how: str, tmp_path: pathlib.Path) -> None:
-    store = PrefixStore("1MiB")
-    with store.session("a") as session:
-        insert(store, DOCUMENT)
-    session.export(tmp_path / "file")
-    spoilt(tmp_path / "file", how)
-    other = PrefixStore("1MiB")
-    with pytest.raises(CacheFileError, match=SPOILT[how]):
-        other.import_session(tmp_path / "file")
-    assert (len(other), os.listdir(tmp_path)) == (0, ["file"])
+def test_a_spoilt_file_is_refused_and_changes_nothing(store: PrefixStore, how: str, tmp_path: pathlib.Path) -> None:
+    spoil, words = SPOILT[how]
+    exported(tmp_path / "file", DOCUMENT)
+    spoil(tmp_path / "file")
+    with pytest.raises(CacheFileError, match=words):
+        store.import_session(tmp_path / "file")
+    assert (len(store), os.listdir(tmp_path)) == (0, ["file"])
 
 
-def test_a_file_that_is_not_there_is_named(tmp_path: pathlib.Path) -> None:
-    store = PrefixStore("1MiB")
-    with store.session("a") as session:
-        insert(store, ONE)
+def test_a_file_that_is_not_there_is_named(store: PrefixStore, tmp_path: pathlib.Path) -> None:
     with pytest.raises(CachePathError):
         store.import_session(tmp_path / "missing")
     with pytest.raises(CachePathError):
-        session.export(tmp_path / "missing" / "file")
-    session.export(tmp_path / "file")
+        exported(tmp_path / "missing" / "file", ONE)
+    exported(tmp_path / "file", ONE)
     with pytest.raises(CapacityError):
         PrefixStore(100).import_session(tmp_path / "file")
 
 
-def test_what_is_in_a_directory_alone_is_exported_too(tmp_path: pathlib.Path) -> None:
-    with PrefixStore("1MiB", directory=tmp_path / "store") as store:
-        with store.session("a") as session:
-            insert(store, DOCUMENT)
-        store.evict()
-        assert (store.statistics.bytes, session.tokens) == (0, len(DOCUMENT))
+def test_what_is_in_a_directory_alone_is_exported_too(store: PrefixStore, tmp_path: pathlib.Path) -> None:
+    with PrefixStore("1MiB", directory=tmp_path / "store") as first:
+        with first.session("a") as session:
+            insert(first, DOCUMENT)
+        first.evict()
+        assert (first.statistics.bytes, session.tokens) == (0, len(DOCUMENT))
         assert session.export(tmp_path / "file") == len(DOCUMENT)
-    other = PrefixStore("1MiB")
-    other.import_session(tmp_path / "file")
-    hit = other.lookup(torch.tensor(DOCUMENT), model="m", leave=0)
-    check(FULL, hit.cache, DOCUMENT)
+    store.import_session(tmp_path / "file")
+    check(KINDS["full"], store.lookup(torch.tensor(DOCUMENT), model="m", leave=0).cache, DOCUMENT)
 
 
-def test_many_sessions_are_forgotten_when_they_have_expired(clock: Any) -> None:
-    store = PrefixStore("1MiB")
+def test_many_sessions_are_forgotten_when_they_have_expired(store: PrefixStore, clock: Any) -> None:
     first = store.session("first", ttl=1)
     for number in range(100):
         clock.now += 1
@@ -338,3 +328,77 @@ def test_a_store_that_has_sessions_is_freed_with_the_last_reference() -> None:
     del store
     gc.collect()
     assert held() is None
+
+
+# Clients of `transformers serve`
+
+PROMPT = torch.arange(3, 60)[None]
+
+
+class Handler:
+    """As the server's: it refuses fields that it does not know, before anybody else looks at them."""
+
+    def validate(self, body: dict[str, Any]) -> None:
+        if "unknown" in body:
+            raise ValueError("422")
+
+
+Handler.validate = around(_in_session)(Handler.validate)  # type: ignore[method-assign]
+
+
+def answered(store: PrefixStore, body: dict[str, Any], namespace: str = "") -> None:
+    """Serve a request in a context of its own, whose copy a thread would have."""
+    model = families.model_of("llama")
+
+    def serve() -> None:
+        with kvlayers.installed(prefix_store=store, namespace=namespace):
+            Handler().validate(body)
+            contextvars.copy_context().run(model.generate, PROMPT, max_new_tokens=2, do_sample=False)
+
+    contextvars.copy_context().run(serve)
+
+
+def test_a_request_belongs_to_the_session_that_it_names(store: PrefixStore) -> None:
+    answered(store, {"prompt_cache_key": "user-17"}, "tenant 1")
+    answered(store, {"messages": []}, "tenant 2")
+    assert store.session("user-17", "tenant 1").tokens == PROMPT.shape[1] + 1
+    assert store.session("user-17").tokens == store.session("user-18", "tenant 1").tokens == 0
+
+
+def test_a_client_keeps_its_session_for_a_time_but_no_one_else_out(store: PrefixStore) -> None:
+    answered(store, {"prompt_cache_key": "a", "metadata": {"cache_ttl": "600", "cache_priority": "2"}})
+    assert store.session("a", ttl=1).seconds_left > 500
+    answered(store, {})
+    (entry,) = store._index.entries
+    assert [pin.priority for pin in entry.pins] == [2.0]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt_cache_key": ""},
+        {"prompt_cache_key": 3},
+        {"prompt_cache_key": None, "metadata": None},
+        {"prompt_cache_key": "a", "metadata": []},
+        {"prompt_cache_key": "a", "metadata": {"cache_ttl": "soon"}},
+        {"prompt_cache_key": "a", "metadata": {"cache_ttl": "-1"}},
+        {"prompt_cache_key": "a", "metadata": {"cache_ttl": "1", "cache_priority": "inf"}},
+        {"prompt_cache_key": "a", "metadata": {"cache_ttl": None}},
+    ],
+    ids=str,
+)
+def test_whatever_a_client_writes_is_answered(
+    store: PrefixStore, body: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        answered(store, body)
+    (entry,) = store._index.entries
+    assert entry.pins == ()
+    is_told = isinstance(body.get("metadata"), dict)
+    assert ("does not keep its session" in caplog.text) is is_told
+
+
+def test_a_request_that_the_server_refuses_is_in_no_session(store: PrefixStore) -> None:
+    with pytest.raises(ValueError, match="422"):
+        answered(store, {"unknown": 1, "prompt_cache_key": "a"})
+    assert store.session("a").tokens == 0

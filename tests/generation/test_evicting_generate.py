@@ -5,14 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-import transformers as tf
 from torch import Tensor
 
 import kvlayers
 import versions
 from eviction_oracle_model import OracleCache, oracle_logits, oracle_model, oracle_tokens
 from kvlayers import DynamicCache, EvictingCache
-from kvlayers.errors import UnsupportedLayerError
 from kvlayers.eviction import BUILTIN_RULES, EvictionRule, register_eviction_rule, unregister_eviction_rule
 from matrix import once
 from models import continued, fresh_model, prompt, tiny_model, under_install
@@ -171,31 +169,3 @@ def test_samples_of_a_prompt_go_on_from_the_same_kept_tokens(rule: str) -> None:
     assert torch.equal(found[0], given)
     layer = prefilled.past_key_values.layers[0]
     assert (layer.batch_size, layer.held_tokens) == (4, 24)
-
-
-def copying_attention(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, scaling: float = 1.0, **_: Any
-) -> tuple[Tensor, None]:
-    """Causal attention of a prompt that reads copies of the keys."""
-    group = query.shape[1] // key.shape[1]
-    keys, values = (states.clone().repeat_interleave(group, 1) for states in (key, value))
-    attended = torch.nn.functional.scaled_dot_product_attention(query, keys, values, is_causal=query.shape[2] > 1)
-    return attended.transpose(1, 2).contiguous(), None
-
-
-def test_an_attention_that_does_not_show_its_queries_is_named() -> None:
-    tf.AttentionInterface.register("copying_attention", copying_attention)
-    model, ids = fresh_model("llama"), prompt(1, 60)
-    expected = generated(model, ids, 1).sequences
-    model.set_attn_implementation("copying_attention")
-    key_only = EvictingCache(model.config, rule="keydiff", **OPTIONS)
-    assert torch.equal(generated(model, ids, 1, past_key_values=key_only).sequences, expected)
-    cache = EvictingCache(model.config, rule="snapkv", **OPTIONS)
-    with pytest.raises(UnsupportedLayerError, match=r"'snapkv' needs the queries of the newest 60 tokens.*'sdpa'"):
-        generated(model, ids, 4, past_key_values=cache)
-    assert cache.get_seq_length() == 60
-    assert cache.layers[0].mask_sizes(1) == (61, 0)
-    cache.reset()
-    model.set_attn_implementation("sdpa")
-    assert generated(model, ids, 4, past_key_values=cache).sequences.shape == (1, 64)
-    assert cache.layers[0].held_tokens == 27

@@ -2,7 +2,10 @@
 
 import functools
 import importlib
+import pathlib
 import random
+import sys
+import types
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -10,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from packaging.version import Version
 from transformers.generation import configuration_utils
 from transformers.generation.utils import GenerationMixin
 
@@ -17,9 +21,12 @@ import fresh_process
 import kvlayers
 from kvlayers.core.legacy_api import LegacySurface
 from kvlayers.generation import transformers4_names
+from kvlayers.generation.prefix_reuse import active_store
+from kvlayers.generation.prefix_reuse.eligibility import StorePart
 from kvlayers.generation.transformers4_names import HOMES
 from matrix import seeds
-from models import prompt, tiny_model
+from models import continued, fresh_model, prompt, tiny_model
+from versions import TRANSFORMERS
 
 OWNERS: list[Any] = [
     *map(importlib.import_module, HOMES),
@@ -239,6 +246,7 @@ LISTING = """
 import os, threading
 import kvlayers
 from kvlayers.generation import cache_by_name
+from packaging.version import Version
 from transformers.generation import configuration_utils
 
 kinds = []
@@ -265,3 +273,53 @@ assert "while names are listed" not in configuration_utils.ALL_CACHE_IMPLEMENTAT
 def test_a_process_that_imports_kvlayers_changes_nothing_and_then_what_it_asks_for() -> None:
     ran = fresh_process.run(IMPORTING + LISTING)
     assert ran.returncode == 0, ran.stderr
+
+
+# How many calls into kvlayers' files a call makes: each is paid by every user, and is easily added.
+
+PACKAGE = str(pathlib.Path(kvlayers.__file__).parent)
+
+counted_on_5_24 = pytest.mark.skipif(
+    Version("5.24") > TRANSFORMERS,
+    # Other versions of transformers ask caches more often, and comprehensions are calls before Python 3.12.
+    reason=f"the calls that are counted are those of transformers 5.24, not {TRANSFORMERS}",
+)
+
+
+def calls_of(run: Callable[[], Any]) -> int:
+    count = 0
+
+    def profile(frame: types.FrameType, event: str, arg: object) -> None:
+        nonlocal count
+        count += event == "call" and frame.f_code.co_filename.startswith(PACKAGE)
+
+    sys.setprofile(profile)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+@counted_on_5_24
+@pytest.mark.parametrize("most", [249, 495], ids=["alone", "with a hit in a store"])
+def test_a_call_makes_few_calls(most: int) -> None:
+    model, store = fresh_model("llama", num_hidden_layers=1), kvlayers.PrefixStore(2**24) if most > 300 else None
+    with kvlayers.installed(prefix_store=store):
+        for _ in range(3):
+            count = calls_of(lambda: continued(model, prompt(1, 39), 1, attention_mask=None))
+    assert count <= most
+    assert store is None or store.statistics.hits == 2
+
+
+@counted_on_5_24
+def test_modules_of_a_model_cost_a_store_no_calls() -> None:
+    """Weights are compared by torch's counts of writes to them, and modules are looked at in loops."""
+    found = []
+    for layers in (1, 3):
+        model = fresh_model("llama", num_hidden_layers=layers)
+        active = active_store.required_store(kvlayers.PrefixStore(2**24), "")
+        StorePart(model, active, "dynamic", {})
+        found.append(calls_of(lambda: StorePart(model, active, "dynamic", {})))  # noqa: B023
+    # The config says of each layer what it holds.
+    assert found[1] - found[0] <= 2 * 3

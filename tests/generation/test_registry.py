@@ -197,15 +197,6 @@ def test_a_cache_config_chooses_the_backend(backend: str, package: str, installe
     assert bits(cache)[0] == backend.lower()
 
 
-def test_windows_are_quantized_by_name_where_that_is_asked_for(installed: None) -> None:
-    cache = used_cache(cache_implementation="int4", cache_config={"quantize_sliding": True})
-    described = [layer.describe() for layer in cache.layers]
-    # A window drops its oldest tokens: none of them is a sink.
-    assert [(each["key_nbits"], each["sink_tokens"]) for each in described] == [(4, 0)] * 2
-    plain = used_cache(cache_implementation="int4")
-    assert not any("key_nbits" in layer.describe() for layer in plain.layers)
-
-
 @pytest.mark.parametrize(
     ("name", "options"), [("static", {"max_cache_len": 64}), ("quantized", {"nbits": 8, "residual_length": 16})]
 )

@@ -219,6 +219,9 @@ def test_windows_stay_in_full_precision_unless_asked(family: str, packs: bool, w
         )
     packed = {layer.is_sliding: blocks(layer) > 0 for layer in seen.past_key_values.layers}
     assert (packed[True], packed.get(False, True)) == (packs, True)
+    windows = [layer.describe() for layer in seen.past_key_values.layers if layer.is_sliding]
+    # A window drops its oldest tokens: none of them is a sink.
+    assert not any(described.get("sink_tokens") for described in windows)
     assert torch.equal(seen.sequences, expected.sequences)
 
 

@@ -19,12 +19,13 @@ from transformers.generation.utils import GenerationMixin
 
 import kvlayers
 from drafts import draft_of, spread
-from kvlayers import PrefixStore
+from kvlayers import DynamicLayer, PrefixStore
 from kvlayers.kernels.codes import cpu_packing as pack
 from kvlayers.upstream import compat
 from kvlayers.utils import native_library
 from matrix import some
 from models import continued, fresh_model, prompt
+from oracle import states
 from rounds import ROUNDS
 
 THREADS = 4
@@ -356,3 +357,20 @@ def test_one_thread_at_a_time_imports_what_a_public_name_stands_for(monkeypatch:
     names = ("Cache", "generate", "PrefixStore", "plan")
     in_threads(lambda index: kvlayers.__getattr__(names[index]))
     assert most == [1]
+
+
+def test_threads_may_fork_one_cache_at_once() -> None:
+    """All forks must be told of each other before one of them writes behind what they share."""
+    for _ in range(40):
+        layer = DynamicLayer()
+        layer.update(*states(1, 100, torch.Generator().manual_seed(0)))
+        forks: dict[int, DynamicLayer] = {}
+
+        def work(index: int, layer: DynamicLayer = layer, forks: dict[int, DynamicLayer] = forks) -> None:
+            forks[index] = layer.fork()
+            for _ in range(5):
+                forks[index].update(torch.full((1, 2, 1, 4), float(index)), torch.full((1, 2, 1, 6), float(index)))
+
+        in_threads(work, 2 * THREADS)
+        for index, fork in forks.items():
+            assert torch.equal(fork.keys[:, :, 100:], torch.full((1, 2, 5, 4), float(index)))

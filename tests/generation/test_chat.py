@@ -52,8 +52,8 @@ def reloaded(chat: Chat, directory: pathlib.Path, **options: Any) -> Chat:
 @pytest.mark.parametrize(("family", "template"), once(["llama", "mistral", "gemma3", "mamba", "jamba"], TEMPLATES))
 def test_turns_answer_as_without_a_cache(family: str, template: str, tmp_path: pathlib.Path) -> None:
     chat = Chat(tiny_model(family), tokenizer_with(TEMPLATES[template]))
-    checked_turns(chat, "Name a bird.", " Why? ", "And a fish?")
-    checked_turns(reloaded(chat, tmp_path), "So?", "Bye.")
+    checked_turns(chat, "Name a bird.", " Why? ")
+    checked_turns(reloaded(chat, tmp_path), "So?")
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_an_interrupted_turn_leaves_the_chat_as_it_was(family: str, tokenizer: A
     with contextlib.suppress(KeyboardInterrupt):
         chat.ask("Why?", logits_processor=[interrupt], **greedy())
     assert chat.messages == messages
-    checked_turns(chat, "Name a fish.", "So?")
+    checked_turns(chat, "So?")
 
 
 def test_beams_answer_and_are_forgotten(model: Any, tokenizer: Any) -> None:

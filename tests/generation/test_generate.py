@@ -1,5 +1,6 @@
 """generate() returns the tokens that it returns with transformers' own caches, in every way of decoding."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -137,14 +138,14 @@ def test_prompt_lookup_and_a_draft_model_change_no_token(family: str) -> None:
         assert cache.get_seq_length() == output.sequences.shape[1] - 1
         return cache
 
-    for drafting in ({"prompt_lookup_num_tokens": 4}, {"assistant_model": tiny_model(family, seed=1)}):
-        with kvlayers.installed():
-            for name in NAMES:
-                cache = checked(cache_implementation=name, **drafting)
-                assert not any(layer.is_recording for layer in cache.adapted_layers())
-        with versions.recording():
-            for make in caches_for(family).values():
-                checked(past_key_values=make(), **drafting)
+    look_up = {"prompt_lookup_num_tokens": 4}
+    with kvlayers.installed():
+        for name, drafting in itertools.product(NAMES, (look_up, {"assistant_model": tiny_model(family, seed=1)})):
+            cache = checked(cache_implementation=name, **drafting)
+            assert not any(layer.is_recording for layer in cache.adapted_layers())
+    with versions.recording():
+        for make in caches_for(family).values():
+            checked(past_key_values=make(), **look_up)
 
 
 @pytest.mark.parametrize(("made_for", "given_to"), [("gemma3", "llama"), ("mistral", "qwen2"), ("gemma3", "gemma2")])

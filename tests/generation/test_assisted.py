@@ -13,7 +13,7 @@ from kvlayers.generation import assisted
 from kvlayers.generation.call_cache import RollbackCache
 from kvlayers.upstream import compat
 from matrix import some
-from models import fresh_model, given, prompt
+from models import continued, fresh_model, prompt, read
 
 FAMILIES = ("bamba", "granitemoehybrid", "lfm2", "qwen3_next", "qwen3_5", "zamba2", "falcon_h1", "nemotron_h")
 NEW_TOKENS = 16
@@ -24,9 +24,7 @@ def repetitive() -> torch.Tensor:
 
 
 def generated(model: Any, **how: Any) -> Any:
-    ids = repetitive()
-    defaults: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "return_dict_in_generate": True}
-    return model.generate(ids, attention_mask=torch.ones_like(ids), **{**defaults, **how})
+    return continued(model, repetitive(), NEW_TOKENS, return_dict_in_generate=True, **how)
 
 
 @pytest.fixture
@@ -48,8 +46,7 @@ def test_assistance_changes_no_token_of_a_recurrent_model(installed: None, round
     model, step = spread(family), prompt(1, 1, seed=3)
     alone = generated(model)
     expected = alone.sequences
-    with torch.no_grad():
-        logits = model(step, **given(alone.past_key_values)).logits
+    _, logits = read(model, step, alone.past_key_values)
     look_up, draft = {"prompt_lookup_num_tokens": 4}, {"assistant_model": draft_of(model)}
     for how, name in ((look_up, "dynamic"), (look_up, "quantized"), (draft, "dynamic"), (draft, "static")):
         ahead = {"cache_config": {"residual_length": 64}} if name == "quantized" else {}
@@ -60,8 +57,7 @@ def test_assistance_changes_no_token_of_a_recurrent_model(installed: None, round
         assert not isinstance(output.past_key_values, RollbackCache)
         if name != "quantized":
             # bamba clips its time steps over several tokens, and not over one.
-            with torch.no_grad():
-                seen = model(step, **given(output.past_key_values)).logits
+            _, seen = read(model, step, output.past_key_values)
             torch.testing.assert_close(seen, logits, rtol=0, atol=0.05 if family == "bamba" else 1e-4)
     assert rounds["rejected"] > 0
     assert rounds["accepted"] > 0
@@ -71,12 +67,8 @@ def test_assistance_changes_no_token_of_a_recurrent_model(installed: None, round
 def test_a_cache_that_is_passed_comes_back_whole(installed: None, family: str) -> None:
     model = spread(family)
     expected = generated(model).sequences
-    cache = kvlayers.DynamicCache(config=model.config)
-    ids = repetitive()
-    with torch.no_grad():
-        model(ids[:, :9], past_key_values=cache)
-    how: dict[str, Any] = {"past_key_values": cache, "prompt_lookup_num_tokens": 4}
-    seen = generated(model, **how)
+    cache, _ = read(model, repetitive()[:, :9], kvlayers.DynamicCache(config=model.config))
+    seen = generated(model, past_key_values=cache, prompt_lookup_num_tokens=4)
     assert seen.past_key_values is cache
     assert torch.equal(seen.sequences, expected)
     assert cache.get_seq_length() == expected.shape[1] - 1
@@ -147,26 +139,20 @@ def test_nothing_is_left_on_the_model() -> None:
         generated(model, prompt_lookup_num_tokens=4)
 
 
-@pytest.mark.parametrize("given", [kvlayers.DynamicCache, transformers.DynamicCache])
+@pytest.mark.parametrize("kind", [kvlayers.DynamicCache, transformers.DynamicCache])
 @pytest.mark.parametrize("way", ["draft model", "prompt look-up"])
-def test_a_chat_goes_on_with_drafts(way: str, given: Any, installed: None) -> None:
+def test_a_chat_goes_on_with_drafts(way: str, kind: Any, installed: None) -> None:
     # From 5.4 on transformers alone passes the whole sequence again, behind what the cache holds of it.
-    model, cache = fresh_model("llama"), given()
-    how: dict[str, Any] = {"prompt_lookup_num_tokens": 3}
-    if way == "draft model":
-        how = {"assistant_model": draft_of(model)}
-    ids = repetitive()
+    model, cache, ids = fresh_model("llama"), kind(), repetitive()
+    how = {"assistant_model": draft_of(model)} if way == "draft model" else {"prompt_lookup_num_tokens": 3}
     for turn in range(3):
-        mask = torch.ones_like(ids)
-        expected = model.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False)
-        seen = model.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False, past_key_values=cache, **how)
-        assert torch.equal(seen, expected)
+        seen = continued(model, ids, 6, past_key_values=cache, **how)
+        assert torch.equal(seen, continued(model, ids, 6))
         assert cache.get_seq_length() == seen.shape[1] - 1
         ids = torch.cat([seen, prompt(1, 3, seed=turn)], dim=1)
     if compat.LOOPS_COUNT_CACHE_POSITION:
         return
     # New tokens alone, more than are held.
     cache.crop(-(cache.get_seq_length() - 2))
-    expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False)
-    alone = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 6, "do_sample": False, **how}
-    assert torch.equal(model.generate(ids[:, 2:], past_key_values=cache, **alone), expected[:, 2:])
+    seen = continued(model, ids[:, 2:], 6, attention_mask=torch.ones_like(ids), past_key_values=cache, **how)
+    assert torch.equal(seen, continued(model, ids, 6)[:, 2:])

@@ -11,8 +11,7 @@ import pytest
 import torch
 import transformers
 
-import distributed_data_parallel
-import distributed_tensor_parallel
+import distributed_ranks
 import kvlayers
 from kvlayers.upstream.generate_calls import static_shape
 from models import COMMON, fresh_model
@@ -68,7 +67,7 @@ def test_ranks_that_share_the_heads_write_the_tokens_of_one(
     saved: tuple[Any, pathlib.Path], written: pathlib.Path
 ) -> None:
     model, _ = saved
-    expected = distributed_tensor_parallel.continuations(model)
+    expected = distributed_ranks.continuations(model)
     for rank in range(RANKS):
         seen = json.loads((written / f"tokens.{rank}").read_text())
         assert seen.keys() == expected.keys()
@@ -84,7 +83,7 @@ def test_replicas_have_the_logits_and_gradients_of_one_process(
 ) -> None:
     _, directory = saved
     model = transformers.AutoModelForCausalLM.from_pretrained(directory).eval()
-    expected = distributed_data_parallel.train(model, *distributed_data_parallel.batch(), model.config)
+    expected = distributed_ranks.train(model, *distributed_ranks.batch(), model.config)
     seen = [torch.load(written / f"training.{rank}") for rank in range(RANKS)]
     for part in ("logits", "decoded"):
         torch.testing.assert_close(torch.cat([rank[part] for rank in seen]), expected[part], rtol=1e-4, atol=1e-4)

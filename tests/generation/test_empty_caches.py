@@ -15,7 +15,7 @@ import versions
 from families import FAMILIES, any_model_and_inputs, model_and_inputs
 from kvlayers.upstream import cache_argument, compat
 from matrix import some
-from models import WINDOW, fresh_model, prompt, tiny_model
+from models import WINDOW, continued, fresh_model, given, prompt, read, tiny_model, under_install
 from named_factories import registered
 
 MAKERS: dict[str, Callable[[Any], Any]] = {
@@ -31,9 +31,8 @@ EXPECTED = {
 }
 
 
-def generate(ids: torch.Tensor, cache: Any, family: str = "gemma3", tokens: int = 14, **how: Any) -> Any:
-    given = {"attention_mask": torch.ones_like(ids), "do_sample": False, **how}
-    return tiny_model(family).generate(ids, max_new_tokens=tokens, past_key_values=cache, **given)
+def generate(ids: torch.Tensor, cache: Any, **how: Any) -> Any:
+    return continued(tiny_model("gemma3"), ids, 14, past_key_values=cache, **how)
 
 
 def kinds(cache: Any) -> list[str]:
@@ -55,8 +54,7 @@ def test_an_empty_cache_decodes_with_layers_of_kvlayers(kind: str, way: dict[str
     expected = generate(ids, MAKERS[kind](model), **way)
     cache = MAKERS[kind](model)
     known_as, layers = type(cache), cache.layers
-    with kvlayers.installed():
-        assert torch.equal(generate(ids, cache, **way), expected)
+    assert torch.equal(under_install(generate, ids, cache, **way), expected)
     assert type(cache) is known_as
     assert cache.layers is layers
     assert kinds(cache) == EXPECTED[kind]
@@ -65,12 +63,10 @@ def test_an_empty_cache_decodes_with_layers_of_kvlayers(kind: str, way: dict[str
 
 @pytest.mark.parametrize("kind", MAKERS)
 def test_it_goes_on_like_any_other_also_after_uninstall(kind: str) -> None:
-    model, cache, ids = tiny_model("gemma3"), MAKERS[kind](tiny_model("gemma3")), prompt(2, 5)
-    with kvlayers.installed(), torch.no_grad():
-        model(ids, past_key_values=cache)
+    model, ids = tiny_model("gemma3"), prompt(2, 5)
+    cache, _ = under_install(read, model, ids, MAKERS[kind](model))
     assert kinds(cache) == EXPECTED[kind]
-    twin = copy.deepcopy(cache)
-    longer = torch.cat([ids, prompt(2, 6)], dim=1)
+    twin, longer = copy.deepcopy(cache), torch.cat([ids, prompt(2, 6)], dim=1)
     expected = generate(longer, None)
     for each in (cache, twin):
         assert torch.equal(generate(longer, each), expected)
@@ -78,27 +74,22 @@ def test_it_goes_on_like_any_other_also_after_uninstall(kind: str) -> None:
     assert torch.equal(generate(longer, twin), expected)
 
 
-def test_methods_of_transformers_work_on_the_layers() -> None:
+def test_methods_of_transformers_work_on_the_layers(installed: None) -> None:
     model, ids = tiny_model("llama"), prompt(2, 8)
-    cache = transformers.DynamicCache()
-    with kvlayers.installed(), torch.no_grad():
-        whole = model(ids, past_key_values=cache).logits
-        cache.crop(-3)
-        cache.reorder_cache(torch.tensor([1, 0]))
-        cache.batch_repeat_interleave(2)
-        cache.batch_select_indices(torch.tensor([2, 0]))
-        assert (cache.get_seq_length(), len(cache), cache.is_sliding) == (5, 2, [False, False])
-        keys = [states[0].shape for states in cache]
-        assert keys == [cache.layers[0].keys.shape] * 2 == [torch.Size([2, 2, 5, 8])] * 2
-        assert compat.MASKS_BY_CACHE_POSITION or cache.get_mask_sizes(3, 0) == (8, 0)
-        again = model(ids[:, 5:], past_key_values=cache).logits
-    torch.testing.assert_close(again, whole[:, 5:])
-    fixed = transformers.StaticCache(model.config, max_cache_len=20)
-    with kvlayers.installed(), torch.no_grad():
-        model(ids, past_key_values=fixed)
-        # What comes beyond the reservation is an error of transformers as well.
-        with pytest.raises(kvlayers.CapacityError, match="at most 20 tokens"):
-            model(prompt(2, 13), past_key_values=fixed)
+    cache, whole = read(model, ids, transformers.DynamicCache())
+    cache.crop(-3)
+    cache.reorder_cache(torch.tensor([1, 0]))
+    cache.batch_repeat_interleave(2)
+    cache.batch_select_indices(torch.tensor([2, 0]))
+    assert (cache.get_seq_length(), len(cache), cache.is_sliding) == (5, 2, [False, False])
+    keys = [states[0].shape for states in cache]
+    assert keys == [cache.layers[0].keys.shape] * 2 == [torch.Size([2, 2, 5, 8])] * 2
+    assert compat.MASKS_BY_CACHE_POSITION or cache.get_mask_sizes(3, 0) == (8, 0)
+    torch.testing.assert_close(read(model, ids[:, 5:], cache)[1], whole[:, 5:])
+    fixed, _ = read(model, ids, transformers.StaticCache(model.config, max_cache_len=20))
+    # What comes beyond the reservation is an error of transformers as well.
+    with pytest.raises(kvlayers.CapacityError, match="at most 20 tokens"):
+        read(model, prompt(2, 13), fixed)
     assert max(layer.max_cache_len for layer in fixed.layers) == 20
 
 
@@ -107,14 +98,13 @@ def test_methods_of_transformers_work_on_the_layers() -> None:
 @pytest.mark.parametrize("family", some(["llama", "gemma2"], ["gemma2"]))
 def test_compiled_generate_decodes_in_one_graph(family: str) -> None:
     model, ids = fresh_model(family), prompt(1, 6)
-    given = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 30, "do_sample": False}
-    expected = model.generate(ids, **given)
+    expected = continued(model, ids, 30)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
+    cache = transformers.StaticCache(model.config, max_cache_len=48)
     with kvlayers.installed():
-        cache = transformers.StaticCache(model.config, max_cache_len=48)
         config = transformers.CompileConfig(backend="eager", mode=None)
-        assert torch.equal(model.generate(ids, past_key_values=cache, compile_config=config, **given), expected)
+        assert torch.equal(continued(model, ids, 30, past_key_values=cache, compile_config=config), expected)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     assert all(kinds(cache))
     torch._dynamo.reset()
@@ -124,28 +114,19 @@ def test_compiled_generate_decodes_in_one_graph(family: str) -> None:
 @pytest.mark.parametrize("family", ["mamba2", "jamba"])
 def test_recurrent_layers_are_replaced_where_they_take_a_chat(family: str) -> None:
     model = tiny_model(family) if family == "jamba" else model_and_inputs(family)[0]
-    cache_name, ids = "past_key_values" if family == "jamba" else "cache_params", prompt(1, 7)
-    given = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 8, "do_sample": False}
-    expected = model.generate(ids, **given)
-    with kvlayers.installed():
-        cache = transformers.DynamicCache(config=model.config)
-        assert torch.equal(model.generate(ids, **given, **{cache_name: cache}), expected)
-    ours = {type(layer) for layer in cache.layers if isinstance(layer, kvlayers.LinearAttentionLayer)}
+    expected, cache = continued(model, prompt(1, 7)), transformers.DynamicCache(config=model.config)
+    assert torch.equal(under_install(continued, model, prompt(1, 7), **given(cache, model)), expected)
+    ours = any(isinstance(layer, kvlayers.LinearAttentionLayer) for layer in cache.layers)
     # The scan of the other one begins from zero.
-    assert bool(ours) is (family == "mamba2")
+    assert ours is (family == "mamba2")
 
 
 def test_both_parts_of_a_pair_are_replaced() -> None:
-    model, ids = tiny_model("bart"), prompt(2, 7)
-
-    def pair() -> Any:
-        return transformers.EncoderDecoderCache(transformers.DynamicCache(), transformers.DynamicCache())
-
-    expected = model.generate(ids, past_key_values=pair(), max_new_tokens=8, num_beams=2)
-    with kvlayers.installed():
-        cache = pair()
-        assert torch.equal(model.generate(ids, past_key_values=cache, max_new_tokens=8, num_beams=2), expected)
-    assert kinds(cache.self_attention_cache) == kinds(cache.cross_attention_cache) == ["DynamicLayer"] * 2
+    model, pairs = tiny_model("bart"), [[transformers.DynamicCache() for _ in range(2)] for _ in range(2)]
+    theirs, ours = (transformers.EncoderDecoderCache(*pair) for pair in pairs)
+    expected = continued(model, prompt(2, 7), past_key_values=theirs, num_beams=2)
+    assert torch.equal(under_install(continued, model, prompt(2, 7), past_key_values=ours, num_beams=2), expected)
+    assert kinds(ours.self_attention_cache) == kinds(ours.cross_attention_cache) == ["DynamicLayer"] * 2
 
 
 def test_what_may_do_something_of_its_own_is_left_alone() -> None:
@@ -155,72 +136,59 @@ def test_what_may_do_something_of_its_own_is_left_alone() -> None:
     class MyLayer(transformers.cache_utils.DynamicSlidingWindowLayer):
         """A layer of a user's."""
 
-    ids = prompt(1, 4)
+    mine, mixed, turned_off = Mine(), MAKERS["of a config"](tiny_model("gemma3")), transformers.DynamicCache()
+    mixed.layers[1] = MyLayer(sliding_window=WINDOW)
     with kvlayers.installed():
-        cache: Any = Mine()
-        generate(ids, cache)
-        assert kinds(cache) == [""] * 4
-        cache = transformers.DynamicCache(config=tiny_model("gemma3").config)
-        cache.layers[1] = MyLayer(sliding_window=WINDOW)
-        generate(ids, cache)
-        assert kinds(cache) == ["SlidingLayer", "", "DynamicLayer", "SlidingLayer"]
-    with kvlayers.installed(replace_empty_caches=False), kvlayers.installed():
-        cache = transformers.DynamicCache()
-        generate(ids, cache)
-        assert kinds(cache) == [""] * 4
+        for cache in (mine, mixed):
+            generate(prompt(1, 4), cache)
+        with kvlayers.installed(replace_empty_caches=False), kvlayers.installed():
+            generate(prompt(1, 4), turned_off)
+    assert kinds(mine) == kinds(turned_off) == [""] * 4
+    assert kinds(mixed) == ["SlidingLayer", "", "DynamicLayer", "SlidingLayer"]
 
 
 def test_a_filled_cache_is_left_alone_with_one_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "kvlayers")
-    cache, ids = transformers.DynamicCache(), prompt(1, 6)
-    output = generate(ids, cache)
+    cache = transformers.DynamicCache()
+    longer = torch.cat([generate(prompt(1, 6), cache), prompt(1, 3)], dim=1)
     with kvlayers.installed():
-        longer = torch.cat([output, prompt(1, 3)], dim=1)
-        output = generate(longer, cache)
-        assert torch.equal(output, generate(longer, None))
+        assert torch.equal(generate(longer, cache), generate(longer, None))
     assert kinds(cache) == [""] * 4
     assert [record.message for record in caplog.records] == [
         "A DynamicCache keeps its layers of transformers, as it holds states: only empty caches get kvlayers' layers."
     ]
 
 
-def test_autograd_goes_through_it() -> None:
-    model, ids = fresh_model("llama"), prompt(1, 6)
-    with kvlayers.installed():
-        cache = transformers.DynamicCache()
-        model(ids, past_key_values=cache)
-        model(ids, past_key_values=cache).logits.sum().backward()
+def test_autograd_goes_through_it(installed: None) -> None:
+    model, ids, cache = fresh_model("llama"), prompt(1, 6), transformers.DynamicCache()
+    model(ids, past_key_values=cache)
+    model(ids, past_key_values=cache).logits.sum().backward()
     assert all(kinds(cache))
     assert all(weight.grad is not None for weight in model.parameters())
 
 
+@torch.no_grad()
 def loop(model: Any, inputs: dict[str, torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
     """Logits of a prompt and of three tokens behind it, as a loop of one's own computes them, and the model's cache."""
     inputs = {name: value for name, value in inputs.items() if name != "attention_mask"}
     ids_name = "decoder_input_ids" if model.config.is_encoder_decoder else "input_ids"
-    past: dict[str, Any] = {}
-    logits = []
-    with torch.no_grad():
-        for ids in (prompt(2, 7), *(prompt(2, 1, seed=seed) for seed in range(3))):
-            output = model(**{**inputs, ids_name: ids}, use_cache=True, **past)
-            past = {cache_argument.name_for(model): cache_argument.in_output(output)}
-            logits.append(output.logits)
-    return logits, next(iter(past.values()))
+    cache, logits = None, []
+    for ids in (prompt(2, 7), *(prompt(2, 1, seed=seed) for seed in range(3))):
+        past = {} if cache is None else given(cache, model)
+        output = model(**{**inputs, ids_name: ids}, use_cache=True, **past)
+        cache = cache_argument.in_output(output)
+        logits.append(output.logits)
+    return logits, cache
 
 
 @pytest.mark.parametrize(
     "family", some([*FAMILIES, "llama", "gemma3"], ["llama", "gemma3", "mamba2", "minimax", "whisper"])
 )
 def test_a_cache_that_a_model_makes_itself_has_layers_of_kvlayers(family: str) -> None:
-    if family in FAMILIES:
-        model, inputs = any_model_and_inputs(family)
-    else:
-        model, inputs = fresh_model(family), {}
+    model, inputs = any_model_and_inputs(family) if family in FAMILIES else (fresh_model(family), {})
     expected, theirs = loop(model, inputs)
-    with kvlayers.installed():
-        seen, ours = loop(model, inputs)
-    for one, other in zip(seen, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+    seen, ours = under_install(loop, model, inputs)
+    torch.testing.assert_close(seen, expected, rtol=1e-4, atol=1e-4)
     assert type(ours) is type(theirs)
     if family in ("llama", "gemma3"):
         assert kinds(ours) == (FULL[:2] if family == "llama" else WINDOWS)
@@ -228,16 +196,20 @@ def test_a_cache_that_a_model_makes_itself_has_layers_of_kvlayers(family: str) -
 
 def test_a_model_makes_transformers_layers_where_it_may_not_have_others() -> None:
     model, ids = fresh_model("llama"), prompt(1, 6)
+
+    def made(**how: Any) -> Any:
+        return cache_argument.in_output(model(ids, **{"use_cache": True, **how}))
+
     with kvlayers.installed():
-        followed = cache_argument.in_output(model(ids, use_cache=True))
-        with torch.no_grad(), kvlayers.installed(replace_empty_caches=False):
-            turned_off = cache_argument.in_output(model(ids, use_cache=True))
+        followed = made()
         with torch.no_grad():
+            with kvlayers.installed(replace_empty_caches=False):
+                turned_off = made()
             # Nobody makes a cache here.
-            assert cache_argument.in_output(model(ids, use_cache=False)) is None
-            elsewhere = transformers.DynamicCache(config=model.config)
+            assert made(use_cache=False) is None
+        elsewhere = transformers.DynamicCache(config=model.config)
     with torch.no_grad():
-        after = cache_argument.in_output(model(ids, use_cache=True))
+        after = made()
     assert [kinds(cache) for cache in (followed, turned_off, elsewhere, after)] == [["", ""]] * 4
 
 
@@ -252,28 +224,23 @@ def test_a_cache_in_the_place_of_the_named_one_is_a_warning_once(monkeypatch: py
 
     def with_prefix(input_ids: torch.Tensor, **arguments: Any) -> dict[str, Any]:
         inputs = prepare(input_ids, **arguments)
-        name = cache_argument.usual_name()
-        if not inputs[name].get_seq_length():
-            inputs = {**inputs, name: copy.deepcopy(prefix), "attention_mask": None}
+        if not inputs[cache_argument.usual_name()].get_seq_length():
+            inputs |= {**given(copy.deepcopy(prefix)), "attention_mask": None}
         return inputs
 
     monkeypatch.setattr(model, "prepare_inputs_for_generation", with_prefix)
-
-    def tokens(**options: Any) -> torch.Tensor:
-        return model.generate(ids, max_new_tokens=4, do_sample=False, **options)
-
-    expected = tokens()
+    expected = continued(model, ids, 4, attention_mask=None)
     with kvlayers.installed():
         with pytest.warns(UserWarning, match="'int4' is not used: .* given a DynamicCache with 4 tokens") as warned:
-            assert torch.equal(tokens(cache_implementation="int4"), expected)
+            assert torch.equal(continued(model, ids, 4, attention_mask=None, cache_implementation="int4"), expected)
         assert len(warned) == 1
         with warnings.catch_warnings():
             warnings.simplefilter("error", UserWarning)
-            assert torch.equal(tokens(cache_implementation="int4"), expected)
-            assert torch.equal(tokens(), expected)
+            for options in ({"cache_implementation": "int4"}, {}):
+                assert torch.equal(continued(model, ids, 4, attention_mask=None, **options), expected)
 
 
-def test_a_cache_of_pages_is_passed_on_as_it_is() -> None:
+def test_a_cache_of_pages_is_passed_on_as_it_is(installed: None) -> None:
     class PagedAttentionCache:
         """The name of the class of transformers."""
 
@@ -283,16 +250,12 @@ def test_a_cache_of_pages_is_passed_on_as_it_is() -> None:
         def forward(self, input_ids: torch.Tensor, past_key_values: Any = None, **given: Any) -> None:
             passed.append((past_key_values, given))
 
-    model, pages = Model(tiny_model("llama").config), PagedAttentionCache()
-    with kvlayers.installed():
-        model(input_ids=prompt(1, 3), cache=pages)
+    pages = PagedAttentionCache()
+    Model(tiny_model("llama").config)(input_ids=prompt(1, 3), cache=pages)
     assert passed == [(None, {"cache": pages})]
 
 
-def test_a_cache_of_transformers_by_the_name_of_a_factory_is_the_one_that_was_named() -> None:
-    model, ids = fresh_model("llama"), prompt(1, 5)
-    how = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 3, "cache_implementation": "theirs"}
+def test_a_cache_of_transformers_by_the_name_of_a_factory_is_the_one_that_was_named(installed: None) -> None:
     with registered(theirs=lambda request: transformers.DynamicCache()), warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*is not used")
-        with kvlayers.installed():
-            model.generate(ids, **how)
+        continued(fresh_model("llama"), prompt(1, 5), 3, cache_implementation="theirs")

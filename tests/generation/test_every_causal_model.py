@@ -13,6 +13,7 @@ import kvlayers
 import versions
 from kvlayers.upstream import cache_argument, model_layers, model_types
 from kvlayers.upstream.model_types import kept_states
+from models import prompt, under_install
 from rounds import ROUNDS
 
 PROMPT = 36
@@ -27,10 +28,6 @@ TELLING = (
 MODEL_TYPES = [each for each in every_causal_model.MODEL_TYPES if ROUNDS > 1 or each in TELLING]
 
 pytestmark = pytest.mark.slow
-
-
-def ids_of(tokens: int, seed: int = 0) -> Tensor:
-    return torch.randint(3, 90, (1, tokens), generator=torch.Generator().manual_seed(seed))
 
 
 def logits_and_ids(model: Any, ids: Tensor, **how: Any) -> tuple[list[Tensor], Tensor]:
@@ -50,10 +47,10 @@ def logits_and_ids(model: Any, ids: Tensor, **how: Any) -> tuple[list[Tensor], T
 def assert_same(found: tuple[list[Tensor], Tensor], expected: tuple[list[Tensor], Tensor], where: str) -> None:
     """The logits of a step are compared if all tokens before are the same: rounding may decide between two tokens."""
     (logits, ids), (expected_logits, expected_ids) = found, expected
-    prompt = expected_ids.shape[1] - len(expected_logits)
+    begin = expected_ids.shape[1] - len(expected_logits)
     for step, (one, other) in enumerate(zip(logits, expected_logits, strict=True)):
         assert_close(one, other, f"{where}, step {step}")
-        if not torch.equal(ids[:, : prompt + step + 1], expected_ids[:, : prompt + step + 1]):
+        if not torch.equal(ids[:, : begin + step + 1], expected_ids[:, : begin + step + 1]):
             return
 
 
@@ -76,16 +73,16 @@ def attempt(compute: Callable[[], Any]) -> Any:
 def model_that_decodes(model_type: str) -> Any:
     model = every_causal_model.model_of(model_type)
     name = cache_argument.name_for(model)
-    if not model.can_generate() or isinstance(attempt(lambda: logits_and_ids(model, ids_of(PROMPT))), Exception):
+    if not model.can_generate() or isinstance(attempt(lambda: logits_and_ids(model, prompt(1, PROMPT))), Exception):
         pytest.skip(f"transformers alone does not generate with this {model_type}")
-    if isinstance(attempt(lambda: model(ids_of(4), **{name: None})), Exception):
+    if isinstance(attempt(lambda: model(prompt(1, 4), **{name: None})), Exception):
         pytest.skip(f"{model_type} takes no {name}")
     return model
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_no_model_computes_other_logits(model_type: str) -> None:
-    model, ids = model_that_decodes(model_type), ids_of(PROMPT)
+    model, ids = model_that_decodes(model_type), prompt(1, PROMPT)
     _compare_samples(model, ids)
     _compare_stored_prefixes(model)
     _compare_chunks(model, ids)
@@ -96,14 +93,13 @@ def test_no_model_computes_other_logits(model_type: str) -> None:
 def _compare_samples(model: Any, ids: Tensor) -> None:
     how = {"do_sample": True, "num_return_sequences": 3}
     expected = logits_and_ids(model, ids, **how)
-    with kvlayers.installed():
-        assert_same(logits_and_ids(model, ids, **how), expected, "samples")
+    assert_same(under_install(logits_and_ids, model, ids, **how), expected, "samples")
 
 
 def _compare_stored_prefixes(model: Any) -> None:
     """A prompt twice, another one that diverges from it, and the beginning of both, with an odd number of tokens."""
-    store, ids = kvlayers.PrefixStore(2**26), ids_of(PROMPT)
-    diverging = torch.cat([ids[:, :29], ids_of(6, seed=2)], dim=1)
+    store, ids = kvlayers.PrefixStore(2**26), prompt(1, PROMPT)
+    diverging = torch.cat([ids[:, :29], prompt(1, 6, seed=2)], dim=1)
     for place, asked in enumerate((ids, ids, diverging, ids[:, :23])):
         expected = logits_and_ids(model, asked)
         with kvlayers.installed(prefix_store=store):
@@ -115,8 +111,7 @@ def _compare_chunks(model: Any, ids: Tensor) -> None:
     # transformers passes chunks to scans that begin from zero, with wrong logits.
     chunks = {} if model.config.model_type in model_types.SCANS_FROM_ZERO else {"prefill_chunk_size": 7}
     expected = attempt(lambda: logits_and_ids(model, ids, **chunks))
-    with kvlayers.installed():
-        found = attempt(lambda: logits_and_ids(model, ids, prefill_chunk_size=7))
+    found = attempt(lambda: under_install(logits_and_ids, model, ids, prefill_chunk_size=7))
     if isinstance(expected, Exception):
         # What a pass needs is what transformers has no mask for, so there is nothing else to compare with.
         own = type(expected) | kvlayers.KVLayersError
@@ -133,7 +128,7 @@ def _compare_rollback_and_fork(model: Any) -> None:
     """Roll back by three tokens and go on, beside a fork that goes on without: both as from a cache of transformers."""
     if model_types.decoder_config(model.config).model_type in model_layers.MODELS_WITH_OWN_CACHE:
         return
-    name, ids, others = cache_argument.name_for(model), ids_of(6), ids_of(3, seed=3)
+    name, ids, others = cache_argument.name_for(model), prompt(1, 6), prompt(1, 3, seed=3)
 
     def passed(cache: Any, tokens: Tensor) -> list[Tensor]:
         return [model(ids_, **{name: cache}, use_cache=True).logits[:, -1] for ids_ in tokens.split(1, dim=1)]

@@ -5,17 +5,15 @@ from typing import Any
 
 import pytest
 import torch
-import transformers as tf
 from torch import Tensor
 
 import kvlayers
 import versions
 from eviction_oracle_model import OracleCache, oracle_logits, oracle_model, oracle_tokens
 from kvlayers import DynamicCache, EvictingCache
-from kvlayers.errors import UnsupportedLayerError
 from kvlayers.eviction import BUILTIN_RULES, EvictionRule, register_eviction_rule, unregister_eviction_rule
 from matrix import once
-from models import fresh_model, prompt, tiny_model
+from models import continued, fresh_model, prompt, tiny_model, under_install
 
 PROTECTED = {"sink_tokens": 2, "recent_tokens": 8}
 OPTIONS = {"keep": 0.4, **PROTECTED}
@@ -51,8 +49,7 @@ def oracles(rule: str, keep: float | None = 0.4, per_head: bool = True, **option
 
 def generated(model: Any, ids: Tensor, tokens: int = 10, **how: Any) -> Any:
     torch.manual_seed(0)
-    options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": tokens, **how}
-    return model.generate(ids, return_dict_in_generate=True, **options)
+    return continued(model, ids, tokens, return_dict_in_generate=True, **how)
 
 
 @pytest.mark.parametrize("rule", [*BUILTIN_RULES, "test_backwards"])
@@ -119,16 +116,16 @@ def test_chunks_and_turns_are_those_of_the_oracle(model: Any, slow: Any) -> None
 @pytest.mark.parametrize("rule", ["knorm", "snapkv"])
 def test_the_score_of_beams_is_that_of_the_oracle(model: Any, slow: Any, rule: str) -> None:
     ids = prompt(1, 50)
-    with kvlayers.installed():
-        output = generated(
-            model,
-            ids,
-            num_beams=3,
-            num_return_sequences=3,
-            output_scores=True,
-            cache_implementation=rule,
-            cache_config=OPTIONS,
-        )
+    output = under_install(
+        generated,
+        model,
+        ids,
+        num_beams=3,
+        num_return_sequences=3,
+        output_scores=True,
+        cache_implementation=rule,
+        cache_config=OPTIONS,
+    )
     assert len({tuple(row) for row in output.sequences.tolist()}) == 3
     for row, score in zip(output.sequences, output.sequences_scores, strict=True):
         cache, total, new = oracles(rule), 0.0, ids
@@ -154,8 +151,7 @@ def test_the_score_of_beams_is_that_of_the_oracle(model: Any, slow: Any, rule: s
 def test_all_tokens_kept_are_those_of_a_dynamic_cache(how: dict[str, Any], rule: str) -> None:
     model, ids = tiny_model("llama"), prompt(1, 30).repeat(1, 2)
     dense = generated(model, ids, past_key_values=DynamicCache(config=model), **how).sequences
-    with kvlayers.installed():
-        found = generated(model, ids, cache_implementation=rule, cache_config={"keep": 1.0}, **how)
+    found = under_install(generated, model, ids, cache_implementation=rule, cache_config={"keep": 1.0}, **how)
     assert torch.equal(found.sequences, dense)
 
 
@@ -173,42 +169,3 @@ def test_samples_of_a_prompt_go_on_from_the_same_kept_tokens(rule: str) -> None:
     assert torch.equal(found[0], given)
     layer = prefilled.past_key_values.layers[0]
     assert (layer.batch_size, layer.held_tokens) == (4, 24)
-
-
-@pytest.mark.parametrize("options", [{"keep": 0.4}, {"budget": 30}], ids=str)
-@pytest.mark.parametrize("rule", ["keydiff", "snapkv", "h2o"])
-def test_drafts_are_taken_back(rule: str, options: dict[str, Any]) -> None:
-    model, ids = tiny_model("llama"), prompt(1, 20).repeat(1, 3)
-    cache = EvictingCache(model.config, rule=rule, **options, **PROTECTED)
-    found = generated(model, ids, 40, past_key_values=cache, prompt_lookup_num_tokens=3)
-    # Until 5.13, look-up may go on beyond the length that is asked for.
-    assert found.sequences.shape[1] >= 100
-    assert found.sequences.shape[1] - 2 <= cache.get_seq_length() <= found.sequences.shape[1]
-
-
-def copying_attention(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, scaling: float = 1.0, **_: Any
-) -> tuple[Tensor, None]:
-    """Causal attention of a prompt that reads copies of the keys."""
-    group = query.shape[1] // key.shape[1]
-    keys, values = (states.clone().repeat_interleave(group, 1) for states in (key, value))
-    attended = torch.nn.functional.scaled_dot_product_attention(query, keys, values, is_causal=query.shape[2] > 1)
-    return attended.transpose(1, 2).contiguous(), None
-
-
-def test_an_attention_that_does_not_show_its_queries_is_named() -> None:
-    tf.AttentionInterface.register("copying_attention", copying_attention)
-    model, ids = fresh_model("llama"), prompt(1, 60)
-    expected = generated(model, ids, 1).sequences
-    model.set_attn_implementation("copying_attention")
-    key_only = EvictingCache(model.config, rule="keydiff", **OPTIONS)
-    assert torch.equal(generated(model, ids, 1, past_key_values=key_only).sequences, expected)
-    cache = EvictingCache(model.config, rule="snapkv", **OPTIONS)
-    with pytest.raises(UnsupportedLayerError, match=r"'snapkv' needs the queries of the newest 60 tokens.*'sdpa'"):
-        generated(model, ids, 4, past_key_values=cache)
-    assert cache.get_seq_length() == 60
-    assert cache.layers[0].mask_sizes(1) == (61, 0)
-    cache.reset()
-    model.set_attn_implementation("sdpa")
-    assert generated(model, ids, 4, past_key_values=cache).sequences.shape == (1, 64)
-    assert cache.layers[0].held_tokens == 27

@@ -49,19 +49,3 @@ def test_every_family_generates_the_tokens_of_transformers(family: str, way: str
             ours = type(cache).__module__.startswith("kvlayers")
             left_to_model = family in HOLDS_ITS_OWN_CACHE or not model._supports_default_dynamic_cache()
             assert ours is not (left_to_model or generate_calls.makes_own_static_cache(model, name or ""))
-
-
-HAVE_CONVOLUTIONS = ("mamba2", "falcon_mamba", "bamba", "lfm2", "qwen3_next", "zamba2", "falcon_h1", "nemotron_h")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("family", "tokens"), once(HAVE_CONVOLUTIONS, [1, 3, 4, 5]))
-def test_prompts_about_as_long_as_a_convolution_give_the_tokens_of_transformers(family: str, tokens: int) -> None:
-    """The columns of short ones are behind zeros."""
-    model, inputs = any_model_and_inputs(family)
-    short = {name: entries[:, :tokens] for name, entries in inputs.items()}
-    expected = generated(model, short, do_sample=False).sequences
-    with kvlayers.installed():
-        for name in ("dynamic", "static"):
-            seen = generated(model, short, do_sample=False, cache_implementation=name).sequences
-            assert torch.equal(seen, expected), name

@@ -1,5 +1,6 @@
 """generate() returns the tokens that it returns with transformers' own caches, in every way of decoding."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,9 +10,21 @@ import transformers
 
 import kvlayers
 import versions
+from kvlayers.generation import prefill
 from kvlayers.upstream import generate_calls
 from matrix import once, some
-from models import ATTENDING, CONFIGS, ENCODER_DECODERS, RECURRENT, prompt, tiny_model
+from models import (
+    ATTENDING,
+    CONFIGS,
+    ENCODER_DECODERS,
+    RECURRENT,
+    continued,
+    fresh_model,
+    prompt,
+    tiny_model,
+    tokens_passed,
+    under_install,
+)
 
 NEW_TOKENS = 14
 LONG = 40
@@ -38,8 +51,7 @@ def generate(family: str, ids: torch.Tensor, **arguments: Any) -> Any:
     # Made first: weights are random numbers too.
     model = tiny_model(family)
     torch.manual_seed(3)
-    defaults: Arguments = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "attention_mask": torch.ones_like(ids)}
-    return model.generate(ids, **{**defaults, **arguments})
+    return continued(model, ids, NEW_TOKENS, **arguments)
 
 
 @pytest.mark.slow
@@ -116,45 +128,24 @@ def test_prompt_lookup_and_a_draft_model_change_no_token(family: str) -> None:
     # A prompt that repeats itself, so that look-up finds drafts, and a draft that is wrong often enough to roll back.
     ids = torch.cat([prompt(1, 6)] * 4, dim=1)
     expected = generate(family, ids)
-    draft = tiny_model(family, seed=1)
 
-    def check(make: Callable[[], Arguments]) -> None:
-        ahead = {"return_dict_in_generate": True}
-        looked_up = generate(family, ids, prompt_lookup_num_tokens=4, **make(), **ahead)
+    def checked(**how: Any) -> Any:
+        output = generate(family, ids, return_dict_in_generate=True, **how)
         # Until 5.13, look-up may go on beyond the length that is asked for.
-        assert torch.equal(looked_up.sequences[:, : expected.shape[1]], expected)
-        assert looked_up.past_key_values.get_seq_length() == looked_up.sequences.shape[1] - 1
-        assisted = generate(family, ids, assistant_model=draft, **make(), **ahead)
-        assert torch.equal(assisted.sequences, expected)
-        assert type(assisted.past_key_values).__module__.startswith("kvlayers")
+        assert torch.equal(output.sequences[:, : expected.shape[1]], expected)
+        cache = output.past_key_values
+        assert type(cache).__module__.startswith("kvlayers")
+        assert cache.get_seq_length() == output.sequences.shape[1] - 1
+        return cache
 
+    look_up = {"prompt_lookup_num_tokens": 4}
     with kvlayers.installed():
-        for name in NAMES:
-            check(lambda name=name: {"cache_implementation": name})
+        for name, drafting in itertools.product(NAMES, (look_up, {"assistant_model": tiny_model(family, seed=1)})):
+            cache = checked(cache_implementation=name, **drafting)
+            assert not any(layer.is_recording for layer in cache.adapted_layers())
     with versions.recording():
         for make in caches_for(family).values():
-            check(lambda make=make: {"past_key_values": make()})
-
-
-def test_a_cache_records_no_more_after_assisted_decoding(installed: None) -> None:
-    ids = torch.cat([prompt(1, 6)] * 4, dim=1)
-    cache = kvlayers.DynamicCache(config=tiny_model("gemma3").config)
-    generate("gemma3", ids, prompt_lookup_num_tokens=4, past_key_values=cache)
-    assert not any(map(cache.is_recording_past, range(4)))
-    assert cache.layers[0].keys.shape[2] < 8
-
-
-@pytest.mark.parametrize("family", ATTENDING)
-def test_a_chunk_of_queries_after_a_full_window_sees_what_single_ones_see(family: str) -> None:
-    model = tiny_model(family)
-    ids = prompt(1, 30)
-    with torch.no_grad():
-        whole = model(ids).logits
-        for make in caches_for(family).values():
-            cache = make()
-            parts = [model(chunk, past_key_values=cache).logits for chunk in ids.split([11, 1, 7, 4, 1, 6], dim=1)]
-            # Chunks change the order of sums in a matrix product, by a few units in the last place.
-            torch.testing.assert_close(torch.cat(parts, dim=1), whole, rtol=1e-4, atol=1e-4)
+            checked(past_key_values=make(), **look_up)
 
 
 @pytest.mark.parametrize(("made_for", "given_to"), [("gemma3", "llama"), ("mistral", "qwen2"), ("gemma3", "gemma2")])
@@ -167,14 +158,7 @@ def test_a_cache_with_windows_of_another_model_is_refused(made_for: str, given_t
     assert cache.get_seq_length() == 0
 
 
-def _with_alibi(family: str) -> Any:
-    special = {"vocab_size": 97, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": versions.NO_END}
-    config = {
-        "mpt": lambda: transformers.MptConfig(
-            d_model=32, n_heads=4, n_layers=2, max_seq_len=64, expansion_ratio=2, **special
-        ),
-        "bloom": lambda: transformers.BloomConfig(hidden_size=32, n_head=4, n_layer=2, **special),
-    }[family]()
+def _with_alibi(config: Any) -> Any:
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
@@ -183,31 +167,102 @@ def _with_alibi(family: str) -> Any:
     return model
 
 
+SPECIAL = {"vocab_size": 97, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": versions.NO_END}
+
+
 def test_a_cache_that_is_given_is_used_though_the_config_says_otherwise() -> None:
     # As that of MPT does. transformers then passes the whole sequence to the cache at every step.
-    model, ids = _with_alibi("mpt"), prompt(2, 12)
-    how = {"max_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
-    expected = model.generate(ids, use_cache=False, **how)
+    sizes = {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 64, "expansion_ratio": 2}
+    model, ids = _with_alibi(transformers.MptConfig(**sizes, **SPECIAL)), prompt(2, 12)
+    how = {"return_dict_in_generate": True, "output_logits": True}
+    expected = continued(model, ids, 4, use_cache=False, **how)
     assert model.generation_config.use_cache is False
     for cache in (kvlayers.DynamicCache(config=model.config), kvlayers.QuantizedCache(config=model.config)):
-        with kvlayers.installed():
-            output = model.generate(ids, past_key_values=cache, **how)
+        output = under_install(continued, model, ids, 4, past_key_values=cache, **how)
         assert cache.get_seq_length() == 15
-        torch.testing.assert_close(torch.stack(output.logits), torch.stack(expected.logits), rtol=0, atol=1e-5)
+        torch.testing.assert_close(output.logits, expected.logits, rtol=0, atol=1e-5)
     assert model.generation_config.use_cache is False
 
 
 def test_a_static_cache_that_a_model_is_given_masks_of_all_slots_for_is_refused_by_name() -> None:
-    model, ids = _with_alibi("bloom"), prompt(2, 12)
-    cache = kvlayers.StaticCache(model.config, max_cache_len=32)
-    how = {"max_new_tokens": 4, "do_sample": False}
-    expected = model.generate(ids, use_cache=False, **how)
+    model = _with_alibi(transformers.BloomConfig(hidden_size=32, n_head=4, n_layer=2, **SPECIAL))
+    ids, cache = prompt(2, 12), kvlayers.StaticCache(model.config, max_cache_len=32)
+    expected = continued(model, ids, 4, use_cache=False)
     with kvlayers.installed():
         # Nor is it compiled around.
         for more in ({}, {"compile_config": transformers.CompileConfig(backend="eager")}):
-            assert torch.equal(model.generate(ids, cache_implementation="static", **more, **how), expected)
+            assert torch.equal(continued(model, ids, 4, cache_implementation="static", **more), expected)
         if generate_calls.masks_the_whole_reservation(model):
             with pytest.raises(kvlayers.errors.ConfigError, match="cache_implementation='static'"):
-                model.generate(ids, past_key_values=cache, **how)
+                continued(model, ids, 4, past_key_values=cache)
         else:
-            assert torch.equal(model.generate(ids, past_key_values=cache, **how), expected)
+            assert torch.equal(continued(model, ids, 4, past_key_values=cache), expected)
+
+
+# A prompt is computed and held once for all of its beams or samples.
+
+REPEATING: dict[str, Arguments] = {
+    "beams": {"num_beams": 4},
+    "several beams returned": {"num_beams": 4, "num_return_sequences": 3},
+    "samples": {"num_return_sequences": 5, "do_sample": True},
+    "sampled beams": {"num_beams": 3, "num_return_sequences": 2, "do_sample": True},
+}
+
+
+def repeated(model: Any, ids: torch.Tensor, **how: Any) -> Any:
+    torch.manual_seed(0)
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    return continued(model, ids, 20, attention_mask=mask, pad_token_id=0, return_dict_in_generate=True, **how)
+
+
+@versions.prefills_apart
+@pytest.mark.parametrize("way", REPEATING)
+def test_the_model_reads_each_prompt_once_and_the_cache_holds_it_once(way: str) -> None:
+    model, ids, how = tiny_model("llama"), prompt(2, LONG), REPEATING[way]
+    with kvlayers.installed(), tokens_passed(model) as passed:
+        output = repeated(model, ids, **how)
+    repeats = max(how.get("num_beams", 1), how.get("num_return_sequences", 1))
+    assert passed == [2 * LONG, *[2 * repeats] * (len(passed) - 1)]
+    assert all(layer.store.pieces(LONG + 1)[0].rows is not None for layer in output.past_key_values.layers)
+    assert torch.equal(output.sequences, repeated(model, ids, **how).sequences)
+
+
+KINDS: dict[str, tuple[str, Arguments, Arguments]] = {
+    "packed": ("llama", {}, {"cache_implementation": "quantized", "cache_config": {"nbits": 4, "residual_length": 8}}),
+    "sinks": (
+        "llama",
+        {},
+        {"cache_implementation": "sink", "cache_config": {"window_length": 100, "num_sink_tokens": 4}},
+    ),
+    # Longer than the prompt.
+    "windows": ("mistral", {"sliding_window": 150}, {}),
+}
+
+
+@versions.prefills_apart
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("way", ["beams", "samples"])
+def test_other_caches_hold_a_prompt_once_too(
+    kind: str, way: str, installed: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family, changes, options = KINDS[kind]
+    model, ids = fresh_model(family, **changes), prompt(2, 120)
+    held_once = repeated(model, ids, **options, **REPEATING[way])
+    monkeypatch.setattr(prefill, "MIN_TOKENS", 1000)
+    held_by_each = repeated(model, ids, **options, **REPEATING[way])
+    assert torch.equal(held_once.sequences, held_by_each.sequences)
+    # Less than half of the tokens are those of the prompts.
+    assert held_once.past_key_values.nbytes < 0.6 * held_by_each.past_key_values.nbytes
+
+
+@pytest.mark.parametrize(
+    ("tokens", "how"),
+    [(12, {}), (LONG, {"cache_implementation": "static"}), (LONG, {"output_hidden_states": True})],
+    ids=["short", "static", "hidden states"],
+)
+def test_other_prompts_are_left_to_transformers(tokens: int, how: Arguments, installed: None) -> None:
+    model = tiny_model("llama")
+    with tokens_passed(model) as passed:
+        repeated(model, prompt(1, tokens), num_beams=3, **how)
+    assert passed[0] == 3 * tokens

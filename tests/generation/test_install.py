@@ -2,13 +2,18 @@
 
 import functools
 import importlib
+import pathlib
 import random
+import sys
+import types
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from packaging.version import Version
 from transformers.generation import configuration_utils
 from transformers.generation.utils import GenerationMixin
 
@@ -16,9 +21,12 @@ import fresh_process
 import kvlayers
 from kvlayers.core.legacy_api import LegacySurface
 from kvlayers.generation import transformers4_names
+from kvlayers.generation.prefix_reuse import active_store
+from kvlayers.generation.prefix_reuse.eligibility import StorePart
 from kvlayers.generation.transformers4_names import HOMES
 from matrix import seeds
-from models import prompt, tiny_model
+from models import continued, fresh_model, prompt, tiny_model
+from versions import TRANSFORMERS
 
 OWNERS: list[Any] = [
     *map(importlib.import_module, HOMES),
@@ -106,13 +114,18 @@ class _InterruptError(BaseException):
     """As of Ctrl-C, which no handler of errors sees."""
 
 
-@pytest.mark.parametrize("where", [importlib, transformers4_names, transformers.AttentionInterface])
-def test_an_interruption_leaves_nothing_behind(where: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("where", "name"),
+    [
+        (importlib, "import_module"),
+        (transformers4_names, "_old_attributes"),
+        (transformers.AttentionInterface, "register"),
+    ],
+)
+def test_an_interruption_leaves_nothing_behind(where: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*arguments: object) -> None:
         raise _InterruptError
 
-    names = {importlib: "import_module", transformers4_names: "_old_attributes"}
-    name = names.get(where, "register")
     # kvlayers imports them when it is asked for them.
     install, installed, uninstall = kvlayers.install, kvlayers.installed, kvlayers.uninstall
     before = surface()
@@ -130,13 +143,21 @@ def test_an_interruption_leaves_nothing_behind(where: Any, monkeypatch: pytest.M
     assert surface() == before
 
 
-@pytest.mark.parametrize("option", ["legacy_names", "strict_prompts", "replace_empty_caches"])
-def test_what_is_neither_true_nor_false_is_refused(option: str) -> None:
-    for value in (1, "yes", *([None] if option == "legacy_names" else [])):
-        for call in (kvlayers.install, lambda **options: kvlayers.installed(**options).__enter__()):
-            with pytest.raises(kvlayers.OptionError, match=f"`{option}` must be True or False, got"):
-                call(**{option: value})
-            assert not kvlayers.is_installed()
+@pytest.mark.parametrize("call", [kvlayers.install, lambda **options: kvlayers.installed(**options).__enter__()])
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        *(
+            (option, value)
+            for option in ("legacy_names", "strict_prompts", "replace_empty_caches")
+            for value in (1, "yes")
+        ),
+        ("legacy_names", None),
+    ],
+)
+def test_what_is_neither_true_nor_false_is_refused(option: str, value: Any, call: Callable[..., object]) -> None:
+    with pytest.raises(kvlayers.OptionError, match=f"`{option}` must be True or False, got"):
+        call(**{option: value})
 
 
 # Other libraries
@@ -147,7 +168,7 @@ def test_what_is_neither_true_nor_false_is_refused(option: str) -> None:
     [(GenerationMixin, "generate"), (transformers.PreTrainedModel, "__call__")],
     ids=["generate", "pass"],
 )
-def test_what_another_library_puts_over_ours_stays(owner: Any, name: str) -> None:
+def test_what_another_library_puts_over_ours_stays(owner: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     before, calls = surface(), []
     kvlayers.install()
     ours = getattr(owner, name)
@@ -157,27 +178,25 @@ def test_what_another_library_puts_over_ours_stays(owner: Any, name: str) -> Non
         calls.append(args)
         return ours(self, *args, **kwargs)
 
-    setattr(owner, name, theirs)
-    try:
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, theirs)
         kvlayers.uninstall()
         assert getattr(owner, name) is theirs
         check(False, False)
         with kvlayers.installed():
             assert getattr(owner, name) is theirs
             check(True, False)
-        assert calls
-    finally:
-        setattr(owner, name, ours)
-        kvlayers.install()
-        kvlayers.uninstall()
+    assert calls
+    kvlayers.install()
+    kvlayers.uninstall()
     assert surface() == before
 
 
-def test_installing_again_after_others_have_come_and_gone_uses_our_caches() -> None:
+def test_installing_again_after_others_have_come_and_gone_uses_our_caches(monkeypatch: pytest.MonkeyPatch) -> None:
     before = GenerationMixin.generate
-    GenerationMixin.generate = lambda self, *args, **kwargs: before(self, *args, **kwargs)
-    kvlayers.install()
-    GenerationMixin.generate = before
+    with monkeypatch.context() as patch:
+        patch.setattr(GenerationMixin, "generate", lambda self, *args, **kwargs: before(self, *args, **kwargs))
+        kvlayers.install()
     kvlayers.uninstall()
     with kvlayers.installed():
         check(True, False)
@@ -185,26 +204,21 @@ def test_installing_again_after_others_have_come_and_gone_uses_our_caches() -> N
 
 
 def test_names_that_others_add_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = (*configuration_utils.ALL_CACHE_IMPLEMENTATIONS, "theirs")
-    monkeypatch.setattr(configuration_utils, "ALL_CACHE_IMPLEMENTATIONS", names)
-    with kvlayers.installed():
-        assert "theirs" in configuration_utils.ALL_CACHE_IMPLEMENTATIONS
-    assert names == configuration_utils.ALL_CACHE_IMPLEMENTATIONS
-
-
-def test_old_names_of_another_library_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    held = vars(transformers.cache_utils)
+    held, names = vars(transformers.cache_utils), (*configuration_utils.ALL_CACHE_IMPLEMENTATIONS, "theirs")
 
     def theirs(name: str) -> Any:
         if name == "TheirCache":
             return int
         raise AttributeError(name)
 
+    monkeypatch.setattr(configuration_utils, "ALL_CACHE_IMPLEMENTATIONS", names)
     monkeypatch.setitem(held, "__getattr__", theirs)
     with kvlayers.installed(legacy_names=True):
+        assert "theirs" in configuration_utils.ALL_CACHE_IMPLEMENTATIONS
         assert transformers.cache_utils.TheirCache is int
         assert transformers.cache_utils.SinkCache is kvlayers.SinkCache
         transformers.Cache.key_cache = "theirs"
+    assert names == configuration_utils.ALL_CACHE_IMPLEMENTATIONS
     assert held["__getattr__"] is theirs
     assert transformers.Cache.key_cache == "theirs"
     # What monkeypatch would put back is the attribute of kvlayers.
@@ -238,6 +252,7 @@ LISTING = """
 import os, threading
 import kvlayers
 from kvlayers.generation import cache_by_name
+from packaging.version import Version
 from transformers.generation import configuration_utils
 
 kinds = []
@@ -264,3 +279,53 @@ assert "while names are listed" not in configuration_utils.ALL_CACHE_IMPLEMENTAT
 def test_a_process_that_imports_kvlayers_changes_nothing_and_then_what_it_asks_for() -> None:
     ran = fresh_process.run(IMPORTING + LISTING)
     assert ran.returncode == 0, ran.stderr
+
+
+# How many calls into kvlayers' files a call makes: each is paid by every user, and is easily added.
+
+PACKAGE = str(pathlib.Path(kvlayers.__file__).parent)
+
+counted_on_5_24 = pytest.mark.skipif(
+    Version("5.24") > TRANSFORMERS,
+    # Other versions of transformers ask caches more often, and comprehensions are calls before Python 3.12.
+    reason=f"the calls that are counted are those of transformers 5.24, not {TRANSFORMERS}",
+)
+
+
+def calls_of(run: Callable[[], Any]) -> int:
+    count = 0
+
+    def profile(frame: types.FrameType, event: str, arg: object) -> None:
+        nonlocal count
+        count += event == "call" and frame.f_code.co_filename.startswith(PACKAGE)
+
+    sys.setprofile(profile)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+@counted_on_5_24
+@pytest.mark.parametrize("most", [249, 495], ids=["alone", "with a hit in a store"])
+def test_a_call_makes_few_calls(most: int) -> None:
+    model, store = fresh_model("llama", num_hidden_layers=1), kvlayers.PrefixStore(2**24) if most > 300 else None
+    with kvlayers.installed(prefix_store=store):
+        for _ in range(3):
+            count = calls_of(lambda: continued(model, prompt(1, 39), 1, attention_mask=None))
+    assert count <= most
+    assert store is None or store.statistics.hits == 2
+
+
+@counted_on_5_24
+def test_modules_of_a_model_cost_a_store_no_calls() -> None:
+    """Weights are compared by torch's counts of writes to them, and modules are looked at in loops."""
+    found = []
+    for layers in (1, 3):
+        model = fresh_model("llama", num_hidden_layers=layers)
+        active = active_store.required_store(kvlayers.PrefixStore(2**24), "")
+        StorePart(model, active, "dynamic", {})
+        found.append(calls_of(lambda: StorePart(model, active, "dynamic", {})))  # noqa: B023
+    # The config says of each layer what it holds.
+    assert found[1] - found[0] <= 2 * 3

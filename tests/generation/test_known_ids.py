@@ -10,9 +10,11 @@ import pytest
 import torch
 
 import kvlayers
+from kvlayers.errors import PromptMismatchError, RegistryError, StateMismatchError
+from kvlayers.generation.prefix_reuse import eligibility
 from kvlayers.upstream import compat
 from matrix import once
-from models import prompt, tiny_model
+from models import fresh_model, prompt, read, tiny_model
 
 MAKERS: dict[str, Callable[[Any], Any]] = {
     "dynamic": lambda model: kvlayers.DynamicCache(config=model.config),
@@ -38,6 +40,22 @@ def changed(ids: torch.Tensor, at: int, row: int = 0) -> torch.Tensor:
     return other
 
 
+def padded(ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """A mask that leaves out three tokens of the first sequence."""
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    return {"attention_mask": mask}
+
+
+def refused(ids: torch.Tensor, cache: Any, words: str, **how: Any) -> None:
+    with pytest.raises(PromptMismatchError, match=words):
+        generate(ids, cache, **how)
+
+
+def knows_what_it_has_seen(cache: Any, ids: torch.Tensor) -> bool:
+    return torch.equal(cache.known_ids, ids[:, : cache.get_seq_length()])
+
+
 # Without install()
 
 
@@ -46,20 +64,19 @@ def changed(ids: torch.Tensor, at: int, row: int = 0) -> torch.Tensor:
 def test_a_prompt_that_the_cache_holds_already_is_an_error_without_install(kind: str, length: int, tokens: int) -> None:
     # transformers would pass it no token, all of them again, or some of them again.
     cache, ids = MAKERS[kind](tiny_model("llama")), prompt(1, length)
-    output = generate(ids, cache, tokens)
-    held = cache.get_seq_length()
+    longer, held = behind(generate(ids, cache, tokens)), cache.get_seq_length()
     # Before 5.4 transformers fails by itself, as it looks for the position of a first new token.
-    named = kvlayers.errors.StateMismatchError if compat.PREFILL_SUBTRACTS_LENGTHS else IndexError
-    with pytest.raises(named):
+    with pytest.raises(StateMismatchError if compat.PREFILL_SUBTRACTS_LENGTHS else IndexError):
         generate(ids, cache, tokens)
     assert cache.get_seq_length() == held
-    longer = behind(output)
+    assert cache.known_ids is None
     assert torch.equal(generate(longer, cache), generate(longer, MAKERS[kind](tiny_model("llama"))))
+    # Nor is anything compared.
+    generate(changed(behind(longer, 9), 2), cache)
 
 
 def test_lengths_are_plain_numbers_to_everybody_else() -> None:
-    cache = kvlayers.DynamicCache()
-    tiny_model("llama")(prompt(1, 5), past_key_values=cache)
+    cache, _ = read(tiny_model("llama"), prompt(1, 5))
     if compat.MARKS_GIVEN_CACHES or not compat.PREFILL_SUBTRACTS_LENGTHS:
         assert type(cache.get_seq_length()) is int
     # Versions between them do not say that generate() is asking, but the number is one for everybody.
@@ -78,20 +95,18 @@ def strict() -> Any:
         yield
 
 
-@pytest.mark.usefixtures("strict")
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_a_cache_goes_on_with_its_model_or_an_equal_one_alone(family: str) -> None:
+def test_a_cache_goes_on_with_its_model_or_an_equal_one_alone(family: str, strict: None) -> None:
     model, how = tiny_model(family), {"do_sample": False, "max_new_tokens": 3}
     equal, other = copy.deepcopy(model), copy.deepcopy(model)
-    with torch.no_grad():
-        other.get_input_embeddings().weight += 1
+    other.get_input_embeddings().weight.data += 1
     cache = kvlayers.DynamicCache(config=model.config)
     begun = behind(model.generate(prompt(1, 9), past_key_values=cache, **how))
     output = equal.generate(begun, past_key_values=cache, **how)
     assert torch.equal(output, model.generate(begun, **how))
     longer = behind(output)
     for _ in range(2):
-        with pytest.raises(kvlayers.errors.PromptMismatchError, match="another model"):
+        with pytest.raises(PromptMismatchError, match="another model"):
             other.generate(longer, past_key_values=cache, **how)
     cache.reset()
     assert torch.equal(other.generate(longer, past_key_values=cache, **how), other.generate(longer, **how))
@@ -99,35 +114,29 @@ def test_a_cache_goes_on_with_its_model_or_an_equal_one_alone(family: str) -> No
 
 @pytest.mark.parametrize("kind", MAKERS)
 def test_the_ids_follow_the_operations_of_the_cache(kind: str, strict: None) -> None:
-    cache = MAKERS[kind](tiny_model("llama"))
+    cache, others = MAKERS[kind](tiny_model("llama")), prompt(3, 40)[:, 20:]
     ids = generate(prompt(3, 8), cache)
-    assert torch.equal(cache.known_ids, ids[:, : cache.get_seq_length()])
+    assert knows_what_it_has_seen(cache, ids)
     fork = cache.fork()
-    with pytest.raises(kvlayers.errors.PromptMismatchError, match=r"token 9 of sequence 1 is .*: crop\(9\) the cache"):
-        generate(changed(behind(ids), 9, row=1), cache)
-    assert torch.equal(cache.known_ids, ids[:, : cache.get_seq_length()])
+    refused(changed(behind(ids), 9, row=1), cache, r"token 9 of sequence 1 is .*: crop\(9\) the cache")
+    assert knows_what_it_has_seen(cache, ids)
     cache.batch_select_indices([2, 0])
     ids = generate(behind(ids[[2, 0]]), cache)
-    cache.batch_repeat_interleave(2)
-    ids = generate(behind(ids.repeat_interleave(2, dim=0)), cache)
-    cache.expand(2)
-    ids = generate(behind(ids.repeat_interleave(2, dim=0)), cache)
-    other = changed(ids, 6)
+    for repeat in (cache.batch_repeat_interleave, cache.expand):
+        repeat(2)
+        ids = generate(behind(ids.repeat_interleave(2, dim=0)), cache)
     cache.crop(6)
-    generate(other, cache)
-    with pytest.raises(kvlayers.errors.PromptMismatchError, match="token 6 of sequence 0"):
-        generate(behind(ids, 12), cache)
+    generate(changed(ids, 6), cache)
+    refused(behind(ids, 12), cache, "token 6 of sequence 0")
     state = fork.state()
     cache.reset()
     generate(prompt(4, 20), cache)
-    with pytest.raises(kvlayers.errors.PromptMismatchError, match="token 0 of sequence 0 is"):
-        generate(prompt(3, 40)[:, 20:], fork)
+    refused(others, fork, "token 0 of sequence 0 is")
     # Of a state nobody says what it is of.
     fork.load_state(state)
-    with pytest.raises(kvlayers.errors.PromptMismatchError, match="with 12 of the 12 tokens that the cache has seen"):
-        generate(prompt(3, 40)[:, 20:], fork)
+    refused(others, fork, "with 12 of the 12 tokens that the cache has seen")
     with kvlayers.installed(strict_prompts=False):
-        generate(prompt(3, 40)[:, 20:], fork)
+        generate(others, fork)
 
 
 def test_a_warning_comes_once_for_each_cache_and_points_at_the_call(installed: None) -> None:
@@ -143,48 +152,39 @@ def test_a_warning_comes_once_for_each_cache_and_points_at_the_call(installed: N
 
 def test_padding_and_samples_are_no_cause_for_alarm(strict: None) -> None:
     cache, ids = kvlayers.DynamicCache(), prompt(2, 8)
-    mask = torch.ones_like(ids)
-    mask[0, :3] = 0
-    ids = behind(generate(ids, cache, attention_mask=mask))
-    mask = torch.ones_like(ids)
-    mask[0, :3] = 0
+    ids = behind(generate(ids, cache, **padded(ids)))
     # Nobody attends to padding, whatever its ids.
-    generate(changed(ids, 1), cache, attention_mask=mask)
-
-    cache, ids = kvlayers.DynamicCache(), prompt(2, 8)
-    samples = generate(ids, cache, num_return_sequences=2, do_sample=True)
-    generate(behind(samples), cache)
+    generate(changed(ids, 1), cache, **padded(ids))
+    cache = kvlayers.DynamicCache()
+    generate(behind(generate(prompt(2, 8), cache, num_return_sequences=2, do_sample=True)), cache)
 
 
 def test_drafts_and_new_tokens_alone_are_known(strict: None) -> None:
     cache, ids = kvlayers.DynamicCache(), torch.cat([prompt(1, 8)] * 2, dim=1)
     ids = generate(ids, cache, prompt_lookup_num_tokens=3)
-    assert torch.equal(cache.known_ids, ids[:, : cache.get_seq_length()])
+    assert knows_what_it_has_seen(cache, ids)
     if compat.LOOPS_COUNT_CACHE_POSITION:
         return
     whole, held = behind(ids), cache.get_seq_length()
     new = generate(whole[:, held:], cache, attention_mask=torch.ones_like(whole))
-    whole = torch.cat([whole[:, :held], new], dim=1)
-    assert torch.equal(cache.known_ids, whole[:, : cache.get_seq_length()])
+    assert knows_what_it_has_seen(cache, torch.cat([whole[:, :held], new], dim=1))
 
 
 def test_a_loop_of_ones_own_leaves_its_prompts_behind(strict: None) -> None:
-    model, cache, ids = tiny_model("llama"), kvlayers.DynamicCache(), prompt(1, 9)
+    model, ids = tiny_model("llama"), prompt(1, 9)
+    cache, _ = read(model, ids[:, :4])
     with torch.no_grad():
-        model(ids[:, :4], past_key_values=cache)
         model(input_ids=ids[:, 4:], past_key_values=cache)
-        assert torch.equal(cache.known_ids, ids)
-        # One by one they cost nothing, and what comes behind them is not known either.
-        model(ids[:, :1], past_key_values=cache)
-        model(ids[:, :3], past_key_values=cache)
+    assert torch.equal(cache.known_ids, ids)
+    # One by one they cost nothing, and what comes behind them is not known either.
+    for tokens in (1, 3):
+        read(model, ids[:, :tokens], cache)
     assert torch.equal(cache.known_ids, ids)
     longer = torch.cat([ids, ids[:, :1], ids[:, :3], prompt(1, 9)], dim=1)
-    with pytest.raises(kvlayers.errors.PromptMismatchError, match="with 4 of the 13 tokens that the cache has seen"):
-        generate(longer, cache)
+    refused(longer, cache, "with 4 of the 13 tokens that the cache has seen")
     with kvlayers.installed(strict_prompts=False):
         generate(longer, cache.fork())
-    with pytest.raises(kvlayers.errors.PromptMismatchError, match="token 8"):
-        generate(torch.cat([changed(ids, 8), prompt(1, 40)], dim=1), cache)
+    refused(torch.cat([changed(ids, 8), prompt(1, 40)], dim=1), cache, "token 8")
     cache.known_ids = longer[:, :13]
     generate(longer, cache)
 
@@ -195,100 +195,72 @@ def test_a_loop_of_ones_own_leaves_its_prompts_behind(strict: None) -> None:
 @pytest.mark.parametrize(("tokens", "kind", "length"), once([1, 2, 6], MAKERS, [8, 40], times=2))
 def test_after_a_beam_search_the_ids_are_those_of_the_beams(kind: str, length: int, tokens: int, strict: None) -> None:
     model, ids = tiny_model("llama"), prompt(2, length)
-    cache = MAKERS[kind](model)
+    cache, again = MAKERS[kind](model), MAKERS[kind](model)
     returned = generate(ids, cache, tokens, num_beams=3, num_return_sequences=3)
     known = cache.known_ids
     assert known.shape == (6, cache.get_seq_length())
-    again = MAKERS[kind](model)
-    with torch.no_grad():
-        model(known[:, :length], past_key_values=again)
-        for place in range(length, known.shape[1]):
-            model(known[:, place : place + 1], past_key_values=again)
+    for part in (known[:, :length], *known.split(1, dim=1)[length:]):
+        read(model, part, again)
     for layer, own in zip(cache.layers, again.layers, strict=True):
         torch.testing.assert_close(layer.keys, own.keys)
     # A beam goes on as from a new cache. What was returned may be something else, and is then refused.
-    fork, first = cache.fork(), cache.fork()
-    longer = behind(known)
+    fork, first, longer = cache.fork(), cache.fork(), behind(known)
     assert torch.equal(generate(longer, cache), generate(longer, MAKERS[kind](model)))
     if torch.equal(returned[:, : known.shape[1]], known):
         generate(behind(returned), fork)
     else:
-        with pytest.raises(kvlayers.errors.PromptMismatchError, match=r"token \d+ of sequence"):
-            generate(behind(returned), fork)
+        refused(behind(returned), fork, r"token \d+ of sequence")
     first.batch_select_indices([0])
-    with pytest.raises(kvlayers.errors.PromptMismatchError, match="token"):
-        generate(behind(changed(known[:1], length - 1)), first, num_beams=1)
+    refused(behind(changed(known[:1], length - 1)), first, "token", num_beams=1)
 
 
 # Calls that fail, and other wrong caches
 
 
 def test_a_call_that_fails_leaves_what_was_known(strict: None) -> None:
-    class Stop(Exception):
-        pass
-
-    def stop(ids: torch.Tensor, scores: Any) -> Any:
+    def fail(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         if ids.shape[1] > 20:
-            raise Stop
-        return torch.zeros(ids.shape[0], dtype=torch.bool)
+            raise ZeroDivisionError
+        return scores
 
     cache = kvlayers.DynamicCache()
     ids = generate(prompt(1, 8), cache)
-    known = cache.known_ids
-    with pytest.raises(Stop):
-        generate(behind(ids, 4), cache, tokens=20, stopping_criteria=[stop])
+    known, longer = cache.known_ids, behind(ids)
+    with pytest.raises(ZeroDivisionError):
+        generate(behind(ids, 4), cache, tokens=20, logits_processor=[fail])
     assert torch.equal(cache.known_ids, known)
     assert cache.get_seq_length() > known.shape[1]
     cache.crop(known.shape[1])
-    longer = behind(ids)
     assert torch.equal(generate(longer, cache), generate(longer, kvlayers.DynamicCache()))
 
 
-@pytest.mark.parametrize(
-    "length",
-    [
-        pytest.param(
-            3,
-            marks=pytest.mark.skipif(
-                not compat.PREFILL_SUBTRACTS_LENGTHS,
-                reason="before 5.4 its length is refused",
-            ),
-        ),
-        30,
-    ],
-)
+before_5_4 = pytest.mark.skipif(not compat.PREFILL_SUBTRACTS_LENGTHS, reason="before 5.4 its length is refused")
+
+
+@pytest.mark.parametrize("length", [pytest.param(3, marks=before_5_4), 30])
 def test_two_prompts_on_the_cache_of_one_are_refused_as_that(length: int, installed: None) -> None:
     cache = kvlayers.DynamicCache()
     ids = generate(prompt(1, 8), cache)
-    with pytest.raises(kvlayers.errors.StateMismatchError, match="a prompt for each of the 1 sequences.* got 2"):
+    with pytest.raises(StateMismatchError, match="a prompt for each of the 1 sequences.* got 2"):
         generate(prompt(2, length), cache)
     generate(behind(ids), cache)
 
 
 def test_states_of_a_model_with_other_layers_are_one_error(installed: None) -> None:
-    model = tiny_model("llama")
-    other = type(model)(type(model.config)(**{**model.config.to_dict(), "num_key_value_heads": 1})).eval()
+    model, other = tiny_model("llama"), fresh_model("llama", num_key_value_heads=1)
     cache = kvlayers.DynamicCache(config=model.config)
     ids = generate(prompt(1, 8), cache)
     with warnings.catch_warnings():
         warnings.simplefilter("error", kvlayers.PromptMismatchWarning)
         for _ in range(2):
-            with pytest.raises(kvlayers.errors.StateMismatchError, match="another model, .* with other layers"):
+            with pytest.raises(StateMismatchError, match="another model, .* with other layers"):
                 other.generate(behind(ids), past_key_values=cache, max_new_tokens=2)
     generate(behind(ids), cache)
 
 
 def test_a_returned_cache_knows_its_sequences(installed: None) -> None:
-    ids = prompt(2, 6)
-    output = generate(ids, None, return_dict_in_generate=True)
-    assert torch.equal(output.past_key_values.known_ids, output.sequences[:, :-1])  # type: ignore[attr-defined]
-
-
-def test_nothing_is_compared_without_install() -> None:
-    cache = kvlayers.DynamicCache()
-    ids = generate(prompt(1, 8), cache)
-    assert cache.known_ids is None
-    generate(changed(behind(ids), 2), cache)
+    output: Any = generate(prompt(2, 6), None, return_dict_in_generate=True)
+    assert torch.equal(output.past_key_values.known_ids, output.sequences[:, :-1])
 
 
 def test_options_stay_until_something_else_is_said() -> None:
@@ -297,12 +269,10 @@ def test_options_stay_until_something_else_is_said() -> None:
         kvlayers.install()
         cache = kvlayers.DynamicCache()
         ids = changed(behind(generate(prompt(1, 8), cache)), 2)
-        with pytest.raises(kvlayers.errors.PromptMismatchError):
-            generate(ids, cache)
+        refused(ids, cache, "token 2")
         with kvlayers.installed(strict_prompts=False), pytest.warns(kvlayers.PromptMismatchWarning):
             generate(ids, cache.fork())
-        with pytest.raises(kvlayers.errors.PromptMismatchError):
-            generate(ids, cache)
+        refused(ids, cache, "token 2")
     finally:
         kvlayers.uninstall()
     with kvlayers.installed(), pytest.warns(kvlayers.PromptMismatchWarning):
@@ -314,5 +284,78 @@ def test_a_pass_takes_a_name_in_the_place_of_a_cache(installed: None) -> None:
     generate(ids, "int4", cache_implementation="int4")
     assert type(model(ids, past_key_values="int8").past_key_values) is kvlayers.QuantizedCache
     for call in (model, model.generate):
-        with pytest.raises(kvlayers.errors.RegistryError, match="did you mean 'int4'"):
+        with pytest.raises(RegistryError, match="did you mean 'int4'"):
             call(ids, past_key_values="int44")
+
+
+@pytest.mark.parametrize("seen", [5, 10])
+def test_embeddings_of_new_tokens_alone_are_refused_with_what_to_pass_instead(seen: int) -> None:
+    """transformers would take the last of them for the new ones, and generate other tokens."""
+    model, ids, new = tiny_model("llama"), prompt(1, 16), 16 - seen
+    how = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 5, "do_sample": False}
+    expected = model.generate(ids, **how)[:, 16:]
+    embeddings = model.get_input_embeddings()(ids)
+    cache, _ = read(model, ids[:, :seen])
+    with kvlayers.installed():
+        with pytest.raises(StateMismatchError, match=rf"inputs_embeds.*seen {seen} .*{new} of its 16.*all tokens"):
+            model.generate(inputs_embeds=embeddings[:, seen:], past_key_values=cache, **how)
+        # What the message says: embeddings of all, of which those of seen tokens are not read.
+        unread = torch.cat([torch.full_like(embeddings[:, :seen], torch.nan), embeddings[:, seen:]], dim=1)
+        assert torch.equal(model.generate(inputs_embeds=unread, past_key_values=cache, **how), expected)
+    if compat.PREFILL_SUBTRACTS_LENGTHS and seen > new:
+        # Without install() only the numbers of tokens are known.
+        cache, _ = read(model, ids[:, :seen])
+        with pytest.raises(StateMismatchError, match="with the new tokens at its end"):
+            model.generate(inputs_embeds=embeddings[:, seen:], past_key_values=cache, **how)
+
+
+# What tells one model's states from another's: whatever changes them is noticed, and nothing else is.
+
+
+def identity(model: Any) -> str:
+    return eligibility.model_identity(model, kvlayers.weights_id(model), model.device)
+
+
+def test_adapters_that_are_switched_or_merged_are_noticed() -> None:
+    peft, model = pytest.importorskip("peft", reason="PEFT is not installed"), fresh_model("llama")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    seen = [identity(model)]
+    wrapped = peft.get_peft_model(model, config, adapter_name="one")
+    for change in (
+        lambda: wrapped.set_adapter("one"),
+        lambda: wrapped.add_adapter("two", config),
+        lambda: wrapped.set_adapter("two"),
+        wrapped.base_model.disable_adapter_layers,
+        wrapped.base_model.enable_adapter_layers,
+        wrapped.merge_adapter,
+        wrapped.merge_and_unload,
+    ):
+        change()
+        seen.append(identity(model))
+    # With the second one, before and after all were disabled.
+    assert seen.pop(3) == seen[4]
+    assert len(set(seen)) == len(seen)
+
+
+def test_weights_written_to_in_inference_mode_are_noticed() -> None:
+    with torch.inference_mode():
+        model = fresh_model("llama")
+        before = identity(model)
+        model.model.embed_tokens.weight.mul_(1.5)
+        assert identity(model) != before
+
+
+def test_other_weights_in_the_place_of_those_that_were_read_are_noticed() -> None:
+    model = fresh_model("llama")
+    layer = model.model.layers[0].mlp.up_proj
+    first, seen = layer.weight.detach().clone(), [identity(model)]
+    layer.weight.data.copy_(torch.randn_like(first))
+    seen.append(identity(model))
+    # Those that were swapped back are the ones they were.
+    layer.weight.data.copy_(first)
+    assert identity(model) == seen[0]
+    for _ in range(6):
+        layer.weight = None
+        layer.weight = torch.nn.Parameter(torch.randn_like(first))
+        seen.append(identity(model))
+    assert len(set(seen)) == len(seen)

@@ -11,9 +11,10 @@ import torch
 import transformers
 
 import kvlayers
+from kvlayers.errors import LegacyFormatError
 from kvlayers.generation.transformers4_names import CLASSES, HOMES
 from kvlayers.upstream import compat
-from models import prompt, tiny_model
+from models import continued, prompt, read, tiny_model
 
 OLD_CLASSES = (
     "SinkCache",
@@ -41,6 +42,9 @@ def chat(model, ids):
 """As old examples have it."""
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is from transformers 4:DeprecationWarning")
+theirs_and_ours = pytest.mark.parametrize(
+    "kind", [transformers.DynamicCache, kvlayers.DynamicCache], ids=["theirs", "ours"]
+)
 
 
 @pytest.fixture
@@ -72,21 +76,19 @@ def test_caches_of_models_are_found_beside_them(module: str, legacy_names: None)
 
 
 def test_an_old_script_runs_unchanged(legacy_names: None) -> None:
-    script = types.ModuleType("transformers_modules.old_script")
+    script, model = types.ModuleType("transformers_modules.old_script"), tiny_model("llama")
     exec(SCRIPT, vars(script))
-    model, ids = tiny_model("llama"), prompt(1)
-    tokens, cache = script.chat(model, ids)
+    tokens, cache = script.chat(model, prompt(1))
     assert type(cache) is kvlayers.SinkCache
     ours = kvlayers.SinkCache(window_length=16, num_sink_tokens=2)
-    assert torch.equal(tokens, model.generate(ids, past_key_values=ours, max_new_tokens=24, do_sample=False))
+    assert torch.equal(tokens, continued(model, prompt(1), 24, past_key_values=ours))
     assert len(tokens[0]) > 16
 
 
 def test_other_names_are_imported_and_missed_as_before(legacy_names: None) -> None:
-    from transformers import LlamaConfig, Qwen2ForCausalLM
+    from transformers import LlamaConfig
 
     assert isinstance(tiny_model("llama").config, LlamaConfig)
-    assert issubclass(Qwen2ForCausalLM, transformers.PreTrainedModel)
     for module in ("transformers", "transformers.cache_utils", "transformers.models.jamba.modeling_jamba"):
         with pytest.raises(AttributeError, match="NoSuchCache"):
             importlib.import_module(module).NoSuchCache  # noqa: B018
@@ -94,24 +96,21 @@ def test_other_names_are_imported_and_missed_as_before(legacy_names: None) -> No
         exec("from transformers import NoSuchCache")
 
 
-@pytest.mark.parametrize("kind", [transformers.DynamicCache, kvlayers.DynamicCache], ids=["theirs", "ours"])
+@theirs_and_ours
 def test_an_old_loop_reads_no_maximum_as_none(kind: Any, legacy_names: None) -> None:
     """As `prepare_inputs_for_generation` of transformers 4 had it."""
-    model, out, mask = tiny_model("llama"), prompt(2, 12), torch.ones(2, 12, dtype=torch.long)
-    expected = model.generate(out, attention_mask=mask, max_new_tokens=6, do_sample=False)
-    cache = kind()
+    model, out, mask, cache = tiny_model("llama"), prompt(2, 12), torch.ones(2, 12, dtype=torch.long), kind()
+    expected = continued(model, out, 6)
     assert cache.get_max_length() is None
-    with torch.no_grad():
-        model(out[:, :11], past_key_values=cache)
-        for _ in range(6):
-            length, new = cache.get_seq_length(), out[:, cache.seen_tokens :]
-            most = cache.get_max_length()
-            if most is not None and length + new.shape[1] > most:
-                mask = mask[:, -most:]
-            positions = (mask.cumsum(-1) - 1)[:, -new.shape[1] :]
-            logits = model(new, attention_mask=mask, position_ids=positions, past_key_values=cache).logits
-            out = torch.cat([out, logits[:, -1:].argmax(-1)], dim=1)
-            mask = torch.cat([mask, mask.new_ones(2, 1)], dim=1)
+    read(model, out[:, :11], cache)
+    for _ in range(6):
+        length, new, most = cache.get_seq_length(), out[:, cache.seen_tokens :], cache.get_max_length()
+        if most is not None and length + new.shape[1] > most:
+            mask = mask[:, -most:]
+        positions = (mask.cumsum(-1) - 1)[:, -new.shape[1] :]
+        _, logits = read(model, new, cache, attention_mask=mask, position_ids=positions)
+        out = torch.cat([out, logits[:, -1:].argmax(-1)], dim=1)
+        mask = torch.cat([mask, mask.new_ones(2, 1)], dim=1)
     assert torch.equal(out, expected)
 
 
@@ -123,18 +122,16 @@ def test_a_maximum_is_a_number_under_old_names_too(legacy_names: None) -> None:
     assert (sink.get_max_length(), sink.get_usable_length(1)) == (8, 0)
 
 
-@pytest.mark.parametrize("kind", [transformers.DynamicCache, kvlayers.DynamicCache], ids=["theirs", "ours"])
+@theirs_and_ours
 def test_lists_of_states_are_assigned_to_the_layers(kind: Any, legacy_names: None) -> None:
     model, ids, swapped = tiny_model("llama"), prompt(2, 12), torch.tensor([1, 0])
-    with torch.no_grad():
-        expected = model(ids[swapped]).logits[:, 8:]
-        cache = kind()
-        model(ids[:, :8], past_key_values=cache)
-        cache.key_cache = [keys[swapped] for keys in cache.key_cache]
-        cache.value_cache = [values[swapped] for values in cache.value_cache]
-        torch.testing.assert_close(model(ids[swapped, 8:], past_key_values=cache).logits, expected)
+    expected = read(model, ids[swapped])[1][:, 8:]
+    cache, _ = read(model, ids[:, :8], kind())
+    cache.key_cache = [keys[swapped] for keys in cache.key_cache]
+    cache.value_cache = [values[swapped] for values in cache.value_cache]
+    torch.testing.assert_close(read(model, ids[swapped, 8:], cache)[1], expected)
     for wrong in (cache.key_cache[:1], None):
-        with pytest.raises(kvlayers.errors.LegacyFormatError, match="a list of the keys of 2 layers"):
+        with pytest.raises(LegacyFormatError, match="a list of the keys of 2 layers"):
             cache.key_cache = wrong
 
 
@@ -146,26 +143,21 @@ def test_caches_of_transformers_have_their_old_methods_again(legacy_names: None)
     assert (cache.seen_tokens, cache.get_usable_length(3), cache.get_usable_length(3, 1)) == (7, 7, 7)
     assert (cache.get_max_length(), cache.get_max_cache_shape()) == (None, -1)
     assert transformers.DynamicCache.from_legacy_cache(None).get_seq_length() == 0
-    with pytest.raises((kvlayers.errors.LegacyFormatError, ValueError)):
+    with pytest.raises((LegacyFormatError, ValueError)):
         transformers.DynamicCache.from_legacy_cache(((torch.randn(1, 2, 3, 4),),))
-
-
-def test_crop_of_caches_of_transformers_takes_a_length_again(legacy_names: None) -> None:
-    cache = transformers.DynamicCache()
-    for index in range(2):
-        cache.update(torch.randn(1, 2, 7, 8), torch.randn(1, 2, 7, 8), index)
+    # `crop` takes a length again.
     for argument, expected in ((9, 7), (7, 7), (5, 5), (-2, 3)):
         cache.crop(argument)
-        assert [cache.get_seq_length(index) for index in range(2)] == [expected] * 2
+        assert [cache.get_seq_length(index) for index in range(3)] == [expected] * 3
     cache.crop(max_length=1)
-    assert [cache.get_seq_length(index) for index in range(2)] == [1, 1]
+    assert [cache.get_seq_length(index) for index in range(3)] == [1] * 3
 
 
 def test_a_static_cache_of_transformers_reads_as_what_it_reserves(legacy_names: None) -> None:
-    cache = transformers.StaticCache(config=tiny_model("llama").config, max_cache_len=16)
+    model = tiny_model("llama")
     # With layers of kvlayers it would read as the tokens that are held.
-    with kvlayers.installed(replace_empty_caches=False), torch.no_grad():
-        tiny_model("llama")(prompt(2, 5), past_key_values=cache)
+    with kvlayers.installed(replace_empty_caches=False):
+        cache, _ = read(model, prompt(2, 5), transformers.StaticCache(config=model.config, max_cache_len=16))
     assert cache[0][0].shape == (2, 2, 16, 8)
     assert (cache.max_cache_len, cache.max_batch_size, cache.get_max_cache_shape()) == (16, 2, 16)
     assert cache.get_usable_length(12) == 4
@@ -180,8 +172,7 @@ def test_caches_of_repositories_keep_lists_of_their_own(legacy_names: None) -> N
 
     cache = Old()
     cache.key_cache.append(torch.zeros(1))
-    assert len(cache.key_cache) == 1
-    assert cache.seen_tokens == 4
+    assert (len(cache.key_cache), cache.seen_tokens) == (1, 4)
 
 
 def test_an_import_by_an_old_name_says_what_to_write(legacy_names: None) -> None:
@@ -202,27 +193,24 @@ OLD_USES = {
 }
 
 
-@pytest.mark.filterwarnings("default:.*is from transformers 4:DeprecationWarning")
 @pytest.mark.parametrize("name", OLD_USES)
 def test_old_names_say_what_to_write_where_they_are_old(name: str) -> None:
     use, instead, is_old = OLD_USES[name]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         use(kvlayers.DynamicCache())
-    assert [warning.category for warning in caught] == [DeprecationWarning] * is_old
-    assert [warning.filename for warning in caught] == [__file__] * is_old
+    assert [(warning.category, warning.filename) for warning in caught] == [(DeprecationWarning, __file__)] * is_old
     if is_old:
         with pytest.warns(DeprecationWarning, match=f"{name}.*use cache.{instead}"):
             use(kvlayers.DynamicCache())
 
 
-def test_converters_and_generate_warn_of_nothing() -> None:
+def test_converters_and_generate_warn_of_nothing(installed: None) -> None:
     model, ids = tiny_model("llama"), prompt(1)
-    with warnings.catch_warnings(), kvlayers.installed():
+    with warnings.catch_warnings():
         warnings.filterwarnings("error", ".*is from transformers 4", DeprecationWarning)
-        for name in ("dynamic", "static", "int4", "offloaded", "sink"):
-            options = {"cache_config": {"window_length": 64, "num_sink_tokens": 2}} if name == "sink" else {}
-            model.generate(ids, max_new_tokens=3, cache_implementation=name, **options)
+        for name in ("dynamic", "static", "int4", "offloaded", "sink:window_length=64,num_sink_tokens=2"):
+            model.generate(ids, max_new_tokens=3, cache_implementation=name)
         output = model.generate(ids, max_new_tokens=3, return_dict_in_generate=True, return_legacy_cache=True)
         cache = kvlayers.DynamicCache.from_legacy_cache(output.past_key_values)
         assert len([cache[0], *cache, *cache.key_cache, *cache.value_cache]) == 7
@@ -239,12 +227,9 @@ def test_nothing_warns_while_torch_traces() -> None:
     assert seen == 3
 
 
+@pytest.mark.skipif(compat.CONVERTS_TO_TUPLES, reason="this transformers has from_legacy_cache of its own")
 def test_states_of_a_window_that_has_dropped_tokens_are_refused(legacy_names: None) -> None:
-    if compat.CONVERTS_TO_TUPLES:
-        pytest.skip(f"transformers {transformers.__version__} has from_legacy_cache of its own")
     model = tiny_model("mistral")
-    cache = kvlayers.DynamicCache(config=model.config)
-    with torch.no_grad():
-        model(prompt(1, 24), past_key_values=cache)
-    with pytest.raises(kvlayers.errors.LegacyFormatError, match="dropped"):
+    cache, _ = read(model, prompt(1, 24), kvlayers.DynamicCache(config=model.config))
+    with pytest.raises(LegacyFormatError, match="dropped"):
         transformers.DynamicCache.from_legacy_cache(tuple(cache))

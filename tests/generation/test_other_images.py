@@ -8,13 +8,14 @@ import torch
 import kvlayers
 import kvlayers_lab
 import versions
+from models import continued
 from vision_models import inputs, seeing_model
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl")
 """Those that keep `rope_deltas` of the newest images."""
 
 FIRST, SECOND = [5, 6, 7, 8, 9, 10], [11, 12, 13, 14]
-HOW = {"max_new_tokens": 5, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+HOW = {"return_dict_in_generate": True, "output_logits": True}
 
 
 def look_at_an_image(model: Any) -> None:
@@ -22,8 +23,8 @@ def look_at_an_image(model: Any) -> None:
     kvlayers.generate(model, **inputs("qwen2_5_vl", [[20, 21], (3, (8, 8)), [22, 23]]), max_new_tokens=2)
 
 
-def logits(output: Any) -> torch.Tensor:
-    return torch.stack(output.logits)
+def behind(output: Any) -> torch.Tensor:
+    return torch.cat([output.sequences, torch.tensor([SECOND])], dim=1)
 
 
 @pytest.mark.parametrize("only_new", [False, True], ids=["the whole sequence", "new tokens alone"])
@@ -31,20 +32,17 @@ def logits(output: Any) -> torch.Tensor:
 def test_a_call_with_a_cache_goes_on_as_without_the_other_image(family: str, only_new: bool) -> None:
     if only_new:
         versions.need_since("5.4", "new tokens alone behind a cache")
-    model = seeing_model(family)
-    outputs = []
-    for meanwhile in (lambda: None, lambda: look_at_an_image(model)):
+    model, seen = seeing_model(family), []
+    for meanwhile in (lambda model: None, look_at_an_image):
         cache = kvlayers.DynamicCache(config=model.config)
-        ids = torch.tensor([FIRST])
         with kvlayers.installed():
-            first = model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache, **HOW)
-            meanwhile()
-            whole = torch.cat([first.sequences, torch.tensor([SECOND])], dim=1)
-            given = whole[:, cache.get_seq_length() :] if only_new else whole
-            outputs.append(model.generate(given, attention_mask=torch.ones_like(whole), past_key_values=cache, **HOW))
-    torch.testing.assert_close(logits(outputs[1]), logits(outputs[0]))
-    plain = model.generate(whole, attention_mask=torch.ones_like(whole), **HOW)
-    torch.testing.assert_close(logits(outputs[1]), logits(plain), rtol=1e-3, atol=1e-3)
+            whole = behind(continued(model, torch.tensor([FIRST]), 5, past_key_values=cache, **HOW))
+            meanwhile(model)
+            ids = whole[:, cache.get_seq_length() :] if only_new else whole
+            output = continued(model, ids, 5, attention_mask=torch.ones_like(whole), past_key_values=cache, **HOW)
+        seen.append(output.logits)
+    torch.testing.assert_close(seen[1], seen[0])
+    torch.testing.assert_close(seen[1], continued(model, whole, 5, **HOW).logits, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -52,14 +50,14 @@ def test_a_conversation_with_an_image_keeps_its_positions(family: str) -> None:
     model, prompt = seeing_model(family), inputs(family, [[20, 21], (3, (8, 8)), [22, 23]])
     cache = kvlayers.DynamicCache(config=model.config)
     with kvlayers.installed():
-        first = model.generate(**prompt, past_key_values=cache, **HOW)
-        whole = torch.cat([first.sequences, torch.tensor([SECOND])], dim=1)
-        second = model.generate(whole, attention_mask=torch.ones_like(whole), past_key_values=cache, **HOW)
-    again = {**prompt, "input_ids": whole, "attention_mask": torch.ones_like(whole)}
+        first = model.generate(**prompt, past_key_values=cache, max_new_tokens=5, do_sample=False, **HOW)
+        whole = behind(first)
+        second = continued(model, whole, 5, past_key_values=cache, **HOW)
+    again = {name: entries for name, entries in prompt.items() if name not in ("input_ids", "attention_mask")}
     if "mm_token_type_ids" in prompt:
-        behind = whole.shape[1] - prompt["input_ids"].shape[1]
-        again["mm_token_type_ids"] = torch.nn.functional.pad(prompt["mm_token_type_ids"], (0, behind))
-    torch.testing.assert_close(logits(second), logits(model.generate(**again, **HOW)), rtol=1e-3, atol=1e-3)
+        padding = 0, whole.shape[1] - prompt["input_ids"].shape[1]
+        again["mm_token_type_ids"] = torch.nn.functional.pad(prompt["mm_token_type_ids"], padding)
+    torch.testing.assert_close(second.logits, continued(model, whole, 5, **again, **HOW).logits, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -73,8 +71,7 @@ def test_rows_and_scores_have_their_own_positions(family: str) -> None:
         scores = kvlayers_lab.score(model, [FIRST], [[SECOND]], progress=False)
         return [answer.ids.tolist() for answer in answers], scores[0][0].token_logprobs
 
-    ids = torch.tensor([prompt])
-    right = model.generate(ids, attention_mask=torch.ones_like(ids), **HOW).sequences[0, len(prompt) :].tolist()
+    right = continued(model, torch.tensor([prompt]), 5)[0, len(prompt) :].tolist()
     before = found()
     look_at_an_image(model)
     after = found()

@@ -16,6 +16,7 @@ import kvlayers
 import versions
 from kvlayers.upstream import cache_argument
 from matrix import once
+from models import continued, under_install
 
 ENCODED = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(1))
 IDS = torch.tensor([[1, 5, 6, 7], [1, 8, 9, 4]])
@@ -63,12 +64,12 @@ def call(family: str) -> dict[str, Any]:
     return {name: ENCODED}
 
 
+@torch.no_grad()
 def by_full_passes(family: str, model: Any, tokens: int = 8) -> Tensor:
     ids = IDS
-    with torch.no_grad():
-        for _ in range(tokens):
-            logits = model(ids, attention_mask=torch.ones_like(ids), use_cache=False, **call(family)).logits
-            ids = torch.cat([ids, logits[:, -1:].argmax(-1)], dim=1)
+    for _ in range(tokens):
+        logits = model(ids, attention_mask=torch.ones_like(ids), use_cache=False, **call(family)).logits
+        ids = torch.cat([ids, logits[:, -1:].argmax(-1)], dim=1)
     return ids
 
 
@@ -94,10 +95,7 @@ def test_a_decoder_with_the_output_of_an_encoder(how: str, family: str) -> None:
     asked: dict[str, Any] = {} if how == "no name" else {"cache_implementation": how}
     if how.startswith("passed"):
         asked = {"past_key_values": PASSED[how.removeprefix("passed ")](model.config)}
-    with kvlayers.installed():
-        found = model.generate(
-            IDS, attention_mask=torch.ones_like(IDS), max_new_tokens=8, do_sample=False, **call(family), **asked
-        )
+    found = under_install(continued, model, IDS, **call(family), **asked)
     assert torch.equal(found, by_full_passes(family, model))
 
 
@@ -143,8 +141,5 @@ def test_text_alone_needs_no_pair() -> None:
     """The decoder of BART without an encoder's output reads a plain cache."""
     model = model_of("bart")
     cache = kvlayers.DynamicCache(config=model.config)
-    with kvlayers.installed():
-        found = model.generate(
-            IDS, past_key_values=cache, max_new_tokens=4, do_sample=False, return_dict_in_generate=True
-        )
+    found = under_install(continued, model, IDS, 4, past_key_values=cache, return_dict_in_generate=True)
     assert cache_argument.in_output(found) is cache

@@ -9,7 +9,7 @@ from torch import Tensor
 import kvlayers
 import versions
 from matrix import once
-from models import ENCODER_DECODERS, fresh_model, prompt
+from models import ENCODER_DECODERS, fresh_model, prompt, under_install
 
 peft = pytest.importorskip("peft", reason="PEFT is not installed")
 
@@ -97,8 +97,7 @@ def test_decoding_behind_a_trained_prefix_is_the_same_under_install_and_in_our_c
     model = tuned(family)
     training_steps(model)
     expected = continuation(model)
-    with kvlayers.installed():
-        assert_same_continuation(continuation(model), expected)
+    assert_same_continuation(under_install(continuation, model), expected)
     request.getfixturevalue("peft_makes_ours")
     seen = continuation(model)
     assert isinstance(seen.past_key_values, kvlayers.DynamicCache | kvlayers.EncoderDecoderCache)

@@ -10,7 +10,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 import kvlayers
 from matrix import once
-from models import fresh_model, prompt, tiny_model
+from models import fresh_model, prompt, tiny_model, under_install
 
 FIRST_CHARACTER = 0x4E00
 """Token 0. A streamer writes Chinese characters as they come, and withholds others until the next space."""
@@ -50,8 +50,7 @@ def texts(pipe: transformers.Pipeline, prompts: list[str], **options: Any) -> li
 def test_a_pipeline_writes_the_same_text_by_any_name(pipe: transformers.Pipeline, name: str, batch_size: int) -> None:
     expected = texts(pipe, PROMPTS, batch_size=batch_size)
     assert len({text[-1] for text in expected}) > 1
-    with kvlayers.installed():
-        assert texts(pipe, PROMPTS, batch_size=batch_size, cache_implementation=name) == expected
+    assert under_install(texts, pipe, PROMPTS, batch_size=batch_size, cache_implementation=name) == expected
 
 
 def test_a_chat_goes_on_in_the_cache_that_a_pipeline_was_given(pipe: transformers.Pipeline) -> None:

@@ -4,20 +4,22 @@ The reference is a model that nobody has called before, and one prompt: with tra
 the model reads a sequence again, as some versions of transformers do not get that right.
 """
 
+import functools
 from typing import Any
 
 import pytest
-import tokenizers
 import torch
 import transformers as tf
 
 import kvlayers
 import versions
-from kvlayers import PrefixStore
+from chats import tokenizer_with
 from kvlayers.errors import OptionError, UnusedCacheError
+from kvlayers.upstream import cache_argument
 from kvlayers_lab.evaluation.engine import score_tokens
 from kvlayers_lab.evaluation.requests import ScoringRequest
-from matrix import once, some
+from matrix import once
+from models import continued, under_install
 
 pytestmark = pytest.mark.skipif(
     not versions.compat.ROPE_HAS_ONE_DICT, reason="before 5.0, configs say RoPE in other fields"
@@ -84,28 +86,28 @@ def prompt(tokens: int) -> torch.Tensor:
     return torch.randint(3, 97, (1, tokens), generator=torch.Generator().manual_seed(tokens))
 
 
-def answer(model: Any, ids: torch.Tensor, **options: Any) -> list[int]:
-    sequences = model.generate(ids, attention_mask=torch.ones_like(ids), **{**ANSWER, **options})
-    return sequences[0, ids.shape[1] :].tolist()
+def answer(model: Any, ids: torch.Tensor, tokens: int = 12, **options: Any) -> list[int]:
+    return continued(model, ids, tokens, **options)[0, ids.shape[1] :].tolist()
 
 
-_alone: dict[tuple[str, int], list[int]] = {}
-
-
-def answer_alone(name: str, ids: torch.Tensor, **options: Any) -> list[int]:
+def answer_alone(name: str, ids: torch.Tensor, tokens: int = 12) -> list[int]:
     """The answer of transformers to one prompt, by a model that has seen no other."""
-    return answer(model_of(name), ids, use_cache=name not in READING_AGAIN, **options)
+    return answer(model_of(name), ids, tokens, use_cache=name not in READING_AGAIN)
 
 
+@functools.cache
 def alone(name: str, tokens: int) -> list[int]:
-    if (name, tokens) not in _alone:
-        _alone[name, tokens] = answer_alone(name, prompt(tokens))
-    return _alone[name, tokens]
+    return answer_alone(name, prompt(tokens))
 
 
-def given(model: Any, ids: torch.Tensor, cache: Any, **options: Any) -> list[int]:
-    argument = kvlayers.upstream.cache_argument.name_in_generate(model)
-    return answer(model, ids, **{argument: cache}, **options)
+def given(model: Any, ids: torch.Tensor, cache: Any) -> list[int]:
+    return answer(model, ids, **{cache_argument.name_in_generate(model): cache})
+
+
+def many(model: Any, prompts: list[torch.Tensor], **options: Any) -> list[Any]:
+    answers = list(kvlayers.generate_many(model, prompts, in_order=True, progress=False, **ANSWER, **options))
+    assert [each.error for each in answers] == [None] * len(prompts)
+    return answers
 
 
 MANY: dict[str, dict[str, Any]] = {
@@ -114,38 +116,35 @@ MANY: dict[str, dict[str, Any]] = {
     "two rows": {"max_rows": 2},
     "drafts that are looked up": {"prompt_lookup_num_tokens": 3},
 }
+DRAFTED = "drafts of a model"
 
 
-@pytest.mark.parametrize(("name", "way"), once(CONFIGS, MANY))
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        *once(CONFIGS, MANY),
+        ("phi3", DRAFTED),
+        pytest.param("llama dynamic", DRAFTED, marks=pytest.mark.nightly),
+    ],
+)
 def test_rows_answer_as_alone(name: str, way: str) -> None:
-    model, options = model_of(name), MANY[way]
-    prompts = [prompt(tokens)[0] for tokens in LENGTHS]
-    answers = list(kvlayers.generate_many(model, prompts, in_order=True, progress=False, **ANSWER, **options))
-    assert [each.error for each in answers] == [None] * len(LENGTHS)
-    assert [each.ids.tolist() for each in answers] == [alone(name, tokens) for tokens in LENGTHS]
-
-
-@pytest.mark.parametrize("name", some(["phi3", "llama dynamic"], ["phi3"]))
-def test_rows_with_a_draft_model_answer_as_alone(name: str) -> None:
-    # The first ones end at the border or cross it, and the last one is behind it.
-    lengths = LENGTHS[1:7:2]
-    prompts = [prompt(tokens)[0] for tokens in lengths]
-    answers = kvlayers.generate_many(
-        model_of(name), prompts, assistant_model=model_of(name), in_order=True, progress=False, **ANSWER
-    )
+    # Of those with drafts, the first ones end at the border or cross it, and the last one is behind it.
+    lengths = LENGTHS if way in MANY else LENGTHS[1:7:2]
+    options = MANY[way] if way in MANY else {"assistant_model": model_of(name)}
+    answers = many(model_of(name), [prompt(tokens)[0] for tokens in lengths], **options)
     assert [each.ids.tolist() for each in answers] == [alone(name, tokens) for tokens in lengths]
 
 
 @pytest.mark.parametrize("name", DEPENDING)
 def test_a_store_of_rows_is_passed_by(name: str) -> None:
-    model, store = model_of(name), PrefixStore()
+    model, store = model_of(name), kvlayers.PrefixStore()
     prompts = [prompt(20)[0], torch.cat([prompt(20)[0], prompt(8)[0]])]
+    expected = [answer_alone(name, ids[None]) for ids in prompts]
     for _ in range(2):
         with kvlayers.installed(prefix_store=store):
-            answers = list(kvlayers.generate_many(model, prompts, in_order=True, progress=False, **ANSWER))
+            answers = many(model, prompts)
         assert [each.cached_tokens for each in answers] == [0, 0]
-        assert answers[0].ids.tolist() == alone(name, 20)
-        assert answers[1].ids.tolist() == answer_alone(name, prompts[1][None])
+        assert [each.ids.tolist() for each in answers] == expected
     assert len(store) == 0
 
 
@@ -161,16 +160,14 @@ def test_a_cache_that_the_model_gives_up_is_filled_again(name: str, tokens: int)
         assert given(model, whole, cache) == answer_alone(name, whole)
 
 
+@pytest.mark.parametrize("cache", ["int4", "dynamic"])
 @pytest.mark.parametrize("name", READING_AGAIN)
-def test_the_cache_stays_the_one_that_was_named(name: str) -> None:
+def test_the_cache_stays_the_one_that_was_named(name: str, cache: str) -> None:
     model = model_of(name)
-    for cache in ("int4", "dynamic"):
-        output = kvlayers.generate(
-            model, prompt(20), cache_implementation=cache, return_dict_in_generate=True, **ANSWER
-        )
-        held = kvlayers.upstream.cache_argument.in_output(output)
-        assert isinstance(held, type(kvlayers.make_cache(cache, model)))
-        assert held.get_seq_length() == 31
+    output = kvlayers.generate(model, prompt(20), cache_implementation=cache, return_dict_in_generate=True, **ANSWER)
+    held = cache_argument.in_output(output)
+    assert isinstance(held, type(kvlayers.make_cache(cache, model)))
+    assert held.get_seq_length() == 31
 
 
 @pytest.mark.skipif(not versions.compat.MARKS_GIVEN_CACHES, reason="before 5.17 nothing says that a cache was given")
@@ -192,42 +189,23 @@ def test_options_change_no_answer(name: str, options: dict[str, Any]) -> None:
     if "prefill_chunk_size" in options and name in READING_AGAIN and versions.LEAVES_THE_CACHE_TO_MODELS:
         pytest.skip("transformers 5.0 does not read again behind chunks")
     for tokens in LENGTHS:
-        found = kvlayers.generate(
-            model_of(name), prompt(tokens), attention_mask=torch.ones(1, tokens), **ANSWER, **options
-        )
-        assert found[0, tokens:].tolist() == alone(name, tokens), tokens
+        assert under_install(answer, model_of(name), prompt(tokens), **options) == alone(name, tokens), tokens
 
 
 @pytest.mark.parametrize("name", ["phi3", "llama dynamic"])
-def test_drafts_for_several_prompts_over_the_border_are_refused(name: str) -> None:
+def test_drafts_for_several_prompts_over_the_border_are_refused(name: str, installed: None) -> None:
     model, ids = model_of(name), torch.cat([prompt(8), prompt(8) + 1])
-    mask = torch.ones_like(ids)
-    kept = kvlayers.generate(model, ids, attention_mask=mask, prompt_lookup_num_tokens=3, **ANSWER)
-    assert kept[0, 8:].tolist() == alone(name, 8)
+    assert answer(model, ids, prompt_lookup_num_tokens=3) == alone(name, 8)
     with pytest.raises(OptionError, match="frequencies of its RoPE"):
-        kvlayers.generate(
-            model, ids, attention_mask=mask, prompt_lookup_num_tokens=3, do_sample=False, max_new_tokens=20
-        )
+        answer(model, ids, 20, prompt_lookup_num_tokens=3)
 
 
-LETTERS = "abcdefghijklmnopqrstuvwxyz .:"
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}.{% endfor %}"
-
-
-def letters() -> Any:
-    """A tokenizer of single characters."""
-    vocabulary = {token: number for number, token in enumerate(["<pad>", *LETTERS, *map(chr, range(200, 267))])}
-    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="?"))
-    inner.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex("[\\s\\S]"), "isolated")
-    inner.decoder = tokenizers.decoders.Fuse()
-    found = tf.PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>")
-    found.chat_template = TEMPLATE
-    return found
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_turns_of_a_chat_answer_as_whole_prompts(name: str) -> None:
-    tokenizer = letters()
+    tokenizer = tokenizer_with(TEMPLATE)
     chat, reused = kvlayers.Chat(model_of(name), tokenizer), []
     # The third turn is behind the border, as are those after it, and then the conversation is short again.
     for text in ("hello", "yes", "and what is that", "no", "so", None, "bird"):
@@ -237,8 +215,8 @@ def test_turns_of_a_chat_answer_as_whole_prompts(name: str) -> None:
         asked = tokenizer.apply_chat_template(
             [*chat.messages, {"role": "user", "content": text}], return_tensors="pt", return_dict=True
         )["input_ids"]
-        expected = answer_alone(name, asked, max_new_tokens=4)
-        assert chat.ask(text, max_new_tokens=4, do_sample=False) == tokenizer.decode(expected, skip_special_tokens=True)
+        expected = tokenizer.decode(answer_alone(name, asked, 4), skip_special_tokens=True)
+        assert chat.ask(text, max_new_tokens=4, do_sample=False) == expected
         reused.append(chat.cached_tokens > 0)
     # Between keys of the same frequencies, nothing is computed again.
     assert reused[1]

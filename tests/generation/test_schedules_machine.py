@@ -15,7 +15,7 @@ import families
 import kvlayers
 from chats import CHATML, answer_without_cache, greedy, tokenizer_with
 from kvlayers.errors import InterruptedPassError, KVLayersError, RollbackError, UnsupportedLayerError
-from models import given, tiny_model
+from models import read, row_logits
 from vision_models import inputs, seeing_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.nightly, pytest.mark.timeout(3600)]
@@ -45,7 +45,7 @@ class Schedules(RuleBasedStateMachine):
 
     @initialize(family=st.sampled_from(["llama", "gemma3", "mamba2", "jamba"]), text=texts)
     def begin(self, family: str, text: list[int]) -> None:
-        self.model = families.model_and_inputs(family)[0] if family in families.FAMILIES else tiny_model(family)
+        self.model = families.model_of(family)
         self.attends_fully = family == "llama"
         self.store = kvlayers.PrefixStore(ROOM * 2 * 4 * 2 * 64, snapshot_tokens=4)
         self.pins: list[list[int]] = []
@@ -53,25 +53,20 @@ class Schedules(RuleBasedStateMachine):
         self.other = self.read([5, 6, 7]), [5, 6, 7]
         self.chat = kvlayers.Chat(self.model, TOKENIZER, prefix_store=self.store)
 
-    @torch.no_grad()
     def read(self, text: list[int]) -> Any:
-        cache = kvlayers.DynamicCache(config=self.model.config)
-        self.model(torch.tensor([text]), **given(cache), use_cache=True)
-        return cache
+        return read(self.model, torch.tensor([text]), self.empty())[0]
+
+    def empty(self) -> kvlayers.DynamicCache:
+        return kvlayers.DynamicCache(config=self.model.config)
 
     @torch.no_grad()
     def expected(self, text: list[int]) -> Tensor:
         return self.model(torch.tensor([text]), use_cache=False).logits[0, -1]
 
-    @torch.no_grad()
     def step(self, token: int) -> None:
         """Decode one token in each row, and compare."""
         new = torch.tensor([[token + row] for row in range(len(self.rows))])
-        rows = kvlayers.Rows(self.cache)
-        attends = any(layer.traits.attends for layer in self.cache.layers)
-        positions = {"position_ids": rows.position_ids()} if attends else {}
-        mask = rows.attention_mask()
-        logits = self.model(new, attention_mask=mask, **positions, **given(self.cache), use_cache=True).logits[:, -1]
+        logits = row_logits(self.model, self.cache, new)[:, -1]
         self.rows = [[*text, int(own)] for text, own in zip(self.rows, new, strict=True)]
         for text, own in zip(self.rows, logits, strict=True):
             torch.testing.assert_close(own, self.expected(text), rtol=1e-3, atol=2e-3)
@@ -128,17 +123,15 @@ class Schedules(RuleBasedStateMachine):
     @rule(way=st.sampled_from(["fork", "pickle", "deepcopy", "state"]))
     def copied(self, way: str) -> None:
         if way == "state" and len(self.rows) == 1:
-            cache = kvlayers.DynamicCache(config=self.model.config)
             # A row that was one of several is saved by itself.
-            cache.load_state(self.cache.extract(0).state())
-            self.cache = cache
+            state, self.cache = self.cache.extract(0).state(), self.empty()
+            self.cache.load_state(state)
         elif way == "pickle":
             self.cache = pickle.loads(pickle.dumps(self.cache))
         elif way == "deepcopy":
             self.cache = copy.deepcopy(self.cache)
         else:
-            before, self.cache = self.cache, self.cache.fork()
-            del before
+            self.cache = self.cache.fork()
 
     @precondition(lambda self: self.room())
     @rule(data=st.data())
@@ -151,12 +144,8 @@ class Schedules(RuleBasedStateMachine):
         def stop(*_: Any) -> None:
             raise Interrupted
 
-        hook = modules[module].register_forward_pre_hook(stop)
-        try:
-            with contextlib.suppress(Interrupted):
-                self.step(30)
-        finally:
-            hook.remove()
+        with modules[module].register_forward_pre_hook(stop), contextlib.suppress(Interrupted):
+            self.step(30)
         if self.rows is not rows:
             return
         try:

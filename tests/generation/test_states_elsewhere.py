@@ -8,33 +8,25 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-import every_causal_model
 import kvlayers
 import kvlayers_lab
 import versions
+from every_causal_model import model_of
 from families import FAMILIES, any_model_and_inputs
+from kvlayers.errors import ConfigError, OptionError, RollbackError, StateMismatchError, UnsupportedLayerError
 from kvlayers.interop.adapter import TransformersLayer
 from kvlayers.upstream import cache_argument
 from kvlayers.upstream.model_types import kept_states
-
-
-def ids_of(tokens: int, seed: int = 0, rows: int = 1) -> Tensor:
-    return torch.randint(3, 90, (rows, tokens), generator=torch.Generator().manual_seed(seed))
-
-
-def generated(model: Any, ids: Tensor, **how: Any) -> Any:
-    options = {"max_new_tokens": 4, "do_sample": False, **how}
-    return model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+from models import continued, prompt, read
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_states_in_modules_are_found_before_and_after_a_pass(family: str) -> None:
     model, inputs = any_model_and_inputs(family)
+    before = kept_states(model)
+    model.generate(**inputs, max_new_tokens=2)
     keeps = family == "recurrent_gemma"
-    assert (kept_states(model) is not None) == keeps
-    with torch.no_grad():
-        model.generate(**inputs, max_new_tokens=2)
-    assert (kept_states(model) is not None) == keeps
+    assert [before is not None, kept_states(model) is not None] == [keeps, keeps]
 
 
 class Remembering(nn.Module):
@@ -61,66 +53,66 @@ class Inheriting(Remembering):
         return super().forward(states) + 1
 
 
-@pytest.mark.parametrize("module_class", [Remembering, Inheriting])
-def test_states_of_any_module_are_found(module_class: type[nn.Module]) -> None:
-    assert kept_states(nn.Sequential(nn.Linear(2, 2), module_class())) == "1.last"
-    assert kept_states(nn.Sequential(nn.Linear(2, 2), nn.LSTM(2, 2))) is None
+@pytest.mark.parametrize(
+    ("module", "found"),
+    [(Remembering(), "1.last"), (Inheriting(), "1.last"), (nn.LSTM(2, 2), None)],
+    ids=["assigned", "assigned by its base", "none"],
+)
+def test_states_of_any_module_are_found(module: nn.Module, found: str | None) -> None:
+    assert kept_states(nn.Sequential(nn.Linear(2, 2), module)) == found
 
 
+@torch.no_grad()
 def by_full_passes(model: Any, ids: Tensor, tokens: int = 6) -> list[int]:
     """Greedy answer by one full pass for each token, without a cache."""
     for _ in range(tokens):
-        with torch.no_grad():
-            ids = torch.cat([ids, model(ids, use_cache=False).logits[:, -1:].argmax(-1)], dim=1)
-    return [int(token) for token in ids[0, -tokens:]]
+        ids = torch.cat([ids, model(ids, use_cache=False).logits[:, -1:].argmax(-1)], dim=1)
+    return ids[0, -tokens:].tolist()
 
 
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("chunk", [4, 512])
 def test_many_prompts_of_a_model_that_keeps_states_in_its_modules(rows: int, chunk: int) -> None:
     """Chunks of a prompt each began from zero, and rows had the states of one of them."""
-    model = every_causal_model.model_of("recurrent_gemma")
-    prompts = [ids_of(tokens, tokens) for tokens in (14, 9, 20, 11)]
+    model = model_of("recurrent_gemma")
+    prompts = [prompt(1, tokens, tokens) for tokens in (14, 9, 20, 11)]
     if not cache_argument.is_taken_by(model):
         # Until 5.0 it kept all of its states in its modules.
-        with pytest.raises(kvlayers.OptionError, match="must take `position_ids` and a cache"):
+        with pytest.raises(OptionError, match="must take `position_ids` and a cache"):
             kvlayers.generate_many(model, prompts)
         return
     answers = kvlayers.generate_many(
         model, prompts, max_new_tokens=6, max_rows=rows, chunk_tokens=chunk, in_order=True, progress=False,
         do_sample=False, eos_token_id=None,
     )  # fmt: skip
-    expected = [by_full_passes(model, ids) for ids in prompts]
-    assert [answer.ids.tolist() for answer in answers] == expected
-    with pytest.raises(kvlayers.OptionError, match="cannot be taken back"):
+    assert [answer.ids.tolist() for answer in answers] == [by_full_passes(model, ids) for ids in prompts]
+    with pytest.raises(OptionError, match="cannot be taken back"):
         kvlayers.generate_many(model, prompts, prompt_lookup_num_tokens=2)
 
 
-def test_a_prompt_in_chunks_is_read_whole_if_states_are_in_modules() -> None:
-    model, ids = every_causal_model.model_of("recurrent_gemma"), ids_of(20)
-    with kvlayers.installed():
-        found = generated(model, ids, max_new_tokens=6, prefill_chunk_size=7, eos_token_id=None)
+def test_a_prompt_in_chunks_is_read_whole_if_states_are_in_modules(installed: None) -> None:
+    model, ids = model_of("recurrent_gemma"), prompt(1, 20)
+    found = continued(model, ids, 6, prefill_chunk_size=7, eos_token_id=None)
     assert found[0, 20:].tolist() == by_full_passes(model, ids)
 
 
-def test_a_filled_cache_of_a_model_that_keeps_states_in_its_modules_is_refused() -> None:
-    model, ids = every_causal_model.model_of("recurrent_gemma"), ids_of(12)
+def test_a_filled_cache_of_a_model_that_keeps_states_in_its_modules_is_refused(installed: None) -> None:
+    model, ids = model_of("recurrent_gemma"), prompt(1, 12)
     versions.need_cache(model)
     cache = kvlayers.DynamicCache(config=model.config)
-    with kvlayers.installed():
-        first = generated(model, ids, past_key_values=cache)
-        longer, seen = torch.cat([first, ids], dim=1), cache.get_seq_length()
-        with pytest.raises(kvlayers.errors.StateMismatchError, match="conv1d_state"):
-            generated(model, longer, past_key_values=cache)
-        assert cache.get_seq_length() == seen
-        cache.reset()
-        found = generated(model, longer, past_key_values=cache, max_new_tokens=6, eos_token_id=None)
+    longer = torch.cat([continued(model, ids, 4, past_key_values=cache), ids], dim=1)
+    seen = cache.get_seq_length()
+    with pytest.raises(StateMismatchError, match="conv1d_state"):
+        continued(model, longer, 4, past_key_values=cache)
+    assert cache.get_seq_length() == seen
+    cache.reset()
+    found = continued(model, longer, 6, past_key_values=cache, eos_token_id=None)
     assert found[0, -6:].tolist() == by_full_passes(model, longer)
 
 
 def remembering() -> Any:
     """A model that keeps states although its class says nothing of them."""
-    model = every_causal_model.model_of("llama")
+    model = model_of("llama")
     model.model.norm = nn.Sequential(model.model.norm, Remembering())
     assert not model._is_stateful
     return model
@@ -130,59 +122,54 @@ Refused = tuple[Callable[[Any, Any], object], type[Exception], str]
 DRAFTS = "`assistant_model` must keep its states in its cache, to roll drafts back, got a R.*conv1d_state"
 REFUSED: dict[str, Refused] = {
     "drafts that are looked up": (
-        lambda model, keeps: generated(remembering(), ids_of(12), prompt_lookup_num_tokens=2),
-        kvlayers.errors.RollbackError,
+        lambda model, keeps: continued(remembering(), prompt(), prompt_lookup_num_tokens=2),
+        RollbackError,
         "1.last",
     ),
     # Its cache was rolled back, and an interrupted pass was blamed.
-    "drafts by it": (
-        lambda model, keeps: generated(model, ids_of(12), assistant_model=keeps),
-        kvlayers.errors.RollbackError,
-        DRAFTS,
-    ),
+    "drafts by it": (lambda model, keeps: continued(model, prompt(), assistant_model=keeps), RollbackError, DRAFTS),
     "drafts by it of two prompts": (
-        lambda model, keeps: generated(model, ids_of(12).repeat(2, 1), assistant_model=keeps),
-        kvlayers.errors.RollbackError,
+        lambda model, keeps: continued(model, prompt(2), assistant_model=keeps),
+        RollbackError,
         DRAFTS,
     ),
     "drafts by it of rows": (
-        lambda model, keeps: kvlayers.generate_many(model, [ids_of(12)], assistant_model=keeps),
-        kvlayers.OptionError,
+        lambda model, keeps: kvlayers.generate_many(model, [prompt()], assistant_model=keeps),
+        OptionError,
         DRAFTS,
     ),
     "documents": (
         lambda model, keeps: kvlayers.generate(
-            keeps, documents=[ids_of(12), ids_of(9)], question=ids_of(4), recompute=0, max_new_tokens=2
+            keeps, documents=[prompt(), prompt(1, 9)], question=prompt(1, 4), recompute=0, max_new_tokens=2
         ),
-        kvlayers.OptionError,
+        OptionError,
         "conv1d_state|takes no cache",
     ),
     "scores": (
-        lambda model, keeps: kvlayers_lab.score(keeps, [ids_of(12)[0].tolist()], [[[3, 4]]]),
-        kvlayers.errors.ConfigError,
+        lambda model, keeps: kvlayers_lab.score(keeps, [prompt()[0].tolist()], [[[3, 4]]]),
+        ConfigError,
         "keep all of its states|must take a cache",
     ),
 }
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_states_in_modules_cannot_do_is_refused(what: str) -> None:
+def test_what_states_in_modules_cannot_do_is_refused(what: str, installed: None) -> None:
     call, error, said = REFUSED[what]
-    models = [every_causal_model.model_of(model_type) for model_type in ("llama", "recurrent_gemma")]
-    with kvlayers.installed(), pytest.raises(error, match=said):
+    models = [model_of(model_type) for model_type in ("llama", "recurrent_gemma")]
+    with pytest.raises(error, match=said):
         call(*models)
 
 
 def test_a_cache_without_the_states_of_its_model_is_not_copied() -> None:
-    model = every_causal_model.model_of("recurrent_gemma")
+    model = model_of("recurrent_gemma")
     cache = kvlayers.DynamicCache(config=model.config)
     if not any(cache.is_linear):
         pytest.skip(f"the config of transformers {transformers.__version__} does not tell these layers from others")
     cache.fork()
-    with torch.no_grad():
-        model(ids_of(6), past_key_values=cache)
+    read(model, prompt(1, 6), cache)
     for copy in (cache.fork, cache.state):
-        with pytest.raises(kvlayers.errors.UnsupportedLayerError, match="keeps them elsewhere"):
+        with pytest.raises(UnsupportedLayerError, match="keeps them elsewhere"):
             copy()
     assert cache.get_seq_length() == 6
 
@@ -212,51 +199,54 @@ class Named(transformers.cache_utils.DynamicLayer):
         self.name = "named"
 
 
-@pytest.mark.parametrize(("layer_class", "may"), [(WithMeans, False), (WithMeansAndCrop, True), (Named, True)])
-def test_a_layer_is_cropped_if_its_crop_knows_its_states(layer_class: type, may: bool) -> None:
+def filled(layer_class: type) -> TransformersLayer:
     layer = TransformersLayer(layer_class())
     layer.update(torch.ones(1, 2, 5, 4), torch.ones(1, 2, 5, 4))
-    assert layer.is_croppable == may
-    if may:
+    return layer
+
+
+@pytest.mark.parametrize("layer_class", [WithMeansAndCrop, Named])
+def test_a_layer_is_cropped_if_its_crop_knows_its_states(layer_class: type) -> None:
+    layer = filled(layer_class)
+    assert layer.is_croppable
+    layer.truncate(3)
+    assert layer.length == 3
+
+
+def test_a_layer_is_not_cropped_if_its_crop_does_not() -> None:
+    layer = filled(WithMeans)
+    assert not layer.is_croppable
+    with pytest.raises(RollbackError, match="WithMeans .* states beside its keys and values"):
         layer.truncate(3)
-    else:
-        with pytest.raises(kvlayers.errors.RollbackError, match="WithMeans .* states beside its keys and values"):
-            layer.truncate(3)
-    assert layer.length == (3 if may else 5)
+    assert layer.length == 5
 
 
 def test_a_model_that_takes_one_token_at_a_time_behind_others() -> None:
     """A second turn is passed one by one, and a store is not used, since its states depend on that."""
     versions.need_since("5.1", "tokens of prophetnet one by one")
-    model, ids = every_causal_model.model_of("prophetnet"), ids_of(12)
-    store = kvlayers.PrefixStore(2**24)
+    model, ids = model_of("prophetnet"), prompt()
+    store, cache = kvlayers.PrefixStore(2**24), kvlayers.DynamicCache(config=model.config)
     with kvlayers.installed(prefix_store=store):
         for _ in range(2):
-            assert torch.equal(generated(model, ids), generated(model, ids, cache_implementation="dynamic"))
+            assert torch.equal(continued(model, ids, 4), continued(model, ids, 4, cache_implementation="dynamic"))
     assert store.statistics.bypassed == 4
-    cache = kvlayers.DynamicCache(config=model.config)
     with kvlayers.installed():
-        first = generated(model, ids, past_key_values=cache)
-        longer = torch.cat([first, ids_of(5, seed=2)], dim=1)
-        found = generated(model, longer, past_key_values=cache)
-    own = transformers.DynamicCache(config=model.config)
-    with torch.no_grad():
-        logits = model(ids, past_key_values=own).logits
-        for token in longer[:, 12:].split(1, dim=1):
-            logits = model(token, past_key_values=own).logits
-        for token in found[:, longer.shape[1] :].split(1, dim=1):
-            assert int(logits[0, -1].argmax()) == int(token)
-            logits = model(token, past_key_values=own).logits
+        longer = torch.cat([continued(model, ids, 4, past_key_values=cache), prompt(1, 5, seed=2)], dim=1)
+        found = continued(model, longer, 4, past_key_values=cache)
+    own, logits = read(model, ids, transformers.DynamicCache(config=model.config))
+    for place, token in enumerate(found[:, 12:].split(1, dim=1), start=12):
+        assert place < longer.shape[1] or int(logits[0, -1].argmax()) == int(token)
+        _, logits = read(model, token, own)
 
 
 def test_a_model_that_adds_tokens_to_its_cache_uses_no_store_for_several_prompts() -> None:
     versions.need_since("5.17", "several prompts of cpmant at once")
-    model, store = every_causal_model.model_of("cpmant"), kvlayers.PrefixStore(2**24)
-    ids = torch.cat([ids_of(40), torch.cat([ids_of(36), ids_of(4, seed=2)], dim=1)])
+    model, store = model_of("cpmant"), kvlayers.PrefixStore(2**24)
+    ids = prompt(2, 40)
     ids[1, :36] = ids[0, :36]
-    expected = generated(model, ids)
+    expected = continued(model, ids, 4)
     with kvlayers.installed(prefix_store=store):
-        assert torch.equal(generated(model, ids), expected)
+        assert torch.equal(continued(model, ids, 4), expected)
     assert store.statistics.bypassed == 1
 
 
@@ -264,28 +254,24 @@ def test_a_model_that_adds_tokens_to_its_cache_uses_no_store_for_several_prompts
 @pytest.mark.parametrize("name", ["hybrid_chunked", "static"])
 def test_windows_beside_recurrent_states_are_not_compiled_with_masks_for_every_token(name: str) -> None:
     """transformers' table has the mask of full attention for them, which does not fit a window."""
-    model, ids = every_causal_model.model_of("inkling2_text"), ids_of(20, rows=2)
-    expected = generated(model, ids)
+    model, ids = model_of("inkling2_text"), prompt(2, 20)
+    expected = continued(model, ids, 4)
     compiled = transformers.CompileConfig(backend="eager", fullgraph=False, mode=None)
     with kvlayers.installed():
         cache = kvlayers.make_cache(name, model, max_cache_len=200)
-        assert torch.equal(generated(model, ids, past_key_values=cache, compile_config=compiled), expected)
+        assert torch.equal(continued(model, ids, 4, past_key_values=cache, compile_config=compiled), expected)
 
 
 def test_states_that_a_layer_keeps_by_name_are_selected_once() -> None:
     """Before 5.23, `reorder_cache` of these layers left them; from then on it selects them itself."""
-    model = every_causal_model.model_of("deepseek_v4")
-    cache = kvlayers.DynamicCache(config=model.config)
-    with torch.no_grad():
-        model(torch.cat([ids_of(9, seed=seed) for seed in range(3)]), past_key_values=cache)
+    model = model_of("deepseek_v4")
+    cache, _ = read(model, prompt(3, 9), kvlayers.DynamicCache(config=model.config))
 
-    def by_name() -> list[torch.Tensor]:
+    def by_name() -> list[Tensor]:
         named = [value for layer in cache.layers for value in vars(layer).values() if isinstance(value, dict)]
-        return [states for each in named for states in each.values() if isinstance(states, torch.Tensor)]
+        return [states.clone() for each in named for states in each.values() if isinstance(states, Tensor)]
 
-    before = [states.clone() for states in by_name()]
+    before, order = by_name(), torch.tensor([1, 2, 0])
     assert before
-    order = torch.tensor([1, 2, 0])
     cache.reorder_cache(order)
-    for found, expected in zip(by_name(), before, strict=True):
-        assert torch.equal(found, expected.index_select(0, order))
+    torch.testing.assert_close(by_name(), [states[order] for states in before], rtol=0, atol=0)

@@ -1,5 +1,6 @@
 """Threads that generate with one model: tokens are those of a thread on its own, and nothing is left on the model."""
 
+import contextlib
 import copy
 import importlib
 import pathlib
@@ -17,14 +18,13 @@ from torch import Tensor
 from transformers.generation.utils import GenerationMixin
 
 import kvlayers
-import versions
 from drafts import draft_of, spread
 from kvlayers import DynamicLayer, PrefixStore
 from kvlayers.kernels.codes import cpu_packing as pack
 from kvlayers.upstream import compat
 from kvlayers.utils import native_library
 from matrix import some
-from models import fresh_model, prompt
+from models import continued, fresh_model, prompt
 from oracle import states
 from rounds import ROUNDS
 
@@ -35,27 +35,15 @@ SECONDS = 300
 """For threads to meet, and to end."""
 
 
-class Choosing(transformers.LogitsProcessor):  # type: ignore[misc]
+def choosing(seed: int) -> Callable[[Tensor, Tensor], Tensor]:
     """Samples with a generator of its own, as torch's is that of all threads, and leaves but one token to choose."""
+    generator = torch.Generator().manual_seed(seed)
 
-    def __init__(self, seed: int) -> None:
-        self._generator = torch.Generator().manual_seed(seed)
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        chosen = torch.multinomial(scores.softmax(-1), 1, generator=self._generator)
+    def choose(input_ids: Tensor, scores: Tensor) -> Tensor:
+        chosen = torch.multinomial(scores.softmax(-1), 1, generator=generator)
         return torch.full_like(scores, -float("inf")).scatter_(1, chosen, 0.0)
 
-
-class Watching(transformers.LogitsProcessor):  # type: ignore[misc]
-    """Notes at each token what is set on a model that was not set on it before."""
-
-    def __init__(self, model: Any) -> None:
-        self._model, self._before = model, dict(vars(model))
-        self.seen: set[str] = set()
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        self.seen |= {name for name, value in vars(self._model).items() if self._before.get(name) is not value}
-        return scores
+    return choose
 
 
 class Untouched:
@@ -127,30 +115,22 @@ def repetitive(seed: int = 0) -> Tensor:
 
 
 def tokens_of(model: Any, ids: Tensor, **how: Any) -> Tensor:
-    defaults = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "attention_mask": torch.ones_like(ids)}
-    return model.generate(ids, **{**defaults, **how})
+    return continued(model, ids, NEW_TOKENS, **how)
 
 
-def a_model(family: str) -> Any:
-    versions.need_recurrent_layers(family)
-    return spread(family)
-
-
-ASSISTED: dict[str, Callable[[Any], dict[str, Any]]] = {
-    "prompt look-up": lambda draft: {"prompt_lookup_num_tokens": 4},
-    "assisted": lambda draft: {"assistant_model": draft},
-}
-
-
-@pytest.mark.parametrize("mode", ASSISTED)
+@pytest.mark.parametrize("mode", ["prompt look-up", "assisted"])
 def test_calls_that_break_off_leave_nothing_on_the_model(installed: None, mode: str) -> None:
-    model = a_model("qwen3_next")
-    how = ASSISTED[mode](draft_of(model))
-    ids = repetitive()
+    model, ids = spread("qwen3_next"), repetitive()
+    how = {"prompt_lookup_num_tokens": 4} if mode == "prompt look-up" else {"assistant_model": draft_of(model)}
     expected = tokens_of(model, ids, **how)
-    untouched, watching = Untouched(model), Watching(model)
+    untouched, before, meanwhile = Untouched(model), dict(vars(model)), set()
 
-    def broken(input_ids: Tensor, scores: Tensor) -> Tensor:
+    def watch(input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Notes what is set on the model that was not set on it before."""
+        meanwhile.update(name for name, value in vars(model).items() if before.get(name) is not value)
+        return scores
+
+    def break_off(input_ids: Tensor, scores: Tensor) -> Tensor:
         if input_ids.shape[1] > ids.shape[1] + 2:
             raise ZeroDivisionError
         return scores
@@ -158,14 +138,16 @@ def test_calls_that_break_off_leave_nothing_on_the_model(installed: None, mode: 
     def work(index: int) -> None:
         if index % 2:
             with pytest.raises(ZeroDivisionError):
-                tokens_of(model, ids, logits_processor=[broken], **how)
+                tokens_of(model, ids, logits_processor=[break_off], **how)
         else:
-            seen = tokens_of(model, ids, logits_processor=[watching], **how)
-            assert torch.equal(seen, expected)
+            assert torch.equal(tokens_of(model, ids, logits_processor=[watch], **how), expected)
 
     in_threads(work)
     untouched.check()
-    assert watching.seen == set()
+    assert meanwhile == set()
+
+
+Mode = Callable[[Any, Any, Tensor, PrefixStore, int], Tensor]
 
 
 def by_prefixes(model: Any, draft: Any, ids: Tensor, store: PrefixStore, seed: int) -> Tensor:
@@ -177,22 +159,19 @@ def by_names(model: Any, draft: Any, ids: Tensor, store: PrefixStore, seed: int)
     return torch.cat([tokens_of(model, ids, cache_implementation=name) for name in ("static", "int4", "offloaded")])
 
 
-def by_options(options: Callable[[Any, int], dict[str, Any]]) -> Callable[[Any, Any, Tensor, PrefixStore, int], Tensor]:
-    def call(model: Any, draft: Any, ids: Tensor, store: PrefixStore, seed: int) -> Tensor:
-        return tokens_of(model, ids, **options(draft, seed))
-
-    return call
+def by_options(options: Callable[[Any, int], dict[str, Any]]) -> Mode:
+    return lambda model, draft, ids, store, seed: tokens_of(model, ids, **options(draft, seed))
 
 
-MODES: dict[str, Callable[[Any, Any, Tensor, PrefixStore, int], Tensor]] = {
+MODES: dict[str, Mode] = {
     "greedy": by_options(lambda draft, seed: {}),
     "prompt look-up": by_options(lambda draft, seed: {"prompt_lookup_num_tokens": 4}),
-    "sampling": by_options(lambda draft, seed: {"do_sample": True, "logits_processor": [Choosing(seed)]}),
+    "sampling": by_options(lambda draft, seed: {"do_sample": True, "logits_processor": [choosing(seed)]}),
     "assisted": by_options(lambda draft, seed: {"assistant_model": draft}),
     "beams": by_options(lambda draft, seed: {"num_beams": 3}),
     "prefix store": by_prefixes,
     "samples of one prompt": by_options(
-        lambda draft, seed: {"do_sample": True, "num_return_sequences": 3, "logits_processor": [Choosing(seed)]}
+        lambda draft, seed: {"do_sample": True, "num_return_sequences": 3, "logits_processor": [choosing(seed)]}
     ),
     "static, quantized and offloaded": by_names,
 }
@@ -201,9 +180,8 @@ MODES: dict[str, Callable[[Any, Any, Tensor, PrefixStore, int], Tensor]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("family", some(FAMILIES, ["gemma3", "qwen3_next", "t5"]))
 def test_threads_may_generate_in_every_mode_with_one_model(installed: None, family: str) -> None:
-    model = a_model(family)
+    model, prompts = spread(family), [repetitive(0), repetitive(1)]
     draft = draft_of(model)
-    prompts = [repetitive(0), repetitive(1)]
     expected = {
         (name, which): mode(model, draft, ids, PrefixStore(2**24), which)
         for name, mode in MODES.items()
@@ -235,21 +213,23 @@ def test_threads_may_generate_in_every_mode_with_one_model(installed: None, fami
 METHODS = ("generate", "_prepare_cache_for_generation", *(["_prefill"] if compat.PREFILLS_APART else []))
 
 
+def found() -> list[Any]:
+    """What `install()` replaces."""
+    assert "kvlayers" not in vars(transformers.GenerationConfig)
+    methods = [vars(GenerationMixin)[name] for name in METHODS]
+    return [*methods, transformers.PreTrainedModel.__call__, configuration.ALL_CACHE_IMPLEMENTATIONS]
+
+
 @pytest.fixture
 def _leaving_transformers_as_it_was() -> Iterator[None]:
-    def found() -> list[Any]:
-        methods = [vars(GenerationMixin)[name] for name in METHODS]
-        assert "kvlayers" not in vars(transformers.GenerationConfig)
-        return [*methods, transformers.PreTrainedModel.__call__, configuration.ALL_CACHE_IMPLEMENTATIONS]
-
     before = found()
     yield
     assert not kvlayers.is_installed()
     assert found() == before
 
 
-def cache_of(model: Any, **how: Any) -> Any:
-    return tokens_of(model, prompt(), return_dict_in_generate=True, max_new_tokens=2, **how).past_key_values  # type: ignore[attr-defined]
+def type_of_cache(model: Any, **how: Any) -> type:
+    return type(continued(model, prompt(), 2, return_dict_in_generate=True, **how).past_key_values)
 
 
 @pytest.mark.usefixtures("_leaving_transformers_as_it_was")
@@ -259,16 +239,15 @@ def test_blocks_of_many_threads_overlap() -> None:
     def work(index: int) -> None:
         for _ in range(8):
             with kvlayers.installed(legacy_names=bool(index % 2)):
-                assert type(cache_of(model, cache_implementation="int8")) is kvlayers.QuantizedCache
+                assert type_of_cache(model, cache_implementation="int8") is kvlayers.QuantizedCache
 
     in_threads(work)
 
 
 @pytest.mark.usefixtures("_leaving_transformers_as_it_was")
 def test_tokens_are_right_while_another_thread_installs_and_uninstalls() -> None:
-    model, ids = fresh_model("gemma3"), repetitive()
+    model, ids, ended = fresh_model("gemma3"), repetitive(), threading.Event()
     expected = tokens_of(model, ids)
-    ended = threading.Event()
 
     def work(index: int) -> None:
         if index == 0:
@@ -290,46 +269,40 @@ def test_tokens_are_right_while_another_thread_installs_and_uninstalls() -> None
 @pytest.mark.usefixtures("_leaving_transformers_as_it_was")
 def test_a_call_ends_as_it_began_though_another_thread_uninstalls(monkeypatch: pytest.MonkeyPatch) -> None:
     """It had been allowed to draft, as its cache would have been one that can go back: so it must get that cache."""
-    model, ids = a_model("qwen3_next"), repetitive()
-    original = GenerationMixin._prepare_special_tokens
-    caches: list[Any] = []
+    model, ids = spread("qwen3_next"), repetitive()
+    original, elsewhere = GenerationMixin._prepare_special_tokens, []
 
-    def elsewhere() -> None:
+    def uninstall(index: int) -> None:
         kvlayers.uninstall()
         assert not kvlayers.is_installed()
-        caches.append(cache_of(fresh_model("llama")))
+        elsewhere.append(type_of_cache(fresh_model("llama")))
 
     def prepare_special_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self is model and not caches:
-            thread = threading.Thread(target=elsewhere)
-            thread.start()
-            thread.join(SECONDS)
+        if self is model and not elsewhere:
+            in_threads(uninstall, 1)
         return original(self, *args, **kwargs)
 
     expected = tokens_of(model, ids)
     monkeypatch.setattr(GenerationMixin, "_prepare_special_tokens", prepare_special_tokens)
     kvlayers.install()
-    output = tokens_of(model, ids, prompt_lookup_num_tokens=4, return_dict_in_generate=True)
-    assert torch.equal(output.sequences, expected)  # type: ignore[attr-defined]
-    assert type(output.past_key_values) is kvlayers.DynamicCache  # type: ignore[attr-defined]
+    output: Any = tokens_of(model, ids, prompt_lookup_num_tokens=4, return_dict_in_generate=True)
+    assert torch.equal(output.sequences, expected)
+    assert type(output.past_key_values) is kvlayers.DynamicCache
     # What began after that had nothing to do with kvlayers.
-    assert [type(cache) for cache in caches] == [transformers.DynamicCache]
+    assert elsewhere == [transformers.DynamicCache]
 
 
 @pytest.mark.usefixtures("_leaving_transformers_as_it_was")
 def test_a_call_of_its_own_is_nothing_to_other_threads() -> None:
-    model, ids = fresh_model("llama"), prompt()
-    caches: list[Any] = []
+    model, elsewhere = fresh_model("llama"), []
 
-    def elsewhere(input_ids: Tensor, scores: Tensor) -> Tensor:
-        thread = threading.Thread(target=lambda: caches.append(cache_of(model)))
-        thread.start()
-        thread.join(SECONDS)
+    def call(input_ids: Tensor, scores: Tensor) -> Tensor:
+        in_threads(lambda index: elsewhere.append(type_of_cache(model)), 1)
         return scores
 
-    how = {"max_new_tokens": 2, "return_dict_in_generate": True, "logits_processor": [elsewhere]}
-    assert type(kvlayers.generate(model, ids, **how).past_key_values) is kvlayers.DynamicCache
-    assert [type(cache) for cache in caches] == [transformers.DynamicCache] * 2
+    how = {"max_new_tokens": 2, "return_dict_in_generate": True, "logits_processor": [call]}
+    assert type(kvlayers.generate(model, prompt(), **how).past_key_values) is kvlayers.DynamicCache
+    assert elsewhere == [transformers.DynamicCache] * 2
 
 
 @pytest.mark.usefixtures("_leaving_transformers_as_it_was")
@@ -339,12 +312,9 @@ def test_one_of_the_threads_that_register_a_name_gets_it() -> None:
         owners: list[int] = []
 
         def work(index: int, decorators: list[Any] = decorators, owners: list[int] = owners) -> None:
-            with kvlayers.installed():
-                try:
-                    decorators[index](lambda request: kvlayers.DynamicCache())
-                    owners.append(index)
-                except kvlayers.errors.RegistryError:
-                    pass
+            with kvlayers.installed(), contextlib.suppress(kvlayers.errors.RegistryError):
+                decorators[index](lambda request: kvlayers.DynamicCache())
+                owners.append(index)
 
         in_threads(work)
         assert len(owners) == 1
@@ -357,18 +327,17 @@ def test_one_of_the_threads_that_register_a_name_gets_it() -> None:
 def test_threads_that_need_a_kernel_at_once_compile_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[object] = []
     asked: list[pathlib.Path] = []
+    original = native_library.Compilation
 
-    class Counted(native_library.Compilation):
-        def __init__(self, source: pathlib.Path, niceness: int) -> None:
-            asked.append(source)
-            super().__init__(source, niceness)
+    def compilation(source: pathlib.Path, niceness: int) -> native_library.Compilation:
+        asked.append(source)
+        return original(source, niceness)
 
-    monkeypatch.setattr(native_library, "Compilation", Counted)
-    library = native_library.NativeLibrary(
-        pathlib.Path(pack.__file__).with_suffix(".cpp"), "kvlayers_pack", purpose="packing"
-    )
+    monkeypatch.setattr(native_library, "Compilation", compilation)
+    source = pathlib.Path(pack.__file__).with_suffix(".cpp")
+    library = native_library.NativeLibrary(source, "kvlayers_pack", purpose="packing")
     in_threads(lambda index: seen.append(library.get()))
-    assert len(asked) == 1
+    assert asked == [source]
     assert len(seen) == THREADS
     assert len(set(map(id, seen))) == 1
 

@@ -50,21 +50,17 @@ def oracle_model(model: Any) -> Any:
     return copied
 
 
-def oracle_logits(model: Any, cache: OracleCache, ids: Tensor, mask: Tensor | None = None) -> Tensor:
+@torch.no_grad()
+def oracle_logits(model: Any, cache: OracleCache, ids: Tensor) -> Tensor:
     """Logits of the last of `ids`, `[batch, vocab]`, as the oracles in `cache` have it.
 
     Args:
         model: what `oracle_model` returned.
         cache: its oracles.
         ids: new tokens, int64 `[batch, new]`.
-        mask: `[batch, tokens]` of all tokens up to there, 0 for padding.
     """
     model.oracles = cache.oracles
-    options = {}
-    if mask is not None:
-        options["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
-    with torch.no_grad():
-        return model(ids, past_key_values=cache, **options).logits[:, -1]
+    return model(ids, past_key_values=cache).logits[:, -1]
 
 
 def oracle_tokens(model: Any, cache: OracleCache, ids: Tensor, tokens: int, chunk: int | None = None) -> Tensor:

@@ -3,13 +3,14 @@
 import functools
 import inspect
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import transformers as tf
 
+import kvlayers
 import versions
 from kvlayers import DynamicCache, Rows
 from kvlayers.upstream import cache_argument
@@ -205,6 +206,19 @@ def row_logits(model: Any, cache: Any, ids: torch.Tensor) -> torch.Tensor:
 def prompt(batch: int = 1, tokens: int = 12, seed: int = 0) -> torch.Tensor:
     """Random token ids, int64 `[batch, tokens]`, without special ones."""
     return torch.randint(3, 97, (batch, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+def continued(model: Any, ids: torch.Tensor, tokens: int = 8, **how: Any) -> Any:
+    """What `generate()` returns of these ids, without padding and greedy unless it is told otherwise."""
+    return model.generate(
+        ids, **{"attention_mask": torch.ones_like(ids), "max_new_tokens": tokens, "do_sample": False, **how}
+    )
+
+
+def under_install(call: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """What a function returns while kvlayers is installed: a bound method would be the one from before."""
+    with kvlayers.installed():
+        return call(*args, **options)
 
 
 @contextmanager

@@ -414,8 +414,6 @@ def test_threads_share_a_store() -> None:
 
 TEXT = prompt(tokens=DOCUMENT)
 PLACE = torch.tensor([4])
-
-
 llama = functools.partial(tiny_model, "llama")
 
 

@@ -1,6 +1,5 @@
 """Random sequences of what is done to a prefix store and to its caches, against plain lists."""
 
-import os
 import shutil
 import tempfile
 from typing import ClassVar
@@ -225,7 +224,5 @@ class PrefixMachine(RuleBasedStateMachine):
 
 @pytest.mark.parametrize("on_disk", [False, True], ids=["in memory", "on disk"])
 @pytest.mark.parametrize("kinds", [("full", "segments", "static", "quantized"), ("window",)], ids=["full", "window"])
-def test_a_store_has_what_was_inserted(kinds: tuple[str, ...], on_disk: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    # No machine loses power here, and writing through takes longer than all else.
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+def test_a_store_has_what_was_inserted(kinds: tuple[str, ...], on_disk: bool) -> None:
     run_state_machine_as_test(type("Machine", (PrefixMachine,), {"kinds": kinds, "on_disk": on_disk}))

@@ -1,6 +1,5 @@
 """`lab/benchmarks/peers.py` asks another process for llama.cpp's figures, and says if it predicts other tokens."""
 
-import json
 import pathlib
 import sys
 from typing import Any
@@ -72,8 +71,7 @@ def test_the_other_process_answers_each_request(peers: Any, gguf: pathlib.Path) 
         assert other.build["system"] == "STAND-IN = 1"
         for kv, kind in (("f16", 1), ("q4_0", 2)):
             found = other.read(kv, range(40), range(3))
-            assert found["tokens"] == [40, 41, 42, 43]
-            assert found["nbytes"] == 1000 * kind + 43
+            assert (found["tokens"], found["nbytes"]) == ([40, 41, 42, 43], 1000 * kind + 43)
             assert len(found["step_seconds"]) == 3
             assert found["seconds"] >= 0
 
@@ -96,7 +94,7 @@ def test_a_cache_here_reads_a_prompt_and_its_steps(peers: Any) -> None:
 
 
 def test_each_length_has_every_contender_and_other_tokens_fail(
-    peers: Any, gguf: pathlib.Path, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+    peers: Any, gguf: pathlib.Path, found_by: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
 ) -> None:
     class Workload:
         name, model = "tiny", fresh_model("llama")
@@ -105,14 +103,13 @@ def test_each_length_has_every_contender_and_other_tokens_fail(
             return torch.arange(1, tokens + 1)[None]
 
     monkeypatch.setattr(peers.report.Session, "real", lambda run, dtype: Workload())
-    output, page = tmp_path / "found.json", tmp_path / "benchmarks.md"
+    page = tmp_path / "benchmarks.md"
     page.write_text("\n".join(peers.pages.markers("peers", "peers")))
     monkeypatch.setattr(peers, "PAGE", page)
     arguments = ["--peer-python", sys.executable, "--gguf", str(gguf), "--model", "tiny", "--threads", "1"]
-    arguments += ["--lengths", "24,32", "--steps", "2", "--seconds", "0", "--record", "--output", str(output)]
+    arguments += ["--lengths", "24,32", "--steps", "2", "--seconds", "0", "--record"]
     # The stand-in predicts numbers of tokens.
-    assert peers.main(arguments) == 1
-    written = json.loads(output.read_text())
+    written = found_by(peers, *arguments, code=1)
     assert [line.partition(" at ")[0] for line in written["wrong"]] == 2 * list(peers.PEERS)
     assert set(written["results"]["peers"]["24"]["figures"]) == {*peers.OWN, *peers.PEERS}
     assert set(peers.pages.parts("peers")) == {"24", "32"}

@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import io
-import json
 import pathlib
 from types import SimpleNamespace
 from typing import Any
@@ -37,10 +36,8 @@ def cell(tables: Any, **other: Any) -> dict[str, Any]:
     return {**usual, "cache": tables.DYNAMIC, "seconds": 1.0, "ratio": 0.5, "turns": 1, **other}
 
 
-def test_a_quick_run_has_every_cache_of_every_prompt(prompts: Any, tables: Any, tmp_path: pathlib.Path) -> None:
-    output = tmp_path / "found.json"
-    assert prompts.main([*FEW, "--output", str(output)]) == 0
-    parts = json.loads(output.read_text())["results"]["prompts"]
+def test_a_quick_run_has_every_cache_of_every_prompt(prompts: Any, tables: Any, found_by: Any) -> None:
+    parts = found_by(prompts, *FEW)["results"]["prompts"]
     assert list(parts) == ["llama-64: bfloat16", "llama-64: float32", "llama-64: batch"]
     cells = tables.cells_of(parts)
     assert {(each["dtype"], each["case"], each["tokens"]) for each in cells} == {
@@ -56,12 +53,10 @@ def test_a_quick_run_has_every_cache_of_every_prompt(prompts: Any, tables: Any, 
 
 
 def test_a_cache_with_other_states_fails_the_benchmark(
-    prompts: Any, tables: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+    prompts: Any, tables: Any, found_by: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(prompts.MAKERS, tables.DYNAMIC, lambda config, length: OtherValues(config=config))
-    output = tmp_path / "found.json"
-    assert prompts.main([*FEW, "--caches", "dynamic", "--output", str(output)]) == 1
-    wrong = "\n".join(json.loads(output.read_text())["wrong"])
+    wrong = "\n".join(found_by(prompts, *FEW, "--caches", "dynamic", code=1)["wrong"])
     for case in ("bfloat16, one prompt of 72", "bfloat16, second turn of 72", "float32, padded batch of 16"):
         assert f"llama-64, {case}, dynamic: logits" in wrong
 
@@ -84,11 +79,9 @@ def test_useful_products_are_those_of_the_mask(prompts: Any, window: int | None)
         assert torch.equal(shape.mask(12)[0, 0], torch.tensor(expected))
 
 
-def test_attention_is_compared_with_float32(prompts: Any, tables: Any, tmp_path: pathlib.Path) -> None:
-    output = tmp_path / "found.json"
-    arguments = ["--quick", "--threads", "1", "--models", "attention", "--output", str(output)]
-    assert prompts.main(arguments) == 0
-    shares = json.loads(output.read_text())["results"]["prompts"]["attention"]["shares"]
+def test_attention_is_compared_with_float32(prompts: Any, tables: Any, found_by: Any) -> None:
+    found = found_by(prompts, "--quick", "--threads", "1", "--models", "attention")
+    shares = found["results"]["prompts"]["attention"]["shares"]
     assert set(shares["bfloat16"]) == set(tables.LEAST_SHARES)
     for ways in shares["float32"].values():
         assert ways[tables.GEMM]["share"] == 1
@@ -105,14 +98,12 @@ def in_this_process(prompts: Any, command: list[str], env: dict[str, str], **_: 
 
 
 def test_other_processes_measure_memory_and_read_without_a_kernel(
-    prompts: Any, tables: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+    prompts: Any, tables: Any, found_by: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here = functools.partial(in_this_process, prompts)
     monkeypatch.setattr(prompts, "subprocess", SimpleNamespace(run=here, PIPE=None))
-    output = tmp_path / "found.json"
-    arguments = ["--quick", "--threads", "1", "--models", "llama-64", "--only", "memory,uncompiled"]
-    assert prompts.main([*arguments, "--caches", "dynamic", "--output", str(output)]) == 0
-    parts = json.loads(output.read_text())["results"]["prompts"]
+    arguments = ("--quick", "--threads", "1", "--models", "llama-64", "--only", "memory,uncompiled")
+    parts = found_by(prompts, *arguments, "--caches", "dynamic")["results"]["prompts"]
     peaks = parts["llama-64: memory"]["peaks"]
     assert set(peaks) == {tables.TRANSFORMERS, tables.DYNAMIC}
     assert 0.5 < peaks[tables.DYNAMIC]["ratio"] < 2

@@ -142,7 +142,7 @@ def test_the_prompt_comes_after_real_text(llama: Path) -> None:
     [
         # Without rotary embeddings there are no sinks, and a row with a refusal would teach nobody anything.
         ("gpt2", ["dynamic", "static", "int8", "int4"]),
-        ("gemma3", ["dynamic", "static", "sliding_window", "hybrid", "int8", "int4"]),
+        ("gemma3", ["dynamic", "static", "sliding_window", "hybrid", "int8", "int4", "sink"]),
     ],
 )
 def test_a_model_is_run_with_the_caches_that_it_can_have(family: str, names: list[str]) -> None:

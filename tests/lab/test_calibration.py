@@ -76,9 +76,7 @@ def _bytes(model: Any, key_nbits: int, value_nbits: int, itemsize: int = 4) -> f
 
 def bits_of(cache: Any) -> list[tuple[int, int] | None]:
     """The bits of keys and values of each layer, if it is quantized."""
-    quantized = [
-        layer.store.quantization if isinstance(layer, kvlayers.QuantizedLayer) else None for layer in cache.layers
-    ]
+    quantized = [getattr(getattr(layer, "store", None), "quantization", None) for layer in cache.layers]
     return [found and (found.keys.nbits, found.values.nbits) for found in quantized]
 
 

@@ -279,11 +279,11 @@ def test_short_prompts_join_before_one_that_does_not_fit_and_a_bounded_number_of
     how: dict[str, Any] = {"max_rows": 3, "memory": bytes_of(model, 768), "max_new_tokens": 12}
     answers = many(model, prompts, on_token=end, **how)
     assert sorted(answer.index for answer in answers) == list(range(len(prompts)))
-    began = list(said)
+    began, short = list(said), [alone(model, ids, max_new_tokens=12) for ids in PROMPTS]
     assert began[: began.index(2)] == [0, 1, *range(3, 3 + MAX_OVERTAKEN)]
+    whole = [*short[:2], alone(model, prompts[2], max_new_tokens=12), *short, *short]
     for answer in answers:
-        whole = alone(model, prompts[answer.index], max_new_tokens=12)
-        assert answer.ids.tolist() == whole[: len(answer.ids)]
+        assert answer.ids.tolist() == whole[answer.index][: len(answer.ids)]
 
 
 def test_nothing_behind_one_that_waits_is_looked_at_again_before_a_row_leaves(monkeypatch: pytest.MonkeyPatch) -> None:

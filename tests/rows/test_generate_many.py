@@ -15,11 +15,14 @@ import transformers
 import families
 import kvlayers
 from kvlayers.batching.row_engine import MAX_OVERTAKEN
+from kvlayers.core.buffer import TokenBuffer
 from kvlayers.errors import CapacityError, OptionError, RegistryError
 from kvlayers.generation import prefill
+from kvlayers.generation.retried_pass import SteppedDownWarning
 from kvlayers.planning import auto
 from kvlayers.upstream import cache_argument, compat
 from models import fresh_model, passes_of, prompt, tiny_model
+from rounds import NIGHTLY
 
 PROMPTS = [prompt(1, 1 + 7 * number % 20, number)[0] for number in range(9)]
 
@@ -552,3 +555,93 @@ def test_there_is_no_bar_without_a_terminal_or_beside_on_token(
     assert len([*answers]) == 2
     assert len(seen) == 4
     assert terminal.getvalue() == ""
+
+
+# Passes that run out of memory are made again, and all answers are those of a run without a failure
+
+TEXTS = [[5, 8, 13, 21, 34, 55, 60, 61, 62, 63, 64, 65, 66, 67], [21, 34], list(range(40, 57))]
+MESSAGE = "CUDA out of memory."
+
+
+class Operations:
+    """Counts the operations of a model, of which one fails for lack of memory, or all from one on."""
+
+    def __init__(self, model: Any) -> None:
+        self.done, self.failing, self.for_good = 0, 0, False
+        for module in model.modules():
+            if not list(module.children()):
+                module.register_forward_pre_hook(self._count)
+
+    def _count(self, *_: Any) -> None:
+        self.done += 1
+        if self.done == self.failing or (self.for_good and self.done >= self.failing):
+            raise torch.OutOfMemoryError(MESSAGE)
+
+
+def retried(model: Any, **how: Any) -> list[Any]:
+    options = {"max_new_tokens": 4, "max_rows": 2, "in_order": True, "progress": False, **how}
+    return list(kvlayers.generate_many(model, TEXTS, **options))
+
+
+@pytest.mark.usefixtures("quick_collections")
+@pytest.mark.parametrize(
+    ("family", "how"),
+    [
+        ("llama", {}),
+        ("llama", {"prompt_lookup_num_tokens": 2}),
+        ("mistral", {"chunk_tokens": 4}),
+        ("gemma3", {"prompt_lookup_num_tokens": 2}),
+        ("jamba", {}),
+    ],
+)
+def test_any_operation_may_run_out_of_memory(family: str, how: dict[str, Any]) -> None:
+    model = fresh_model(family)
+    expected = [answer.ids.tolist() for answer in retried(model, **how)]
+    operations = Operations(model)
+    retried(model, **how)
+    # The scans of a jamba take long.
+    points = 8 if family == "jamba" and not NIGHTLY else 20
+    for failing in range(1, operations.done + 1, operations.done // points):
+        operations.done, operations.failing, heard = 0, failing, []
+        with pytest.warns(SteppedDownWarning):
+            seen = retried(model, on_token=lambda index, token: heard.append((index, token)), **how)  # noqa: B023
+        assert [answer.error for answer in seen] == [None] * 3
+        assert [answer.ids.tolist() for answer in seen] == expected, failing
+        for index, tokens in enumerate(expected):
+            assert [token for row, token in heard if row == index] == tokens
+
+
+@pytest.mark.usefixtures("quick_collections")
+def test_what_gave_way_is_not_stored_as_if_it_were_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, store, allocate = fresh_model("llama"), kvlayers.PrefixStore(max_bytes=2**24), TokenBuffer.allocate
+    failing: list[bool] = [True]
+
+    def allocated(*args: Any, **kwargs: Any) -> TokenBuffer:
+        if failing:
+            failing.clear()
+            raise torch.OutOfMemoryError(MESSAGE)
+        return allocate(*args, **kwargs)
+
+    monkeypatch.setattr(TokenBuffer, "allocate", allocated)
+    with pytest.warns(SteppedDownWarning):
+        retried(model, prefix_store=store, max_rows=1)
+    assert (len(store), store.statistics.refused) == (2, 1)
+    failing.append(True)
+    with kvlayers.installed(prefix_store=store), pytest.warns(SteppedDownWarning):
+        model.generate(torch.tensor(TEXTS[:1]), max_new_tokens=4)
+    assert (len(store), store.statistics.refused) == (2, 2)
+
+
+@pytest.mark.usefixtures("quick_collections")
+def test_an_error_in_the_end_is_that_of_the_prompt_or_of_all_rows() -> None:
+    model = fresh_model("llama")
+    operations = Operations(model)
+    operations.failing, operations.for_good = 3, True
+    with pytest.warns(SteppedDownWarning):
+        seen = retried(model)
+    for answer in seen:
+        assert isinstance(answer.error, torch.OutOfMemoryError)
+        assert "no step left to give way by (steps taken: int8, int4)" in str(answer.error)
+    operations.done, operations.failing = 0, 100
+    with pytest.warns(SteppedDownWarning), pytest.raises(torch.OutOfMemoryError, match="no step left"):
+        retried(model)

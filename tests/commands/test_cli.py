@@ -1,20 +1,25 @@
-"""The commands: what they print, as a table and as JSON, and how they end."""
+"""The commands: what they print, as a table and as JSON, how they end, and those of other packages beside them."""
 
-import json
+import importlib.metadata
 import os
 import re
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers as tf
+from fsspec.core import url_to_fs
+from fsspec.implementations.memory import MemoryFileSystem
 
 import command_line
 import kvlayers
-from kvlayers.__main__ import make_app
+from backend_cases import filled, put
+from command_line import check_refused, said
+from kvlayers.__main__ import GROUP, make_app
 from kvlayers.commands import commands
 from kvlayers.utils.units import amount_of_bytes, tokens
 from models import COMMON
@@ -22,12 +27,11 @@ from models import COMMON
 CONFIG = tf.LlamaConfig(**COMMON, dtype="bfloat16")
 
 
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Runs a command. Nothing is asked of the hub."""
+@pytest.fixture(autouse=True)
+def _wide_and_offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is asked of the hub."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("COLUMNS", "400")
-    return command_line.run
 
 
 @pytest.fixture
@@ -36,12 +40,11 @@ def model(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-def test_the_table_of_a_plan_has_each_cache_and_what_to_use(run: Any, model: Path) -> None:
-    result = run("plan", model, "--context", "4k", "--batch", 2, "--memory", "600 KiB")
-    assert result.exit_code == 0, result.output
+def test_the_table_of_a_plan_has_each_cache_and_what_to_use(model: Path) -> None:
+    output = command_line.run("plan", model, "--context", "4k", "--batch", 2, "--memory", "600 KiB", code=0).output
     plan = kvlayers.plan(CONFIG, 4096, 2, torch.bfloat16, 600 * 1024)
-    assert "4096 tokens, batch 2, bfloat16, 600 KiB for the cache" in result.output
-    rows = [line.split() for line in result.output.splitlines()]
+    assert "4096 tokens, batch 2, bfloat16, 600 KiB for the cache" in output
+    rows = [line.split() for line in output.splitlines()]
     firsts = [group[0] for group in plan.groups()]
     start = next(place for place, row in enumerate(rows) if row and set(row[0]) == {"─"}) + 1
     lines = {row[0]: row for row in rows[start : start + len(firsts)]}
@@ -50,16 +53,14 @@ def test_the_table_of_a_plan_has_each_cache_and_what_to_use(run: Any, model: Pat
         longest = "no end" if cache.longest_context is None else str(cache.longest_context)
         assert " ".join(lines[cache.name]).endswith(f" {cache.fidelity} {longest}")
     for note in plan.notes:
-        assert note in result.output
-    assert "gives the reasons" not in result.output
+        assert note in output
+    assert "gives the reasons" not in output
 
 
-def test_the_context_may_be_the_second_argument(run: Any, model: Path) -> None:
-    assert run("plan", model, "4k", "--json").stdout == run("plan", model, "--context", "4k", "--json").stdout
+def test_the_context_may_be_the_second_argument(model: Path) -> None:
+    assert said("plan", model, "4k") == said("plan", model, "--context", "4k")
     for given, got in (((), "none"), (("4k", "--context", "8k"), "4k and 8k")):
-        result = run("plan", model, *given)
-        assert result.exit_code == 2
-        assert f"`--context` must be given once, got {got}: write" in result.stderr
+        check_refused(f"`--context` must be given once, got {got}: write", "plan", model, *given)
 
 
 @pytest.mark.parametrize(
@@ -70,94 +71,171 @@ def test_the_context_may_be_the_second_argument(run: Any, model: Path) -> None:
         (["quantized:nbits=[4,8],dynamic", "int8"], ["quantized:nbits=[4,8]", "dynamic", "int8"]),
     ],
 )
-def test_caches_are_separated_by_commas(run: Any, model: Path, given: list[str], planned: list[str]) -> None:
-    options = [part for text in given for part in ("--cache", text)]
-    said = json.loads(run("plan", model, "4k", *options, "--json").stdout)
-    assert sorted(cache["name"] for cache in said["caches"]) == sorted(planned)
+def test_caches_are_separated_by_commas(model: Path, given: list[str], planned: list[str]) -> None:
+    found = said("plan", model, "4k", *(part for text in given for part in ("--cache", text)))
+    assert sorted(cache["name"] for cache in found["caches"]) == sorted(planned)
 
 
-def test_a_plan_names_the_caches_that_a_model_cannot_have(run: Any, tmp_path: Path) -> None:
+def test_a_plan_names_the_caches_that_a_model_cannot_have(tmp_path: Path) -> None:
     tf.MistralConfig(**COMMON, sliding_window=64).save_pretrained(tmp_path)
-    result = run("plan", tmp_path, "--context", "4k")
-    assert result.exit_code == 0, result.output
-    assert "--json gives the reasons): evicting, " in result.output
+    assert "--json gives the reasons): evicting, " in command_line.run("plan", tmp_path, "4k", code=0).output
 
 
-def test_the_table_has_each_cost_once_the_fewest_bytes_first_and_says_what_positions_lack(
-    run: Any, model: Path
-) -> None:
-    result = run("plan", model, "--context", "4k")
-    plan = kvlayers.plan(CONFIG, 4096)
+def test_the_table_has_each_cost_once_the_fewest_bytes_first_and_says_what_positions_lack(model: Path) -> None:
+    output, plan = command_line.run("plan", model, "--context", "4k").output, kvlayers.plan(CONFIG, 4096)
     firsts = [group[0] for group in plan.groups()]
     assert sorted(cache.name for group in plan.groups() for cache in group) == [cache.name for cache in plan.caches]
     figures = [row[1:] for row in plan.rows()[1:]]
     assert len(set(figures)) == len(firsts) < len(plan.caches)
     assert [cache.device_bytes for cache in firsts] == sorted(cache.device_bytes for cache in firsts)
     assert {"dynamic", "int4", "sink"} <= {cache.name for cache in firsts}
-    assert "int4 (quantized)" in result.output
-    assert "the model has positions for 256 tokens, and 4096 are planned" in result.output
-    assert "positions" not in run("plan", model, "--context", 256).output
+    assert "int4 (quantized)" in output
+    assert "the model has positions for 256 tokens, and 4096 are planned" in output
+    assert "positions" not in command_line.run("plan", model, "--context", 256).output
 
 
 @pytest.mark.parametrize("where", ["", "config.json"])
-def test_the_json_of_a_plan_is_what_plan_returns(run: Any, model: Path, where: str) -> None:
-    result = run("plan", model / where, "--context", 1000, "--dtype", "fp32", "--json")
-    assert result.exit_code == 0, result.output
-    said, plan = json.loads(result.stdout), kvlayers.plan(CONFIG, 1000, dtype=torch.float32)
-    assert [(cache["name"], cache["nbytes"]) for cache in said["caches"]] == [
+def test_the_json_of_a_plan_is_what_plan_returns(model: Path, where: str) -> None:
+    found = said("plan", model / where, "--context", 1000, "--dtype", "fp32")
+    plan = kvlayers.plan(CONFIG, 1000, dtype=torch.float32)
+    assert [(cache["name"], cache["nbytes"]) for cache in found["caches"]] == [
         (cache.name, cache.nbytes) for cache in plan.caches
     ]
-    assert said["recommended"]["name"] == plan.recommended.name
-    assert said["dtype"] == "float32"
-    assert said["left_out"] == dict(plan.left_out)
+    assert found["recommended"]["name"] == plan.recommended.name
+    assert found["dtype"] == "float32"
+    assert found["left_out"] == dict(plan.left_out)
 
 
-def test_a_model_with_an_encoder_is_planned(run: Any, tmp_path: Path) -> None:
+def test_a_model_with_an_encoder_is_planned(tmp_path: Path) -> None:
     tf.T5Config(num_layers=2).save_pretrained(tmp_path)
-    result = run("plan", tmp_path, "--context", 100, "--encoder-length", "1k", "--cache", "dynamic", "--json")
+    found = said("plan", tmp_path, "--context", 100, "--encoder-length", "1k", "--cache", "dynamic")
     expected = kvlayers.plan(tf.T5Config(num_layers=2), 100, names=["dynamic"], encoder_length=1024)
-    assert json.loads(result.stdout)["recommended"]["nbytes"] == expected.recommended.nbytes
+    assert found["recommended"]["nbytes"] == expected.recommended.nbytes
 
 
-@pytest.fixture
-def saved(tmp_path: Path) -> Path:
-    cache = kvlayers.DynamicCache(config=CONFIG)
-    states = torch.randn(3, 2, 5, 8)
+def saved(path: Path, cache: Any, batch: int = 1, **options: Any) -> Path:
+    """A file of a cache with the states of five tokens."""
     for index in range(CONFIG.num_hidden_layers):
-        cache.update(states, states, index)
-    kvlayers.save_cache(cache, tmp_path / "cache.kv", config=CONFIG)
-    return tmp_path / "cache.kv"
+        cache.update(torch.randn(batch, 2, 5, 8), torch.randn(batch, 2, 5, 8), index)
+    kvlayers.save_cache(cache, path, **options)
+    return path
 
 
-def test_a_saved_cache_is_shown(run: Any, saved: Path) -> None:
-    result = run("inspect", saved)
-    assert result.exit_code == 0, result.output
-    seen = kvlayers.inspect_cache(saved)
-    assert f"{CONFIG.num_hidden_layers} x DynamicLayer" in result.output
-    assert seen.checksum in result.output
+def test_a_saved_cache_is_shown(tmp_path: Path) -> None:
+    file = saved(tmp_path / "cache.kv", kvlayers.DynamicCache(config=CONFIG), 3, config=CONFIG)
+    output, seen = command_line.run("inspect", file, code=0).output, kvlayers.inspect_cache(file)
+    assert f"{CONFIG.num_hidden_layers} x DynamicLayer" in output
+    assert seen.checksum in output
     for words in ("tokens +5", "batch +3", "token ids +not in the file", r"bits +full precision +\n"):
-        assert re.search(words, result.output)
-    said = json.loads(run("inspect", saved, "--json").stdout)
-    assert said["dtype"] == "float32"
-    assert (said["length"], said["batch_size"], said["checksum"]) == (5, 3, seen.checksum)
-    assert said["layers"] == list(seen.layers)
+        assert re.search(words, output)
+    found = said("inspect", file)
+    assert found["dtype"] == "float32"
+    assert (found["length"], found["batch_size"], found["checksum"]) == (5, 3, seen.checksum)
+    assert found["layers"] == list(seen.layers)
     assert seen.bits == (None,) * CONFIG.num_hidden_layers
 
 
-def test_bits_and_backend_of_a_saved_cache_are_shown(run: Any, tmp_path: Path) -> None:
+def test_bits_and_backend_of_a_saved_cache_are_shown(tmp_path: Path) -> None:
     mixed = kvlayers.QuantizedCache(config=CONFIG, key_nbits=[8, 4], value_nbits=[8, 2])
-    for name, cache in (("mixed", mixed), ("fp8", kvlayers.QuantizedCache("fp8"))):
-        for index in range(2):
-            cache.update(torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8), index)
-        kvlayers.save_cache(cache, tmp_path / name)
-    assert re.search(
-        r"bits +8 \(native\) in layer 0; 4 for keys, 2 for values \(native\) in layer 1 +\n",
-        run("inspect", tmp_path / "mixed").output,
-    )
-    assert re.search(r"bits +8 \(fp8\) in layers 0 to 1 +\n", run("inspect", tmp_path / "fp8").output)
-    said = json.loads(run("inspect", tmp_path / "mixed", "--json").stdout)
-    assert (said["bits"], said["backends"]) == ([[8, 8], [4, 2]], ["native", "native"])
+    for cache, shown in (
+        (kvlayers.QuantizedCache("fp8"), r"bits +8 \(fp8\) in layers 0 to 1 +\n"),
+        (mixed, r"bits +8 \(native\) in layer 0; 4 for keys, 2 for values \(native\) in layer 1 +\n"),
+    ):
+        assert re.search(shown, command_line.run("inspect", saved(tmp_path / "cache.kv", cache)).output)
+    found = said("inspect", tmp_path / "cache.kv")
+    assert (found["bits"], found["backends"]) == ([[8, 8], [4, 2]], ["native", "native"])
 
+
+# The directory of a prefix store
+
+DOCUMENT = list(range(1, 301))
+
+
+@pytest.fixture(params=["local", "memory"])
+def directory(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    MemoryFileSystem.store.clear()
+    place = str(tmp_path / "store") if request.param == "local" else "memory://bucket/store"
+    store = kvlayers.PrefixStore(2**30, place)
+    for question in range(3):
+        ids = [*DOCUMENT, 500 + question, 7, 7]
+        put(store, ids, filled(ids, heads=64))
+    put(store, [1, 2, 9], namespace="x")
+    return place
+
+
+def test_what_a_directory_holds_is_drawn(directory: str) -> None:
+    lines = command_line.run("inspect", directory, code=0).stdout.splitlines()
+    assert lines[0].strip() == directory
+    assert lines[1].startswith("4 entries, 312 tokens, ")
+    drawn = "\n".join(lines)
+    # Each label is a digest.
+    assert len(re.findall(r"^[├└]── model and namespace [0-9a-f]{12} *$", drawn, re.MULTILINE)) == 2
+    assert re.search(r"300 tokens, \d+ KiB, shared", drawn)
+    assert len(re.findall(r"    [├└]── 3 tokens, [\d.]+ (?:KiB|B), used \d+ s ago", drawn)) == 4
+
+
+def test_the_json_says_what_a_directory_holds(directory: str) -> None:
+    found = said("inspect", directory)
+    nodes = found["nodes"]
+    assert (found["entries"], found["tokens"], sum(node["tokens"] for node in nodes)) == (4, 312, 312)
+    assert found["nbytes"] == sum(node["nbytes"] for node in nodes) < found["unshared_nbytes"]
+    assert (found["unreferenced_blocks"], found["problems"]) == ([], [])
+    document = next(number for number, node in enumerate(nodes) if node["tokens"] == 300)
+    assert not nodes[document]["is_entry"]
+    below = [node for node in nodes if node["parent"] == document]
+    assert [(node["tokens"], node["is_entry"]) for node in below] == [(3, True)] * 3
+    assert sum(node["parent"] is None for node in nodes) == 2
+
+
+def test_files_behind_a_missing_one_are_named(directory: str) -> None:
+    before, (fs, place) = said("inspect", directory), url_to_fs(directory)
+    sizes = {path: fs.size(path) for path in fs.find(place) if path.endswith(".safetensors")}
+    # The first tokens of the document.
+    root = max(sizes, key=lambda path: sizes[path])
+    fs.rm_file(root)
+    found = said("inspect", directory, code=1)
+    assert found["entries"] == 1
+    (problem,) = found["problems"]
+    assert root.rpartition("/")[2] in problem
+    assert "is missing: the tokens behind it are in other files" in problem
+    assert len(found["unreferenced_blocks"]) == 3
+    kept = found["nbytes"] + sum(block["nbytes"] for block in found["unreferenced_blocks"])
+    assert before["nbytes"] - kept == sizes[root]
+    shown = command_line.run("inspect", directory).output
+    assert re.search(r"No entry refers to 3 blocks \([\d.]+ KiB\)", shown)
+
+
+def test_damaged_entries_do_not_hide_the_others(tmp_path: Path) -> None:
+    put(kvlayers.PrefixStore(2**30, tmp_path), [1, 2, 3])
+    (tmp_path / f"{'0' * 64}.safetensors").write_bytes(b"damaged")
+    output = command_line.run("inspect", tmp_path, code=1).output
+    assert "1 entry, 3 tokens" in output
+    assert f"{'0' * 64}.safetensors" in output
+
+
+def test_nothing_is_made_and_nothing_is_written(directory: str, tmp_path: Path) -> None:
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    command_line.run("inspect", directory)
+    for place in (tmp_path / "nowhere", "memory://nowhere/at/all"):
+        check_refused("nowhere", "inspect", place)
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+
+
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [
+        ("{empty}", "has no entries of a prefix store"),
+        ("nowhere://host/x", "scheme that fsspec knows"),
+        ("redis://me:hunter2@127.0.0.1:1/0", r"cannot reach redis://\*\*\*@127.0.0.1:1/0"),
+    ],
+)
+def test_a_place_that_is_no_directory_of_a_store_is_one_line(tmp_path: Path, place: str, words: str) -> None:
+    pytest.importorskip("redis")
+    kvlayers.save_cache(filled([1, 2]), tmp_path / "mine.safetensors", token_ids=torch.tensor([[1, 2]]))
+    check_refused(f"^(?!.*hunter2).*{words}", "inspect", place.format(empty=tmp_path))
+
+
+# Help, and what is refused
 
 COMMANDS = ("plan", "inspect", "compile", "run", *commands.OF_THE_LAB)
 
@@ -212,8 +290,7 @@ def test_a_transformers_that_is_not_supported_is_one_line_and_exit_code_2(tmp_pa
         text=True,
         env={**os.environ, "PYTHONPATH": path},
     )
-    assert ran.returncode == 2, ran.stderr
-    assert ran.stderr.count("\n") == 1
+    assert (ran.returncode, ran.stderr.count("\n")) == (2, 1), ran.stderr
     assert ran.stderr.startswith("kvlayers: transformers must be >=4.57, got 4.40.0: install")
 
 
@@ -222,6 +299,8 @@ def test_a_transformers_that_is_not_supported_is_one_line_and_exit_code_2(tmp_pa
     [
         (["plan", "{model}", "--context", "32q"], "a number of tokens.*got '32q'"),
         (["plan", "{model}", "--context", "0"], "`--context` must be .*at least 1, got 0"),
+        (["plan", "{model}", "--context", "9" * 400], "more than any machine has"),
+        (["plan", "{model}", "--context", "1k", "--memory", "9" * 400 + "GiB"], "more than any machine has"),
         (["plan", "{model}", "--context", "1k", "--memory", "lots"], "a number of bytes.*got 'lots'"),
         (
             ["plan", "{model}", "--context", "1k", "--memory", "1kB"],
@@ -238,16 +317,9 @@ def test_a_transformers_that_is_not_supported_is_one_line_and_exit_code_2(tmp_pa
         (["inspect", "{model}"], "kvlayers plan MODEL"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_2(
-    run: Any, model: Path, tmp_path: Path, arguments: list[str], words: str
-) -> None:
+def test_bad_input_is_one_line_and_exit_code_2(model: Path, tmp_path: Path, arguments: list[str], words: str) -> None:
     (tmp_path / "other.json").write_text('{"no": "model"}')
-    result = run(*(argument.format(model=model, other=tmp_path / "other.json") for argument in arguments))
-    assert result.exit_code == 2, result.output
-    assert result.stdout == ""
-    assert result.stderr.count("\n") == 1
-    assert result.stderr.startswith(f"kvlayers {arguments[0]}: ")
-    assert re.search(words, result.stderr)
+    check_refused(words, *(each.format(model=model, other=tmp_path / "other.json") for each in arguments))
 
 
 def test_quantities_are_read_as_people_write_them() -> None:
@@ -267,3 +339,66 @@ def test_quantities_are_read_as_people_write_them() -> None:
             tokens(wrong, "--context")
         with pytest.raises(kvlayers.OptionError, match="memory` must be a number of bytes"):
             amount_of_bytes(wrong, "memory")
+
+
+# Commands of other packages
+
+
+def with_entry_points(monkeypatch: pytest.MonkeyPatch, **values: str) -> None:
+    points = [importlib.metadata.EntryPoint(name, value, GROUP) for name, value in values.items()]
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: points if group == GROUP else [])
+
+
+def test_the_commands_of_the_lab_are_there() -> None:
+    shown = command_line.run("--help").output
+    assert all(re.search(rf"^│ {name} ", shown, re.M) for name in commands.OF_THE_LAB)
+    assert "kvlayers-lab" not in shown
+
+
+@pytest.mark.parametrize("arguments", [(), ("--help",), ("some", "--steps", "3", "-x")])
+@pytest.mark.parametrize("name", commands.OF_THE_LAB)
+def test_a_command_of_the_lab_says_how_to_install_it(
+    monkeypatch: pytest.MonkeyPatch, name: str, arguments: tuple[str, ...]
+) -> None:
+    with_entry_points(monkeypatch)
+    words = r"this command is in the package kvlayers-lab: pip install \./lab \(in a checkout of kvlayers\)\n$"
+    check_refused(words, name, *arguments)
+
+
+def test_help_without_the_lab_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_entry_points(monkeypatch)
+    shown = command_line.run("--help").output
+    assert not any(re.search(rf"^│ {name} ", shown, re.M) for name in commands.OF_THE_LAB)
+    assert "pip install ./lab (in a checkout of kvlayers)" in " ".join(shown.split())
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        ("no_such_package:add_to", "No module named 'no_such_package'"),
+        ("additions:missing", "has no attribute 'missing'"),
+        ("additions:fail", "a line and another"),
+        ("additions:silent", "RuntimeError"),
+    ],
+)
+def test_a_package_that_cannot_be_loaded_hides_no_other_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], value: str, reason: str
+) -> None:
+    additions: Any = types.ModuleType("additions")
+
+    def fail(app: Any) -> None:
+        raise ValueError("a line\nand another")
+
+    def silent(app: Any) -> None:
+        raise RuntimeError
+
+    def greet(app: Any) -> None:
+        app.command("greet")(lambda: print("hello"))
+
+    additions.fail, additions.silent, additions.greet = fail, silent, greet
+    monkeypatch.setitem(sys.modules, "additions", additions)
+    with_entry_points(monkeypatch, broken=value, whole="additions:greet")
+    assert command_line.run("greet").stdout == "hello\n"
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"kvlayers: the commands of {value} are not there: ")
+    assert reason in line

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-import command_line
+from command_line import check_refused, run
 from kvlayers.commands import running
 from kvlayers.commands.running import Running
 from kvlayers.errors import CachePathError
@@ -33,24 +33,18 @@ SOURCES = Path(running.__file__).parents[2]
     ],
 )
 def test_what_cannot_be_used_is_one_line(options: list[str], message: str) -> None:
-    result = command_line.run("run", *options, "--", sys.executable, "-c", "pass")
-    assert result.exit_code == 2
-    assert result.stdout == ""
-    assert result.stderr.count("\n") == 1
-    assert message in result.stderr
+    check_refused(message, "run", *options, "--", sys.executable, "-c", "pass")
 
 
 def test_an_option_that_is_misspelt_is_named() -> None:
-    result = command_line.run("run", "--cach", "int4", "--", sys.executable)
-    assert result.exit_code == 2
-    assert "--cach" in result.stderr
+    assert "--cach" in run("run", "--cach", "int4", "--", sys.executable, code=2).stderr
 
 
 def test_the_command_gets_its_arguments_and_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
     monkeypatch.setattr(os, "execve", lambda *given: calls.append(given))
     monkeypatch.setenv("PYTHONPATH", "mine")
-    assert command_line.run("run", "--cache", "int4", sys.executable, "x.py", "--cache", "b").exit_code == 0
+    run("run", "--cache", "int4", sys.executable, "x.py", "--cache", "b", code=0)
     ((program, command, environment),) = calls
     assert (program, command) == (sys.executable, [sys.executable, "x.py", "--cache", "b"])
     assert environment["PYTHONPATH"] == os.pathsep.join([str(running.STARTUP), "mine"])
@@ -69,8 +63,7 @@ def test_a_store_in_memory_in_a_directory_or_in_both(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     store = running.store_of(text)
-    assert store._index.max_bytes == memory
-    assert (store._writes is not None) == bool(files)
+    assert (store._index.max_bytes, store._writes is not None) == (memory, bool(files))
 
 
 def test_a_store_that_is_gone_leaves_a_process_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,12 +85,6 @@ def test_a_store_that_is_gone_leaves_a_process_without_it(monkeypatch: pytest.Mo
 
 
 # What happens in a process: with packages that stand for transformers and kvlayers, since these take seconds to import
-
-
-def write(root: Path, files: dict[str, str]) -> None:
-    for name, text in files.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(text)
 
 
 STAND_INS = {
@@ -125,8 +112,11 @@ def change_the_server():
 }
 
 
-def run_script(root: Path, script: str) -> "subprocess.CompletedProcess[str]":
-    write(root, STAND_INS)
+def run_script(root: Path, script: str, **changed: str) -> "subprocess.CompletedProcess[str]":
+    """Run a script beside the stand-ins, some of which are changed."""
+    for name, text in {**STAND_INS, **changed}.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
     variables = Running(None, None, "", False).environment({**os.environ, "PYTHONPATH": str(root)})
     return subprocess.run(
         [sys.executable, "-c", script], env=variables, capture_output=True, text=True, check=False, cwd=root
@@ -156,17 +146,15 @@ def test_processes_below_install_too(tmp_path: Path) -> None:
 
 
 def test_a_sitecustomize_of_somebody_else_runs_as_well(tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text("print('mine', __name__)\nhere = 1")
-    done = run_script(tmp_path, "import sitecustomize, transformers.modeling_utils; print(sitecustomize.here)")
-    assert done.stdout.splitlines() == ["mine sitecustomize", "installed", "1"]
+    own = {"sitecustomize.py": "print('mine', __name__)\nhere = 1"}
+    script = "import sitecustomize, transformers.modeling_utils; print(sitecustomize.here)"
+    assert run_script(tmp_path, script, **own).stdout.splitlines() == ["mine sitecustomize", "installed", "1"]
 
 
 def test_a_process_that_cannot_install_goes_on(tmp_path: Path) -> None:
-    write(tmp_path, STAND_INS)
-    (tmp_path / "kvlayers" / "core.py").write_text("raise ImportError('no kvlayers here')")
+    broken = {"kvlayers/core.py": "raise ImportError('no kvlayers here')"}
     script = "import transformers.modeling_utils, transformers.cli.serving.server; print('after')"
-    variables = Running(None, None, "", False).environment({**os.environ, "PYTHONPATH": str(tmp_path)})
-    done = subprocess.run([sys.executable, "-c", script], env=variables, capture_output=True, text=True, check=False)
+    done = run_script(tmp_path, script, **broken)
     assert (done.stdout.split(), done.returncode) == (["after"], 0)
     assert done.stderr == "kvlayers run: this process goes on without kvlayers: no kvlayers here\n"
 

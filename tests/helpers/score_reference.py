@@ -8,7 +8,6 @@ from torch import Tensor
 
 from kvlayers.upstream import cache_argument
 from kvlayers_lab.evaluation.requests import ContinuationScore, ScoringRequest
-from models import passes_of as passes_of
 
 
 def alone(model: Any, request: ScoringRequest) -> ContinuationScore:
@@ -17,11 +16,6 @@ def alone(model: Any, request: ScoringRequest) -> ContinuationScore:
     with torch.no_grad():
         logits = model(input_ids=ids, use_cache=False).logits[0]
     return _score(logits[len(request.context) - 1 : -1], request.continuation)
-
-
-def decoded(model: Any, request: ScoringRequest, cache: Any) -> ContinuationScore:
-    """The score through a cache: the context in one forward pass, and the continuation token by token."""
-    return in_chunks(model, request, cache, len(request.context), 1)
 
 
 def in_chunks(

@@ -4,13 +4,11 @@ import functools
 import importlib.util
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import transformers as tf
 from torch import Tensor
 
 import command_line
@@ -20,15 +18,15 @@ from kvlayers_lab.cli import report as page
 from kvlayers_lab.cli.bench_results import BenchResults
 from kvlayers_lab.measuring import contenders, decoding
 from kvlayers_lab.measuring.environment import environment
-from kvlayers_lab.measuring.text import rows
 from kvlayers_lab.models import RunFacts
 from model_directories import save_model
 from models import tiny_model
+from named_factories import registered
 from other_values import OtherValues
 from web_page import check_self_contained
 
 HOSTILE = "<b onclick=alert(1)>&\"'$x_$"
-QUICK = ("--dtype", "float32", "--steps", 4, "--trials", 1, "--against", "static")
+QUICK = ("--text", "text.txt", "--dtype", "float32", "--steps", 4, "--trials", 1, "--against", "static")
 
 
 @pytest.fixture(scope="module")
@@ -38,23 +36,17 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _elsewhere(text_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No report is made, which takes longer than all else, but for `reports`."""
+    """No report is made, which takes longer than all else, but for one test."""
     monkeypatch.setattr(page, "missing_packages", lambda: ["matplotlib"])
     monkeypatch.setenv("COLUMNS", "100")
 
 
-@pytest.fixture
-def reports(_elsewhere: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    if any(importlib.util.find_spec(name) is None for name in page.PACKAGES):
-        pytest.skip("no matplotlib or jinja2 here: the extra 'report' brings them")
-    monkeypatch.setattr(page, "missing_packages", list)
-
-
 bench = functools.partial(command_line.run, "bench")
+said = functools.partial(command_line.said, "bench")
 
 
-def caches_of(result: Any) -> list[list[dict[str, Any]]]:
-    return [each["caches"] for each in json.loads(result.stdout)["results"]]
+def caches_of(results: Any) -> list[list[dict[str, Any]]]:
+    return [each["caches"] for each in results["results"]]
 
 
 class Failing(kvlayers.DynamicCache):
@@ -66,53 +58,50 @@ class Failing(kvlayers.DynamicCache):
         return super().update(*args, **kwargs)
 
 
-@pytest.fixture
-def registered() -> Iterator[None]:
-    """Caches that are wrong in one way each, by their names."""
-    kvlayers.register("other-values")(lambda request: OtherValues(config=request.config))
-    kvlayers.register("failing")(lambda request: Failing(config=request.config))
-    yield
-    for name in ("other-values", "failing"):
-        kvlayers.unregister(name)
+WRONG = {
+    "other-values": lambda request: OtherValues(config=request.config),
+    "failing": lambda request: Failing(config=request.config),
+}
+"""Caches that are wrong in one way each, by their names."""
 
 
 def test_the_tables_have_every_cache_at_every_length(llama: Path) -> None:
-    result = bench(llama, "--lengths", "20,16", "--text", "text.txt", *QUICK)
-    assert result.exit_code == 0, result.output
-    assert result.output.count("tokens and 4 steps, batch 1, float32 on cpu") == 2
-    cells = [re.split(r"\s{2,}", line.strip()) for line in result.output.splitlines()]
+    output = bench(llama, "--lengths", "20,16", *QUICK, code=0).output
+    assert output.count("tokens and 4 steps, batch 1, float32 on cpu") == 2
+    cells = [re.split(r"\s{2,}", line.strip()) for line in output.splitlines()]
     found = [row for row in cells if row[0].startswith(("transformers ", "kvlayers ")) and len(row) == 6]
     names = ["transformers dynamic", "kvlayers dynamic", "kvlayers static", "transformers static"]
     assert [row[0] for row in found] == [*names, "kvlayers int8", "kvlayers int4"] * 2
     assert [row[1] for row in found[:4]] == ["reference", "same", "same", "same"]
     assert found[0][4] == "1.00"
-    assert "Every exact cache of kvlayers gave the same tokens as transformers' DynamicCache." in result.output
+    assert "Every exact cache of kvlayers gave the same tokens as transformers' DynamicCache." in output
 
 
 def test_the_json_is_all_of_stdout_and_has_what_was_measured(llama: Path) -> None:
-    result = bench(llama, "--lengths", 20, "--batch", 3, "--text", "text.txt", *QUICK, "--trials", 2, "--json")
-    assert result.exit_code == 0, result.output
-    said = json.loads(result.stdout)
-    assert (said["model"], said["batch"], said["steps"], said["trials"]) == (HOSTILE, 3, 4, 2)
-    assert {"cpu", "cores", "threads"} <= said["hardware"].keys()
-    assert {"torch", "transformers", "kvlayers", "python"} <= said["versions"].keys()
-    (rows_said,) = caches_of(result)
-    assert all(row["prefill_seconds"] > 0 and row["step_seconds"] > 0 and row["passed"] for row in rows_said)
-    assert rows_said[0]["times_as_fast"] == 1
-    states = {(row["library"], row["cache"]): row["fidelity"] for row in rows_said}
+    found = said(llama, "--lengths", 20, "--batch", 3, *QUICK, "--trials", 2)
+    assert (found["model"], found["batch"], found["steps"], found["trials"]) == (HOSTILE, 3, 4, 2)
+    assert {"cpu", "cores", "threads"} <= found["hardware"].keys()
+    assert {"torch", "transformers", "kvlayers", "python"} <= found["versions"].keys()
+    (measured,) = caches_of(found)
+    assert all(row["prefill_seconds"] > 0 and row["step_seconds"] > 0 and row["passed"] for row in measured)
+    assert measured[0]["times_as_fast"] == 1
+    states = {(row["library"], row["cache"]): row["fidelity"] for row in measured}
     assert states["kvlayers", "int4"] == "rounded"
     assert states["kvlayers", "static"] == states["transformers", "dynamic"] == "exact"
-    held = {(row["library"], row["cache"]): row["nbytes"] for row in rows_said}
+    held = {(row["library"], row["cache"]): row["nbytes"] for row in measured}
     # Two layers, keys and values, two KV heads of 8, four bytes each.
     assert held["transformers", "dynamic"] == held["kvlayers", "dynamic"] == 3 * 24 * 2 * 2 * 2 * 8 * 4
 
 
-@pytest.mark.usefixtures("reports")
-def test_the_report_is_one_file_that_needs_nothing_and_believes_no_name(llama: Path, tmp_path: Path) -> None:
-    result = bench(llama, "--lengths", "8,16", "--text", "text.txt", *QUICK, "--cache", "static", "--cache", "int4")
-    assert result.exit_code == 0, result.output
-    page = (tmp_path / "kvlayers-bench.html").read_text()
-    parsed = check_self_contained(page)
+def test_the_report_is_one_file_that_needs_nothing_and_believes_no_name(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if any(importlib.util.find_spec(name) is None for name in page.PACKAGES):
+        pytest.skip("no matplotlib or jinja2 here: the extra 'report' brings them")
+    monkeypatch.setattr(page, "missing_packages", list)
+    result = bench(llama, "--lengths", "8,16", *QUICK, "--cache", "static", "--cache", "int4", code=0)
+    shown = (tmp_path / "kvlayers-bench.html").read_text()
+    parsed = check_self_contained(shown)
     assert f"Caches for {HOSTILE}" in parsed.text
     assert "b" not in parsed.tags
     assert parsed.tags.count("svg") == 3
@@ -120,22 +109,21 @@ def test_the_report_is_one_file_that_needs_nothing_and_believes_no_name(llama: P
     rows_of = {row[0]: row for row in parsed.cells}
     assert rows_of["kvlayers static"][1] == "same"
     assert {"CPU", "Versions", "Date", "Model", "Dtype", "Trials"} <= rows_of.keys()
-    assert "prefers-color-scheme: dark" in page
-    assert "currentColor" in page
+    assert "prefers-color-scheme: dark" in shown
+    assert "currentColor" in shown
     assert "Report: kvlayers-bench.html" in result.output
 
 
 @pytest.mark.parametrize(("name", "words"), [("other-values", "others: "), ("failing", "failed")])
-def test_a_cache_that_is_wrong_ends_with_1(llama: Path, registered: None, name: str, words: str) -> None:
-    result = bench(
-        llama, "--lengths", 16, "--text", "text.txt", *QUICK, "--cache", "dynamic", "--cache", name, "--json"
-    )
-    assert result.exit_code == 1, result.output
+def test_a_cache_that_is_wrong_ends_with_1(llama: Path, name: str, words: str) -> None:
+    with registered(**WRONG):
+        result = bench(llama, "--lengths", 16, *QUICK, "--cache", "dynamic", "--cache", name, "--json", code=1)
     assert any(f"kvlayers {name}" in line and words in line for line in result.stderr.splitlines())
     assert ("Other tokens than transformers' DynamicCache: kvlayers other-values at 16." in result.stderr) == (
         name == "other-values"
     )
-    right, wrong = (row for row in caches_of(result)[0] if row["library"] == contenders.KVLAYERS)
+    measured = caches_of(json.loads(result.stdout))[0]
+    right, wrong = (row for row in measured if row["library"] == contenders.KVLAYERS)
     assert right["passed"]
     assert not wrong["passed"]
     assert wrong.get("failure") == ("RuntimeError: no more" if name == "failing" else None)
@@ -150,9 +138,8 @@ def test_a_cache_that_rounds_may_choose_other_tokens(llama: Path, monkeypatch: p
         compare(result, *arguments)
 
     monkeypatch.setattr(decoding, "_compare", other_tokens)
-    result = bench(llama, "--lengths", 16, "--text", "text.txt", *QUICK, "--cache", "int2", "--json")
-    assert result.exit_code == 0, result.output
-    rounded = next(row for row in caches_of(result)[0] if row["cache"] == "int2")
+    result = bench(llama, "--lengths", 16, *QUICK, "--cache", "int2", "--json", code=0)
+    rounded = next(row for row in caches_of(json.loads(result.stdout))[0] if row["cache"] == "int2")
     assert not rounded["same_tokens"]
     assert rounded["agreement"] == pytest.approx(4 / 5)
     assert "80.0% same" in result.stderr
@@ -160,37 +147,36 @@ def test_a_cache_that_rounds_may_choose_other_tokens(llama: Path, monkeypatch: p
 
 def test_where_the_reference_fails_nothing_is_measured(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(contenders._MAKERS, "dynamic", lambda config, length: Failing(config=config))
-    result = bench(llama, "--lengths", "4,16", "--text", "text.txt", *QUICK, "--json")
-    assert result.exit_code == 1, result.output
-    short, long = caches_of(result)
+    result = bench(llama, "--lengths", "4,16", *QUICK, "--json", code=1)
+    short, long = caches_of(json.loads(result.stdout))
     assert len(short) > 1
     assert [row["failure"] for row in long] == ["RuntimeError: no more"]
     assert "transformers dynamic failed: RuntimeError: no more" in result.stderr
 
 
 def test_lengths_are_cut_to_the_positions_of_the_model(llama: Path) -> None:
-    result = bench(llama, "--lengths", "8,400,4k", "--text", "text.txt", *QUICK, "--cache", "dynamic", "--json")
-    assert [each["length"] for each in json.loads(result.stdout)["results"]] == [8, 256 - 4]
+    found = said(llama, "--lengths", "8,400,4k", *QUICK, "--cache", "dynamic")
+    assert [each["length"] for each in found["results"]] == [8, 256 - 4]
 
 
 def test_a_model_with_windows_is_measured_with_the_caches_for_windows(tmp_path: Path) -> None:
-    gemma3 = save_model(tmp_path / "gemma3", "gemma3")
-    result = bench(gemma3, "--lengths", 20, "--text", "text.txt", *QUICK, "--json")
-    assert result.exit_code == 0, result.output
-    ours = [row["cache"] for row in caches_of(result)[0] if row["library"] == contenders.KVLAYERS]
+    found = said(save_model(tmp_path / "gemma3", "gemma3"), "--lengths", 20, *QUICK)
+    ours = [row["cache"] for row in caches_of(found)[0] if row["library"] == contenders.KVLAYERS]
     assert ours == ["dynamic", "static", "sliding_window", "hybrid", "int8", "int4"]
 
 
-def test_trials_turn_round_and_a_failure_ends_a_cache(registered: None) -> None:
+def test_trials_turn_round_and_a_failure_ends_a_cache() -> None:
     model = tiny_model("llama")
-    compared = [
-        contenders.make_contender("transformers", "dynamic", model, 20),
-        *(contenders.make_contender("kvlayers", name, model, 20) for name in ("failing", "static")),
-    ]
     order: list[tuple[str, int]] = []
-    found = decoding.measure(
-        model, torch.full((1, 12), 4), 3, 3, compared, lambda contender, trial: order.append((contender.cache, trial))
-    )
+    with registered(**WRONG):
+        compared = [
+            contenders.make_contender("transformers", "dynamic", model, 20),
+            *(contenders.make_contender("kvlayers", name, model, 20) for name in ("failing", "static")),
+        ]
+        found = decoding.measure(
+            *(model, torch.full((1, 12), 4), 3, 3, compared),
+            lambda contender, trial: order.append((contender.cache, trial)),
+        )
     there = ["dynamic", "failing", "static"]
     assert [cache for cache, _ in order] == [*there, *reversed(there), *there]
     assert [(len(row.trials), row.failure) for row in found] == [(3, None), (0, "RuntimeError: no more"), (3, None)]
@@ -221,15 +207,6 @@ def test_the_greedy_continuation_is_that_of_generate() -> None:
     assert torch.equal(torch.cat([continuation.tokens, logits[-1].argmax(-1)[:, None]], 1), expected)
 
 
-def test_rows_of_a_batch_are_of_other_places_of_the_text() -> None:
-    class Letters:
-        def __call__(self, text: str) -> Any:
-            return tf.BatchEncoding({"input_ids": [ord(letter) for letter in text]})
-
-    assert rows(Letters(), "abcdefgh", 3, 4).tolist() == [list(b"abcd"), list(b"cdef"), list(b"efgh")]
-    assert rows(Letters(), "abcd", 2, 4).tolist() == [list(b"abcd")] * 2
-
-
 def row_of(cache: str, *trials: list[float], nbytes: int = 10) -> decoding.ContenderResult:
     library, name = cache.split()
     made = [decoding.Trial(1.0, steps, nbytes, torch.zeros(1, 2)) for steps in trials]
@@ -239,8 +216,7 @@ def row_of(cache: str, *trials: list[float], nbytes: int = 10) -> decoding.Conte
 
 def test_how_far_trials_are_apart_says_what_is_noise() -> None:
     reference = row_of("transformers dynamic", [4.0, 5.0, 9.0], [6.0, 6.0, 6.0], [5.5, 5.5, 5.5])
-    assert reference.step_range == (5.0, 6.0)
-    assert reference.step_spread == pytest.approx(0.5 / 5.5)
+    assert (reference.step_range, reference.step_spread) == ((5.0, 6.0), pytest.approx(0.5 / 5.5))
     inside, outside = row_of("kvlayers dynamic", [4.0], [5.0]), row_of("kvlayers static", [4.0], [4.9])
     assert inside.is_as_fast_as(reference)
     assert not outside.is_as_fast_as(reference)
@@ -281,14 +257,10 @@ def test_what_is_within_noise_is_marked_and_no_winner(capsys: pytest.CaptureFixt
 
 
 def test_without_the_packages_a_report_is_refused_if_asked_for_and_left_out_else(llama: Path, tmp_path: Path) -> None:
-    asked = bench(llama, "--report", "report.html")
-    assert asked.exit_code == 2
-    assert "`--report` needs matplotlib" in asked.stderr
-    assert 'pip install . "./lab[report]"' in asked.stderr
-    assert asked.stderr.count("\n") == 1
-    result = bench(llama, "--lengths", 8, "--text", "text.txt", *QUICK, "--cache", "dynamic")
-    assert result.exit_code == 0, result.output
-    assert 'No report, since matplotlib is not installed: pip install . "./lab[report]"' in result.output
+    how = r'pip install \. "./lab\[report\]"'
+    command_line.check_refused(f"`--report` needs matplotlib.*{how}", "bench", llama, "--report", "report.html")
+    result = bench(llama, "--lengths", 8, *QUICK, "--cache", "dynamic", code=0)
+    assert re.search(f"No report, since matplotlib is not installed: {how}", result.output)
     assert not list(tmp_path.glob("*.html"))
 
 
@@ -296,6 +268,4 @@ def test_a_package_of_transformers_caches_that_is_missing_is_named(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(contenders.importlib.util, "find_spec", lambda name: None)
-    result = bench(llama, "--against", "hqq")
-    assert result.exit_code == 2
-    assert 'pip install ".[hqq]"' in result.stderr
+    command_line.check_refused(r'pip install "\.\[hqq\]"', "bench", llama, "--against", "hqq")

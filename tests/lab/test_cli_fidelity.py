@@ -1,4 +1,7 @@
-"""`kvlayers fidelity`: its figures beside a slow reference, its budgets, and how it ends."""
+"""`kvlayers fidelity`: its figures beside a slow reference, by position, and how it ends.
+
+A run that was stopped goes on.
+"""
 
 import dataclasses
 import functools
@@ -7,13 +10,15 @@ import json
 import math
 import re
 import sys
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import transformers as tf
+from torch import Tensor
 
 import command_line
 import kvlayers
@@ -22,20 +27,32 @@ from browser import looked_at, needs_browser
 from kvlayers_lab.calibration import MeasuredSetting
 from kvlayers_lab.cli import report as page
 from kvlayers_lab.cli.console import read_text, usage_line
-from kvlayers_lab.measuring.contenders import kvlayers_contender, setting, settings
-from kvlayers_lab.measuring.fidelity import FidelityBudget, SettingFidelity
-from kvlayers_lab.measuring.nbytes import bytes_of
-from kvlayers_lab.measuring.text import passages
-from model_directories import random_text, save_sharp_model
+from kvlayers_lab.measuring import scoring
+from kvlayers_lab.measuring.contenders import is_installed, kvlayers_contender, setting, settings
+from kvlayers_lab.measuring.fidelity import FidelityBudget, SettingFidelity, by_position, drift
+from kvlayers_lab.measuring.nbytes import bytes_of, held_nbytes
+from kvlayers_lab.measuring.run_file import PassageFile
+from kvlayers_lab.measuring.scoring import PassageScores
+from kvlayers_lab.measuring.text import passages, rows
+from model_directories import random_text, save_sharp_model, word_tokenizer
 from models import COMMON
-from slow_fidelity import slow_tokens
 from web_page import check_self_contained
 
-pytestmark = pytest.mark.usefixtures("text_directory")
+CONTEXT, SCORED, CHUNK = 224, 24, 8
+"""16 sinks, 128 tokens of the residual and 64 that are not packed yet are 208 tokens: one more, and a block is packed.
+That is after 216 tokens, in chunks of 8, and the next time is after 280."""
+QUICK = ("--text", "text.txt", "--context", CONTEXT, "--scored", SCORED, "--passages", 2, "--chunk", CHUNK)
+WITH_HQQ = ",hqq:4" if is_installed("hqq") else ""
 
-CONTEXT, SCORED, CHUNK = 210, 30, 30
-"""After the context, a block is packed: 16 sinks, 128 newest tokens and 64 others are fewer."""
-QUICK = ("--context", CONTEXT, "--scored", SCORED, "--passages", 2, "--chunk", CHUNK)
+CACHES = """
+import kvlayers, transformers
+
+def windowed(config):
+    return kvlayers.SinkCache(64, 4, config=config)
+
+def full(config):
+    return transformers.DynamicCache(config=config)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -43,86 +60,189 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_sharp_model(tmp_path_factory.mktemp("models") / "<i>llama", logits=30)
 
 
+@pytest.fixture(autouse=True)
+def _caches(text_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(text_directory)
+    (text_directory / "caches_of_a_user.py").write_text(CACHES)
+
+
 fidelity = functools.partial(command_line.run, "fidelity")
 
 
-def measured(model: Path, *arguments: object) -> Any:
-    result = fidelity(model, "--text", "text.txt", *QUICK, "--json", *arguments)
-    return json.loads(result.stdout), result.exit_code
+def measured(model: Path, *arguments: object) -> dict[str, Any]:
+    """The measured settings by name."""
+    said = command_line.said("fidelity", model, *QUICK, *arguments)
+    return {each["name"]: each for each in said["settings"]}
 
 
-def slow_figures(directory: Path, **options: Any) -> dict[str, float]:
-    """What a setting comes to, from the figures of each token."""
+def calibrated(directory: Path, keys: list[int], values: list[int]) -> dict[str, list[int]]:
+    """The bits of a calibration that is saved in a directory."""
+    bits = {"key_nbits": keys, "value_nbits": values}
+    kvlayers_lab.Calibration(MeasuredSetting(bits, 100.0, 0.1), None, ()).save(directory)
+    return bits
+
+
+class SlowToken(NamedTuple):
+    """One scored token."""
+
+    position: int
+    kl: float
+    surprise: float
+    surprise_in_full: float
+    agrees: bool
+
+
+def slow_tokens(
+    directory: Path, make_cache: Callable[[Any], Any], context: int, scored: int, chunk: int
+) -> list[list[SlowToken]]:
+    """The scored tokens of the two passages of `random_text(600)`, as slowly as can be."""
+    model = tf.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    lines = random_text(600).splitlines()
+    # Of 75 lines, the first passage begins at the first one, the second behind the middle of the text.
+    halfway = next(index for index in range(75) if len("\n".join(lines[:index])) >= len("\n".join(lines)) // 2)
+    found = []
+    for begin in (0, halfway):
+        words = " ".join(lines[begin:]).split()[: context + scored + 1]
+        ids = torch.tensor([word_tokenizer().convert_tokens_to_ids(words)])
+        full = slow_log_probabilities(model, ids, None, chunk)[context:]
+        seen = slow_log_probabilities(model, ids, make_cache(model.config), chunk)[context:]
+        found.append([slow_token(ids, context + index, full[index], seen[index]) for index in range(scored)])
+    return found
+
+
+def slow_log_probabilities(model: Any, ids: Tensor, cache: Any, chunk: int) -> Tensor:
+    """Of each position but the last, `[tokens, vocab]` in float64; without a cache in one pass, else in chunks."""
+    with torch.no_grad():
+        if cache is None:
+            logits = model(ids[:, :-1], use_cache=False).logits
+        else:
+            parts = ids[:, :-1].split(chunk, dim=1)
+            logits = torch.cat([model(part, past_key_values=cache).logits for part in parts], 1)
+    return logits[0].double().log_softmax(-1)
+
+
+def slow_token(ids: Tensor, position: int, full: Tensor, seen: Tensor) -> SlowToken:
+    chances = zip(full.tolist(), seen.tolist(), strict=True)
+    kl = sum(math.exp(expected) * (expected - got) for expected, got in chances)
+    came = int(ids[0, position + 1])
+    return SlowToken(position, kl, -float(seen[came]), -float(full[came]), int(full.argmax()) == int(seen.argmax()))
+
+
+def slowly(directory: Path, context: int = CONTEXT, scored: int = SCORED, **options: Any) -> list[list[SlowToken]]:
+    """The tokens of each passage, read with quantized states."""
 
     def make_cache(config: Any) -> Any:
         return kvlayers.QuantizedCache(config=config, **options)
 
-    tokens = list(itertools.chain(*slow_tokens(directory, make_cache, CONTEXT, SCORED, CHUNK)))
-    perplexity = math.exp(sum(token.surprise for token in tokens) / len(tokens))
-    in_full = math.exp(sum(token.surprise_in_full for token in tokens) / len(tokens))
-    return {
-        "tokens": len(tokens),
-        "kl": sum(token.kl for token in tokens) / len(tokens),
-        "perplexity": perplexity,
-        "perplexity_increase": 100 * (perplexity / in_full - 1),
-        "agreement": sum(token.agrees for token in tokens) / len(tokens),
-    }
+    return slow_tokens(directory, make_cache, context, scored, CHUNK)
 
 
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("int2", {"nbits": 2}),
-        ("k4v2", {"key_nbits": 4, "value_nbits": 2}),
-    ],
-)
+def mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def check_ranges(said: Sequence[dict[str, Any]], tokens: Sequence[tuple[int, SlowToken]]) -> None:
+    """The ranges are those of a slow reference, and every token is in one of them."""
+    assert sum(each["tokens"] for each in said) == len(tokens)
+    for each in said:
+        within = [token for place, token in tokens if each["start"] <= place < each["stop"]]
+        assert each["tokens"] == len(within)
+        assert each["kl"] == pytest.approx(mean([token.kl for token in within]), rel=1e-3, abs=1e-9)
+        assert each["agreement"] == pytest.approx(mean([token.agrees for token in within]))
+
+
+@pytest.mark.parametrize(("name", "options"), [("int2", {"nbits": 2}), ("k4v2", {"key_nbits": 4, "value_nbits": 2})])
 def test_figures_are_those_of_a_slow_reference(llama: Path, name: str, options: dict[str, Any]) -> None:
-    said, code = measured(llama, "--bits", name.removeprefix("int"))
-    assert code == 0
-    full, rounded = said["settings"]
-    assert (full["name"], full["kl"], full["agreement"], rounded["name"]) == ("full", 0, 1, name)
-    expected = slow_figures(llama, **options)
-    assert expected["kl"] > 0.005
-    assert rounded["perplexity_increase"] == pytest.approx(expected.pop("perplexity_increase"), abs=1e-2)
-    assert {key: rounded[key] for key in expected} == pytest.approx(expected, rel=1e-3)
-    assert sum(rounded["kl_of_passages"]) / 2 == pytest.approx(expected["kl"], rel=1e-3)
+    found = measured(llama, "--bits", name.removeprefix("int"))
+    full, said = found["full"], found[name]
+    assert (full["kl"], full["agreement"]) == (0, 1)
+    read = slowly(llama, **options)
+    tokens = list(itertools.chain(*read))
+    kl, agreement = mean([token.kl for token in tokens]), mean([token.agrees for token in tokens])
+    perplexity = math.exp(mean([token.surprise for token in tokens]))
+    increase = 100 * (perplexity / math.exp(mean([token.surprise_in_full for token in tokens])) - 1)
+    assert kl > 0.005
+    assert said["perplexity_increase"] == pytest.approx(increase, abs=1e-2)
+    expected = {"tokens": len(tokens), "kl": kl, "perplexity": perplexity, "agreement": agreement}
+    assert {key: said[key] for key in expected} == pytest.approx(expected, rel=1e-3)
+    assert mean(said["kl_of_passages"]) == pytest.approx(kl, rel=1e-3)
+
+    check_ranges(said["by_position"], [(token.position, token) for token in tokens])
+    assert [(each["start"], each["stop"]) for each in said["by_position"]] == [
+        (start, start + 2) for start in range(224, 248, 2)
+    ]
+    first, last = said["drift"]["first"], said["drift"]["last"]
+    assert (first["start"], first["stop"], last["start"], last["stop"]) == (224, 230, 242, 248)
+    check_ranges([first], [(token.position, token) for token in tokens if token.position < 230])
+    check_ranges([last], [(token.position, token) for token in tokens if token.position >= 242])
+    grown = [sum(token.kl for token in each[-6:]) > sum(token.kl for token in each[:6]) for each in read]
+    assert said["drift"]["growing_passages"] == sum(grown)
+
+
+def test_without_context_the_whole_passage_has_a_curve(llama: Path) -> None:
+    result = fidelity(llama, *QUICK, "--context", 0, "--scored", 248, "--bits", 2, "--json", code=0)
+    said = json.loads(result.stdout)["settings"][1]
+    tokens = list(itertools.chain(*slowly(llama, 0, 248, nbits=2)))
+    check_ranges(said["by_position"], [(token.position, token) for token in tokens])
+    assert said["by_position"][0]["start"] == 0
+    kl = {each["start"]: each["kl"] for each in said["by_position"]}
+    assert kl[0] < 1e-9 < kl[240]
+    assert "KL grows between tokens 0 to 61 and tokens 186 to 247: int2 from" in result.stderr
 
 
 def test_a_calibration_is_measured_as_what_it_has_found(llama: Path, tmp_path: Path) -> None:
-    bits = {"key_nbits": [8, 2], "value_nbits": [2, 4]}
-    found = MeasuredSetting(bits, 100.0, 0.1)
-    kvlayers_lab.Calibration(found, None, ()).save(tmp_path)
-    said, code = measured(llama, "--bits", "4", "--calibration", tmp_path)
-    assert code == 0
-    assert [each["name"] for each in said["settings"]] == ["full", "int4", "calibrated"]
-    assert said["settings"][2]["kl"] == pytest.approx(slow_figures(llama, **bits)["kl"], rel=1e-3)
+    bits = calibrated(tmp_path, [8, 2], [2, 4])
+    said = measured(llama, "--bits", "4", "--calibration", tmp_path)
+    assert list(said) == ["full", "int4", "calibrated"]
+    expected = mean([token.kl for token in itertools.chain(*slowly(llama, **bits))])
+    assert said["calibrated"]["kl"] == pytest.approx(expected, rel=1e-3)
 
 
 def test_bytes_are_those_of_a_real_cache_in_bfloat16(llama: Path) -> None:
     config = tf.AutoConfig.from_pretrained(llama)
-    said, _ = measured(llama, "--bits", "4,k8v2,hqq:4" if reports_hqq() else "4,k8v2")
-    tokens = CONTEXT + SCORED
-    for each in said["settings"]:
-        if each["name"] == "full":
+    said, tokens = measured(llama, "--bits", f"4,k8v2{WITH_HQQ}"), CONTEXT + SCORED
+    for name, each in said.items():
+        if name == "full":
             cache: Any = kvlayers.DynamicCache(config=config, length_hint=tokens)
         else:
-            _, named = setting(each["name"])
+            _, named = setting(name)
             cache = kvlayers.make_cache(named.name, config, length_hint=tokens, **named.options)
         for layer in range(config.num_hidden_layers):
             states = torch.randn(1, 2, tokens, 8).bfloat16()
             cache.update(states, states, layer)
-        assert each["nbytes"] == cache.nbytes, each["name"]
-        assert each["bytes_per_token"] == cache.nbytes / tokens
-    full, rounded = said["settings"][:2]
-    assert rounded["of_full"] == rounded["nbytes"] / full["nbytes"]
+        assert (each["nbytes"], each["bytes_per_token"]) == (cache.nbytes, cache.nbytes / tokens), name
+    assert said["int4"]["of_full"] == said["int4"]["nbytes"] / said["full"]["nbytes"]
 
 
-def reports_hqq() -> bool:
-    try:
-        import hqq  # noqa: F401
-    except ImportError:
-        return False
-    return True
+def test_a_cache_of_any_name_is_measured(llama: Path) -> None:
+    names = ["int4", "caches_of_a_user:windowed", "caches_of_a_user:full"]
+    said = measured(llama, *(word for name in names for word in ("--cache", name)))
+    assert list(said) == ["full", *names]
+    _, int4, windowed, full = said.values()
+
+    def sinks(config: Any) -> Any:
+        return kvlayers.SinkCache(64, 4, config=config)
+
+    tokens = list(itertools.chain(*slow_tokens(llama, sinks, CONTEXT, SCORED, CHUNK)))
+    assert windowed["kl"] == pytest.approx(mean([token.kl for token in tokens]), rel=1e-3)
+    check_ranges(windowed["by_position"], [(token.position, token) for token in tokens])
+    config = tf.AutoConfig.from_pretrained(llama)
+    assert windowed["nbytes"] == bytes_of(lambda: sinks(config), config, CONTEXT + SCORED)
+    # A cache of another library has no arithmetic: it was filled.
+    assert full["kl"] == 0
+    assert full["nbytes"] == said["full"]["nbytes"] == 2 * 2 * (CONTEXT + SCORED) * 2 * 8 * 2
+    assert "use" not in full
+    assert int4["use"] == {"cache_implementation": "int4"}
+
+
+def test_caches_of_transformers_are_measured_beside_settings(llama: Path) -> None:
+    pytest.importorskip("optimum.quanto", reason="no optimum-quanto here")
+    said = measured(llama, "--bits", 4, "--against", "quanto")
+    assert list(said) == ["full", "int4", "transformers quanto"]
+    quanto = said["transformers quanto"]
+    assert quanto["kl"] > 0
+    assert quanto["by_position"]
+    assert 0 < quanto["of_full"] < 1
 
 
 @pytest.fixture(scope="module")
@@ -137,18 +257,17 @@ def known(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def figures(llama: Path, known: Path) -> dict[str, dict[str, float]]:
     """What 8, 4 and 2 bits come to, by the name of the setting."""
-    return {each["name"]: each for each in measured(llama, "--bits", "8,4,2", "--results", known)[0]["settings"]}
+    return measured(llama, "--bits", "8,4,2", "--results", known)
 
 
 def test_the_table_and_the_budget(llama: Path, known: Path, figures: dict[str, dict[str, float]]) -> None:
     kl = {name: found["kl"] for name, found in figures.items()}
     assert kl["int8"] < kl["int4"] < kl["int2"]
     between = (kl["int4"] + kl["int2"]) / 2
-    arguments = (llama, "--text", "text.txt", *QUICK, "--bits", "8,4,2", "--results", known, "--json")
-    result = fidelity(*arguments, "--max-kl", between)
-    assert result.exit_code == 0, result.output
+    arguments = (llama, *QUICK, "--bits", "8,4,2", "--results", known, "--json", "--max-kl")
     # Where stdout has JSON, people read stderr.
-    shown = " ".join(result.stderr.split())
+    result = fidelity(*arguments, between, code=0)
+    shown = command_line.words(result.stderr)
     assert f"Within a KL divergence of {between:g}: int8, int4. The smallest is int4, with " in shown
     cells = {line.split()[0]: line.split() for line in result.stderr.splitlines() if line.strip()}
     assert [cells[name][-1] for name in ("int8", "int4", "int2")] == ["yes", "yes", "no"]
@@ -161,9 +280,7 @@ def test_the_table_and_the_budget(llama: Path, known: Path, figures: dict[str, d
     assert within["settings"][2]["use"] == {"cache_implementation": "int4"}
     assert (within["recommended"], within["passed"]) == ("int4", True)
     assert within["budget"] == {"max_kl": between, "max_perplexity_increase": None, "max_bytes": None}
-
-    none = fidelity(*arguments, "--max-kl", kl["int8"] / 2)
-    assert none.exit_code == 1
+    none = fidelity(*arguments, kl["int8"] / 2, code=1)
     assert "No setting is within a KL divergence of" in none.stderr
 
 
@@ -173,27 +290,22 @@ def test_the_cache_that_loses_least_within_some_memory(
     """The answer is the first line, whether or not there is a budget. No report is written unasked."""
     percent = round(50 * (figures["int4"]["of_full"] + figures["int8"]["of_full"]))
     assert 100 * figures["int4"]["of_full"] < percent < 100 * figures["int8"]["of_full"]
-    arguments = (llama, "--text", "text.txt", *QUICK, "--bits", "8,4,2", "--results", known)
-    result = fidelity(*arguments, "--max-bytes", f"{percent}%", "--json")
-    shown = " ".join(result.stderr.split())
+    arguments = (llama, *QUICK, "--bits", "8,4,2", "--results", known)
+    result = fidelity(*arguments, "--max-bytes", f"{percent}%", "--json", code=0)
+    shown = command_line.words(result.stderr)
     answer = f"Within {percent}% of memory: int4, int2. Least is lost with int4, with "
     assert answer in shown
     assert shown.index(answer) < shown.index("Perplexity")
     assert "cache_implementation='int4'" in shown
     within = json.loads(result.stdout)
     assert (within["recommended"], within["budget"]["max_bytes"]) == ("int4", f"{percent}%")
-    assert result.exit_code == 0
 
-    plain = " ".join(fidelity(*arguments).stdout.split())
+    plain = command_line.words(fidelity(*arguments).stdout)
     assert re.search("In half the memory of full precision, least is lost with int|No measured setting takes", plain)
-    none = fidelity(*arguments, "--max-bytes", "1B")
-    assert none.exit_code == 1
-    assert "No setting is within 1 B of memory" in none.stdout
+    assert "No setting is within 1 B of memory" in fidelity(*arguments, "--max-bytes", "1B", code=1).stdout
     for wrong in ("0%", "101%", "-5%", "half", "%"):
-        refused = fidelity(*arguments, "--max-bytes", wrong)
-        assert refused.exit_code == 2
-        assert "--max-bytes" in refused.stderr
-    assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
+        assert "--max-bytes" in fidelity(*arguments, "--max-bytes", wrong, code=2).stderr
+    assert not {path.name for path in tmp_path.iterdir()} - {"text.txt", "caches_of_a_user.py"}
 
 
 HALF = FidelityBudget(max_bytes=Fraction(1, 2))
@@ -230,6 +342,19 @@ def test_the_smallest_is_best_and_within_bytes_the_one_that_loses_least() -> Non
     assert FidelityBudget(max_bytes=1000).best_of([large, small, outside]) is large
 
 
+def test_bytes_that_are_not_known_stay_empty_and_count_as_the_most() -> None:
+    class Refusing(tf.DynamicCache):
+        def update(self, *arguments: Any) -> Any:
+            raise RuntimeError("not today")
+
+    assert held_nbytes(Refusing, tf.LlamaConfig(**COMMON), 64, 8) is None
+    unknown = SettingFidelity("unknown", None, None, None, kl=0.1, within=True)
+    known = SettingFidelity("known", 10, 1.0, 0.5, kl=0.2, within=True)
+    assert FidelityBudget().best_of([unknown, known]) is known
+    assert FidelityBudget().best_of([unknown]) is unknown
+    assert FidelityBudget(max_bytes=10).best_of([known, unknown]) is unknown
+
+
 def test_a_setting_that_fails_is_said_and_ends_with_1(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     original = kvlayers.QuantizedCache.update
 
@@ -239,13 +364,13 @@ def test_a_setting_that_fails_is_said_and_ends_with_1(llama: Path, monkeypatch: 
         return original(self, *args, **kwargs)
 
     monkeypatch.setattr(kvlayers.QuantizedCache, "update", update)
-    said, code = measured(llama, "--bits", "4,3", "--max-kl", 100)
-    assert code == 1
+    result = fidelity(llama, *QUICK, "--bits", "4,3", "--max-kl", 100, "--json", code=1)
+    said = json.loads(result.stdout)
     full, four, three = said["settings"]
     assert three["failure"] == "RuntimeError: no more"
     assert (three["within"], four["within"], full["within"]) == (False, True, None)
     assert said["recommended"] == "int4"
-    assert "int3 failed: RuntimeError: no more" in fidelity(llama, "--text", "text.txt", *QUICK, "--bits", "3").output
+    assert "int3 failed: RuntimeError: no more" in result.stderr
 
 
 needs_reports = pytest.mark.skipif(
@@ -256,9 +381,7 @@ needs_reports = pytest.mark.skipif(
 @needs_reports
 @needs_browser
 def test_a_browser_shows_the_whole_report(llama: Path, known: Path, tmp_path: Path) -> None:
-    arguments = ("--text", "text.txt", *QUICK, "--bits", "8,2", "--results", known, "--report", "report.html")
-    result = fidelity(llama, *arguments)
-    assert result.exit_code == 0, result.output
+    fidelity(llama, *QUICK, "--bits", "8,2", "--results", known, "--report", "report.html", code=0)
     for seen in looked_at([tmp_path / "report.html"]):
         seen.check()
         assert seen.drawings == 2
@@ -266,16 +389,13 @@ def test_a_browser_shows_the_whole_report(llama: Path, known: Path, tmp_path: Pa
 
 @needs_reports
 def test_the_report_is_one_file_that_needs_nothing(llama: Path, known: Path, tmp_path: Path) -> None:
-    arguments = ("--text", "text.txt", *QUICK, "--bits", "8,2", "--results", known)
-    arguments += ("--max-kl", 100, "--report", "report.html")
-    result = fidelity(llama, *arguments)
-    assert result.exit_code == 0, result.output
+    options = ("--bits", "8,2", "--results", known, "--max-kl", 100, "--report", "report.html")
+    fidelity(llama, *QUICK, *options, code=0)
     parsed = check_self_contained((tmp_path / "report.html").read_text())
-    rows = {row[0]: row for row in parsed.cells}
-    assert rows["Setting"][1:3] == ["KL", "KL, 99th"]
-    assert rows["int8"][-1] == rows["int2"][-1] == "yes"
-    assert rows["Model"] == ["Model", "<i>llama"]
-    assert rows["Text"] == ["Text", "text.txt"]
+    cells = {row[0]: row for row in parsed.cells}
+    assert cells["Setting"][1:3] == ["KL", "KL, 99th"]
+    assert cells["int8"][-1] == cells["int2"][-1] == "yes"
+    assert (cells["Model"][1:], cells["Text"][1:]) == (["<i>llama"], ["text.txt"])
     assert parsed.tags.count("svg") == 2
     assert "mathdefault" not in parsed.text
     assert {"int8", "int2"} <= set(parsed.text.split())
@@ -284,14 +404,12 @@ def test_the_report_is_one_file_that_needs_nothing(llama: Path, known: Path, tmp
 
 
 def test_usual_lengths_are_cut_to_the_positions_of_the_model(llama: Path) -> None:
-    result = fidelity(llama, "--text", "text.txt", "--passages", 1, "--bits", "4", "--json")
-    said = json.loads(result.stdout)
+    said = command_line.said("fidelity", llama, "--text", "text.txt", "--passages", 1, "--bits", "4")
     assert (said["context"], said["scored"], said["chunk"]) == (160, 64, 32)
 
 
 def test_what_is_too_short_to_be_rounded_is_said(llama: Path) -> None:
-    result = fidelity(llama, "--text", "text.txt", "--context", 32, "--scored", 32, "--passages", 1, "--bits", "4")
-    assert "Nothing was rounded" in result.output
+    assert "Nothing was rounded" in fidelity(llama, *QUICK, "--context", 32, "--scored", 32, "--bits", "4").output
 
 
 def test_settings_go_by_the_names_that_people_write() -> None:
@@ -316,7 +434,7 @@ def test_settings_go_by_the_names_that_people_write() -> None:
 def test_what_is_recommended_can_be_pasted() -> None:
     """Every setting is a name that there is, or a name with its options."""
     config = tf.LlamaConfig(**COMMON)
-    for name, named in settings("8,4,3,2,fp8,k4v2,hqq:4" if reports_hqq() else "8,4,3,2,fp8,k4v2").items():
+    for name, named in settings(f"8,4,3,2,fp8,k4v2{WITH_HQQ}").items():
         contender = kvlayers_contender(name, named, config, 64)
         line = usage_line(contender.generate_options or {})
         arguments = eval(line.replace("To use it: kvlayers.generate(model, ..., ", "dict("))
@@ -326,11 +444,14 @@ def test_what_is_recommended_can_be_pasted() -> None:
     assert setting("3")[1].generate_options == {"cache_implementation": "quantized", "cache_config": {"nbits": 3}}
 
 
-def test_passages_begin_at_lines_where_there_are_any() -> None:
-    class Letters:
-        def __call__(self, text: str) -> Any:
-            return tf.BatchEncoding({"input_ids": [ord(letter) for letter in text]})
+class Letters:
+    """A tokenizer of letters."""
 
+    def __call__(self, text: str) -> Any:
+        return tf.BatchEncoding({"input_ids": [ord(letter) for letter in text]})
+
+
+def test_passages_begin_at_lines_where_there_are_any_and_rows_at_other_places() -> None:
     def read(text: str, count: int, tokens: int) -> list[str]:
         return ["".join(map(chr, ids[0].tolist())) for ids in passages(Letters(), text, count, tokens)]
 
@@ -338,6 +459,8 @@ def test_passages_begin_at_lines_where_there_are_any() -> None:
     assert read("abcdefghij", 2, 4) == ["abcd", "fghi"]
     with pytest.raises(kvlayers.OptionError, match="3 passages of 4 tokens, but one has only 3"):
         read("abcdefghij", 3, 4)
+    assert rows(Letters(), "abcdefgh", 3, 4).tolist() == [list(b"abcd"), list(b"cdef"), list(b"efgh")]
+    assert rows(Letters(), "abcd", 2, 4).tolist() == [list(b"abcd")] * 2
 
 
 def test_without_a_file_the_text_is_that_of_pythons_help() -> None:
@@ -346,7 +469,119 @@ def test_without_a_file_the_text_is_that_of_pythons_help() -> None:
 
 def test_a_package_that_is_missing_is_named(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "hqq.core.quantize", None)
-    result = fidelity(llama, "--bits", "hqq:4")
-    assert result.exit_code == 2
-    assert 'pip install ".[hqq]"' in result.stderr
-    assert "Traceback" not in result.output
+    command_line.check_refused(r'pip install "\.\[hqq\]"', "fidelity", llama, "--bits", "hqq:4")
+
+
+# By position
+
+
+def scores(kl: Sequence[float]) -> PassageScores:
+    return PassageScores(tuple(kl), (0.5,) * len(kl), (True,) * len(kl))
+
+
+def test_ranges_have_equal_widths_and_no_range_is_empty() -> None:
+    passages = [scores(range(40)), scores(range(40, 80))]
+    found = by_position(passages, 100)
+    assert [(each.start, each.stop, each.tokens) for each in found[:2]] == [(100, 103, 6), (103, 106, 6)]
+    assert (len(found), found[-1].start, found[-1].stop, found[-1].tokens) == (14, 139, 140, 2)
+    assert found[0].kl == (0 + 1 + 2 + 40 + 41 + 42) / 6
+
+
+GROWING, STEADY = [1.0] * 4 + [3.0] * 4, [1.0] * 8
+
+
+@pytest.mark.parametrize(
+    ("passages", "grows"),
+    [
+        ([GROWING], True),
+        ([GROWING, GROWING, STEADY], True),
+        ([GROWING, STEADY], False),
+        ([[1.0] * 4 + [1.4] * 4], False),
+        ([[0.0] * 4 + [1e-9] * 4], False),
+        ([[0.0] * 4 + [1e-3] * 4], True),
+        ([[1.0]], False),
+    ],
+)
+def test_growth_must_be_clear_and_in_most_passages(passages: list[list[float]], grows: bool) -> None:
+    assert drift([scores(kl) for kl in passages], 0).grows is grows
+
+
+# Runs that go on
+
+
+def counting(monkeypatch: pytest.MonkeyPatch, most: float = math.inf) -> list[list[str]]:
+    """The caches of each reading of a passage; more than `most` readings are interrupted."""
+    read: Callable[..., Any] = scoring.read_passage
+    seen: list[list[str]] = []
+
+    def read_passage(model: Any, ids: Any, makers: Any, *arguments: Any) -> Any:
+        if len(seen) == most:
+            raise KeyboardInterrupt
+        seen.append(list(makers))
+        return read(model, ids, makers, *arguments)
+
+    monkeypatch.setattr(scoring, "read_passage", read_passage)
+    return seen
+
+
+def test_a_run_that_was_stopped_goes_on(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = measured(llama, "--bits", "4,2")
+    arguments = (llama, *QUICK, "--bits", "4,2", "--json", "--results", "run.jsonl")
+    with monkeypatch.context() as patched:
+        counting(patched, most=1)
+        assert fidelity(*arguments).exit_code != 0
+    file = tmp_path / "run.jsonl"
+    written = file.read_bytes()
+    assert written.count(b"\n") == 1 + 3
+    # As if the process had been killed within a line.
+    file.write_bytes(written[:-100])
+    seen = counting(monkeypatch)
+    result = fidelity(*arguments)
+    assert seen == [["full", "int2"], ["full", "int4", "int2"]]
+    assert {each["name"]: each for each in json.loads(result.stdout)["settings"]} == whole
+    assert "2 of 6 readings of a passage through a cache were in run.jsonl." in result.stderr
+
+    seen.clear()
+    assert measured(llama, "--bits", "4,2", "--results", "run.jsonl") == whole
+    assert seen == []
+    more = measured(llama, "--bits", "4,2", "--cache", "caches_of_a_user:windowed", "--results", "run.jsonl")
+    assert seen == [["full", "caches_of_a_user:windowed"]] * 2
+    assert {name: more[name] for name in whole} == whole
+
+
+def test_a_calibration_of_other_bits_is_read_again(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen, found = counting(monkeypatch), []
+    for bits in (8, 2):
+        calibrated(tmp_path, [bits, bits], [bits, bits])
+        said = measured(llama, "--bits", 4, "--calibration", tmp_path, "--results", "run.jsonl")
+        found.append(said["calibrated"]["kl"])
+    assert seen == [["full", "int4", "calibrated"]] * 2 + [["full", "calibrated"]] * 2
+    assert 10 * found[0] < found[1]
+
+
+def test_a_file_of_another_run_is_refused(llama: Path, tmp_path: Path) -> None:
+    arguments, file = (llama, *QUICK, "--bits", "4", "--results", "run.jsonl"), tmp_path / "run.jsonl"
+    fidelity(*arguments, code=0)
+    kept = file.read_bytes()
+    for changed, words in (
+        (("--chunk", 4), "is of another run, with chunk 8 (now 4): name another file"),
+        (("--passages", 1), "with passages 2 (now 1)"),
+        (("--dtype", "bfloat16"), "dtype float32 (now bfloat16)"),
+    ):
+        result = fidelity(*arguments, *changed, code=2)
+        assert words in command_line.words(result.stderr.splitlines()[-1])
+    assert file.read_bytes() == kept
+    file.write_bytes(kept + b'{"passage": 0}\n')
+    assert "line 6 has no scores" in fidelity(*arguments).stderr
+
+
+def test_a_failure_and_scores_that_are_not_finite_are_tried_again(tmp_path: Path) -> None:
+    for _ in range(2):
+        record = PassageFile(tmp_path / "run.jsonl", {}, {})
+        assert set(record.of_passage(0)) <= {"good"}
+        record.add(0, "bad", PassageScores(failure="MemoryError: "))
+        record.add(0, "overflowing", scores([math.nan]))
+        record.add(0, "good", scores([0.1, 1 / 3]))
+    assert record.of_passage(0) == {"good": scores([0.1, 1 / 3])}

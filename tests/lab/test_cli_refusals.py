@@ -1,13 +1,22 @@
-"""What commands of the lab refuse: in one line, with the exit code 2, before weights are loaded. Nothing is written."""
+"""What commands of the lab refuse: in one line, with the exit code 2, before weights are loaded. Nothing is written.
 
-import re
-from collections.abc import Sequence
+Models and files that are none are refused as well, and leave nothing behind.
+"""
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from packaging.version import Version
 
-import command_line
+import versions
+from command_line import check_refused, run, said
 from kvlayers_lab.calibration import Calibration, MeasuredSetting
+from matrix import once
 from model_directories import save_with_tokenizer
 from models import fresh_model
 
@@ -204,15 +213,116 @@ def test_bad_input_is_one_line_and_exit_code_2_before_weights_are_loaded(
     words: str,
 ) -> None:
     monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", None)
-    command = way.partition(" ")[0]
     usual = ("--text", "text.txt", *USUAL.get(way, ()))
     pairs = zip(usual[::2], usual[1::2], strict=True)
     given = [str(model) if each == MODEL else each for each in arguments]
     given += [word for option, value in pairs if option not in given for word in (option, value)]
-    result = command_line.run(command, *given)
-    assert result.exit_code == 2, (result.output, result.exception)
-    assert re.search(words, result.stderr), result.stderr
-    assert result.stderr.count("\n") == 1, result.stderr
-    assert result.stderr.startswith(f"kvlayers {command}: ")
-    assert "{" not in result.stdout
+    check_refused(words, way.partition(" ")[0], *given)
     assert contents(text_directory) == files
+
+
+# Models and files that are none
+
+COMMANDS = {
+    "bench": ("--text", "text.txt", "--lengths", "16", "--steps", "2", "--trials", "1", "--cache", "dynamic"),
+    "fidelity": (
+        *("--text", "text.txt", "--context", "64", "--scored", "8", "--passages", "1", "--chunk", "8", "--bits", "4"),
+    ),
+    "plan": ("--context", "1k"),
+}
+MEASURE = ("bench", "fidelity")
+
+
+def check_last_line(words: str, command: str, *arguments: object) -> None:
+    """See that a command is refused, in its last line: behind the bars of what was loaded before."""
+    result = run(command, *arguments, *COMMANDS[command], code=2)
+    last = result.stderr.splitlines()[-1]
+    assert last.startswith(f"kvlayers {command}: "), result.stderr
+    assert words in last
+    assert "Traceback" not in result.output
+    assert not result.stdout.strip().startswith("{")
+
+
+def changed(**fields: Any) -> Callable[[Path], None]:
+    """What makes a model's config say something else."""
+
+    def change(model: Path) -> None:
+        config = json.loads((model / "config.json").read_text())
+        (model / "config.json").write_text(json.dumps({**config, **fields}))
+
+    return change
+
+
+def text_of(name: str, content: bytes) -> Callable[[Path], None]:
+    """What replaces a file of a model."""
+    return lambda model: (model / name).write_bytes(content) and None
+
+
+BROKEN: dict[str, Callable[[Path], None]] = {
+    "a config that is a list": text_of("config.json", b"[1, 2]"),
+    "a config of another kind of model": changed(model_type="zzz"),
+    "code of its own": changed(model_type="zzz", auto_map={"AutoConfig": "x.X", "AutoModelForCausalLM": "x.Y"}),
+    "weights of other shapes": changed(hidden_size=64),
+    "layers that are a word": changed(num_hidden_layers="two"),
+    "no heads": changed(num_attention_heads=0),
+    "weights that are none": text_of("model.safetensors", b"\xff" * 300),
+    "a tokenizer that is empty": text_of("tokenizer.json", b"{}"),
+}
+
+
+# Both commands that measure find and load a model in the same way.
+@pytest.mark.parametrize(
+    ("command", "broken"),
+    [
+        *once(MEASURE, BROKEN),
+        *(("plan", broken) for broken in ("a config that is a list", "code of its own", "layers that are a word")),
+    ],
+)
+def test_a_model_that_cannot_be_loaded(model: Path, tmp_path: Path, command: str, broken: str) -> None:
+    copied = shutil.copytree(model, tmp_path / "model")
+    BROKEN[broken](copied)
+    # Before 5.0, configs of transformers do not check what they hold.
+    said = broken == "layers that are a word" and Version("5.1") > versions.TRANSFORMERS
+    words = "describes its layers" if said else "model cannot be loaded"
+    check_last_line("" if command == "plan" else words, command, copied, "--json")
+
+
+@pytest.mark.parametrize("command", MEASURE)
+def test_a_tokenizer_of_another_model(tmp_path: Path, command: str) -> None:
+    other = save_with_tokenizer(tmp_path / "model", fresh_model("llama", vocab_size=40))
+    check_last_line("token ids from 0 to 39", command, other)
+
+
+def test_a_model_that_cannot_read(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: Any, **options: Any) -> None:
+        raise RuntimeError("out of something\nand more of it")
+
+    monkeypatch.setattr("transformers.LlamaForCausalLM.forward", fail)
+    check_last_line("RuntimeError (out of something)", "fidelity", model)
+
+
+def test_a_link_that_leads_to_no_file_yet_stays_one(model: Path, tmp_path: Path) -> None:
+    link, target = tmp_path / "link.html", tmp_path / "target.html"
+    link.symlink_to(target)
+    check_last_line("", "bench", model, "--report", link, "--device", "meta")
+    assert link.is_symlink()
+    assert not target.exists()
+    run("bench", model, "--report", link, *COMMANDS["bench"], code=0)
+    assert "</html>" in target.read_text()
+
+
+def test_names_that_are_no_utf_8(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "\udcff.html"
+    monkeypatch.setattr("sys.argv", ["kvlayers", "bench", "--report", name])
+    result = run("bench", model, "--report", name, *COMMANDS["bench"], code=0)
+    assert r"\udcff.html" in result.output
+    assert r"\udcff.html" in (tmp_path / name).read_text()
+
+
+@pytest.mark.parametrize("command", MEASURE)
+def test_a_model_whose_logits_are_nan_is_measured_and_fails(tmp_path: Path, command: str) -> None:
+    made = fresh_model("llama")
+    with torch.no_grad():
+        made.lm_head.weight.fill_(torch.nan)
+    broken = save_with_tokenizer(tmp_path / "model", made)
+    assert "NaN" not in json.dumps(said(command, broken, *COMMANDS[command], code=1))

@@ -26,7 +26,7 @@ from kvlayers_lab import models as demo_model
 from kvlayers_lab.measuring import contenders, decoding
 from kvlayers_lab.measuring.nbytes import cache_nbytes
 from kvlayers_lab.names import DEMO_MODEL
-from model_directories import save_model, save_with_tokenizer, word_tokenizer
+from model_directories import save_with_tokenizer, word_tokenizer
 from models import fresh_model
 
 
@@ -34,11 +34,6 @@ from models import fresh_model
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     # Without padding: its embedding is zero, and before 5.12 transformers' static layers count no token with zeros.
     return save_with_tokenizer(tmp_path_factory.mktemp("llama"), fresh_model("llama", pad_token_id=None))
-
-
-@pytest.fixture(scope="module")
-def gemma3(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("gemma3"), "gemma3")
 
 
 @pytest.fixture
@@ -67,8 +62,7 @@ APP = command_line.typer.Typer()
 APP.command()(demo_run.demo)
 
 
-def _demo(*arguments: object) -> Any:
-    return command_line.typer_testing.CliRunner().invoke(APP, [str(argument) for argument in arguments])
+_demo = functools.partial(command_line.run, app=APP)
 
 
 def _table_rows(output: str) -> list[list[str]]:
@@ -85,8 +79,7 @@ def _cache_rows(output: str) -> list[list[str]]:
 def test_the_demo_shows_every_cache_samples_and_a_second_turn(llama: Path) -> None:
     # In float32, where another order of sums does not change which token is drawn.
     options = ("--tokens", 6, "--trials", 2, "--context", 90, "--dtype", "float32", "--json")
-    result = _demo("the sea is", "--model", llama, *options)
-    assert result.exit_code == 0, result.output
+    result = _demo("the sea is", "--model", llama, *options, code=0)
     # Where stdout has JSON, people read stderr.
     rows, caches = _table_rows(result.stderr), _cache_rows(result.stderr)
     assert [[*row[:2], row[2].split(", KL")[0]] for row in caches if row[1] not in ("int8", "int4", "sink")] == [
@@ -139,36 +132,27 @@ def test_the_demo_shows_the_prompt_and_what_the_model_makes_of_it(llama: Path) -
 
 
 def test_the_prompt_comes_after_real_text(llama: Path) -> None:
-    result = _demo("--model", llama, "--context", 32, "--tokens", 3, "--trials", 1)
-    assert result.exit_code == 0, result.output
-    shown = " ".join(result.output.split())
+    shown = command_line.words(_demo("--model", llama, "--context", 32, "--tokens", 3, "--trials", 1, code=0).output)
     assert "32 of them from the Python documentation" in shown
     assert "Once upon a time, a programmer" in shown
 
 
-def test_without_a_prompt_the_context_is_long_by_default(llama: Path) -> None:
-    result = _demo("--model", llama, "--tokens", 3)
-    # More than this model has positions for, which is how it shows without a long run.
-    assert "Context, prompt and continuation together" in result.stderr
-
-
-def test_a_model_with_windows_is_run_with_the_caches_for_windows(gemma3: Path) -> None:
-    result = _demo("the sea", "--model", gemma3, "--tokens", 12, "--context", 20)
-    assert result.exit_code == 0, result.output
-    rows = [[row[1], row[2].split(", KL")[0]] for row in _cache_rows(result.output) if row[0] == "kvlayers"]
-    assert [row for row in rows if row[1] == "same tokens"] == [
-        [name, "same tokens"] for name in ("dynamic", "static", "sliding_window", "hybrid")
-    ]
-
-
-def test_a_cache_that_the_model_cannot_have_is_left_out(tmp_path: Path) -> None:
-    # Without rotary embeddings there are no sinks, and a row with a refusal would teach nobody anything.
-    loaded = _loaded(save_model(tmp_path, "gpt2")).model
-    names = [contender.cache for contender in demo_run.demo_contenders(loaded, 20) if contender.library == "kvlayers"]
-    assert names == ["dynamic", "static", "int8", "int4"]
+@pytest.mark.parametrize(
+    ("family", "names"),
+    [
+        # Without rotary embeddings there are no sinks, and a row with a refusal would teach nobody anything.
+        ("gpt2", ["dynamic", "static", "int8", "int4"]),
+        ("gemma3", ["dynamic", "static", "sliding_window", "hybrid", "int8", "int4", "sink"]),
+    ],
+)
+def test_a_model_is_run_with_the_caches_that_it_can_have(family: str, names: list[str]) -> None:
+    found = demo_run.demo_contenders(fresh_model(family), 20)
+    assert [contender.cache for contender in found if contender.library == "kvlayers"] == names
 
 
 def test_other_tokens_are_reported_and_the_demo_fails(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    second_turn = demo_run.second_turn
+
     def one_wrong_token(*arguments: Any, **options: Any) -> list[decoding.ContenderResult]:
         rows = decoding.measure(*arguments, **options)
         for row in rows:
@@ -176,25 +160,18 @@ def test_other_tokens_are_reported_and_the_demo_fails(llama: Path, monkeypatch: 
                 row.other_tokens += 1
         return rows
 
-    monkeypatch.setattr(demo_run, "measure", one_wrong_token)
-    result = _demo("the sea is", "--model", llama, "--tokens", 6)
-    assert result.exit_code == 1
-    assert [row[2] for row in _cache_rows(result.output) if row[:2] == ["kvlayers", "static"]] == ["1 other tokens"]
-
-
-def test_another_answer_in_the_second_turn_is_a_failure(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    second_turn = demo_run.second_turn
-
     def another_answer(*arguments: Any) -> Any:
         chat, answers = second_turn(*arguments)
         first, second, third, *rest = answers.stored.tokens
         other = demo_run.Answer(answers.stored.seconds, [first, second, third + 1, *rest])
         return chat, dataclasses.replace(answers, stored=other)
 
+    with monkeypatch.context() as patched:
+        patched.setattr(demo_run, "measure", one_wrong_token)
+        output = _demo("the sea is", "--model", llama, "--tokens", 6, code=1).output
+    assert [row[2] for row in _cache_rows(output) if row[:2] == ["kvlayers", "static"]] == ["1 other tokens"]
     monkeypatch.setattr(demo_run, "second_turn", another_answer)
-    result = _demo("the sea is", "--model", llama, "--tokens", 6)
-    assert result.exit_code == 1
-    assert [row[1] for row in _table_rows(result.output)][-1] == "another"
+    assert _table_rows(_demo("the sea is", "--model", llama, "--tokens", 6, code=1).output)[-1][1] == "another"
 
 
 def test_a_tie_is_no_other_answer(llama: Path) -> None:
@@ -316,28 +293,24 @@ NO_DIRECTORY = "`--model` must be a model directory, but there is no directory a
     [
         (("", "--context", 0), "Pass a prompt, or a `--context`"),
         (("the sea", "--context", 250), "within the 256 positions of the model"),
+        # By default the context is longer than this model has positions for.
+        (("--tokens", 3), "Context, prompt and continuation together"),
         (("--device", "cuda:77"), "`--device` must be a device of this machine, got 'cuda:77'"),
         *((("--model", name), NO_DIRECTORY) for name in ("./none", "/no/such/model", "~/no-such-model", "a/b/c")),
         (("--model", "kvlayers/no-such-model"), "kvlayers/no-such-model cannot be loaded"),
         (("--model", "."), "must be a causal language model"),
+        ((), "`KVLAYERS_DEMO_MODEL` must be a model directory"),
     ],
 )
 def test_bad_input_is_one_sentence(
     llama: Path, nowhere: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[Any, ...], words: str
 ) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    result = _demo(*([] if "--model" in arguments else ["--model", llama]), *arguments)
-    assert result.exit_code == 2
+    monkeypatch.setenv(demo_model.VARIABLE, "owner/name" if not arguments else str(llama))
+    result = _demo(*arguments, code=2)
     assert words in result.stderr
     assert "Traceback" not in result.output
     assert result.stderr.count("\n") == 1
-
-
-def test_a_variable_that_names_no_directory_is_one_sentence(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(demo_model.VARIABLE, "owner/name")
-    result = _demo()
-    assert result.exit_code == 2
-    assert "`KVLAYERS_DEMO_MODEL` must be a model directory" in result.stderr
 
 
 def test_an_export_that_fails_leaves_nothing_behind(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:

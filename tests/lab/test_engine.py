@@ -14,13 +14,15 @@ from hypothesis import strategies as st
 import kvlayers
 import versions
 from families import FAMILIES, model_and_inputs
-from kvlayers.errors import CapacityError, ConfigError
+from kvlayers.errors import CapacityError, ConfigError, OptionError
+from kvlayers.generation.prefix_reuse.active_store import optional_store, required_store
+from kvlayers.generation.prefix_reuse.eligibility import StorePart
 from kvlayers_lab.evaluation import caches, passes
 from kvlayers_lab.evaluation.engine import score_tokens
 from kvlayers_lab.evaluation.requests import ScoringRequest
 from matrix import once
-from models import fresh_model, tiny_model
-from score_reference import alone, decoded, difference, in_chunks, passes_of
+from models import fresh_model, passes_of, tiny_model, tokens_passed
+from score_reference import alone, difference, in_chunks
 
 EXACT = 1e-5
 """Rounding of float32, in sums of a few tens of terms."""
@@ -56,39 +58,12 @@ def dynamic(model: Any) -> Any:
 
 
 def int2(model: Any) -> Any:
-    return kvlayers.QuantizedCache(config=model.config, nbits=2, q_group_size=8, residual_length=8, sink_tokens=2)
+    return kvlayers.QuantizedCache(config=model.config, nbits=2, **SHORT)
 
 
-def fp8(model: Any) -> Any:
-    return kvlayers.QuantizedCache("fp8", config=model.config, residual_length=8, sink_tokens=2)
-
-
-def int4_offloaded(model: Any) -> Any:
-    return kvlayers.QuantizedCache(
-        config=model.config, nbits=4, q_group_size=8, residual_length=8, sink_tokens=2, offloading=True
-    )
-
-
-def sink(model: Any) -> Any:
-    return kvlayers.SinkCache(window_length=24, num_sink_tokens=2, config=model.config)
-
-
-def fp8_of_transformers(model: Any) -> Any:
-    return transformers.QuantizedCache("fp8", model.config)
-
-
-def quanto(model: Any) -> Any:
-    pytest.importorskip("optimum.quanto")
-    return transformers.QuantizedCache(
-        "quanto", model.config, 4, axis_key=0, axis_value=0, q_group_size=8, residual_length=8
-    )
-
-
-def hqq(model: Any) -> Any:
-    pytest.importorskip("hqq")
-    return transformers.QuantizedCache(
-        "hqq", model.config, 4, axis_key=1, axis_value=1, q_group_size=8, residual_length=8
-    )
+def of_transformers(backend: str, model: Any, **options: Any) -> Any:
+    pytest.importorskip({"quanto": "optimum.quanto", "hqq": "hqq"}[backend])
+    return transformers.QuantizedCache(backend, model.config, 4, q_group_size=8, residual_length=8, **options)
 
 
 EXACT_CACHES: dict[str, Callable[[Any], Any]] = {
@@ -99,14 +74,16 @@ EXACT_CACHES: dict[str, Callable[[Any], Any]] = {
     "transformers' dynamic without a config": lambda model: transformers.DynamicCache(),
     "transformers' static": lambda model: transformers.StaticCache(model.config, max_cache_len=128),
 }
+SHORT = {"q_group_size": 8, "residual_length": 8, "sink_tokens": 2}
 LOSSY_CACHES: dict[str, Callable[[Any], Any]] = {
-    each.__name__: each for each in (int2, fp8, int4_offloaded, sink, fp8_of_transformers, quanto, hqq)
+    "int2": int2,
+    "fp8": lambda model: kvlayers.QuantizedCache("fp8", config=model.config, residual_length=8, sink_tokens=2),
+    "int4, offloaded": lambda model: kvlayers.QuantizedCache(config=model.config, nbits=4, offloading=True, **SHORT),
+    "sink": lambda model: kvlayers.SinkCache(window_length=24, num_sink_tokens=2, config=model.config),
+    "transformers' fp8": lambda model: transformers.QuantizedCache("fp8", model.config),
+    "quanto": lambda model: of_transformers("quanto", model, axis_key=0, axis_value=0),
+    "hqq": lambda model: of_transformers("hqq", model, axis_key=1, axis_value=1),
 }
-
-
-def shares(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Read even the shortest shared prefixes once."""
-    monkeypatch.setattr(passes, "PASS_COST_ON_CPU", 1)
 
 
 def scores_alone(model: Any, requests: Sequence[ScoringRequest]) -> Any:
@@ -119,76 +96,50 @@ def known_scores(family: str, **which: int) -> Any:
     return scores_alone(model_of(family), requests_of(**which))
 
 
+FAMILIES_OF_SCORES = (
+    "llama", "mistral", "gemma3", "gpt2", "llama4", "mamba", "jamba", "mamba2", "bamba", "qwen3_next", "bloom", "opt",
+)  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("family", "pass_cost"),
-    once(
-        [
-            "llama",
-            "mistral",
-            "gemma3",
-            "gpt2",
-            "llama4",
-            "mamba",
-            "jamba",
-            "mamba2",
-            "bamba",
-            "qwen3_next",
-            "bloom",
-            "opt",
-        ],
-        [1, 32],
-    ),
+    ("family", "name", "pass_cost"),
+    [
+        *once([(family, "dynamic") for family in FAMILIES_OF_SCORES], [1, 32]),
+        # Even the shortest shared prefixes are read once.
+        *((family, name, 1) for family in ("llama", "gemma3") for name in EXACT_CACHES),
+    ],
 )
 def test_an_exact_cache_gives_the_scores_of_one_pass_over_each_request(
-    family: str, pass_cost: int, monkeypatch: pytest.MonkeyPatch
+    family: str, name: str, pass_cost: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(passes, "PASS_COST_ON_CPU", pass_cost)
     model, requests = model_of(family), requests_of()
-    found = score_tokens(model, requests, lambda: dynamic(model), batch_size=4)
-    expected = known_scores(family)
+    found, expected = (
+        score_tokens(model, requests, lambda: EXACT_CACHES[name](model), batch_size=4),
+        known_scores(family),
+    )
     assert difference(found, expected) < (RECURRENT if family in versions.RECURRENT_FAMILIES else EXACT)
     assert [score.token_is_greedy for score in found] == [score.token_is_greedy for score in expected]
 
 
-@pytest.mark.parametrize("name", EXACT_CACHES)
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_any_exact_cache_gives_the_same_scores(family: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    shares(monkeypatch)
-    model, requests = model_of(family), requests_of()
-    found = score_tokens(model, requests, lambda: EXACT_CACHES[name](model), batch_size=4)
-    assert difference(found, known_scores(family)) < EXACT
-
-
-@pytest.mark.parametrize(("name", "chunk"), once(LOSSY_CACHES, [None, 16]))
-def test_a_lossy_cache_takes_part_in_every_score(name: str, chunk: int | None) -> None:
-    if name == "fp8_of_transformers":
+@pytest.mark.parametrize(
+    ("family", "name", "chunk"),
+    [
+        *once([("llama", name) for name in LOSSY_CACHES], [None, 16]),
+        *((family, "int2", chunk) for family in ("gemma3", "gpt2", "qwen3_next") for chunk in (None, 16)),
+        # A model that cannot scan tokens behind others reads them one by one.
+        ("jamba", "int2", None),
+    ],
+)
+def test_a_lossy_cache_takes_part_in_every_score(family: str, name: str, chunk: int | None) -> None:
+    if name == "transformers' fp8":
         versions.need_since("5.23", "transformers' fp8 cache")
-    model, make, requests = tiny_model("llama"), LOSSY_CACHES[name], requests_of(contexts=2, longest=LONG)
+    model, make, requests = model_of(family), LOSSY_CACHES[name], requests_of(contexts=2, longest=LONG)
     found = score_tokens(model, requests, lambda: make(model), batch_size=3, chunk=chunk)
-    if chunk is None:
-        expected = [decoded(model, request, make(model)) for request in requests]
-    else:
-        expected = [in_chunks(model, request, make(model), chunk, chunk) for request in requests]
+    expected = [in_chunks(model, each, make(model), chunk or len(each.context), chunk or 1) for each in requests]
     assert difference(found, expected) < ROUNDED
-    assert difference(found, known_scores("llama", contexts=2, longest=LONG)) > 10 * ROUNDED
-
-
-@pytest.mark.parametrize("chunk", [None, 16])
-@pytest.mark.parametrize("family", ["gemma3", "gpt2", "qwen3_next"])
-def test_a_lossy_cache_takes_part_in_scores_of_any_family(family: str, chunk: int | None) -> None:
-    model, requests = model_of(family), requests_of(contexts=2, longest=LONG)
-    found = score_tokens(model, requests, lambda: int2(model), batch_size=3, chunk=chunk)
-    expected = [in_chunks(model, each, int2(model), chunk or len(each.context), chunk or 1) for each in requests]
-    assert difference(found, expected) < ROUNDED
-
-
-def test_a_lossy_cache_reads_one_by_one_what_a_model_cannot_scan_behind_others() -> None:
-    model, requests = tiny_model("jamba"), requests_of(contexts=2, longest=LONG)
-    expected = [decoded(model, request, int2(model)) for request in requests]
-    assert difference(score_tokens(model, requests, lambda: int2(model)), expected) < ROUNDED
-    with passes_of(model) as passes:
-        score_tokens(model, requests[:1], lambda: int2(model), chunk=80)
-    assert passes == [(1, 80), *[(1, 1)] * (LONG - 80)]
+    if family == "llama":
+        assert difference(found, known_scores("llama", contexts=2, longest=LONG)) > 10 * ROUNDED
 
 
 def texts(most: int) -> st.SearchStrategy[tuple[int, ...]]:
@@ -199,13 +150,13 @@ def packed_early(model: Any) -> Any:
     return kvlayers.QuantizedCache(config=model.config, nbits=2, q_group_size=8, residual_length=0, sink_tokens=0)
 
 
-REQUESTS = st.lists(st.builds(ScoringRequest, texts(12), texts(5)), min_size=1, max_size=10)
+REQUEST = st.builds(ScoringRequest, texts(12), texts(5))
 """Few different tokens, so that contexts share prefixes, are prefixes of others, and continuations repeat contexts."""
 
 
 @pytest.mark.slow
 @given(
-    requests=REQUESTS,
+    requests=st.lists(REQUEST, min_size=1, max_size=10),
     batch_size=st.integers(1, 4),
     pass_cost=st.integers(1, 12),
     chunk=st.sampled_from([None, 3]),
@@ -222,7 +173,12 @@ def test_exact_scores_of_random_requests(
 
 @pytest.mark.slow
 @settings(max_examples=12)
-@given(requests=REQUESTS, batch_size=st.integers(1, 4), chunk=st.sampled_from([None, 3]), seed=st.integers(0, 99))
+@given(
+    requests=st.lists(REQUEST, min_size=1, max_size=5),
+    batch_size=st.integers(1, 4),
+    chunk=st.sampled_from([None, 3]),
+    seed=st.integers(0, 99),
+)
 def test_lossy_scores_depend_on_no_other_request(
     requests: list[ScoringRequest], batch_size: int, chunk: int | None, seed: int
 ) -> None:
@@ -276,6 +232,12 @@ PASSES: dict[str, tuple[list[ScoringRequest], Callable[[Any], Any], dict[str, in
     ),
     "rows of a lossy cache are padded behind single tokens": (ENDINGS, int2, {}, [(1, 3), (3, 1), (3, 1)]),
     "rows of a lossy cache are not padded within chunks": (ENDINGS, int2, {"chunk": 4}, [(1, 3), (2, 2), (1, 1)]),
+    "a lossy cache reads one by one what jamba cannot scan behind others": (
+        requests_of(contexts=2, longest=LONG)[:1],
+        int2,
+        {"chunk": 80},
+        [(1, 80), *[(1, 1)] * (LONG - 80)],
+    ),
 }
 """The requests, the cache, further options, and rows and tokens of each forward pass."""
 
@@ -283,7 +245,7 @@ PASSES: dict[str, tuple[list[ScoringRequest], Callable[[Any], Any], dict[str, in
 @pytest.mark.parametrize("what", PASSES)
 def test_what_requests_share_is_computed_once(what: str) -> None:
     requests, cache, options, expected = PASSES[what]
-    model = tiny_model("llama")
+    model = tiny_model("jamba" if "jamba" in what else "llama")
     with passes_of(model) as passes:
         score_tokens(model, requests, functools.partial(cache, model), **options)
     assert passes == expected
@@ -292,10 +254,10 @@ def test_what_requests_share_is_computed_once(what: str) -> None:
 def test_contexts_that_continue_one_another_do_not_recurse() -> None:
     model, text = tiny_model("llama"), tuple(range(3, 97)) * 2
     requests = [ScoringRequest(text[:length], (5,)) for length in range(1, 180)]
-    with passes_of(model) as passes:
+    with tokens_passed(model) as passes:
         found = score_tokens(model, requests, lambda: dynamic(model))
     # Alone they are 16,110 tokens. Every few contexts, a prefix is worth a pass.
-    assert sum(rows * tokens for rows, tokens in passes) < 5000
+    assert sum(passes) < 5000
     assert difference(found[-20:], scores_alone(model, requests[-20:])) < EXACT
 
 
@@ -383,3 +345,82 @@ def test_classes_of_other_packages_are_not_taken_for_exact() -> None:
             found = score_tokens(model, requests, make)
         assert difference(found, scores_alone(model, requests)) < EXACT
         assert max(rows for rows, _ in passes) == 1
+
+
+# With a store
+
+STORED = [ScoringRequest((*DOCUMENT[:87], 3 + number, 7, 8), (9, token)) for number in range(3) for token in (5, 6)]
+
+
+def contexts_in(store: Any, model: Any, name: str = "dynamic", options: dict[str, int] | None = None) -> Any:
+    return StorePart.if_usable(model, optional_store(store, ""), name, options or {})
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [("llama", "dynamic"), ("llama", "static"), ("gemma3", "dynamic"), ("mamba2", "dynamic"), ("jamba", "dynamic")],
+)
+def test_stored_contexts_are_not_computed_again(family: str, name: str) -> None:
+    model, store = model_of(family), kvlayers.PrefixStore("1GiB")
+    contexts = contexts_in(store, model, name)
+    make = functools.partial(kvlayers.make_cache, name, model, length_hint=128)
+    expected, computed = scores_alone(model, STORED), []
+    for _ in range(2):
+        with tokens_passed(model) as passes:
+            assert difference(score_tokens(model, STORED, make, store=contexts), expected) < 1e-4
+        computed.append(sum(passes))
+    assert computed[0] >= 87
+    # The last token of each context, and the one token that each pair of continuations has in common.
+    assert computed[1] <= 3 * 3 + 3
+    assert store.statistics.bypassed == 0
+
+
+def test_entries_of_lossy_caches_serve_the_same_chunks_alone() -> None:
+    model, store = tiny_model("llama"), kvlayers.PrefixStore("1GiB")
+    make, contexts = (
+        functools.partial(kvlayers.make_cache, "int2", model, **SHORT),
+        contexts_in(store, model, "int2", SHORT),
+    )
+    expected = [in_chunks(model, request, make(), 8, 8) for request in STORED]
+    longer = [ScoringRequest((*context, *range(20, 40)), continuation) for context, continuation in STORED]
+    # The entries of these are longer, and must not be rolled back for others.
+    score_tokens(model, longer, make, store=contexts, chunk=8)
+    computed = []
+    for _ in range(2):
+        with tokens_passed(model) as passes:
+            assert difference(score_tokens(model, STORED, make, store=contexts, chunk=8), expected) < 1e-4
+        computed.append(sum(passes))
+    # All contexts share ten chunks, and each goes on with ten tokens of its own: one chunk, and two tokens more.
+    assert computed == [3 * 10 + 3, 3 * 2 + 3]
+    with tokens_passed(model) as passes:
+        score_tokens(model, STORED, make, store=contexts, chunk=16)
+    assert sum(passes) > 87
+    assert store.statistics.bypassed == 0
+
+
+def test_a_lossy_cache_without_chunks_bypasses_the_store() -> None:
+    model, store = tiny_model("llama"), kvlayers.PrefixStore("1GiB")
+    make = functools.partial(kvlayers.make_cache, "int2", model, **SHORT)
+    score_tokens(model, STORED, make, store=contexts_in(store, model, "int2", SHORT))
+    assert store.statistics.bypassed == 1
+    strict = StorePart.if_usable(model, required_store(store, ""), "int2", SHORT)
+    with passes_of(model) as passes, pytest.raises(OptionError, match="unless `chunk` is given"):
+        score_tokens(model, STORED, make, store=strict)
+    assert passes == []
+
+
+def test_a_model_whose_states_depend_on_more_than_tokens_bypasses_the_store() -> None:
+    model, store = fresh_model("llama").train(), kvlayers.PrefixStore("1GiB")
+    model.model.layers[0].self_attn.attention_dropout = 0.1
+    assert contexts_in(store, model) is None
+    assert store.statistics.bypassed == 1
+    with pytest.raises(OptionError, match="training mode"):
+        StorePart.if_usable(model, required_store(store, ""), "dynamic", {})
+    assert StorePart.if_usable(model, None, "dynamic", {}) is None
+
+
+def test_scores_are_computed_even_if_the_store_has_no_room() -> None:
+    model, store = tiny_model("llama"), kvlayers.PrefixStore(1000)
+    found = score_tokens(model, STORED, lambda: dynamic(model), store=contexts_in(store, model))
+    assert difference(found, scores_alone(model, STORED)) < 1e-5
+    assert store.statistics.refused > 0

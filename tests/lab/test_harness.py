@@ -1,18 +1,22 @@
 """The model `kvlayers` of lm-evaluation-harness: the harness's own results with exact caches, and with other caches
-those of decoding through them."""
+those of decoding through them. The long-context tasks are tasks of the harness as well."""
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+import yaml
 
 import fresh_process
 import kvlayers
-from model_directories import random_text, save_model, save_with_tokenizer, word_tokenizer
-from models import fresh_model, tiny_model
+import kvlayers_lab
+from kvlayers_lab.tasks import HARNESS_TASKS, samples_of, task_names
+from model_directories import random_text, save_model, save_sharp_model, save_with_tokenizer, word_tokenizer
+from models import fresh_model, passes_of, tiny_model, tokens_passed
 
 lm_eval = pytest.importorskip("lm_eval", reason="lm-eval is not installed: it comes with the extra 'eval'")
 
@@ -22,12 +26,8 @@ from lm_eval.models.huggingface import HFLM  # noqa: E402
 from lm_eval.tasks import TaskManager  # noqa: E402
 from lm_eval.utils import simple_parse_args_string  # noqa: E402
 
-from harness_tasks import ANSWERS, CHOICES, ROLLING, write_tasks  # noqa: E402
-from kvlayers.errors import OptionError  # noqa: E402
 from kvlayers_lab.evaluation import harness as harness_model  # noqa: E402
 from kvlayers_lab.evaluation.harness import KVLayersLM  # noqa: E402
-from kvlayers_lab.evaluation.requests import ScoringRequest  # noqa: E402
-from score_reference import in_chunks, passes_of  # noqa: E402
 
 INT2 = {"cache": "int2", "cache_config": {"residual_length": 0, "sink_tokens": 0}}
 """A cache that packs a context as soon as it has a block of 64 tokens."""
@@ -62,29 +62,13 @@ def agrees(answers: list[tuple[float, bool]], expected: list[tuple[float, bool]]
     )
 
 
-def tokens_of(passes: list[tuple[int, int]]) -> int:
-    return sum(rows * tokens for rows, tokens in passes)
-
-
-def decoded_scores(pairs: list[tuple[str, str]], chunk: int | None) -> list[tuple[float, bool]]:
-    """The reference: each pair alone, its context in one pass or in pieces, then one token after the other."""
-    model, encode = tiny_model("llama"), adapted().tok_encode
-    answers = []
-    for pair in pairs:
-        request = ScoringRequest(*(tuple(encode(text)) for text in pair))
-        cache = kvlayers.make_cache("int2", model, **INT2["cache_config"])
-        found = in_chunks(model, request, cache, chunk or len(request.context), 1)
-        answers.append((found.logprob, found.is_greedy))
-    return answers
-
-
 @pytest.mark.parametrize("cache", ["dynamic", "static", "offloaded"])
 def test_scores_with_an_exact_cache_are_those_of_hf_and_shared_contexts_are_computed_once(cache: str) -> None:
-    with passes_of(tiny_model("llama")) as of_hf:
+    with tokens_passed(tiny_model("llama")) as of_hf:
         expected = score(hf(batch_size=4))
-    with passes_of(tiny_model("llama")) as passes:
+    with tokens_passed(tiny_model("llama")) as passes:
         assert agrees(score(adapted(cache=cache, batch_size=4)), expected)
-    assert tokens_of(passes) < tokens_of(of_hf) / 3
+    assert sum(passes) < sum(of_hf) / 3
 
 
 def test_a_continuation_that_the_model_would_choose_is_greedy() -> None:
@@ -110,24 +94,15 @@ def test_an_empty_context_is_the_prefix_token_as_in_hf() -> None:
     assert agrees(score(adapted(), pairs), score(hf(), pairs))
 
 
-def test_a_context_of_nothing_but_spaces_is_named() -> None:
-    with pytest.raises(OptionError, match="a context must be empty or have a token of its own, got ' '"):
-        score(adapted(), [("w3", " w4"), (" ", "w1")])
-
-
-def test_a_small_cache_scores_as_decoding_token_by_token_with_it_does() -> None:
-    scores = score(adapted(**INT2, batch_size=4))
-    assert agrees(scores, decoded_scores(PAIRS, chunk=None))
-    assert not agrees(scores, score(hf()))
+@pytest.mark.parametrize("chunk", [None, 1])
+def test_scores_with_a_small_cache_are_those_of_score(chunk: int | None) -> None:
+    arguments: dict[str, Any] = {"tokenizer": word_tokenizer(), "chunk": chunk, **INT2}
+    groups = kvlayers_lab.score(tiny_model("llama"), CONTEXTS[:2], [CHOICES_OF_EACH] * 2, **arguments)
+    expected = [(each.logprob, each.is_greedy) for group in groups for each in group]
+    assert agrees(score(adapted(**INT2, chunk=chunk, batch_size=4), PAIRS[:6]), expected)
+    assert not agrees(expected, score(hf(), PAIRS[:6]))
     # Whatever else is scored.
-    assert agrees([score(adapted(**INT2), [pair])[0] for pair in PAIRS[3:6]], scores[3:6])
-
-
-def test_with_a_chunk_of_one_contexts_are_decoded_too() -> None:
-    pairs = PAIRS[:2]
-    scores = score(adapted(**INT2, chunk=1, batch_size=4), pairs)
-    assert agrees(scores, decoded_scores(pairs, chunk=1))
-    assert not agrees(scores, decoded_scores(pairs, chunk=None))
+    assert agrees([score(adapted(**INT2, chunk=chunk), [pair])[0] for pair in PAIRS[3:6]], expected[3:6])
 
 
 @pytest.mark.parametrize("batch_size", [1, 3, "auto"])
@@ -152,9 +127,9 @@ def test_texts_with_an_exact_cache_are_those_of_hf_and_shared_prompts_are_comput
     tokens = {}
     for store in ("auto", 0, None, "1MiB"):
         model = adapted(batch_size=batch_size, prefix_store=store)
-        with passes_of(tiny_model("llama")) as passes:
+        with tokens_passed(tiny_model("llama")) as passes:
             assert generate(model, CONTEXTS) == expected
-        tokens[store] = tokens_of(passes)
+        tokens[store] = sum(passes)
     assert tokens["auto"] == tokens["1MiB"] < tokens[0] / 2
     assert tokens[0] == tokens[None]
 
@@ -291,8 +266,7 @@ def test_wrong_arguments_raise_before_weights_are_loaded(
 
 def test_arguments_of_transformers_are_passed_on(directory: Path) -> None:
     model = KVLayersLM(str(directory), device="cpu", attn_implementation="eager", dtype="bfloat16", cache="int4")
-    assert model.model.config._attn_implementation == "eager"
-    assert model.model.dtype == torch.bfloat16
+    assert (model.model.config._attn_implementation, model.model.dtype) == ("eager", torch.bfloat16)
 
 
 def test_a_model_with_an_encoder_is_refused(tmp_path: Path) -> None:
@@ -330,6 +304,7 @@ def test_the_readable_form_survives_what_the_harness_does_to_arguments() -> None
     [
         (("w1 w2", ""), "at least one token, got '' behind a context that ends with 'w1 w2'"),
         (("", ""), "at least one token"),
+        ((" ", "w1"), "a context must be empty or have a token of its own, got ' '"),
         (("w1", "<s>"), None),
         (("", "<s>"), "at least one token, got '<s>'"),
         (("w1", " w2" * 40), "at most the 32 tokens of the model's context, got 40"),
@@ -347,26 +322,59 @@ def test_continuations_that_cannot_be_scored_raise_before_anything_is_computed(
     assert passes == []
 
 
+CHOICES, ANSWERS = "word_choices", "word_answers"
+DOCUMENTS, SHOTS = 6, 3
+
+
+def random_words(count: int, generator: random.Random) -> str:
+    """Words that the tokenizer of `model_directories` knows."""
+    return " ".join(f"w{generator.randrange(80)}" for _ in range(count))
+
+
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tasks(tmp_path_factory.mktemp("tasks"))
-
-
-def test_whole_tasks_have_the_results_of_hf(tasks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # The facts about the machine take seconds.
-    monkeypatch.setattr("torch.utils.collect_env.get_pretty_env_info", str)
-    manager = TaskManager(include_path=str(tasks), include_defaults=False)
-    results = []
-    for model in (hf(max_length=200), adapted(max_length=200)):
-        evaluated = lm_eval.simple_evaluate(
-            model, tasks=[CHOICES, ANSWERS, ROLLING], task_manager=manager, bootstrap_iters=0
-        )
-        results.append({task: list(found.values()) for task, found in evaluated["results"].items()})
-    assert results[0].keys() == {CHOICES, ANSWERS, ROLLING}
-    for task, found in results[0].items():
-        assert [value for value in results[1][task] if isinstance(value, float)] == pytest.approx(
-            [value for value in found if isinstance(value, float)], rel=1e-4
-        )
+    """Two tasks with few-shot examples: multiple choice and generation."""
+    directory, generator = tmp_path_factory.mktemp("tasks"), random.Random(0)
+    documents = [
+        {
+            "question": random_words(12, generator),
+            "choices": [random_words(1 + index % 3, generator) for index in range(4)],
+            "label": generator.randrange(4),
+        }
+        for _ in range(SHOTS + DOCUMENTS)
+    ]
+    files = {}
+    for split, rows in (("train", documents[:SHOTS]), ("test", documents[SHOTS:])):
+        files[split] = str(directory / f"{split}.json")
+        Path(files[split]).write_text("\n".join(map(json.dumps, rows)))
+    common = {
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": files, "cache_dir": str(directory / "datasets")},
+        "test_split": "test",
+        "doc_to_text": "{{question}} is",
+        "fewshot_split": "train",
+        "fewshot_config": {"sampler": "first_n"},
+        "num_fewshot": SHOTS,
+    }
+    tasks: list[dict[str, Any]] = [
+        {
+            "task": CHOICES,
+            "output_type": "multiple_choice",
+            "doc_to_choice": "{{choices}}",
+            "doc_to_target": "{{label}}",
+            "metric_list": [{"metric": "acc"}],
+        },
+        {
+            "task": ANSWERS,
+            "output_type": "generate_until",
+            "doc_to_target": "{{choices[label]}}",
+            "generation_kwargs": {"until": ["."], "max_gen_toks": 8, "do_sample": False},
+            "metric_list": [{"metric": "exact_match"}],
+        },
+    ]
+    for task in tasks:
+        (directory / f"{task['task']}.yaml").write_text(yaml.safe_dump(common | task))
+    return directory
 
 
 BEFORE = f"{fresh_process.BEFORE}; import lm_eval.__main__, lm_eval.models.huggingface, torch.utils.collect_env"
@@ -402,8 +410,7 @@ def test_the_command_runs_the_harness_and_its_results_name_the_cache(
     [path] = tmp_path.rglob("*.json")
     config = json.loads(path.read_text())["config"]
     assert (config["model"], config["cache"], config["chunk"]) == ("kvlayers", "int4", 16)
-    assert config["cache_config"] == {"residual_length": 64}
-    assert config["kvlayers_version"] == kvlayers.__version__
+    assert (config["cache_config"], config["kvlayers_version"]) == ({"residual_length": 64}, kvlayers.__version__)
     assert config["torch_seed"] is not None
 
 
@@ -416,3 +423,50 @@ def test_under_the_command_the_model_hf_generates_with_the_cache_that_is_named(d
     ran = fresh_process.run(COMMAND.format(arguments=arguments), BEFORE)
     assert ran.returncode == 0, ran.stderr[-3000:]
     assert ANSWERS in ran.stdout
+
+
+# The tasks of kvlayers
+
+
+def test_the_tasks_are_those_of_kvlayers_and_a_cache_changes_their_scores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.utils.collect_env.get_pretty_env_info", str)
+    directory, text = save_sharp_model(tmp_path / "model", queries=8, max_position_embeddings=512), random_text(600)
+    (tmp_path / "text.txt").write_text(text)
+    asked = {"lengths": [400], "depths": [0, 50], "samples": 1, "seed": 3, "text": str(tmp_path / "text.txt")}
+    names = [f"kvlayers_{name}" for name in task_names()]
+    said: list[list[Any]] = []
+    for arguments in ({}, {**INT2, "chunk": 32}):
+        found = lm_eval.simple_evaluate(
+            "kvlayers",
+            model_args={"pretrained": str(directory), **arguments},
+            tasks=["kvlayers_long_context"],
+            task_manager=TaskManager(
+                include_path=str(HARNESS_TASKS),
+                include_defaults=False,
+                metadata={"pretrained": str(directory), **asked},
+            ),
+            device="cpu",
+            bootstrap_iters=0,
+        )
+        assert {*names, "kvlayers_long_context"} == found["results"].keys()
+        assert all(0 <= each["score,none"] <= 1 for each in found["results"].values())
+        assert all("score_stderr,none" in found["results"][name] for name in names)
+        said.append([each["resps"] for name in names for each in found["samples"][name]])
+    assert said[0] != said[1]
+    tokenizer = word_tokenizer()
+    samples = samples_of(["keys"], [400], [0, 0.5], 1, 3, tokenizer, text)
+    documents = [each["doc"] for each in found["samples"]["kvlayers_keys"]]
+    assert [each["prompt"] for each in documents] == [
+        tokenizer.decode(each.context_ids + each.question_ids, skip_special_tokens=True) for each in samples
+    ]
+    assert [tuple(each["expected"]) for each in documents] == [each.answers for each in samples]
+
+
+def test_a_model_without_a_name_needs_the_name_of_a_tokenizer() -> None:
+    manager = TaskManager(include_path=str(HARNESS_TASKS), include_defaults=False)
+    with pytest.raises(
+        kvlayers.OptionError, match="`tokenizer` must be the name or the directory of a tokenizer, got None"
+    ):
+        manager.load(["kvlayers_needle"])

@@ -4,7 +4,7 @@ import dataclasses
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from kvlayers_lab.tasks.runner import (
     run_tasks,
 )
 from kvlayers_lab.tasks.summary import TaskOutcome, summarize
-from models import fresh_model, prompt, tiny_model
+from models import fresh_model, passes_of, prompt, tiny_model
 
 CONTEXT, QUESTION = 192, 7
 LENGTH = 256
@@ -72,34 +72,21 @@ def named(model: Any, *names: str, length: int = LENGTH) -> list[Contender]:
     return [named_contender(name, model, length) for name in names]
 
 
-def run(model: Any, samples: Sequence[TaskSample], caches: Sequence[Contender], **options: Any) -> list[TaskOutcome]:
-    chunks = [options.pop(name, None) for name in ("chunk", "question_chunk")]
+def run(
+    model: Any,
+    samples: Sequence[TaskSample],
+    caches: Sequence[Contender],
+    chunk: int | None = None,
+    question_chunk: int | None = None,
+    **options: Any,
+) -> list[TaskOutcome]:
+    options = {"tokenizer": Words(), "done": None, "tick": lambda what: None, **options}
     return run_tasks(
-        Words(),
-        samples,
-        caches,
-        lambda sample: SampleReader(model, sample, *chunks).read,
-        **{"done": None, "tick": lambda what: None, **options},
+        samples=samples,
+        contenders=caches,
+        read_of=lambda sample: SampleReader(model, sample, chunk, question_chunk).read,
+        **options,
     )
-
-
-@pytest.fixture
-def passes() -> Iterator[Callable[[Any], list[int]]]:
-    """A function that lets a model note the number of tokens of each of its passes."""
-    hooks = []
-
-    def noted(model: Any) -> list[int]:
-        found: list[int] = []
-        hooks.append(
-            model.register_forward_pre_hook(
-                lambda module, args, kwargs: found.append(kwargs["input_ids"].shape[1]), with_kwargs=True
-            )
-        )
-        return found
-
-    yield noted
-    for hook in hooks:
-        hook.remove()
 
 
 # A slow loop: a cache for each thing that is asked, and no pass is shared.
@@ -191,29 +178,25 @@ class TwoTokenLines(Words):
         return "\n" + "".join(f"w{token}\n" if index % 2 else f"w{token} " for index, token in enumerate(token_ids))
 
 
-def test_an_answer_ends_with_its_line_or_a_token_that_ends_texts_or_the_most_tokens(passes: Any) -> None:
+class OneLine(Words):
+    """A tokenizer that has no line break."""
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        return " ".join(f"w{token}" for token in token_ids)
+
+
+def test_an_answer_ends_with_its_line_or_a_token_that_ends_texts_or_the_most_tokens() -> None:
     model = fresh_model("llama")
     greedy = asked_variously(model)[0].answer_ids
     assert len(set(greedy)) == 4
-    asked = sample(answer_ids=((greedy[0] + 1) % 97,), max_answer_tokens=3)
-    lengths = passes(model)
 
     def answered(tokenizer: Any, **changes: Any) -> tuple[str, int]:
-        lengths.clear()
-        changed = dataclasses.replace(asked, **changes)
-        [found] = run_tasks(
-            tokenizer,
-            [changed],
-            named(model, "dynamic"),
-            lambda sample: SampleReader(model, sample, None).read,
-            None,
-            lambda what: None,
-        )
-        return found.answer, lengths.count(1)
+        asked = {"answer_ids": ((greedy[0] + 1) % 97,), "max_answer_tokens": 3, **changes}
+        with passes_of(model) as passes:
+            [found] = run(model, [sample(**asked)], named(model, "dynamic"), tokenizer=tokenizer)
+        return found.answer, passes.count((1, 1))
 
-    words = [f"w{token}" for token in greedy]
-    plain = Words()
-    plain.decode = lambda token_ids, skip_special_tokens=False: " ".join(f"w{token}" for token in token_ids)  # type: ignore[method-assign]
+    words, plain = [f"w{token}" for token in greedy], OneLine()
     assert answered(plain) == (" ".join(words[:3]), 2)
     assert answered(plain, max_answer_tokens=1, answer_ids=greedy) == (words[0], 3)
     assert answered(TwoTokenLines()) == (" ".join(words[:2]), 1)
@@ -225,18 +208,17 @@ def test_an_answer_ends_with_its_line_or_a_token_that_ends_texts_or_the_most_tok
 
 
 @pytest.mark.parametrize("family", ["mamba", "jamba", "lfm2", "deepseek_v32", "gemma4"])
-def test_models_with_other_states_read_for_each_cache(family: str, passes: Any) -> None:
+def test_models_with_other_states_read_for_each_cache(family: str) -> None:
     versions.need_recurrent_layers(family)
     if family == "gemma4":
         versions.need_since("5.23", "states of gemma4 beside keys and values")
     model = tiny_model(family) if family in ("mamba", "jamba") else any_model_and_inputs(family)[0]
     assert not has_only_keys_and_values(model)
     asked, caches = sample(length=40), named(model, "dynamic", "transformers:dynamic")
-    lengths = passes(model)
-    outcomes = run(model, [asked], caches)
-    assert lengths.count(40) == 2
-    for outcome, contender in zip(outcomes, caches, strict=True):
-        assert outcome.answer == slow_answer(model, contender.make(), asked, None)
+    with passes_of(model) as passes:
+        outcomes = run(model, [asked], caches)
+    assert passes.count((1, 40)) == 2
+    assert [outcome.answer for outcome in outcomes] == [slow_answer(model, each.make(), asked, None) for each in caches]
 
 
 # Reading
@@ -286,18 +268,17 @@ def of_class(cache_class: Any, model: Any, *args: Any) -> Contender:
     return Contender("package", cache_class.__name__, lambda: cache_class(*args, config=model.config))
 
 
-def test_a_context_is_read_once_for_all_caches_that_can_be_given_its_states(passes: Any) -> None:
+def test_a_context_is_read_once_for_all_caches_that_can_be_given_its_states() -> None:
     model = fresh_model("llama")
-    lengths = passes(model)
     caches = named(model, "dynamic", "int4", "static", "sink", "offloaded", "transformers:dynamic")
-    run(model, [sample()], caches)
-    assert lengths.count(CONTEXT) == 1
-    lengths.clear()
-    run(model, [sample()], [*caches, *named(model, "transformers:static"), of_class(OtherPackage, model)])
-    assert lengths.count(CONTEXT) == 3
-    lengths.clear()
-    run(model, [sample()], caches, chunk=CONTEXT // 2)
-    assert lengths.count(CONTEXT // 2) == 2 * len(caches)
+    others = [*named(model, "transformers:static"), of_class(OtherPackage, model)]
+    with passes_of(model) as passes:
+        run(model, [sample()], caches)
+        assert passes.count((1, CONTEXT)) == 1
+        run(model, [sample()], [*caches, *others])
+        assert passes.count((1, CONTEXT)) == 1 + 3
+        run(model, [sample()], caches, chunk=CONTEXT // 2)
+        assert passes.count((1, CONTEXT // 2)) == 2 * len(caches)
 
 
 def test_a_cache_that_changes_the_first_pass_reads_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -339,13 +320,10 @@ FORGETTING = (
 @pytest.mark.parametrize(
     ("family", "attention"), [("llama", "sdpa"), ("gemma3", "sdpa"), ("gpt2", "sdpa"), ("llama", "eager")]
 )
-def test_caches_that_evict_are_given_contexts_as_if_they_had_read_them(
-    family: str, attention: str, passes: Any
-) -> None:
+def test_caches_that_evict_are_given_contexts_as_if_they_had_read_them(family: str, attention: str) -> None:
     """To the last bit, for the question and for a token behind it. The context is read twice for all of them."""
-    model = fresh_model(family)
+    model, asked = fresh_model(family), sample()
     model.set_attn_implementation(attention)
-    lengths, asked = passes(model), sample()
     for name in FORGETTING:
         [contender] = named(model, name)
         read, given = contender.make(), SampleReader(model, asked, None).read(contender)
@@ -354,14 +332,13 @@ def test_caches_that_evict_are_given_contexts_as_if_they_had_read_them(
         given.append([7])
         assert torch.equal(given.logits, slow_read(model, read, [7], None)), name
         assert given.cache.nbytes == read.nbytes, name
-    lengths.clear()
-    outcomes = run(model, [asked], named(model, "dynamic", *FORGETTING))
-    assert lengths.count(CONTEXT) == 2
+    with passes_of(model) as passes:
+        outcomes = run(model, [asked], named(model, "dynamic", *FORGETTING))
+    assert passes.count((1, CONTEXT)) == 2
     assert [each.failure for each in outcomes] == [None] * len(outcomes)
     assert len({each.logprob for each in outcomes}) > len(FORGETTING) // 2
-    [looking] = named(model, FORGETTING[1])
     with pytest.raises(QueriesNeededError):
-        replay(context_states(model, asked.context_ids), looking.make())
+        replay(context_states(model, asked.context_ids), named(model, FORGETTING[1])[0].make())
 
 
 class LatterHalf(kvlayers.DynamicLayer):
@@ -373,53 +350,44 @@ class LatterHalf(kvlayers.DynamicLayer):
         return (keys[:, :, self.length // 2 :], values[:, :, self.length // 2 :]) if single else (keys, values)
 
 
-def test_the_question_is_read_in_pieces_of_its_own(passes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_question_is_read_in_pieces_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LatterHalf, "__module__", "kvlayers.made_up")
     model = fresh_model("llama")
     halves = Contender("package", "halves", lambda: kvlayers.Cache([LatterHalf() for _ in range(2)]))
-    lengths = passes(model)
     caches = [*named(model, "dynamic"), halves]
-    exact, found = run(model, [sample()], caches, question_chunk=1)
-    assert lengths.count(CONTEXT) == 1
-    assert lengths.count(QUESTION) == 0
+    with passes_of(model) as passes:
+        exact, found = run(model, [sample()], caches, question_chunk=1)
+    assert passes.count((1, CONTEXT)) == 1
+    assert passes.count((1, QUESTION)) == 0
     expected = slow_read(model, cache := halves.make(), sample().context_ids, None)
     for token in sample().question_ids:
         expected = slow_read(model, cache, [token], None)
-    given = SampleReader(model, sample(), None, 1).read(halves)
-    assert torch.equal(given.logits, expected)
+    assert torch.equal(SampleReader(model, sample(), None, 1).read(halves).logits, expected)
     at_once = run(model, [sample()], caches)
     assert found.logprob != pytest.approx(at_once[1].logprob)
     assert exact.logprob == pytest.approx(at_once[0].logprob, abs=1e-5)
-    with pytest.raises(OptionError, match="`question_chunk` must be at least 1 token, got 0"):
-        run(model, [sample()], caches, question_chunk=0)
     identity = run_identity(model, "tiny", "text", 0, None)
     assert run_identity(model, "tiny", "text", 0, None, 1) != identity
     assert run_identity(model, "tiny", "text", 0, None, None) == identity
 
 
-def test_a_cache_of_quanto_is_copied_and_reads_once(passes: Any) -> None:
-    pytest.importorskip("optimum.quanto")
-    model = fresh_model("llama")
-    asked = asked_variously(model)[2]
-    [contender] = named(model, "transformers:quanto")
-    lengths = passes(model)
-    outcome = run(model, [asked], [*named(model, "dynamic"), contender], chunk=CONTEXT)[-1]
-    assert lengths.count(CONTEXT) == 2
-    assert outcome.logprob == pytest.approx(slow_logprob(model, contender.make(), asked, CONTEXT), abs=1e-5)
-
-
 class Uncopyable(tf.DynamicCache):
+    """Reads again, as it cannot be copied."""
+
     def __deepcopy__(self, memo: Any) -> Any:
         raise RuntimeError("holds a stream")
 
 
-def test_a_cache_that_cannot_be_copied_reads_again(passes: Any) -> None:
+@pytest.mark.parametrize(("name", "reads"), [("transformers:quanto", 1), (None, 2)], ids=["a copy", "no copy"])
+def test_a_cache_that_can_be_copied_reads_once(name: str | None, reads: int) -> None:
     model = fresh_model("llama")
-    asked, contender = asked_variously(model)[2], of_class(Uncopyable, model)
-    lengths = passes(model)
-    outcome = run(model, [asked], [*named(model, "dynamic"), contender])[-1]
-    assert lengths.count(CONTEXT) == 3
-    assert outcome.logprob == pytest.approx(slow_logprob(model, contender.make(), asked, None), abs=1e-5)
+    if name is not None:
+        pytest.importorskip("optimum.quanto")
+    asked, [contender] = asked_variously(model)[2], named(model, name) if name else [of_class(Uncopyable, model)]
+    with passes_of(model) as passes:
+        outcome = run(model, [asked], [*named(model, "dynamic"), contender], chunk=CONTEXT)[-1]
+    assert passes.count((1, CONTEXT)) == 1 + reads
+    assert outcome.logprob == pytest.approx(slow_logprob(model, contender.make(), asked, CONTEXT), abs=1e-5)
 
 
 # Failures
@@ -428,19 +396,18 @@ def test_a_cache_that_cannot_be_copied_reads_again(passes: Any) -> None:
 class Full(kvlayers.DynamicCache):
     """Has room for few tokens."""
 
+    error: Exception = CapacityError("no more\nthan 100")
+
     def update(self, key_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if key_states.shape[2] > 100:
-            raise CapacityError("no more\nthan 100")
+            raise self.error
         return super().update(key_states, *args, **kwargs)
 
 
-class Broken(kvlayers.DynamicCache):
+class Broken(Full):
     """Fails at long passes, but not for want of room."""
 
-    def update(self, key_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        if key_states.shape[2] > 100:
-            raise RuntimeError("broken")
-        return super().update(key_states, *args, **kwargs)
+    error = RuntimeError("broken")
 
 
 class Undefined(kvlayers.DynamicCache):
@@ -451,12 +418,12 @@ class Undefined(kvlayers.DynamicCache):
         return keys, values * math.nan
 
 
-def test_a_failure_is_one_line_and_only_want_of_room_ends_a_cache(passes: Any) -> None:
+def test_a_failure_is_one_line_and_only_want_of_room_ends_a_cache() -> None:
     model = fresh_model("llama")
     samples = [sample(index, length) for index, length in enumerate((40, 120, 120, 160))]
     caches = [*named(model, "dynamic"), *(of_class(kind, model) for kind in (Full, Broken, Undefined))]
-    lengths = passes(model)
-    outcomes = run(model, samples, caches)
+    with passes_of(model) as passes:
+        outcomes = run(model, samples, caches)
     _, full, broken, undefined = ([each for each in outcomes if each.cache == cache.name] for cache in caches)
     assert [each.failure for each in full] == [None, *["CapacityError: no more than 100"] * 3]
     assert [each.failure for each in broken] == [None, *["RuntimeError: broken"] * 3]
@@ -465,7 +432,7 @@ def test_a_failure_is_one_line_and_only_want_of_room_ends_a_cache(passes: Any) -
     )
     assert (full[1].score, full[1].logprob, full[1].answer) == (None, None, "")
     # With every cache, but at a greater length not with the one that is known to be full.
-    assert (lengths.count(120), lengths.count(160)) == (2 * 4, 3)
+    assert (passes.count((1, 120)), passes.count((1, 160))) == (2 * 4, 3)
 
 
 def test_the_exact_cache_must_not_fail() -> None:
@@ -474,14 +441,21 @@ def test_the_exact_cache_must_not_fail() -> None:
         run(model, [sample(length=120)], [of_class(Broken, model)])
 
 
-def test_bad_arguments_are_refused_before_anything_is_computed(passes: Any) -> None:
+@pytest.mark.parametrize(
+    ("names", "chunks", "words"),
+    [
+        (["dynamic"], {"chunk": 0}, "`chunk` must be at least 1 token, got 0"),
+        (["dynamic"], {"question_chunk": 0}, "`question_chunk` must be at least 1 token, got 0"),
+        (["dynamic", "dynamic"], {}, "got kvlayers dynamic, kvlayers dynamic"),
+    ],
+)
+def test_bad_arguments_are_refused_before_anything_is_computed(
+    names: list[str], chunks: dict[str, int], words: str
+) -> None:
     model = fresh_model("llama")
-    lengths = passes(model)
-    with pytest.raises(OptionError, match="`chunk` must be at least 1 token, got 0"):
-        run(model, [sample()], named(model, "dynamic"), chunk=0)
-    with pytest.raises(OptionError, match="got kvlayers dynamic, kvlayers dynamic"):
-        run(model, [sample()], named(model, "dynamic", "dynamic"))
-    assert lengths == []
+    with passes_of(model) as passes, pytest.raises(OptionError, match=words):
+        run(model, [sample()], named(model, *names), **chunks)
+    assert passes == []
 
 
 # Results files
@@ -493,7 +467,7 @@ def outcomes_in(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()[1:]]
 
 
-def test_a_second_start_computes_only_what_is_missing(tmp_path: Path, passes: Any) -> None:
+def test_a_second_start_computes_only_what_is_missing(tmp_path: Path) -> None:
     model, path = fresh_model("llama"), tmp_path / "results.jsonl"
     identity = run_identity(model, "tiny", "text", 0, None)
     caches, samples = named(model, "dynamic", "int4", "sink"), [sample(index) for index in range(3)]
@@ -502,13 +476,13 @@ def test_a_second_start_computes_only_what_is_missing(tmp_path: Path, passes: An
     done = ResultsFile(path, identity)
     assert run(model, samples[:2], caches[:2], done=done, tick=ticks.append) == expected[:2] + expected[3:5]
     assert ticks == [f"needle, {CONTEXT} tokens: {each.name}" for each in caches[:2]] * 2
-    lengths = passes(model)
-    done = ResultsFile(path, identity)
-    run(model, samples[:2], caches[:2], done=done)
-    assert lengths == []
-    assert run(model, samples, caches, done=done) == expected
+    with passes_of(model) as passes:
+        done = ResultsFile(path, identity)
+        run(model, samples[:2], caches[:2], done=done)
+        assert passes == []
+        assert run(model, samples, caches, done=done) == expected
     # The first two with the cache that is new, and the third with all.
-    assert lengths.count(CONTEXT) == 3
+    assert passes.count((1, CONTEXT)) == 3
     assert [TaskOutcome(**each) for each in outcomes_in(path)] == [
         *expected[:2], *expected[3:5], expected[2], *expected[5:]
     ]  # fmt: skip
@@ -553,67 +527,43 @@ def test_a_file_that_was_cut_anywhere_goes_on_from_its_last_whole_line(tmp_path:
         assert path.read_bytes() == content
 
 
+OUTCOME = dataclasses.asdict(TaskOutcome("exact", "needle", 256, 0.5, 0, 1.0, -0.5, "yes"))
+NO_OUTCOMES: list[dict[str, Any]] = [
+    {"cache": ["exact"]}, {"task": {}}, {"length": "256"}, {"length": [1]}, {"index": None}, {"depth": "0.5"},
+    {"depth": 50}, {"score": "1"}, {"score": math.nan}, {"score": 2}, {"score": None}, {"score": True},
+    {"logprob": None}, {"logprob": -math.inf}, {"logprob": "x"}, {"answer": None}, {"failure": 3},
+    {"failure": "it failed"},
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("content", "changes", "words"),
     [
-        ({"seed": 1}, r"is of another run, with seed 0 \(now 1\): name another file"),
-        ({"versions": {"torch": "2.1"}}, r"versions.torch 2.0 \(now 2.1\)"),
-        ({"seed": 1, "chunk": 8}, r"seed 0 \(now 1\), chunk None \(now 8\)"),
+        ("HEADER", {"seed": 1}, r"is of another run, with seed 0 \(now 1\): name another file"),
+        ("HEADER", {"versions": {"torch": "2.1"}}, r"versions.torch 2.0 \(now 2.1\)"),
+        ("HEADER", {"seed": 1, "chunk": 8}, r"seed 0 \(now 1\), chunk None \(now 8\)"),
+        ("My notes", {}, "it does not begin as such a file"),
+        ("My notes\n", {}, "line 1 is not JSON"),
+        ('{"a": 1}\n', {}, "it does not begin as such a file"),
+        ("[]\n", {}, "line 1 is no object"),
+        ('{"format": "kvlayers task results", "version": 9, "run": {}}\n', {}, "version 9 of the format"),
+        ('HEADER{"cache": "exact"}\n', {}, "line 2 is no outcome"),
+        ("HEADER\x00\x00\n", {}, "line 2 is not JSON"),
+        ("HEADER" + "[" * 100_000 + "\n", {}, "line 2 is not JSON"),
+        *((f"HEADER{json.dumps(OUTCOME | wrong)}\n", {}, "line 2 is no outcome") for wrong in NO_OUTCOMES),
     ],
 )
-def test_the_file_of_another_run_is_refused_as_it_is(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
-    path = tmp_path / "results"
-    ResultsFile(path, IDENTITY)
-    before = path.read_bytes()
-    with pytest.raises(ResultsFileError, match=words):
-        ResultsFile(path, {**IDENTITY, **changes})
-    assert path.read_bytes() == before
-
-
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        (b"My notes", "it does not begin as such a file"),
-        (b"My notes\n", "line 1 is not JSON"),
-        (b'{"a": 1}\n', "it does not begin as such a file"),
-        (b'[]\n', "line 1 is no object"),
-        (b'{"format": "kvlayers task results", "version": 9, "run": {}}\n', "version 9 of the format"),
-        (b'HEADER{"cache": "exact"}\n', "line 2 is no outcome"),
-        (b"HEADER\x00\x00\n", "line 2 is not JSON"),
-        (b"HEADER" + b"[" * 100_000 + b"\n", "line 2 is not JSON"),
-    ],
-)  # fmt: skip
-def test_other_files_are_refused_as_they_are(tmp_path: Path, content: bytes, words: str) -> None:
-    path = tmp_path / "results"
-    ResultsFile(path, IDENTITY)
-    path.write_bytes(content.replace(b"HEADER", path.read_bytes()))
-    before = path.read_bytes()
-    with pytest.raises(ResultsFileError, match=words):
-        ResultsFile(path, IDENTITY)
-    assert path.read_bytes() == before
-
-
-OUTCOME = dataclasses.asdict(TaskOutcome("exact", "needle", 256, 0.5, 0, 1.0, -0.5, "yes"))
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"cache": ["exact"]}, {"task": {}}, {"length": "256"}, {"length": [1]}, {"index": None}, {"depth": "0.5"},
-        {"depth": 50}, {"score": "1"}, {"score": math.nan}, {"score": 2}, {"score": None}, {"score": True},
-        {"logprob": None}, {"logprob": -math.inf}, {"logprob": "x"}, {"answer": None}, {"failure": 3},
-        {"failure": "it failed"},
-    ],
-)  # fmt: skip
-def test_outcomes_that_no_run_writes_are_refused(tmp_path: Path, wrong: dict[str, Any]) -> None:
+def test_other_files_are_refused_as_they_are(tmp_path: Path, content: str, changes: dict[str, Any], words: str) -> None:
     path = tmp_path / "results"
     ResultsFile(path, IDENTITY)
     header = path.read_text()
     path.write_text(f"{header}{json.dumps(OUTCOME)}\n")
     ResultsFile(path, IDENTITY)
-    path.write_text(f"{header}{json.dumps(OUTCOME | wrong)}\n")
-    with pytest.raises(ResultsFileError, match="line 2 is no outcome"):
-        ResultsFile(path, IDENTITY)
+    path.write_text(content.replace("HEADER", header))
+    before = path.read_bytes()
+    with pytest.raises(ResultsFileError, match=words):
+        ResultsFile(path, IDENTITY | changes)
+    assert path.read_bytes() == before
 
 
 def test_a_place_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:

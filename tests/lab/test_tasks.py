@@ -5,6 +5,7 @@ import hashlib
 import random
 import re
 import types
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -264,49 +265,47 @@ def test_scores_of_answers(answer: str, expected: tuple[str, ...], score: float)
     assert answer_score(answer, expected) == pytest.approx(score)
 
 
-def test_a_task_of_another_package() -> None:
-    @register_task
-    class Password(Task):
-        name = "password"
+@pytest.fixture
+def task_of() -> Iterator[Callable[..., type[Task]]]:
+    """Registers a task of another package, called "other", with a question, an answer and the expected words."""
 
-        @override
-        def text(self, haystack: Haystack, length: int, depth: float, chooser: random.Random) -> TaskText:
-            word = chooser.choice(["apple", "cherry"])
-            needle = Needle(f"The password is {word}.", depth)
-            return TaskText("Remember the password.", (needle,), "\n\nThe password is", f" {word}", (word,))
+    def register(answer: str, *expected: str) -> type[Task]:
+        @register_task
+        class OtherTask(Task):
+            name = "other"
 
-    try:
-        assert "password" in task_names()
-        [sample] = made(["password"], lengths=[300], depths=[1])
-        assert spoken(sample.context_ids).endswith(f" The password is {sample.answers[0]}.")
-        assert len(sample.context_ids) + len(sample.question_ids) == 300
-        with pytest.raises(RegistryError, match="already registered"):
-            register_task(Password)
-    finally:
-        unregister_task("password")
-    assert task_names() == list(TASKS)
+            @override
+            def text(self, haystack: Haystack, length: int, depth: float, chooser: random.Random) -> TaskText:
+                needle = Needle("The password is apple.", depth)
+                return TaskText("Remember the password.", (needle,), "\n\nThe password is", answer, expected)
+
+        return OtherTask
+
+    yield register
+    unregister_task("other")
+
+
+def test_a_task_of_another_package(task_of: Any) -> None:
+    other = task_of(" apple", "apple")
+    assert task_names() == sorted([*TASKS, "other"])
+    [sample] = made(["other"], lengths=[300], depths=[1])
+    assert spoken(sample.context_ids).endswith(f" The password is {sample.answers[0]}.")
+    assert len(sample.context_ids) + len(sample.question_ids) == 300
+    with pytest.raises(RegistryError, match="already registered"):
+        register_task(other)
 
 
 def test_what_is_no_task() -> None:
+    assert task_names() == list(TASKS)
     with pytest.raises(RegistryError, match="derived from kvlayers_lab.tasks.Task, got <class 'dict'>"):
         register_task(dict)  # type: ignore[type-var]
 
 
-@pytest.mark.parametrize(("answer", "expected"), [("", ("word",)), (" word", ())])
-def test_a_task_without_an_answer(answer: str, expected: tuple[str, ...]) -> None:
-    @register_task
-    class Unanswered(Task):
-        name = "unanswered"
-
-        @override
-        def text(self, haystack: Haystack, length: int, depth: float, chooser: random.Random) -> TaskText:
-            return TaskText("Begin.", (), "\nEnd", answer, expected)
-
-    try:
-        with pytest.raises(OptionError, match="The task 'unanswered' must have an answer"):
-            made(["unanswered"])
-    finally:
-        unregister_task("unanswered")
+@pytest.mark.parametrize("texts", [("", "word"), (" word",)])
+def test_a_task_without_an_answer(task_of: Any, texts: tuple[str, ...]) -> None:
+    task_of(*texts)
+    with pytest.raises(OptionError, match="The task 'other' must have an answer"):
+        made(["other"])
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """`fidelity` and `calibrate` name the head whose keys lose far more than those of the others."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -60,16 +60,15 @@ def test_the_head_is_named_with_what_mends_it(layer: int, head: int) -> None:
     assert "backend='kivi'" in seen.sentence
 
 
-def test_what_mends_it_does() -> None:
-    model = model_with_a_large_channel()
-    assert found(model, "native") is None
-    assert found(model, "kivi") is None
-
-
-@pytest.mark.parametrize("backend", ["native", "kivi", NAME])
-@pytest.mark.parametrize("nbits", [2, 4])
-def test_even_heads_are_not_warned_of(backend: str, nbits: int) -> None:
-    assert found(fresh_model("llama"), backend, nbits) is None
+@pytest.mark.parametrize(
+    ("make", "backend", "nbits"),
+    [
+        *((model_with_a_large_channel, backend, 4) for backend in ("native", "kivi")),
+        *((lambda: fresh_model("llama"), backend, nbits) for backend in ("native", "kivi", NAME) for nbits in (2, 4)),
+    ],
+)
+def test_what_mends_it_does_and_even_heads_are_not_warned_of(make: Callable[[], Any], backend: str, nbits: int) -> None:
+    assert found(make(), backend, nbits) is None
 
 
 def test_a_cache_that_rounds_nothing_has_no_such_head() -> None:

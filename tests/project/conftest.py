@@ -1,6 +1,7 @@
 """What tests of the benchmarks share."""
 
 import importlib
+import json
 import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,3 +20,15 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Any]]:
     threads = torch.get_num_threads()
     yield importlib.import_module
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def found_by(tmp_path: pathlib.Path) -> Callable[..., Any]:
+    """Runs a benchmark with some arguments, which must end with a code, and returns what it has written."""
+    output = tmp_path / "found.json"
+
+    def run(benchmark: Any, *arguments: str, code: int = 0) -> Any:
+        assert benchmark.main([*arguments, "--output", str(output)]) == code
+        return json.loads(output.read_text())
+
+    return run

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import pathlib
 import re
 from typing import Any
@@ -95,47 +96,45 @@ def test_a_bound_decides(claimed: Any) -> None:
     assert [most.holds(value) for value in (1.9, 2, 2.1, math.nan, -math.inf)] == [True, True, False, False, False]
 
 
+def failing(run: Any) -> Any:
+    raise RuntimeError("no more")
+
+
 @versions.benchmarks_of_transformers
 def test_what_is_recorded_is_replaced_measurement_by_measurement(
-    claims: Any, claimed: Any, record: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+    claims: Any, claimed: Any, record: Any, found_by: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
 ) -> None:
-    def failing(run: Any) -> Any:
-        raise RuntimeError("no more")
-
+    parts = ("claims", "steps", "table", "headline")
+    markers = [line for part in parts for line in claimed.pages.markers(part, "claims")]
     for name in ("BENCHMARKS", "README", "HOME", "CHOOSING"):
         path = tmp_path / f"{name}.md"
-        markers = [
-            line for part in ("claims", "steps", "table", "headline") for line in claimed.pages.markers(part, "claims")
-        ]
         path.write_text("\n".join(["before", *markers, "after"]))
         monkeypatch.setattr(claimed, name, path)
-    page, prompts = claimed.BENCHMARKS, claimed.pages.newest("prompts")
+    prompts = claimed.pages.newest("prompts")
     window = {"window": {claimed.DYNAMIC: {claimed.BYTES_OF_TRANSFORMERS: 0.125}}}
     monkeypatch.setattr(claimed.pages, "RECORDED", tmp_path)
     monkeypatch.setattr(claims, "MEASUREMENTS", {"window": lambda run: window, "offload": failing})
     monkeypatch.setattr(claims.plots, "PICTURE", tmp_path / "readme.svg")
     (tmp_path / "claims-2020-01-01.json").write_text(json.dumps({"results": {"claims": record}}))
     (tmp_path / "prompts-2020-01-01.json").write_text(json.dumps(prompts))
-    assert claims.main(["--record", "--output", str(tmp_path / "found.json")]) == 1
+    assert found_by(claims, "--record", code=1)["failures"] == {"offload": "RuntimeError: no more"}
     (path,) = tmp_path.glob("claims-*.json")
     assert path.name != "claims-2020-01-01.json"
     kept = json.loads(path.read_text())["results"]["claims"]
     assert kept == {**record, "window": {**kept["window"], "cells": window["window"]}}
     assert "</svg>" in (tmp_path / "readme.svg").read_text()
-    assert json.loads((tmp_path / "found.json").read_text())["failures"] == {"offload": "RuntimeError: no more"}
-    assert page.read_text().startswith("before\n")
-    assert page.read_text().endswith("after")
-    assert "≤ 0.20 (0.125)" in page.read_text()
+    page = claimed.BENCHMARKS.read_text()
+    assert page.startswith("before\n")
+    assert page.endswith("after")
+    assert "≤ 0.20 (0.125)" in page
 
 
 @versions.benchmarks_of_transformers
 def test_what_a_machine_lacks_a_model_for_is_skipped_and_keeps_its_record(
-    claims: Any, claimed: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+    claims: Any, found_by: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    output = tmp_path / "found.json"
-    assert claims.main(["--only", "gemma", "--output", str(output)]) == 0
-    written = json.loads(output.read_text())
+    written = found_by(claims, "--only", "gemma")
     assert written["results"]["claims"] == written["failures"] == {}
     assert list(written["skipped"]) == ["gemma"]
     assert "--gemma" in written["skipped"]["gemma"]
@@ -147,13 +146,12 @@ QUICK = ("window", "offload", "update", "sinks", "latents", "prefix", "gemma", "
 
 @versions.benchmarks_of_transformers
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=[pytest.mark.nightly, pytest.mark.slow])])
-def test_quick_runs_measure_the_claims(claims: Any, claimed: Any, every: bool, tmp_path: pathlib.Path) -> None:
-    output, threads = tmp_path / "found.json", torch.get_num_threads()
+def test_quick_runs_measure_the_claims(claims: Any, claimed: Any, found_by: Any, every: bool) -> None:
+    threads = torch.get_num_threads()
     assert set(claims.MEASUREMENTS) == {group.measurement for group in claimed.GROUPS}
     names = tuple(claims.MEASUREMENTS) if every else QUICK
-    assert claims.main(["--quick", "--only", ",".join(names), "--threads", "1", "--output", str(output)]) == 0
+    written = found_by(claims, "--quick", "--only", ",".join(names), "--threads", "1")
     assert torch.get_num_threads() == threads
-    written = json.loads(output.read_text())
     assert written["failures"] == {}
     for group in (each for each in claimed.GROUPS if each.measurement in names):
         for claim in group.claims:
@@ -212,12 +210,11 @@ BROKEN = {
     "name", [pytest.param(name, marks=[pytest.mark.nightly] if name == "graphs" else []) for name in BROKEN]
 )
 def test_a_cache_with_other_states_fails(
-    claims: Any, name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+    claims: Any, found_by: Any, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     BROKEN[name](claims, monkeypatch)
-    output = tmp_path / "found.json"
-    assert claims.main(["--quick", "--only", name, "--threads", "1", "--output", str(output)]) == 1
-    assert re.search("other tokens|logits in float32", json.loads(output.read_text())["failures"][name])
+    written = found_by(claims, "--quick", "--only", name, "--threads", "1", code=1)
+    assert re.search("other tokens|logits in float32", written["failures"][name])
 
 
 @versions.benchmarks_of_transformers
@@ -263,3 +260,87 @@ def test_table_and_picture_say_the_same(plots: Any, record: Any) -> None:
         assert drawn[claimed.MEGABYTES] / base[claimed.MEGABYTES] == pytest.approx(
             cells[row][claimed.OF_DENSE], rel=0.02
         )
+
+
+# Other records
+
+BY_PAGES = ("claimed", "demo", "gpu_tables", "prompt_tables")
+BY_BENCHMARKS = ("outliers", "rows", "documents", "peers", "sessions", "memory", "tasks")
+
+
+@pytest.mark.parametrize(
+    "writer",
+    [*BY_PAGES, *(pytest.param(name, marks=versions.benchmarks_of_transformers) for name in BY_BENCHMARKS)],
+)
+def test_pages_have_what_is_recorded(script: Any, writer: str) -> None:
+    for path, due in script(writer).written_pages().items():
+        if os.environ.get("KVLAYERS_WRITE_DOCS"):
+            path.write_text(due)
+        assert path.read_text() == due, f"{path} lacks recorded figures: run its benchmark with --write"
+
+
+@versions.benchmarks_of_transformers
+def test_what_stands_between_markers_is_written(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    pages, found = script("pages"), set()
+
+    def noted(by: str, texts: Any) -> Any:
+        found.update((path, pages.markers(name, by)[0]) for path, name in texts)
+        return {}
+
+    monkeypatch.setattr(pages, "written", noted)
+    for writer in (*BY_PAGES, *BY_BENCHMARKS):
+        script(writer).written_pages()
+    there = (pages.ROOT / "README.md", *pages.DOCS.rglob("*.md"))
+    assert found == {(path, begin) for path in there for begin in re.findall(r"<!-- .*? by .*? -->", path.read_text())}
+
+
+def test_of_a_stage_figures_and_what_is_wrong_are_recorded(
+    script: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    gpu_tables = script("gpu_tables")
+    figures = {"ms a step": {"int4": {"8 x 1": 12.35}}, "GB/s": {"a copy": 3.0}}
+    step = {"status": "wrong", "figures": figures, "wrong": ["int4: an error " + 500 * "."]}
+    found = {"date": "2026-11-30 01:00", "versions": {}, "hardware": {"gpu": "GPU"}, "stage": "first"}
+    details = {"8 x 1": {"ms": {"int4": [1.0, 2.0, 3.0, 4.0]}}, "test.py": {"output": 5000 * "."}}
+    (tmp_path / "first.json").write_text(
+        json.dumps({**found, "results": {"gpu": {"decoding": {**step, "details": details}}}})
+    )
+    monkeypatch.setattr(gpu_tables.pages, "RECORDED", tmp_path)
+    gpu_tables.record(tmp_path / "first.json")
+    kept = {**step, "wrong": [step["wrong"][0][: gpu_tables.LONGEST_TEXT]]}  # type: ignore[index]
+    assert gpu_tables.read() == {**found, "results": {"gpu": {"decoding": kept}}}
+
+
+PRINTED = """
+SmolLM2-135M-Instruct in bfloat16 on cpu, torch threads: 2. Prompt: 4105 tokens,
+4096 of them from the Python documentation.
+
+...what follows from it.
+
+ Library       Cache    Predictions         Prompt         Step      Held
+ ────────────────────────────────────────────────────────────────────────
+ transformers  dynamic  reference           5.52 s  81.1 ms ±1%  90.9 MiB
+
+Prompt: the forward pass over 4105 tokens.
+│ transformers │ 5.1 s │
+{summary}Next: `kvlayers bench` and more.
+"""
+SUMMARY = "With kvlayers, dynamic decodes 3.0 times as fast\nas transformers' DynamicCache.\n"
+
+
+@pytest.mark.parametrize("summary", ["", SUMMARY])
+def test_of_the_demo_the_table_and_the_summary_are_shown(script: Any, summary: str) -> None:
+    demo = script("demo")
+    shown = demo.shown_of(PRINTED.format(summary=summary))
+    at = {"date": "2026-11-29T01", "hardware": {"cpu": "CPU", "threads": 2}, "versions": {"transformers": "5.24.0"}}
+    block = demo.block({**at, "results": {"demo": shown}})
+    assert block.startswith("```\n Library       Cache ")
+    assert "│" not in block
+    assert summary.rstrip() in block
+    assert ("With kvlayers" in block) == bool(summary)
+    assert block.endswith(
+        f"```\n\n{demo.LEGEND}\n\n"
+        "That was SmolLM2-135M-Instruct in bfloat16 (weights of 4 and 8 bits, converted) after 4,105 tokens (CPU, "
+        "2 threads, transformers 5.24.0, "
+        "2026-11-29)."
+    )

@@ -81,7 +81,6 @@ def test_the_python_of_a_page_runs(
     if name_of(page) in ("static.md", "recipes/compile.md"):
         # Run graphs as they are. Inductor would take ten seconds here, and other tests compile such graphs with it.
         monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", lambda graph, *_, **__: graph.forward)
-    if name_of(page) in ("static.md", "recipes/compile.md"):
         versions.need_since("5.4", "compiled decode loops without cache_position")
     if name_of(page) == "rows.md":
         versions.need_since("5.2", "continuous batching on a CPU")

@@ -1,5 +1,6 @@
 """The script for a GPU runs on a CPU, keeps to its budget, and goes on after a failure."""
 
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -59,22 +60,32 @@ def test_bad_arguments_are_refused(gpu: Any, tmp_path: Path, capsys: pytest.Capt
 
 
 @pytest.fixture
-def stages(gpu: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+def stage(gpu: Any) -> Any:
+    return importlib.import_module("lib.gpu_stage")
+
+
+@pytest.fixture
+def model_check(gpu: Any) -> Any:
+    return importlib.import_module("lib.gpu_model")
+
+
+@pytest.fixture
+def run_steps(gpu: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """Runs steps as a stage; returns their entries by name, and the exit code."""
-    from lib import gpu_stage
 
     def run(*steps: Any, budget: float = 500) -> tuple[dict[str, Any], int]:
         monkeypatch.setitem(gpu.STAGES, "check", steps)
         code = gpu.main(["check", *ON_CPU, "--budget", str(budget), "--output", str(tmp_path)])
         return steps_in(tmp_path, "check"), code
 
-    run.stage = gpu_stage  # type: ignore[attr-defined]
     return run
 
 
-def test_a_failure_does_not_stop_the_rest(stages: Any) -> None:
-    stage = stages.stage
+def statuses(entries: dict[str, Any]) -> dict[str, str]:
+    return {name: entry["status"] for name, entry in entries.items()}
 
+
+def test_a_failure_does_not_stop_the_rest(run_steps: Any, stage: Any) -> None:
     def fails(setup: Any) -> Any:
         raise RuntimeError("the kernel is missing")
 
@@ -85,36 +96,22 @@ def test_a_failure_does_not_stop_the_rest(stages: Any) -> None:
         found.details |= {"dtype": torch.float16, ("a", "tuple"): 2}
         return found
 
-    entries, code = stages(
-        stage.Step("fails", 1, fails),
-        stage.Step("is wrong", 1, is_wrong),
-        stage.Step("is right", 1, lambda setup: stage.Findings()),
-    )
-    assert {name: entry["status"] for name, entry in entries.items()} == {
-        "fails": "failed",
-        "is wrong": "wrong",
-        "is right": "done",
-    }
-    assert code == 2
-    assert entries["fails"]["error"].startswith("RuntimeError: the kernel is missing")
-    assert entries["is wrong"]["details"].pop("seconds") >= 0
-    assert entries["is wrong"]["details"] == {"dtype": "torch.float16"}
-
-
-def test_a_step_that_does_not_fit_the_budget_is_skipped(stages: Any) -> None:
-    stage = stages.stage
-
     def nothing(setup: Any) -> Any:
         return stage.Findings()
 
-    entries, code = stages(stage.Step("long", 6000, nothing), stage.Step("short", 20, nothing), budget=60)
-    assert [entry["status"] for entry in entries.values()] == ["skipped", "done"]
+    steps = {"fails": fails, "is wrong": is_wrong, "is right": nothing}
+    entries, code = run_steps(*(stage.Step(name, 1, step) for name, step in steps.items()))
+    assert (statuses(entries), code) == ({"fails": "failed", "is wrong": "wrong", "is right": "done"}, 2)
+    assert entries["fails"]["error"].startswith("RuntimeError: the kernel is missing")
+    assert entries["is wrong"]["details"].pop("seconds") >= 0
+    assert entries["is wrong"]["details"] == {"dtype": "torch.float16"}
+    # A step that does not fit the budget is skipped.
+    entries, code = run_steps(stage.Step("long", 6000, nothing), stage.Step("short", 20, nothing), budget=60)
+    assert (statuses(entries), code) == ({"long": "skipped", "short": "done"}, 0)
     assert "of the budget are left" in entries["long"]["error"]
-    assert code == 0
 
 
-def test_a_step_of_several_shapes_is_cut_short(stages: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    stage = stages.stage
+def test_a_step_of_several_shapes_is_cut_short(run_steps: Any, stage: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(stage.time, "monotonic", lambda: now[0])
 
@@ -125,23 +122,23 @@ def test_a_step_of_several_shapes_is_cut_short(stages: Any, monkeypatch: pytest.
             found.add("a step", shape, "ms", column=f"{shape} x 1")
         return found
 
-    entries, code = stages(stage.Step("shapes", 60, shapes, least=10), budget=75)
-    assert entries["shapes"]["status"] == "cut short"
+    entries, code = run_steps(stage.Step("shapes", 60, shapes, least=10), budget=75)
+    assert (statuses(entries), code) == ({"shapes": "cut short"}, 0)
     assert list(entries["shapes"]["figures"]["ms"]["a step"]) == ["10 x 1", "20 x 1", "40 x 1"]
     assert entries["shapes"]["cut"] == ["80"]
-    assert code == 0
 
 
-def test_a_process_that_is_stopped_takes_those_that_it_started_with_it(stages: Any, tmp_path: Path) -> None:
+def test_a_process_that_is_stopped_takes_those_that_it_started_with_it(stage: Any, tmp_path: Path) -> None:
     script = (
         "import subprocess, sys; print('begun'); subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])"
     )
-    ended = stages.stage.run_process([sys.executable, "-u", "-c", script], 3, {}, tmp_path)
-    assert ended == stages.stage.Ended(stages.stage.STOPPED, "begun\n")
+    ended = stage.run_process([sys.executable, "-u", "-c", script], 3, {}, tmp_path)
+    assert ended == stage.Ended(stage.STOPPED, "begun\n")
 
 
-def test_a_process_without_its_device_lets_others_go_on(stages: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    stage = stages.stage
+def test_a_process_without_its_device_lets_others_go_on(
+    run_steps: Any, stage: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked = []
 
     def lost(setup: Any) -> None:
@@ -149,21 +146,20 @@ def test_a_process_without_its_device_lets_others_go_on(stages: Any, monkeypatch
 
     def ran_elsewhere(command: list[str], *options: Any) -> Any:
         asked.append(command)
-        if "second" in command:
-            findings = Path(command[command.index("--findings") + 1])
-            findings.write_text(json.dumps({"figures": {}, "details": {"part": "elsewhere"}}))
-            return stage.Ended(0, "")
-        return stage.Ended(1, "no device either")
+        if "second" not in command:
+            return stage.Ended(1, "no device either")
+        findings = Path(command[command.index("--findings") + 1])
+        findings.write_text(json.dumps({"figures": {}, "details": {"part": "elsewhere"}}))
+        return stage.Ended(0, "")
 
     monkeypatch.setattr(stage.Setup, "synchronize", lost)
     monkeypatch.setattr(stage, "run_process", ran_elsewhere)
     steps = [stage.Step(name, 1, lambda setup: stage.Findings()) for name in ("first", "second", "third")]
-    entries, code = stages(*steps)
-    assert [entry["status"] for entry in entries.values()] == ["done", "done", "wrong"]
+    entries, code = run_steps(*steps)
+    assert (statuses(entries), code) == ({"first": "done", "second": "done", "third": "wrong"}, 1)
     assert entries["second"]["details"] == {"part": "elsewhere"}
     assert "no device either" in entries["third"]["wrong"][0]
     assert len(asked) == 2
-    assert code == 1
 
 
 def test_a_step_runs_in_a_process_of_its_own(gpu: Any, tmp_path: Path) -> None:
@@ -173,29 +169,24 @@ def test_a_step_runs_in_a_process_of_its_own(gpu: Any, tmp_path: Path) -> None:
     assert {"figures", "wrong", "missing", "cut", "details"} == set(json.loads(findings.read_text()))
 
 
-def test_a_cache_with_other_logits_is_named(gpu: Any) -> None:
-    from lib import gpu_model, gpu_stage
-
+def test_a_cache_with_other_logits_is_named(model_check: Any, stage: Any) -> None:
     expected = torch.randn(2, 50)
     for seen, lines in ((expected, 0), (1.02 * expected, 0), (-expected, 1), (torch.full((2, 50), torch.nan), 1)):
-        found = gpu_stage.Findings()
-        gpu_model.compare_logits(found, gpu_model.DYNAMIC, expected, seen, 0.05)
+        found = stage.Findings()
+        model_check.compare_logits(found, model_check.DYNAMIC, expected, seen, 0.05)
         assert len(found.wrong) == lines, found.wrong
 
 
 @pytest.mark.parametrize("name", ["kvlayers int4", "kvlayers int8", "kvlayers fp8"])
 def test_a_packed_cache_is_compared_with_the_states_that_it_gives_back(
-    gpu: Any, name: str, monkeypatch: pytest.MonkeyPatch
+    model_check: Any, stage: Any, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from lib import gpu_model, gpu_stage
-
-    setup = gpu_stage.Setup(torch.device("cpu"), True, 1e9)
-    model = gpu_model.llama(setup, gpu_model.QUICK)
-
-    dense, makers = gpu_model.as_dense, {name: gpu_model.CACHES[name]}
+    setup = stage.Setup(torch.device("cpu"), True, 1e9)
+    model, makers = model_check.llama(setup, model_check.QUICK), {name: model_check.CACHES[name]}
+    dense = model_check.as_dense
     for factor, lines in ((1, 0), (1.5, 1)):
-        monkeypatch.setattr(gpu_model, "as_dense", lambda states, factor=factor: factor * dense(states))
-        found = gpu_stage.Findings()
+        monkeypatch.setattr(model_check, "as_dense", lambda states, factor=factor: factor * dense(states))
+        found = stage.Findings()
         with torch.no_grad():
-            gpu_model.check_decoding(setup, model, makers, 300, 1, found)
+            model_check.check_decoding(setup, model, makers, 300, 1, found)
         assert len([line for line in found.wrong if "logits differ" in line]) == len(found.wrong) == lines

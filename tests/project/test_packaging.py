@@ -97,16 +97,33 @@ def copy_of_sources(sources: pathlib.Path, year: int) -> None:
         os.utime(path, ((year - 1970) * 31_557_600.0,) * 2)
 
 
+def ran(command: list[str], **how: Any) -> "subprocess.CompletedProcess[str]":
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=2000, **how)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
 def built_from(sources: pathlib.Path, *options: str, **variables: str) -> dict[str, bytes]:
     """What `build` makes of sources, by name."""
     output = sources.with_name(f"{sources.name}-dist")
     outside = ("SOURCE_DATE_EPOCH", "KVLAYERS_WHEEL_CXX")
     kept = {name: value for name, value in os.environ.items() if name not in outside}
-    environment = {**kept, "KVLAYERS_WHEEL": "any", **variables}
     command = [sys.executable, "-m", "build", "--no-isolation", *options, "--outdir", str(output), str(sources)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=2000)
-    assert done.returncode == 0, done.stdout + done.stderr
+    ran(command, env={**kept, "KVLAYERS_WHEEL": "any", **variables})
     return {path.name: path.read_bytes() for path in output.iterdir()}
+
+
+def written(files: dict[str, bytes], ending: str, folder: pathlib.Path) -> pathlib.Path:
+    """The one file whose name ends so, in a folder."""
+    ((name, content),) = (each for each in files.items() if each[0].endswith(ending))
+    (folder / name).write_bytes(content)
+    return folder / name
+
+
+def files_of(sources: pathlib.Path) -> set[str]:
+    """The files of a package, from the folder that it is in."""
+    there = (path for path in sources.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+    return {path.relative_to(sources.parent).as_posix() for path in there}
 
 
 @pytest.fixture(scope="module")
@@ -116,10 +133,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def wheel(files: dict[str, bytes], tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
-    (name,) = (name for name in files if name.endswith(".whl"))
-    path = tmp_path_factory.mktemp("wheel") / name
-    path.write_bytes(files[name])
-    return zipfile.ZipFile(path)
+    return zipfile.ZipFile(written(files, ".whl", tmp_path_factory.mktemp("wheel")))
 
 
 @pytest.fixture(scope="module")
@@ -143,30 +157,17 @@ def test_the_lab_is_built_apart_and_joins_the_command(tmp_path: pathlib.Path) ->
     copy_of_sources(tmp_path / "kvlayers", 2021)
     files = built_here(tmp_path / "kvlayers" / "lab")
     version = kvlayers.__version__
-    wheel = f"kvlayers_lab-{version}-py3-none-any.whl"
-    assert sorted(files) == [wheel, f"kvlayers_lab-{version}.tar.gz"]
-    (tmp_path / wheel).write_bytes(files[wheel])
-    sources = ROOT / "lab" / "src"
-    expected = {
-        path.relative_to(sources).as_posix()
-        for path in sources.rglob("*")
-        if path.is_file() and "__pycache__" not in path.parts
-    }
-    with zipfile.ZipFile(tmp_path / wheel) as archive:
+    assert sorted(files) == [f"kvlayers_lab-{version}-py3-none-any.whl", f"kvlayers_lab-{version}.tar.gz"]
+    with zipfile.ZipFile(written(files, ".whl", tmp_path)) as archive:
         about = f"kvlayers_lab-{version}.dist-info"
-        assert {name for name in archive.namelist() if not name.startswith(about)} == expected
+        seen = {name for name in archive.namelist() if not name.startswith(about)}
+        assert seen == files_of(ROOT / "lab" / "src" / "kvlayers_lab")
         assert "[kvlayers.commands]" in archive.read(f"{about}/entry_points.txt").decode()
 
 
 def test_the_wheel_is_the_package_and_nothing_else(wheel: zipfile.ZipFile) -> None:
-    sources = ROOT / "src" / "kvlayers"
-    expected = {
-        f"kvlayers/{path.relative_to(sources).as_posix()}"
-        for path in sources.rglob("*")
-        if path.is_file() and "__pycache__" not in path.parts
-    }
     seen = set(wheel.namelist())
-    assert {name for name in seen if not name.startswith(information())} == expected
+    assert {name for name in seen if not name.startswith(information())} == files_of(ROOT / "src" / "kvlayers")
     assert {
         "kvlayers/py.typed",
         "kvlayers/kernels/attention/cpu/kernel.cpp",
@@ -175,10 +176,8 @@ def test_the_wheel_is_the_package_and_nothing_else(wheel: zipfile.ZipFile) -> No
 
 
 def test_the_metadata_says_what_it_needs_and_what_it_is(metadata: email.message.Message) -> None:
-    assert metadata["Name"] == "kvlayers"
-    assert metadata["Version"] == kvlayers.__version__
-    assert metadata["License-Expression"] == "Apache-2.0"
-    assert metadata["Requires-Python"] == ">=3.10"
+    facts = {"Name": "kvlayers", "Version": kvlayers.__version__, "License-Expression": "Apache-2.0"}
+    assert dict(metadata.items()).items() >= {**facts, "Requires-Python": ">=3.10"}.items()
     assert "Typing :: Typed" in metadata.get_all("Classifier", [])
     always = [needed for needed in metadata.get_all("Requires-Dist", []) if "extra ==" not in needed]
     names = {re.split(r"[<>=!~;\[ ]", needed)[0] for needed in always}
@@ -203,18 +202,12 @@ def test_the_long_description_links_to_no_file_of_the_repository(metadata: email
 @pytest.mark.nightly
 def test_twine_takes_what_is_built(files: dict[str, bytes], tmp_path: pathlib.Path) -> None:
     pytest.importorskip("twine", reason="no twine here: `make test` installs it with the extra dev")
-    for name, content in files.items():
-        (tmp_path / name).write_bytes(content)
-    command = [sys.executable, "-m", "twine", "check", "--strict", *map(str, tmp_path.iterdir())]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("PASSED") == 2
+    made = [str(written(files, ending, tmp_path)) for ending in (".whl", ".tar.gz")]
+    assert ran([sys.executable, "-m", "twine", "check", "--strict", *made]).stdout.count("PASSED") == 2
 
 
 def test_the_sdist_has_what_its_tests_need(files: dict[str, bytes], tmp_path: pathlib.Path) -> None:
-    (name,) = (name for name in files if name.endswith(".tar.gz"))
-    (tmp_path / name).write_bytes(files[name])
-    with tarfile.open(tmp_path / name) as archive:
+    with tarfile.open(written(files, ".tar.gz", tmp_path)) as archive:
         there = {member.name.partition("/")[2] for member in archive.getmembers()}
     needed = ("src/kvlayers/py.typed", "tests/conftest.py", "docs/tour.ipynb", "scripts/site_hooks.py", "Makefile")
     more = (".ci/run", ".github/workflows/ci.yml", "constraints.txt", "noxfile.py", "mkdocs.yml")
@@ -224,26 +217,23 @@ def test_the_sdist_has_what_its_tests_need(files: dict[str, bytes], tmp_path: pa
 
 # With compiled kernels
 
+BEST = best_build(platform.machine(), cpu_features().split())
 needs_build = pytest.mark.skipif(
-    kernel.library() is None or best_build(platform.machine(), cpu_features().split()) is None,
+    kernel.library() is None or BEST is None,
     reason="there is no C++ compiler, or wheels have no kernels for this machine",
 )
 
 
-def found_in(wheel: pathlib.Path, tmp_path: pathlib.Path) -> list[str]:
-    """What computes attention in a process that has the wheel and no compiler."""
+def check_kernels(wheel: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    """See that the libraries of the wheel compute attention in a process that has the wheel and no compiler."""
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path / "site")
     no_compiler = {"PATH": "", "CXX": "", "KVLAYERS_CACHE": "/proc/kvlayers", "PYTHONPATH": str(tmp_path / "site")}
-    environment = {**os.environ, **no_compiler, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", ATTEND]
-    done = subprocess.run(
-        command, capture_output=True, text=True, env=environment, cwd=tmp_path, check=False, timeout=100
-    )
-    assert done.returncode == 0, done.stderr
+    done = ran([sys.executable, "-c", ATTEND], env={**os.environ, **no_compiler, "OMP_NUM_THREADS": "1"}, cwd=tmp_path)
     assert not done.stderr
-    libraries = done.stdout.splitlines()
-    return [pathlib.Path(library).relative_to(tmp_path / "site" / "kvlayers").as_posix() for library in libraries]
+    assert BEST is not None
+    expected = [tmp_path / "site" / "kvlayers" / BEST.library(pathlib.Path(source)) for source in SOURCES]
+    assert done.stdout.splitlines() == list(map(str, expected))
 
 
 def stand_in(folder: pathlib.Path) -> pathlib.Path:
@@ -261,14 +251,9 @@ def stand_in(folder: pathlib.Path) -> pathlib.Path:
 @needs_build
 def test_pip_compiles_for_this_machine_where_it_installs(tmp_path: pathlib.Path) -> None:
     copy_of_sources(tmp_path / "kvlayers", 2021)
-    ((name, content),) = built_from(
-        tmp_path / "kvlayers", "--wheel", KVLAYERS_WHEEL="", CXX=str(stand_in(tmp_path))
-    ).items()
-    assert name == f"kvlayers-{kvlayers.__version__}-py3-none-linux_{platform.machine()}.whl"
-    (tmp_path / name).write_bytes(content)
-    best = best_build(platform.machine(), cpu_features().split())
-    assert best is not None
-    assert found_in(tmp_path / name, tmp_path) == [best.library(pathlib.Path(source)).as_posix() for source in SOURCES]
+    made = built_from(tmp_path / "kvlayers", "--wheel", KVLAYERS_WHEEL="", CXX=str(stand_in(tmp_path)))
+    tag = f"py3-none-linux_{platform.machine()}.whl"
+    check_kernels(written(made, f"kvlayers-{kvlayers.__version__}-{tag}", tmp_path), tmp_path)
 
 
 @pytest.mark.nightly
@@ -284,18 +269,15 @@ def test_a_compiler_that_fails_does_not_hinder_an_installation(compiler: str, tm
 def test_a_wheel_of_a_platform_needs_no_compiler(tmp_path: pathlib.Path) -> None:
     copy_of_sources(tmp_path / "kvlayers", 2021)
     options = {"KVLAYERS_WHEEL": PLATFORM, "KVLAYERS_WHEEL_CXX": str(stand_in(tmp_path))}
-    ((name, content),) = built_from(tmp_path / "kvlayers", "--wheel", **options).items()
-    assert name == f"kvlayers-{kvlayers.__version__}-py3-none-{PLATFORM}.whl"
-    (tmp_path / name).write_bytes(content)
-    there = {name for name in zipfile.ZipFile(tmp_path / name).namelist() if name.endswith(".so")}
+    made = built_from(tmp_path / "kvlayers", "--wheel", **options)
+    path = written(made, f"kvlayers-{kvlayers.__version__}-py3-none-{PLATFORM}.whl", tmp_path)
+    archive = zipfile.ZipFile(path)
     builds = [build for build in BUILDS if build.machine == platform.machine()]
-    assert there == {
+    assert {name for name in archive.namelist() if name.endswith(".so")} == {
         build.library(pathlib.Path("kvlayers", source)).as_posix() for build in builds for source in SOURCES
     }
-    assert f"Tag: py3-none-{PLATFORM}\n" in zipfile.ZipFile(tmp_path / name).read(f"{information()}/WHEEL").decode()
-    best = best_build(platform.machine(), cpu_features().split())
-    assert best is not None
-    assert found_in(tmp_path / name, tmp_path) == [best.library(pathlib.Path(source)).as_posix() for source in SOURCES]
+    assert f"Tag: py3-none-{PLATFORM}\n" in archive.read(f"{information()}/WHEEL").decode()
+    check_kernels(path, tmp_path)
 
 
 def kernel_hook(tmp_path: pathlib.Path, said: list[str]) -> Any:
@@ -325,9 +307,7 @@ def test_zig_gives_the_same_wheels_everywhere(tmp_path: pathlib.Path) -> None:
         files.append(made)
     assert len(files[0]) == 2
     assert files[0] == files[1]
-    (name,) = (name for name in files[0] if name.endswith(f"{PLATFORM}.whl"))
-    (tmp_path / name).write_bytes(files[0][name])
-    assert len(found_in(tmp_path / name, tmp_path)) == len(SOURCES)
+    check_kernels(written(files[0], f"{PLATFORM}.whl", tmp_path), tmp_path)
 
 
 @pytest.mark.parametrize("compiler", ["none", "broken"])

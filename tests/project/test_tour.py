@@ -1,11 +1,11 @@
 """The notebook runs, and shows what it says. KVLAYERS_WRITE_DOCS=1 writes what it shows."""
 
-import importlib.util
 import json
 import os
 import pathlib
 import re
-import types
+import runpy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,14 +25,9 @@ def stored() -> Any:
 
 
 @pytest.fixture(scope="module")
-def hook() -> types.ModuleType:
+def hook() -> SimpleNamespace:
     """What makes pages of notebooks, a script that mkdocs finds by its path."""
-    spec = importlib.util.spec_from_file_location("site_hooks", ROOT / "scripts" / "site_hooks.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return SimpleNamespace(**runpy.run_path(str(ROOT / "scripts" / "site_hooks.py")))
 
 
 def code_cells(notebook: Any) -> list[Any]:
@@ -101,7 +96,7 @@ def test_its_links_lead_somewhere(stored: Any) -> None:
         assert (TOUR.parent / link).exists(), link
 
 
-def test_its_page_has_its_prose_its_code_and_its_outputs(stored: Any, hook: types.ModuleType) -> None:
+def test_its_page_has_its_prose_its_code_and_its_outputs(stored: Any, hook: SimpleNamespace) -> None:
     page = hook.page_of(stored)
     for cell in stored["cells"]:
         assert "".join(cell["source"]) in page
@@ -112,7 +107,7 @@ def test_its_page_has_its_prose_its_code_and_its_outputs(stored: Any, hook: type
     assert page.count("```python") == len(code_cells(stored))
 
 
-def test_links_to_notebooks_lead_to_their_pages(hook: types.ModuleType) -> None:
+def test_links_to_notebooks_lead_to_their_pages(hook: SimpleNamespace) -> None:
     given = "[a](tour.ipynb), [b](../tour.ipynb#c), [d](https://example.org/e.ipynb), `f.ipynb`, [g](h.md)"
     seen = "[a](tour.md), [b](../tour.md#c), [d](https://example.org/e.ipynb), `f.ipynb`, [g](h.md)"
     assert hook.on_page_markdown(given, page=None) == seen

@@ -204,8 +204,7 @@ def test_tokens_are_streamed_and_timed(running: Any, llama: Any) -> None:
     assert [len(output.generated_tokens) for output in outputs] == [*range(1, NEW), NEW]
     assert outputs[-1].generated_tokens == expected()[2]
     assert [output.is_finished() for output in outputs] == [False] * (NEW - 1) + [True]
-    assert len(outputs[-1].timestamps) == NEW
-    assert outputs[-1].timestamps == sorted(outputs[-1].timestamps)
+    assert (len(outputs[-1].timestamps), outputs[-1].timestamps) == (NEW, sorted(outputs[-1].timestamps))
     began, ended = outputs[-1].lifespan
     assert outputs[-1].created_time <= began <= ended
 

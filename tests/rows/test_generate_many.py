@@ -1,5 +1,6 @@
 """generate_many: every answer is that of its prompt alone, whatever joins and leaves beside it."""
 
+import contextlib
 import functools
 import io
 import sys
@@ -14,11 +15,14 @@ import transformers
 import families
 import kvlayers
 from kvlayers.batching.row_engine import MAX_OVERTAKEN
-from kvlayers.errors import OptionError, RegistryError
+from kvlayers.core.buffer import TokenBuffer
+from kvlayers.errors import CapacityError, OptionError, RegistryError
 from kvlayers.generation import prefill
+from kvlayers.generation.retried_pass import SteppedDownWarning
 from kvlayers.planning import auto
-from kvlayers.upstream import compat
+from kvlayers.upstream import cache_argument, compat
 from models import fresh_model, passes_of, prompt, tiny_model
+from rounds import NIGHTLY
 
 PROMPTS = [prompt(1, 1 + 7 * number % 20, number)[0] for number in range(9)]
 
@@ -50,6 +54,7 @@ def many(model: Any, prompts: Any = PROMPTS, **how: Any) -> list[Any]:
         ("llama", {"cache": "sink", "cache_config": {"window_length": 20, "num_sink_tokens": 2}}),
         ("llama", {"cache": "offloaded"}),
         ("llama", {"cache": "static"}),
+        ("llama", {"cache": "static", "cache_config": {"max_cache_len": 32}}),
         ("mistral", {"cache": "offloaded_static"}),
         ("jamba", {"cache": "static"}),
         ("llama", {"repetition_penalty": 1.3}),
@@ -187,28 +192,36 @@ def test_answers_come_as_they_end_and_prompts_are_asked_for_as_rows_become_free(
     assert sorted(answer.index for answer in (first, *answers)) == list(range(len(PROMPTS)))
 
 
+@contextlib.contextmanager
+def caches_noted(model: Any, note: Callable[[Any], Any]) -> Iterator[list[Any]]:
+    """What is noted of the cache before each forward pass."""
+    found: list[Any] = []
+
+    def look(_: Any, args: Any, arguments: dict[str, Any]) -> None:
+        found.append(note(cache_argument.passed_in(arguments)))
+
+    with model.register_forward_pre_hook(look, with_kwargs=True):
+        yield found
+
+
+def bytes_of(model: Any, tokens: int = 512, name: str = "dynamic") -> int:
+    return kvlayers.plan(model.config, tokens, names=[name]).caches[0].device_bytes
+
+
 def test_max_bytes_are_those_of_all_rows_and_prompts_wait_rather_than_being_rounded() -> None:
-    model, rows = tiny_model("llama"), []
-
-    def count(_: Any, args: Any, arguments: Any) -> None:
-        rows.append(arguments.get("cache", arguments.get("past_key_values")).batch_size or 0)
-
-    max_bytes = 3 * kvlayers.plan(model.config, 512, names=["dynamic"]).caches[0].device_bytes
-    with model.register_forward_pre_hook(count, with_kwargs=True):
-        answers = many(model, in_order=True, max_rows=9, cache_config={"max_bytes": max_bytes, "ladder": ("int8",)})
+    model = tiny_model("llama")
+    config = {"max_bytes": 3 * bytes_of(model), "ladder": ("int8",)}
+    with caches_noted(model, lambda cache: cache.batch_size or 0) as rows:
+        answers = many(model, in_order=True, max_rows=9, cache_config=config)
     assert [answer.ids.tolist() for answer in answers] == expected()
     assert 2 <= max(rows) <= 6
 
 
 def test_recurrent_states_of_rows_that_join_one_by_one_stay_within_max_bytes() -> None:
-    model, held = families.model_and_inputs("mamba2")[0], list[int]()
-
-    def look(_: Any, args: Any, arguments: Any) -> None:
-        held.append(arguments.get("cache", arguments.get("cache_params", arguments.get("past_key_values"))).nbytes)
-
+    model = families.model_and_inputs("mamba2")[0]
     # A row leaves, and another one joins, which would take memory for a third one.
-    max_bytes = int(2.1 * kvlayers.plan(model.config, 512, names=["dynamic"]).caches[0].device_bytes)
-    with model.register_forward_pre_hook(look, with_kwargs=True):
+    max_bytes = int(2.1 * bytes_of(model))
+    with caches_noted(model, lambda cache: cache.nbytes) as held:
         answers = many(model, on_token=lambda index, _: index % 2 == 0, cache_config={"max_bytes": max_bytes})
     assert not any(answer.error for answer in answers)
     assert max_bytes / 2 < max(held) <= max_bytes
@@ -216,10 +229,10 @@ def test_recurrent_states_of_rows_that_join_one_by_one_stay_within_max_bytes() -
 
 def test_an_answer_that_outgrows_max_bytes_fails_alone() -> None:
     model = tiny_model("llama")
-    of_a_token = kvlayers.plan(model.config, 512, names=["dynamic"]).caches[0].device_bytes // 512
     long, *short = [prompt(1, 40, 1)[0], *PROMPTS[:3]]
-    answers = many(model, [*short[:1], long, *short[1:]], in_order=True, cache_config={"max_bytes": 42 * of_a_token})
-    assert isinstance(answers[1].error, kvlayers.errors.CapacityError)
+    config = {"max_bytes": 42 * (bytes_of(model) // 512)}
+    answers = many(model, [*short[:1], long, *short[1:]], in_order=True, cache_config=config)
+    assert isinstance(answers[1].error, CapacityError)
     others = [answer.ids.tolist() for answer in answers if answer.index != 1]
     assert others == [alone(model, ids) for ids in short]
 
@@ -229,43 +242,36 @@ def test_a_lack_of_room_in_the_middle_of_a_pass_is_that_of_all_rows(monkeypatch:
 
     def full(self: Any, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *rest: Any, **more: Any) -> Any:
         if layer_idx == 1 and keys.shape[0] > 1 and len(asked.append(1) or asked) == 4:
-            raise kvlayers.errors.CapacityError("the disk is full")
+            raise CapacityError("the disk is full")
         return update(self, keys, values, layer_idx, *rest, **more)
 
     monkeypatch.setattr(kvlayers.DynamicCache, "update", full)
-    with pytest.raises(kvlayers.errors.CapacityError, match="the disk is full"):
+    with pytest.raises(CapacityError, match="the disk is full"):
         many(tiny_model("llama"), PROMPTS[:3])
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "int4", "static"])
 def test_rows_take_no_more_than_the_memory(cache: str) -> None:
-    model, taken = tiny_model("llama"), []
-
-    def count(_: Any, args: Any, arguments: Any) -> None:
-        held = arguments.get("cache", arguments.get("past_key_values"))
-        taken.append((held.batch_size or 0, held.nbytes))
-
-    memory = 4 * kvlayers.plan(model.config, 512, names=[cache]).caches[0].device_bytes
-    with model.register_forward_pre_hook(count, with_kwargs=True):
+    model = tiny_model("llama")
+    memory = 4 * bytes_of(model, name=cache)
+    with caches_noted(model, lambda cache: (cache.batch_size or 0, cache.nbytes)) as taken:
         answers = many(model, in_order=True, max_rows=9, cache=cache, memory=memory)
-    assert 2 <= max(rows for rows, _ in taken) <= 8
-    assert max(nbytes for _, nbytes in taken) <= memory
+    rows, nbytes = map(max, zip(*taken, strict=True))
+    assert 2 <= rows <= 8
+    assert nbytes <= memory
     assert [answer.ids.tolist() for answer in answers] == expected(cache)
 
 
 def test_a_prompt_that_does_not_fit_into_the_memory_ends_alone() -> None:
-    model = tiny_model("llama")
-    memory = kvlayers.plan(model.config, 512, names=["dynamic"]).caches[0].device_bytes
-    short, long, other = many(model, [PROMPTS[0], prompt(1, 600)[0], PROMPTS[1]], in_order=True, memory=memory)
-    assert isinstance(long.error, kvlayers.errors.CapacityError)
+    model, prompts = tiny_model("llama"), [PROMPTS[0], prompt(1, 600)[0], PROMPTS[1]]
+    short, long, other = many(model, prompts, in_order=True, memory=bytes_of(model))
+    assert isinstance(long.error, CapacityError)
     assert "`memory` must be at least" in str(long.error)
     assert [answer.ids.tolist() for answer in (short, other)] == expected()[:2]
 
 
 def test_short_prompts_join_before_one_that_does_not_fit_and_a_bounded_number_of_them() -> None:
-    model = tiny_model("llama")
-    memory = kvlayers.plan(model.config, 768, names=["dynamic"]).caches[0].device_bytes
-    prompts = [*PROMPTS[:2], prompt(1, 600)[0], *PROMPTS, *PROMPTS]
+    model, prompts = tiny_model("llama"), [*PROMPTS[:2], prompt(1, 600)[0], *PROMPTS, *PROMPTS]
     said: dict[int, int] = {}
 
     def end(number: int, token: int) -> bool:
@@ -273,32 +279,22 @@ def test_short_prompts_join_before_one_that_does_not_fit_and_a_bounded_number_of
         said[number] = said.get(number, 0) + 1
         return said[number] == 3 + 3 * (number % 3)
 
-    answers = many(model, prompts, max_rows=3, memory=memory, on_token=end, max_new_tokens=12)
+    how: dict[str, Any] = {"max_rows": 3, "memory": bytes_of(model, 768), "max_new_tokens": 12}
+    answers = many(model, prompts, on_token=end, **how)
     assert sorted(answer.index for answer in answers) == list(range(len(prompts)))
-    began, of_prompts = list(said), [alone(model, ids, max_new_tokens=12) for ids in PROMPTS]
-    longer = [*of_prompts[:2], alone(model, prompts[2], max_new_tokens=12), *of_prompts, *of_prompts]
+    began, short = list(said), [alone(model, ids, max_new_tokens=12) for ids in PROMPTS]
     assert began[: began.index(2)] == [0, 1, *range(3, 3 + MAX_OVERTAKEN)]
+    whole = [*short[:2], alone(model, prompts[2], max_new_tokens=12), *short, *short]
     for answer in answers:
-        assert answer.ids.tolist() == longer[answer.index][: len(answer.ids)]
+        assert answer.ids.tolist() == whole[answer.index][: len(answer.ids)]
 
 
 def test_nothing_behind_one_that_waits_is_looked_at_again_before_a_row_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, asked = tiny_model("llama"), []
-    fits = auto.RoomForRows.fits
-
-    def count(self: Any, tokens: int, others: Any) -> bool:
-        asked.append(tokens)
-        return fits(self, tokens, others)
-
-    monkeypatch.setattr(auto.RoomForRows, "fits", count)
-    memory = kvlayers.plan(model.config, 768, names=["dynamic"]).caches[0].device_bytes
-    many(model, [PROMPTS[0], prompt(1, 600)[0]], max_rows=3, memory=memory, max_new_tokens=24)
-    assert len(asked) == 3
-
-
-def test_a_reservation_that_holds_the_answer_is_large_enough() -> None:
-    answers = many(tiny_model("llama"), cache="static", cache_config={"max_cache_len": 32}, in_order=True)
-    assert [answer.ids.tolist() for answer in answers] == expected()
+    model, fits = tiny_model("llama"), Mock(side_effect=auto.RoomForRows.fits)
+    monkeypatch.setattr(auto.RoomForRows, "fits", lambda *given: fits(*given))
+    prompts = [PROMPTS[0], prompt(1, 600)[0]]
+    many(model, prompts, max_rows=3, memory=bytes_of(model, 768), max_new_tokens=24)
+    assert fits.call_count == 3
 
 
 def test_what_is_free_does_not_keep_a_prompt_from_being_tried_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -346,12 +342,8 @@ def test_a_wrong_call_is_no_error_of_one_prompt() -> None:
 
 
 def test_both_names_of_the_argument_for_a_cache_are_taken() -> None:
-    model = tiny_model("llama")
-    assert [answer.ids.tolist() for answer in many(model, cache_implementation="int8", in_order=True)] == expected(
-        "int8"
-    )
-    with pytest.raises(OptionError, match="ask for different caches"):
-        many(model, cache="int8", cache_implementation="int4")
+    answers = many(tiny_model("llama"), cache_implementation="int8", in_order=True)
+    assert [answer.ids.tolist() for answer in answers] == expected("int8")
 
 
 def test_a_store_serves_prompts_that_begin_alike() -> None:
@@ -405,6 +397,8 @@ def test_a_stop_at_the_first_token() -> None:
             "`max_length` alone",
         ),
         ({"cache": "auto"}, "`cache` must be one cache"),
+        ({"cache": "int5"}, "int5"),
+        ({"cache": "int8", "cache_implementation": "int4"}, "ask for different caches"),
         ({"memory": "much"}, "`memory`"),
         ({"memory": 0}, "`memory`"),
         (
@@ -429,13 +423,8 @@ def test_a_stop_at_the_first_token() -> None:
 def test_wrong_calls_are_refused_at_once(how: dict[str, Any], named: str) -> None:
     # Not every version of transformers has all models, and one that is missing skips its case alone.
     given = {name: value() if isinstance(value, functools.partial) else value for name, value in how.items()}
-    with pytest.raises(OptionError, match=named):
+    with pytest.raises((OptionError, RegistryError), match=named):
         kvlayers.generate_many(**{"model": tiny_model("llama"), "prompts": PROMPTS, **given})
-
-
-def test_unknown_names_are_refused_at_once() -> None:
-    with pytest.raises(RegistryError, match="int5"):
-        kvlayers.generate_many(tiny_model("llama"), PROMPTS, cache="int5")
 
 
 def test_a_criterion_that_raises_ends_its_answer_alone() -> None:
@@ -467,8 +456,7 @@ def test_equal_prompts_side_by_side_are_computed_once(repeats: int, others: int)
     with kvlayers.installed(), passes_of(model) as seen:
         output = model.generate(ids.repeat_interleave(repeats, 0), **how)
     assert torch.equal(output, each)
-    assert seen[0] == (others, 40)
-    assert seen[1] == (others * repeats, 1)
+    assert seen[:2] == [(others, 40), (others * repeats, 1)]
 
 
 @pytest.mark.parametrize(
@@ -567,3 +555,93 @@ def test_there_is_no_bar_without_a_terminal_or_beside_on_token(
     assert len([*answers]) == 2
     assert len(seen) == 4
     assert terminal.getvalue() == ""
+
+
+# Passes that run out of memory are made again, and all answers are those of a run without a failure
+
+TEXTS = [[5, 8, 13, 21, 34, 55, 60, 61, 62, 63, 64, 65, 66, 67], [21, 34], list(range(40, 57))]
+MESSAGE = "CUDA out of memory."
+
+
+class Operations:
+    """Counts the operations of a model, of which one fails for lack of memory, or all from one on."""
+
+    def __init__(self, model: Any) -> None:
+        self.done, self.failing, self.for_good = 0, 0, False
+        for module in model.modules():
+            if not list(module.children()):
+                module.register_forward_pre_hook(self._count)
+
+    def _count(self, *_: Any) -> None:
+        self.done += 1
+        if self.done == self.failing or (self.for_good and self.done >= self.failing):
+            raise torch.OutOfMemoryError(MESSAGE)
+
+
+def retried(model: Any, **how: Any) -> list[Any]:
+    options = {"max_new_tokens": 4, "max_rows": 2, "in_order": True, "progress": False, **how}
+    return list(kvlayers.generate_many(model, TEXTS, **options))
+
+
+@pytest.mark.usefixtures("quick_collections")
+@pytest.mark.parametrize(
+    ("family", "how"),
+    [
+        ("llama", {}),
+        ("llama", {"prompt_lookup_num_tokens": 2}),
+        ("mistral", {"chunk_tokens": 4}),
+        ("gemma3", {"prompt_lookup_num_tokens": 2}),
+        ("jamba", {}),
+    ],
+)
+def test_any_operation_may_run_out_of_memory(family: str, how: dict[str, Any]) -> None:
+    model = fresh_model(family)
+    expected = [answer.ids.tolist() for answer in retried(model, **how)]
+    operations = Operations(model)
+    retried(model, **how)
+    # The scans of a jamba take long.
+    points = 8 if family == "jamba" and not NIGHTLY else 20
+    for failing in range(1, operations.done + 1, operations.done // points):
+        operations.done, operations.failing, heard = 0, failing, []
+        with pytest.warns(SteppedDownWarning):
+            seen = retried(model, on_token=lambda index, token: heard.append((index, token)), **how)  # noqa: B023
+        assert [answer.error for answer in seen] == [None] * 3
+        assert [answer.ids.tolist() for answer in seen] == expected, failing
+        for index, tokens in enumerate(expected):
+            assert [token for row, token in heard if row == index] == tokens
+
+
+@pytest.mark.usefixtures("quick_collections")
+def test_what_gave_way_is_not_stored_as_if_it_were_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, store, allocate = fresh_model("llama"), kvlayers.PrefixStore(max_bytes=2**24), TokenBuffer.allocate
+    failing: list[bool] = [True]
+
+    def allocated(*args: Any, **kwargs: Any) -> TokenBuffer:
+        if failing:
+            failing.clear()
+            raise torch.OutOfMemoryError(MESSAGE)
+        return allocate(*args, **kwargs)
+
+    monkeypatch.setattr(TokenBuffer, "allocate", allocated)
+    with pytest.warns(SteppedDownWarning):
+        retried(model, prefix_store=store, max_rows=1)
+    assert (len(store), store.statistics.refused) == (2, 1)
+    failing.append(True)
+    with kvlayers.installed(prefix_store=store), pytest.warns(SteppedDownWarning):
+        model.generate(torch.tensor(TEXTS[:1]), max_new_tokens=4)
+    assert (len(store), store.statistics.refused) == (2, 2)
+
+
+@pytest.mark.usefixtures("quick_collections")
+def test_an_error_in_the_end_is_that_of_the_prompt_or_of_all_rows() -> None:
+    model = fresh_model("llama")
+    operations = Operations(model)
+    operations.failing, operations.for_good = 3, True
+    with pytest.warns(SteppedDownWarning):
+        seen = retried(model)
+    for answer in seen:
+        assert isinstance(answer.error, torch.OutOfMemoryError)
+        assert "no step left to give way by (steps taken: int8, int4)" in str(answer.error)
+    operations.done, operations.failing = 0, 100
+    with pytest.warns(SteppedDownWarning), pytest.raises(torch.OutOfMemoryError, match="no step left"):
+        retried(model)

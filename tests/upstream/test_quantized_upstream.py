@@ -121,31 +121,14 @@ def test_arguments_come_in_the_order_of_transformers() -> None:
     assert list(inspect.signature(kvlayers.QuantizedCache).parameters)[: len(theirs)] == theirs
 
 
-def test_positional_arguments_are_those_of_transformers() -> None:
-    needs("quanto")
-    arguments = ("quanto", CONFIG, 2, -1, 0, 32, 24)
-    cache = kvlayers.QuantizedCache(*arguments)
-    assert isinstance(cache, transformers.QuantizedCache)
-    assert isinstance(cache, transformers.Cache)
-    theirs = upstream.QuantizedCache(*arguments).layers[0]
-    facts = cache.layers[0].describe()
-    assert (facts["backend"], facts["key_nbits"], facts["axis_key"]) == ("quanto", theirs.nbits, theirs.axis_key)
-    assert (facts["axis_value"], facts["key_group_size"]) == (theirs.axis_value, theirs.q_group_size)
-    assert facts["residual_length"] == theirs.residual_length
-    assert type(kvlayers.QuantizedCache(backend="quanto", config=CONFIG)) is kvlayers.QuantizedCache
-
-
-CACHES_OF_4: dict[str, tuple[type, type]] = {
-    "quanto": (kvlayers.QuantoQuantizedCache, kvlayers.QuantizedCache),
-    "hqq": (kvlayers.HQQQuantizedCache, kvlayers.QuantizedCache),
-}
+CACHES_OF_4 = {"quanto": kvlayers.QuantoQuantizedCache, "hqq": kvlayers.HQQQuantizedCache}
 
 
 @pytest.mark.parametrize("backend", CACHES_OF_4)
 @pytest.mark.parametrize("kind", [kvlayers.QuantizedCacheConfig, dict])
 def test_caches_of_a_backend_take_the_arguments_of_transformers_4_and_5(backend: str, kind: type) -> None:
     needs(backend)
-    made = CACHES_OF_4[backend][0]
+    made = CACHES_OF_4[backend]
     config = kind(nbits=2, q_group_size=32, residual_length=24)
     calls: dict[str, Callable[[], Any]] = {
         "of 4, by name": lambda: made(cache_config=config),

@@ -351,42 +351,37 @@ def model_of(family: str) -> Any:
     return transformers.AutoModelForCausalLM.from_config(transformers.ZayaConfig(**ZAYA)).eval()
 
 
+LISTED = {name for difference in DIFFERENCES for name in difference.name.split(", ")}
+
+
+def generated_by_both(model: Any, **how: Any) -> tuple[Any, Any]:
+    """What `generate()` returns of transformers and of kvlayers, with the same tokens."""
+    options = {"max_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True, **how}
+    expected = model.generate(prompt(2, 12), **options)
+    with kvlayers.installed():
+        output = model.generate(prompt(2, 12), **options)
+    assert torch.equal(output.sequences, expected.sequences)
+    return expected.past_key_values, output.past_key_values
+
+
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
 @pytest.mark.parametrize("family", ["lfm2", "qwen3_next", "falcon_h1", "zaya"])
 def test_what_generate_returns_of_recurrent_models_shows_what_transformers_shows(family: str, static: bool) -> None:
     versions.need_recurrent_layers("falcon_h1" if family == "zaya" else family)
-    model, ids = model_of(family), prompt(2, 12)
     how = {"cache_implementation": "static", "disable_compile": True} if static else {}
-
-    def generated() -> Any:
-        return model.generate(ids, max_new_tokens=4, do_sample=False, return_dict_in_generate=True, **how)
-
-    expected = generated()
-    with kvlayers.installed():
-        output = generated()
-    assert torch.equal(output.sequences, expected.sequences)
-    theirs, ours = expected.past_key_values, output.past_key_values
-    listed = {name for difference in DIFFERENCES for name in difference.name.split(", ")}
-    assert [found for found in differing(theirs, ours) if found[0] not in listed] == []
+    theirs, ours = generated_by_both(model_of(family), **how)
+    assert [found for found in differing(theirs, ours) if found[0] not in LISTED] == []
     recurrent = [layer for layer in ours.layers if isinstance(layer, compat.LINEAR_LAYER)]
     assert recurrent
     assert all(layer.conv_states[0].shape[0] == 2 for layer in recurrent)
 
 
 def test_what_generate_returns_of_an_encoder_decoder_shows_what_transformers_shows() -> None:
-    model, ids = tiny_model("bart"), prompt(2, 12)
-
-    def generated() -> Any:
-        return model.generate(ids, max_new_tokens=4, do_sample=False, return_dict_in_generate=True).past_key_values
-
-    expected = generated()
-    with kvlayers.installed():
-        pair = generated()
-    listed = {name for difference in DIFFERENCES for name in difference.name.split(", ")}
-    # Cross-attention of kvlayers makes its layers as they are needed, that of transformers has them from the start.
-    listed.add("cache.layer_class_to_replicate")
+    expected, pair = generated_by_both(tiny_model("bart"))
     assert readable(pair)["is_updated"] == readable(expected)["is_updated"]
     assert set(readable(expected)) <= set(readable(pair))
+    # Cross-attention of kvlayers makes its layers as they are needed, that of transformers has them from the start.
+    listed = {*LISTED, "cache.layer_class_to_replicate"}
     for name in ("self_attention_cache", "cross_attention_cache"):
         theirs, ours = getattr(expected, name), getattr(pair, name)
         assert [found for found in differing(theirs, ours) if found[0] not in listed] == []

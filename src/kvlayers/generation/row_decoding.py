@@ -429,16 +429,14 @@ def _check_batch(
             f"`input_ids` must be of one prompt for drafts with {name}, as the frequencies of its RoPE change within "
             f"these lengths, got {len(padding)}: leave out the drafts, or pass the prompts one by one."
         )
-    mask, own = kwargs.get("attention_mask"), cache_argument.name_in_generate(model)
-    known = {*OF_LOOPS, *OF_DRAFTS, *OF_PASSES, own}
+    known = {*OF_LOOPS, *OF_DRAFTS, *OF_PASSES, cache_argument.name_in_generate(model)}
     # What the caller has not given, such as positions, follows from the mask.
     others = [key for key, value in kwargs.items() if value is not None and key not in known and key in given]
     others += [key for key in OF_BATCH_INDICES if given.get(key) is not None]
     if model_types.decoder_config(model.config) is not model.config:
         others.append("model")
-    is_whole = mask is None or mask.shape[1] == input_ids.shape[1]
-    if others or not is_whole or (cache.length and any(padding)):
-        what = ", ".join(others) or "a cache that has seen tokens, beside padding or a mask of other tokens"
+    if others or (cache.length and any(padding)):
+        what = ", ".join(others) or "a cache that has seen tokens, beside padding"
         raise OptionError(
             f"`input_ids` of several prompts must come with a mask alone for drafts with {name}, got {what}: pass the "
             "prompts one by one, or leave out the drafts."

@@ -82,7 +82,9 @@ def _can_expand_later(
         # Models with images or an encoder return more for a prompt, which kvlayers does not know how to repeat.
         and model.config is model_types.decoder_config(model.config)
         and not model.config.is_encoder_decoder
+        # Some loops ask for hidden states themselves (csm).
         and not (generation_config.output_attentions or generation_config.output_hidden_states)
+        and not model_kwargs.get("output_hidden_states")
     )
     shares = any(layer.traits.attends and layer.reserved is None for layer in cache.adapted_layers())
     # States in modules would have one row for each prompt, where the next pass has one for each sample.

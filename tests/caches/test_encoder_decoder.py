@@ -806,3 +806,15 @@ def test_a_draft_that_is_rejected_at_once_is_begun_again(index: int, installed: 
     ids = prompt(8, 14)[index : index + 1]
     how = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 14, "do_sample": False}
     assert torch.equal(model.generate(ids, assistant_model=draft, **how), model.generate(ids, **how))
+
+
+@versions.prefills_apart
+@pytest.mark.parametrize("family", ["bart", "t5"])
+def test_a_decoder_reads_its_tokens_whole_whatever_the_chunks(family: str, installed: None) -> None:
+    """transformers cuts the mask of the encoder to the tokens of the decoder that it has passed."""
+    given = {**inputs(family), "decoder_input_ids": prompt(2, 5, seed=3)}
+    how = {"return_dict_in_generate": True, "output_logits": True}
+    expected = generate(family, given, **how)
+    for chunk in (2, 5):
+        seen = generate(family, given, prefill_chunk_size=chunk, **how)
+        torch.testing.assert_close(torch.stack(seen.logits), torch.stack(expected.logits))

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import kvlayers
+import versions
 from kvlayers.upstream import compat
 from models import prompt, tiny_model
 
@@ -40,3 +41,17 @@ def test_embeddings_of_new_tokens_alone_are_refused_with_what_to_pass_instead(se
         # Without install() only the numbers of tokens are known.
         with pytest.raises(kvlayers.errors.StateMismatchError, match="with the new tokens at its end"):
             generated(started(), embeddings[:, seen:])
+
+
+@versions.prefills_apart
+def test_embeddings_are_read_whole_whatever_the_chunks() -> None:
+    """transformers would pass all of them with the positions of a part, which torch refuses."""
+    model, ids = tiny_model("llama"), prompt(1, 16)
+    expected = model.generate(ids, max_new_tokens=5, do_sample=False)
+    embeddings = model.get_input_embeddings()(ids)
+    with kvlayers.installed():
+        for beside in ({}, {"input_ids": ids}):
+            seen = model.generate(
+                inputs_embeds=embeddings, prefill_chunk_size=5, max_new_tokens=5, do_sample=False, **beside
+            )
+            assert torch.equal(seen[:, -5:], expected[:, -5:])

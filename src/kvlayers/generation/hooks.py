@@ -156,7 +156,13 @@ def prepare_cache_for_generation(
             call.record.begin(model, past, generation_config, call_cache.padding_mask(model_kwargs))
     if generation_config.prefill_chunk_size is not None:
         is_filled = compat.CHUNKS_BEGIN_AT_ZERO and isinstance(past, Cache) and past.length
-        if is_filled or model_types.kept_states(model) is not None:
+        # transformers cuts the mask of an encoder as if it were of the new tokens, and passes no part of embeddings.
+        if (
+            is_filled
+            or model.config.is_encoder_decoder
+            or model_kwargs.get("inputs_embeds") is not None
+            or model_types.kept_states(model) is not None
+        ):
             # The new tokens are read in one pass instead.
             generation_config.prefill_chunk_size = None
     if (

@@ -3,10 +3,11 @@
 import pytest
 import torch
 
+import families
 import kvlayers
 import versions
 from kvlayers.upstream import compat
-from models import prompt, tiny_model
+from models import given, prompt, tiny_model
 
 
 @pytest.mark.parametrize("seen", [5, 10])
@@ -41,6 +42,23 @@ def test_embeddings_of_new_tokens_alone_are_refused_with_what_to_pass_instead(se
         # Without install() only the numbers of tokens are known.
         with pytest.raises(kvlayers.errors.StateMismatchError, match="with the new tokens at its end"):
             generated(started(), embeddings[:, seen:])
+
+
+@versions.kvlayers_recurrent_layers
+def test_embeddings_of_all_tokens_are_read_once_by_recurrent_states_too() -> None:
+    """transformers does not ask a cache of recurrent states alone what it has seen."""
+    model, ids = families.model_of("mamba2"), prompt(2, 12)
+    how = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 5, "do_sample": False}
+    how |= {"return_dict_in_generate": True, "output_logits": True}
+    expected = model.generate(ids, **how)
+    embeddings = model.get_input_embeddings()(ids)
+    for given_ids, embeds in ((None, embeddings), (ids, embeddings), (None, embeddings[:, 7:])):
+        cache = kvlayers.DynamicCache(config=model.config)
+        with kvlayers.installed(), torch.no_grad():
+            model(ids[:, :7], **given(cache, model))
+            seen = model.generate(given_ids, inputs_embeds=embeds, past_key_values=cache, **how)
+        torch.testing.assert_close(torch.stack(seen.logits), torch.stack(expected.logits), rtol=0, atol=1e-5)
+        assert cache.get_seq_length() == 16
 
 
 @versions.prefills_apart

@@ -203,14 +203,17 @@ def prefill_in_chunks(
     several tokens starts from zero or it has no mask for them; and a whole sequence, if the cache holds recurrent
     states alone, since transformers does not ask such a cache how many tokens it has seen.
     """
-    mask = model_kwargs.get("attention_mask")
-    is_unusual = model_kwargs.get("inputs_embeds") is not None or (isinstance(mask, Tensor) and mask.dim() != 2)
-    if is_unusual or model.config.is_encoder_decoder:
-        return None
-    if not cache.recurrent_parts() and not model_types.decodes_one_token(model.config):
+    mask, embeds = model_kwargs.get("attention_mask"), model_kwargs.get("inputs_embeds")
+    is_unusual = model.config.is_encoder_decoder or (isinstance(mask, Tensor) and mask.dim() != 2)
+    if is_unusual or (not cache.recurrent_parts() and not model_types.decodes_one_token(model.config)):
         return None
     limit, chunk, tokens = pass_limit(model, cache), generation_config.prefill_chunk_size, input_ids.shape[1]
     seen = cache.length
+    if embeds is not None:
+        total = vars(generation_config).get(generate_calls.MASK_LENGTH) if mask is None else mask.shape[1]
+        # Those of all tokens may be passed, and transformers does not ask how many of them the cache has seen.
+        model_kwargs["inputs_embeds"] = embeds[:, seen - total :] if cache.is_recurrent and seen < total else embeds
+        return None
     if seen == 0:
         if chunk is not None and isinstance(mask, Tensor):
             # These models ignore the mask for single tokens, so the first pass must contain all padding.

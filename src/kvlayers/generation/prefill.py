@@ -223,11 +223,9 @@ def prefill_in_chunks(
         check_no_padding(mask, tokens - chunk)
         pass_tokens(model, input_ids[:, :chunk], without_last(model_kwargs, tokens - chunk), cache, 0, chunk)
         return pass_tokens(model, input_ids, model_kwargs, cache, chunk, limit or chunk)
-    is_whole = mask is None or mask.shape[1] == tokens
-    start = seen if is_whole else 0
+    start = seen if mask is None or mask.shape[1] == tokens else 0
     if limit is not None or cache.is_recurrent:
         check_no_padding(mask, tokens - start)
-    fits_in_one = limit is None or tokens - start <= limit
-    if start >= tokens or (fits_in_one and not cache.is_recurrent):
+    if start >= tokens or (not cache.is_recurrent and (limit is None or tokens - start <= limit)):
         return None
     return pass_tokens(model, input_ids, model_kwargs, cache, start)

@@ -194,12 +194,16 @@ class RowDecoder(Generic[Row]):
         return ended
 
     @torch.no_grad()
-    def step(self) -> None:
-        """One forward pass: each row gets at least one more token."""
+    def step(self, has_drafts: bool = True) -> None:
+        """One forward pass: each row gets at least one more token.
+
+        Args:
+            has_drafts: whether rows get drafts, if there is what makes them.
+        """
         cache = self.cache
         if cache is None:
             return
-        drafts = [[] for _ in self.rows] if self._drafter is None else self._drafter.drafts(self.rows)
+        drafts = self._drafter.drafts(self.rows) if self._drafter and has_drafts else [[] for _ in self.rows]
         drafts = [
             draft[: max(0, row.most - row.ids.shape[1] - 1)] for row, draft in zip(self.rows, drafts, strict=True)
         ]
@@ -214,8 +218,12 @@ class RowDecoder(Generic[Row]):
             if cache.newest_pass() is not began:
                 raise
             # It came before any row has taken in a token: there is no room for it, or the model has no position for
-            # it. Without the longest one, the others may go on.
-            max(self.rows, key=lambda row: row.tokens).error = error
+            # it. One token may have both, where the draft of another row has not. Without the longest row, the others
+            # may go on.
+            if new > 1:
+                self.step(has_drafts=False)
+            else:
+                max(self.rows, key=lambda row: row.tokens).error = error
             return
         greatest = logits.argmax(-1).tolist()
         for index, (row, draft) in enumerate(zip(self.rows, drafts, strict=True)):

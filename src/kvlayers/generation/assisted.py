@@ -178,7 +178,8 @@ def decode(
         What `original` returns.
 
     Raises:
-        OptionError: the ids are new tokens alone, behind padding or of several prompts; or as `row_decoding.decode_batch`.
+        OptionError: the ids are new tokens alone, behind padding or of several prompts; or as
+            `row_decoding.decode_batch`.
         RollbackError: as `check_rollback`; or the draft model keeps states in its modules.
     """
     name = cache_argument.name_in_generate(model)
@@ -192,7 +193,9 @@ def decode(
         )
     mask = kwargs.get("decoder_attention_mask" if model.config.is_encoder_decoder else "attention_mask")
     new = input_ids.shape[1]
-    total = (vars(kwargs["generation_config"]).get(generate_calls.MASK_LENGTH) or new) if mask is None else mask.shape[-1]
+    total = (
+        (vars(kwargs["generation_config"]).get(generate_calls.MASK_LENGTH) or new) if mask is None else mask.shape[-1]
+    )
     # transformers' loop would rotate tokens by the frequencies of a draft's length.
     is_apart = (isinstance(cache, Cache) and not model.config.is_encoder_decoder) and (
         input_ids.shape[0] > 1 or row_decoding.frequencies_of(model, input_ids, kwargs) is None

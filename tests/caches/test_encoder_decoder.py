@@ -21,7 +21,7 @@ from families import FAMILIES as OTHERS
 from kvlayers.core.cache_operations import CacheState
 from kvlayers.upstream import cache_argument
 from matrix import once, seeds, some
-from models import CONFIGS, prompt, tiny_model
+from models import CONFIGS, fresh_model, prompt, tiny_model
 
 Pair = kvlayers.EncoderDecoderCache
 ENCODED, NEW_TOKENS, ROOM = 12, 6, 40
@@ -760,3 +760,41 @@ def test_a_draft_that_is_rejected_at_once_is_begun_again(index: int, installed: 
     ids = prompt(8, 14)[index : index + 1]
     how = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 14, "do_sample": False}
     assert torch.equal(model.generate(ids, assistant_model=draft, **how), model.generate(ids, **how))
+
+
+@versions.prefills_apart
+@pytest.mark.parametrize("family", ["bart", "t5"])
+def test_a_decoder_reads_its_tokens_whole_whatever_the_chunks(family: str, installed: None) -> None:
+    """transformers cuts the mask of the encoder to the tokens of the decoder that it has passed."""
+    given = {**inputs(family), "decoder_input_ids": prompt(2, 5, seed=3)}
+    how = {"return_dict_in_generate": True, "output_logits": True}
+    expected = generate(family, given, **how)
+    for chunk in (2, 5):
+        seen = generate(family, given, prefill_chunk_size=chunk, **how)
+        torch.testing.assert_close(torch.stack(seen.logits), torch.stack(expected.logits))
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_of_the_encoder_is_no_padding_of_what_the_decoder_evicts(side: str, installed: None) -> None:
+    """A row in a batch evicts what it evicts alone. Of its own padding, a decoder has a mask of its own."""
+    model, encoder_ids, decoder_ids = fresh_model("bart"), prompt(2, 30, seed=4), prompt(2, 24, seed=9)
+    mask = torch.ones_like(encoder_ids)
+    mask[1, slice(12) if side == "left" else slice(18, 30)] = 0
+    decoder_ids[:, 0] = model.config.decoder_start_token_id
+    own = torch.ones_like(decoder_ids)
+    options = {"sink_tokens": 2, "recent_tokens": 4}
+    how = {"max_new_tokens": 6, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+
+    def generated(rows: slice, **given: Any) -> Tensor:
+        output = model.generate(
+            encoder_ids[rows], attention_mask=mask[rows], decoder_input_ids=decoder_ids[rows], **given, **how
+        )
+        return torch.stack(output.logits, dim=1)
+
+    for rule, most in (("keydiff", {"keep": 0.5}), ("streaming", {"budget": 12})):
+        config = {**options, **most}
+        both = generated(slice(None), cache_implementation=rule, cache_config=config, decoder_attention_mask=own)
+        for row in range(2):
+            pair = Pair(kvlayers.EvictingCache(model.config, rule=rule, **config), kvlayers.DynamicCache())
+            alone = generated(slice(row, row + 1), past_key_values=pair)
+            torch.testing.assert_close(both[row], alone[0], rtol=0, atol=1e-4)

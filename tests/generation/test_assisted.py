@@ -9,11 +9,12 @@ import transformers
 import kvlayers
 import versions
 from drafts import draft_of, spread
+from kvlayers.errors import OptionError, RollbackError
 from kvlayers.generation import assisted
 from kvlayers.generation.call_cache import RollbackCache
 from kvlayers.upstream import compat
 from matrix import some
-from models import continued, fresh_model, prompt, read
+from models import continued, fresh_model, given, prompt, read
 
 FAMILIES = ("bamba", "granitemoehybrid", "lfm2", "qwen3_next", "qwen3_5", "zamba2", "falcon_h1", "nemotron_h")
 NEW_TOKENS = 16
@@ -156,3 +157,29 @@ def test_a_chat_goes_on_with_drafts(way: str, kind: Any, installed: None) -> Non
     cache.crop(-(cache.get_seq_length() - 2))
     seen = continued(model, ids[:, 2:], 6, attention_mask=torch.ones_like(ids), past_key_values=cache, **how)
     assert torch.equal(seen, continued(model, ids, 6)[:, 2:])
+
+
+@pytest.mark.skipif(compat.LOOPS_COUNT_CACHE_POSITION, reason="before 5.4 a call does not go on from new tokens alone")
+@pytest.mark.parametrize("family", ["llama", "lfm2"])
+def test_new_tokens_alone_go_on_with_drafts_where_they_go_on_without(family: str, installed: None) -> None:
+    """Fewer than the cache has seen. transformers leaves out a mask of ones, which says how many there are in all."""
+    model, how = spread(family), {"max_new_tokens": 8, "do_sample": False}
+    ids = repetitive()
+    whole = torch.ones_like(ids)
+    expected = model.generate(ids, attention_mask=whole, **how)
+    cache = kvlayers.DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(ids[:, :15], **given(cache))
+    for draft in ({"prompt_lookup_num_tokens": 3}, {"assistant_model": draft_of(model)}):
+        fork = cache.fork()
+        seen = model.generate(ids[:, 15:], attention_mask=whole, past_key_values=fork, **how, **draft)
+        assert torch.equal(seen, expected[:, 15:])
+        assert fork.get_seq_length() == expected.shape[1] - 1
+    padded = whole.clone()
+    padded[0, 0] = 0
+    for new, mask in ((ids[:, 15:], padded), (ids[:, 15:].repeat(2, 1), whole.repeat(2, 1))):
+        rows = cache.fork()
+        rows.batch_repeat_interleave(len(new))
+        with pytest.raises((OptionError, RollbackError)):
+            model.generate(new, attention_mask=mask, past_key_values=rows, prompt_lookup_num_tokens=3, **how)
+        assert rows.get_seq_length() == 15

@@ -174,3 +174,22 @@ def filled(tokens: int) -> Any:
     cache = kvlayers.DynamicCache()
     cache.update(torch.ones(1, 2, tokens, 8), torch.ones(1, 2, tokens, 8), 0)
     return cache
+
+
+@pytest.mark.parametrize("limit", ["positions", "room"])
+def test_the_draft_of_another_row_needs_no_room_behind_a_row_that_has_one_token_left(limit: str) -> None:
+    """A table of positions that ends with the answers, and a reservation that does."""
+    model, how = fresh_model("llama"), {"max_new_tokens": 20, "do_sample": False}
+    if limit == "positions":
+        model = fresh_model("gpt2", n_positions=40)
+    for seed in range(3):
+        ids = torch.cat([prompt(2, 5, seed=seed)] * 4, dim=1)
+        ids[1, 3] = 50
+        mask = torch.ones_like(ids)
+        expected = model.generate(ids, attention_mask=mask, **how)
+        for drafted in (3, 10):
+            static = kvlayers.StaticCache(model.config, max_cache_len=39)
+            given = {} if limit == "positions" else {"past_key_values": static}
+            with kvlayers.installed():
+                seen = model.generate(ids, attention_mask=mask, prompt_lookup_num_tokens=drafted, **given, **how)
+            assert torch.equal(seen, expected)

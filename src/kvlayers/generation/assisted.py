@@ -18,7 +18,7 @@ from transformers.generation.utils import GenerationMixin, GenerationMode
 from transformers.utils import ModelOutput
 
 from kvlayers.core.cache import Cache
-from kvlayers.errors import RollbackError
+from kvlayers.errors import OptionError, RollbackError
 from kvlayers.generation import row_decoding
 from kvlayers.generation.call_cache import rolling_back
 from kvlayers.generation.prefill import pass_limit, pass_tokens, without_last
@@ -176,6 +176,11 @@ def decode(
 
     Returns:
         What `original` returns.
+
+    Raises:
+        OptionError: the ids are new tokens alone, behind padding or of several prompts; or as
+            `row_decoding.decode_batch`.
+        RollbackError: as `check_rollback`; or the draft model keeps states in its modules.
     """
     name = cache_argument.name_in_generate(model)
     cache: Any = kwargs.get(name)
@@ -186,16 +191,31 @@ def decode(
             f"`assistant_model` must keep its states in its cache, to roll drafts back, got a "
             f"{type(assistant).__name__}, which keeps some in {kept}: pass another model, or leave it out."
         )
+    mask = kwargs.get("decoder_attention_mask" if model.config.is_encoder_decoder else "attention_mask")
+    new = input_ids.shape[1]
+    total = (
+        (vars(kwargs["generation_config"]).get(generate_calls.MASK_LENGTH) or new) if mask is None else mask.shape[-1]
+    )
     # transformers' loop would rotate tokens by the frequencies of a draft's length.
-    is_apart = input_ids.shape[0] > 1 or row_decoding.frequencies_of(model, input_ids, kwargs) is None
-    if is_apart and isinstance(cache, Cache) and not model.config.is_encoder_decoder:
+    is_apart = (isinstance(cache, Cache) and not model.config.is_encoder_decoder) and (
+        input_ids.shape[0] > 1 or row_decoding.frequencies_of(model, input_ids, kwargs) is None
+    )
+    # transformers' loop cuts a mask to the length of the ids.
+    if total != new and (is_apart or mask is not None):
+        raise OptionError(
+            f"`input_ids` must be whole sequences for drafts, got {new} tokens and a mask for {total}: pass the tokens "
+            "that the cache has seen as well, or leave out the drafts."
+        )
+    if is_apart:
         return row_decoding.decode_batch(model, cache, input_ids, kwargs, given)
     if isinstance(cache, Cache) and not compat.RECORDS_BEFORE_DRAFTS:
         cache.activate_past_recording()
     rolls_back = isinstance(cache, Cache) and bool(cache.recurrent_parts())
-    if not rolls_back and not _sees_again(model, cache, input_ids, kwargs):
+    takes_new = compat.LOOPS_COUNT_CACHE_POSITION or not isinstance(cache, transformers.Cache) or total != new
+    # Else transformers' first pass over a draft would take tokens that a filled cache has seen.
+    if not rolls_back and (takes_new or not cache.get_seq_length()):
         return original(model, input_ids, **kwargs)
-    replay = _Replay(model, rolling_back(cache) if rolls_back else cache, kwargs["generation_config"])
+    replay = _Replay(model, rolling_back(cache) if rolls_back else cache, kwargs["generation_config"], total - new)
     output = original(
         ModelView(model, prepare_inputs_for_generation=replay.prepare_inputs),
         input_ids,
@@ -207,30 +227,21 @@ def decode(
     return output
 
 
-def _sees_again(model: Any, cache: Any, input_ids: Tensor, kwargs: Mapping[str, Any]) -> bool:
-    """Whether transformers' first pass over a draft would take tokens that a filled cache has seen.
-
-    Args:
-        model: the model.
-        cache: the cache of the call.
-        input_ids: the whole sequence, or new tokens alone with a mask for all, `[1, tokens]`.
-        kwargs: the other arguments of the loop.
-    """
-    mask = kwargs.get("decoder_attention_mask" if model.config.is_encoder_decoder else "attention_mask")
-    is_whole = mask is None or mask.shape[-1] == input_ids.shape[1]
-    takes_new = compat.LOOPS_COUNT_CACHE_POSITION or not isinstance(cache, transformers.Cache) or not is_whole
-    return not takes_new and bool(cache.get_seq_length())
-
-
 class _Replay:
     """During one call of transformers' loop, a pass takes what its cache has not seen.
 
     Tokens that a rollback has removed besides the draft are passed again, and those of a filled cache are not.
+
+    Args:
+        model: the model.
+        cache: the cache of the loop.
+        generation_config: config of the call.
+        before: tokens that the cache has seen and the ids of the call lack.
     """
 
-    def __init__(self, model: Any, cache: Any, generation_config: Any) -> None:
+    def __init__(self, model: Any, cache: Any, generation_config: Any, before: int) -> None:
         self.cache: Any = cache
-        self._model, self._name = model, cache_argument.name_in_generate(model)
+        self._model, self._name, self._before = model, cache_argument.name_in_generate(model), before
         # Outputs with one entry per token must be those of the draft alone.
         per_token = generation_config.output_hidden_states or generation_config.output_attentions
         self._max_with_draft = 0 if per_token else MAX_REPLAYED_WITH_DRAFT
@@ -244,10 +255,9 @@ class _Replay:
         **kwargs: Any,
     ) -> Any:
         """Replaces the model's `prepare_inputs_for_generation`."""
-        passed: Any = kwargs.get(self._name)
-        if passed is self.cache:
+        if kwargs[self._name] is self.cache:
             self._last = input_ids.shape[1], kwargs
-            seen = self.cache.get_seq_length()
+            seen = self.cache.get_seq_length() - self._before
             missing = input_ids.shape[1] - seen
             new = missing if next_sequence_length is None and seen else next_sequence_length
             if new is not None and missing - new > self._max_with_draft:
@@ -265,7 +275,7 @@ class _Replay:
 
     def complete(self, sequences: Tensor) -> None:
         """Leave the cache as other decoding loops do: it has seen all tokens but the last."""
-        end, seen = sequences.shape[1] - 1, self.cache.get_seq_length()
+        end, seen = sequences.shape[1] - 1, self.cache.get_seq_length() - self._before
         if self._last is not None and seen < end:
             tokens, kwargs = self._last
             pass_tokens(self._model, sequences[:, :end], without_last(kwargs, tokens - end), self.cache, seen)

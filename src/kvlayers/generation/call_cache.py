@@ -51,9 +51,9 @@ from kvlayers.utils.transforms import autocast_dtype
 logger = logging.getLogger(__name__)
 
 
-def padding_mask(model_kwargs: Mapping[str, Any]) -> torch.Tensor | None:
-    """The attention mask, if it has the shape `[batch, tokens]` and thus says which tokens are padding."""
-    mask = model_kwargs.get("attention_mask")
+def padding_mask(model: Any, model_kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+    """The mask of self-attention, if it has the shape `[batch, tokens]` and thus says which tokens are padding."""
+    mask = model_kwargs.get("decoder_attention_mask" if model.config.is_encoder_decoder else "attention_mask")
     return mask if isinstance(mask, torch.Tensor) and mask.dim() == 2 else None
 
 
@@ -397,7 +397,7 @@ def for_call(
         batch_size=batch_size * generate_calls.sequences_per_prompt(generation_config),
         length_hint=most,
         encoder_length=None if encoded is None else encoded.shape[1],
-        attention_mask=padding_mask(model_kwargs),
+        attention_mask=padding_mask(model, model_kwargs),
     )
     cache = _acquire(model, name, request, generation_config, generation_mode)
     named.add(cache)

@@ -153,10 +153,16 @@ def prepare_cache_for_generation(
     if call.record is not None:
         call.record.has_beams = (generation_config.num_beams or 1) > 1
         if past is not None:
-            call.record.begin(model, past, generation_config, call_cache.padding_mask(model_kwargs))
+            call.record.begin(model, past, generation_config, call_cache.padding_mask(model, model_kwargs))
     if generation_config.prefill_chunk_size is not None:
         is_filled = compat.CHUNKS_BEGIN_AT_ZERO and isinstance(past, Cache) and past.length
-        if is_filled or model_types.kept_states(model) is not None:
+        # transformers cuts the mask of an encoder as if it were of the new tokens, and passes no part of embeddings.
+        if (
+            is_filled
+            or model.config.is_encoder_decoder
+            or model_kwargs.get("inputs_embeds") is not None
+            or model_types.kept_states(model) is not None
+        ):
             # The new tokens are read in one pass instead.
             generation_config.prefill_chunk_size = None
     if (
@@ -201,7 +207,7 @@ def _prepare_passed_cache(
     if isinstance(past, Cache) and generation_config.use_cache is False:
         # Some model configs say so (MPT). All tokens would then be passed to the cache at every step.
         generation_config.use_cache = model_kwargs["use_cache"] = True
-    attention_mask = call_cache.padding_mask(model_kwargs)
+    attention_mask = call_cache.padding_mask(model, model_kwargs)
     of_ones = vars(generation_config).get(generate_calls.MASK_LENGTH)
     total_tokens = of_ones if attention_mask is None else attention_mask.shape[1]
     call_cache.validate(model, past, attention_mask, total_tokens, encoded, model_kwargs.get("inputs_embeds"))

@@ -82,7 +82,9 @@ def _can_expand_later(
         # Models with images or an encoder return more for a prompt, which kvlayers does not know how to repeat.
         and model.config is model_types.decoder_config(model.config)
         and not model.config.is_encoder_decoder
+        # Some loops ask for hidden states themselves (csm).
         and not (generation_config.output_attentions or generation_config.output_hidden_states)
+        and not model_kwargs.get("output_hidden_states")
     )
     shares = any(layer.traits.attends and layer.reserved is None for layer in cache.adapted_layers())
     # States in modules would have one row for each prompt, where the next pass has one for each sample.
@@ -201,14 +203,17 @@ def prefill_in_chunks(
     several tokens starts from zero or it has no mask for them; and a whole sequence, if the cache holds recurrent
     states alone, since transformers does not ask such a cache how many tokens it has seen.
     """
-    mask = model_kwargs.get("attention_mask")
-    is_unusual = model_kwargs.get("inputs_embeds") is not None or (isinstance(mask, Tensor) and mask.dim() != 2)
-    if is_unusual or model.config.is_encoder_decoder:
-        return None
-    if not cache.recurrent_parts() and not model_types.decodes_one_token(model.config):
+    mask, embeds = model_kwargs.get("attention_mask"), model_kwargs.get("inputs_embeds")
+    is_unusual = model.config.is_encoder_decoder or (isinstance(mask, Tensor) and mask.dim() != 2)
+    if is_unusual or (not cache.recurrent_parts() and not model_types.decodes_one_token(model.config)):
         return None
     limit, chunk, tokens = pass_limit(model, cache), generation_config.prefill_chunk_size, input_ids.shape[1]
     seen = cache.length
+    if embeds is not None:
+        total = vars(generation_config).get(generate_calls.MASK_LENGTH) if mask is None else mask.shape[1]
+        # Those of all tokens may be passed, and transformers does not ask how many of them the cache has seen.
+        model_kwargs["inputs_embeds"] = embeds[:, seen - total :] if cache.is_recurrent and seen < total else embeds
+        return None
     if seen == 0:
         if chunk is not None and isinstance(mask, Tensor):
             # These models ignore the mask for single tokens, so the first pass must contain all padding.
@@ -218,11 +223,9 @@ def prefill_in_chunks(
         check_no_padding(mask, tokens - chunk)
         pass_tokens(model, input_ids[:, :chunk], without_last(model_kwargs, tokens - chunk), cache, 0, chunk)
         return pass_tokens(model, input_ids, model_kwargs, cache, chunk, limit or chunk)
-    is_whole = mask is None or mask.shape[1] == tokens
-    start = seen if is_whole else 0
+    start = seen if mask is None or mask.shape[1] == tokens else 0
     if limit is not None or cache.is_recurrent:
         check_no_padding(mask, tokens - start)
-    fits_in_one = limit is None or tokens - start <= limit
-    if start >= tokens or (fits_in_one and not cache.is_recurrent):
+    if start >= tokens or (not cache.is_recurrent and (limit is None or tokens - start <= limit)):
         return None
     return pass_tokens(model, input_ids, model_kwargs, cache, start)

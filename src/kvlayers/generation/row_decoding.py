@@ -194,12 +194,16 @@ class RowDecoder(Generic[Row]):
         return ended
 
     @torch.no_grad()
-    def step(self) -> None:
-        """One forward pass: each row gets at least one more token."""
+    def step(self, has_drafts: bool = True) -> None:
+        """One forward pass: each row gets at least one more token.
+
+        Args:
+            has_drafts: whether rows get drafts, if there is what makes them.
+        """
         cache = self.cache
         if cache is None:
             return
-        drafts = [[] for _ in self.rows] if self._drafter is None else self._drafter.drafts(self.rows)
+        drafts = self._drafter.drafts(self.rows) if self._drafter and has_drafts else [[] for _ in self.rows]
         drafts = [
             draft[: max(0, row.most - row.ids.shape[1] - 1)] for row, draft in zip(self.rows, drafts, strict=True)
         ]
@@ -214,8 +218,12 @@ class RowDecoder(Generic[Row]):
             if cache.newest_pass() is not began:
                 raise
             # It came before any row has taken in a token: there is no room for it, or the model has no position for
-            # it. Without the longest one, the others may go on.
-            max(self.rows, key=lambda row: row.tokens).error = error
+            # it. One token may have both, where the draft of another row has not. Without the longest row, the others
+            # may go on.
+            if new > 1:
+                self.step(has_drafts=False)
+            else:
+                max(self.rows, key=lambda row: row.tokens).error = error
             return
         greatest = logits.argmax(-1).tolist()
         for index, (row, draft) in enumerate(zip(self.rows, drafts, strict=True)):
@@ -429,16 +437,14 @@ def _check_batch(
             f"`input_ids` must be of one prompt for drafts with {name}, as the frequencies of its RoPE change within "
             f"these lengths, got {len(padding)}: leave out the drafts, or pass the prompts one by one."
         )
-    mask, own = kwargs.get("attention_mask"), cache_argument.name_in_generate(model)
-    known = {*OF_LOOPS, *OF_DRAFTS, *OF_PASSES, own}
+    known = {*OF_LOOPS, *OF_DRAFTS, *OF_PASSES, cache_argument.name_in_generate(model)}
     # What the caller has not given, such as positions, follows from the mask.
     others = [key for key, value in kwargs.items() if value is not None and key not in known and key in given]
     others += [key for key in OF_BATCH_INDICES if given.get(key) is not None]
     if model_types.decoder_config(model.config) is not model.config:
         others.append("model")
-    is_whole = mask is None or mask.shape[1] == input_ids.shape[1]
-    if others or not is_whole or (cache.length and any(padding)):
-        what = ", ".join(others) or "a cache that has seen tokens, beside padding or a mask of other tokens"
+    if others or (cache.length and any(padding)):
+        what = ", ".join(others) or "a cache that has seen tokens, beside padding"
         raise OptionError(
             f"`input_ids` of several prompts must come with a mask alone for drafts with {name}, got {what}: pass the "
             "prompts one by one, or leave out the drafts."

@@ -12,6 +12,7 @@ import torch
 import transformers as tf
 from torch import Tensor
 
+import families
 import kvlayers
 from kvlayers import DynamicCache, QuantizedCache, quantizers
 from kvlayers.errors import CapacityError, OptionError
@@ -507,6 +508,20 @@ def test_a_model_decodes_as_without_a_budget_until_it_is_reached(kind: str) -> N
     torch.testing.assert_close(outputs[1], outputs[0], rtol=0, atol=0)
     torch.testing.assert_close(outputs[2], outputs[0], rtol=0, atol=0.05)
     assert cache.nbytes <= cache.budget.max_bytes
+    assert cache.layers[1].fidelity == "rounded"
+
+
+@pytest.mark.parametrize("family", ["lfm2", "qwen3_next", "zamba2", "falcon_h1"])
+def test_models_whose_passes_begin_with_recurrent_states_stay_within_the_budget(family: str) -> None:
+    """These states count, and so do their checkpoints, also where they are a part of a layer that attends."""
+    model, full = families.model_of(family), DynamicCache(config=families.model_of(family).config)
+    parts = torch.randint(3, 97, (1, 800)).split([300, 100, *[1] * 150, 100, *[1] * 150], dim=1)
+    for ids in parts[:-150]:
+        read_by_model(model, ids, full)
+    cache = DynamicCache(config=model.config, max_bytes=int(full.nbytes * 0.6))
+    for ids in parts:
+        read_by_model(model, ids, cache)
+        assert cache.nbytes <= cache.budget.max_bytes, cache.length
     assert cache.layers[1].fidelity == "rounded"
 
 

@@ -60,6 +60,8 @@ class Budget:
         most_kept: the most tokens that may stay exact: none beyond the residual once the cache has given way by hand.
         note: what `explain` says of it.
         said: bits that the log has named.
+        asked: tokens of the layer that has asked for room last, and its index. A cache that went back may be exact
+            again.
     """
 
     max_bytes: int | Fraction
@@ -69,10 +71,9 @@ class Budget:
     most_kept: int = sys.maxsize
     note: str = ""
     said: tuple[int, ...] = ()
+    asked: tuple[int, int] = (-1, 0)
     _planned: tuple[int, int, object] = (-1, 0, None)
     """For how many tokens there is room, of how many layers, and the forms of their states."""
-    _newest: tuple[int, int] = (-1, 0)
-    """Tokens of the layer that came last, and its index. A cache that went back may be exact again."""
 
     @classmethod
     def of(cls, max_bytes: object, ladder: object, length_hint: int | None = None) -> "Budget":
@@ -152,8 +153,8 @@ class Budget:
         """
         length, forms = layers[layer_idx].length or 0, (form_of(keys), form_of(values))
         tokens, (last, known_layers, known_forms) = length + keys.shape[2], self._planned
-        newest, self._newest = self._newest, (length, layer_idx)
-        if newest < self._newest and tokens <= last and known_layers == len(layers) and known_forms == forms:
+        before, self.asked = self.asked, (length, layer_idx)
+        if before < self.asked and tokens <= last and known_layers == len(layers) and known_forms == forms:
             return
         # A cache without a config may make further layers in this pass.
         is_whole = cache.layer_class_to_replicate is None or known_layers == len(layers)
@@ -181,10 +182,16 @@ class Budget:
                 if self.is_of_free
                 else self.max_bytes * sum(each.exact(self.length_hint or 0) for each in held)
             )
-        others_held = [layer for layer in layers if not holders(layer)]
-        more = self._fitted(cache, held, self.max_bytes - sum(layer.nbytes for layer in others_held), tokens, is_whole)
-        # What they hold is known once they have taken in tokens. Before, there is room for this pass alone.
-        self._planned = tokens + (more if length or not others_held else 0), len(layers), forms
+        # Of a hybrid layer the recurrent states.
+        others_held = [part for layer in layers for part in layer.parts[bool(holders(layer)) :]]
+        more = self._fitted(cache, held, self.max_bytes - sum(part.nbytes for part in others_held), tokens, is_whole)
+        # What they hold is known once they have taken in tokens, and several tokens at once may add a checkpoint. Until
+        # then, there is room for this pass alone.
+        self._planned = (
+            tokens + (more if not others_held or (length and keys.shape[2] == 1) else 0),
+            len(layers),
+            forms,
+        )
 
     def _fitted(self, cache: Any, held: "list[_Held]", nbytes: int, tokens: int, is_whole: bool) -> int:
         """Give way so that all tokens fit in `nbytes` bytes. Returns how many more fit then.

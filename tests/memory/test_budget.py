@@ -592,6 +592,27 @@ def test_few_tokens_that_gave_way_by_hand_take_what_their_first_buffers_take() -
         read(full, [90])
 
 
+@pytest.mark.parametrize("tokens", [30, 130, 180])
+@pytest.mark.parametrize("kind", ["quantized", "packed"])
+def test_few_exact_tokens_of_a_cache_of_codes_stay_within_the_budget(kind: str, tokens: int) -> None:
+    """Its buffers take no room for tokens that would not fit."""
+    budget = (tokens + 5) * TOKEN_BYTES
+    cache = MAKERS["quantized" if kind == "quantized" else "dynamic"](max_bytes=budget)
+    if kind == "packed":
+        cache.pack(8)
+    assert read(cache, [tokens, 1, 1]) <= budget
+    assert exact_tokens(cache) == [tokens + 2] * LAYERS
+
+
+@pytest.mark.parametrize("chunks", [[900], [30, 200, 300, 200, 200]], ids=len)
+def test_what_beams_share_is_given_back_where_it_is_rounded(chunks: list[int]) -> None:
+    budget, blocks = 810 * TOKEN_BYTES, 2 * LAYERS * BLOCK_BYTES
+    cache = DynamicCache(config=config_of(), max_bytes=budget)
+    read(cache, chunks)
+    cache.expand(2)
+    assert read(cache, [1, 1, 90, 1], 2, first=sum(chunks)) <= budget + blocks
+
+
 def test_bytes_of_layers_that_cannot_give_way_count() -> None:
     budget = int(TOKENS * TOKEN_BYTES * 0.75)
     cache = DynamicCache(config=config_of(), max_bytes=budget)

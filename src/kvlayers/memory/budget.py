@@ -1,6 +1,7 @@
 """Bytes that a cache stays within: it is exact for as long as it can be, and then rounded from its oldest tokens on."""
 
 import bisect
+import contextlib
 import functools
 import logging
 import sys
@@ -327,12 +328,10 @@ class _Held:
         is_packed = isinstance(store, QuantizedStore)
         self._quantization = quantization_of(store, max(BITS.values()), layer.is_sliding)
         self.bits = max(store.bits) if is_packed else None
-        try:
-            self.size = 0 if is_followed(store) else codes(self._quantization, *forms)[0]
-        except StateMismatchError:
-            self.size = 0
-        packed = store.blocks.stores if is_packed and store.blocks else ()
-        self._blocks = sum(side.nbytes for side in packed) // codes(self._quantization, *forms)[1] if packed else 0
+        self.size, of_block = 0, 1
+        with contextlib.suppress(StateMismatchError):
+            self.size, of_block, _ = (0, 1, 0) if is_followed(store) else codes(self._quantization, *forms)
+        self._blocks = sum(side.nbytes for side in store.blocks.stores) // of_block if is_packed and store.blocks else 0
 
     def exact(self, tokens: int) -> int:
         """Bytes of so many tokens in full precision."""
@@ -365,15 +364,17 @@ class _Held:
         store, most = self.layer.store, min(self.tokens + more, self.window)
         if self.bits is not None:
             # What a residual holds beside the sinks before it packs.
-            self.give_way(self.bits, most - store.quantization.sink_tokens - self.size, store.length_hint)
-        else:
-            store.length_hint = most
+            self.give_way(self.bits, most - store.quantization.sink_tokens - self.size, None)
+        self.layer.store.length_hint = most
 
     def give_way(self, nbits: int, kept: int, length_hint: int | None) -> None:
         """Hold all but the newest `kept` tokens in `nbits` bits at most, now and as further tokens come."""
         # Not the number of tokens that would have fitted in full precision.
         self.layer.store.length_hint = self.window if self.layer.is_sliding else length_hint
         exchange_store(self.layer, functools.partial(rounded, nbits=nbits, window=self.layer.is_sliding, kept=kept))
+        if is_shared(self.layer.store):
+            # Its tokens that are rounded now go with the last one that read them.
+            self.layer.store.trim()
 
 
 def _bytes_of_codes(quantization: Quantization, key_form: StateForm, value_form: StateForm) -> tuple[int, int, int]:

@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers as tf
 
+import families
 import kvlayers
 from kvlayers import DynamicCache, QuantizedCache, quantizers
 from kvlayers.core.buffer import TokenBuffer
@@ -500,6 +501,20 @@ def test_a_model_decodes_as_without_a_budget_until_it_is_reached(kind: str) -> N
     assert cache.layers[1].fidelity == "rounded"
 
 
+@pytest.mark.parametrize("family", ["lfm2", "qwen3_next", "zamba2", "falcon_h1"])
+def test_models_whose_passes_begin_with_recurrent_states_stay_within_the_budget(family: str) -> None:
+    """These states count, and so do their checkpoints, also where they are a part of a layer that attends."""
+    model, full = families.model_of(family), DynamicCache(config=families.model_of(family).config)
+    parts = torch.randint(3, 97, (1, 800)).split([300, 100, *[1] * 150, 100, *[1] * 150], dim=1)
+    for ids in parts[:-150]:
+        read_by_model(model, ids, full)
+    cache = DynamicCache(config=model.config, max_bytes=int(full.nbytes * 0.6))
+    for ids in parts:
+        read_by_model(model, ids, cache)
+        assert cache.nbytes <= cache.budget.max_bytes, cache.length
+    assert cache.layers[1].fidelity == "rounded"
+
+
 def test_generate_takes_a_budget_by_name() -> None:
     model = model_of()
     ids = torch.randint(3, 97, (1, 300))
@@ -565,6 +580,27 @@ def test_few_tokens_that_gave_way_by_hand_take_what_their_first_buffers_take() -
     full.give_way()
     with pytest.raises(CapacityError, match=f"{2 * 90 * TOKEN_BYTES} bytes"):
         read(full, [90])
+
+
+@pytest.mark.parametrize("tokens", [30, 130, 180])
+@pytest.mark.parametrize("kind", ["quantized", "packed"])
+def test_few_exact_tokens_of_a_cache_of_codes_stay_within_the_budget(kind: str, tokens: int) -> None:
+    """Its buffers take no room for tokens that would not fit."""
+    budget = (tokens + 5) * TOKEN_BYTES
+    cache = MAKERS["quantized" if kind == "quantized" else "dynamic"](max_bytes=budget)
+    if kind == "packed":
+        cache.pack(8)
+    assert read(cache, [tokens, 1, 1]) <= budget
+    assert exact_tokens(cache) == [tokens + 2] * LAYERS
+
+
+@pytest.mark.parametrize("chunks", [[900], [30, 200, 300, 200, 200]], ids=len)
+def test_what_beams_share_is_given_back_where_it_is_rounded(chunks: list[int]) -> None:
+    budget, blocks = 810 * TOKEN_BYTES, 2 * LAYERS * BLOCK_BYTES
+    cache = DynamicCache(config=config_of(), max_bytes=budget)
+    read(cache, chunks)
+    cache.expand(2)
+    assert read(cache, [1, 1, 90, 1], 2, first=sum(chunks)) <= budget + blocks
 
 
 def test_bytes_of_layers_that_cannot_give_way_count() -> None:

@@ -344,7 +344,12 @@ class Cache(LegacySurface, transformers.Cache):  # type: ignore[misc]
             if made and self.budget is not None:
                 # Only of the pass that makes layers: to ask breaks the graph, which other passes should not pay for.
                 self.budget.make_room(self, made, layer_idx, key_states, value_states)
-        elif made or not following.at < layer_idx <= following.in_step:
+        elif (
+            made
+            or not following.at < layer_idx <= following.in_step
+            # A pass may have begun with recurrent states, which ask no budget.
+            or (self.budget is not None and layer_idx <= self.budget.asked[1])
+        ):
             new = key_states.shape[-2] if isinstance(key_states, Tensor) and key_states.dim() > 1 else 0
             if new and (key_states.dtype, key_states.device) != following.goes_on_with:
                 following.check_states(layer, key_states, value_states)

@@ -1,6 +1,7 @@
 """Bytes that a cache stays within: it is exact for as long as it can be, and then rounded from its oldest tokens on."""
 
 import bisect
+import contextlib
 import functools
 import logging
 import sys
@@ -60,6 +61,8 @@ class Budget:
         most_kept: the most tokens that may stay exact: none beyond the residual once the cache has given way by hand.
         note: what `explain` says of it.
         said: bits that the log has named.
+        asked: tokens of the layer that has asked for room last, and its index. A cache that went back may be exact
+            again.
     """
 
     max_bytes: int | Fraction
@@ -69,10 +72,9 @@ class Budget:
     most_kept: int = sys.maxsize
     note: str = ""
     said: tuple[int, ...] = ()
+    asked: tuple[int, int] = (-1, 0)
     _planned: tuple[int, int, object] = (-1, 0, None)
     """For how many tokens there is room, of how many layers, and the forms of their states."""
-    _newest: tuple[int, int] = (-1, 0)
-    """Tokens of the layer that came last, and its index. A cache that went back may be exact again."""
 
     @classmethod
     def of(cls, max_bytes: object, ladder: object, length_hint: int | None = None) -> "Budget":
@@ -152,8 +154,8 @@ class Budget:
         """
         length, forms = layers[layer_idx].length or 0, (form_of(keys), form_of(values))
         tokens, (last, known_layers, known_forms) = length + keys.shape[2], self._planned
-        newest, self._newest = self._newest, (length, layer_idx)
-        if newest < self._newest and tokens <= last and known_layers == len(layers) and known_forms == forms:
+        before, self.asked = self.asked, (length, layer_idx)
+        if before < self.asked and tokens <= last and known_layers == len(layers) and known_forms == forms:
             return
         # A cache without a config may make further layers in this pass.
         is_whole = cache.layer_class_to_replicate is None or known_layers == len(layers)
@@ -181,10 +183,16 @@ class Budget:
                 if self.is_of_free
                 else self.max_bytes * sum(each.exact(self.length_hint or 0) for each in held)
             )
-        others_held = [layer for layer in layers if not holders(layer)]
-        more = self._fitted(cache, held, self.max_bytes - sum(layer.nbytes for layer in others_held), tokens, is_whole)
-        # What they hold is known once they have taken in tokens. Before, there is room for this pass alone.
-        self._planned = tokens + (more if length or not others_held else 0), len(layers), forms
+        # Of a hybrid layer the recurrent states.
+        others_held = [part for layer in layers for part in layer.parts[bool(holders(layer)) :]]
+        more = self._fitted(cache, held, self.max_bytes - sum(part.nbytes for part in others_held), tokens, is_whole)
+        # What they hold is known once they have taken in tokens, and several tokens at once may add a checkpoint. Until
+        # then, there is room for this pass alone.
+        self._planned = (
+            tokens + (more if not others_held or (length and keys.shape[2] == 1) else 0),
+            len(layers),
+            forms,
+        )
 
     def _fitted(self, cache: Any, held: "list[_Held]", nbytes: int, tokens: int, is_whole: bool) -> int:
         """Give way so that all tokens fit in `nbytes` bytes. Returns how many more fit then.
@@ -320,12 +328,10 @@ class _Held:
         is_packed = isinstance(store, QuantizedStore)
         self._quantization = quantization_of(store, max(BITS.values()), layer.is_sliding)
         self.bits = max(store.bits) if is_packed else None
-        try:
-            self.size = 0 if is_followed(store) else codes(self._quantization, *forms)[0]
-        except StateMismatchError:
-            self.size = 0
-        packed = store.blocks.stores if is_packed and store.blocks else ()
-        self._blocks = sum(side.nbytes for side in packed) // codes(self._quantization, *forms)[1] if packed else 0
+        self.size, of_block = 0, 1
+        with contextlib.suppress(StateMismatchError):
+            self.size, of_block, _ = (0, 1, 0) if is_followed(store) else codes(self._quantization, *forms)
+        self._blocks = sum(side.nbytes for side in store.blocks.stores) // of_block if is_packed and store.blocks else 0
 
     def exact(self, tokens: int) -> int:
         """Bytes of so many tokens in full precision."""
@@ -358,15 +364,17 @@ class _Held:
         store, most = self.layer.store, min(self.tokens + more, self.window)
         if self.bits is not None:
             # What a residual holds beside the sinks before it packs.
-            self.give_way(self.bits, most - store.quantization.sink_tokens - self.size, store.length_hint)
-        else:
-            store.length_hint = most
+            self.give_way(self.bits, most - store.quantization.sink_tokens - self.size, None)
+        self.layer.store.length_hint = most
 
     def give_way(self, nbits: int, kept: int, length_hint: int | None) -> None:
         """Hold all but the newest `kept` tokens in `nbits` bits at most, now and as further tokens come."""
         # Not the number of tokens that would have fitted in full precision.
         self.layer.store.length_hint = self.window if self.layer.is_sliding else length_hint
         exchange_store(self.layer, functools.partial(rounded, nbits=nbits, window=self.layer.is_sliding, kept=kept))
+        if is_shared(self.layer.store):
+            # Its tokens that are rounded now go with the last one that read them.
+            self.layer.store.trim()
 
 
 def _bytes_of_codes(quantization: Quantization, key_form: StateForm, value_form: StateForm) -> tuple[int, int, int]:

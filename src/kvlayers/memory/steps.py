@@ -33,9 +33,15 @@ LADDER = ("int8", "int4", "offloaded")
 
 def give_way(cache: Any, ladder: Sequence[str] | None = None) -> str | None:
     """See `Cache.give_way`."""
-    steps = LADDER if ladder is None else ladder
-    # A set, as each cache of a pair takes the step.
-    return next((step for step in steps if True in {_takes(part, step) for part in cache.parts()}), None)
+    return next(
+        # A set, as each cache of a pair takes the step.
+        (
+            step
+            for step in (LADDER if ladder is None else ladder)
+            if True in {_takes(part, step) for part in cache.parts()}
+        ),
+        None,
+    )
 
 
 def _takes(part: Any, step: str) -> bool:
@@ -218,9 +224,8 @@ def offload(
                 f"`cache` must hold its states on their device, got one that is offloaded to "
                 f"{part.offloading_options()['offload_device']!r}: call onload() first."
             )
-    for part in cache.parts():
-        if not part.offloading:
-            _place(part, placement)
+    for part in [part for part in cache.parts() if not part.offloading]:
+        _place(part, placement)
 
 
 def onload(cache: Any) -> None:

@@ -590,3 +590,46 @@ def test_drafts_are_verified_with_a_cache_that_reads_buckets(family: str) -> Non
     draft = fresh_model(name, seed=1, **changes)
     cache = static_cache(family, compiled=True)
     assert torch.equal(model.generate(ids, **given(cache), assistant_model=draft, **how), expected)
+
+
+def test_left_padded_batches_decode_as_in_eager_code() -> None:
+    model, forward, cache = small_model("hybrid"), shared("hybrid"), static_cache("hybrid")
+    mask = torch.tensor([[0] * 5 + [1] * 4, [1] * 9])
+    ids = torch.where(mask == 1, prompt(2, 9), 0)
+    upstream, step = transformers.DynamicCache(config=model.config), ids
+    with torch.no_grad():
+        for index in range(20):
+            position_ids = (mask.cumsum(-1) - 1).clamp(min=0)[:, -step.shape[1] :]
+            how = {"attention_mask": mask, "position_ids": position_ids}
+            expected = model(step, **given(upstream), **how).logits[:, -1]
+            check((forward if index else model)(step, **given(cache), **how).logits[:, -1], expected)
+            step = expected.argmax(-1, keepdim=True)
+            mask = torch.cat([mask, mask.new_ones(2, 1)], dim=1)
+
+
+def test_attention_in_plain_torch_reads_buckets_too() -> None:
+    model = bare(copy.deepcopy(small_model("hybrid")))
+    model.set_attn_implementation("eager")
+    inputs, expected = reference("hybrid", steps=20)
+    forward = torch.compile(model.forward, fullgraph=True, backend=backend)
+    check(decode(forward, static_cache("hybrid"), inputs, prefill=model), expected)
+
+
+@pytest.mark.parametrize("family", ["hybrid", "llama4"])
+def test_a_cache_that_reads_buckets_outside_of_compiled_code_gives_the_same_logits(family: str) -> None:
+    inputs, expected = reference(family)
+    check(decode(small_model(family), static_cache(family, compiled=True), inputs), expected)
+    # With gradients on, masks are those of the tokens that are there.
+    cache = static_cache(family, compiled=True)
+    seen = [small_model(family)(ids, **given(cache)).logits[:, -1].detach() for ids in inputs[:30]]
+    check(torch.stack(seen), expected[:30])
+
+
+def test_a_cache_that_may_grow_takes_more_sequences() -> None:
+    cache = static_cache("hybrid", grow=True, compiled=True)
+    for batch in (1, 3, 2):
+        inputs, expected = reference("hybrid", batch=batch, steps=20)
+        cache.reset()
+        check(decode(small_model("hybrid"), cache, inputs), expected)
+        cache.batch_repeat_interleave(2)
+        assert cache.batch_size == 2 * batch

@@ -360,7 +360,9 @@ def stop_at_once(ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    "way", [{"eos_token_id": "the first"}, {"stopping_criteria": [stop_at_once]}, {"max_time": 1e-9}], ids=str
+    "way",
+    [{"eos_token_id": "the first"}, {"stopping_criteria": [stop_at_once]}, {"max_time": 1e-9}],
+    ids=["a token", "a criterion", "the time"],
 )
 def test_a_call_that_may_end_earlier_goes_on_with_a_warning(
     way: dict[str, Any], caplog: pytest.LogCaptureFixture

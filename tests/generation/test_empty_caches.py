@@ -259,3 +259,14 @@ def test_a_cache_of_transformers_by_the_name_of_a_factory_is_the_one_that_was_na
     with registered(theirs=lambda request: transformers.DynamicCache()), warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*is not used")
         continued(fresh_model("llama"), prompt(1, 5), 3, cache_implementation="theirs")
+
+
+@versions.kvlayers_recurrent_layers
+def test_guidance_beside_a_named_cache_needs_no_count_of_tokens() -> None:
+    """transformers' cache of the other prompt, which has recurrent states alone, does not say how many it has seen."""
+    model, ids = fresh_model("mamba"), prompt(1, 6)
+    how = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 4, "do_sample": False, "guidance_scale": 2.0}
+    expected = model.generate(ids, **how)
+    with kvlayers.installed(), pytest.warns(UserWarning, match="The cache 'static' is not used"):
+        seen = model.generate(ids, cache_implementation="static", **how)
+    assert torch.equal(seen, expected)

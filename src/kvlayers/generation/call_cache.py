@@ -270,8 +270,8 @@ def warn_of_another(cache: Any, name: str | None, model: Any) -> None:
     if is_another and cache_argument.is_generator(model) and model not in _warned:
         _warned.add(model)
         warn_the_caller(
-            f"The cache {name!r} is not used: {type(model).__name__} is given a {type(cache).__name__} with "
-            f"{int(cache.get_seq_length())} tokens in its place, as PEFT does for prefix tuning. Leave the name out."
+            f"The cache {name!r} is not used: {type(model).__name__} is given a {type(cache).__name__} in its place, "
+            "as PEFT does for prefix tuning, and guidance for the other prompt. Leave the name out."
         )
 
 

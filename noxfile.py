@@ -21,7 +21,7 @@ CORE = (
     *("caches/test_bad_input", "caches/test_legacy", "caches/test_old_documents", "generation/test_families"),
     *("generation/test_generate", "generation/test_install", "generation/test_legacy_names"),
     *("generation/test_legacy_tuples", "generation/test_registry", "sinks/test_sink", "persistence/test_persistence"),
-    *("rope/test_rotary", "upstream/test_cache_argument", "upstream/test_compat", "upstream/test_upstream"),
+    *("rope/test_rotary", "upstream/test_cache_argument", "upstream/test_compat"),
 )
 """Files with tests of what versions of transformers differ in, which `oldest` runs without the slow tests."""
 

@@ -172,11 +172,12 @@ def test_compiled_models_with_hooks_take_tuples_and_other_calls_as_before(instal
     model.register_forward_hook(lambda module, args, output: outputs.append(type(output)))
     compiled = torch.compile(model, backend="eager")
     past = tuple(map(tuple, read(model, ids[:, :8])[0]))
-    with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("error", DeprecationWarning)
+    with torch.no_grad():
         expected = model(ids, use_cache=False).logits
         assert torch.equal(compiled(ids, use_cache=False).logits, expected)
-        seen = compiled(ids[:, 8:], past_key_values=past)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", DeprecationWarning)
+            seen = compiled(ids[:, 8:], past_key_values=past)
     assert outputs
     assert isinstance(seen.past_key_values, tuple)
     torch.testing.assert_close(seen.logits, expected[:, 8:])

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as tf
 
 import kvlayers
 import versions
@@ -256,4 +257,12 @@ def test_frequencies_that_a_long_prompt_replaces_do_not_count(own: dict[str, Any
     before, first = kvlayers.weights_id(model), model.model.rotary_emb.inv_freq.clone()
     read(model, torch.randint(3, 90, (1, 40)))
     assert not torch.equal(model.model.rotary_emb.inv_freq, first)
+    assert kvlayers.weights_id(model) == before
+
+
+def test_a_compiled_call_has_the_weights_of_its_model() -> None:
+    """`generate()` keeps the compiled forward pass, and its options, as attributes of the model."""
+    model = fresh_model("llama")
+    before = kvlayers.weights_id(model)
+    model.get_compiled_call(tf.CompileConfig(backend="eager"))
     assert kvlayers.weights_id(model) == before

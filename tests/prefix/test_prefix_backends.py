@@ -137,6 +137,18 @@ def test_damaged_files_are_skipped_reported_once_and_written_anew(
     assert covered(PrefixStore(ROOM, files.url), [2, 5, 6]) == 3
 
 
+def test_stores_that_write_to_one_directory_have_one_limit(files: Files) -> None:
+    """Though none of them is refreshed, and whichever has written: beyond it is at most what is not listed yet."""
+    put(PrefixStore(ROOM, files.url), [0, 0, 0])
+    most = 16 * sum(len(files.read(name)) for name in files.names())
+    stores = [PrefixStore(ROOM, files.url, directory_max_bytes=most) for _ in range(3)]
+    for number in range(60):
+        put(stores[number % 3], [1 + number, 0, 0])
+        held = sum(len(files.read(name)) for name in files.names())
+        assert held <= most * 1.5, number
+    assert held > most / 2
+
+
 def test_clear_deletes_what_is_its_own_and_nothing_else(files: Files, tmp_path: pathlib.Path) -> None:
     save_cache(filled([1, 2]), tmp_path / "mine", token_ids=torch.tensor([[1, 2]]))
     PrefixStore(ROOM, files.url)

@@ -76,7 +76,7 @@ HOUSEKEEPING = (
     # How models are loaded, saved and divided.
     | frozenset(name for name, value in vars(PreTrainedModel).items() if not callable(value))
     | frozenset((
-        "_compiled_call_impl", "_old_forward",
+        "_compiled_call", "_compiled_call_impl", "_last_compile_config", "_old_forward",
         # accelerate puts functions that warn in the place of these.
         "to", "cuda", "npu", "xpu", "mlu", "musa", "sdaa",
         "all_tied_weights_keys", "config", "forward", "generate", "generation_config", "gradient_checkpointing",

@@ -45,6 +45,9 @@ ASIDE_SECONDS = 1.0
 BATCH_BYTES = 32 * 2**20
 """Bytes after which the nodes that follow are another batch."""
 
+LISTED_PARTS = 8
+"""Files are listed again after so many parts of the bytes that all may take, since other stores write too."""
+
 NANOSECONDS = 10**9
 
 
@@ -61,9 +64,8 @@ class DirectoryChanges:
     gone: set[str]
 
 
-def name_in(path: str) -> str:
-    """The name of the file at a path or URL."""
-    return os.path.basename(path)
+name_in = os.path.basename
+"""The name of the file at a path or URL."""
 
 
 class NeedsConfigError(Exception):
@@ -83,11 +85,12 @@ class Directory:
     Attributes:
         damaged_files: how many damaged files were seen.
         failed_reads: how often a file could not be reached, or not in time.
+        unlisted_bytes: bytes of nodes that were written since all files were listed.
     """
 
     def __init__(self, backend: StorageBackend) -> None:
         self.backend = backend
-        self.damaged_files = self.failed_reads = 0
+        self.damaged_files = self.failed_reads = self.unlisted_bytes = 0
         self._reported: dict[str, StoredFile | None] = {}
         self._lock = threading.Lock()
         self._tree = NodeTree()
@@ -172,7 +175,7 @@ class Directory:
     def _refresh(self) -> None:
         """Read nodes that others have written, and forget nodes that others have deleted."""
         with self._lock:
-            before = dict(self._tree.nodes)
+            before, self.unlisted_bytes = dict(self._tree.nodes), 0
         files = {file.name: file for file in self.backend.files()}
         new = [
             file
@@ -247,6 +250,7 @@ class Directory:
             with self._lock:
                 self._unusable.discard(node.name)
                 self._tree.nodes[node.name] = node
+                self.unlisted_bytes += node.nbytes
         chain += new
         found = self.backend.find([node.name for node in chain])
         missing = [
@@ -432,6 +436,8 @@ class Directory:
             self.backend.touch(
                 [node.name for path, tokens in used for node in self._chain(path) if node.record.start < tokens]
             )
+            if self.unlisted_bytes * LISTED_PARTS > most:
+                self._refresh()
             left = self.nbytes
             uses: dict[str, float] = dict(self.backend.last_uses()) if left > most else {}
             uses.update(dict.fromkeys(map(name_in, kept), math.inf))

@@ -170,8 +170,10 @@ class Search:
                 "of them only: insert a cache where prompts diverge"
             )
         else:
-            ends = entry is not None and entry.length == covered
-            reason = f"the stored sequence {'ends' if ends else 'diverges'} after {covered}"
+            reason = (
+                f"the stored sequence {'ends' if entry is not None and entry.length == covered else 'diverges'} after "
+                f"{covered}"
+            )
         return "; ".join([reason, *notes])
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from kvlayers.errors import CachePathError, KVLayersError
-from kvlayers.prefix.directory import Directory
+from kvlayers.prefix.directory import LISTED_PARTS, Directory
 from kvlayers.prefix.entry import PrefixEntry, can_restore
 from kvlayers.prefix.index import EntryIndex
 
@@ -197,8 +197,11 @@ class WriteQueue:
             superseded, written = self._written(job.entry)
         except Exception as error:
             # Not kept, since its traceback holds the cache.
-            failure, is_unreachable = str(error), isinstance(error, CachePathError)
-            level = logging.WARNING if isinstance(error, KVLayersError) else logging.ERROR
+            failure, is_unreachable, level = (
+                str(error),
+                isinstance(error, CachePathError),
+                logging.WARNING if isinstance(error, KVLayersError) else logging.ERROR,
+            )
         else:
             if written is not None:
                 self._finish_write(job.entry, superseded, *written)
@@ -249,15 +252,19 @@ class WriteQueue:
 
     def _do_shrink(self) -> None:
         most = self.directory_max_bytes
-        if most is None or self.directory.nbytes <= most:
+        if most is None or max(self.directory.nbytes, self.directory.unlisted_bytes * LISTED_PARTS) <= most:
             return
         with self._changed:
             in_files = [(entry, entry.path) for entry in self._index.entries if entry.path is not None]
             kept = {path for entry, path in in_files if entry.pins and entry.cache is None}
-            uses = sorted((time, path, tokens) for entry, path in in_files for tokens, time in entry.uses.items())
-            new = [(path, tokens) for time, path, tokens in uses if time > self._refreshed]
+            new = sorted(
+                (time, path, tokens)
+                for entry, path in in_files
+                for tokens, time in entry.uses.items()
+                if time > self._refreshed
+            )
             self._refreshed = self._index.uses
-        changes = self.directory.shrink(most, kept, new)
+        changes = self.directory.shrink(most, kept, [(path, tokens) for _, path, tokens in new])
         with self._changed:
             self._index.update(changes.added, changes.gone)
 

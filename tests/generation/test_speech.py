@@ -20,6 +20,7 @@ def speaking_model() -> Any:
         "upsample_groups": 16,
         "intermediate_size": 16,
         "codebook_size": 32,
+        "model_type": "mimi",
         "vector_quantization_hidden_dimension": 8,
     }
     config = transformers.CsmConfig(

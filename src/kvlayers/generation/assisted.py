@@ -200,8 +200,8 @@ def decode(
     is_apart = (isinstance(cache, Cache) and not model.config.is_encoder_decoder) and (
         input_ids.shape[0] > 1 or row_decoding.frequencies_of(model, input_ids, kwargs) is None
     )
-    # transformers' loop cuts a mask to the length of the ids.
-    if total != new and (is_apart or mask is not None):
+    # transformers' loop cuts a mask to the length of the ids, which changes nothing in one of ones that is long enough.
+    if total != new and (is_apart or (mask is not None and (2 * new <= total or not bool(mask.all())))):
         raise OptionError(
             f"`input_ids` must be whole sequences for drafts, got {new} tokens and a mask for {total}: pass the tokens "
             "that the cache has seen as well, or leave out the drafts."

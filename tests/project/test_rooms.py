@@ -210,7 +210,6 @@ SPELL_ITS_LENGTH = {
     # The cache, or the layer, may be one of transformers' own.
     "interop/adapter.py",
     "generation/assisted.py",
-    "generation/call_cache.py",
     "generation/transformers4_names.py",
 }
 

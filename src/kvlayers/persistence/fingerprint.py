@@ -76,7 +76,7 @@ HOUSEKEEPING = (
     # How models are loaded, saved and divided.
     | frozenset(name for name, value in vars(PreTrainedModel).items() if not callable(value))
     | frozenset((
-        "_compiled_call", "_compiled_call_impl", "_last_compile_config", "_old_forward",
+        "_old_forward",
         # accelerate puts functions that warn in the place of these.
         "to", "cuda", "npu", "xpu", "mlu", "musa", "sdaa",
         "all_tied_weights_keys", "config", "forward", "generate", "generation_config", "gradient_checkpointing",
@@ -86,8 +86,8 @@ HOUSEKEEPING = (
 )  # fmt: skip
 """Attributes of modules that no state depends on, or that are compared elsewhere, as parameters and configs are."""
 
-OF_LOADING = re.compile(r"_(is_)?hf_\w+|_\w+_(plan|installed|conversions)")
-"""Further ones, by their names: what loading, dividing and watching a model note in it."""
+OF_LOADING = re.compile(r"_(is_)?hf_\w+|_\w+_(plan|installed|conversions)|_(compiled_call|last_compile)\w*")
+"""Further ones, by their names: what loading, dividing, compiling and watching a model note in it."""
 
 CHANGES_WITH_LENGTH = ("dynamic", "longrope")
 """Types of RoPE whose frequencies a pass replaces."""

@@ -255,7 +255,7 @@ class _Replay:
         **kwargs: Any,
     ) -> Any:
         """Replaces the model's `prepare_inputs_for_generation`."""
-        if kwargs.get(self._name) is self.cache:
+        if kwargs[self._name] is self.cache:
             self._last = input_ids.shape[1], kwargs
             seen = self.cache.get_seq_length() - self._before
             missing = input_ids.shape[1] - seen

@@ -262,7 +262,12 @@ def test_an_empty_chat_can_be_saved(model: Any, tokenizer: Any, tmp_path: pathli
 
 def test_a_model_that_keeps_states_in_its_modules_reads_each_turn_whole(tokenizer: Any) -> None:
     """Its second turn began from zero behind what the cache holds."""
-    chat = Chat(every_causal_model.model_of("recurrent_gemma"), tokenizer)
+    model = every_causal_model.model_of("recurrent_gemma")
+    chat = Chat(model, tokenizer)
     for text in ("Name a bird.", "And another one?"):
-        checked_turns(chat, text)
+        messages = [*chat.messages, {"role": "user", "content": text}]
+        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        given = {name: ids[name] for name in ("input_ids", "attention_mask")}
+        expected = model.generate(**given, **written())[0, ids["input_ids"].shape[1] :]
+        assert chat.ask(text, **written()) == tokenizer.decode(expected, skip_special_tokens=True)
         assert chat.cached_tokens == 0

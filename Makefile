@@ -41,7 +41,7 @@ fast: $(VENV)/installed ## The tests that are not slow, in a few minutes
 nightly: $(VENV)/installed $(MODEL)/config.json ## Every test: all products, long random sequences, wheels; an hour or more
 	KVLAYERS_NIGHTLY=1 KVLAYERS_DEMO_MODEL="$(CURDIR)/$(MODEL)" $(PYTEST) $(ARGS)
 
-claims: $(VENV)/installed $(MODEL)/config.json ## Measure each figure of README.md and docs/benchmarks.md again, ten minutes; ARGS=--record keeps them
+claims: $(VENV)/installed $(MODEL)/config.json ## Measure each figure of README.md and docs/benchmarks.md again, 20 minutes; ARGS=--record keeps them
 	KVLAYERS_DEMO_MODEL="$(CURDIR)/$(MODEL)" $(BIN)/python lab/benchmarks/claims.py $(ARGS)
 
 docs: $(VENV)/docs-installed ## The documentation, in site/; a warning is an error. Where chromium is, it looks at each page

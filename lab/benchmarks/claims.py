@@ -1,6 +1,6 @@
 """Measures every claim in README.md and docs/benchmarks.md again, and says whether it holds.
 
-    python lab/benchmarks/claims.py                     # all of them, about ten minutes on two idle cores
+    python lab/benchmarks/claims.py                     # all of them, about 20 minutes on two idle cores
     python lab/benchmarks/claims.py --only step,update  # some of the measurements
     python lab/benchmarks/claims.py --record            # record them in lab/benchmarks/recorded/claims-<date>.json
     python lab/benchmarks/claims.py --write             # write the record into the pages, and measure nothing

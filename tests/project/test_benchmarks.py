@@ -5,7 +5,7 @@ import functools
 import io
 import pathlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -272,10 +272,20 @@ FEW += ["--lengths-float32", "64", "--batch", "64", "--turn", "8"]
 
 
 @pytest.fixture
-def tables(script: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> Any:
-    found = script("prompt_tables")
-    monkeypatch.setattr(found.pages, "RECORDED", tmp_path)
-    return found
+def recording(script: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> Callable[[str], Any]:
+    """Loads a script by its name, which has an empty folder of records."""
+
+    def load(name: str) -> Any:
+        found = script(name)
+        monkeypatch.setattr(found.pages, "RECORDED", tmp_path)
+        return found
+
+    return load
+
+
+@pytest.fixture
+def tables(recording: Callable[[str], Any]) -> Any:
+    return recording("prompt_tables")
 
 
 @pytest.fixture
@@ -456,10 +466,8 @@ def llama_print_system_info():
 
 
 @pytest.fixture
-def peers(script: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> Any:
-    found = script("peers")
-    monkeypatch.setattr(found.pages, "RECORDED", tmp_path)
-    return found
+def peers(recording: Callable[[str], Any]) -> Any:
+    return recording("peers")
 
 
 @pytest.fixture

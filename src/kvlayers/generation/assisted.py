@@ -197,8 +197,10 @@ def decode(
         (vars(kwargs["generation_config"]).get(generate_calls.MASK_LENGTH) or new) if mask is None else mask.shape[-1]
     )
     # transformers' loop would rotate tokens by the frequencies of a draft's length.
-    is_apart = (isinstance(cache, Cache) and not model.config.is_encoder_decoder) and (
-        input_ids.shape[0] > 1 or row_decoding.frequencies_of(model, input_ids, kwargs) is None
+    is_apart = (
+        isinstance(cache, Cache)
+        and not model.config.is_encoder_decoder
+        and (input_ids.shape[0] > 1 or row_decoding.frequencies_of(model, input_ids, kwargs) is None)
     )
     # transformers' loop cuts a mask to the length of the ids, which changes nothing in one of ones that is long enough.
     if total != new and (is_apart or (mask is not None and (2 * new <= total or not bool(mask.all())))):

@@ -197,19 +197,15 @@ class WriteQueue:
             superseded, written = self._written(job.entry)
         except Exception as error:
             # Not kept, since its traceback holds the cache.
-            failure, is_unreachable, level = (
-                str(error),
-                isinstance(error, CachePathError),
-                logging.WARNING if isinstance(error, KVLayersError) else logging.ERROR,
-            )
+            failure, is_unreachable = str(error), isinstance(error, CachePathError)
+            level = logging.WARNING if isinstance(error, KVLayersError) else logging.ERROR
         else:
             if written is not None:
                 self._finish_write(job.entry, superseded, *written)
                 self._do_shrink()
             return None
         with self._changed:
-            most_tries = 1 if self._is_unreachable else self._most_tries
-            if is_unreachable and job.tries < most_tries:
+            if is_unreachable and not self._is_unreachable and job.tries < self._most_tries:
                 return float(FIRST_DELAY * 2 ** (job.tries - 1))
             self._is_unreachable = self._is_unreachable or is_unreachable
             self.failed_writes += 1

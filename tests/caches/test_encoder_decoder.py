@@ -342,10 +342,35 @@ def test_self_attention_within_a_window_has_cross_attention_to_all() -> None:
             assert torch.equal(model.generate(**given, past_key_values=pair, **how, **way), expected), own
             assert pair.is_sliding == [True, False]
             assert pair.cross_attention_cache.is_sliding == [False, False]
-    # It replaces the cross-attention cache that it is given by another one of the same class, and knows no static ones.
-    own, cross = (kvlayers.StaticCache(config, max_cache_len=ROOM) for _ in range(2))
-    with pytest.raises(kvlayers.OptionError, match="max_cache_len"):
-        model.generate(**given, past_key_values=Pair(own, cross), **how)
+    # A window there would lose tokens of the input without a word.
+    windows = Pair(kvlayers.DynamicCache(config=config), kvlayers.DynamicCache(config=config))
+    with kvlayers.installed(), pytest.raises(kvlayers.errors.ConfigError, match="must hold all tokens"):
+        model.generate(**given, past_key_values=windows, **how)
+
+
+@pytest.mark.parametrize("name", ["dynamic", "static", "int8", "offloaded", "offloaded_quantized"])
+def test_a_model_that_makes_the_cache_of_cross_attention_anew_keeps_what_was_asked_for(name: str) -> None:
+    """T5Gemma makes one of the same class without options: 4 bits whatever was asked, and nothing on the host."""
+    versions.need_since("5.12", "t5gemma with cross-attention to all tokens")
+    model, given = model_of("t5gemma"), inputs("t5", tokens=14)
+    how = {"max_new_tokens": 6, "do_sample": False, "return_dict_in_generate": True}
+
+    def cross_attention(model: Any) -> tuple[Any, bool]:
+        output = model.generate(**given, **how, cache_implementation=name)
+        part = cache_argument.in_output(output).cross_attention_cache
+        return part.adapted_layers()[0].describe(), part.offloading
+
+    # One that a program has made stays as well.
+    pair = kvlayers.make_cache(name, model, length_hint=ROOM)
+    part = pair.cross_attention_cache
+    with kvlayers.installed():
+        assert cross_attention(model) == cross_attention(model_of("bart"))
+        expected = model.generate(**given, **how, cache_implementation=name).sequences
+        for _ in range(2):
+            assert torch.equal(model.generate(**given, **how, past_key_values=pair).sequences, expected)
+            assert pair.cross_attention_cache is part
+            assert part.nbytes
+            pair.reset()
 
 
 # A decode loop of one's own, with every operation in the middle

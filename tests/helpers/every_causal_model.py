@@ -109,6 +109,7 @@ BY_TYPE: dict[str, dict[str, Any]] = {
         "compress_rates": {"heavily_compressed_attention": 4, "compressed_sparse_attention": 2},
         "hc_mult": 2, "o_groups": 2, "o_lora_rank": 8,
     },
+    "dory": {"n_input_layers": 1, "n_output_layers": 1},
     "falcon_h1": {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8},
     "gemma3n_text": {
         **ALTERNATING, "num_kv_shared_layers": 2, "altup_num_inputs": 2, "laurel_rank": 4,
@@ -174,3 +175,11 @@ def model_of(model_type: str) -> Any:
     model = with_larger_weights(tf.AutoModelForCausalLM.from_config(config).eval())
     model.generation_config.use_cache = True
     return model
+
+
+def of_loops() -> Any:
+    """A model whose first loop attends to what the last one has computed in earlier passes, and to its own tokens."""
+    config = config_of("dory")
+    config.recurrent_kv_cache_mode = "last_loop"
+    torch.manual_seed(0)
+    return with_larger_weights(tf.AutoModelForCausalLM.from_config(config).eval())

@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers as tf
 
+import every_causal_model
 import fallback_models
 import families
 import kvlayers
@@ -444,6 +445,8 @@ REFUSED: dict[str, tuple[str, Callable[[], Any], dict[str, Any]]] = {
     "inputs of its own": ("prepare_inputs_for_generation", with_inputs_of_its_own, {}),
     "a rotation by the length": ("rope_type", longrope, {}),
 }
+if "dory" in tf.CONFIG_MAPPING:
+    REFUSED["states that depend on passes"] = "one by one", every_causal_model.of_loops, {}
 if versions.DRAFTS_MAY_HAVE_A_LEAST_LENGTH:
     REFUSED["drafts"] = "assistant", llama, {"assistant_model": llama()}
 

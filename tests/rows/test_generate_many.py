@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 
+import every_causal_model
 import families
 import kvlayers
 from kvlayers.batching.row_engine import MAX_OVERTAKEN
@@ -107,6 +108,15 @@ def test_a_chunk_does_not_change_what_is_kept(cache: str, options: dict[str, Any
     answers = many(model, prompts, cache=cache, in_order=True, **how, **chunk)
     for answer, ids in zip(answers, prompts, strict=True):
         assert answer.ids.tolist() == alone(model, ids, cache, **how, **asked)
+
+
+@pytest.mark.skipif("dory" not in transformers.CONFIG_MAPPING, reason="this transformers has no model with loops")
+def test_a_prompt_is_read_whole_if_states_depend_on_passes() -> None:
+    model, ids = every_causal_model.of_loops(), prompt(1, 40)[0]
+    with passes_of(model) as passes:
+        (answer,) = many(model, [ids], chunk_tokens=8)
+    assert passes[0] == (1, 40)
+    assert answer.ids.tolist() == alone(model, ids)
 
 
 def test_as_many_prompts_are_read_between_two_steps_as_fit_into_a_chunk() -> None:

@@ -112,7 +112,9 @@ class RowEngine(Generic[Kind]):
         if is_kept_elsewhere:
             # Its modules have states of one sequence, and a pass of several tokens begins another one.
             max_rows, chunk_tokens = 1, sys.maxsize
-        elif any(layer.traits.is_upstream or layer.fidelity != "exact" for layer in example.adapted_layers()):
+        elif model_types.depends_on_passes(model.config) or any(
+            layer.traits.is_upstream or layer.fidelity != "exact" for layer in example.adapted_layers()
+        ):
             chunk_tokens = config.prefill_chunk_size or sys.maxsize
         if drafter is not None and (is_kept_elsewhere or example.recurrent_parts()):
             raise OptionError(

@@ -22,8 +22,7 @@ from kvlayers.errors import OptionError, RollbackError
 from kvlayers.generation import row_decoding
 from kvlayers.generation.call_cache import rolling_back
 from kvlayers.generation.prefill import pass_limit, pass_tokens, without_last
-from kvlayers.upstream import cache_argument, compat, generate_calls
-from kvlayers.upstream.model_types import kept_states
+from kvlayers.upstream import cache_argument, compat, generate_calls, model_types
 
 ASKS_FOR_DRAFTS = ("assistant_model", "assistant_early_exit", "prompt_lookup_num_tokens", "use_mtp")
 """Arguments of `generate()`, and options of its config, without which it decodes without drafts."""
@@ -133,7 +132,7 @@ def _check_mode(model: Any, mode: Any, generation_config: Any, *args: Any, **kwa
 
 def check_rollback(model: Any, cache: Any) -> None:
     """Raise `RollbackError` if drafts for a model with recurrent states could not be rolled back."""
-    name, kept = type(model).__name__, kept_states(model)
+    name, kept = type(model).__name__, model_types.kept_states(model)
     if kept is not None:
         raise RollbackError(
             f"`model` must keep all of its states in its cache, so that drafts can be rolled back, got a {name}, which "
@@ -186,7 +185,7 @@ def decode(
     cache: Any = kwargs.get(name)
     check_rollback(model, cache)
     assistant = kwargs.get("assistant_model")
-    if assistant is not None and (kept := kept_states(assistant)) is not None:
+    if assistant is not None and (kept := model_types.kept_states(assistant)) is not None:
         raise RollbackError(
             f"`assistant_model` must keep its states in its cache, to roll drafts back, got a "
             f"{type(assistant).__name__}, which keeps some in {kept}: pass another model, or leave it out."

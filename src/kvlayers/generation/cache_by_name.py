@@ -32,9 +32,8 @@ from kvlayers.errors import ConfigError, KVLayersError, OptionError, RegistryErr
 from kvlayers.eviction.rule import eviction_rule_names
 from kvlayers.generation.patching import ScopedValue
 from kvlayers.kernels.codes.quantizer_contract import quantizer_names
-from kvlayers.upstream import generate_calls, model_types
+from kvlayers.upstream import generate_calls, model_layers, model_types
 from kvlayers.upstream.callers import warn_the_caller
-from kvlayers.upstream.model_layers import layer_devices, model_device
 from kvlayers.utils.options import check_whole_number, checked_device, checked_dtype, checks_options
 
 logger = logging.getLogger(__name__)
@@ -97,7 +96,7 @@ def make_cache(
         checked_hint(length_hint),
         device if isinstance(device, torch.device | None) else checked_device(device),
         None if dtype is None else checked_dtype(dtype),
-        layer_devices=layer_devices(model_or_config),
+        layer_devices=model_layers.layer_devices(model_or_config),
     )
     return cache_for(named.name, request)
 
@@ -113,9 +112,9 @@ def request_of(model: Any, options: Mapping[str, Any] = MappingProxyType({}), **
     return CacheRequest(
         model.config,
         options,
-        device=model_device(model),
+        device=model_layers.model_device(model),
         dtype=model.dtype,
-        layer_devices=layer_devices(model),
+        layer_devices=model_layers.layer_devices(model),
         **known,
     )
 

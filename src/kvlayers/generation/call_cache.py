@@ -105,7 +105,7 @@ def validate(
         pair: Any = cache
         pair.check_encoded(encoded)
     self_attention = cache.self_attention
-    check_windows(model, self_attention)
+    check_windows(model, cache)
     if self_attention.is_static and generate_calls.masks_the_whole_reservation(model):
         raise ConfigError(
             f"`{argument}` must be a cache that grows, as this version of transformers gives {type(model).__name__} "
@@ -135,17 +135,20 @@ def validate(
 
 def check_windows(model: Any, cache: Cache) -> None:
     """Raise `ConfigError` if a layer holds fewer tokens than the model attends to, as it was made for another model."""
-    windows = [layer.sliding_window for layer in cache.adapted_layers()]
-    # A model that has none may have a config that does not describe its layers.
-    specs = model_layers.layer_specs(model.config) if set(windows) - {None} else []
-    for index, (window, spec) in enumerate(zip(windows, specs, strict=False)):
-        attended = spec.options.get("sliding_window")
-        if window is not None and (attended is None or attended > window):
-            raise ConfigError(
-                f"layer {index} of the cache must hold {'all' if attended is None else attended} tokens, as "
-                f"{type(model).__name__} attends to them, got a window of {window}: the cache was made for another "
-                "model, make one with config=model.config."
-            )
+    for part in cache.parts():
+        windows = [layer.sliding_window for layer in part.adapted_layers()]
+        # A model that has none may have a config that does not describe its layers.
+        specs = model_layers.layer_specs(model.config) if set(windows) - {None} else []
+        for index, (window, spec) in enumerate(zip(windows, specs, strict=False)):
+            # Cross-attention reads the whole input.
+            attended = spec.options.get("sliding_window") if part is cache.self_attention else None
+            if window is not None and (attended is None or attended > window):
+                raise ConfigError(
+                    f"layer {index} of the cache must hold {'all' if attended is None else attended} tokens, as "
+                    f"{type(model).__name__} attends to them, got a window of {window}: the cache was made for another "
+                    "model or for self-attention, make one with config=model.config, and one without for "
+                    "cross-attention."
+                )
 
 
 def check_whole_sequence(cache: Cache, input_ids: object) -> None:
@@ -381,12 +384,10 @@ def for_call(
         CapacityError: the options reserve fewer tokens than the call needs.
         KVLayersError: as `cache_by_name.make_cache` and `cache_by_name.check_rope_dtype`.
     """
-    replaces = generate_calls.replaces_cross_attention_cache(model)
-    encoded = None if replaces else generate_calls.encoded_for(model, model_kwargs)
+    encoded = generate_calls.encoded_for(model, model_kwargs)
     # The config of a draft model has the options of the main model's cache, but not the name that they belong to.
-    own_name = generation_config.cache_implementation
-    foreign_options = generation_config.is_assistant and own_name in (None, compat.NAME_FOR_DRAFTS)
-    options = None if foreign_options else generation_config.cache_config
+    nameless = generation_config.cache_implementation in (None, compat.NAME_FOR_DRAFTS)
+    options = None if generation_config.is_assistant and nameless else generation_config.cache_config
     most = generate_calls.most_tokens(generation_config, max_cache_length)
     if generation_mode == GenerationMode.ASSISTED_GENERATION:
         # A draft may reach beyond the end of the sequence before it is rolled back.
@@ -479,8 +480,9 @@ def mask_mode(cache: Any) -> MaskMode | None:
 
 def _reserve_early(model: Any, cache: Any, request: CacheRequest) -> bool:
     """Reserve memory before a compiled prefill, which would otherwise own the memory, and return whether it worked."""
-    reserves = compat.RESERVES_AHEAD and not request.config.is_encoder_decoder
-    shape = generate_calls.static_shape(model) if reserves else None
+    shape = (
+        generate_calls.static_shape(model) if compat.RESERVES_AHEAD and not request.config.is_encoder_decoder else None
+    )
     if shape is None or request.batch_size is None:
         return False
     cache.early_initialization(request.batch_size, *shape, model.dtype, model.device)

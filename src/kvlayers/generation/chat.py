@@ -20,10 +20,7 @@ from kvlayers.persistence import inspect_cache, load_cache, save_cache
 from kvlayers.prefix import PrefixStore
 from kvlayers.prefix.keys import common_tokens
 from kvlayers.rope.from_config import depends_on_length, frequencies_within
-from kvlayers.upstream.cache_argument import SPELLINGS, name_in_generate
-from kvlayers.upstream.generate_calls import full_generation_config, sequences_per_prompt
-from kvlayers.upstream.model_layers import layer_devices
-from kvlayers.upstream.model_types import config_of, kept_states
+from kvlayers.upstream import cache_argument, generate_calls, model_layers, model_types
 from kvlayers.utils.options import checks_options
 
 Message = dict[str, Any]
@@ -33,7 +30,7 @@ _SET_BY_CHATS = frozenset(
 )
 _SET_IN_TURNS = frozenset(
     ("attention_mask", "inputs", "input_ids", "inputs_embeds", "namespace", "prefix_store", "return_dict_in_generate")
-) | frozenset(SPELLINGS)
+) | frozenset(cache_argument.SPELLINGS)
 
 _SET_WITH_CACHES = frozenset(("cache_implementation", "cache_config"))
 """Options of a call that a chat with a cache of its own does not pass on: its turns have one cache."""
@@ -96,7 +93,7 @@ class Chat:
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         check_is(GenerationMixin, model, "model", "a model with generate()", "pass a loaded model")
-        if config_of(model).is_encoder_decoder:
+        if model_types.config_of(model).is_encoder_decoder:
             raise OptionError(
                 f"`model` must be a decoder, which continues its prompt, but {type(model).__name__} has an encoder: "
                 "call generate() for each turn."
@@ -190,7 +187,7 @@ class Chat:
     def _generate(self, ids: list[int], options: dict[str, Any]) -> Any:
         prompt = torch.tensor([ids], device=self._model.device)
         options = {**options, "attention_mask": torch.ones_like(prompt), "return_dict_in_generate": True}
-        config, _ = full_generation_config(self._model, options)
+        config, _ = generate_calls.full_generation_config(self._model, options)
         if (config.num_return_sequences or 1) > 1:
             raise OptionError(
                 f"`num_return_sequences` must be 1, got {config.num_return_sequences}: fork() the chat for each answer."
@@ -205,13 +202,17 @@ class Chat:
         rotates_otherwise = frequencies not in {self._frequencies} - {None} and depends_on_length(self._model.config)
         # Beams cannot start from one row, and what they leave in the cache cannot be continued. Neither can a cache
         # that has only some of the states.
-        if sequences_per_prompt(config) > 1 or kept_states(self._model) is not None or rotates_otherwise:
+        if (
+            generate_calls.sequences_per_prompt(config) > 1
+            or model_types.kept_states(self._model) is not None
+            or rotates_otherwise
+        ):
             self._cache.reset()
         known = common_tokens(np.array(self._held_ids(self._cache), np.int64), np.array(ids, np.int64))
         # At least one token is left, for the model to compute.
         held = _rolled_back(self._cache, min(known, len(ids) - 1))
         self._seen, self._frequencies = ids, None
-        options[name_in_generate(self._model)] = self._cache
+        options[cache_argument.name_in_generate(self._model)] = self._cache
         try:
             output = generate(self._model, prompt, **options)
         except BaseException:
@@ -309,7 +310,7 @@ class Chat:
         )
         cache, ids = load_cache(path, config=model, device=model.device, weights_id=weights_id), saved.token_ids()
         # A file does not say which of several devices computes a layer: there, the conversation is computed again.
-        if ids is not None and not layer_devices(model):
+        if ids is not None and not model_layers.layer_devices(model):
             loaded._cache, loaded._seen = cache, ids[0].tolist()
         return loaded
 

@@ -28,6 +28,7 @@ class CurrentCall:
             a call.
         inputs: of the newest pass, if its cache cannot go back by one pass: earlier tokens are then read again.
         prompt: the same of a prompt that is read in chunks.
+        pair: the cache of the call, if its model would make the part for cross-attention anew.
     """
 
     requested_name: str | None = None
@@ -36,6 +37,7 @@ class CurrentCall:
     acquired: list[Acquired] | None = None
     inputs: Inputs | None = None
     prompt: Inputs | None = None
+    pair: Cache | None = None
 
 
 _OUTSIDE = CurrentCall()

@@ -30,8 +30,7 @@ from kvlayers.generation.prefix_reuse.prefixed_call import (
     usable_cache,
 )
 from kvlayers.prefix import PrefixStore
-from kvlayers.upstream import cache_argument, model_types
-from kvlayers.upstream.model_layers import layer_specs, model_device
+from kvlayers.upstream import cache_argument, model_layers, model_types
 
 PROMPTS = ("inputs", "input_ids", "inputs_embeds", "attention_mask")
 """Arguments of `generate()` in whose place documents stand."""
@@ -90,7 +89,7 @@ class DocumentPrompt:
         if args or others or not isinstance(cache, str | None):
             given = ", ".join(others) or ("a cache" if not args else "positional arguments")
             raise OptionError(f"`documents` cannot be combined with {given}: leave one of them out.")
-        ids_of = functools.partial(_ids, kwargs.get("tokenizer"), model_device(model))
+        ids_of = functools.partial(_ids, kwargs.get("tokenizer"), model_layers.model_device(model))
         parts, last = [ids_of("documents", each) for each in documents], ids_of("question", question)
         before = parts[0][:, :0] if beginning is None else ids_of("beginning", beginning)
         if isinstance(documents[0] if beginning is None else beginning, str):
@@ -221,7 +220,7 @@ class StoredDocuments:
     def __init__(
         self, model: Any, active: active_store.ActiveStore, amount: int | Fraction, tokens: int, are_moved: bool
     ) -> None:
-        has_windows = any(spec.layer_type in WINDOWED for spec in layer_specs(model.config))
+        has_windows = any(spec.layer_type in WINDOWED for spec in model_layers.layer_specs(model.config))
         self._model, self._name = model, "dynamic_full" if has_windows else "dynamic"
         check_generate(model, {})
         self._part = StorePart(model, active, self._name, {})
@@ -291,7 +290,7 @@ def store_document(
         (3, 3)
     """
     check_is(PrefixStore, store, "store", "a PrefixStore", "pass it first")
-    ids_of = functools.partial(_ids, None, model_device(model))
+    ids_of = functools.partial(_ids, None, model_layers.model_device(model))
     before = [] if beginning is None else [ids_of("beginning", beginning)]
     whole = torch.cat([*before, ids_of("ids", ids)], dim=1)
     with _refusing("`ids` cannot be stored as a document, as {}: pass them to generate() as a part of the prompt."):

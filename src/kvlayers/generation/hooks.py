@@ -2,7 +2,7 @@
 
 `PreTrainedModel.__call__` is one of them, since every forward pass of every model goes through it, and since what
 replaces it costs next to nothing at each token. Models that were written for an older name of the cache argument get
-their cache by the name that they take.
+their cache by the name that they take. So do those that would make one of its two parts anew.
 """
 
 import functools
@@ -151,9 +151,7 @@ def prepare_cache_for_generation(
     if past is not None:
         _prepare_passed_cache(model, past, generation_config, model_kwargs, max_cache_length, generation_mode, encoded)
     if call.record is not None:
-        call.record.has_beams = (generation_config.num_beams or 1) > 1
-        if past is not None:
-            call.record.begin(model, past, generation_config, call_cache.padding_mask(model, model_kwargs))
+        call.record.begin(model, past, generation_config, call_cache.padding_mask(model, model_kwargs))
     if generation_config.prefill_chunk_size is not None:
         is_filled = compat.CHUNKS_BEGIN_AT_ZERO and isinstance(past, Cache) and past.length
         # transformers cuts the mask of an encoder as if it were of the new tokens, and passes no part of embeddings.
@@ -185,6 +183,16 @@ def prepare_cache_for_generation(
             # transformers refuses to verify drafts with a static name, since its static caches cannot be rolled back.
             generation_config.cache_implementation = None
     cache = model_kwargs.get(argument)
+    if (
+        isinstance(cache, Cache)
+        and cache.is_pair
+        and call.record is not None
+        and generate_calls.replaces_cross_attention_cache(model)
+    ):
+        call.pair = cache
+        model_kwargs[argument] = transformers.EncoderDecoderCache(
+            transformers.DynamicCache(), transformers.DynamicCache()
+        )
     # Passes note what they are prepared from: for a cache that cannot go back by one pass and reads earlier tokens
     # again, and for the ids of beams.
     if isinstance(cache, Cache) and (not cache.keeps_every_token or (generation_config.num_beams or 1) > 1):
@@ -208,8 +216,9 @@ def _prepare_passed_cache(
         # Some model configs say so (MPT). All tokens would then be passed to the cache at every step.
         generation_config.use_cache = model_kwargs["use_cache"] = True
     attention_mask = call_cache.padding_mask(model, model_kwargs)
-    of_ones = vars(generation_config).get(generate_calls.MASK_LENGTH)
-    total_tokens = of_ones if attention_mask is None else attention_mask.shape[1]
+    total_tokens = (
+        vars(generation_config).get(generate_calls.MASK_LENGTH) if attention_mask is None else attention_mask.shape[1]
+    )
     call_cache.validate(model, past, attention_mask, total_tokens, encoded, model_kwargs.get("inputs_embeds"))
     new_tokens = generation_config.max_new_tokens
     if new_tokens is not None and total_tokens is not None and not model.config.is_encoder_decoder:
@@ -253,7 +262,7 @@ def prefill(
     return transformers_prefill(input_ids, model_kwargs) if output is None else output
 
 
-METHOD = "prepare_inputs_for_generation"
+PREPARES_INPUTS = "prepare_inputs_for_generation"
 
 _handing_lock = threading.Lock()
 _handing_over: dict[tuple[type, Callable[..., Any]], Patch] = {}
@@ -261,16 +270,18 @@ _handing_over: dict[tuple[type, Callable[..., Any]], Patch] = {}
 
 def hand_over_cache(model: Any) -> None:
     """Let a model that keeps an old name, or gives the cache up, get that of `generate()`, until `take_cache_back`."""
-    if getattr(type(model), METHOD) is getattr(GenerationMixin, METHOD):
+    if generate_calls.replaces_cross_attention_cache(model):
+        _replace_method(type(model), _keeping_pair, "_prepare_cache_for_generation")
+    if getattr(type(model), PREPARES_INPUTS) is getattr(GenerationMixin, PREPARES_INPUTS):
         return
     name = cache_argument.name_for(model)
     if name != cache_argument.name_in_generate(model) or model_types.reads_again_behind(model) is not None:
         _replace_method(type(model), functools.partial(_respelling, name))
 
 
-def _replace_method(owner: type, wrap: Callable[[Method], Method]) -> None:
+def _replace_method(owner: type, wrap: Callable[[Method], Method], name: str = PREPARES_INPUTS) -> None:
     with _handing_lock:
-        _handing_over.setdefault((owner, getattr(wrap, "func", wrap)), Patch(owner, METHOD, wrap)).apply()
+        _handing_over.setdefault((owner, getattr(wrap, "func", wrap)), Patch(owner, name, wrap)).apply()
 
 
 def take_cache_back() -> None:
@@ -279,6 +290,17 @@ def take_cache_back() -> None:
         for patch in reversed(_handing_over.values()):
             patch.remove()
         _handing_over.clear()
+
+
+def _keeping_pair(original: Method) -> Method:
+    @functools.wraps(original)
+    def prepare_cache(self: Any, generation_config: Any, model_kwargs: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, generation_config, model_kwargs, *args, **kwargs)
+        if (pair := CURRENT.get().pair) is not None:
+            # The model has made one part of another pair anew, with none of the options of the first.
+            model_kwargs[cache_argument.name_in_generate(self)] = pair
+
+    return prepare_cache
 
 
 def _noting(original: Method) -> Method:

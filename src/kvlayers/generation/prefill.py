@@ -132,12 +132,11 @@ def pass_limit(model: Any, cache: Any) -> int | None:
 
 def without_last(model_kwargs: dict[str, Any], tokens: int) -> dict[str, Any]:
     """Arguments of a model for all tokens except the last `tokens`."""
-    shortened = {
+    return model_kwargs | {
         name: value[..., : value.shape[-1] - tokens]
         for name, value in model_kwargs.items()
         if tokens and name in PER_TOKEN_ARGUMENTS and isinstance(value, Tensor) and value.shape[-1] > tokens
     }
-    return {**model_kwargs, **shortened}
 
 
 @torch.no_grad()

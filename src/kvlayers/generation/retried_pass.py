@@ -73,7 +73,7 @@ def make_room(
             ". Shorten the prompt, set prefill_chunk_size, generate fewer tokens or sequences at once, or begin with a "
             'smaller cache, such as cache_implementation="offloaded_quantized".'
         ) from error
-    _warn(f"A forward pass ran out of memory ({_first_line(error)}). It is made again", step)
+    _warn("A forward pass ran out of memory", error, "It is made again", step)
     return length, kept
 
 
@@ -109,15 +109,12 @@ def make_room_between(cache: Cache, error: BaseException, changed: int) -> None:
             "fewer beams or sequences, or a cache that takes less memory: call pack(4) or offload() before, or pass "
             "max_bytes=..."
         ) from error
-    _warn(f"Memory ran out between forward passes ({_first_line(error)}). The call goes on", step)
+    _warn("Memory ran out between forward passes", error, "The call goes on", step)
 
 
-def _first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {''.join(str(error).splitlines()[:1]).rstrip('.')}"
-
-
-def _warn(what: str, step: str) -> None:
-    warn_the_caller(f"{what}, and its cache has given way by one step: {step}.", SteppedDownWarning)
+def _warn(what: str, error: BaseException, then: str, step: str) -> None:
+    reason = f"{type(error).__name__}: {''.join(str(error).splitlines()[:1]).rstrip('.')}"
+    warn_the_caller(f"{what} ({reason}). {then}, and its cache has given way by one step: {step}.", SteppedDownWarning)
 
 
 def make_room_in_call(model: Any, cache: Cache, began: PassStart | None, error: BaseException) -> None:

@@ -108,7 +108,7 @@ def _providing(module: ModuleType, names: set[str], before: Callable[[str], Any]
 
     def find(name: str) -> Any:
         # If another library has wrapped this function, it stays, and provides no names once they are taken back.
-        if name in names and ACTIVATION.is_in_place:
+        if name in names and _undo:
             warn_of_old_use(f"{module.__name__}.{name}", f"write 'from kvlayers import {name}'")
             return CLASSES[name]
         if before is not None:

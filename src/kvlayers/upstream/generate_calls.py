@@ -183,7 +183,10 @@ def leaves_states_as_they_are(hook: Any) -> bool:
 
 def replaces_cross_attention_cache(model: Any) -> bool:
     """Whether a model (t5gemma) replaces the cross-attention cache by one that it makes from a config."""
-    return bool(type(model)._prepare_cache_for_generation is not GenerationMixin._prepare_cache_for_generation)
+    return bool(
+        model.config.is_encoder_decoder
+        and type(model)._prepare_cache_for_generation is not GenerationMixin._prepare_cache_for_generation
+    )
 
 
 def makes_own_static_cache(model: Any, name: str) -> bool:
@@ -193,13 +196,11 @@ def makes_own_static_cache(model: Any, name: str) -> bool:
     vision layers of mllama), or its forward pass assumes attention over the whole reservation (BLOOM's alibi, before
     5.21).
     """
-    if name not in configuration_utils.ALL_STATIC_CACHE_IMPLEMENTATIONS:
-        return False
-    # Before 5.1 no model had its own.
-    overridden = (
-        STATIC_CACHES_MADE_APART and type(model)._prepare_static_cache is not GenerationMixin._prepare_static_cache
+    return name in configuration_utils.ALL_STATIC_CACHE_IMPLEMENTATIONS and (
+        masks_the_whole_reservation(model)
+        # Before 5.1 no model had its own.
+        or (STATIC_CACHES_MADE_APART and type(model)._prepare_static_cache is not GenerationMixin._prepare_static_cache)
     )
-    return overridden or masks_the_whole_reservation(model)
 
 
 def masks_the_whole_reservation(model: Any) -> bool:

@@ -205,6 +205,14 @@ def decodes_one_token(config: object) -> bool:
     return decoder_config(config).model_type in DECODES_ONE_TOKEN
 
 
+def depends_on_passes(config: object) -> bool:
+    """Whether the states of a token depend on which tokens came in the same pass.
+
+    Dory's loops may attend to what its last loop has computed of earlier passes, and to their own tokens.
+    """
+    return decodes_one_token(config) or vars(decoder_config(config)).get("recurrent_kv_cache_mode") == "last_loop"
+
+
 def attention_implementation(config: PretrainedConfig) -> str | None:
     """The `attn_implementation` of a model, or of one of its layers."""
     return config._attn_implementation  # type: ignore[no-any-return]

@@ -154,7 +154,7 @@ def _reason_in_config(model: Any) -> str | None:
         f"the states of {name} may depend on more than tokens": has_parts and not model_types.image_arguments(config),
         f"{name} takes no cache": not cache_argument.is_taken_by(model),
         f"{name} makes its own cache": not model._supports_default_dynamic_cache(),
-        f"{name} computes other states for tokens that come one by one": model_types.decodes_one_token(config),
+        f"{name} computes other states for tokens that come one by one": model_types.depends_on_passes(config),
         f"the rotation of the keys of {name} depends on the length of the prompt (its rope_type)": depends_on_length(
             config
         ),

@@ -1,5 +1,6 @@
 """Plans: equal to what caches that were really filled hold, for every name and every family."""
 
+import pathlib
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 import transformers as tf
 from torch.nn.functional import scaled_dot_product_attention
 
+import every_causal_model
 import families
 import kvlayers
 import versions
@@ -94,6 +96,21 @@ def test_a_plan_is_what_each_cache_of_each_family_holds(family: str) -> None:
     for name in plan.left_out:
         with pytest.raises(kvlayers.KVLayersError):
             filled(model, name, inputs)
+
+
+@pytest.mark.skipif("dory" not in tf.CONFIG_MAPPING, reason="this transformers has no model with loops")
+def test_layers_that_a_model_runs_again_hold_states_of_each_loop(tmp_path: pathlib.Path) -> None:
+    """The model itself appends layers to a cache that has one for each of its own."""
+    model = every_causal_model.model_of("dory")
+    cache, theirs = kvlayers.make_cache("int8", model, length_hint=20), tf.DynamicCache(config=model.config)
+    layers = len(cache.layers)
+    with torch.no_grad():
+        for made in (cache, theirs):
+            model(prompt(2, 20), use_cache=True, cache=made)
+    assert layers == len(cache.layers) == len(theirs.layers) == 6
+    assert kvlayers.plan(model, 20, 2)["int8"].nbytes == cache.nbytes
+    kvlayers.save_cache(cache, tmp_path / "looped.kv", config=model)
+    assert len(kvlayers.load_cache(tmp_path / "looped.kv", config=model).layers) == layers
 
 
 @pytest.mark.parametrize("family", ["mamba", "jamba", *versions.RECURRENT_FAMILIES])

@@ -28,18 +28,16 @@ def layer_shapes(config: object, batch_size: int, dtype: torch.dtype) -> list[La
         ConfigError: `config` is no model config, lacks a field, or has layers of a type that is not known here.
     """
     model_type, specs = model_types.decoder_config(config).model_type, model_layers.layer_specs(config)
-    # Until a recent version a config did not say which layers those are.
-    hides_states = model_type in HIDES_RECURRENT_LAYERS and all(spec.layer_type not in RECURRENT for spec in specs)
-    if model_type in UNDESCRIBED or hides_states:
+    if model_type in UNDESCRIBED or (
+        # Until a recent version a config did not say which layers those are.
+        model_type in HIDES_RECURRENT_LAYERS and all(spec.layer_type not in RECURRENT for spec in specs)
+    ):
         raise ConfigError(
             f"A config of type '{model_type}' does not say what its layers hold: make the cache, run the model, and "
             "ask the cache for `nbytes`."
         )
-    # There are fewer specs than configs if the last layers read what earlier ones hold.
-    return [
-        _shape_of(spec, own, batch_size, dtype)
-        for spec, own in zip(specs, model_layers.layer_configs(config), strict=False)
-    ]
+    configs = model_layers.layer_configs(config)
+    return [_shape_of(spec, configs[spec.index], batch_size, dtype) for spec in specs]
 
 
 def _shape_of(spec: model_layers.LayerSpec, config: Any, batch_size: int, dtype: torch.dtype) -> LayerShape:

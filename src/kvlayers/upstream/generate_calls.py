@@ -39,9 +39,8 @@ MASK_LENGTH = "_mask_length"
 def batching() -> type | None:
     """The class whose methods begin and end continuous batching, in versions that give it a config of its own."""
     owner: Any = getattr(utils, "ContinuousMixin", None)
-    if owner is None or not all(name in vars(owner) for name in BATCHING_METHODS):
-        return None
-    takes = inspect.signature(owner.init_continuous_batching).parameters
+    has_methods = owner is not None and all(name in vars(owner) for name in BATCHING_METHODS)
+    takes = inspect.signature(owner.init_continuous_batching).parameters if has_methods else {}
     return owner if "continuous_batching_config" in takes else None
 
 
@@ -68,18 +67,14 @@ def default_generation_options() -> dict[str, Any]:
 
 def static_shape(model: Any) -> tuple[list[int], list[int]] | None:
     """kv_heads and head_dim of each layer of a static cache; `None` if the config does not say what a device holds."""
-    devices = set(vars(model).get("hf_device_map", {}).values())
-    if len(devices) > 1 or (model.tp_size or 1) > 1:
+    if len(set(vars(model).get("hf_device_map", {}).values())) > 1 or (model.tp_size or 1) > 1:
         return None
-    heads, dims = [], []
-    # There are fewer specs than configs if the last layers read what earlier ones hold.
-    for spec, own in zip(layer_specs(model.config), layer_configs(model.config), strict=False):
-        found = head_dims(own)
-        if found is None:
-            return None
-        heads.append(kv_heads(ConfigNumbers(own), spec.layer_type))
-        dims.append(found[0])
-    return heads, dims
+    specs, configs = layer_specs(model.config), layer_configs(model.config)
+    dims = [head_dims(configs[spec.index]) for spec in specs]
+    if not all(dims):
+        return None
+    heads = [kv_heads(ConfigNumbers(configs[spec.index]), spec.layer_type) for spec in specs]
+    return heads, [own[0] for own in dims if own is not None]
 
 
 def model_inputs(

@@ -35,7 +35,7 @@ class LayerSpec:
     Attributes:
         layer_type: the type, by the name that transformers has for it.
         options: what the layer of a cache must know, as arguments of transformers' own layers.
-        index: index of the layer in the cache.
+        index: index of the layer in the model. Layers that a model runs again (Dory) have further ones in the cache.
     """
 
     layer_type: str
@@ -91,17 +91,23 @@ def layer_specs(config: object) -> list[LayerSpec]:
         ) from wrong
     options_of = options if isinstance(options, list) else [options] * len(layer_types)
     shared = {"config": decoder} if LAYER_CLASSES_TAKE_CONFIG else {}
-    # A config may list more layers than the model has.
-    layer_types = layer_types[: decoder.num_hidden_layers]
-    return [
+    specs = [
         LayerSpec(
             layer_type,
             # In versions with one dict for all layers, it has the window of other ones.
             {name: own[name] for name in own if name != "sliding_window" or layer_type not in _WITHOUT_WINDOW} | shared,
             index,
         )
-        for index, (layer_type, own) in enumerate(zip(layer_types, options_of, strict=False))
+        # A config may list more layers than the model has.
+        for index, (layer_type, own) in enumerate(
+            zip(layer_types[: decoder.num_hidden_layers], options_of, strict=False)
+        )
     ]
+    # The loops of Dory behind the first one hold states of their own, behind those of all layers.
+    if vars(decoder).get("recurrent_kv_cache_mode") == "per_loop":
+        again = range(decoder.n_input_layers, decoder.n_input_layers + decoder.n_recurrent_layers)
+        specs += [specs[index] for index in again] * (decoder.n_recurrent_loops - 1)
+    return specs
 
 
 _WITHOUT_WINDOW = ("full_attention", "linear_attention", "conv", "hybrid")

@@ -24,6 +24,12 @@ def held() -> Any:
     return kvlayers.DynamicCache([(STATES, STATES), (STATES, STATES)])
 
 
+def of_heads() -> Any:
+    layer = layers.EvictingLayer("knorm", keep=0.5, sink_tokens=4, recent_tokens=8, per_head=True)
+    layer.update(*torch.randn(2, 1, 2, 80, 8))
+    return layer
+
+
 def static() -> Any:
     return kvlayers.StaticCache(config(), 32)
 
@@ -132,6 +138,7 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     "a shared prefix as a text": (lambda: held().share_prefix(held(), "3"), "`tokens` must be a whole number"),
     "a layer made ready for nothing": (lambda: layers.DynamicLayer().lazy_initialization(None), "must be tensors"),
     "packed, no states": (lambda: layers.QuantizedLayer().update(None, None), "must be tensors"),
+    "heads of different lengths, no states": (lambda: of_heads().update(None, STATES), "must be tensors"),
     "a cache, no keys": (lambda: held().update(None, STATES, 0), "must be tensors"),
     "an index as a text": (
         lambda: held().update(STATES, STATES, "0"),

@@ -388,7 +388,7 @@ def test_install_has_one_store_for_all_threads() -> None:
 
 def test_an_answer_outlives_what_becomes_of_the_store() -> None:
     def fail(entry: Any) -> float:
-        raise RuntimeError("a policy of somebody else's")
+        raise LookupError("a policy of somebody else's")
 
     model, ids = tiny_model("llama"), prompt(tokens=DOCUMENT)
     most = plain(model, ids, return_dict_in_generate=True).past_key_values.nbytes * 2

@@ -11,7 +11,7 @@ from transformers.generation.utils import GenerationMode
 
 from kvlayers.core.cache import Cache
 from kvlayers.core.from_config import HYBRID, RECURRENT
-from kvlayers.errors import ConfigError, KVLayersError
+from kvlayers.errors import ConfigError
 from kvlayers.generation import cache_by_name
 from kvlayers.generation.prefill import reason_in_modules
 from kvlayers.generation.prefix_reuse.active_store import ActiveStore
@@ -354,8 +354,8 @@ class StorePart:
         if cache.steps_taken:
             self.active.store.record_refusal("its cache ran out of memory, and has given way")
             return
-        # The caller gets the result whatever happens to the store, such as a full disk, or no memory for a copy.
+        # The caller gets the result whatever happens to the store: a full disk, no memory for a copy, a bad policy.
         try:
             self.active.store.insert(ids, cache, model=self._label + division, **self._key)
-        except (KVLayersError, OSError, RuntimeError, MemoryError) as error:
-            self.active.store.record_refusal(str(error))
+        except Exception as error:
+            self.active.store.record_refusal(f"{type(error).__name__}: {error}")

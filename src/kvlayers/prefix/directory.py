@@ -48,8 +48,6 @@ BATCH_BYTES = 32 * 2**20
 LISTED_PARTS = 8
 """Files are listed again after so many parts of the bytes that all may take, since other stores write too."""
 
-NANOSECONDS = 10**9
-
 
 @dataclass(frozen=True)
 class DirectoryChanges:
@@ -102,11 +100,8 @@ class Directory:
         with self._lock:
             return sum(node.nbytes for node in self._tree.nodes.values())
 
-    def pieces(self, path: str) -> dict[str, int]:
-        """Bytes of each node of an entry, by name. No file is read."""
-        return {node.name: node.nbytes for node in self._chain(path)}
-
-    def _chain(self, path: str) -> list[Node]:
+    def chain(self, path: str) -> list[Node]:
+        """The nodes of an entry, each behind its parent. No file is read."""
         with self._lock:
             return self._tree.chain(name_in(path))
 
@@ -264,7 +259,7 @@ class Directory:
     def _shared(self, states: EntryStates, neighbours: Sequence[tuple[str, int]]) -> tuple[list[Node], int]:
         """Nodes of a neighbour that an entry may go on from, and the position of the first row that they lack."""
         chains = (
-            (list(itertools.takewhile(lambda node: node.name not in self._unusable, self._chain(path))), tokens)
+            (list(itertools.takewhile(lambda node: node.name not in self._unusable, self.chain(path))), tokens)
             for path, tokens in neighbours
         )
         shared = [(states.shared(chain, tokens), chain) for chain, tokens in chains]
@@ -301,7 +296,7 @@ class Directory:
             CachePathError: it no longer exists.
             NeedsConfigError: its layers cannot be made without `config`.
         """
-        chain = self._chain(path)
+        chain = self.chain(path)
         if not chain:
             raise GoneError("the entry has no file any more.")
         end = chain[-1].record
@@ -406,7 +401,9 @@ class Directory:
             # Others may have written nodes behind these.
             self._refresh()
             with self._lock:
-                names = self._tree.unneeded(self._tree.leaves() - set(map(name_in, paths)))
+                nodes = self._tree.nodes
+                inner = {node.record.parent for node in nodes.values()}
+                names = self._tree.unneeded(nodes.keys() - inner - set(map(name_in, paths)))
             self._delete(names)
         except UnreachableError as error:
             logger.warning("A file of a prefix store was not deleted: %s", error)
@@ -434,7 +431,7 @@ class Directory:
         gone: dict[str, Node] = {}
         try:
             self.backend.touch(
-                [node.name for path, tokens in used for node in self._chain(path) if node.record.start < tokens]
+                [node.name for path, tokens in used for node in self.chain(path) if node.record.start < tokens]
             )
             if self.unlisted_bytes * LISTED_PARTS > most:
                 self._refresh()
@@ -465,7 +462,7 @@ class Directory:
         with self._lock:
             useless = self._tree.unneeded(node.name for node in self._tree.ends())
         with contextlib.suppress(UnreachableError):
-            self._delete(useless, time.time_ns() - ABANDONED_SECONDS * NANOSECONDS)
+            self._delete(useless, time.time_ns() - ABANDONED_SECONDS * 10**9)
 
 
 def _seconds_to(deadline: float) -> float:

@@ -132,12 +132,7 @@ class NodeTree:
 
     def orphans(self) -> list[Node]:
         """Nodes that nobody can use, because a node with the tokens before is missing."""
-        usable: dict[str, Node] = {}
-        for node in sorted(self.nodes.values(), key=lambda node: node.record.start):
-            parent = usable.get(node.record.parent)
-            if not node.record.parent or (parent is not None and parent.record.start < node.record.start <= parent.end):
-                usable[node.name] = node
-        return [node for node in self.nodes.values() if node.name not in usable]
+        return [node for name, node in self.nodes.items() if not self.chain(name)]
 
     def ends(self) -> list[Node]:
         """Nodes at whose ends an entry ends, because no longer entry serves the same prompts."""
@@ -160,10 +155,6 @@ class NodeTree:
                 different.remove(kind, ids[: shorter.end])
             different.insert(kind, ids, node)
         return list(different)
-
-    def leaves(self) -> set[str]:
-        """Names of the nodes without children."""
-        return self.nodes.keys() - {node.record.parent for node in self.nodes.values()}
 
     def unneeded(self, kept: Iterable[str]) -> list[str]:
         """Names of the nodes that neither are nor lead to those of these names; children first."""

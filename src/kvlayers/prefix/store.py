@@ -467,10 +467,11 @@ class PrefixStore:
     def tree(self) -> PrefixTree:
         """What is held, as a tree of tokens, for people: `print(store.tree())`."""
         with self._lock:
-            writes, entries = self._writes, list(self._index.entries)
-            return tree_of(
-                {each: writes.directory.pieces(each.path) if writes and each.path else {} for each in entries}
-            )
+            chains = {
+                entry: self._writes.directory.chain(entry.path) if self._writes and entry.path else []
+                for entry in self._index.entries
+            }
+            return tree_of({entry: {node.name: node.nbytes for node in chain} for entry, chain in chains.items()})
 
     @property
     def statistics(self) -> PrefixStatistics:
@@ -493,7 +494,7 @@ class PrefixStore:
                 bypassed=self._bypasses.total(),
                 refused=self._counts["refused"],
                 dropped_writes=0 if writes is None else writes.dropped_writes,
-                pending_writes=0 if writes is None else writes.pending_writes,
+                pending_writes=0 if writes is None else len(writes.jobs),
                 tokens=index.in_memory.tokens,
                 shared_bytes=index.memory.shared_bytes,
                 bypasses=dict(self._bypasses),

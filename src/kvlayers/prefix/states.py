@@ -260,17 +260,13 @@ def _of_dense(layer: TokenLayer, store: DenseStore) -> tuple[LayerState, list[_L
         part.truncate(first + rows)
         pieces = part.pieces(rows)
         return {
-            "keys": _joined([piece.keys for piece in pieces]),
-            "values": _joined([piece.values for piece in pieces]),
+            "keys": torch.cat([piece.keys for piece in pieces], 2),
+            "values": torch.cat([piece.values for piece in pieces], 2),
         }
 
     forms = _forms({name: state.tensors[name] for name in DENSE_NAMES if name in state.tensors})
     whole = LayerState(state.kind, state.tensors, {**state.facts, "length": length})
     return whole, [(forms, (RowRun(0, 1, length),), read)] if length and forms else []
-
-
-def _joined(pieces: Sequence[Tensor]) -> Tensor:
-    return pieces[0] if len(pieces) == 1 else torch.cat(tuple(pieces), 2)
 
 
 def _rows_of(state: LayerState) -> Iterator[_LayerRows]:

@@ -353,16 +353,15 @@ class Directory:
         Behind the first node that cannot be used, some may be left out.
         """
         threads = ThreadPoolExecutor(READERS, thread_name_prefix="kvlayers-read")
-        # All of them are held in the end, so there is no need to read only a few ahead.
-        coming = [(batch[0], threads.submit(self._read_batch, batch)) for batch in _batches(chain)]
+        timeout = None if deadline is None else _seconds_to(deadline)
         try:
-            for first, batch in coming:
-                try:
-                    yield from batch.result(None if deadline is None else _seconds_to(deadline))
-                except NotArrived:
-                    yield UnreachableError(f"{self.backend.path_of(first.name)} has not arrived in time.")
-                except UnreachableError as error:
-                    yield error
+            # All of them are held in the end, so there is no need to read only a few ahead.
+            for batch in threads.map(self._read_batch, _batches(chain), timeout=timeout):
+                yield from batch
+        except NotArrived:
+            yield UnreachableError(f"files in {self.backend.path_of('')} have not arrived in time.")
+        except UnreachableError as error:
+            yield error
         finally:
             # The caller does not wait for what it does not want any more.
             threads.shutdown(wait=False, cancel_futures=True)

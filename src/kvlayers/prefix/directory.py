@@ -21,8 +21,14 @@ from kvlayers.errors import CacheFileError, KVLayersError
 from kvlayers.persistence.load import StateReader, check_remakeable
 from kvlayers.persistence.node_file import NodeFile
 from kvlayers.persistence.tensor_file import Content, TensorFile, ranges_of
-from kvlayers.prefix.backends import GoneError, StorageBackend, StoredFile, UnreachableError
-from kvlayers.prefix.backends.contract import ABANDONED_SECONDS, ByteRange
+from kvlayers.prefix.backends.contract import (
+    ABANDONED_SECONDS,
+    ByteRange,
+    GoneError,
+    StorageBackend,
+    StoredFile,
+    UnreachableError,
+)
 from kvlayers.prefix.entry import PrefixEntry, restorable_length
 from kvlayers.prefix.keys import Tokens
 from kvlayers.prefix.nodes import Node, NodeTree, read_nodes
@@ -183,9 +189,8 @@ class Directory:
                 self.report(file.name, node)
             elif node is not None:
                 found.append(node)
+        self._forget(before.keys() - files.keys())
         with self._lock:
-            for name in before.keys() - files.keys():
-                self._tree.nodes.pop(name, None)
             for node in found:
                 self._tree.nodes.setdefault(node.name, node)
             for node in self._tree.nodes.values():
@@ -251,9 +256,7 @@ class Directory:
         missing = [
             node.name for node, file in zip(chain, found, strict=True) if file is None or file.nbytes != node.nbytes
         ]
-        with self._lock:
-            for name in missing:
-                self._tree.nodes.pop(name, None)
+        self._forget(missing)
         return None if missing else chain
 
     def _shared(self, states: EntryStates, neighbours: Sequence[tuple[str, int]]) -> tuple[list[Node], int]:
@@ -411,10 +414,13 @@ class Directory:
         """Delete files, and forget the nodes whose files no longer exist."""
         self.backend.delete(names, used_before)
         left = self.backend.find(names) if used_before is not None else [None] * len(names)
+        self._forget(name for name, file in zip(names, left, strict=True) if file is None)
+
+    def _forget(self, names: Iterable[str]) -> None:
+        """Forget nodes whose files no longer exist."""
         with self._lock:
-            for name, file in zip(names, left, strict=True):
-                if file is None:
-                    self._tree.nodes.pop(name, None)
+            for name in names:
+                self._tree.nodes.pop(name, None)
 
     def shrink(self, most: int, kept: Collection[str], used: Iterable[tuple[str, int]] = ()) -> DirectoryChanges:
         """Delete the nodes that were used longest ago, each after its children, until all take at most `most` bytes.

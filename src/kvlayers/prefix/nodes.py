@@ -13,8 +13,7 @@ import numpy as np
 from kvlayers.errors import CacheFileError, KVLayersError
 from kvlayers.persistence.node_file import NODE, NodeHead, read_head
 from kvlayers.persistence.tensor_file import Content, parse_header
-from kvlayers.prefix.backends import GoneError, StorageBackend, StoredFile, UnreachableError
-from kvlayers.prefix.backends.contract import ByteRange
+from kvlayers.prefix.backends.contract import ByteRange, GoneError, StorageBackend, StoredFile, UnreachableError
 from kvlayers.prefix.entry import PrefixEntry
 from kvlayers.prefix.keys import PrefixMap, Tokens
 

@@ -223,8 +223,7 @@ class PrefixStore:
             )
         hit = self._access.find(label, ids[: len(ids) - leave], config, self.device, self.read_wait_seconds)
         with self._lock:
-            self._counts["misses" if hit.cache is None else "hits"] += 1
-            self._counts.update(covered=hit.covered, asked=len(ids))
+            self._counts.update({"misses" if hit.cache is None else "hits": 1}, covered=hit.covered, asked=len(ids))
             if hit.reason:
                 self._recent.append((label, ids, dataclasses.replace(hit, cache=None)))
         return hit

@@ -156,13 +156,14 @@ class RedisBackend(StorageBackend):
                 "as `directory`."
             )
         ((_, used),) = clock.uses([name]).items()
-        commands = [("SET", self._key(name), memoryview(content)), ("ZADD", self._index, used // 1000, name)]
         if self._taken([name]):
             raise UnreachableError(
                 f"{self.path_of(name)} is a value of another type than a text, which stays: remove it, or choose other "
                 "keys by ?prefix= in the URL."
             )
-        self._many(commands, together=True)
+        self._many(
+            [("SET", self._key(name), memoryview(content)), ("ZADD", self._index, used // 1000, name)], together=True
+        )
 
     def delete(self, names: Sequence[str], used_before: int | None = None) -> None:
         """As `StorageBackend.delete`. If somebody uses one of the files meanwhile, it is looked at again."""

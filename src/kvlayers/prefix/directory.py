@@ -128,11 +128,10 @@ class Directory:
 
     def _entries(self, ends: Sequence[Node], known: Collection[str]) -> list[PrefixEntry]:
         """The entries that end in these nodes, except for known and damaged ones."""
-        paths = [(node, self.backend.path_of(node.name)) for node in ends]
         return [
             self._tree.entry(node, path)
-            for node, path in paths
-            if path not in known and not self._is_reported(path, node.file)
+            for node in ends
+            if (path := self.backend.path_of(node.name)) not in known and not self._is_reported(path, node.file)
         ]
 
     def _is_reported(self, path: str, file: StoredFile | None) -> bool:

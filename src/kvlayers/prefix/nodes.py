@@ -172,6 +172,10 @@ class NodeTree:
     def entry(self, node: Node, path: str) -> PrefixEntry:
         """The entry that ends where a node ends."""
         chain = self.chain(node.name)
-        nbytes = sum(each.nbytes for each in chain)
-        label, lengths = node.record.entry.label, set(node.record.lengths)
-        return PrefixEntry(label, self.ids(chain), path=path, file_bytes=nbytes, boundaries=lengths)
+        return PrefixEntry(
+            node.record.entry.label,
+            self.ids(chain),
+            path=path,
+            file_bytes=sum(each.nbytes for each in chain),
+            boundaries=set(node.record.lengths),
+        )

@@ -157,8 +157,10 @@ class EntryStates:
 
     def content(self, node: Node) -> Content:
         """The content of the file of one of these nodes."""
-        saved = torch.frombuffer(self._saved, dtype=torch.uint8)
-        tensors = {TOKEN_IDS: [torch.from_numpy(node.ids)], CACHE: [saved]}
+        tensors = {
+            TOKEN_IDS: [torch.from_numpy(node.ids)],
+            CACHE: [torch.frombuffer(self._saved, dtype=torch.uint8)],
+        }
         for number, (group, held) in enumerate(zip(self.groups, node.record.own(), strict=True)):
             if held.rows:
                 first = int(np.searchsorted(group.positions()[0], held.runs[0].first))

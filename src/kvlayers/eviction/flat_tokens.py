@@ -86,18 +86,15 @@ class FlatTokens:
             smoothing: how packed keys were smoothed.
         """
         if self._gathered is None or self._gathered.source.smoothing is not smoothing:
-            source = self._source(smoothing)
+            part: DenseSegment | PackedSegment = (
+                DenseSegment(*self.part.newest(self.part.length))
+                if isinstance(self.part, DenseStore)
+                else with_full_blocks(replace(next(self.part.segments()), smoothing=smoothing))
+            )
+            # As if each head of each sequence held all of it.
+            source = part.with_tensors(states.expand(*self.counts.shape[:2], -1, -1) for states in part.tensors)
             self._gathered = GatheredSegment(source, self.starts, self.counts, self.columns, self.width)
         return self._gathered
-
-    def _source(self, smoothing: KeySmoothing) -> DenseSegment | PackedSegment:
-        """The flat part as if each head of each sequence held all of it."""
-        part = (
-            DenseSegment(*self.part.newest(self.part.length))
-            if isinstance(self.part, DenseStore)
-            else with_full_blocks(replace(next(self.part.segments()), smoothing=smoothing))
-        )
-        return part.with_tensors(states.expand(*self.counts.shape[:2], -1, -1) for states in part.tensors)
 
     # The batch, copies and memory
 

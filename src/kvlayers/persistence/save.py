@@ -86,9 +86,8 @@ def save_cache(
         model = model_record(config, cache.is_pair, weights_id)
         description, tensors = described(cache, cache.state(), model)
         tensors |= _ids(token_ids, cache.known_ids, description.cache)
-        header = header_of(description, tensors, own)
         with open(temporary, "wb") as file:
-            write_file(file, header, {name: [tensor] for name, tensor in tensors.items()})
+            write_file(file, header_of(description, tensors, own), {name: [each] for name, each in tensors.items()})
 
 
 def header_of(description: Description, tensors: Mapping[str, Tensor], own: str | None = None) -> Header:
@@ -120,9 +119,14 @@ def described(cache: Cache, state: CacheState, model: ModelRecord) -> tuple[Desc
     }
     dtypes = sorted({states.dtype for states in tensors.values() if states.is_floating_point()}, key=str)
     tensors |= {rotary_name(fingerprint): rotary.inv_freq for fingerprint, rotary in rotaries.items()}
-    versions = {"kvlayers": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
-    layouts = {fingerprint: (rotary.layout, rotary.first) for fingerprint, rotary in rotaries.items()}
-    return Description(versions, record, model, layouts, tuple(dtypes)), tensors
+    description = Description(
+        versions={"kvlayers": __version__, "torch": torch.__version__, "transformers": transformers.__version__},
+        cache=record,
+        model=model,
+        rotaries={fingerprint: (rotary.layout, rotary.first) for fingerprint, rotary in rotaries.items()},
+        dtypes=tuple(dtypes),
+    )
+    return description, tensors
 
 
 def _record(cache: Any, state: CacheState) -> CacheRecord:

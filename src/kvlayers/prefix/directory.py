@@ -21,8 +21,14 @@ from kvlayers.errors import CacheFileError, KVLayersError
 from kvlayers.persistence.load import StateReader, check_remakeable
 from kvlayers.persistence.node_file import NodeFile
 from kvlayers.persistence.tensor_file import Content, TensorFile, ranges_of
-from kvlayers.prefix.backends import GoneError, StorageBackend, StoredFile, UnreachableError
-from kvlayers.prefix.backends.contract import ABANDONED_SECONDS, ByteRange
+from kvlayers.prefix.backends.contract import (
+    ABANDONED_SECONDS,
+    ByteRange,
+    GoneError,
+    StorageBackend,
+    StoredFile,
+    UnreachableError,
+)
 from kvlayers.prefix.entry import PrefixEntry, restorable_length
 from kvlayers.prefix.keys import Tokens
 from kvlayers.prefix.nodes import Node, NodeTree, read_nodes
@@ -47,8 +53,6 @@ BATCH_BYTES = 32 * 2**20
 
 LISTED_PARTS = 8
 """Files are listed again after so many parts of the bytes that all may take, since other stores write too."""
-
-NANOSECONDS = 10**9
 
 
 @dataclass(frozen=True)
@@ -102,11 +106,8 @@ class Directory:
         with self._lock:
             return sum(node.nbytes for node in self._tree.nodes.values())
 
-    def pieces(self, path: str) -> dict[str, int]:
-        """Bytes of each node of an entry, by name. No file is read."""
-        return {node.name: node.nbytes for node in self._chain(path)}
-
-    def _chain(self, path: str) -> list[Node]:
+    def chain(self, path: str) -> list[Node]:
+        """The nodes of an entry, each behind its parent. No file is read."""
         with self._lock:
             return self._tree.chain(name_in(path))
 
@@ -127,11 +128,10 @@ class Directory:
 
     def _entries(self, ends: Sequence[Node], known: Collection[str]) -> list[PrefixEntry]:
         """The entries that end in these nodes, except for known and damaged ones."""
-        paths = [(node, self.backend.path_of(node.name)) for node in ends]
         return [
             self._tree.entry(node, path)
-            for node, path in paths
-            if path not in known and not self._is_reported(path, node.file)
+            for node in ends
+            if (path := self.backend.path_of(node.name)) not in known and not self._is_reported(path, node.file)
         ]
 
     def _is_reported(self, path: str, file: StoredFile | None) -> bool:
@@ -188,9 +188,8 @@ class Directory:
                 self.report(file.name, node)
             elif node is not None:
                 found.append(node)
+        self._forget(before.keys() - files.keys())
         with self._lock:
-            for name in before.keys() - files.keys():
-                self._tree.nodes.pop(name, None)
             for node in found:
                 self._tree.nodes.setdefault(node.name, node)
             for node in self._tree.nodes.values():
@@ -256,15 +255,13 @@ class Directory:
         missing = [
             node.name for node, file in zip(chain, found, strict=True) if file is None or file.nbytes != node.nbytes
         ]
-        with self._lock:
-            for name in missing:
-                self._tree.nodes.pop(name, None)
+        self._forget(missing)
         return None if missing else chain
 
     def _shared(self, states: EntryStates, neighbours: Sequence[tuple[str, int]]) -> tuple[list[Node], int]:
         """Nodes of a neighbour that an entry may go on from, and the position of the first row that they lack."""
         chains = (
-            (list(itertools.takewhile(lambda node: node.name not in self._unusable, self._chain(path))), tokens)
+            (list(itertools.takewhile(lambda node: node.name not in self._unusable, self.chain(path))), tokens)
             for path, tokens in neighbours
         )
         shared = [(states.shared(chain, tokens), chain) for chain, tokens in chains]
@@ -301,7 +298,7 @@ class Directory:
             CachePathError: it no longer exists.
             NeedsConfigError: its layers cannot be made without `config`.
         """
-        chain = self._chain(path)
+        chain = self.chain(path)
         if not chain:
             raise GoneError("the entry has no file any more.")
         end = chain[-1].record
@@ -358,16 +355,15 @@ class Directory:
         Behind the first node that cannot be used, some may be left out.
         """
         threads = ThreadPoolExecutor(READERS, thread_name_prefix="kvlayers-read")
-        # All of them are held in the end, so there is no need to read only a few ahead.
-        coming = [(batch[0], threads.submit(self._read_batch, batch)) for batch in _batches(chain)]
+        timeout = None if deadline is None else _seconds_to(deadline)
         try:
-            for first, batch in coming:
-                try:
-                    yield from batch.result(None if deadline is None else _seconds_to(deadline))
-                except NotArrived:
-                    yield UnreachableError(f"{self.backend.path_of(first.name)} has not arrived in time.")
-                except UnreachableError as error:
-                    yield error
+            # All of them are held in the end, so there is no need to read only a few ahead.
+            for batch in threads.map(self._read_batch, _batches(chain), timeout=timeout):
+                yield from batch
+        except NotArrived:
+            yield UnreachableError(f"files in {self.backend.path_of('')} have not arrived in time.")
+        except UnreachableError as error:
+            yield error
         finally:
             # The caller does not wait for what it does not want any more.
             threads.shutdown(wait=False, cancel_futures=True)
@@ -406,7 +402,9 @@ class Directory:
             # Others may have written nodes behind these.
             self._refresh()
             with self._lock:
-                names = self._tree.unneeded(self._tree.leaves() - set(map(name_in, paths)))
+                nodes = self._tree.nodes
+                inner = {node.record.parent for node in nodes.values()}
+                names = self._tree.unneeded(nodes.keys() - inner - set(map(name_in, paths)))
             self._delete(names)
         except UnreachableError as error:
             logger.warning("A file of a prefix store was not deleted: %s", error)
@@ -415,10 +413,13 @@ class Directory:
         """Delete files, and forget the nodes whose files no longer exist."""
         self.backend.delete(names, used_before)
         left = self.backend.find(names) if used_before is not None else [None] * len(names)
+        self._forget(name for name, file in zip(names, left, strict=True) if file is None)
+
+    def _forget(self, names: Iterable[str]) -> None:
+        """Forget nodes whose files no longer exist."""
         with self._lock:
-            for name, file in zip(names, left, strict=True):
-                if file is None:
-                    self._tree.nodes.pop(name, None)
+            for name in names:
+                self._tree.nodes.pop(name, None)
 
     def shrink(self, most: int, kept: Collection[str], used: Iterable[tuple[str, int]] = ()) -> DirectoryChanges:
         """Delete the nodes that were used longest ago, each after its children, until all take at most `most` bytes.
@@ -434,7 +435,7 @@ class Directory:
         gone: dict[str, Node] = {}
         try:
             self.backend.touch(
-                [node.name for path, tokens in used for node in self._chain(path) if node.record.start < tokens]
+                [node.name for path, tokens in used for node in self.chain(path) if node.record.start < tokens]
             )
             if self.unlisted_bytes * LISTED_PARTS > most:
                 self._refresh()
@@ -465,7 +466,7 @@ class Directory:
         with self._lock:
             useless = self._tree.unneeded(node.name for node in self._tree.ends())
         with contextlib.suppress(UnreachableError):
-            self._delete(useless, time.time_ns() - ABANDONED_SECONDS * NANOSECONDS)
+            self._delete(useless, time.time_ns() - ABANDONED_SECONDS * 10**9)
 
 
 def _seconds_to(deadline: float) -> float:

@@ -27,9 +27,6 @@ class PrefixMap(Generic[T]):
 
     The sequences are sorted as bytes, so that those which begin alike stand side by side.
 
-    Attributes:
-        tokens: tokens of all sequences. Those that several of a label begin with count once.
-
     Example:
         >>> import numpy as np
         >>> known = PrefixMap()
@@ -40,7 +37,6 @@ class PrefixMap(Generic[T]):
     """
 
     def __init__(self) -> None:
-        self.tokens = 0
         self._keys: list[tuple[str, bytes]] = []
         self._values: dict[tuple[str, bytes], T] = {}
 
@@ -64,23 +60,20 @@ class PrefixMap(Generic[T]):
         """Set the value of these tokens."""
         key = label, ids.tobytes()
         if key not in self._values:
-            place = bisect.bisect_left(self._keys, key)
-            self.tokens += self._tokens_between(place - 1, key, place)
-            self._keys.insert(place, key)
+            bisect.insort(self._keys, key)
         self._values[key] = value
 
     def remove(self, label: str, ids: Tokens) -> None:
         """Remove the value of these tokens, if there is one."""
         key = label, ids.tobytes()
         if key in self._values:
-            place = bisect.bisect_left(self._keys, key)
-            del self._keys[place], self._values[key]
-            self.tokens -= self._tokens_between(place - 1, key, place)
+            del self._keys[bisect.bisect_left(self._keys, key)], self._values[key]
 
-    def _tokens_between(self, before: int, key: tuple[str, bytes], behind: int) -> int:
-        """Tokens that a sequence has alone if it stands between two others."""
-        label, ids = key[0], np.frombuffer(key[1], np.int64)
-        return len(ids) - max(self._shared(before, label, ids), self._shared(behind, label, ids))
+    @property
+    def tokens(self) -> int:
+        """Tokens of all sequences. Those that several of a label begin with count once."""
+        sequences = [(label, np.frombuffer(content, np.int64)) for label, content in self._keys]
+        return sum(len(ids) - self._shared(place - 1, label, ids) for place, (label, ids) in enumerate(sequences))
 
     def _shared(self, place: int, label: str, ids: Tokens) -> int:
         """How many of these tokens the sequence at a place begins with; 0 if none of the label is there."""

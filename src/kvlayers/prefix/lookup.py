@@ -95,8 +95,12 @@ class Search:
     damaged: list[FileCandidate] = field(default_factory=list)
     notes: dict[str, None] = field(default_factory=dict)
 
-    def choose(self, index: EntryIndex) -> None:
-        """Find the longest prefix in memory, and the files that may have a longer one."""
+    def choose(self, index: EntryIndex) -> PrefixEntry | None:
+        """Find the longest prefix in memory, and the files that may have a longer one.
+
+        Returns:
+            The entry of the first file; `None` if there is none.
+        """
         self.cache, self.entry, self.covered, self.files, self.shared = None, None, 0, [], 0
         for bound, group in index.in_memory.groups(self.label, self.ids):
             self.shared = max(self.shared, bound)
@@ -119,6 +123,7 @@ class Search:
                 if entry.cache is None and entry.path is not None
             )
             self.files += sorted(itertools.islice(in_files, MOST_TRIED), key=lambda file: file.entry.length)
+        return self.files[0].entry if self.files else None
 
     def load(
         self, directory: Directory, config: object | None, device: torch.device | str | None, deadline: float
@@ -275,7 +280,11 @@ class EntryAccess:
         deadline = time.monotonic() + wait_seconds
         search = Search(label, ids)
         with self.lock:
-            announced = self._choose(search, deadline)
+            # An entry that another thread loads as a whole is waited for, not loaded too.
+            self._changed.wait_for(lambda: search.choose(self.index) not in self._loading, deadline - time.monotonic())
+            # What other threads are to wait for.
+            announced = {file.entry for file in search.files[:1] if file.is_whole} - self._loading
+            self._loading |= announced
         try:
             if self._writes is not None and search.files:
                 search.load(self._writes.directory, config, device, deadline)
@@ -318,22 +327,6 @@ class EntryAccess:
             for old in replaced if has_entered else ():
                 self._writes.write_instead(old, entry)
         return has_entered
-
-    def _choose(self, search: Search, deadline: float) -> set[PrefixEntry]:
-        """Choose what serves a prompt. An entry that another thread loads as a whole is waited for, not loaded too.
-
-        Returns:
-            What other threads are to wait for.
-        """
-
-        def is_read_by_nobody() -> bool:
-            search.choose(self.index)
-            return not search.files or search.files[0].entry not in self._loading
-
-        self._changed.wait_for(is_read_by_nobody, deadline - time.monotonic())
-        announced = {file.entry for file in search.files[:1] if file.is_whole} - self._loading
-        self._loading |= announced
-        return announced
 
     def _keep(self, search: Search) -> None:
         """Hold in memory what was loaded, and forget files that are gone or damaged."""

@@ -13,8 +13,7 @@ import numpy as np
 from kvlayers.errors import CacheFileError, KVLayersError
 from kvlayers.persistence.node_file import NODE, NodeHead, read_head
 from kvlayers.persistence.tensor_file import Content, parse_header
-from kvlayers.prefix.backends import GoneError, StorageBackend, StoredFile, UnreachableError
-from kvlayers.prefix.backends.contract import ByteRange
+from kvlayers.prefix.backends.contract import ByteRange, GoneError, StorageBackend, StoredFile, UnreachableError
 from kvlayers.prefix.entry import PrefixEntry
 from kvlayers.prefix.keys import PrefixMap, Tokens
 
@@ -132,12 +131,7 @@ class NodeTree:
 
     def orphans(self) -> list[Node]:
         """Nodes that nobody can use, because a node with the tokens before is missing."""
-        usable: dict[str, Node] = {}
-        for node in sorted(self.nodes.values(), key=lambda node: node.record.start):
-            parent = usable.get(node.record.parent)
-            if not node.record.parent or (parent is not None and parent.record.start < node.record.start <= parent.end):
-                usable[node.name] = node
-        return [node for node in self.nodes.values() if node.name not in usable]
+        return [node for name, node in self.nodes.items() if not self.chain(name)]
 
     def ends(self) -> list[Node]:
         """Nodes at whose ends an entry ends, because no longer entry serves the same prompts."""
@@ -161,10 +155,6 @@ class NodeTree:
             different.insert(kind, ids, node)
         return list(different)
 
-    def leaves(self) -> set[str]:
-        """Names of the nodes without children."""
-        return self.nodes.keys() - {node.record.parent for node in self.nodes.values()}
-
     def unneeded(self, kept: Iterable[str]) -> list[str]:
         """Names of the nodes that neither are nor lead to those of these names; children first."""
         needed = set[str]()
@@ -182,6 +172,10 @@ class NodeTree:
     def entry(self, node: Node, path: str) -> PrefixEntry:
         """The entry that ends where a node ends."""
         chain = self.chain(node.name)
-        nbytes = sum(each.nbytes for each in chain)
-        label, lengths = node.record.entry.label, set(node.record.lengths)
-        return PrefixEntry(label, self.ids(chain), path=path, file_bytes=nbytes, boundaries=lengths)
+        return PrefixEntry(
+            node.record.entry.label,
+            self.ids(chain),
+            path=path,
+            file_bytes=sum(each.nbytes for each in chain),
+            boundaries=set(node.record.lengths),
+        )

@@ -157,8 +157,10 @@ class EntryStates:
 
     def content(self, node: Node) -> Content:
         """The content of the file of one of these nodes."""
-        saved = torch.frombuffer(self._saved, dtype=torch.uint8)
-        tensors = {TOKEN_IDS: [torch.from_numpy(node.ids)], CACHE: [saved]}
+        tensors = {
+            TOKEN_IDS: [torch.from_numpy(node.ids)],
+            CACHE: [torch.frombuffer(self._saved, dtype=torch.uint8)],
+        }
         for number, (group, held) in enumerate(zip(self.groups, node.record.own(), strict=True)):
             if held.rows:
                 first = int(np.searchsorted(group.positions()[0], held.runs[0].first))
@@ -260,17 +262,13 @@ def _of_dense(layer: TokenLayer, store: DenseStore) -> tuple[LayerState, list[_L
         part.truncate(first + rows)
         pieces = part.pieces(rows)
         return {
-            "keys": _joined([piece.keys for piece in pieces]),
-            "values": _joined([piece.values for piece in pieces]),
+            "keys": torch.cat([piece.keys for piece in pieces], 2),
+            "values": torch.cat([piece.values for piece in pieces], 2),
         }
 
     forms = _forms({name: state.tensors[name] for name in DENSE_NAMES if name in state.tensors})
     whole = LayerState(state.kind, state.tensors, {**state.facts, "length": length})
     return whole, [(forms, (RowRun(0, 1, length),), read)] if length and forms else []
-
-
-def _joined(pieces: Sequence[Tensor]) -> Tensor:
-    return pieces[0] if len(pieces) == 1 else torch.cat(tuple(pieces), 2)
 
 
 def _rows_of(state: LayerState) -> Iterator[_LayerRows]:

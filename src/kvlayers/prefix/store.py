@@ -223,8 +223,7 @@ class PrefixStore:
             )
         hit = self._access.find(label, ids[: len(ids) - leave], config, self.device, self.read_wait_seconds)
         with self._lock:
-            self._counts["misses" if hit.cache is None else "hits"] += 1
-            self._counts.update(covered=hit.covered, asked=len(ids))
+            self._counts.update({"misses" if hit.cache is None else "hits": 1}, covered=hit.covered, asked=len(ids))
             if hit.reason:
                 self._recent.append((label, ids, dataclasses.replace(hit, cache=None)))
         return hit
@@ -467,10 +466,11 @@ class PrefixStore:
     def tree(self) -> PrefixTree:
         """What is held, as a tree of tokens, for people: `print(store.tree())`."""
         with self._lock:
-            writes, entries = self._writes, list(self._index.entries)
-            return tree_of(
-                {each: writes.directory.pieces(each.path) if writes and each.path else {} for each in entries}
-            )
+            chains = {
+                entry: self._writes.directory.chain(entry.path) if self._writes and entry.path else []
+                for entry in self._index.entries
+            }
+            return tree_of({entry: {node.name: node.nbytes for node in chain} for entry, chain in chains.items()})
 
     @property
     def statistics(self) -> PrefixStatistics:
@@ -493,7 +493,7 @@ class PrefixStore:
                 bypassed=self._bypasses.total(),
                 refused=self._counts["refused"],
                 dropped_writes=0 if writes is None else writes.dropped_writes,
-                pending_writes=0 if writes is None else writes.pending_writes,
+                pending_writes=0 if writes is None else len(writes.jobs),
                 tokens=index.in_memory.tokens,
                 shared_bytes=index.memory.shared_bytes,
                 bypasses=dict(self._bypasses),

@@ -54,6 +54,7 @@ class WriteQueue:
 
     Attributes:
         directory: where it writes.
+        jobs: what is to be done. The first one stays here until it is done.
         spilled: entries that were written.
         failed_writes: entries that could not be written.
         dropped_writes: entries that were dropped before they were written, because a caller needed their memory.
@@ -65,8 +66,7 @@ class WriteQueue:
         self.directory_max_bytes = directory_max_bytes
         self.spilled = self.failed_writes = self.dropped_writes = 0
         self._index, self.directory, self._changed = index, directory, changed
-        self._jobs: list[_Job] = []
-        """What is to be done. The first one stays here until it is done."""
+        self.jobs: list[_Job] = []
         self._running: _Job | None = None
         self._worker: threading.Thread | None = None
         self._most_tries = MOST_TRIES
@@ -79,15 +79,15 @@ class WriteQueue:
 
     def write(self, entries: Iterable[PrefixEntry]) -> None:
         """Have entries written that are in memory, but in no file."""
-        waiting = {id(job.entry) for job in self._jobs}
+        waiting = {id(job.entry) for job in self.jobs}
         for entry in entries:
             if entry.cache is not None and entry.path is None and id(entry) not in waiting:
-                self._jobs.append(_Job(entry))
+                self.jobs.append(_Job(entry))
         self._ensure_worker()
 
     def write_instead(self, replaced: PrefixEntry, entry: PrefixEntry) -> None:
         """Have an entry written in place of another one, which it has replaced, if that waits to be written."""
-        for job in self._jobs:
+        for job in self.jobs:
             if job.entry is replaced and job is not self._running:
                 job.entry, job.tries = entry, 0
 
@@ -95,11 +95,6 @@ class WriteQueue:
     def lost(self) -> int:
         """Entries that were to be written, and were not."""
         return self.failed_writes + self.dropped_writes
-
-    @property
-    def pending_writes(self) -> int:
-        """Entries that wait to be written, or are being written."""
-        return len(self._jobs)
 
     # Waiting
 
@@ -112,8 +107,8 @@ class WriteQueue:
         Returns:
             Whether they are done.
         """
-        now = set(self._jobs)
-        return self._wait_until(lambda: now.isdisjoint(self._jobs), deadline)
+        now = set(self.jobs)
+        return self._wait_until(lambda: now.isdisjoint(self.jobs), deadline)
 
     def wait_for_memory(self, deadline: float) -> bool:
         """Wait until a job is done, or make an end of waiting: drop the entry that has waited longest.
@@ -123,15 +118,15 @@ class WriteQueue:
         Returns:
             Whether there may be more memory now.
         """
-        now = set(self._jobs)
+        now = set(self.jobs)
         if now and not self._is_stalled:
             # Others may have changed everything meanwhile, so the caller looks again before anything is dropped.
-            self._is_stalled = not self._wait_until(lambda: not now.issubset(self._jobs), deadline)
+            self._is_stalled = not self._wait_until(lambda: not now.issubset(self.jobs), deadline)
             return True
         writing = self._index.writing
-        for job in self._jobs:
+        for job in self.jobs:
             if job.entry.is_leaving and job.entry is not writing:
-                self._jobs.remove(job)
+                self.jobs.remove(job)
                 self.dropped_writes += 1
                 self._index.remove(job.entry)
                 return True
@@ -149,7 +144,7 @@ class WriteQueue:
 
     def _ensure_worker(self) -> None:
         # After os.fork(), the thread of the parent is not alive in the child.
-        if self._jobs and (self._worker is None or not self._worker.is_alive()):
+        if self.jobs and (self._worker is None or not self._worker.is_alive()):
             self._worker = threading.Thread(target=self.work_off, name="kvlayers-prefix-writer", daemon=True)
             # At the end of a process no thread can be started; the jobs are then done without one.
             with contextlib.suppress(RuntimeError):
@@ -159,10 +154,10 @@ class WriteQueue:
         """Do all jobs, but begin none after `deadline`, a time of `time.monotonic()`."""
         while True:
             with self._changed:
-                if not self._jobs or (deadline is not None and time.monotonic() > deadline):
+                if not self.jobs or (deadline is not None and time.monotonic() > deadline):
                     self._worker = None
                     return
-                job = self._running = self._jobs[0]
+                job = self._running = self.jobs[0]
             delay: float | None = None
             try:
                 delay = self._do_write(job)
@@ -172,8 +167,8 @@ class WriteQueue:
                 with self._changed:
                     self._running = self._index.writing = self._index.stuck = None
                     # One that is tried again stays, and may be dropped meanwhile.
-                    if delay is None and job in self._jobs:
-                        self._jobs.remove(job)
+                    if delay is None and job in self.jobs:
+                        self.jobs.remove(job)
                     self._changed.notify_all()
                     if delay is not None:
                         self._changed.wait_for(lambda: self._most_tries == 1, delay)

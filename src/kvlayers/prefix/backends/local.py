@@ -30,18 +30,17 @@ class LocalBackend(StorageBackend):
 
     def prepare(self) -> None:
         """As `StorageBackend.prepare`."""
-        path = self.place
         try:
-            os.makedirs(path, mode=OWNER_ONLY, exist_ok=True)
+            os.makedirs(self.place, mode=OWNER_ONLY, exist_ok=True)
             # Tried out, since a disk may be mounted read-only, whatever the permissions say.
-            probe = os.path.join(path, temporary_name())
+            probe = self.path_of(temporary_name())
             os.close(os.open(probe, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
             os.unlink(probe)
-            clear_temporaries(path, ABANDONED_SECONDS)
+            clear_temporaries(self.place, ABANDONED_SECONDS)
         except OSError as error:
             raise CachePathError(
-                f"`directory` must be readable and writable, got {path} ({error.strerror}): choose another, or leave "
-                "directory out."
+                f"`directory` must be readable and writable, got {self.place} ({error.strerror}): choose another, or "
+                "leave directory out."
             ) from error
 
     def files(self) -> list[StoredFile]:

@@ -60,19 +60,16 @@ class RedisBackend(StorageBackend):
         url, self._prefix = _split(address)
         # A sorted set: names by their last use, in microseconds, which a double represents exactly.
         self._index = f"{self._prefix}:index"
-        retry = self._redis.retry.Retry(self._redis.backoff.NoBackoff(), 1)
-        failures = [self._redis.exceptions.ConnectionError, self._redis.exceptions.TimeoutError]
-        # Retry once immediately, as a restarted server has closed all connections. A lookup should not wait longer.
         options = {
             "socket_connect_timeout": CONNECT_SECONDS,
             "socket_timeout": ANSWER_SECONDS,
-            "retry": retry,
-            "retry_on_error": failures,
+            # Once immediately, as a restarted server has closed all connections. A lookup should not wait longer.
+            "retry": self._redis.retry.Retry(self._redis.backoff.NoBackoff(), 1),
+            "retry_on_error": [self._redis.exceptions.ConnectionError, self._redis.exceptions.TimeoutError],
             **address.options,
         }
         try:
             self._client: Any = self._redis.Redis.from_url(url, **options)
-            settings = self._client.get_connection_kwargs()
             with self._reaching():
                 self._client.ping()
         except (TypeError, ValueError) as error:
@@ -82,7 +79,7 @@ class RedisBackend(StorageBackend):
                 f"the URL and `storage_options` must be valid for redis.Redis.from_url(), got {seen}: see its "
                 "documentation, and escape special characters in a password with urllib.parse.quote()."
             ) from None
-        if settings.get("decode_responses"):
+        if self._client.get_connection_kwargs().get("decode_responses"):
             raise OptionError("the server must return bytes, got decode_responses: leave it out.")
 
     def prepare(self) -> None:
@@ -159,13 +156,14 @@ class RedisBackend(StorageBackend):
                 "as `directory`."
             )
         ((_, used),) = clock.uses([name]).items()
-        commands = [("SET", self._key(name), memoryview(content)), ("ZADD", self._index, used // 1000, name)]
         if self._taken([name]):
             raise UnreachableError(
                 f"{self.path_of(name)} is a value of another type than a text, which stays: remove it, or choose other "
                 "keys by ?prefix= in the URL."
             )
-        self._many(commands, together=True)
+        self._many(
+            [("SET", self._key(name), memoryview(content)), ("ZADD", self._index, used // 1000, name)], together=True
+        )
 
     def delete(self, names: Sequence[str], used_before: int | None = None) -> None:
         """As `StorageBackend.delete`. If somebody uses one of the files meanwhile, it is looked at again."""

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvlayers.core.arguments import check_rollback
 from kvlayers.core.cache import CACHE_CLASSES, Cache, described_origin
 from kvlayers.core.cache_layer import (
     LAYER_CLASSES,
@@ -29,6 +28,7 @@ from kvlayers.errors import (
     ModelMismatchError,
     OptionError,
     RegistryError,
+    RollbackError,
     StateMismatchError,
 )
 from kvlayers.persistence.fingerprint import check_model
@@ -166,8 +166,15 @@ def load_cache(
     check_model(path, saved.description, config, weights_id)
     if config is not None and into is None:
         check_layers(path, saved.description.caches()[0], config)
-    if length is not None:
-        length = check_rollback(length, saved.description.cache.length)
+    seen = saved.description.cache.length
+    if length is not None and (not isinstance(length, int) or isinstance(length, bool)):
+        raise OptionError(
+            f"`length` must be a whole number of tokens, got {length!r}: pass one, or leave it out to load all."
+        )
+    if length is not None and not 0 <= length <= seen:
+        raise RollbackError(
+            f"`length` must be from 0 to {seen}, the tokens of the cache in {path}, got {length}: pass fewer tokens."
+        )
     reader = StateReader(saved, place, length, verify)
     return reader.new(config) if into is None else reader.fill(into)
 
@@ -291,9 +298,9 @@ class StateReader:
         """Ids of the tokens to load, or of the first of them, if the file has any."""
         if TOKEN_IDS not in self.saved.header.tensors:
             return None
+        length = self.saved.description.cache.length if self.length is None else self.length
         ids = self.saved.tensor(TOKEN_IDS, verify=self.verify)
-        # There may be ids of tokens that the cache has not seen.
-        return ids[:, : self.saved.description.cache.length][:, : self.length].clone() if ids.dim() == 2 else None
+        return ids[:, :length].clone() if ids.dim() == 2 else None
 
     def _followed(self, cache: Cache, ids: Tensor | None) -> Cache:
         """A loaded cache that knows which tokens it has seen, and records its past if the saved one did."""

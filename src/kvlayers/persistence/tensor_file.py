@@ -203,12 +203,8 @@ def parse_header(path: str, file_bytes: int, read: ReadRange) -> Header:
             "it was not made by save_cache(); files of a model's weights have the format 'pt'",
         )
     if metadata.get("format_version") != FORMAT_VERSION:
-        refuse(
-            path,
-            f"version {FORMAT_VERSION} of the format",
-            shown(metadata.get("format_version")),
-            "it is of another kvlayers: save it again",
-        )
+        version = shown(metadata.get("format_version"))
+        refuse(path, f"version {FORMAT_VERSION} of the format", version, "it is of another kvlayers: save it again")
     entries: dict[str, TensorEntry] = {}
     for name, fields in claims.items():
         # Where its bytes are follows from the forms of all tensors.

@@ -71,8 +71,8 @@ class EvictionOracle:
             self.keys, self.values = torch.cat([self.keys, keys], 2), torch.cat([self.values, values], 2)
             self.queries, self.kept = torch.cat([self.queries, queries], 2), torch.cat([self.kept, is_token], 2)
         attended = self.attention(queries, first)
-        if not self.recording:
-            self.evict(new, padding, 0 if new > 1 else STEP - 1 if self.budget is not None else None)
+        if not self.recording and (new > 1 or self.budget is not None):
+            self.evict(new, padding, 0 if new > 1 else STEP - 1)
         return attended
 
     def attention(self, queries: Tensor, first: int) -> Tensor:
@@ -85,19 +85,14 @@ class EvictionOracle:
         weights = scores.masked_fill(~mask, -torch.inf).softmax(-1)
         return weights.nan_to_num() @ values
 
-    def evict(self, new: int, padding: list[int], slack: int | None) -> None:
-        if slack is None:
-            return
-        whole_from = self.whole_from
+    def evict(self, new: int, padding: list[int], slack: int) -> None:
         for row in range(self.keys.shape[0]):
             text = self.seen - padding[row]
             held = self.kept[row].sum(1).float().mean().item()
-            if held <= self.allowed(text) + slack:
-                continue
-            self.evict_from(row, new, min(self.allowed(text), text))
-            self.evicted_at[row] = self.seen
-            whole_from = max(whole_from, self.seen - self.recent)
-        self.whole_from = whole_from
+            if held > self.allowed(text) + slack:
+                self.evict_from(row, new, min(self.allowed(text), text))
+                self.evicted_at[row] = self.seen
+                self.whole_from = max(self.whole_from, self.seen - self.recent)
 
     def evict_from(self, row: int, new: int, wanted: int) -> None:
         kv_heads = self.keys.shape[1]
@@ -110,13 +105,12 @@ class EvictionOracle:
             safe = {*range(self.sinks), *range(len(held) - self.recent, len(held))}
             ranks.append([(index not in safe, -scores[head][index].item(), index) for index in range(len(held))])
         counts = self.counts(ranks, wanted) if self.per_head else [wanted] * kv_heads
+        # Copies of this oracle have the same mask.
+        self.kept = self.kept.clone()
         for head, held in enumerate(every):
             chosen = [index for *_, index in sorted(ranks[head])[: counts[head]]]
-            mask = torch.zeros(self.seen, dtype=torch.bool)
-            mask[held[sorted(chosen)]] = True
-            heads = [mask if other == head else kept for other, kept in enumerate(self.kept[row])]
-            rows = [torch.stack(heads) if other == row else kept for other, kept in enumerate(self.kept)]
-            self.kept = torch.stack(rows)
+            self.kept[row, head] = False
+            self.kept[row, head, held[chosen]] = True
 
     def counts(self, ranks: list[list[tuple[bool, float, int]]], wanted: int) -> list[int]:
         """AdaKV: the best tokens of all heads together, after a fifth of an average head's for each head."""

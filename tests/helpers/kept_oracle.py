@@ -1,8 +1,12 @@
 """The slow reference of evicting layers: every token ever seen, and for each head a mask of those that are kept."""
 
+import itertools
+from collections.abc import Callable, Iterable
+
 import pytest
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from eviction_oracle import STEP, EvictionOracle
 from kvlayers import CacheLayer
@@ -10,7 +14,7 @@ from kvlayers.errors import UnsupportedLayerError
 from kvlayers.eviction import eviction_rule
 from kvlayers.eviction.held_tokens import held_tokens
 from kvlayers.kernels.attention.packed_tensor import PackedStates
-from oracle import KEY_DIM, KV_HEADS, VALUE_DIM, Oracle
+from oracle import KEY_DIM, VALUE_DIM, Oracle
 from ragged_reference import of_head, states_of_head
 
 
@@ -31,30 +35,16 @@ class KeptOracle(Oracle):
         sinks: first tokens of each sequence that are always kept.
         recent: newest tokens that an eviction always keeps.
         per_head: whether heads keep different numbers of tokens.
-        keep: part of the tokens that is kept, or
-        budget: tokens that are kept.
+        amount: `keep`, the part of the tokens that is kept, or `budget`, how many are.
     """
 
-    def __init__(
-        self,
-        rule: str,
-        sinks: int,
-        recent: int,
-        per_head: bool,
-        keep: float | None = None,
-        budget: int | None = None,
-    ) -> None:
+    def __init__(self, rule: str, sinks: int, recent: int, per_head: bool, **amount: float) -> None:
         super().__init__()
-        self.empty_columns = 0
-        self.given = (rule, sinks, recent, per_head, keep, budget)
-        self.history = _UnreadHistory(
-            eviction_rule(rule), keep=keep, budget=budget, sinks=sinks, recent=recent, per_head=per_head
-        )
+        self.rule = eviction_rule(rule)
+        self.options = {"sinks": sinks, "recent": recent, "per_head": per_head, **amount}
+        self.reset()
 
-    def empty(self) -> "KeptOracle":
-        return KeptOracle(*self.given)
-
-    def copy(self) -> "KeptOracle":
+    def copy(self) -> Self:
         twin = super().copy()
         twin.history = self.history.copy()
         return twin
@@ -73,15 +63,17 @@ class KeptOracle(Oracle):
         return int(self.counts.max()) + self.empty_columns
 
     def attended_next(self) -> tuple[Tensor, Tensor]:
-        width, counts = self.columns, self.counts
-        pair = []
-        for states in (self.keys, self.values):
-            found = torch.zeros(*states.shape[:2], width, states.shape[3])
-            for row in range(states.shape[0]):
-                for head in range(KV_HEADS):
-                    found[row, head, width - int(counts[row, head]) :] = states[row, head, self.history.kept[row, head]]
-            pair.append(found)
-        return pair[0], pair[1]
+        kept = self.history.kept
+        return self.right_aligned(lambda *at: (self.keys[at][kept[at]], self.values[at][kept[at]]))
+
+    def right_aligned(self, states_at: Callable[[int, int], Iterable[Tensor]]) -> tuple[Tensor, Tensor]:
+        """Keys and values of each head in its last columns, and zeros before them."""
+        counts, width = self.counts, self.columns
+        keys, values = (torch.zeros(*counts.shape, width, dim) for dim in (KEY_DIM, VALUE_DIM))
+        for row, head in itertools.product(*map(range, counts.shape)):
+            tokens = slice(width - int(counts[row, head]), None)
+            keys[row, head, tokens], values[row, head, tokens] = states_at(row, head)
+        return keys, values
 
     @property
     def exact_from(self) -> int:
@@ -124,7 +116,7 @@ class KeptOracle(Oracle):
     def reset(self) -> None:
         super().reset()
         self.empty_columns = 0
-        self.history = self.empty().history
+        self.history = _UnreadHistory(self.rule, **self.options)
 
     def peeked(self, layer: CacheLayer) -> tuple[Tensor, Tensor]:
         counts = self.counts
@@ -132,24 +124,18 @@ class KeptOracle(Oracle):
             return super().peeked(layer)
         with pytest.raises(UnsupportedLayerError):
             layer.peek()
-        held, width = held_tokens(layer.store), self.columns
-        pair = [torch.zeros(*counts.shape, width, dim) for dim in (KEY_DIM, VALUE_DIM)]
-        for row in range(counts.shape[0]):
-            for head in range(KV_HEADS):
-                for states, found in zip(pair, of_head(held, row, head), strict=True):
-                    states[row, head, width - int(counts[row, head]) :] = found[0, 0]
-        return pair[0], pair[1]
+        held = held_tokens(layer.store)
+        return self.right_aligned(lambda row, head: (side[0, 0] for side in of_head(held, row, head)))
 
     def check_states(self, seen: Tensor, expected: Tensor) -> None:
         if not isinstance(seen, PackedStates):
             assert torch.equal(seen, expected)
             return
         segments, width = seen.snapshot.read(), seen.shape[2]
-        for row in range(seen.shape[0]):
-            for head in range(KV_HEADS):
-                states = states_of_head(segments, row, head)[0 if seen.side == "keys" else 1]
-                assert torch.equal(states, expected[row, head, width - states.shape[0] :])
-                assert not expected[row, head, : width - states.shape[0]].any()
+        for row, head in itertools.product(*map(range, seen.shape[:2])):
+            states = states_of_head(segments, row, head)[0 if seen.side == "keys" else 1]
+            assert torch.equal(states, expected[row, head, width - states.shape[0] :])
+            assert not expected[row, head, : width - states.shape[0]].any()
 
     def least_bytes(self, tokens: int) -> int:
         if not self.length:

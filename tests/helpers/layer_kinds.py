@@ -25,12 +25,9 @@ from kvlayers.layers import TokenLayer, layer_names
 from kvlayers.offload import Prefetcher
 from kvlayers.rope.rotary import Rotary
 from kvlayers.stores import Buckets, QuantizedStore
-from oracle import BucketOracle, Oracle
+from oracle import INV_FREQ, BucketOracle, Oracle, QuantizedOracle, RecentOracle, SinkOracle
 from other_package import RecentLayer, SteppedStore
-from other_package.recent_oracle import RecentOracle
-from quantized_oracle import QuantizedOracle
 from recording_transfers import recording_transfers
-from sink_oracle import INV_FREQ, SinkOracle
 
 WINDOW = 8
 

@@ -4,7 +4,7 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -222,26 +222,21 @@ def under_install(call: Callable[..., Any], *args: Any, **options: Any) -> Any:
 
 
 @contextmanager
-def tokens_passed(model: Any) -> Iterator[list[int]]:
-    """Tokens of each forward pass of a model: rows times columns."""
-    counts: list[int] = []
+def _passes(model: Any, of_ids: Callable[[torch.Tensor], Any]) -> Iterator[list[Any]]:
+    seen: list[Any] = []
 
     def note(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        ids = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
-        counts.append(ids.numel())
-
-    with model.register_forward_pre_hook(note, with_kwargs=True):
-        yield counts
-
-
-@contextmanager
-def passes_of(model: Any) -> Iterator[list[tuple[int, int]]]:
-    """Rows and tokens of each forward pass of a model."""
-    seen: list[tuple[int, int]] = []
-
-    def note(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        ids = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
-        seen.append((ids.shape[0], ids.shape[1]))
+        seen.append(of_ids(kwargs["input_ids"] if "input_ids" in kwargs else args[0]))
 
     with model.register_forward_pre_hook(note, with_kwargs=True):
         yield seen
+
+
+def tokens_passed(model: Any) -> AbstractContextManager[list[int]]:
+    """Tokens of each forward pass of a model: rows times columns."""
+    return _passes(model, torch.Tensor.numel)
+
+
+def passes_of(model: Any) -> AbstractContextManager[list[tuple[int, int]]]:
+    """Rows and tokens of each forward pass of a model."""
+    return _passes(model, lambda ids: tuple(ids.shape))

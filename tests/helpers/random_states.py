@@ -70,15 +70,12 @@ an error of up to 2^-16 of the largest, and codes are all positive. The largest 
 of a result to float16 is 50e-5."""
 
 
-def sums_of(dtype: torch.dtype) -> float:
-    return SUMS if dtype == torch.float32 else HALF_PRECISION_SUMS
-
-
 def check(seen: Tensor, exact: Tensor, magnitude: Tensor, sums: float | None = None) -> None:
     """No state is further off than `sums`, those of its dtype by default, and the one rounding to that dtype."""
     assert seen.shape == exact.shape
     rounding = 0 if seen.dtype == torch.float32 else torch.finfo(seen.dtype).eps / 2
-    sums = sums_of(seen.dtype) if sums is None else sums
+    if sums is None:
+        sums = SUMS if seen.dtype == torch.float32 else HALF_PRECISION_SUMS
     # The rounding is that of the number with its error, hence a little more.
     excess = (seen.double() - exact).abs() - rounding * 1.01 * exact.abs() - sums * magnitude
     assert excess.max() <= 0, f"{(seen.double() - exact).abs().max()} off, of {magnitude.max()}"

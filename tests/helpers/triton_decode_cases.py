@@ -4,9 +4,10 @@ Triton decides when a kernel is defined whether it is compiled or interpreted, s
 before anything imports triton: not in the process of other tests.
 """
 
+import contextlib
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
@@ -555,11 +556,8 @@ def check_wrong_code() -> None:
         launched.append(grid)
         launch(device, grid, (*arguments[:-1], 30 * arguments[-1]), constants)
 
-    def forget() -> None:
-        for cached in (plan.variant_for, plan.segment_kind):
-            cached.cache_clear()
-
-    forget()
+    plan.variant_for.cache_clear()
+    plan.segment_kind.cache_clear()
     with mock.patch.object(plan.ATTEND_SPLIT, "launch", wrong):
         # Of the first query, the expected result is nan, and says nothing of it.
         for blocks, number in ((2, torch.nan), (2, 1.0), (3, 1.0), (5, 1.0)):
@@ -571,7 +569,8 @@ def check_wrong_code() -> None:
             found += paths.counts
             if number == number:
                 torch.testing.assert_close(out, in_products(query, segments, None, 0.125))
-    forget()
+    plan.variant_for.cache_clear()
+    plan.segment_kind.cache_clear()
     assert len(launched) == 2, launched
     assert ["the first result of the kernel was" in path for path in found] == [False, True, True, True], found
     assert found[0] == "a Triton kernel on segments", found
@@ -612,28 +611,18 @@ def check_device() -> None:
     current: list[str] = []
     launched: list[list[str]] = []
 
-    class Current:
-        """Stands for the context of a device."""
+    @contextlib.contextmanager
+    def launching_on(device: torch.device) -> Iterator[None]:
+        current.append(str(device))
+        yield
+        current.pop()
 
-        def __init__(self, device: torch.device) -> None:
-            self.device = device
-
-        def __enter__(self) -> None:
-            current.append(str(self.device))
-
-        def __exit__(self, *error: object) -> None:
-            current.pop()
-
-    class Kernel:
-        """Launches nothing."""
-
-        def __getitem__(self, grid: tuple[int, ...]) -> Any:
-            return lambda *arguments, **options: launched.append([*current])
-
+    function = mock.MagicMock()
+    function.__getitem__.return_value.side_effect = lambda *arguments, **options: launched.append([*current])
     with (
-        mock.patch.object(plan.ATTEND_SPLIT, "function", Kernel()),
-        mock.patch.object(plan.MERGE_SPLITS, "function", Kernel()),
-        mock.patch.object(triton_support, "launching_on", Current),
+        mock.patch.object(plan.ATTEND_SPLIT, "function", function),
+        mock.patch.object(plan.MERGE_SPLITS, "function", function),
+        mock.patch.object(triton_support, "launching_on", launching_on),
     ):
         attended(torch.randn(1, 4, 1, 128), segments, None, 0.1)
     with (

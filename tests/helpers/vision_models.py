@@ -205,17 +205,12 @@ def inputs(family: str, *prompts: Sequence[Piece], length: int | None = None) ->
     return made
 
 
-def encoder_of(model: Any) -> Any:
-    """The module that encodes images."""
-    names = ("visual", "vision_tower", "vision_model")
-    return next(module for name, module in model.model.named_children() if name in names)
-
-
 @contextmanager
 def encoded(model: Any) -> Iterator[list[int]]:
     """What each call of the encoder of a model gets: how many images; of models with grids, patches."""
     counts: list[int] = []
-    encoder = type(encoder_of(model))
+    names = ("visual", "vision_tower", "vision_model")
+    encoder = type(next(module for name, module in model.model.named_children() if name in names))
     original = encoder.forward
 
     # Not by a hook of the module, on which states may depend.

@@ -162,14 +162,6 @@ def test_quick_runs_measure_the_claims(claims: Any, claimed: Any, found_by: Any,
             assert group.name not in ("graphs", "window") or claim.holds(value), claim
 
 
-class OtherKeys(kvlayers.DynamicCache):
-    """Returns the keys of other tokens."""
-
-    def update(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        keys, values = super().update(*args, **kwargs)
-        return keys.flip(2), values
-
-
 def other(cache: Any) -> Any:
     return lambda config, length: cache(config=config)
 
@@ -185,7 +177,7 @@ def negated_in_static_layers(patch: pytest.MonkeyPatch) -> None:
 
 
 BROKEN = {
-    "update": lambda claims, patch: patch.setitem(claims.CONTENDERS, claims.KVLAYERS, other(OtherKeys)),
+    "update": lambda claims, patch: patch.setitem(claims.CONTENDERS, claims.KVLAYERS, other(OtherValues)),
     "batches": lambda claims, patch: patch.setitem(claims.CONTENDERS, claims.KVLAYERS, other(OtherValues)),
     "step": lambda claims, patch: patch.setitem(claims.QUANTIZED, claims.KVLAYERS, other(OtherValues)),
     "latents": lambda claims, patch: patch.setitem(
@@ -215,13 +207,6 @@ def test_a_cache_with_other_states_fails(
     BROKEN[name](claims, monkeypatch)
     written = found_by(claims, "--quick", "--only", name, "--threads", "1", code=1)
     assert re.search("other tokens|logits in float32", written["failures"][name])
-
-
-@versions.benchmarks_of_transformers
-@pytest.mark.parametrize("arguments", [["--only", "nothing"], ["--quick", "--record"]])
-def test_arguments_that_mean_nothing_are_refused(claims: Any, arguments: list[str]) -> None:
-    with pytest.raises(SystemExit):
-        claims.main(arguments)
 
 
 @versions.benchmarks_of_transformers

@@ -1,6 +1,5 @@
 """The script for a GPU runs on a CPU, keeps to its budget, and goes on after a failure."""
 
-import importlib
 import json
 import sys
 from pathlib import Path
@@ -60,13 +59,13 @@ def test_bad_arguments_are_refused(gpu: Any, tmp_path: Path, capsys: pytest.Capt
 
 
 @pytest.fixture
-def stage(gpu: Any) -> Any:
-    return importlib.import_module("lib.gpu_stage")
+def stage(script: Any) -> Any:
+    return script("lib.gpu_stage")
 
 
 @pytest.fixture
-def model_check(gpu: Any) -> Any:
-    return importlib.import_module("lib.gpu_model")
+def model_check(script: Any) -> Any:
+    return script("lib.gpu_model")
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from families import model_of
 from kvlayers.quantized import quantized_layer
 from kvlayers.upstream import compat, model_layers, model_types, supported
 from kvlayers.upstream.supported import NEWEST_TESTED, check_supported
-from models import ATTENDING, COMMON, CONFIGS, prompt, tiny_model
+from models import COMMON, CONFIGS, prompt, tiny_model
 
 
 @pytest.mark.parametrize(
@@ -67,26 +67,6 @@ def test_this_version_lacks_nothing() -> None:
 @pytest.mark.parametrize("version", ["4.57.0", "4.57.6", "5.0.0rc1", "5.24.0", "6.0.0.dev0"])
 def test_versions_in_the_range_are_taken(version: str) -> None:
     assert check_supported("transformers", version).release[0] in (4, 5, 6)
-
-
-@pytest.mark.parametrize("family", ATTENDING)
-def test_layers_are_those_that_transformers_makes(family: str) -> None:
-    config = CONFIGS[family]()
-    expected = upstream.DynamicCache(config=config).layers
-    specs = model_layers.layer_specs(config)
-    assert len(specs) == len(expected)
-    for spec, layer in zip(specs, expected, strict=True):
-        window = layer.sliding_window if isinstance(layer, upstream.DynamicSlidingWindowLayer) else None
-        seen = spec.options["sliding_window"] if spec.layer_type in ("sliding_attention", "chunked_attention") else None
-        assert seen == window
-
-
-def test_layers_that_hold_nothing_of_their_own_have_no_spec() -> None:
-    versions.need_model_class("Gemma3nTextConfig")
-    for shared in (0, 2):
-        config = transformers.Gemma3nTextConfig(num_hidden_layers=4, num_kv_shared_layers=shared)
-        holding = [spec for spec in model_layers.layer_specs(config) if spec.layer_type != "dummy"]
-        assert len(holding) == 4 - shared
 
 
 CONFIGS_OF_OWN_CACHES = {
@@ -224,16 +204,6 @@ GEMMA = transformers.Gemma3TextConfig(**COMMON, sliding_window=8, layer_types=["
 def test_a_cache_with_one_unbounded_layer_is_unbounded() -> None:
     assert kvlayers.DynamicCache(config=GEMMA).get_max_length() == -1
     assert kvlayers.DynamicCache(config=GEMMA).get_max_length(0) == 8
-
-
-def test_an_encoder_decoder_cache_is_saved_before_there_is_an_encoder() -> None:
-    cache = kvlayers.EncoderDecoderCache(kvlayers.DynamicCache(), kvlayers.DynamicCache())
-    for index in range(2):
-        cache.self_attention_cache.update(*states(3), index)
-    again = kvlayers.EncoderDecoderCache(kvlayers.DynamicCache(), kvlayers.DynamicCache())
-    again.load_state(cache.state())
-    assert [len(part.layers) for part in (again.self_attention_cache, again.cross_attention_cache)] == [2, 0]
-    assert again.is_updated == {}
 
 
 @pytest.mark.parametrize("library", [upstream, kvlayers], ids=["transformers", "kvlayers"])

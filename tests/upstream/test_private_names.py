@@ -140,11 +140,3 @@ def test_every_method_that_is_replaced_is_listed() -> None:
     said = (SOURCES / "generation" / "install.py").read_text(encoding="utf-8")
     assert all(f"`{name}`" in said for name in listed)
     assert len(listed) <= MOST_REPLACED
-
-
-def test_the_search_finds_a_name_however_it_is_touched() -> None:
-    ways = ("model._tp_plan", "getattr(model, '_tp_plan')", "View(model, _tp_plan=None)")
-    for way in ways:
-        assert "_tp_plan" in set(used_names(ast.parse(way)))
-    assert "_tp_plan" in names_of_transformers()
-    assert "_tp_plan" in set(defined_names(ast.parse("self._tp_plan = 1")))

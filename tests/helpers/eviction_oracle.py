@@ -1,17 +1,18 @@
 """What an evicting layer must hold and attend to, with every token of the text and a mask of those that are kept."""
 
-import copy
 import math
 
 import torch
 from torch import Tensor
 
 from kvlayers.eviction import ALL_QUERIES, EvictionRule
+from oracle import Oracle
+from packed_reference import attention
 
 STEP = 64
 
 
-class EvictionOracle:
+class EvictionOracle(Oracle):
     """Every key, value and query of a text, and for each head which tokens are kept.
 
     Args:
@@ -34,21 +35,22 @@ class EvictionOracle:
         padding: list[int] | None = None,
         per_head: bool = False,
     ) -> None:
+        super().__init__()
         self.rule, self.keep, self.budget = rule, keep, budget
         self.sinks, self.recent = sinks, recent
         self.padding = padding
         self.per_head = per_head and not rule.shares_heads
-        self.keys = self.values = self.queries = self.kept = None
+        self.reset()
+
+    def reset(self) -> None:
+        super().reset()
+        self.queries = self.kept = None
         self.whole_from = 0
-        self.evicted_at: list[int] | None = None
-        self.recording = False
+        self.evicted_at: list[int] = []
 
     @property
     def seen(self) -> int:
-        return 0 if self.keys is None else self.keys.shape[2]
-
-    def copy(self) -> "EvictionOracle":
-        return copy.copy(self)
+        return self.length
 
     def allowed(self, text: int) -> int:
         if self.budget is not None:
@@ -59,8 +61,7 @@ class EvictionOracle:
         """Attention of new tokens, `[batch, heads, new, head_dim]`, and what follows from them."""
         batch, kv_heads, new, _ = keys.shape
         padding = self.padding or [0] * batch
-        if self.evicted_at is None:
-            self.evicted_at = [0] * batch
+        self.evicted_at = [*self.evicted_at] or [0] * batch
         is_token = torch.ones(batch, kv_heads, new, dtype=torch.bool)
         for row, pad in enumerate(padding):
             is_token[row, :, : max(pad - self.seen, 0)] = False
@@ -77,13 +78,9 @@ class EvictionOracle:
 
     def attention(self, queries: Tensor, first: int) -> Tensor:
         group = queries.shape[1] // self.keys.shape[1]
-        keys, values = (states.repeat_interleave(group, 1) for states in (self.keys, self.values))
-        scores = queries @ keys.transpose(2, 3) / math.sqrt(queries.shape[3])
-        positions = torch.arange(self.seen)
-        visible = positions <= torch.arange(first, self.seen)[:, None]
+        visible = torch.arange(self.seen) <= torch.arange(first, self.seen)[:, None]
         mask = visible[None, None] & self.kept.repeat_interleave(group, 1)[:, :, None]
-        weights = scores.masked_fill(~mask, -torch.inf).softmax(-1)
-        return weights.nan_to_num() @ values
+        return attention(queries, self.keys, self.values, mask).nan_to_num().to(queries.dtype)
 
     def evict(self, new: int, padding: list[int], slack: int) -> None:
         for row in range(self.keys.shape[0]):
@@ -104,7 +101,7 @@ class EvictionOracle:
         for head, held in enumerate(every):
             safe = {*range(self.sinks), *range(len(held) - self.recent, len(held))}
             ranks.append([(index not in safe, -scores[head][index].item(), index) for index in range(len(held))])
-        counts = self.counts(ranks, wanted) if self.per_head else [wanted] * kv_heads
+        counts = self.shares(ranks, wanted) if self.per_head else [wanted] * kv_heads
         # Copies of this oracle have the same mask.
         self.kept = self.kept.clone()
         for head, held in enumerate(every):
@@ -112,7 +109,7 @@ class EvictionOracle:
             self.kept[row, head] = False
             self.kept[row, head, held[chosen]] = True
 
-    def counts(self, ranks: list[list[tuple[bool, float, int]]], wanted: int) -> list[int]:
+    def shares(self, ranks: list[list[tuple[bool, float, int]]], wanted: int) -> list[int]:
         """AdaKV: the best tokens of all heads together, after a fifth of an average head's for each head."""
         floor = int(wanted * 0.2)
         safe = [
@@ -143,8 +140,7 @@ class EvictionOracle:
             if self.evicted_at[row]:
                 count = min(count, self.seen - self.evicted_at[row] + self.recent)
             queries = self.queries[row : row + 1, :, self.seen - count :]
-        alike = all(torch.equal(held, every[0]) for held in every)
-        if alike:
+        if all(torch.equal(held, every[0]) for held in every):
             keys, values = (states[row : row + 1, :, every[0]] for states in (self.keys, self.values))
             queries = None if queries is None else queries[:, :, -keys.shape[2] :]
             return list(self.rule.scores(keys, values, queries)[0])
@@ -160,7 +156,7 @@ class EvictionOracle:
         self.kept = self.kept[:, :, :length]
         self.evicted_at = [min(position, length) for position in self.evicted_at]
         if not length:
-            self.__init__(self.rule, self.keep, self.budget, self.sinks, self.recent, self.padding, self.per_head)
+            self.reset()
 
     def select(self, rows: list[int]) -> None:
         self.keys, self.values, self.queries, self.kept = (

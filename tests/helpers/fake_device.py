@@ -245,7 +245,7 @@ def _note_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What an operation that writes returns: the very tensors that it was given."""
-    names, of_written, returns = _names(func)
+    names, of_written, returns = names_of(func)
     given = dict(itertools.zip_longest(names, args)) | kwargs
     written = [given[name] for name in of_written]
     for tensor in written:
@@ -255,7 +255,7 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 @functools.cache
-def _names(func: Any) -> tuple[list[str], list[str], int]:
+def names_of(func: Any) -> tuple[list[str], list[str], int]:
     """The names of an operator's arguments, the names of those that it writes to, and how many values it returns."""
     arguments, returns = func._schema.arguments, func._schema.returns
     written = [each.name for each in arguments if each.alias_info is not None and each.alias_info.is_write]

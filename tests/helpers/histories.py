@@ -62,15 +62,11 @@ def packed_source(
 ) -> Source:
     """As `dense_source`, in blocks."""
     shape = (*((1, 1) if flat else (batch, KV_HEADS)), blocks * BLOCK, head_dim)
-    sides, exact = [], []
+    sides, exact, wide = [], [], (batch, KV_HEADS, -1, -1)
     for side, group in (("keys", (BLOCK, 1)), ("values", (1, 8))):
         packed, states = packed_states(code_format(width, group, rotated), side, shape, BLOCK, dtype)  # type: ignore[arg-type]
-        sides.append(packed)
-        exact.append(states.expand(batch, KV_HEADS, -1, -1))
-    if flat:
-        for packed in sides:
-            object.__setattr__(packed, "codes", packed.codes.expand(batch, KV_HEADS, -1, -1))
-            object.__setattr__(packed, "parameters", packed.parameters.expand(batch, KV_HEADS, -1, -1))
+        sides.append(replace(packed, codes=packed.codes.expand(wide), parameters=packed.parameters.expand(wide)))
+        exact.append(states.expand(wide))
     return PackedSegment(*sides, first, ends), *exact
 
 
@@ -101,9 +97,8 @@ def gathered(source: Source, pieces: list[list[Pieces]], gap: int = 0, spare: in
             # Unused entries of the table say nothing but that they have no token.
             starts[sequence, head, len(of_head) :] = NOWHERE
             for index, (start, count) in enumerate(of_head):
-                table = starts, counts, columns
-                for entries, entry in zip(table, (start, count, column), strict=True):
-                    entries[sequence, head, index] = entry
+                at = sequence, head, index
+                starts[at], counts[at], columns[at] = start, count, column
                 begin = start
                 if isinstance(segment, PackedSegment):
                     begin = start * segment.keys.layout.block_tokens + (segment.first if start == 0 else 0)

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable
 import pytest
 import torch
 from torch import Tensor
-from typing_extensions import Self
 
 from eviction_oracle import STEP, EvictionOracle
 from kvlayers import CacheLayer
@@ -14,18 +13,11 @@ from kvlayers.errors import UnsupportedLayerError
 from kvlayers.eviction import eviction_rule
 from kvlayers.eviction.held_tokens import held_tokens
 from kvlayers.kernels.attention.packed_tensor import PackedStates
-from oracle import KEY_DIM, VALUE_DIM, Oracle
+from oracle import KEY_DIM, VALUE_DIM
 from ragged_reference import of_head, states_of_head
 
 
-class _UnreadHistory(EvictionOracle):
-    """A history that nobody attends to."""
-
-    def attention(self, queries: Tensor, first: int) -> Tensor:
-        return queries
-
-
-class KeptOracle(Oracle):
+class KeptOracle(EvictionOracle):
     """An oracle that forgets the tokens that a rule without queries scores lowest.
 
     A head that keeps fewer tokens than another one has zeros in its first columns.
@@ -39,20 +31,20 @@ class KeptOracle(Oracle):
     """
 
     def __init__(self, rule: str, sinks: int, recent: int, per_head: bool, **amount: float) -> None:
-        super().__init__()
-        self.rule = eviction_rule(rule)
-        self.options = {"sinks": sinks, "recent": recent, "per_head": per_head, **amount}
-        self.reset()
+        super().__init__(eviction_rule(rule), sinks=sinks, recent=recent, per_head=per_head, **amount)
 
-    def copy(self) -> Self:
-        twin = super().copy()
-        twin.history = self.history.copy()
-        return twin
+    def reset(self) -> None:
+        super().reset()
+        self.empty_columns = 0
+
+    def attention(self, queries: Tensor, first: int) -> Tensor:
+        # Nobody asks for it.
+        return queries
 
     @property
     def counts(self) -> Tensor:
         """Tokens that each head keeps, int64 `[batch, kv_heads]`."""
-        return self.history.kept.sum(2)
+        return self.kept.sum(2)
 
     def first_attended(self, length: int) -> int:
         return length - (self.columns if self.length else 0)
@@ -63,8 +55,7 @@ class KeptOracle(Oracle):
         return int(self.counts.max()) + self.empty_columns
 
     def attended_next(self) -> tuple[Tensor, Tensor]:
-        kept = self.history.kept
-        return self.right_aligned(lambda *at: (self.keys[at][kept[at]], self.values[at][kept[at]]))
+        return self.right_aligned(lambda *at: (states[at][self.kept[at]] for states in (self.keys, self.values)))
 
     def right_aligned(self, states_at: Callable[[int, int], Iterable[Tensor]]) -> tuple[Tensor, Tensor]:
         """Keys and values of each head in its last columns, and zeros before them."""
@@ -77,46 +68,35 @@ class KeptOracle(Oracle):
 
     @property
     def exact_from(self) -> int:
-        return self.history.whole_from
+        return self.whole_from
 
     def update(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        attended = (keys, values)
+        attended, before = (keys, values), 0
         if self.length:
             attended = tuple(map(lambda held, new: torch.cat([held, new], 2), self.attended_next(), (keys, values)))
-        self.history.recording = self.recording
-        before = 0 if self.history.kept is None else int(self.history.kept.sum())
-        self.history.step(torch.zeros_like(keys), keys, values)
-        if int(self.history.kept.sum()) < before + keys.shape[:3].numel():
+            before = int(self.kept.sum())
+        self.step(torch.zeros_like(keys), keys, values)
+        if int(self.kept.sum()) < before + keys.shape[:3].numel():
             self.empty_columns = 0
-        self.keys, self.values = self.history.keys, self.history.values
         return attended
 
     def can_truncate(self, length: int) -> bool:
-        return length == 0 or max(self.history.whole_from, 1) <= length <= self.length
+        return length == 0 or max(self.whole_from, 1) <= length <= self.length
 
     def truncate(self, length: int) -> None:
-        if not length:
-            self.empty_columns = 0
         if self.length:
-            self.history.truncate(length)
-            self.keys, self.values = self.history.keys, self.history.values
+            super().truncate(length)
         if self.recording and self.length:
             # What recording has held beyond the step is evicted.
-            before = int(self.history.kept.sum())
-            self.history.evict(1, [0] * self.keys.shape[0], STEP - 1)
-            self.empty_columns = 0 if int(self.history.kept.sum()) < before else self.empty_columns
+            before = int(self.kept.sum())
+            self.evict(1, [0] * self.keys.shape[0], STEP - 1)
+            self.empty_columns = 0 if int(self.kept.sum()) < before else self.empty_columns
 
     def select(self, rows: list[int]) -> None:
         if self.length:
             columns = self.columns
-            self.history.select(rows)
+            super().select(rows)
             self.empty_columns = columns - int(self.counts.max())
-            self.keys, self.values = self.history.keys, self.history.values
-
-    def reset(self) -> None:
-        super().reset()
-        self.empty_columns = 0
-        self.history = _UnreadHistory(self.rule, **self.options)
 
     def peeked(self, layer: CacheLayer) -> tuple[Tensor, Tensor]:
         counts = self.counts

@@ -1,4 +1,4 @@
-"""The slow references of layers: every token ever seen in one tensor, and what is attended to cut out of it when asked."""
+"""The slow references of layers: every token ever seen in one tensor, from which what is attended to is cut out."""
 
 import copy
 import math

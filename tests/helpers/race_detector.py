@@ -242,20 +242,10 @@ def _accessed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
     """The tensors that an operator reads, and those that it writes."""
     if _is_view(func):
         return [], []
-    arguments = _arguments(func)
-    given = dict(zip((name for name, _ in arguments), args, strict=False)) | kwargs
-    read: list[Tensor] = []
-    written: list[Tensor] = []
-    for name, is_written in arguments:
-        (written if is_written else read).extend(fake_device.tensors_in([given.get(name)]))
-    return read, written
-
-
-@functools.cache
-def _arguments(func: Any) -> list[tuple[str, bool]]:
-    """The name of each argument of an operator, and whether the operator writes to it."""
-    arguments = func._schema.arguments
-    return [(each.name, each.alias_info is not None and each.alias_info.is_write) for each in arguments]
+    names, of_written, _ = fake_device.names_of(func)
+    given = dict(zip(names, args, strict=False)) | kwargs
+    read = fake_device.tensors_in(given.get(name) for name in names if name not in of_written)
+    return read, fake_device.tensors_in(given.get(name) for name in of_written)
 
 
 @functools.cache
@@ -270,7 +260,7 @@ def _is_blocking(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], resul
         return True
     if func.overloadpacket not in fake_device.COPIES:
         return False
-    given = dict(zip((name for name, _ in _arguments(func)), args, strict=False)) | kwargs
+    given = dict(zip(fake_device.names_of(func)[0], args, strict=False)) | kwargs
     involved = [*fake_device.tensors_in(args), *results]
     return not given.get("non_blocking") and len({type(each) is DeviceTensor for each in involved}) == 2
 

@@ -499,6 +499,13 @@ def test_each_length_has_every_contender_and_other_tokens_fail(
     assert "| llama.cpp, q8_0 | 0.00 s |" in page.read_text()
 
 
+# All of them
+
+HAS_CUDA = torch.cuda.is_available()
+GPU = ["check", "--output", "results"]
+GPU_ON_CPU = [*GPU, "--device", "cpu", "--quick"]
+
+
 @of_transformers
 @pytest.mark.parametrize(
     ("name", "arguments", "said"),
@@ -509,8 +516,15 @@ def test_each_length_has_every_contender_and_other_tokens_fail(
         ("prompts", ["--only", "nothing"], "takes bfloat16"),
         ("peers", [], "must be an interpreter"),
         ("peers", ["--peer-python", "python", "--gguf", "no/such/file"], "must be a file"),
-        ("claims", ["--only", "nothing"], "nothing"),
-        ("claims", ["--quick", "--record"], "--record"),
+        ("claims", ["--only", "nothing"], "got nothing"),
+        ("claims", ["--quick", "--record"], "pass only one"),
+        ("gpu", [*GPU_ON_CPU, "--budget", "0"], "--budget must be a positive number of seconds, got 0"),
+        ("gpu", [*GPU_ON_CPU, "--budget", "nan"], "--budget must be a positive number of seconds, got nan"),
+        ("gpu", [*GPU_ON_CPU, "--only", "nothing"], "--only must be one of"),
+        ("gpu", [*GPU_ON_CPU, "--output", __file__], "--output must be a folder"),
+        ("gpu", [*GPU, "--device", "gpu"], "--device must be cuda or cpu, got gpu"),
+        ("gpu", [*GPU, "--device", "cpu"], "--device cpu goes with --quick"),
+        pytest.param("gpu", GPU, "needs a CUDA device", marks=pytest.mark.skipif(HAS_CUDA, reason="there is one")),
     ],
 )
 def test_arguments_that_mean_nothing_are_refused(

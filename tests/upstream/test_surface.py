@@ -392,7 +392,10 @@ RESERVED = ("static", "offloaded", "hybrid")
 @pytest.mark.parametrize(
     ("kind", "tokens", "counts", "error", "said"),
     [
-        *((kind, 9, (10, -1), kvlayers.errors.RollbackError, "`length` must be from 0 to the 9 tokens") for kind in RESERVED),
+        *(
+            (kind, 9, (10, -1), kvlayers.errors.RollbackError, "`length` must be from 0 to the 9 tokens")
+            for kind in RESERVED
+        ),
         *(
             (kind, 12, (3, 0, -2), kvlayers.errors.StateMismatchError, "states that are held, 7, got {}: use crop")
             for kind in ("window", "static window")

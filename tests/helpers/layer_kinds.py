@@ -9,7 +9,7 @@ import torch
 
 import kvlayers
 from agreement import check_at_rest, continue_decoding, roll_back, step
-from kept_oracle import KeptOracle
+from eviction_oracle import KeptOracle
 from kvlayers import (
     CacheLayer,
     DynamicLayer,

@@ -225,11 +225,10 @@ class RaceDetector(TorchDispatchMode):
             self.current.join(self.host.clock)
         timeline: Timeline = self.current if on_device else self.host
         time = timeline.tick()
-        for tensors_of_kind, writes in ((read, False), (written, True)):
-            for tensor in tensors_of_kind:
-                memory = self._memory(tensor, on_device)
-                if memory is not None and tensor.numel():
-                    memory.note(Access(timeline, time, *_range(tensor), writes, str(func)))
+        for tensor, writes in (*((each, False) for each in read), *((each, True) for each in written)):
+            memory = self._memory(tensor, on_device)
+            if memory is not None and tensor.numel():
+                memory.note(Access(timeline, time, *_range(tensor), writes, str(func)))
         if not _is_view(func) and "empty" not in func.name():
             for memory in self._new:
                 memory.note(Access(timeline, time, 0, 1 << 62, True, str(func)))

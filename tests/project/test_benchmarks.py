@@ -475,6 +475,13 @@ def test_a_process_that_ends_is_named(peers: Any, tmp_path: pathlib.Path) -> Non
         peers.read_there(given, "f16", ids, ids)
 
 
+def test_the_tokens_of_a_cache_here_are_those_that_the_model_predicts(peers: Any) -> None:
+    model, text = fresh_model("llama"), prompt(tokens=23)
+    with torch.no_grad():
+        found = peers.read_here(model, peers.OWN[peers.TRANSFORMERS], text[:, :20], text[:, 20:])
+        assert found["tokens"] == model(text).logits.argmax(-1)[0, 19:].tolist()
+
+
 @of_transformers
 def test_each_length_has_every_contender_and_other_tokens_fail(
     peers: Any, gguf: pathlib.Path, found_by: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path

@@ -45,15 +45,12 @@ def without(text: str, begin: str, end: str) -> str:
     return before + rest.partition(end)[2]
 
 
-def prose_of(page: str) -> str:
-    return " ".join(re.sub(r"```.*?```", "", page, flags=re.DOTALL).split())
-
-
 def test_the_readme_has_figures_in_written_sections_only(claimed: Any) -> None:
     page = claimed.README.read_text()
     for begin in re.findall(r"<!-- .*?: written by .*? -->", page):
         page = without(page, begin, begin.partition(":")[0].replace("<!-- ", "<!-- end of ") + " -->")
-    assert FIGURE.findall(prose_of(page)) == []
+    prose = re.sub(r"```.*?```", "", page, flags=re.DOTALL)
+    assert FIGURE.findall(" ".join(prose.split())) == []
 
 
 def test_every_claim_holds_for_the_record(claimed: Any, record: Any) -> None:

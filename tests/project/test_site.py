@@ -6,7 +6,6 @@
 import importlib
 import pathlib
 import re
-import runpy
 from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
@@ -77,8 +76,7 @@ def test_mkdocs_takes_the_configuration() -> None:
     assert config.load_config(str(ROOT / "mkdocs.yml")).site_name == "kvlayers"
 
 
-def test_drawings_follow_the_colours_of_the_site() -> None:
-    hooks = SimpleNamespace(**runpy.run_path(str(ROOT / "scripts" / "site_hooks.py")))
+def test_drawings_follow_the_colours_of_the_site(hooks: Any) -> None:
     drawings = sorted((DOCS / "plots").glob("*.svg"))
     assert drawings
     for drawing in drawings:

@@ -72,12 +72,6 @@ def test_fewer_layers_than_a_config_lists_are_its_first_ones_and_more_are_refuse
     assert checked >= 40
 
 
-def lists_of(decoder: Any) -> list[str]:
-    """The fields of a config that have an entry for each layer."""
-    layers = decoder.num_hidden_layers
-    return [name for name, value in vars(decoder).items() if isinstance(value, list) and len(value) == layers]
-
-
 def with_other_layers(config: Any, what: str) -> Iterator[tuple[str, Any]]:
     """Configs whose lists have an entry too few, or one too many, or that have a layer less than their lists."""
     if what == "fewer layers":
@@ -86,9 +80,10 @@ def with_other_layers(config: Any, what: str) -> Iterator[tuple[str, Any]]:
         changed.num_hidden_layers = max(config.num_hidden_layers - 1, 1)
         yield "num_hidden_layers", changed
         return
-    for name in lists_of(config):
+    for name, listed in vars(config).items():
+        if not isinstance(listed, list) or len(listed) != config.num_hidden_layers:
+            continue
         changed = copy.deepcopy(config)
-        listed = getattr(changed, name)
         setattr(changed, name, listed[:-1] if what == "fewer entries" else listed + listed[:1])
         yield name, changed
 

@@ -46,11 +46,6 @@ left out a mask."""
 NOT_OF_TRANSFORMERS = ("_hf_hook", "_replace")
 """Names that transformers uses as well: of accelerate, and of named tuples."""
 
-PROBED = (
-    *supported.OF_CACHES,
-    *supported.OF_GENERATE,
-)
-
 PRIVATE = re.compile(r"_[A-Za-z]\w*")
 
 
@@ -126,7 +121,8 @@ def test_every_private_name_is_listed_with_the_files_that_touch_it() -> None:
 
 def test_every_private_name_is_probed_before_it_is_used() -> None:
     listed = {row[0].strip("`") for row in rows("### Private names")}
-    named = [probe.name for probe in PROBED if isinstance(probe, supported.Probe)]
+    probes = (*supported.OF_CACHES, *supported.OF_GENERATE)
+    named = [probe.name for probe in probes if isinstance(probe, supported.Probe)]
     probed = {part for name in named for part in name.split(".") if PRIVATE.fullmatch(part)}
     assert probed == listed - set(NOT_PROBED)
 

@@ -13,9 +13,6 @@ from kvlayers import CapacityError
 from kvlayers.errors import RollbackError
 
 MOST_BRANCHES, MOST_ROWS = 5, 6
-OTHERS = ("reset", "record", "end", "drop", "trim", "compact")
-LOSING = ("drop", "reset", "crop", "select")
-"""Changes after which some of what a branch held is gone."""
 
 
 @dataclass(frozen=True)
@@ -96,8 +93,10 @@ def change_one(branches: list[Branch], chance: random.Random, check: Callable[[B
     """Do something to one of the branches, which is checked before it loses something, and return what was done."""
     branch = chance.choice(branches)
     rows, length = branch.rows, branch.alone.get_seq_length()
-    what = chance.choice(["update"] * 5 + ["fork"] * 3 + ["crop", "select", "expand", *OTHERS])
-    if what in LOSING:
+    rare = ["crop", "select", "expand", "reset", "record", "end", "drop", "trim", "compact"]
+    what = chance.choice(["update"] * 5 + ["fork"] * 3 + rare)
+    # Some of what it held is gone then.
+    if what in ("drop", "reset", "crop", "select"):
         check(branch)
     if what == "update":
         branch.attend(chance.choice([1, 1, 1, 2, 3, 9, 30, 70]), chance.randrange(2**30))

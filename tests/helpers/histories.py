@@ -283,7 +283,8 @@ def history(
     if kind.startswith("pieces of "):
         batch = 1 + seed % 2
         # Between ordinary segments, as a cache has them: packed tokens, and the newest in full precision.
-        pieces = held_pieces(kind.removeprefix("pieces of "), batch, dtype, seed, most)
+        source = source_of(kind.removeprefix("pieces of "), batch, dtype, rotated=seed % 2 == 0)
+        pieces = gathered(source, draws.pieces(source[0], batch, most), gap=seed % 3)
         newest = ordinary(dense_source(batch, 70, dtype))
         return side_by_side([ordinary(packed_source(batch, 2, dtype)), pieces, newest], dtype)
     batch, held = draws.one_of((2, 4) if "rows" in kind else (1, 2, 4)), []
@@ -306,13 +307,6 @@ def source_of(name: str, batch: int, dtype: torch.dtype, rotated: bool = True) -
     width = width if width in ("fp8", "heads") else int(width) if width != "packed" else 4
     flat, first = name.startswith("flat"), 5 if "cut" in name else 0
     return packed_source(batch, 9, dtype, width=width, rotated=rotated, flat=flat, first=first)
-
-
-def held_pieces(name: str, batch: int, dtype: torch.dtype, seed: int, most: int = 7) -> Held:
-    """Random pieces of a source."""
-    draws = Draws(seed)
-    source = source_of(name, batch, dtype, rotated=seed % 2 == 0)
-    return gathered(source, draws.pieces(source[0], batch, most), gap=seed % 3)
 
 
 MASKS = ["none", "additive", "by head", "causal", "window", "left padding"]

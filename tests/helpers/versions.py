@@ -59,10 +59,6 @@ benchmarks_of_transformers = pytest.mark.skipif(
     Version("5.23") > TRANSFORMERS,
     reason=f"benchmarks measure the caches of transformers as they are since 5.23, and not those of {TRANSFORMERS}",
 )
-generate_makes_the_cache = pytest.mark.skipif(
-    LEAVES_THE_CACHE_TO_MODELS,
-    reason=f"generate() of transformers {TRANSFORMERS} leaves it to the model to make a cache of no name",
-)
 static_indexers = pytest.mark.skipif(
     compat.INDEXERS_DEPEND_ON_CHUNKS,
     reason=f"static indexers of transformers {TRANSFORMERS} choose among slots without tokens, so kvlayers has none",

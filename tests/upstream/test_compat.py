@@ -69,6 +69,14 @@ def test_versions_in_the_range_are_taken(version: str) -> None:
     assert check_supported("transformers", version).release[0] in (4, 5, 6)
 
 
+def test_layers_that_hold_nothing_of_their_own_have_no_spec() -> None:
+    versions.need_model_class("Gemma3nTextConfig")
+    for shared in (0, 2):
+        config = transformers.Gemma3nTextConfig(num_hidden_layers=4, num_kv_shared_layers=shared)
+        holding = [spec for spec in model_layers.layer_specs(config) if spec.layer_type != "dummy"]
+        assert len(holding) == 4 - shared
+
+
 CONFIGS_OF_OWN_CACHES = {
     "mamba": "MambaConfig",
     "jamba": "JambaConfig",
@@ -204,6 +212,16 @@ GEMMA = transformers.Gemma3TextConfig(**COMMON, sliding_window=8, layer_types=["
 def test_a_cache_with_one_unbounded_layer_is_unbounded() -> None:
     assert kvlayers.DynamicCache(config=GEMMA).get_max_length() == -1
     assert kvlayers.DynamicCache(config=GEMMA).get_max_length(0) == 8
+
+
+def test_an_encoder_decoder_cache_is_saved_before_there_is_an_encoder() -> None:
+    cache = kvlayers.EncoderDecoderCache(kvlayers.DynamicCache(), kvlayers.DynamicCache())
+    for index in range(2):
+        cache.self_attention_cache.update(*states(3), index)
+    again = kvlayers.EncoderDecoderCache(kvlayers.DynamicCache(), kvlayers.DynamicCache())
+    again.load_state(cache.state())
+    assert [len(part.layers) for part in (again.self_attention_cache, again.cross_attention_cache)] == [2, 0]
+    assert again.is_updated == {}
 
 
 @pytest.mark.parametrize("library", [upstream, kvlayers], ids=["transformers", "kvlayers"])

@@ -29,10 +29,6 @@ def pages_in(entries: list[Any]) -> list[str]:
     return found
 
 
-def objects_of(page: pathlib.Path) -> list[str]:
-    return re.findall(r"^::: (\S+)$", page.read_text(), flags=re.MULTILINE)
-
-
 @pytest.fixture(scope="module")
 def site() -> dict[str, Any]:
     read: dict[str, Any] = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
@@ -55,19 +51,16 @@ def test_nothing_of_a_page_comes_from_the_network(site: dict[str, Any]) -> None:
     assert "privacy" not in str(site["plugins"])
 
 
-def test_every_public_name_is_in_the_reference_once() -> None:
-    listed = [name for page in (DOCS / "reference").glob("*.md") for name in objects_of(page)]
+def test_every_public_name_is_in_the_reference_once_and_what_is_there_exists() -> None:
+    pages = (page.read_text() for page in (DOCS / "reference").glob("*.md"))
+    listed = [name for page in pages for name in re.findall(r"^::: (\S+)$", page, flags=re.MULTILINE)]
     public = [f"kvlayers.{name}" for name in kvlayers.__all__ if name != "__version__"]
     public += [f"kvlayers_lab.{name}" for name in kvlayers_lab.__all__]
     assert sorted(name for name in listed if name.count(".") == 1) == sorted(public)
     assert len(set(listed)) == len(listed)
-
-
-def test_every_object_of_the_reference_exists() -> None:
-    for page in (DOCS / "reference").glob("*.md"):
-        for name in objects_of(page):
-            module, _, attribute = name.rpartition(".")
-            assert hasattr(importlib.import_module(module), attribute), name
+    for name in listed:
+        module, _, attribute = name.rpartition(".")
+        assert hasattr(importlib.import_module(module), attribute), name
 
 
 def test_mkdocs_takes_the_configuration() -> None:

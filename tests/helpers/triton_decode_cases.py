@@ -27,14 +27,13 @@ from kvlayers.kernels.attention.dispatch import PathCounter
 from kvlayers.kernels.attention.packed_tensor import PackedStates
 from kvlayers.kernels.attention.segment_kinds import DenseSegment, PackedSegment, SegmentRows, of_repeats
 from kvlayers.kernels.attention.segments import KVSegments
-from kvlayers.kernels.codes.groups import BlockLayout
-from kvlayers.kernels.codes.packed_side import PackedSide, pack_side
-from kvlayers.kernels.codes.quantizer_contract import CodeFormat, QuantizedGroups, Side
+from kvlayers.kernels.codes.packed_side import PackedSide
+from kvlayers.kernels.codes.quantizer_contract import CodeFormat, Side
 from kvlayers.kernels.codes.smoothing import KeySmoothing
 from kvlayers.utils import triton_support
 from kvlayers.utils.triton_support import DeviceFacts
 from matrix import to_run
-from random_states import hadamard
+from random_states import hadamard, packed_states
 
 SIDES: tuple[Side, Side] = ("keys", "values")
 
@@ -303,27 +302,15 @@ def counted(blocks: int, block_tokens: int, options: dict[str, Any]) -> Tensor:
 def quantized(code_format: CodeFormat, side: Side, head_dim: int, case: Case) -> PackedSide:
     """A random side within larger buffers, whose other blocks hold nan, as do groups of tokens that were forgotten."""
     shape = (case.batch, case.kv_heads, case.blocks * case.block_tokens, head_dim)
-    grid = (*shape[:2], shape[2] // code_format.group_tokens, head_dim // code_format.group_channels)
-    if code_format.floating:
-        codes = torch.randn(shape).to(torch.float8_e4m3fn).view(torch.uint8)
-        numbers = torch.rand(grid).add(0.5), None
-    else:
-        codes = torch.randint(0, 2**code_format.bits, shape, dtype=torch.uint8)
-        # States of about unit size around a mean that is not zero.
-        scale = torch.rand(grid).add(0.5) * 4 / 2**code_format.bits
-        numbers = scale, torch.randn(grid) - 1.5
     held = torch.unflatten(counted(case.blocks, case.block_tokens, case.options), 0, (-1, code_format.group_tokens))
     forgotten = ~held.any(1, keepdim=True)
-    scale, zero = (None if part is None else part.to(case.dtype).masked_fill(forgotten, torch.nan) for part in numbers)
-    layout = BlockLayout(code_format, side, head_dim, case.block_tokens)
-    packed, parameters = pack_side(QuantizedGroups(codes, scale, zero), layout)
-    spare_codes = torch.full((case.batch, case.kv_heads + 1, case.blocks + 3, packed.shape[3]), 0x7F, dtype=torch.uint8)
-    spare_parameters = torch.full((case.batch, case.kv_heads + 1, case.blocks + 3, parameters.shape[3]), torch.nan).to(
-        case.dtype
-    )
+    packed, _ = packed_states(code_format, side, shape, case.block_tokens, case.dtype, forgotten)
+    spare = case.batch, case.kv_heads + 1, case.blocks + 3
+    codes = torch.full((*spare, packed.codes.shape[3]), 0x7F, dtype=torch.uint8)
+    parameters = torch.full((*spare, packed.parameters.shape[3]), torch.nan, dtype=packed.parameters.dtype)
     where = (slice(None), slice(1, None), slice(2, 2 + case.blocks))
-    spare_codes[where], spare_parameters[where] = packed, parameters
-    return PackedSide(spare_codes[where], spare_parameters[where], layout)
+    codes[where], parameters[where] = packed.codes, packed.parameters
+    return PackedSide(codes[where], parameters[where], packed.layout)
 
 
 def dense_segment(case: Case, tokens: int, batch: int) -> DenseSegment:

@@ -159,6 +159,14 @@ def test_quick_runs_measure_the_claims(claims: Any, claimed: Any, found_by: Any,
             assert group.name not in ("graphs", "window") or claim.holds(value), claim
 
 
+class OtherKeys(kvlayers.DynamicCache):
+    """Returns the keys of other tokens."""
+
+    def update(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = super().update(*args, **kwargs)
+        return keys.flip(2), values
+
+
 def other(cache: Any) -> Any:
     return lambda config, length: cache(config=config)
 
@@ -174,7 +182,7 @@ def negated_in_static_layers(patch: pytest.MonkeyPatch) -> None:
 
 
 BROKEN = {
-    "update": lambda claims, patch: patch.setitem(claims.CONTENDERS, claims.KVLAYERS, other(OtherValues)),
+    "update": lambda claims, patch: patch.setitem(claims.CONTENDERS, claims.KVLAYERS, other(OtherKeys)),
     "batches": lambda claims, patch: patch.setitem(claims.CONTENDERS, claims.KVLAYERS, other(OtherValues)),
     "step": lambda claims, patch: patch.setitem(claims.QUANTIZED, claims.KVLAYERS, other(OtherValues)),
     "latents": lambda claims, patch: patch.setitem(

@@ -125,11 +125,13 @@ CACHES_OF_4 = {"quanto": kvlayers.QuantoQuantizedCache, "hqq": kvlayers.HQQQuant
 def test_caches_of_a_backend_take_the_arguments_of_transformers_4_and_5(backend: str, kind: type) -> None:
     needs(backend)
     made = CACHES_OF_4[backend]
-    config = kind(nbits=2, q_group_size=32, residual_length=24)
+    sizes = {"nbits": 2, "q_group_size": 32, "residual_length": 24}
+    without_effect = {} if kind is dict else {"compute_dtype": torch.float16, "device": "cpu"}
+    config = kind(backend=backend, axis_key=0, axis_value=0, **sizes, **without_effect)
     calls: dict[str, Callable[[], Any]] = {
         "of 4, by name": lambda: made(cache_config=config),
         "of 4, by position": lambda: made(config),
-        "of 5, by name": lambda: made(config=CONFIG, nbits=2, q_group_size=32, residual_length=24),
+        "of 5, by name": lambda: made(config=CONFIG, **sizes),
         "both": lambda: made(CONFIG, config),
         "both, by name": lambda: made(config=CONFIG, cache_config=config),
     }
@@ -137,28 +139,13 @@ def test_caches_of_a_backend_take_the_arguments_of_transformers_4_and_5(backend:
         cache = call()
         assert isinstance(cache, transformers.QuantizedCache)
         for _ in range(3):
-            cache.update(*states(100), 0)
+            seen, _ = cache.update(*states(100), 0)
+        assert seen.dtype == torch.float32
         facts = cache.layers[0].describe()
         assert (facts["backend"], facts["key_nbits"], facts["value_nbits"]) == (backend, 2, 2), name
         assert (facts["key_group_size"], facts["residual_length"]) == (32, 24), name
         assert blocks(cache.layers[0]) > 0
         assert cache.get_seq_length() == 300
-
-
-def test_a_config_of_transformers_4_may_say_what_has_no_effect_any_more() -> None:
-    needs("quanto")
-    config = kvlayers.QuantizedCacheConfig(
-        backend="quanto",
-        nbits=4,
-        axis_key=0,
-        axis_value=0,
-        q_group_size=64,
-        residual_length=128,
-        compute_dtype=torch.float16,
-        device="cpu",
-    )
-    cache = kvlayers.QuantoQuantizedCache(cache_config=config)
-    assert cache.update(*states(4), 0)[0].dtype == torch.float32
 
 
 @pytest.mark.parametrize(

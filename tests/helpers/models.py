@@ -142,8 +142,7 @@ def fresh_model(family: str, seed: int = 0, **changes: Any) -> Any:
     """A random model of a family that nobody else has, with some fields of its config changed."""
     versions.need_recurrent_layers(family)
     config = CONFIGS[family]()
-    for field, value in changes.items():
-        setattr(config, field, value)
+    config.update(changes)
     torch.manual_seed(seed)
     auto = tf.AutoModelForSeq2SeqLM if family in ENCODER_DECODERS else tf.AutoModelForCausalLM
     return with_larger_weights(auto.from_config(config).eval())

@@ -113,8 +113,7 @@ def any_seeing_model(family: str) -> Any:
 def _shared_model(family: str) -> Any:
     torch.manual_seed(0)
     config = CONFIGS[family]()
-    for name, value in SPECIAL.items():
-        setattr(config, name, value)
+    config.update(SPECIAL)
     model = tf.AutoModelForImageTextToText.from_config(config).eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():

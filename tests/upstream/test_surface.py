@@ -31,10 +31,7 @@ Make = Callable[[], Any]
 
 def llama(*layer_types: str, sliding_window: int | None = None) -> Any:
     config = transformers.LlamaConfig(**{**COMMON, "num_hidden_layers": 1})
-    if layer_types:
-        config.layer_types = [*layer_types]
-    if sliding_window:
-        config.sliding_window = sliding_window
+    config.update({"layer_types": [*layer_types], "sliding_window": sliding_window} if layer_types else {})
     return config
 
 

@@ -144,7 +144,7 @@ def tokens_or_error(model: Any, inputs: dict[str, torch.Tensor], kind: str | Non
     return sequences
 
 
-@versions.early_exits
+@pytest.mark.skipif(versions.LEAVES_THE_CACHE_TO_MODELS, reason="early exits of 5.0 miss an argument of their own")
 @pytest.mark.parametrize("family", ["gemma3", "gemma2", "llama", "deepseek_v3"])
 def test_early_exit_drafts_with_the_first_layers(family: str) -> None:
     model = fresh_model(family)

@@ -109,6 +109,7 @@ class Difference:
     is_there: bool = True
 
 
+RELEASE = versions.TRANSFORMERS.release
 DIFFERENCES = [
     Difference(
         "cache.batch_size", ALL, FILLED, "-1 for caches that are not static", "the batch size",
@@ -116,15 +117,15 @@ DIFFERENCES = [
     ),
     Difference(
         "cache.max_batch_size", ALL, FILLED, "-1 for caches that are not static", "the batch size",
-        "as `cache.batch_size`, whose former name it is", versions.MAXIMUM_IS_BATCH_SIZE,
+        "as `cache.batch_size`, whose former name it is", (5, 13) <= RELEASE < (5, 23),
     ),
     Difference(
         "cache.max_cache_len", HYBRID, tuple(STAGES), "-1 for static or sliding hybrid layers", "their capacity",
-        "every cache answers in the same way", versions.MAXIMUM_IS_BATCH_SIZE,
+        "every cache answers in the same way", (5, 13) <= RELEASE < (5, 23),
     ),
     Difference(
         "cache.is_initialized", (*ATTEND,), ("reset",), "from 5.18 on false after `reset()`", "true",
-        "`reset()` keeps the memory for states of the same form", versions.LAYERS_LET_GO_AT_RESET,
+        "`reset()` keeps the memory for states of the same form", RELEASE >= (5, 18),
     ),
     Difference(
         "cache.is_initialized", HYBRID, FILLED, "from 5.13 on always false", "true once there are states",
@@ -133,7 +134,7 @@ DIFFERENCES = [
     Difference(
         "cache.is_linear", HYBRID, tuple(STAGES), "true for hybrid layers that are static or sliding", "false",
         "hybrid layers attend; transformers itself says so for the other hybrid layers",
-        compat.MODELS_PASS_COLUMNS and versions.TRANSFORMERS.release < (5, 24),
+        compat.MODELS_PASS_COLUMNS and RELEASE < (5, 24),
     ),
     Difference(
         "cache.is_compileable", ALL, tuple(STAGES), "true for static and recurrent layers",
@@ -146,15 +147,15 @@ DIFFERENCES = [
     ),
     Difference(
         "cache.is_croppable", ALL, tuple(STAGES), "false for static layers", "true", "they can be cropped",
-        versions.SAYS_WHAT_IT_CAN_CROP,
+        RELEASE >= (5, 17),
     ),
     Difference(
         "layer.is_croppable", ALL, tuple(STAGES), "false for static layers", "true", "they can be cropped",
-        versions.SAYS_WHAT_IT_CAN_CROP,
+        RELEASE >= (5, 17),
     ),
     Difference(
         "layer.is_initialized", ATTEND, ("reset",), "from 5.18 on false after `reset()`", "true",
-        "the same reason as for the cache", versions.LAYERS_LET_GO_AT_RESET,
+        "the same reason as for the cache", RELEASE >= (5, 18),
     ),
     Difference(
         "layer.keys, layer.values", STATIC, FILLED, "the whole reservation", "the tokens that are held",
@@ -172,7 +173,7 @@ DIFFERENCES = [
         "layer.cumulative_length", STATIC, tuple(STAGES), "from 5.4 on a tensor that keeps counting",
         "an `int`, to which a smaller number can be assigned",
         "a number does not change after it is read; writing to a tensor in place would change an unused count",
-        versions.static_caches_count_in_a_tensor.args == (False,),
+        RELEASE >= (5, 4),
     ),
     Difference(
         "layer.record_past", tuple(kind for kind in ALL if kind not in ATTEND or kind in HYBRID), tuple(STAGES),

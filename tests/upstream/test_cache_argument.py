@@ -53,8 +53,7 @@ def test_a_model_is_asked_what_it_takes(family: str) -> None:
 @pytest.mark.parametrize("name", cache_argument.SPELLINGS)
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mamba"])
 def test_under_install_every_name_is_taken(family: str, name: str) -> None:
-    if family == "mamba":
-        versions.need_recurrent_layers("mamba")
+    versions.need_recurrent_layers(family)
     model, ids = tiny_model(family), prompt(2, 12)
     with kvlayers.installed(), warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("error", FutureWarning)

@@ -1,5 +1,6 @@
 """Random histories of branches, each beside one that went the same way alone from the beginning and shares nothing."""
 
+import operator
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,9 +14,7 @@ from kvlayers import CapacityError
 from kvlayers.errors import RollbackError
 
 MOST_BRANCHES, MOST_ROWS = 5, 6
-OTHERS = ("reset", "record", "end", "drop", "trim", "compact")
-LOSING = ("drop", "reset", "crop", "select")
-"""Changes after which some of what a branch held is gone."""
+METHODS = {"reset": "reset", "record": "activate_past_recording", "end": "deactivate_past_recording"}
 
 
 @dataclass(frozen=True)
@@ -96,8 +95,10 @@ def change_one(branches: list[Branch], chance: random.Random, check: Callable[[B
     """Do something to one of the branches, which is checked before it loses something, and return what was done."""
     branch = chance.choice(branches)
     rows, length = branch.rows, branch.alone.get_seq_length()
-    what = chance.choice(["update"] * 5 + ["fork"] * 3 + ["crop", "select", "expand", *OTHERS])
-    if what in LOSING:
+    rare = ["crop", "select", "expand", *METHODS, "drop", "trim", "compact"]
+    what = chance.choice(["update"] * 5 + ["fork"] * 3 + rare)
+    # Some of what it held is gone then.
+    if what in ("drop", "reset", "crop", "select"):
         check(branch)
     if what == "update":
         branch.attend(chance.choice([1, 1, 1, 2, 3, 9, 30, 70]), chance.randrange(2**30))
@@ -113,16 +114,12 @@ def change_one(branches: list[Branch], chance: random.Random, check: Callable[[B
         branch.do(lambda layer: layer.batch_select_indices(chosen))
     elif what == "expand" and rows * 2 <= MOST_ROWS:
         branch.do(lambda layer: layer.batch_repeat_interleave(2), lambda layer: layer.expand(2))
-    elif what == "reset" and chance.random() < 0.3:
-        branch.do(lambda layer: layer.reset())
+    elif what in METHODS and (what != "reset" or chance.random() < 0.3):
+        branch.do(operator.methodcaller(METHODS[what]))
     elif what == "trim":
         branch.shared.trim()
     elif what == "compact" and chance.random() < 0.5:
         branch.shared.compact()
-    elif what == "record":
-        branch.do(lambda layer: layer.activate_past_recording())
-    elif what == "end":
-        branch.do(lambda layer: layer.deactivate_past_recording())
     return what
 
 

@@ -44,23 +44,16 @@ class Counts:
 
     Attributes:
         kernels: kernels that were launched.
-        synchronisations: times that the host waited for results of the device.
-        copies: copies between the memory of the host and that of the device, other than `transfers`.
-        transfers: copies of offloaded states, which run beside the computation.
+        stalls: times that the host waited for the device, and copies between the memory of both, other than those of
+            offloaded states, which run beside the computation.
     """
 
     kernels: Counter[str] = field(default_factory=Counter)
-    synchronisations: Counter[str] = field(default_factory=Counter)
-    copies: Counter[str] = field(default_factory=Counter)
-    transfers: Counter[str] = field(default_factory=Counter)
+    stalls: Counter[str] = field(default_factory=Counter)
 
     @property
     def launches(self) -> int:
         return sum(self.kernels.values())
-
-    @property
-    def stalls(self) -> dict[str, int]:
-        return dict(self.synchronisations + self.copies)
 
 
 _counting: list[Counts] = []
@@ -106,7 +99,7 @@ def _from_numbers(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
         made = make(data, *args, **kwargs)
         if made.is_meta and not isinstance(data, Tensor):
             for counts in _counting:
-                counts.copies[make.__name__] += 1
+                counts.stalls[make.__name__] += 1
         return made
 
     return counting
@@ -169,13 +162,13 @@ class _Operators(TorchDispatchMode):
         if on_device and (standing_in := self._read_by_host(name, given, kwargs)) is not None:
             return standing_in[0]
         if on_device and name in INDEXING:
-            self._counts.copies[name] += sum(tensor.is_cpu for tensor in given)
+            self._counts.stalls.update(name for tensor in given if tensor.is_cpu)
         elif on_device and name not in COPIES:
             _check_one_device(name, given)
         found = func(*args, **kwargs)
         made = [leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor) and leaf.is_meta]
         if name in COPIES and made and any(tensor.is_cpu for tensor in given):
-            self._counts.copies[name] += 1
+            self._counts.stalls[name] += 1
         elif any(tensor.numel() for tensor in made) and not func.is_view and name not in WITHOUT_KERNEL:
             self._counts.kernels[name] += SEVERAL_KERNELS.get(name, 1)
         return found
@@ -184,21 +177,21 @@ class _Operators(TorchDispatchMode):
         """What stands in for a result that the host reads, within a tuple. `None` if it reads nothing."""
         first, counts = given[0], self._counts
         if name == "_local_scalar_dense":
-            counts.synchronisations[name] += 1
+            counts.stalls[name] += 1
             return (torch.zeros((), dtype=first.dtype).item(),)
         if name == "equal":
-            counts.synchronisations[name] += 1
+            counts.stalls[name] += 1
             return (False,)
         by_mask = name in INDEXING and any(index.dtype == torch.bool for index in given[1:])
         without_size = name == "repeat_interleave" and kwargs.get("output_size") is None
         if name in SHAPED_BY_NUMBERS or by_mask or without_size:
-            counts.synchronisations[name] += 1
+            counts.stalls[name] += 1
             raise NotImplementedError(f"the shape of what {name} returns depends on numbers of the device")
         if name == "_to_copy" and str(kwargs.get("device")) == "cpu" and first.is_meta:
-            counts.copies["to the host"] += 1
+            counts.stalls["to the host"] += 1
             return (torch.zeros(first.shape, dtype=kwargs.get("dtype") or first.dtype),)
         if name == "copy_" and first.is_cpu:
-            counts.copies["to the host"] += 1
+            counts.stalls["to the host"] += 1
             return (first,)
         return None
 
@@ -210,7 +203,7 @@ def _check_one_device(name: str, tensors: Sequence[Tensor]) -> None:
 
 
 class Transfers(BlockingTransfers):
-    """Copies of offloaded states, which a GPU does beside the computation: counted as transfers."""
+    """Copies of offloaded states, which a GPU does beside the computation: they are no stalls."""
 
     def __init__(self, device: torch.device = DEVICE) -> None:
         super().__init__(device)
@@ -228,7 +221,7 @@ class Transfers(BlockingTransfers):
     @override
     def wait(self, event: Any) -> None:
         for counts in _counting:
-            counts.synchronisations["wait"] += 1
+            counts.stalls["wait"] += 1
 
 
 @contextlib.contextmanager
@@ -236,7 +229,6 @@ def _as_transfers() -> Iterator[None]:
     # Only while operators are counted does a copy out of a meta tensor do nothing.
     with contextlib.nullcontext() if _counting else counted():
         counts = _counting[-1]
-        before = counts.copies.copy()
+        before = counts.stalls.copy()
         yield
-        counts.transfers += counts.copies - before
-        counts.copies = before
+        counts.stalls = before

@@ -139,8 +139,7 @@ class DeviceTensor(Tensor):
     ) -> Any:
         kwargs = dict(kwargs or {})
         tensors = tensors_in(args) + tensors_in(kwargs.values())
-        is_copy, is_mutable = _facts(func)
-        if is_copy:
+        if func.overloadpacket in COPIES:
             _note_copy(func, args, kwargs)
         else:
             _check_one_device(func, tensors)
@@ -150,7 +149,7 @@ class DeviceTensor(Tensor):
         if "device" in kwargs:
             kwargs["device"] = CPU
         result = func(*map(_inner, args), **{name: _inner(value) for name, value in kwargs.items()})
-        if is_mutable:
+        if names_of(func)[1]:
             return _written(func, args, kwargs)
         if torch.device(target).type == "cpu":
             return result
@@ -175,12 +174,6 @@ class DeviceTensor(Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"DeviceTensor({self._inner!r})"
-
-
-@functools.cache
-def _facts(func: Any) -> tuple[bool, bool]:
-    """Whether an operator copies between devices, and whether it writes to its arguments."""
-    return func.overloadpacket in COPIES, func._schema.is_mutable
 
 
 # An operator's arguments are plain values and lists of them: torch's pytrees, which may be anything, take far longer.
@@ -245,7 +238,7 @@ def _note_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What an operation that writes returns: the very tensors that it was given."""
-    names, of_written, returns = _names(func)
+    names, of_written, returns = names_of(func)
     given = dict(itertools.zip_longest(names, args)) | kwargs
     written = [given[name] for name in of_written]
     for tensor in written:
@@ -255,7 +248,7 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 @functools.cache
-def _names(func: Any) -> tuple[list[str], list[str], int]:
+def names_of(func: Any) -> tuple[list[str], list[str], int]:
     """The names of an operator's arguments, the names of those that it writes to, and how many values it returns."""
     arguments, returns = func._schema.arguments, func._schema.returns
     written = [each.name for each in arguments if each.alias_info is not None and each.alias_info.is_write]

@@ -80,13 +80,9 @@ def attended(
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
     distance = torch.arange(q.shape[0])[:, None] + behind - torch.arange(k.shape[0])
-    seen = torch.ones_like(distance, dtype=torch.bool)
-    if causal:
-        seen &= distance >= 0
-    if window[0] >= 0:
-        seen &= distance <= window[0]
-    if window[1] >= 0:
-        seen &= distance >= -window[1]
+    most = window[0] if window[0] >= 0 else math.inf
+    least = 0 if causal else -window[1] if window[1] >= 0 else -math.inf
+    seen = (distance >= least) & (distance <= most)
     weights = torch.softmax(scores.masked_fill(~seen, -torch.inf), -1).nan_to_num(0)
     return torch.einsum("hqt,thd->qhd", weights, values).to(q.dtype)
 

@@ -62,15 +62,11 @@ def packed_source(
 ) -> Source:
     """As `dense_source`, in blocks."""
     shape = (*((1, 1) if flat else (batch, KV_HEADS)), blocks * BLOCK, head_dim)
-    sides, exact = [], []
+    sides, exact, wide = [], [], (batch, KV_HEADS, -1, -1)
     for side, group in (("keys", (BLOCK, 1)), ("values", (1, 8))):
         packed, states = packed_states(code_format(width, group, rotated), side, shape, BLOCK, dtype)  # type: ignore[arg-type]
-        sides.append(packed)
-        exact.append(states.expand(batch, KV_HEADS, -1, -1))
-    if flat:
-        for packed in sides:
-            object.__setattr__(packed, "codes", packed.codes.expand(batch, KV_HEADS, -1, -1))
-            object.__setattr__(packed, "parameters", packed.parameters.expand(batch, KV_HEADS, -1, -1))
+        sides.append(replace(packed, codes=packed.codes.expand(wide), parameters=packed.parameters.expand(wide)))
+        exact.append(states.expand(wide))
     return PackedSegment(*sides, first, ends), *exact
 
 
@@ -101,9 +97,8 @@ def gathered(source: Source, pieces: list[list[Pieces]], gap: int = 0, spare: in
             # Unused entries of the table say nothing but that they have no token.
             starts[sequence, head, len(of_head) :] = NOWHERE
             for index, (start, count) in enumerate(of_head):
-                table = starts, counts, columns
-                for entries, entry in zip(table, (start, count, column), strict=True):
-                    entries[sequence, head, index] = entry
+                at = sequence, head, index
+                starts[at], counts[at], columns[at] = start, count, column
                 begin = start
                 if isinstance(segment, PackedSegment):
                     begin = start * segment.keys.layout.block_tokens + (segment.first if start == 0 else 0)
@@ -288,7 +283,8 @@ def history(
     if kind.startswith("pieces of "):
         batch = 1 + seed % 2
         # Between ordinary segments, as a cache has them: packed tokens, and the newest in full precision.
-        pieces = held_pieces(kind.removeprefix("pieces of "), batch, dtype, seed, most)
+        source = source_of(kind.removeprefix("pieces of "), batch, dtype, rotated=seed % 2 == 0)
+        pieces = gathered(source, draws.pieces(source[0], batch, most), gap=seed % 3)
         newest = ordinary(dense_source(batch, 70, dtype))
         return side_by_side([ordinary(packed_source(batch, 2, dtype)), pieces, newest], dtype)
     batch, held = draws.one_of((2, 4) if "rows" in kind else (1, 2, 4)), []
@@ -311,13 +307,6 @@ def source_of(name: str, batch: int, dtype: torch.dtype, rotated: bool = True) -
     width = width if width in ("fp8", "heads") else int(width) if width != "packed" else 4
     flat, first = name.startswith("flat"), 5 if "cut" in name else 0
     return packed_source(batch, 9, dtype, width=width, rotated=rotated, flat=flat, first=first)
-
-
-def held_pieces(name: str, batch: int, dtype: torch.dtype, seed: int, most: int = 7) -> Held:
-    """Random pieces of a source."""
-    draws = Draws(seed)
-    source = source_of(name, batch, dtype, rotated=seed % 2 == 0)
-    return gathered(source, draws.pieces(source[0], batch, most), gap=seed % 3)
 
 
 MASKS = ["none", "additive", "by head", "causal", "window", "left padding"]

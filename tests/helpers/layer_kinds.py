@@ -9,7 +9,7 @@ import torch
 
 import kvlayers
 from agreement import check_at_rest, continue_decoding, roll_back, step
-from kept_oracle import KeptOracle
+from eviction_oracle import KeptOracle
 from kvlayers import (
     CacheLayer,
     DynamicLayer,
@@ -25,12 +25,9 @@ from kvlayers.layers import TokenLayer, layer_names
 from kvlayers.offload import Prefetcher
 from kvlayers.rope.rotary import Rotary
 from kvlayers.stores import Buckets, QuantizedStore
-from oracle import BucketOracle, Oracle
+from oracle import INV_FREQ, BucketOracle, Oracle, QuantizedOracle, RecentOracle, SinkOracle
 from other_package import RecentLayer, SteppedStore
-from other_package.recent_oracle import RecentOracle
-from quantized_oracle import QuantizedOracle
 from recording_transfers import recording_transfers
-from sink_oracle import INV_FREQ, SinkOracle
 
 WINDOW = 8
 
@@ -64,11 +61,6 @@ def _evicting(per_head: bool, **amount: float) -> tuple[EvictingLayer, KeptOracl
 
 def _recall() -> CacheLayer:
     return kvlayers.RecallLayer(kvlayers.layers.Recall(pages=2, page_tokens=8, sink_tokens=2, recent_tokens=4))
-
-
-def _recall_of_codes() -> CacheLayer:
-    recall = kvlayers.layers.Recall(pages=1, sink_tokens=2, recent_tokens=4)
-    return kvlayers.RecallLayer(recall, store=QuantizedStore(QUANTIZATION))
 
 
 def _sink(window: int, sinks: int, padding: list[int] | None = None) -> tuple[CacheLayer, SinkOracle]:
@@ -128,7 +120,12 @@ KINDS: dict[str, Callable[[], tuple[CacheLayer, Oracle]]] = {
     "evicting from heads": lambda: _evicting(per_head=True, keep=0.5),
     "evicting from heads within a budget": lambda: _evicting(per_head=True, budget=24),
     "recall": lambda: (_recall(), Oracle()),
-    "recall of codes": lambda: (_recall_of_codes(), QuantizedOracle(QUANTIZATION)),
+    "recall of codes": lambda: (
+        kvlayers.RecallLayer(
+            kvlayers.layers.Recall(pages=1, sink_tokens=2, recent_tokens=4), store=QuantizedStore(QUANTIZATION)
+        ),
+        QuantizedOracle(QUANTIZATION),
+    ),
     "quantized": lambda: (QuantizedLayer(QUANTIZATION), QuantizedOracle(QUANTIZATION)),
     "quantized without sinks": lambda: (
         QuantizedLayer(QUANTIZATION_ALONG_TOKENS, length_hint=100),
@@ -185,22 +182,16 @@ def _reset(layer: CacheLayer, oracle: Oracle) -> CacheLayer:
     return layer
 
 
-def _crop_to(length_of: Callable[[int], int]) -> Operation:
+def _crop(length_of: Callable[[int], int], by_count: bool = False) -> Operation:
+    """A crop to a length, or by the count of the tokens to remove, as it must be where none is left."""
+
     def crop(layer: CacheLayer, oracle: Oracle) -> CacheLayer:
         length = length_of(oracle.length)
-        roll_back(layer, oracle, length, lambda: layer.crop(length if length > 0 else -oracle.length))
+        argument = length - oracle.length if by_count or length <= 0 else length
+        roll_back(layer, oracle, length, lambda: layer.crop(argument))
         return layer
 
     return crop
-
-
-def _remove(count_of: Callable[[int], int]) -> Operation:
-    def remove(layer: CacheLayer, oracle: Oracle) -> CacheLayer:
-        count = count_of(oracle.length)
-        roll_back(layer, oracle, oracle.length - count, lambda: layer.crop(-count))
-        return layer
-
-    return remove
 
 
 def _record_and_roll_back(layer: CacheLayer, oracle: Oracle) -> CacheLayer:
@@ -259,12 +250,12 @@ def _state_round_trip(layer: CacheLayer, oracle: Oracle) -> CacheLayer:
 OPERATIONS: dict[str, Operation] = {
     "nothing": lambda layer, oracle: layer,
     "reset": _reset,
-    "crop to nothing": _crop_to(lambda length: 0),
-    "crop to half": _crop_to(lambda length: length // 2),
-    "crop to all": _crop_to(lambda length: length),
-    "remove none": _remove(lambda length: 0),
-    "remove one": _remove(lambda length: min(1, length)),
-    "remove three": _remove(lambda length: min(3, length)),
+    "crop to nothing": _crop(lambda length: 0),
+    "crop to half": _crop(lambda length: length // 2),
+    "crop to all": _crop(lambda length: length),
+    "remove none": _crop(lambda length: length, by_count=True),
+    "remove one": _crop(lambda length: max(length - 1, 0), by_count=True),
+    "remove three": _crop(lambda length: max(length - 3, 0), by_count=True),
     "record and roll back": _record_and_roll_back,
     "reorder": _selecting([1, 1], lambda layer: layer.reorder_cache(torch.tensor([1, 1]))),
     "select one": _selecting([1], lambda layer: layer.batch_select_indices(torch.tensor([1]))),

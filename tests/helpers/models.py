@@ -4,7 +4,7 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -142,8 +142,7 @@ def fresh_model(family: str, seed: int = 0, **changes: Any) -> Any:
     """A random model of a family that nobody else has, with some fields of its config changed."""
     versions.need_recurrent_layers(family)
     config = CONFIGS[family]()
-    for field, value in changes.items():
-        setattr(config, field, value)
+    config.update(changes)
     torch.manual_seed(seed)
     auto = tf.AutoModelForSeq2SeqLM if family in ENCODER_DECODERS else tf.AutoModelForCausalLM
     return with_larger_weights(auto.from_config(config).eval())
@@ -222,26 +221,21 @@ def under_install(call: Callable[..., Any], *args: Any, **options: Any) -> Any:
 
 
 @contextmanager
-def tokens_passed(model: Any) -> Iterator[list[int]]:
-    """Tokens of each forward pass of a model: rows times columns."""
-    counts: list[int] = []
+def _passes(model: Any, of_ids: Callable[[torch.Tensor], Any]) -> Iterator[list[Any]]:
+    seen: list[Any] = []
 
     def note(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        ids = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
-        counts.append(ids.numel())
-
-    with model.register_forward_pre_hook(note, with_kwargs=True):
-        yield counts
-
-
-@contextmanager
-def passes_of(model: Any) -> Iterator[list[tuple[int, int]]]:
-    """Rows and tokens of each forward pass of a model."""
-    seen: list[tuple[int, int]] = []
-
-    def note(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        ids = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
-        seen.append((ids.shape[0], ids.shape[1]))
+        seen.append(of_ids(kwargs["input_ids"] if "input_ids" in kwargs else args[0]))
 
     with model.register_forward_pre_hook(note, with_kwargs=True):
         yield seen
+
+
+def tokens_passed(model: Any) -> AbstractContextManager[list[int]]:
+    """Tokens of each forward pass of a model: rows times columns."""
+    return _passes(model, torch.Tensor.numel)
+
+
+def passes_of(model: Any) -> AbstractContextManager[list[tuple[int, int]]]:
+    """Rows and tokens of each forward pass of a model."""
+    return _passes(model, lambda ids: tuple(ids.shape))

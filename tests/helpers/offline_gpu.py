@@ -63,12 +63,11 @@ def recorded_launches() -> Iterator[list[Launch]]:
     ) -> None:
         launches.append(Launch(kernel, grid, tuple(arguments), dict(constants)))
 
-    with mock.patch.object(TritonKernel, "launch", launch), mock.patch.object(TritonKernel, "shared_memory", _no_bytes):
+    with (
+        mock.patch.object(TritonKernel, "launch", launch),
+        mock.patch.object(TritonKernel, "shared_memory", return_value=0),
+    ):
         yield launches
-
-
-def _no_bytes(kernel: TritonKernel, *arguments: Any) -> int:
-    return 0
 
 
 class OfflineDriver:
@@ -94,45 +93,21 @@ class OfflineDriver:
         return True
 
 
-@dataclass(frozen=True)
-class Compiled:
-    """A kernel, compiled for a GPU.
+def compiled(launch: Launch, capability: int) -> dict[str, Any]:
+    """The bytes that a thread of a kernel spills if it is compiled for a compute capability, and whether it fits there.
 
-    Attributes:
-        registers: registers of a thread.
-        spilled: bytes that a thread writes to memory because it has too few registers.
-        shared: bytes of shared memory of a program.
-        stages: blocks in the copy pipeline.
+    The process can launch nothing afterwards.
     """
-
-    capability: int
-    registers: int
-    spilled: int
-    shared: int
-    warps: int
-    stages: int
-
-    @property
-    def fits(self) -> bool:
-        return self.shared <= SHARED_MEMORY[self.capability]
-
-
-def compiled(launch: Launch, capability: int) -> Compiled:
-    """The kernel of a launch, compiled for a compute capability. The process can launch nothing afterwards."""
     from triton.runtime import driver
 
     driver.set_active(OfflineDriver(capability))
     kernel = launch.kernel.function.warmup(*launch.arguments, grid=launch.grid, **launch.constants)
     report = _assembled(kernel.asm["ptx"], capability)
-    registers, spilled = (
-        re.search(pattern, report) for pattern in (r"Used (\d+) registers", r"(\d+) bytes spill stores")
-    )
-    if registers is None or spilled is None:
+    spilled = re.search(r"(\d+) bytes spill stores", report)
+    if spilled is None:
         raise RuntimeError(f"ptxas did not report what {launch.kernel.name} needs: {report}")
-    metadata = kernel.metadata
-    return Compiled(
-        capability, int(registers[1]), int(spilled[1]), metadata.shared, metadata.num_warps, metadata.num_stages
-    )
+    fits = kernel.metadata.shared <= SHARED_MEMORY[capability]
+    return {"capability": capability, "spilled": int(spilled[1]), "fits": fits}
 
 
 def _assembled(ptx: str, capability: int) -> str:

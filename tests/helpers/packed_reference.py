@@ -62,15 +62,13 @@ def relative_error(seen: Tensor, expected: Tensor) -> float:
 
 def equal_codes(one: dict[str, Tensor], other: dict[str, Tensor], bits: int) -> float:
     """The share of equal codes in two states of a store, whose codes of `bits` divide a byte."""
-    same, count = 0, 0
-    for name, bytes_of_one in one.items():
-        if bytes_of_one.dtype != torch.uint8:
-            continue
-        differing = bytes_of_one.cpu() ^ other[name].cpu()
-        for shift in range(0, 8, bits):
-            slot = differing >> shift & (1 << bits) - 1
-            same, count = same + int((slot == 0).sum()), count + slot.numel()
-    return same / max(count, 1)
+    slots = [
+        (codes.cpu() ^ other[name].cpu()) >> shift & (1 << bits) - 1
+        for name, codes in one.items()
+        if codes.dtype == torch.uint8
+        for shift in range(0, 8, bits)
+    ]
+    return sum(int((slot == 0).sum()) for slot in slots) / max(sum(slot.numel() for slot in slots), 1)
 
 
 @contextmanager

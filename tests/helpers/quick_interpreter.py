@@ -16,26 +16,16 @@ def hurry() -> None:
     # Sums are checked for overflow, in several operations for each one, and the outcome is asserted only in debug mode.
     builder = interpreter.interpreter_builder
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
-    _find_dtypes_once()
-    _patch_once()
-
-
-def _find_dtypes_once() -> None:
-    """Keep numpy's dtypes: it makes a table of all of them at each question."""
+    # numpy makes a table of all of its dtypes at each question for one.
     found = functools.cache(interpreter._get_np_dtype)
     pointer = interpreter._get_np_dtype(tl.pointer_type(tl.int8))
 
-    def of(dtype: Any) -> Any:
+    def dtype_of(dtype: Any) -> Any:
         return pointer if isinstance(dtype.scalar, tl.pointer_type) else found(dtype.scalar)
 
-    interpreter._get_np_dtype = of
-
-
-def _patch_once() -> None:
-    """Keep the functions of `triton.language` that it replaces at each call of a function of a kernel.
-
-    All but the first call within a launch find that hundreds of functions have been replaced before.
-    """
+    interpreter._get_np_dtype = dtype_of
+    # The functions of `triton.language` are replaced at each call of a function of a kernel. All but the first call
+    # within a launch find that hundreds of functions have been replaced before.
     patch = interpreter._patch_lang
     patched: dict[frozenset[str], Any] = {}
 

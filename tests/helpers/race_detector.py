@@ -10,7 +10,7 @@ those of torch's caching allocator: https://pytorch.org/docs/stable/notes/cuda.h
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -75,10 +75,16 @@ class Access:
 
 
 class Memory:
-    """One allocation, and the accesses to it that later ones must be ordered with."""
+    """One allocation, and the accesses to it that later ones must be ordered with.
 
-    def __init__(self) -> None:
+    Attributes:
+        owner: the stream that it was allocated on; `None` for memory of the host.
+        recorded: streams for which the allocator keeps it.
+    """
+
+    def __init__(self, owner: "FakeStream | None" = None) -> None:
         self.accesses: list[Access] = []
+        self.owner, self.recorded = owner, set[FakeStream]()
 
     def note(self, new: Access) -> None:
         for old in self.accesses:
@@ -136,20 +142,6 @@ class FakeStream(Timeline):
         self.detector.current = self.before
 
 
-class DeviceMemory(Memory):
-    """An allocation of the device.
-
-    Attributes:
-        owner: the stream that it was allocated on.
-        recorded: streams for which the allocator keeps it.
-    """
-
-    def __init__(self, owner: FakeStream) -> None:
-        super().__init__()
-        self.owner = owner
-        self.recorded: set[FakeStream] = set()
-
-
 class RaceDetector(TorchDispatchMode):
     """Notes all accesses to memory of the device, and to memory of the host that streams use.
 
@@ -166,9 +158,9 @@ class RaceDetector(TorchDispatchMode):
         self.pool = [FakeStream(self, f"stream {index}") for index in range(pool)]
         self.taken = itertools.cycle(self.pool)
         self.current = FakeStream(self, "the default stream")
-        self._device_memory: weakref.WeakKeyDictionary[Any, DeviceMemory] = weakref.WeakKeyDictionary()
+        self._device_memory: weakref.WeakKeyDictionary[Any, Memory] = weakref.WeakKeyDictionary()
         self._host_memory: dict[int, tuple[torch.UntypedStorage, Memory]] = {}
-        self._new: list[DeviceMemory] = []
+        self._new: list[Memory] = []
 
     def new_stream(self, device: torch.device) -> FakeStream:
         """A stream of the pool."""
@@ -181,30 +173,27 @@ class RaceDetector(TorchDispatchMode):
         patch.setattr(torch.accelerator, "current_stream", lambda device: self.current)
         patch.setattr(torch.accelerator, "set_stream", lambda stream: setattr(self, "current", stream))
         patch.setattr(compat, "current_device_index", lambda: 0)
-        patch.setattr(DeviceTensor, "record_stream", self._stream_recorder(), raising=False)
+        patch.setattr(DeviceTensor, "record_stream", lambda *given: self._record_stream(*given), raising=False)
         patch.setattr(fake_device.device, "watcher", self._allocated)
         with self:
             yield self
 
-    def _stream_recorder(self) -> Callable[[DeviceTensor, FakeStream], None]:
-        def record_stream(tensor: DeviceTensor, stream: FakeStream) -> None:
-            memory = self._device_memory.get(tensor._allocation)
-            # Memory that was taken when no detector was installed is not watched.
-            if memory is not None:
-                memory.recorded.add(stream)
-
-        return record_stream
+    def _record_stream(self, tensor: DeviceTensor, stream: FakeStream) -> None:
+        memory = self._device_memory.get(tensor._allocation)
+        # Memory that was taken when no detector was installed is not watched.
+        if memory is not None:
+            memory.recorded.add(stream)
 
     # Memory
 
     def _allocated(self, allocation: Any) -> None:
         self.current.join(self.host.clock)
         self.current.check_reuse()
-        memory = self._device_memory[allocation] = DeviceMemory(self.current)
+        memory = self._device_memory[allocation] = Memory(self.current)
         self._new.append(memory)
         weakref.finalize(allocation, self._freed, memory)
 
-    def _freed(self, memory: DeviceMemory) -> None:
+    def _freed(self, memory: Memory) -> None:
         # The allocator waits for what recorded streams have queued by now. The order of the owner is its own.
         waited = [memory.owner, *memory.recorded]
         memory.owner.freed += [
@@ -236,11 +225,10 @@ class RaceDetector(TorchDispatchMode):
             self.current.join(self.host.clock)
         timeline: Timeline = self.current if on_device else self.host
         time = timeline.tick()
-        for tensors_of_kind, writes in ((read, False), (written, True)):
-            for tensor in tensors_of_kind:
-                memory = self._memory(tensor, on_device)
-                if memory is not None and tensor.numel():
-                    memory.note(Access(timeline, time, *_range(tensor), writes, str(func)))
+        for tensor, writes in (*((each, False) for each in read), *((each, True) for each in written)):
+            memory = self._memory(tensor, on_device)
+            if memory is not None and tensor.numel():
+                memory.note(Access(timeline, time, *_range(tensor), writes, str(func)))
         if not _is_view(func) and "empty" not in func.name():
             for memory in self._new:
                 memory.note(Access(timeline, time, 0, 1 << 62, True, str(func)))
@@ -253,20 +241,10 @@ def _accessed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
     """The tensors that an operator reads, and those that it writes."""
     if _is_view(func):
         return [], []
-    arguments = _arguments(func)
-    given = dict(zip((name for name, _ in arguments), args, strict=False)) | kwargs
-    read: list[Tensor] = []
-    written: list[Tensor] = []
-    for name, is_written in arguments:
-        (written if is_written else read).extend(fake_device.tensors_in([given.get(name)]))
-    return read, written
-
-
-@functools.cache
-def _arguments(func: Any) -> list[tuple[str, bool]]:
-    """The name of each argument of an operator, and whether the operator writes to it."""
-    arguments = func._schema.arguments
-    return [(each.name, each.alias_info is not None and each.alias_info.is_write) for each in arguments]
+    names, of_written, _ = fake_device.names_of(func)
+    given = dict(zip(names, args, strict=False)) | kwargs
+    read = fake_device.tensors_in(given.get(name) for name in names if name not in of_written)
+    return read, fake_device.tensors_in(given.get(name) for name in of_written)
 
 
 @functools.cache
@@ -281,7 +259,7 @@ def _is_blocking(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], resul
         return True
     if func.overloadpacket not in fake_device.COPIES:
         return False
-    given = dict(zip((name for name, _ in _arguments(func)), args, strict=False)) | kwargs
+    given = dict(zip(fake_device.names_of(func)[0], args, strict=False)) | kwargs
     involved = [*fake_device.tensors_in(args), *results]
     return not given.get("non_blocking") and len({type(each) is DeviceTensor for each in involved}) == 2
 

@@ -1,6 +1,9 @@
 """Tokens of each sequence and KV head in a list, and attention to them by its definition."""
 
 import copy
+import functools
+import itertools
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -45,7 +48,7 @@ class RaggedLists:
         seen: tokens of the text.
     """
 
-    def __init__(self, batch: int, padding: list[int] | None = None) -> None:
+    def __init__(self, batch: int) -> None:
         self.keys: list[list[list[Tensor]]] = [[[] for _ in range(KV_HEADS)] for _ in range(batch)]
         self.values: list[list[list[Tensor]]] = copy.deepcopy(self.keys)
         self.texts: list[list[list[int]]] = [[[] for _ in range(KV_HEADS)] for _ in range(batch)]
@@ -60,11 +63,10 @@ class RaggedLists:
         return torch.tensor([[len(head) for head in heads] for heads in self.texts])
 
     def append(self, keys: Tensor, values: Tensor) -> None:
-        for sequence in range(self.batch):
-            for head in range(KV_HEADS):
-                self.keys[sequence][head] += keys[sequence, head].unbind()
-                self.values[sequence][head] += values[sequence, head].unbind()
-                self.texts[sequence][head] += range(self.seen, self.seen + keys.shape[2])
+        for sequence, head in itertools.product(range(self.batch), range(KV_HEADS)):
+            self.keys[sequence][head] += keys[sequence, head].unbind()
+            self.values[sequence][head] += values[sequence, head].unbind()
+            self.texts[sequence][head] += range(self.seen, self.seen + keys.shape[2])
         self.seen += keys.shape[2]
 
     def keep(self, places: list[list[list[int]]]) -> None:
@@ -83,34 +85,25 @@ class RaggedLists:
     @property
     def common(self) -> int:
         """How many of the newest tokens every head holds."""
-        count = 0
-        every = [head for heads in self.texts for head in heads]
-        while all(len(head) > count and head[-1 - count] == self.seen - 1 - count for head in every):
-            count += 1
-        return count
+        held_by_all = set.intersection(*(set(head) for heads in self.texts for head in heads))
+        return self.seen - 1 - max(set(range(self.seen)) - held_by_all, default=-1)
 
     def select(self, chosen: list[int]) -> None:
         self.keys, self.values, self.texts = (
-            [copy.copy([list(head) for head in side[row]]) for row in chosen]  # type: ignore[misc]
+            [[list(head) for head in side[row]] for row in chosen]  # type: ignore[misc]
             for side in (self.keys, self.values, self.texts)
         )
 
     def copy(self) -> "RaggedLists":
-        twin = RaggedLists(0)
-        twin.keys, twin.values, twin.texts, twin.seen = self.keys, self.values, self.texts, self.seen
-        twin.select(list(range(self.batch)))
-        return twin
+        return copy.deepcopy(self)
 
     def attention(self, query: Tensor) -> Tensor:
         """Attention of one query of each head, `[batch, HEADS, 1, KEY_DIM]`, to all tokens of its KV head."""
-        out = torch.zeros(self.batch, HEADS, 1, VALUE_DIM, dtype=torch.float64)
-        for sequence in range(self.batch):
-            for head in range(HEADS):
-                kv_head = head // (HEADS // KV_HEADS)
-                keys, values = (torch.stack(side[sequence][kv_head]).double() for side in (self.keys, self.values))
-                scores = keys @ query[sequence, head, 0].double() * KEY_DIM**-0.5
-                out[sequence, head, 0] = torch.softmax(scores, 0) @ values
-        return out
+
+        def states_at(sequence: int, head: int) -> Iterable[Tensor]:
+            return (torch.stack(side[sequence][head]) for side in (self.keys, self.values))
+
+        return attention_by_head(query, states_at)
 
 
 def kept_tokens(places: list[list[list[int]]], counts: Tensor, columns: int) -> KeptTokens:
@@ -129,21 +122,19 @@ def segments_of(keys: Tensor, values: Tensor) -> KVSegments:
     return KVSegments((DenseSegment(keys, values),))
 
 
-def loop_attention(query: Tensor, segments: KVSegments) -> Tensor:
-    """Attention of one query of each head to segments, token by token as `GatheredSegment` defines it."""
-    batch, heads = query.shape[:2]
-    out = torch.zeros(batch, heads, 1, segments.head_dims[1], dtype=torch.float64)
-    for sequence in range(batch):
-        for head in range(heads):
-            keys, values = states_of_head(segments, sequence, head // (heads // KV_HEADS))
-            scores = keys.double() @ query[sequence, head, 0].double() * query.shape[3] ** -0.5
-            out[sequence, head, 0] = torch.softmax(scores, 0) @ values.double()
+def attention_by_head(query: Tensor, states_at: Callable[[int, int], Iterable[Tensor]]) -> Tensor:
+    """Attention in float64 of one query of each head to the keys and values of a sequence and KV head."""
+    out = torch.zeros(*query.shape[:3], VALUE_DIM, dtype=torch.float64)
+    for sequence, head in itertools.product(*map(range, query.shape[:2])):
+        keys, values = (states.double() for states in states_at(sequence, head // (HEADS // KV_HEADS)))
+        scores = keys @ query[sequence, head, 0].double() * query.shape[3] ** -0.5
+        out[sequence, head, 0] = torch.softmax(scores, 0) @ values
     return out
 
 
 def states_of_head(segments: KVSegments, sequence: int, kv_head: int) -> tuple[Tensor, Tensor]:
     """Keys and values of all tokens of a KV head of a sequence, `[tokens, head_dim]`."""
-    keys, values = [], []
+    parts = list[tuple[Tensor, ...]]()
     for segment in segments.in_order:
         source = segment.source if isinstance(segment, GatheredSegment) else segment
         row = sequence if source.rows is None else source.rows.on(torch.device("cpu"))[0][sequence]
@@ -155,8 +146,7 @@ def states_of_head(segments: KVSegments, sequence: int, kv_head: int) -> tuple[T
                 states = states[0] * source.smoothing.factor[sequence, kv_head], states[1]
             size = source.keys.layout.block_tokens
         if not isinstance(segment, GatheredSegment):
-            keys.append(states[0].float())
-            values.append(states[1].float())
+            parts.append(states)
             continue
         taken = torch.zeros(segment.width, dtype=torch.bool)
         tables = (table[sequence, kv_head].tolist() for table in (segment.starts, segment.counts, segment.columns))
@@ -165,11 +155,11 @@ def states_of_head(segments: KVSegments, sequence: int, kv_head: int) -> tuple[T
             assert column + count <= segment.width
             assert count <= max(size, 64)
             taken[column : column + count] = True
-            keys.append(states[0][start * size : start * size + count].float())
-            values.append(states[1][start * size : start * size + count].float())
+            parts.append(tuple(side[start * size : start * size + count] for side in states))
         # The tokens of a head are right-aligned.
         assert taken[segment.width - int(taken.sum()) :].all()
-    return torch.cat(keys), torch.cat(values)
+    keys, values = (torch.cat([part.float() for part in side]) for side in zip(*parts, strict=True))
+    return keys, values
 
 
 # Evictions and updates of a store, which lists follow
@@ -233,20 +223,19 @@ def follow(store: TokenStore, lists: RaggedLists, was_packed: list[list[list[boo
     """Compare, and round those tokens of the lists that the store has packed now."""
     held = held_tokens(store)
     assert torch.equal(held.counts, lists.counts)
-    for sequence in range(lists.batch):
-        for head in range(KV_HEADS):
-            is_packed = torch.tensor(head_numbers(held, lists, sequence, head, 0)) >= 0
-            was = torch.tensor(was_packed[sequence][head], dtype=torch.bool)
-            assert is_packed[was].all()
-            is_as_before = was | ~is_packed
-            for side, seen in zip((lists.keys, lists.values), of_head(held, sequence, head), strict=True):
-                expected = torch.stack(side[sequence][head]) if side[sequence][head] else seen[0, 0]
-                # Codes are unpacked by matrix products, whose sums have another order in another shape. To pack
-                # a block again changes some of its tokens by far more.
-                torch.testing.assert_close(seen[0, 0, is_as_before], expected[is_as_before], atol=1e-5, rtol=0)
-                torch.testing.assert_close(seen[0, 0], expected, atol=0.05, rtol=0)
-                for place in torch.where(~is_as_before)[0].tolist():
-                    side[sequence][head][place] = seen[0, 0, place]
+    for sequence, head in itertools.product(range(lists.batch), range(KV_HEADS)):
+        is_packed = torch.tensor(head_numbers(held, lists, sequence, head, 0)) >= 0
+        was = torch.tensor(was_packed[sequence][head], dtype=torch.bool)
+        assert is_packed[was].all()
+        is_as_before = was | ~is_packed
+        for side, seen in zip((lists.keys, lists.values), of_head(held, sequence, head), strict=True):
+            expected = torch.stack(side[sequence][head]) if side[sequence][head] else seen[0, 0]
+            # Codes are unpacked by matrix products, whose sums have another order in another shape. To pack
+            # a block again changes some of its tokens by far more.
+            torch.testing.assert_close(seen[0, 0, is_as_before], expected[is_as_before], atol=1e-5, rtol=0)
+            torch.testing.assert_close(seen[0, 0], expected, atol=0.05, rtol=0)
+            for place in torch.where(~is_as_before)[0].tolist():
+                side[sequence][head][place] = seen[0, 0, place]
 
 
 def check(store: TokenStore, lists: RaggedLists) -> None:
@@ -271,8 +260,7 @@ def step(store: TokenStore, lists: RaggedLists, tokens: int = 1) -> None:
     returned = store.extend(*new)
     lists.append(*new)
     query = torch.randn(lists.batch, HEADS, 1, KEY_DIM, generator=generator)
-    torch.testing.assert_close(
-        loop_attention(query, segments_of(*returned)), lists.attention(query), atol=1e-5, rtol=1e-5
-    )
+    attended = attention_by_head(query, functools.partial(states_of_head, segments_of(*returned)))
+    torch.testing.assert_close(attended, lists.attention(query), atol=1e-5, rtol=1e-5)
     assert returned[0].shape[2] == store.length
     follow(store, lists, [[[*head, *[False] * tokens] for head in row] for row in before])

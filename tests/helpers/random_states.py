@@ -10,6 +10,8 @@ from kvlayers.kernels.codes.quantizer_contract import CodeFormat, QuantizedGroup
 Rule = tuple[int, int]
 """Tokens and channels of a group."""
 
+NOTHING = torch.tensor(False)
+
 
 def hadamard(head_dim: int) -> Tensor:
     """Matrix that mixes runs of the largest power of two that divides head_dim; it undoes itself."""
@@ -33,9 +35,17 @@ def code_format(width: int | str, group: Rule, rotated: bool) -> CodeFormat:
 
 
 def packed_states(
-    form: CodeFormat, side: Side, shape: tuple[int, int, int, int], block_tokens: int, dtype: torch.dtype
+    form: CodeFormat,
+    side: Side,
+    shape: tuple[int, int, int, int],
+    block_tokens: int,
+    dtype: torch.dtype,
+    forgotten: Tensor = NOTHING,
 ) -> tuple[PackedSide, Tensor]:
-    """Random codes with random scales, whose states are about as large as 1, and those states in float64."""
+    """Random codes with random scales, whose states are about as large as 1, and those states in float64.
+
+    Groups are nan where tokens are forgotten, bool `[groups of tokens, 1]`.
+    """
     batch, kv_heads, tokens, head_dim = shape
     codes = torch.randint(0, 2**form.bits, shape, dtype=torch.uint8)
     if form.floating:
@@ -44,6 +54,7 @@ def packed_states(
     groups = (batch, kv_heads, tokens // form.group_tokens, head_dim // form.group_channels)
     scale = ((0.5 + torch.rand(groups)) * (0.25 if form.floating else 2 / 2**form.bits)).to(dtype)
     zero = None if form.floating or form.levels else (torch.randn(groups) * 0.3 - 1).to(dtype)
+    scale, zero = (None if part is None else part.masked_fill(forgotten, torch.nan) for part in (scale, zero))
     layout = BlockLayout(form, side, head_dim, block_tokens)
     packed = PackedSide(*pack_side(QuantizedGroups(codes, scale, zero), layout), layout)
     exact = codes.view(torch.float8_e4m3fn).double() if form.floating else codes.double()
@@ -70,15 +81,12 @@ an error of up to 2^-16 of the largest, and codes are all positive. The largest 
 of a result to float16 is 50e-5."""
 
 
-def sums_of(dtype: torch.dtype) -> float:
-    return SUMS if dtype == torch.float32 else HALF_PRECISION_SUMS
-
-
 def check(seen: Tensor, exact: Tensor, magnitude: Tensor, sums: float | None = None) -> None:
     """No state is further off than `sums`, those of its dtype by default, and the one rounding to that dtype."""
     assert seen.shape == exact.shape
     rounding = 0 if seen.dtype == torch.float32 else torch.finfo(seen.dtype).eps / 2
-    sums = sums_of(seen.dtype) if sums is None else sums
+    if sums is None:
+        sums = SUMS if seen.dtype == torch.float32 else HALF_PRECISION_SUMS
     # The rounding is that of the number with its error, hence a little more.
     excess = (seen.double() - exact).abs() - rounding * 1.01 * exact.abs() - sums * magnitude
     assert excess.max() <= 0, f"{(seen.double() - exact).abs().max()} off, of {magnitude.max()}"

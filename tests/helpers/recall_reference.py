@@ -1,14 +1,14 @@
 """Recall as a loop over pages, and attention as a softmax over the tokens that the loop allows."""
 
-import math
-
 import torch
 from torch import Tensor
 
 from kvlayers.layers import Recall
+from oracle import Oracle
+from packed_reference import attention
 
 
-class RecallReference:
+class RecallReference(Oracle):
     """The states of one layer, and the pages of them that may be chosen.
 
     Args:
@@ -17,34 +17,13 @@ class RecallReference:
     """
 
     def __init__(self, recall: Recall, first: int = 0) -> None:
+        super().__init__()
         self.recall = recall
         self.first = first
-        self.keys = self.values = torch.empty(0)
         self.ends: list[int] | None = None
         """Ends of pages that are not at multiples of `page_tokens`, `None` if all are."""
         self.cut: dict[int, Tensor] = {}
         """By its start, the keys of a page that was cut later, `[batch, kv_heads, tokens, head_dim]`."""
-
-    @property
-    def length(self) -> int:
-        return self.keys.shape[2] if self.keys.numel() else 0
-
-    def update(self, keys: Tensor, values: Tensor) -> None:
-        if not self.length:
-            self.keys, self.values = keys.clone(), values.clone()
-        else:
-            self.keys, self.values = torch.cat([self.keys, keys], 2), torch.cat([self.values, values], 2)
-
-    def truncate(self, length: int) -> None:
-        self.keys, self.values = self.keys[:, :, :length], self.values[:, :, :length]
-
-    def select(self, rows: list[int]) -> None:
-        self.keys, self.values = self.keys[rows], self.values[rows]
-
-    def copy(self) -> "RecallReference":
-        twin = RecallReference(self.recall, self.first)
-        twin.keys, twin.values, twin.ends = self.keys.clone(), self.values.clone(), self.ends
-        return twin
 
     def pages(self) -> list[tuple[int, int]]:
         size = self.recall.page_tokens
@@ -87,9 +66,6 @@ class RecallReference:
     def attend(self, query: Tensor, padding: list[int] | None = None) -> Tensor:
         """Attention of `[batch, heads, queries, head_dim]`, float64; several queries are those of the newest tokens."""
         group, queries, length = query.shape[1] // self.keys.shape[1], query.shape[2], self.length
-        keys, values = (states.double().repeat_interleave(group, 1) for states in (self.keys, self.values))
-        scores = query.double() @ keys.transpose(2, 3) / math.sqrt(query.shape[3])
-        hidden = ~self.allowed(query, padding).repeat_interleave(group, 1)[:, :, None]
-        scores = scores.masked_fill(hidden, -math.inf)
-        scores = scores.masked_fill(~torch.ones(queries, length, dtype=torch.bool).tril(length - queries), -math.inf)
-        return scores.softmax(-1) @ values
+        seen = self.allowed(query, padding).repeat_interleave(group, 1)[:, :, None]
+        causal = torch.ones(queries, length, dtype=torch.bool).tril(length - queries)
+        return attention(query, self.keys, self.values, seen & causal)

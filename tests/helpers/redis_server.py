@@ -32,7 +32,9 @@ def running(directory: pathlib.Path) -> Iterator[str]:
     """The URL of a server that keeps nothing, and runs for as long as the context lasts."""
     import redis
 
-    port = free_port()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
     options = {"port": str(port), "bind": "127.0.0.1", "save": "", "dir": str(directory), "appendonly": "no"}
     arguments = [text for name, value in options.items() for text in (f"--{name}", value)]
     process = subprocess.Popen([str(PROGRAM), *arguments], stdout=subprocess.DEVNULL)
@@ -49,10 +51,3 @@ def running(directory: pathlib.Path) -> Iterator[str]:
     finally:
         process.terminate()
         process.wait()
-
-
-def free_port() -> int:
-    """A port on which nothing listens."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])

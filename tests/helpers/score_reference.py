@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvlayers.upstream import cache_argument
 from kvlayers_lab.evaluation.requests import ContinuationScore, ScoringRequest
+from models import read
 
 
 def alone(model: Any, request: ScoringRequest) -> ContinuationScore:
@@ -29,11 +29,7 @@ def in_chunks(
 
 
 def _passes(model: Any, ids: tuple[int, ...], cache: Any, chunk: int) -> Tensor:
-    found = []
-    for piece in torch.tensor([ids]).split(chunk, dim=1):
-        with torch.no_grad():
-            found.append(model(input_ids=piece, use_cache=True, **{cache_argument.name_for(model): cache}).logits[0])
-    return torch.cat(found)
+    return torch.cat([read(model, piece, cache)[1][0] for piece in torch.tensor([ids]).split(chunk, dim=1)])
 
 
 def _score(logits: Tensor, continuation: tuple[int, ...]) -> ContinuationScore:

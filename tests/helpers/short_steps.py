@@ -3,7 +3,6 @@
 import pytest
 
 import eviction_oracle
-import kept_oracle
 from kvlayers.eviction import evicting_layer as evicting
 from kvlayers.eviction import eviction_progress
 
@@ -12,5 +11,5 @@ STEP = 16
 
 def shorten_steps(patch: pytest.MonkeyPatch) -> None:
     """Let a layer with a budget, and its oracle, evict whenever it holds `STEP` tokens more than its budget."""
-    for module in (evicting, eviction_progress, eviction_oracle, kept_oracle):
+    for module in (evicting, eviction_progress, eviction_oracle):
         patch.setattr(module, "STEP", STEP)

@@ -26,13 +26,9 @@ class Source(NamedTuple):
     errors: tuple[str, ...]
 
 
+@functools.cache
 def source(path: pathlib.Path) -> Source:
     """What a file says."""
-    return _of(path.read_text())
-
-
-@functools.cache
-def _of(text: str) -> Source:
     imports, classes, names, errors = (
         list[tuple[str, str]](),
         list[tuple[str, tuple[str, ...]]](),
@@ -40,7 +36,7 @@ def _of(text: str) -> Source:
         list[str](),
     )
     statements, is_relative = 0, False
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(ast.parse(path.read_text())):
         statements += isinstance(node, ast.stmt) and not _is_docstring(node)
         names |= {
             getattr(node, field) for field in ("attr", "name", "id") if isinstance(getattr(node, field, None), str)

@@ -25,10 +25,6 @@ LEAVES_THE_CACHE_TO_MODELS = Version("5.0") <= TRANSFORMERS < Version("5.1")
 CROPS_STATIC_LAYERS = Version("5.24") <= TRANSFORMERS
 """Whether transformers' own static layers can be cropped."""
 
-
-MAXIMUM_IS_BATCH_SIZE = Version("5.13") <= TRANSFORMERS < Version("5.23")
-"""Whether `max_batch_size` of a cache of transformers is its `batch_size`, as before it was dropped."""
-
 PACKS_ONE_QUERY = Version("5.23") <= TRANSFORMERS
 """Whether the query heads of a KV head are queries of one product, if there is one token with a mask."""
 
@@ -59,10 +55,6 @@ benchmarks_of_transformers = pytest.mark.skipif(
     Version("5.23") > TRANSFORMERS,
     reason=f"benchmarks measure the caches of transformers as they are since 5.23, and not those of {TRANSFORMERS}",
 )
-generate_makes_the_cache = pytest.mark.skipif(
-    LEAVES_THE_CACHE_TO_MODELS,
-    reason=f"generate() of transformers {TRANSFORMERS} leaves it to the model to make a cache of no name",
-)
 static_indexers = pytest.mark.skipif(
     compat.INDEXERS_DEPEND_ON_CHUNKS,
     reason=f"static indexers of transformers {TRANSFORMERS} choose among slots without tokens, so kvlayers has none",
@@ -75,15 +67,10 @@ windows_refuse_quantization = pytest.mark.skipif(
     Version("5.17") > TRANSFORMERS,
     reason=f"quantized caches of transformers {TRANSFORMERS} take models with windows, and keep every token",
 )
-early_exits = pytest.mark.skipif(
-    Version("5.0") <= TRANSFORMERS < Version("5.1"),
-    reason=f"early exits of transformers {TRANSFORMERS} miss an argument of their own",
-)
 windows_in_chunks = pytest.mark.skipif(
     Version("5.0") <= TRANSFORMERS < Version("5.1"),
     reason=f"static windows of transformers {TRANSFORMERS} give other tokens if a prompt comes in chunks",
 )
-static_caches_count_in_a_tensor = _since("5.4", "static cache that counts in a tensor")
 cache_length_of_a_call = _since("5.13", "max_cache_len in a GenerationConfig")
 NO_END = None if Version("5.13") <= TRANSFORMERS else 10_000
 """For `eos_token_id`, where no token is to end a sequence. Before 5.13 prompt look-up asked for one: none of those that
@@ -100,12 +87,6 @@ def need_frequencies_of(name: str) -> None:
 
 DRAFTS_MAY_HAVE_A_LEAST_LENGTH = Version("5.6") <= TRANSFORMERS
 """Whether assisted decoding takes `min_new_tokens`."""
-
-SAYS_WHAT_IT_CAN_CROP = Version("5.17") <= TRANSFORMERS
-"""Whether a cache of transformers has `is_croppable`."""
-
-LAYERS_LET_GO_AT_RESET = Version("5.18") <= TRANSFORMERS
-"""Whether a layer of transformers that grows holds nothing after `reset()`, rather than zeros."""
 
 prefills_apart = pytest.mark.skipif(
     not compat.PREFILLS_APART, reason=f"transformers {TRANSFORMERS} has no _prefill, which came with 5.0"

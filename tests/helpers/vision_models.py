@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import transformers as tf
+from torch.nn.utils.rnn import pad_sequence
 
 import versions
 from kvlayers.upstream import compat
@@ -112,8 +113,7 @@ def any_seeing_model(family: str) -> Any:
 def _shared_model(family: str) -> Any:
     torch.manual_seed(0)
     config = CONFIGS[family]()
-    for name, value in SPECIAL.items():
-        setattr(config, name, value)
+    config.update(SPECIAL)
     model = tf.AutoModelForImageTextToText.from_config(config).eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -144,6 +144,15 @@ Piece = list[int] | tuple[int, tuple[int, int]]
 """What a prompt consists of: ids of text, or the seed and the grid of an image."""
 
 
+def _ids_of(family: str, piece: Piece) -> list[int]:
+    """The ids of a text, or the placeholders of an image, most models' with a token on both sides."""
+    if isinstance(piece, list):
+        return piece
+    rows, columns = piece[1]
+    placeholders = [IMAGE] * (rows * columns // 4 if family.startswith("qwen") else TOKENS[family])
+    return placeholders if family in ("llava", "paligemma", "mllama") else [93, *placeholders, 94]
+
+
 def inputs(family: str, *prompts: Sequence[Piece], length: int | None = None) -> dict[str, torch.Tensor]:
     """What a processor returns for prompts, padded on the left.
 
@@ -152,25 +161,10 @@ def inputs(family: str, *prompts: Sequence[Piece], length: int | None = None) ->
         prompts: pieces of each.
         length: tokens, padding included. Default: those of the longest prompt.
     """
-    rows, pixels, grids, of_rows = [], [], [], []
-    for prompt in prompts:
-        ids: list[int] = []
-        of_rows.append([])
-        for piece in prompt:
-            if isinstance(piece, list):
-                ids += piece
-                continue
-            seed, grid = piece
-            if family.startswith("qwen"):
-                count = grid[0] * grid[1] // 4
-                grids.append([1, *grid])
-            else:
-                count = TOKENS[family]
-            begin, end = ([], []) if family in ("llava", "paligemma", "mllama") else ([93], [94])
-            ids += [*begin, *[IMAGE] * count, *end]
-            pixels.append(image(family, seed, grid))
-            of_rows[-1].append(pixels[-1])
-        rows.append(ids)
+    rows = [[token for piece in prompt for token in _ids_of(family, piece)] for prompt in prompts]
+    seen = [[piece for piece in prompt if isinstance(piece, tuple)] for prompt in prompts]
+    of_rows = [[image(family, *piece) for piece in pieces] for pieces in seen]
+    pixels = [each for own in of_rows for each in own]
     longest = max(map(len, rows)) if length is None else length
     input_ids = torch.tensor([[0] * (longest - len(row)) + row for row in rows])
     mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
@@ -184,15 +178,14 @@ def inputs(family: str, *prompts: Sequence[Piece], length: int | None = None) ->
         made["token_type_ids"] = torch.zeros_like(types)
     if not pixels:
         return made
-    if grids:
+    if family.startswith("qwen"):
+        grids = [[1, *grid] for pieces in seen for _, grid in pieces]
         made |= {"pixel_values": torch.cat(pixels), "image_grid_thw": torch.tensor(grids)}
     elif family == "idefics3":
-        most = max(map(len, of_rows))
-        zeros = torch.zeros(len(rows), most, 3, SIDE, SIDE)
-        for number, own in enumerate(of_rows):
-            for place, each in enumerate(own):
-                zeros[number, place] = each
-        made |= {"pixel_values": zeros, "pixel_attention_mask": torch.ones(len(rows), most, SIDE, SIDE).bool()}
+        none = torch.empty(0, 3, SIDE, SIDE)
+        padded = pad_sequence([torch.stack(own) if own else none for own in of_rows], batch_first=True)
+        shown = torch.ones(*padded.shape[:2], SIDE, SIDE, dtype=torch.bool)
+        made |= {"pixel_values": padded, "pixel_attention_mask": shown}
     elif family == "mllama":
         made |= {
             "pixel_values": torch.stack([torch.stack([each, torch.zeros_like(each)]) for each in pixels])[None],
@@ -205,17 +198,12 @@ def inputs(family: str, *prompts: Sequence[Piece], length: int | None = None) ->
     return made
 
 
-def encoder_of(model: Any) -> Any:
-    """The module that encodes images."""
-    names = ("visual", "vision_tower", "vision_model")
-    return next(module for name, module in model.model.named_children() if name in names)
-
-
 @contextmanager
 def encoded(model: Any) -> Iterator[list[int]]:
     """What each call of the encoder of a model gets: how many images; of models with grids, patches."""
     counts: list[int] = []
-    encoder = type(encoder_of(model))
+    names = ("visual", "vision_tower", "vision_model")
+    encoder = type(next(module for name, module in model.model.named_children() if name in names))
     original = encoder.forward
 
     # Not by a hook of the module, on which states may depend.

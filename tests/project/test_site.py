@@ -6,7 +6,6 @@
 import importlib
 import pathlib
 import re
-import runpy
 from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
@@ -28,10 +27,6 @@ def pages_in(entries: list[Any]) -> list[str]:
         for target in entry.values() if isinstance(entry, dict) else [entry]:
             found += pages_in(target) if isinstance(target, list) else [target]
     return found
-
-
-def objects_of(page: pathlib.Path) -> list[str]:
-    return re.findall(r"^::: (\S+)$", page.read_text(), flags=re.MULTILINE)
 
 
 @pytest.fixture(scope="module")
@@ -56,19 +51,16 @@ def test_nothing_of_a_page_comes_from_the_network(site: dict[str, Any]) -> None:
     assert "privacy" not in str(site["plugins"])
 
 
-def test_every_public_name_is_in_the_reference_once() -> None:
-    listed = [name for page in (DOCS / "reference").glob("*.md") for name in objects_of(page)]
+def test_every_public_name_is_in_the_reference_once_and_what_is_there_exists() -> None:
+    pages = (page.read_text() for page in (DOCS / "reference").glob("*.md"))
+    listed = [name for page in pages for name in re.findall(r"^::: (\S+)$", page, flags=re.MULTILINE)]
     public = [f"kvlayers.{name}" for name in kvlayers.__all__ if name != "__version__"]
     public += [f"kvlayers_lab.{name}" for name in kvlayers_lab.__all__]
     assert sorted(name for name in listed if name.count(".") == 1) == sorted(public)
     assert len(set(listed)) == len(listed)
-
-
-def test_every_object_of_the_reference_exists() -> None:
-    for page in (DOCS / "reference").glob("*.md"):
-        for name in objects_of(page):
-            module, _, attribute = name.rpartition(".")
-            assert hasattr(importlib.import_module(module), attribute), name
+    for name in listed:
+        module, _, attribute = name.rpartition(".")
+        assert hasattr(importlib.import_module(module), attribute), name
 
 
 def test_mkdocs_takes_the_configuration() -> None:
@@ -77,8 +69,7 @@ def test_mkdocs_takes_the_configuration() -> None:
     assert config.load_config(str(ROOT / "mkdocs.yml")).site_name == "kvlayers"
 
 
-def test_drawings_follow_the_colours_of_the_site() -> None:
-    hooks = SimpleNamespace(**runpy.run_path(str(ROOT / "scripts" / "site_hooks.py")))
+def test_drawings_follow_the_colours_of_the_site(hooks: Any) -> None:
     drawings = sorted((DOCS / "plots").glob("*.svg"))
     assert drawings
     for drawing in drawings:

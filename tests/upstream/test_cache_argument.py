@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from torch import Tensor
 
 import kvlayers
 import kvlayers_lab
 import versions
 from kvlayers.upstream import cache_argument, compat
-from models import CONFIGS, prompt, tiny_model
+from models import CONFIGS, continued, prompt, tiny_model
 
 SOURCES = pathlib.Path(kvlayers.__file__).parent
 OLD = "past_key_values"
@@ -54,8 +53,7 @@ def test_a_model_is_asked_what_it_takes(family: str) -> None:
 @pytest.mark.parametrize("name", cache_argument.SPELLINGS)
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mamba"])
 def test_under_install_every_name_is_taken(family: str, name: str) -> None:
-    if family == "mamba":
-        versions.need_recurrent_layers("mamba")
+    versions.need_recurrent_layers(family)
     model, ids = tiny_model(family), prompt(2, 12)
     with kvlayers.installed(), warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("error", FutureWarning)
@@ -148,17 +146,10 @@ def old_model(kind: type[OldForward]) -> Any:
     return kind(CONFIGS["llama"]()).eval()
 
 
-def expected_of(model: Any, ids: Tensor, tokens: int) -> Tensor:
-    for _ in range(tokens):
-        with torch.no_grad():
-            ids = torch.cat([ids, model(ids).logits[:, -1:].argmax(-1)], dim=1)
-    return ids
-
-
 @pytest.mark.parametrize("kind", [OldForward, OldInputs])
 def test_models_that_keep_the_old_name_decode_with_their_cache_under_install(kind: type[OldForward]) -> None:
     model, ids = old_model(kind), prompt(1, 9)
-    expected = expected_of(model, ids, 6)
+    expected = continued(model, ids, 6, use_cache=False)
     how: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
     original = vars(kind).get("prepare_inputs_for_generation")
     with kvlayers.installed():
@@ -169,7 +160,7 @@ def test_models_that_keep_the_old_name_decode_with_their_cache_under_install(kin
             cache = kvlayers.DynamicCache(config=model.config)
             assert torch.equal(model.generate(ids, **how, **{name: cache}), expected)
             assert cache.get_seq_length() == expected.shape[1] - 1
-            longer = expected_of(model, expected, 3)
+            longer = continued(model, expected, 3, use_cache=False)
             assert torch.equal(model.generate(expected, max_new_tokens=3, do_sample=False, **{name: cache}), longer)
     assert vars(kind).get("prepare_inputs_for_generation") is original
 
@@ -187,7 +178,7 @@ def test_a_cache_that_the_model_never_updates_says_so() -> None:
     # A pass without the cache is the caller's choice.
     model(ids)
     with kvlayers.installed():
-        expected = expected_of(model, ids, 4)
+        expected = continued(model, ids, 4, use_cache=False)
         assert torch.equal(model.generate(ids, max_new_tokens=4, do_sample=False, cache=cache), expected)
 
 

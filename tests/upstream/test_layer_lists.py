@@ -15,12 +15,12 @@ from transformers.models.auto.modeling_auto import (
 
 import kvlayers
 import versions
-from families import FAMILIES, HOLDS_ITS_OWN_CACHE, generated
+from families import FAMILIES, HOLDS_ITS_OWN_CACHE, generated, model_of
 from kvlayers.rope.from_config import rotaries
 from kvlayers.upstream import model_layers, model_types
 from kvlayers.upstream.model_layers import layer_specs
 from matrix import once
-from models import CONFIGS, fresh_model, prompt
+from models import CONFIGS, fresh_model, passes_of, prompt
 
 
 def default_configs() -> Iterator[tuple[str, Any]]:
@@ -72,22 +72,6 @@ def test_fewer_layers_than_a_config_lists_are_its_first_ones_and_more_are_refuse
     assert checked >= 40
 
 
-def small_config(family: str) -> Any:
-    if family in CONFIGS:
-        versions.need_recurrent_layers(family)
-        return CONFIGS[family]()
-    class_name, options = FAMILIES[family]
-    versions.need_model_class(class_name)
-    versions.need_recurrent_layers(family)
-    return getattr(tf, class_name)(**options)
-
-
-def lists_of(decoder: Any) -> list[str]:
-    """The fields of a config that have an entry for each layer."""
-    layers = decoder.num_hidden_layers
-    return [name for name, value in vars(decoder).items() if isinstance(value, list) and len(value) == layers]
-
-
 def with_other_layers(config: Any, what: str) -> Iterator[tuple[str, Any]]:
     """Configs whose lists have an entry too few, or one too many, or that have a layer less than their lists."""
     if what == "fewer layers":
@@ -96,9 +80,10 @@ def with_other_layers(config: Any, what: str) -> Iterator[tuple[str, Any]]:
         changed.num_hidden_layers = max(config.num_hidden_layers - 1, 1)
         yield "num_hidden_layers", changed
         return
-    for name in lists_of(config):
+    for name, listed in vars(config).items():
+        if not isinstance(listed, list) or len(listed) != config.num_hidden_layers:
+            continue
         changed = copy.deepcopy(config)
-        listed = getattr(changed, name)
         setattr(changed, name, listed[:-1] if what == "fewer entries" else listed + listed[:1])
         yield name, changed
 
@@ -119,7 +104,7 @@ TAKE_CACHES = [family for family in DECODERS if family not in HOLDS_ITS_OWN_CACH
     ],
 )
 def test_models_with_lists_of_other_lengths_generate_as_with_transformers(family: str, what: str) -> None:
-    for name, changed in with_other_layers(small_config(family), what):
+    for name, changed in with_other_layers(model_of(family).config, what):
         torch.manual_seed(0)
         try:
             model = tf.AutoModelForCausalLM.from_config(changed).eval()
@@ -159,18 +144,16 @@ def tokens_or_error(model: Any, inputs: dict[str, torch.Tensor], kind: str | Non
     return sequences
 
 
-@versions.early_exits
+@pytest.mark.skipif(versions.LEAVES_THE_CACHE_TO_MODELS, reason="early exits of 5.0 miss an argument of their own")
 @pytest.mark.parametrize("family", ["gemma3", "gemma2", "llama", "deepseek_v3"])
 def test_early_exit_drafts_with_the_first_layers(family: str) -> None:
     model = fresh_model(family)
-    passes = [0]
-    model.register_forward_hook(lambda *_: passes.__setitem__(0, passes[0] + 1))
     ids, layers = prompt(1, 12), model.config.num_hidden_layers
 
     def drafted() -> tuple[list[int], int]:
-        passes[0] = 0
-        tokens = model.generate(ids, max_new_tokens=20, do_sample=False, assistant_early_exit=1)
-        return tokens.tolist(), passes[0]
+        with passes_of(model) as passes:
+            tokens = model.generate(ids, max_new_tokens=20, do_sample=False, assistant_early_exit=1)
+        return tokens.tolist(), len(passes)
 
     if family in ("gemma2", "gemma3"):
         versions.need_since("5.23", "drafts by early exit for models with windows")
@@ -200,8 +183,7 @@ def test_an_early_exit_that_fails_leaves_the_config_as_it_was() -> None:
 
 def llama4(**changes: Any) -> Any:
     config = CONFIGS["llama4"]()
-    for name, value in changes.items():
-        setattr(config, name, value)
+    config.update(changes)
     return config
 
 

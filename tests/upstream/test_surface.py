@@ -14,9 +14,9 @@ import torch
 import transformers
 from transformers import cache_utils as upstream
 
-import families
 import kvlayers
 import versions
+from every_causal_model import model_of
 from kvlayers.upstream import compat
 from models import COMMON, prompt, tiny_model
 
@@ -31,10 +31,7 @@ Make = Callable[[], Any]
 
 def llama(*layer_types: str, sliding_window: int | None = None) -> Any:
     config = transformers.LlamaConfig(**{**COMMON, "num_hidden_layers": 1})
-    if layer_types:
-        config.layer_types = [*layer_types]
-    if sliding_window:
-        config.sliding_window = sliding_window
+    config.update({"layer_types": [*layer_types], "sliding_window": sliding_window} if layer_types else {})
     return config
 
 
@@ -112,6 +109,7 @@ class Difference:
     is_there: bool = True
 
 
+RELEASE = versions.TRANSFORMERS.release
 DIFFERENCES = [
     Difference(
         "cache.batch_size", ALL, FILLED, "-1 for caches that are not static", "the batch size",
@@ -119,15 +117,15 @@ DIFFERENCES = [
     ),
     Difference(
         "cache.max_batch_size", ALL, FILLED, "-1 for caches that are not static", "the batch size",
-        "as `cache.batch_size`, whose former name it is", versions.MAXIMUM_IS_BATCH_SIZE,
+        "as `cache.batch_size`, whose former name it is", (5, 13) <= RELEASE < (5, 23),
     ),
     Difference(
         "cache.max_cache_len", HYBRID, tuple(STAGES), "-1 for static or sliding hybrid layers", "their capacity",
-        "every cache answers in the same way", versions.MAXIMUM_IS_BATCH_SIZE,
+        "every cache answers in the same way", (5, 13) <= RELEASE < (5, 23),
     ),
     Difference(
         "cache.is_initialized", (*ATTEND,), ("reset",), "from 5.18 on false after `reset()`", "true",
-        "`reset()` keeps the memory for states of the same form", versions.LAYERS_LET_GO_AT_RESET,
+        "`reset()` keeps the memory for states of the same form", RELEASE >= (5, 18),
     ),
     Difference(
         "cache.is_initialized", HYBRID, FILLED, "from 5.13 on always false", "true once there are states",
@@ -136,7 +134,7 @@ DIFFERENCES = [
     Difference(
         "cache.is_linear", HYBRID, tuple(STAGES), "true for hybrid layers that are static or sliding", "false",
         "hybrid layers attend; transformers itself says so for the other hybrid layers",
-        compat.MODELS_PASS_COLUMNS and versions.TRANSFORMERS.release < (5, 24),
+        compat.MODELS_PASS_COLUMNS and RELEASE < (5, 24),
     ),
     Difference(
         "cache.is_compileable", ALL, tuple(STAGES), "true for static and recurrent layers",
@@ -149,15 +147,15 @@ DIFFERENCES = [
     ),
     Difference(
         "cache.is_croppable", ALL, tuple(STAGES), "false for static layers", "true", "they can be cropped",
-        versions.SAYS_WHAT_IT_CAN_CROP,
+        RELEASE >= (5, 17),
     ),
     Difference(
         "layer.is_croppable", ALL, tuple(STAGES), "false for static layers", "true", "they can be cropped",
-        versions.SAYS_WHAT_IT_CAN_CROP,
+        RELEASE >= (5, 17),
     ),
     Difference(
         "layer.is_initialized", ATTEND, ("reset",), "from 5.18 on false after `reset()`", "true",
-        "the same reason as for the cache", versions.LAYERS_LET_GO_AT_RESET,
+        "the same reason as for the cache", RELEASE >= (5, 18),
     ),
     Difference(
         "layer.keys, layer.values", STATIC, FILLED, "the whole reservation", "the tokens that are held",
@@ -175,7 +173,7 @@ DIFFERENCES = [
         "layer.cumulative_length", STATIC, tuple(STAGES), "from 5.4 on a tensor that keeps counting",
         "an `int`, to which a smaller number can be assigned",
         "a number does not change after it is read; writing to a tensor in place would change an unused count",
-        versions.static_caches_count_in_a_tensor.args == (False,),
+        RELEASE >= (5, 4),
     ),
     Difference(
         "layer.record_past", tuple(kind for kind in ALL if kind not in ATTEND or kind in HYBRID), tuple(STAGES),
@@ -206,9 +204,12 @@ def shown(value: Any) -> str:
     return "callable" if callable(value) else "an object"
 
 
+ABSTRACT = (compat.ATTENTION_LAYER, compat.LINEAR_LAYER, compat.QUANTO_LAYER, compat.HQQ_LAYER, compat.FP8_LAYER)
+
+
 def readable(thing: Any) -> dict[str, str]:
-    """Every public attribute that can be read, as it is shown."""
-    found = {}
+    """Every public attribute that can be read, as it is shown, and which classes of transformers it is of."""
+    found = {f"is a {base.__name__}": str(isinstance(thing, base)) for base in ABSTRACT}
     for name in dir(thing):
         # Layers themselves are compared one by one.
         if not name.startswith("_") and name != "layers":
@@ -289,16 +290,6 @@ def test_what_can_be_read_from_transformers_can_be_read_from_kvlayers(kind: str)
     assert unlisted == []
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_layers_are_instances_of_the_same_abstract_classes_of_transformers(kind: str) -> None:
-    need(kind)
-    theirs, ours = (make() for make in KINDS[kind])
-    for cache in (theirs, ours):
-        take_in(cache, kind, 3)
-    for base in (compat.ATTENTION_LAYER, compat.LINEAR_LAYER, compat.QUANTO_LAYER, compat.HQQ_LAYER, compat.FP8_LAYER):
-        assert isinstance(ours.layers[0], base) == isinstance(theirs.layers[0], base), base
-
-
 def test_every_difference_that_is_listed_is_there() -> None:
     seen = set()
     for kind in KINDS:
@@ -332,25 +323,6 @@ def test_the_table_in_the_docs_has_every_difference() -> None:
 
 # After generate()
 
-ZAYA = {
-    **{name: value for name, value in COMMON.items() if name != "intermediate_size"},
-    "moe_intermediate_size": 32,
-    "num_experts": 4,
-    "num_experts_per_tok": 1,
-    "router_hidden_size": 4,
-    "layer_types": ["hybrid", "hybrid_sliding"],
-    "sliding_window": WINDOW,
-}
-
-
-def model_of(family: str) -> Any:
-    if family != "zaya":
-        return families.model_and_inputs(family)[0]
-    versions.need_model_class("ZayaConfig")
-    torch.manual_seed(0)
-    return transformers.AutoModelForCausalLM.from_config(transformers.ZayaConfig(**ZAYA)).eval()
-
-
 LISTED = {name for difference in DIFFERENCES for name in difference.name.split(", ")}
 
 
@@ -365,9 +337,9 @@ def generated_by_both(model: Any, **how: Any) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
-@pytest.mark.parametrize("family", ["lfm2", "qwen3_next", "falcon_h1", "zaya"])
+@pytest.mark.parametrize("family", ["lfm2_moe", "qwen3_next", "falcon_h1", "zaya", "inkling_text"])
 def test_what_generate_returns_of_recurrent_models_shows_what_transformers_shows(family: str, static: bool) -> None:
-    versions.need_recurrent_layers("falcon_h1" if family == "zaya" else family)
+    versions.need_recurrent_layers("falcon_h1")
     how = {"cache_implementation": "static", "disable_compile": True} if static else {}
     theirs, ours = generated_by_both(model_of(family), **how)
     assert [found for found in differing(theirs, ours) if found[0] not in LISTED] == []
@@ -407,15 +379,50 @@ COUNTED: dict[str, Callable[[], Any]] = {
     "static": lambda: kvlayers.StaticLayer(ROOM),
     "offloaded": lambda: kvlayers.OffloadedLayer(kvlayers.StaticLayer(ROOM)),
     "hybrid": lambda: kvlayers.HybridLayer(kvlayers.StaticLayer(ROOM), kvlayers.LinearAttentionLayer()),
+    "window": lambda: kvlayers.SlidingLayer(WINDOW),
+    "static window": lambda: kvlayers.StaticSlidingLayer(ROOM, WINDOW),
+    "dynamic": kvlayers.DynamicLayer,
+    "quantized": kvlayers.QuantizedLayer,
 }
+RESERVED = ("static", "offloaded", "hybrid")
 
 
-@pytest.mark.parametrize("kind", COUNTED)
+@pytest.mark.parametrize(
+    ("kind", "tokens", "counts", "error", "said"),
+    [
+        *(
+            (kind, 9, (10, -1), kvlayers.errors.RollbackError, "`length` must be from 0 to the 9 tokens")
+            for kind in RESERVED
+        ),
+        *(
+            (kind, 12, (3, 0, -2), kvlayers.errors.StateMismatchError, "states that are held, 7, got {}: use crop")
+            for kind in ("window", "static window")
+        ),
+        *(
+            (kind, 5, counts, error, said)
+            for kind in ("dynamic", "quantized")
+            for counts, error, said in (
+                ((4, 6), kvlayers.errors.StateMismatchError, "are held, 5, got {}"),
+                ((1.5,), kvlayers.OptionError, "`cumulative_length` must be a whole number"),
+            )
+        ),
+    ],
+)
+def test_a_count_is_one_that_the_states_can_be_of(
+    kind: str, tokens: int, counts: tuple[float, ...], error: type[Exception], said: str
+) -> None:
+    layer = filled(COUNTED[kind](), tokens)
+    for wrong in counts:
+        with pytest.raises(error, match=said.format(wrong)):
+            layer.cumulative_length = wrong
+    layer.cumulative_length = tokens
+    assert layer.cumulative_length == layer.get_seq_length() == tokens
+    both_go_on(layer, filled(COUNTED[kind](), tokens))
+
+
+@pytest.mark.parametrize("kind", RESERVED)
 def test_a_smaller_count_of_a_static_layer_is_a_rollback(kind: str) -> None:
     layer, twin = filled(COUNTED[kind](), 9), filled(kvlayers.StaticLayer(ROOM), 9)
-    for wrong in (10, -1):
-        with pytest.raises(kvlayers.errors.RollbackError):
-            layer.cumulative_length = wrong
     layer.cumulative_length = torch.tensor(6)
     twin.truncate(6)
     assert layer.cumulative_length == layer.get_seq_length() == 6
@@ -423,50 +430,27 @@ def test_a_smaller_count_of_a_static_layer_is_a_rollback(kind: str) -> None:
     both_go_on(layer, twin)
 
 
-@pytest.mark.parametrize(
-    "make", [lambda: kvlayers.SlidingLayer(WINDOW), lambda: kvlayers.StaticSlidingLayer(ROOM, WINDOW)]
-)
-def test_a_count_of_a_window_is_one_that_its_states_can_be_of(make: Callable[[], Any]) -> None:
-    layer, twin = filled(make(), 12), filled(make(), 12)
-    for wrong in (3, 0, -2):
-        with pytest.raises(
-            kvlayers.errors.StateMismatchError, match=f"of the states that are held, 7, got {wrong}: use crop"
-        ):
-            layer.cumulative_length = wrong
-    assert layer.cumulative_length == 12
-    # Keys of another sequence may have been put in place, of which the window holds as many.
+@pytest.mark.parametrize("kind", ["window", "static window"])
+def test_a_full_window_may_be_of_a_longer_sequence(kind: str) -> None:
+    """Whose keys may have been put in place, as many as the window holds."""
+    layer = filled(COUNTED[kind](), 12)
     layer.cumulative_length = 15
     assert layer.get_mask_sizes(1) == (WINDOW, 15 - 7)
     layer.cumulative_length = 12
-    both_go_on(layer, twin)
-    layer, twin = filled(make(), 5), filled(make(), 5)
-    layer.cumulative_length = 5
-    both_go_on(layer, twin)
+    both_go_on(layer, filled(COUNTED[kind](), 12))
 
 
-def test_counts_of_other_layers_are_their_own() -> None:
-    for layer in (kvlayers.DynamicLayer(), kvlayers.QuantizedLayer()):
-        filled(layer, 5)
-        layer.cumulative_length = 5
-        for wrong in (4, 6):
-            with pytest.raises(kvlayers.errors.StateMismatchError, match=f"are held, 5, got {wrong}"):
-                layer.cumulative_length = wrong
-        with pytest.raises(kvlayers.OptionError, match="`cumulative_length` must be a whole number"):
-            layer.cumulative_length = 1.5
-        assert layer.get_seq_length() == 5
-
-
-def test_a_layer_that_is_said_not_to_be_initialized_is_reset() -> None:
-    for make in (kvlayers.DynamicLayer, *COUNTED.values()):
-        layer = make()
-        with pytest.raises(kvlayers.errors.StateMismatchError, match="got True on an empty layer"):
-            layer.is_initialized = True
-        filled(layer, 4)
+@pytest.mark.parametrize("kind", ["dynamic", *RESERVED])
+def test_a_layer_that_is_said_not_to_be_initialized_is_reset(kind: str) -> None:
+    layer = COUNTED[kind]()
+    with pytest.raises(kvlayers.errors.StateMismatchError, match="got True on an empty layer"):
         layer.is_initialized = True
-        assert layer.get_seq_length() == 4
-        layer.is_initialized = False
-        assert layer.get_seq_length() == 0
-        both_go_on(layer, make())
+    filled(layer, 4)
+    layer.is_initialized = True
+    assert layer.get_seq_length() == 4
+    layer.is_initialized = False
+    assert layer.get_seq_length() == 0
+    both_go_on(layer, COUNTED[kind]())
 
 
 @versions.kvlayers_recurrent_layers

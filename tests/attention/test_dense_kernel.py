@@ -17,7 +17,6 @@ import kvlayers
 import versions
 from kvlayers.kernels.attention import dense_kernels, gqa, model_attention
 from kvlayers.kernels.attention.cpu import kernel
-from kvlayers.kernels.attention.dense_kernels import takes_on_cpu
 from matrix import seeds
 from models import prompt, tiny_model
 from spies import spy
@@ -100,7 +99,7 @@ def test_random_shapes_are_as_close_to_float64_as_torch(seed: int) -> None:
     kind = chosen.choice(["none", "bool", "left padding", "all hidden", "infinities", "lowest", "additive"])
     mask = some_mask(kind, batch, heads, queries, tokens, dtype)
     scale = chosen.choice([head_dim**-0.5, 0.3])
-    assert takes_on_cpu(query, keys, values, mask)
+    assert dense_kernels.takes_on_cpu(query, keys, values, mask)
 
     right = exact(query, keys, values, mask, scale)
     error = (kernel.attend_dense(query, keys, values, mask, scale).double() - right).norm()
@@ -131,23 +130,6 @@ def test_masked_slots_at_either_end_are_not_read(first: int, last: int) -> None:
     torch.testing.assert_close(seen, expected, rtol=0, atol=1e-6 if first else 0)
 
 
-def test_rows_that_see_other_tokens_are_read_to_the_last_of_any() -> None:
-    query, keys, values = torch.randn(1, 4, 3, 16), torch.randn(1, 2, 600, 16), torch.randn(1, 2, 600, 16)
-    mask = torch.arange(600) < torch.tensor([[300], [5], [290]])
-    for row in range(3):
-        expected = kernel.attend_dense(query[:, :, row : row + 1], keys, values, mask[None, None, row : row + 1], None)
-        seen = kernel.attend_dense(query, keys, values, mask[None, None], None)
-        torch.testing.assert_close(seen[:, :, row : row + 1], expected, rtol=0, atol=1e-6)
-
-
-def test_nan_that_is_seen_stays_nan() -> None:
-    query, keys, values = torch.randn(1, 4, 1, 16), torch.randn(1, 2, 300, 16), torch.randn(1, 2, 300, 16)
-    keys[:, 0, 100] = math.nan
-    attended = kernel.attend_dense(query, keys, values, None, None)
-    assert attended[:, :2].isnan().all()
-    assert attended[:, 2:].isfinite().all()
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -168,7 +150,7 @@ def test_what_the_kernel_does_not_know_is_left_to_torch(change: dict[str, Any]) 
     heads, queries = change.pop("heads", 4), change.pop("queries", 1)
     with mode():
         query, keys = torch.randn(1, heads, queries, 16, **change), torch.randn(1, 2, 300, 16, **change)
-        assert not takes_on_cpu(query, keys, keys, mask)
+        assert not dense_kernels.takes_on_cpu(query, keys, keys, mask)
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
@@ -222,24 +204,17 @@ def test_states_that_wait_to_be_repeated_are_plain_tensors_to_everything_else() 
         assert type(result) is Tensor
 
 
+@pytest.mark.parametrize("trained", [False, True])
 @pytest.mark.parametrize("queries", [1, 4])
-def test_soft_caps_and_sinks_of_models(queries: int, calls: list[tuple[int, int]]) -> None:
-    module = torch.nn.Module()
+def test_soft_caps_and_sinks_of_models(queries: int, trained: bool, calls: list[tuple[int, int]]) -> None:
+    """Sinks that are trained alone have gradients."""
     query, keys, values = torch.randn(2, 4, queries, 16), torch.randn(2, 2, 90, 16), torch.randn(2, 2, 90, 16)
-    sinks = torch.randn(4)
-    attended, _ = model_attention.attention(module, query, keys, values, None, scaling=0.5, softcap=3.0, s_aux=sinks)
+    sinks, how = torch.randn(4, requires_grad=trained), {"scaling": 0.5, "softcap": 3.0}
+    attended, _ = model_attention.attention(torch.nn.Module(), query, keys, values, None, s_aux=sinks, **how)
     seen = torch.ones(queries, 90, dtype=torch.bool).tril(90 - queries)
     expected = exact(query, keys, values, seen.expand(2, 1, queries, 90), 0.5, 3.0, sinks)
     torch.testing.assert_close(attended.transpose(1, 2).double(), expected, atol=1e-5, rtol=1e-5)
-    assert calls == [(4, 2)]
-
-
-def test_sinks_that_are_trained_alone_have_gradients(calls: list[tuple[int, int]]) -> None:
-    query, keys, values = torch.randn(2, 4, 4, 16), torch.randn(2, 2, 90, 16), torch.randn(2, 2, 90, 16)
-    sinks = torch.zeros(4, requires_grad=True)
-    attended, _ = model_attention.attention(torch.nn.Module(), query, keys, values, None, scaling=0.5, s_aux=sinks)
-    seen = torch.ones(4, 90, dtype=torch.bool).tril(86).expand(2, 1, 4, 90)
-    expected = exact(query, keys, values, seen, 0.5, None, sinks)
-    gradients = [torch.autograd.grad(states.double().square().sum(), sinks)[0] for states in (attended, expected)]
-    torch.testing.assert_close(*gradients, atol=1e-3, rtol=1e-5)
-    assert not calls
+    assert calls == ([] if trained else [(4, 2)])
+    if trained:
+        gradients = [torch.autograd.grad(states.double().square().sum(), sinks)[0] for states in (attended, expected)]
+        torch.testing.assert_close(*gradients, atol=1e-3, rtol=1e-5)

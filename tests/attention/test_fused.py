@@ -18,7 +18,6 @@ from histories import (
     sinks_codes_and_residual,
 )
 from kvlayers.kernels.attention import dispatch, fused, slabs
-from kvlayers.kernels.attention.dispatch import PathCounter
 from kvlayers.kernels.attention.segment_kinds import DenseSegment
 from kvlayers.kernels.attention.segments import KVSegments
 from kvlayers.kernels.codes.smoothing import KeySmoothing
@@ -103,7 +102,7 @@ def test_states_that_no_fused_kernel_takes_go_through_plain_torch(key_dim: int, 
 
 
 def test_explanations_name_the_path() -> None:
-    paths = PathCounter()
+    paths = dispatch.PathCounter()
     for dtype in (torch.bfloat16, torch.float32):
         held = sinks_codes_and_residual(1, dtype)
         query = held.query(2, 3)
@@ -128,8 +127,7 @@ def test_channels_need_not_be_neighbours() -> None:
     query, keys, values = (torch.randn(2, heads, 20, 32).half() for heads in (4, 2, 2))
     apart = [side.transpose(2, 3).contiguous().transpose(2, 3) for side in (keys, values)]
     expected = fused.attend_dense(query, keys, values, None, 0.2)
-    for found, right in zip(fused.attend_dense(query, *apart, None, 0.2), expected, strict=True):
-        assert torch.equal(found, right)
+    assert all(map(torch.equal, fused.attend_dense(query, *apart, None, 0.2), expected))
 
 
 def test_kernels_are_those_that_torch_may_use_now(monkeypatch: pytest.MonkeyPatch) -> None:

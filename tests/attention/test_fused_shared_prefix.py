@@ -76,17 +76,6 @@ def test_beams_are_selected_step_by_step(indices_are: str) -> None:
         check(layers, 2, 2)
 
 
-def test_forks_and_copies_have_their_own_sequences(indices_are: str) -> None:
-    layers = layers_of(1)
-    check(layers, 3, 4)
-    select(layers, [5, 0, 3])
-    forks = [layer.fork() for layer in layers]
-    select(layers, [1, 1, 2, 0])
-    check(layers, 1, 4)
-    select(forks, [2, 1])
-    check(forks, 1, 4)
-
-
 def test_many_sequences_of_several_prefixes_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(segment_kinds, "reading_waits", lambda indices: True)
     numbers = segment_kinds.SegmentRows(2, segment_kinds.of_repeats(2, 100))

@@ -9,8 +9,6 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import cuda_device
 import kvlayers
-from cuda_device import DEVICE
-from kvlayers import OffloadedLayer, Quantization
 from kvlayers.layers import TokenLayer
 from kvlayers.offload import Prefetcher
 from kvlayers.offload.transfers import BufferRows, Event, PendingCopy, StreamTransfers, Transfers, transfers_for
@@ -22,7 +20,7 @@ LAYERS, HEADS, KV_HEADS, HEAD_DIM = 3, 4, 2, 64
 CYCLES = 1_000_000
 """Half a millisecond: many times as long as a copy of these few states takes."""
 
-QUANTIZATION = Quantization(nbits=4, residual_length=16, sink_tokens=4)
+QUANTIZATION = kvlayers.Quantization(nbits=4, residual_length=16, sink_tokens=4)
 KINDS: dict[str, Callable[[], TokenLayer]] = {
     "dynamic": kvlayers.DynamicLayer,
     "window": lambda: kvlayers.SlidingLayer(40),
@@ -63,13 +61,15 @@ def test_late_work_changes_no_result(kind: str, copies: str, compute: str) -> No
     transfers: Callable[[torch.device], Transfers | None] = LateTransfers if copies == "late" else transfers_for
     prefetcher = Prefetcher(transfers=transfers)
     plain = [KINDS[kind]() for _ in range(LAYERS)]
-    offloaded = [OffloadedLayer(KINDS[kind](), prefetcher) for _ in range(LAYERS)]
+    offloaded = [kvlayers.OffloadedLayer(KINDS[kind](), prefetcher) for _ in range(LAYERS)]
     outs: list[Tensor] = []
     with torch.no_grad():
         for step, tokens in enumerate([90, *[1] * 25, 30, *[1] * 10]):
-            query = torch.randn(2, HEADS, 1, HEAD_DIM, device=DEVICE)
+            query = torch.randn(2, HEADS, 1, HEAD_DIM, device=cuda_device.DEVICE)
             pairs = [
-                random_pair(2, KV_HEADS, tokens, HEAD_DIM, torch.float32, DEVICE, seed=LAYERS * step + layer)
+                random_pair(
+                    2, KV_HEADS, tokens, HEAD_DIM, torch.float32, cuda_device.DEVICE, seed=LAYERS * step + layer
+                )
                 for layer in range(LAYERS)
             ]
             # All of the plain layers first, so that the offloaded ones follow each other as in a model.
@@ -92,8 +92,8 @@ def test_late_work_changes_no_result(kind: str, copies: str, compute: str) -> No
 
 
 def test_what_was_offloaded_outlives_its_prefetcher() -> None:
-    layer = OffloadedLayer(kvlayers.DynamicLayer(), Prefetcher(transfers=LateTransfers))
-    pair = random_pair(1, KV_HEADS, 50, HEAD_DIM, torch.float32, DEVICE)
+    layer = kvlayers.OffloadedLayer(kvlayers.DynamicLayer(), Prefetcher(transfers=LateTransfers))
+    pair = random_pair(1, KV_HEADS, 50, HEAD_DIM, torch.float32, cuda_device.DEVICE)
     with torch.no_grad():
         layer.update(*pair)
         state = layer.state()

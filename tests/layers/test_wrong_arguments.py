@@ -57,7 +57,8 @@ def filled(kind: str) -> Any:
 def test_what_is_no_number_and_what_are_no_indices_is_named(kind: str) -> None:
     layer = filled(kind)
     before = layer.state()
-    for member, wrong in [*itertools.product(NUMBERS, NOT_NUMBERS), *itertools.product(INDICES, NOT_INDICES)]:
+    numbers, indices = itertools.product(NUMBERS, NOT_NUMBERS), itertools.product(INDICES, NOT_INDICES)
+    for member, wrong in [*numbers, *indices, *itertools.product(["expand"], [*NOT_NUMBERS, 0, -1])]:
         error, said = (KVLayersError, "must be .* got ") if member in NUMBERS else (BatchIndexError, "must .* got ")
         with pytest.raises(error, match=said):
             getattr(layer, member)(wrong)
@@ -69,7 +70,8 @@ def test_what_is_no_number_and_what_are_no_indices_is_named(kind: str) -> None:
 def test_what_are_no_states_of_a_layer_is_named(kind: str, generator: torch.Generator) -> None:
     """Also by the short ways of a token like the one before."""
     layer, oracle = KINDS[kind]()
-    for tokens in (6, 1, 1):
+    # So many that blocks are packed, and tokens of heads are evicted.
+    for tokens in (80 if oracle.fits(90) else 6, 1, 1):
         step(layer, oracle, tokens, generator)
     for wrong in NO_STATES.values():
         with pytest.raises(StateMismatchError, match="must .* got "):

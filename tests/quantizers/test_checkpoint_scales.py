@@ -17,14 +17,14 @@ import kvlayers
 import models
 from kvlayers.errors import OptionError
 from kvlayers.kernels.codes.groups import scales_by_head
-from kvlayers.kernels.codes.quantizer_contract import CodeFormat
 from kvlayers.quantized.quantizers.checkpoint_scales import read_scales
-from kvlayers.quantizers import SideOptions, backend, dequantize
+from kvlayers.quantizers import CodeFormat, SideOptions, backend, dequantize
 from kvlayers.stores import QuantizedStore
 from kvlayers.upstream import compat
 from kvlayers.upstream.model_layers import layer_specs
 
 LAYERS, KV_HEADS, HEAD_DIM = 2, 2, 8
+INDEX = "model.safetensors.index.json"
 OUT_OF_RANGE = r"must be from 1.2e-38 to 6.6e\+35"
 EXACT = {"type": "float", "num_bits": 8, "strategy": "tensor", "dynamic": False, "symmetric": True}
 ALL = {"residual_length": 0, "sink_tokens": 0}
@@ -51,7 +51,7 @@ def checkpoint(path: pathlib.Path, tensors: dict[str, Tensor] | None = None, sha
     places = {name: f"model-{index % shards}.safetensors" for index, name in enumerate(tensors)}
     for file in set(places.values()):
         save_file({name: tensor for name, tensor in tensors.items() if places[name] == file}, path / file)
-    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    (path / INDEX).write_text(json.dumps({"weight_map": places}))
     return str(path)
 
 
@@ -176,26 +176,32 @@ def test_scales_that_are_missing_or_wrong_are_named(
         kvlayers.QuantizedCache("fp8", config=config, scales="checkpoint")
 
 
-def test_files_that_are_missing_or_damaged_are_named(tmp_path: pathlib.Path) -> None:
-    def refused(message: str) -> None:
-        with pytest.raises(OptionError, match=message):
-            kvlayers.QuantizedCache("fp8", config=config_of(str(tmp_path / "model")), scales="checkpoint")
+GONE = json.dumps({"weight_map": {"model.layers.0.self_attn.k_scale": "gone.safetensors"}})
 
-    (tmp_path / "model").mkdir()
-    refused(
-        "model.safetensors of .* cannot be read: .* Pass the path of a checkpoint with model.safetensors or model.s"
-    )
-    (tmp_path / "model" / "model.safetensors").write_bytes(b"no such thing")
-    refused("model.safetensors cannot be read")
-    (tmp_path / "model" / "model.safetensors").unlink()
-    (tmp_path / "model" / "config.json").write_text("{")
-    refused("config.json cannot be read")
-    (tmp_path / "model" / "config.json").unlink()
-    index = tmp_path / "model" / "model.safetensors.index.json"
-    index.write_text("[]")
-    refused("index.json cannot be read")
-    index.write_text(json.dumps({"weight_map": {"model.layers.0.self_attn.k_scale": "gone.safetensors"}}))
-    refused("gone.safetensors of .* cannot be read: .* does not appear to have a file named gone.safetensors")
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        (
+            {},
+            "model.safetensors of .* cannot be read: .* Pass the path of a checkpoint with model.safetensors or model",
+        ),
+        ({"model.safetensors": "no such thing"}, "model.safetensors cannot be read"),
+        ({"config.json": "{"}, "config.json cannot be read"),
+        ({INDEX: "[]"}, "index.json cannot be read"),
+        (
+            {INDEX: GONE},
+            "gone.safetensors of .* cannot be read: .* does not appear to have a file named gone.safetensors",
+        ),
+    ],
+)
+def test_files_that_are_missing_or_damaged_are_named(
+    files: dict[str, str], message: str, tmp_path: pathlib.Path
+) -> None:
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(OptionError, match=message):
+        kvlayers.QuantizedCache("fp8", config=config_of(str(tmp_path)), scales="checkpoint")
 
 
 WRONG: tuple[dict[str, Any], ...] = (

@@ -1,14 +1,14 @@
 """Packed codes come back as they went in, and the blocks of a side mean what their format says."""
 
 import dataclasses
+import threading
 
 import pytest
 import torch
 from torch import Tensor
 
 from kvlayers.kernels.codes import packed_side
-from kvlayers.kernels.codes.groups import BlockLayout, pack, padded_columns, rotate, row_bytes, unpack
-from kvlayers.kernels.codes.packed_side import PackedSide, pack_side
+from kvlayers.kernels.codes.groups import BlockLayout, rotate
 from kvlayers.kernels.codes.quantizer_contract import WIDTHS, CodeFormat, QuantizedGroups, Side
 
 BLOCK_TOKENS = 64
@@ -23,33 +23,6 @@ FORMATS = [
     CodeFormat(8, 64, 1, floating=True),
     CodeFormat(2, 1, 16, levels=(0.5, -1.0, 3.0, 0.0)),
 ]
-
-
-@pytest.mark.parametrize("columns", [1, 3, 7, 8, 9, 16, 63, 64, 80, 100, 128])
-@pytest.mark.parametrize("bits", WIDTHS)
-def test_codes_come_back(bits: int, columns: int) -> None:
-    codes = torch.randint(0, 2**bits, (2, 3, columns), dtype=torch.uint8)
-    packed = pack(codes, bits)
-    assert packed.dtype == torch.uint8
-    assert packed.shape == (2, 3, row_bytes(columns, bits))
-    assert torch.equal(unpack(packed, bits, columns), codes)
-
-
-@pytest.mark.parametrize("bits", [1, 2, 4])
-def test_a_byte_holds_columns_that_are_a_row_of_bytes_apart(bits: int) -> None:
-    columns = 80
-    codes = torch.randint(0, 2**bits, (columns,), dtype=torch.uint8)
-    packed = pack(codes, bits).tolist()
-    stride = row_bytes(columns, bits)
-    for column, code in enumerate(codes.tolist()):
-        assert packed[column % stride] >> (column // stride * bits) & (2**bits - 1) == code
-
-
-@pytest.mark.parametrize("bits", WIDTHS)
-def test_rows_hold_their_bits_and_less_than_eight_columns_of_padding(bits: int) -> None:
-    for columns in range(1, 130):
-        assert columns <= padded_columns(columns, bits) < columns + 8
-        assert row_bytes(columns, bits) * 8 == padded_columns(columns, bits) * bits
 
 
 def quantized(code_format: CodeFormat, tokens: int, head_dim: int, dtype: torch.dtype) -> QuantizedGroups:
@@ -83,12 +56,10 @@ def test_a_packed_side_gives_the_states_of_its_groups(code_format: CodeFormat, s
     for head_dim, dtype in ((80, torch.float32), (64, torch.bfloat16), (96, torch.float16)):
         groups = quantized(code_format, 3 * BLOCK_TOKENS, head_dim, dtype)
         layout = BlockLayout(code_format, side, head_dim, BLOCK_TOKENS)
-        codes, parameters = pack_side(groups, layout)
-        packed = PackedSide(codes, parameters, layout)
-        assert codes.dtype == torch.uint8
-        assert parameters.dtype == dtype
-        assert packed.blocks == 3
-        assert codes.shape == (2, 3, 3, packed.layout.rows * packed.layout.row_bytes)
+        codes, parameters = packed_side.pack_side(groups, layout)
+        packed = packed_side.PackedSide(codes, parameters, layout)
+        assert (packed.blocks, codes.dtype, parameters.dtype) == (3, torch.uint8, dtype)
+        assert codes.shape == (*parameters.shape[:3], packed.layout.rows * packed.layout.row_bytes)
         assert parameters.shape[:3] == (2, 3, 3)
         dequantized = packed.dequantized()
         assert dequantized.dtype == torch.float32
@@ -116,8 +87,8 @@ def test_blocks_are_unpacked_a_few_at_a_time(
     code_format = CodeFormat(4, *((64, 1) if side == "keys" else (1, 16)), rotated=rotated)
     groups = quantized(code_format, 5 * BLOCK_TOKENS, 80, torch.float32)
     layout = BlockLayout(code_format, side, 80, BLOCK_TOKENS)
-    codes, parameters = pack_side(groups, layout)
-    packed = PackedSide(codes, parameters, layout)
+    codes, parameters = packed_side.pack_side(groups, layout)
+    packed = packed_side.PackedSide(codes, parameters, layout)
     monkeypatch.setattr(packed_side, "CPU_STATES_AT_ONCE", at_once)
     expected = states_of(groups, code_format)
     for dtype in (torch.float32, torch.bfloat16):
@@ -128,22 +99,38 @@ def test_blocks_are_unpacked_a_few_at_a_time(
         torch.testing.assert_close(states, whole, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-4)
 
 
-def test_rows_and_columns_follow_the_side() -> None:
-    code_format = CodeFormat(4, 16, 1)
-    empty = torch.empty(1, 1, 0, 0, dtype=torch.uint8)
-    keys = PackedSide(empty, empty, BlockLayout(code_format, "keys", 80, BLOCK_TOKENS))
-    values = dataclasses.replace(keys, layout=dataclasses.replace(keys.layout, side="values"))
-    assert (
-        keys.layout.rows,
-        keys.layout.columns,
-        keys.layout.row_group,
-        keys.layout.column_group,
-        keys.layout.row_bytes,
-    ) == (80, 64, 1, 16, 32)
-    assert (
-        values.layout.rows,
-        values.layout.columns,
-        values.layout.row_group,
-        values.layout.column_group,
-        values.layout.row_bytes,
-    ) == (64, 80, 16, 1, 40)
+# Memory that a thread uses again
+
+
+def test_a_thread_gets_its_own_memory_again() -> None:
+    first = packed_side.scratch(3, 5)
+    assert packed_side.scratch(2, 4).data_ptr() == first.data_ptr()
+    found: list[int] = []
+    thread = threading.Thread(target=lambda: found.append(packed_side.scratch(3, 5).data_ptr()))
+    thread.start()
+    thread.join()
+    assert found != [first.data_ptr()]
+
+
+def test_memory_from_inference_mode_can_be_written_to_outside_of_it() -> None:
+    with torch.inference_mode():
+        made = packed_side.scratch(packed_side.MOST_KEPT)
+    made.fill_(1.0)
+    assert packed_side.scratch(2).fill_(0.0).data_ptr() == made.data_ptr()
+
+
+def test_memory_is_of_float32_on_the_cpu_whatever_the_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_side._memory, "numbers", None)
+    torch.set_default_dtype(torch.float16)
+    try:
+        with torch.device("meta"):
+            made = [packed_side.scratch(4), packed_side.scratch(packed_side.MOST_KEPT + 1)]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert {(each.dtype, each.device.type) for each in made} == {(torch.float32, "cpu")}
+
+
+def test_little_memory_is_kept() -> None:
+    large = packed_side.scratch(packed_side.MOST_KEPT + 1)
+    assert packed_side.scratch(2).untyped_storage().nbytes() <= 4 * packed_side.MOST_KEPT
+    assert packed_side.scratch(2).data_ptr() != large.data_ptr()

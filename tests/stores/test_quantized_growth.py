@@ -1,5 +1,6 @@
 """A packed cache takes no more memory than a dense one at any length, and pays little for growing."""
 
+import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -7,8 +8,7 @@ import pytest
 import torch
 import transformers as tf
 
-import kvlayers
-from kvlayers import CacheLayer, DynamicLayer, Quantization, QuantizedLayer, SlidingLayer
+from kvlayers import CacheLayer, DynamicCache, DynamicLayer, Quantization, QuantizedCache, QuantizedLayer, SinkCache
 from kvlayers.core.buffer import TokenBuffer
 from matrix import once
 from models import COMMON
@@ -58,31 +58,33 @@ def test_a_packed_layer_holds_no_more_than_a_dense_one(quantization: Quantizatio
         assert length <= 208 or packed.nbytes <= TOLERANCE * bytes_of(length, dtype), length
 
 
-@pytest.mark.parametrize(("quantization", "dtype"), once(QUANTIZATIONS, [torch.bfloat16, torch.float32]))
-def test_a_plan_says_so_at_every_length(quantization: Quantization, dtype: torch.dtype) -> None:
-    for tokens in (length for length in range(1, LONGEST + 1) if length % 40 in (1, 9, 32)):
-        for hint in (tokens, None):
-            layer, planned = QuantizedLayer(quantization, hint), QuantizedLayer(quantization, hint)
-            dense = kvlayers.DynamicLayer(length_hint=hint)
-            layer.update(*states(tokens, dtype))
-            for on_meta in (planned, dense):
-                on_meta.update(*(each.to("meta") for each in states(tokens, dtype)))
-            assert layer.nbytes == planned.nbytes <= TOLERANCE * dense.nbytes, tokens
+LLAMA = tf.LlamaConfig(**{**COMMON, "head_dim": HEAD_DIM})
+PACKED = {"nbits": 8, "residual_length": 32}
 
 
-@pytest.mark.parametrize("window", [40, 160, 400])
-def test_a_packed_window_holds_no_more_than_a_dense_one(window: int) -> None:
+def of_windows(window: int) -> tuple[Any, Any]:
     config = tf.MistralConfig(**COMMON, sliding_window=window)
-    packed = kvlayers.QuantizedCache(config=config, nbits=8, quantize_sliding=True, residual_length=32)
-    dense = kvlayers.DynamicCache(config=config)
-    assert isinstance(packed.layers[0], SlidingLayer)
-    check_beside_dense(packed.layers[0], dense.layers[0], [1] * LONGEST, torch.bfloat16)
-    config = tf.LlamaConfig(**{**COMMON, "head_dim": HEAD_DIM})
-    options = {"config": config, "window_length": window, "num_sink_tokens": 4}
-    packed = kvlayers.SinkCache(**options, quantization={"nbits": 8, "residual_length": 32})
-    assert packed.layers[0].bits == (8, 8)
-    dense = kvlayers.SinkCache(**options)
-    check_beside_dense(packed.layers[0], dense.layers[0], [1] * LONGEST, torch.bfloat16)
+    packed = QuantizedCache(config=config, quantize_sliding=True, **PACKED)
+    return packed, DynamicCache(config=config)
+
+
+def of_sinks(window: int) -> tuple[Any, Any]:
+    options = {"config": LLAMA, "window_length": window, "num_sink_tokens": 4}
+    return SinkCache(**options, quantization=PACKED), SinkCache(**options)
+
+
+def offloaded(_: int) -> tuple[Any, Any]:
+    options = {"config": LLAMA, "offloading": True}
+    return QuantizedCache(nbits=8, **options), DynamicCache(**options)
+
+
+@pytest.mark.parametrize(
+    ("make", "window"), [*itertools.product([of_windows, of_sinks], [40, 160, 400]), (offloaded, LONGEST)]
+)
+def test_a_packed_cache_holds_no_more_than_a_dense_one(make: Callable[[int], tuple[Any, Any]], window: int) -> None:
+    packed, dense = (cache.layers[0] for cache in make(window))
+    assert packed.bits == (8, 8)
+    check_beside_dense(packed, dense, [1] * LONGEST, torch.bfloat16)
 
 
 def loaded(make: Callable[[], CacheLayer], layer: CacheLayer) -> CacheLayer:
@@ -107,13 +109,6 @@ def test_a_packed_layer_that_was_changed_holds_no_more_than_a_dense_one(prompt: 
         layer.update(*states(prompt))
         layers.append(CHANGES[change](make, layer) or layer)
     check_beside_dense(*layers, [1] * 60, torch.bfloat16)
-
-
-def test_an_offloaded_packed_layer_holds_no_more_than_a_dense_one() -> None:
-    config = tf.LlamaConfig(**COMMON)
-    packed = kvlayers.QuantizedCache(config=config, nbits=8, offloading=True)
-    dense = kvlayers.DynamicCache(config=config, offloading=True)
-    check_beside_dense(packed.layers[0], dense.layers[0], [1] * LONGEST, torch.bfloat16)
 
 
 def test_growing_copies_a_few_tokens_for_each_that_comes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from kvlayers import Quantization
-from kvlayers.core.dense_store import DenseStore
 from kvlayers.kernels.attention.segment_kinds import PackedSegment
 from kvlayers.quantized.packed_blocks import SIDES, PackedBlocks
-from kvlayers.stores import QuantizedStore
+from kvlayers.stores import DenseStore, QuantizedStore
 from kvlayers.utils.tensor_memory import storages_of
 from spies import spy
 

@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -30,16 +29,12 @@ HIDDEN = 2
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
 """Attention over states in full precision adds up the same float32 numbers in another order."""
 
-MASKS: dict[str, Callable[[Tensor], Tensor]] = {
-    "bool": lambda seen: seen,
-    "additive": lambda seen: torch.where(seen, 0.0, torch.finfo(torch.float32).min),
-}
-
 
 def mask_of(form: str, start: int, queries: int, columns: int) -> Tensor:
     """`[1, 1, queries, columns]`, for queries of the tokens from `start` on."""
     query, key = torch.arange(start, start + queries)[:, None], torch.arange(columns)
-    return MASKS[form](((key <= query) & ((key != HIDDEN) | (query == HIDDEN)))[None, None])
+    seen = ((key <= query) & ((key != HIDDEN) | (query == HIDDEN)))[None, None]
+    return seen if form == "bool" else torch.where(seen, 0.0, torch.finfo(torch.float32).min)
 
 
 def decoded(

@@ -26,14 +26,12 @@ from kvlayers.kernels.attention.packed_tensor import PackedStates
 from kvlayers.kernels.attention.segment_kinds import DenseSegment, PackedSegment
 from kvlayers.kernels.attention.segments import KVSegments
 from kvlayers.kernels.codes import packed_side
-from kvlayers.kernels.codes.quantizer_contract import Side
 from matrix import product
 from random_states import SUMS, Rule, check, code_format, packed_states
 from spies import Operators, spy
 
 needs_compiler = pytest.mark.skipif(kernel.library() is None, reason="there is no C++ compiler for the kernel")
 KERNELS = [pytest.param(kernel.attend, marks=needs_compiler, id="cpu"), pytest.param(slabs.attend, id="blocks")]
-SIDES: tuple[Side, Side] = ("keys", "values")
 WIDTHS: list[int | str] = [1, 2, 3, 4, 5, 6, 8, "fp8", *(f"codebook {bits}" for bits in (1, 2, 3, 4))]
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -70,7 +68,7 @@ def case_of(
     key_dim, value_dim, size, *groups = LAYOUTS[layout]
     first, ends = (3, (size, size - 2, 1, *[size] * (block_count - 3))) if cut else (0, None)
     sides, exact = [], []
-    for side, group, mixed, head_dim in zip(SIDES, groups, rotated, (key_dim, value_dim), strict=True):
+    for side, group, mixed, head_dim in zip(("keys", "values"), groups, rotated, (key_dim, value_dim), strict=True):
         shape = (batch, kv_heads, block_count * size, head_dim)
         packed, states = packed_states(code_format(width, group, mixed), side, shape, size, dtype)
         sides.append(packed)
@@ -315,10 +313,6 @@ def with_a_mask_of_two_dimensions(query: Tensor, keys: Tensor, values: Tensor) -
     return scaled_dot_product_attention(query, keys, values, mask, enable_gqa=True)
 
 
-def causal(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    return scaled_dot_product_attention(query, keys, values, is_causal=True, enable_gqa=True)
-
-
 def repeated(repeat: Callable[[Tensor, int], Tensor], query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     copies = query.shape[1] // keys.shape[1]
     return scaled_dot_product_attention(query, repeat(keys, copies), repeat(values, copies))
@@ -345,7 +339,7 @@ ATTENTIONS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "enable_gqa": with_gqa,
     "mask and scale": with_a_mask_and_a_scale,
     "mask of two dimensions": with_a_mask_of_two_dimensions,
-    "is_causal": causal,
+    "is_causal": functools.partial(scaled_dot_product_attention, is_causal=True, enable_gqa=True),
     "repeat_kv of sdpa": functools.partial(repeated, repeat_kv),
     "repeat_kv of eager": functools.partial(repeated, eager_repeat_kv),
     "repeat_interleave": functools.partial(repeated, interleaved),
@@ -527,17 +521,6 @@ def test_packed_states_are_not_read_after_the_cache_has_changed(change: str) -> 
     assert torch.equal(twin_keys.clone(), of_the_twin)
 
 
-def test_packed_states_stay_valid_while_tokens_are_appended() -> None:
-    layer = filled_layer()
-    keys, values = layer.update(*some_states(1))
-    query = some_query()
-    before = keys.clone(), values.clone(), with_gqa(query, keys, values)
-    # Beyond two packings: 300 tokens are 4 sinks, 4 blocks and 40 in full precision, of which there may be 72.
-    for tokens in (*[1] * 100, 200, 1):
-        layer.update(*some_states(tokens))
-        assert all(map(torch.equal, (keys.clone(), values.clone(), with_gqa(query, keys, values)), before))
-
-
 def test_packed_states_of_two_updates_and_of_two_caches_do_not_mix() -> None:
     layer = filled_layer()
     first = layer.update(*some_states(1))
@@ -554,10 +537,10 @@ def test_packed_states_of_two_updates_and_of_two_caches_do_not_mix() -> None:
     ):
         exact = [states.dense() if isinstance(states, PackedStates) else states for states in (keys, values)]
         close(with_gqa(queries, keys, values), with_gqa(queries, *exact))
-    with pytest.raises(RuntimeError):
-        with_gqa(query, first[0], second[1])
-    with pytest.raises(RuntimeError):
-        scaled_dot_product_attention(query, copies, first[1])
+    # Of different lengths, or numbers of heads.
+    for states in ((first[0], second[1]), (copies, first[1])):
+        with pytest.raises(RuntimeError):
+            scaled_dot_product_attention(query, *states, enable_gqa=states[0] is first[0])
 
 
 def test_what_the_kernels_are_not_for_is_computed_on_dense_states(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -608,10 +591,9 @@ REFUSED: dict[str, Callable[[Tensor, Tensor], Any]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_torch_refuses_is_refused(case: str) -> None:
     keys, values = some_handles()
-    with pytest.raises(RuntimeError):
-        REFUSED[case](keys.dense(), values.dense())
-    with pytest.raises(RuntimeError):
-        REFUSED[case](keys, values)
+    for states in ((keys.dense(), values.dense()), (keys, values)):
+        with pytest.raises(RuntimeError):
+            REFUSED[case](*states)
 
 
 @pytest.mark.parametrize(

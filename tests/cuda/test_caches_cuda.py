@@ -1,6 +1,9 @@
-"""Caches on a CUDA device give what they give on a CPU, let the host wait for nothing, and can be recorded."""
+"""Caches on a CUDA device give what they give on a CPU, let the host wait for nothing, and can be recorded.
 
-from collections.abc import Callable
+Offloaded states are right however late copies are.
+"""
+
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -13,6 +16,8 @@ import kvlayers
 from cuda_caches import KINDS, Kind, on_device
 from cuda_device import exact_products as exact_products
 from kvlayers.layers import TokenLayer
+from kvlayers.offload import Prefetcher
+from kvlayers.offload.transfers import BufferRows, Event, PendingCopy, StreamTransfers, Transfers, transfers_for
 from kvlayers.stores import QuantizedStore
 from kvlayers.upstream import compat
 from kvlayers.upstream.cache_argument import name_for
@@ -239,3 +244,94 @@ def test_compiled_steps_are_those_of_eager_code(name: str, monkeypatch: pytest.M
         assert relative_error(other, one) < max(kind.tolerance, 1e-3)
     # One for each size of what is attended to; never one for each step.
     assert len(captures) <= 8 or name not in ("static", "static windows")
+
+
+# Offloaded states are right however late copies and computation are
+
+LAYERS = 3
+CYCLES = 1_000_000
+"""Half a millisecond: many times as long as a copy of these few states takes."""
+
+QUANTIZATION = kvlayers.Quantization(nbits=4, residual_length=16, sink_tokens=4)
+LAYER_KINDS: dict[str, Callable[[], TokenLayer]] = {
+    "dynamic": kvlayers.DynamicLayer,
+    "window": lambda: kvlayers.SlidingLayer(40),
+    "static": lambda: kvlayers.StaticLayer(300, max_batch_size=2),
+    "static that grows": lambda: kvlayers.StaticLayer(32, grow=True),
+    "static window": lambda: kvlayers.StaticSlidingLayer(300, 40, max_batch_size=2),
+    "quantized": lambda: kvlayers.QuantizedLayer(QUANTIZATION),
+}
+
+
+class LateTransfers(StreamTransfers):
+    """Copies that begin late."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._idle = torch.Stream(device=device)
+
+    def copy_to_device(self, sources: Sequence[BufferRows]) -> PendingCopy:
+        self._inbound.wait_event(self._later())
+        return super().copy_to_device(sources)
+
+    def copy_to_host(self, pairs: Sequence[tuple[BufferRows, BufferRows]]) -> PendingCopy:
+        self._outbound.wait_event(self._later())
+        return super().copy_to_host(pairs)
+
+    def _later(self) -> Event:
+        current = torch.accelerator.current_stream(self.device)
+        torch.accelerator.set_stream(self._idle)
+        torch.cuda._sleep(CYCLES)
+        torch.accelerator.set_stream(current)
+        return self._idle.record_event()
+
+
+@cuda_device.needs_streams
+@pytest.mark.parametrize("compute", ["late", "at once"])
+@pytest.mark.parametrize("copies", ["late", "at once"])
+@pytest.mark.parametrize("kind", LAYER_KINDS)
+def test_late_work_changes_no_result(kind: str, copies: str, compute: str) -> None:
+    transfers: Callable[[torch.device], Transfers | None] = LateTransfers if copies == "late" else transfers_for
+    prefetcher = Prefetcher(transfers=transfers)
+    plain = [LAYER_KINDS[kind]() for _ in range(LAYERS)]
+    offloaded = [kvlayers.OffloadedLayer(LAYER_KINDS[kind](), prefetcher) for _ in range(LAYERS)]
+    outs: list[Tensor] = []
+    with torch.no_grad():
+        for step, tokens in enumerate([90, *[1] * 25, 30, *[1] * 10]):
+            query = torch.randn(2, HEADS, 1, HEAD_DIM, device=cuda_device.DEVICE)
+            pairs = [
+                random_pair(
+                    2, KV_HEADS, tokens, HEAD_DIM, torch.float32, cuda_device.DEVICE, seed=LAYERS * step + layer
+                )
+                for layer in range(LAYERS)
+            ]
+            # All of the plain layers first, so that the offloaded ones follow each other as in a model.
+            for layers in (plain, offloaded):
+                for layer, pair in zip(layers, pairs, strict=True):
+                    keys, values = layer.update(*pair)
+                    if compute == "late":
+                        torch.cuda._sleep(CYCLES)
+                    outs.append(scaled_dot_product_attention(query, keys, values, enable_gqa=True))
+                    # Memory that is free from here on is used again, and overwritten.
+                    torch.full_like(pair[0], torch.nan)
+    for step in range(0, len(outs), 2 * LAYERS):
+        for layer in range(LAYERS):
+            expected, seen = outs[step + layer], outs[step + LAYERS + layer]
+            # The same numbers with other strides: torch may choose another kernel.
+            torch.testing.assert_close(seen, expected, rtol=1e-4, atol=1e-4)
+    for one, other in zip(plain, offloaded, strict=True):
+        for states, expected in zip(other.peek(), one.peek(), strict=True):
+            assert torch.equal(torch.clone(states).cpu(), torch.clone(expected).cpu())
+
+
+@cuda_device.needs_streams
+def test_what_was_offloaded_outlives_its_prefetcher() -> None:
+    layer = kvlayers.OffloadedLayer(kvlayers.DynamicLayer(), Prefetcher(transfers=LateTransfers))
+    pair = random_pair(1, KV_HEADS, 50, HEAD_DIM, torch.float32, cuda_device.DEVICE)
+    with torch.no_grad():
+        layer.update(*pair)
+        state = layer.state()
+    expected = [states.clone() for states in pair]
+    del layer
+    for name, states in zip(("keys", "values"), expected, strict=True):
+        assert torch.equal(state.tensors[name].cpu(), states.cpu())

@@ -122,11 +122,6 @@ def states_of_one(tokens: int, rows: int = 1) -> tuple[torch.Tensor, torch.Tenso
     return torch.randn(rows, 1, tokens, HEAD_DIM), torch.randn(rows, 1, tokens, HEAD_DIM)
 
 
-def bytes_of_all(layers: list[CacheLayer]) -> int:
-    """Bytes of what the layers hold, with memory that several of them hold counted once."""
-    return sum(storages_of(tensor for layer in layers for tensor in layer.held_tensors()).values())
-
-
 def own_bytes(layer: CacheLayer) -> int:
     """Bytes of the tokens of a branch: in full precision, and in codes if some of them have been packed by now."""
     # Sinks are written in front of a window, so each part of it in memory of its own has room for them.
@@ -154,7 +149,9 @@ def test_branches_take_the_memory_of_one_prefix_and_of_their_own_tokens(kind: st
             branch.update(*states_of_one(1, rows))
     for branch in branches:
         branch.trim()
-    assert bytes_of_all([layer, *branches]) <= before + 1.05 * BRANCHES * own_bytes(branches[0])
+    # Memory that several of them hold is counted once.
+    held = storages_of(tensor for each in (layer, *branches) for tensor in each.held_tensors())
+    assert sum(held.values()) <= before + 1.05 * BRANCHES * own_bytes(branches[0])
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if "static" not in kind and "offloaded" not in kind])

@@ -220,7 +220,15 @@ OPERATIONS: dict[str, tuple[Callable[[EvictingLayer], Any], list[int], int | Non
 """What is done to a layer, the sequences that are left, and how many of their tokens are taken back: `None` for all."""
 
 
-def operate(together: Pair, operation: str) -> None:
+@pytest.mark.parametrize(
+    ("rule", "amount", "operation", "chunks"),
+    product(["test_window", "test_all_queries"], AMOUNTS, OPERATIONS, [[100], [100, *[1] * (STEP + 4)], [RECENT, 1]]),
+)
+def test_decoding_goes_on_after(rule: str, amount: str, operation: str, chunks: list[int]) -> None:
+    """The layer matrix has the same of a rule that reads no queries."""
+    together = pair(rule, **AMOUNTS[amount])
+    for tokens in chunks:
+        together.step(tokens)
     change, rows, removed = OPERATIONS[operation]
     before, oracle = together.layer, together.oracle
     together.layer = change(before) or before
@@ -231,18 +239,6 @@ def operate(together: Pair, operation: str) -> None:
     oracle.select(rows)
     oracle.truncate(0 if removed is None else oracle.seen - removed)
     together.batch = len(rows)
-
-
-@pytest.mark.parametrize(
-    ("rule", "amount", "operation", "chunks"),
-    product(["test_window", "test_all_queries"], AMOUNTS, OPERATIONS, [[100], [100, *[1] * (STEP + 4)], [RECENT, 1]]),
-)
-def test_decoding_goes_on_after(rule: str, amount: str, operation: str, chunks: list[int]) -> None:
-    """The layer matrix has the same of a rule that reads no queries."""
-    together = pair(rule, **AMOUNTS[amount])
-    for tokens in chunks:
-        together.step(tokens)
-    operate(together, operation)
     together.check()
     together.go_on()
 

@@ -121,6 +121,14 @@ def test_a_crop_and_the_end_of_recording_give_its_memory_back(recorded: list[int
         assert layer.nbytes <= 64 * TOKEN_BYTES
 
 
+def test_a_state_that_was_recorded_fits_a_fresh_reservation() -> None:
+    layer, again = StaticSlidingLayer(200, 8), StaticSlidingLayer(200, 8)
+    layer.activate_past_recording()
+    again.load_state(read(layer, 60).state())
+    again.crop(-30)
+    assert again.length == 30
+
+
 def test_a_pickle_holds_live_tokens_only() -> None:
     assert len(pickle.dumps(read(SlidingLayer(16), 4096))) < 15 * TOKEN_BYTES + 4000
 

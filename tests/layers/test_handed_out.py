@@ -39,10 +39,8 @@ KINDS = [
 LENGTHS = [6, 80]
 """Tokens before anything is dropped or packed, and after."""
 
-Filled = tuple[kvlayers.Cache, Oracle]
 
-
-def filled(kind: str, tokens: int, generator: torch.Generator) -> Filled:
+def filled(kind: str, tokens: int, generator: torch.Generator) -> tuple[kvlayers.Cache, Oracle]:
     layer, oracle = ALL_KINDS[kind]()
     cache = kvlayers.Cache(layers=[layer])
     step(layer, oracle, tokens, generator)

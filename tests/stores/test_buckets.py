@@ -174,7 +174,6 @@ def test_no_free_slot_keeps_what_is_not_finite(kind: str, way: str, fill: float)
 # Compiled code that evicts gets the tokens that queries attend to, and holds the newest ones, whichever are more. The
 # layer matrix has the same of eager code.
 
-CAPACITY = 12
 CASES = {
     "attends to more than it keeps": (6, 3, 4, 5),
     "keeps what it attends to": (6, 3, 4, 7),
@@ -207,7 +206,7 @@ def numbers_of(attended: tuple[torch.Tensor, torch.Tensor]) -> list[int]:
 @pytest.mark.parametrize("case", CASES)
 def test_attended_tokens_and_kept_ones_are_those_of_a_list(case: str) -> None:
     held, new, past, kept = CASES[case]
-    store = StaticStore(CAPACITY)
+    store = StaticStore(12)
 
     @torch.compile(fullgraph=True, backend="eager")
     def extend_and_evict(keys: torch.Tensor, values: torch.Tensor, past: int, kept: int) -> KVPair:

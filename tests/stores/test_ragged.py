@@ -143,6 +143,17 @@ def test_a_window_within_the_tail_is_attended_to() -> None:
     step(store, lists)
 
 
+def test_other_states_are_refused() -> None:
+    store, lists = dense([[3, 40], [20, 6]])
+    store.truncate(store.length - store.tail.length)
+    lists.crop(3)
+    for take in (store.validate, store.take_in):
+        for wrong, said in ((states(3, 1), "batch size 2"), ([side.half() for side in states(2, 1)], "dtype")):
+            with pytest.raises(StateMismatchError, match=said):
+                take(*wrong)
+    step(store, lists)
+
+
 @pytest.mark.parametrize(
     ("name", "change", "message", "kind"),
     [
@@ -294,8 +305,7 @@ def loaded(store: RaggedStore) -> RaggedStore:
     return twin
 
 
-Change = Callable[[RaggedStore], RaggedStore | None]
-OPERATIONS: dict[str, tuple[Change, list[int] | None, int]] = {
+OPERATIONS: dict[str, tuple[Callable[[RaggedStore], RaggedStore | None], list[int] | None, int]] = {
     "fork": (lambda store: store.fork(), None, 0),
     "select": (lambda store: store.select(torch.tensor([1, 0, 1])), [1, 0, 1], 0),
     "drop": (lambda store: store.select(torch.tensor([1])), [1], 0),

@@ -35,6 +35,7 @@ from kvlayers.kernels.attention.cpu import kernel
 from kvlayers.kernels.attention.segment_kinds import DenseSegment, SegmentRows
 from kvlayers.kernels.attention.segments import GatheredSegment, KVSegments, Segment
 from matrix import once, product
+from spies import spy
 
 needs_compiler = pytest.mark.skipif(kernel.library() is None, reason="there is no C++ compiler for the kernel")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -236,6 +237,20 @@ def test_segments_that_are_cut_are_read_bit_by_bit_as_one(threads: int) -> None:
             assert len(cut.in_order) == -(-12 // pieces) + len(cuts) + 1
             for given in (None, mask.expand(2, 6, 2, whole.tokens)):
                 assert torch.equal(kernel.attend(query, cut, given, 0.2), kernel.attend(query, whole, given, 0.2))
+
+
+def test_groups_are_read_in_few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain torch reads a run of segments with the same even rows in one call, and others in another."""
+    even, uneven = SegmentRows(2, (0, 0, 1, 1)), SegmentRows(3, (2, 0, 0, 2))
+    shared = [
+        dense_source(sequences, 20, torch.float32)[0].with_rows(rows)
+        for sequences, rows in ((2, even), (2, even), (3, uneven), (2, even))
+    ]
+    own = (dense_source(4, tokens, torch.float32)[0] for tokens in (7, 0))
+    read: list[tuple[int, int]] = []
+    spy(monkeypatch, slabs, "_attended", lambda query, part, *rest: read.append((part.batch, part.tokens)))
+    slabs.attend(torch.randn(4, 4, 1, 64), KVSegments((*shared, *own)), None, 0.2)
+    assert read == [(2, 40), (4, 20), (2, 20), (4, 7)]
 
 
 @every_way

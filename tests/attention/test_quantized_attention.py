@@ -537,10 +537,10 @@ def test_packed_states_of_two_updates_and_of_two_caches_do_not_mix() -> None:
     ):
         exact = [states.dense() if isinstance(states, PackedStates) else states for states in (keys, values)]
         close(with_gqa(queries, keys, values), with_gqa(queries, *exact))
-    # Of different lengths, or numbers of heads.
-    for states in ((first[0], second[1]), (copies, first[1])):
-        with pytest.raises(RuntimeError):
-            scaled_dot_product_attention(query, *states, enable_gqa=states[0] is first[0])
+    with pytest.raises(RuntimeError):
+        with_gqa(query, first[0], second[1])
+    with pytest.raises(RuntimeError):
+        scaled_dot_product_attention(query, copies, first[1])
 
 
 def test_what_the_kernels_are_not_for_is_computed_on_dense_states(monkeypatch: pytest.MonkeyPatch) -> None:

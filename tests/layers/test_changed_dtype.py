@@ -81,6 +81,16 @@ def test_packed_tokens_stay_what_they_are(first: torch.dtype, then: torch.dtype,
         torch.testing.assert_close(held, before, rtol=0, atol=0)
 
 
+def test_gradients_go_through_what_is_promoted() -> None:
+    cache = kvlayers.DynamicCache(config=CONFIG)
+    first = [side.requires_grad_() for side in states(4, torch.bfloat16)]
+    cache.update(*first, 0)
+    keys, values = cache.update(*states(2, torch.float32, 1), 0)
+    (keys.sum() + 2 * values.sum()).backward()
+    assert torch.equal(first[0].grad, torch.ones_like(first[0]))
+    assert torch.equal(first[1].grad, 2 * torch.ones_like(first[1]))
+
+
 @pytest.mark.parametrize(("first", "then"), CHANGES, ids=str)
 def test_pages_are_found_by_promoted_keys(first: torch.dtype, then: torch.dtype) -> None:
     layer = kvlayers.RecallLayer(kvlayers.layers.Recall(pages=4, page_tokens=16, sink_tokens=0, recent_tokens=1))

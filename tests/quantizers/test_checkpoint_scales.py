@@ -63,20 +63,21 @@ def config_of(path: str = "", **settings: Any) -> Any:
     return config
 
 
+@pytest.mark.parametrize("of_heads", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_cache_returns_the_states_of_the_checkpoints_scales(dtype: torch.dtype, tmp_path: pathlib.Path) -> None:
+def test_a_cache_returns_the_states_of_its_scales(dtype: torch.dtype, of_heads: bool, tmp_path: pathlib.Path) -> None:
     config = config_of(checkpoint(tmp_path / "model"))
-    cache = kvlayers.QuantizedCache("fp8", config=config, scales="checkpoint", **ALL)
-    for layer in range(LAYERS):
+    given = [((0.01, 0.3), 0.02), (0.02, (0.3, 0.01))] if of_heads else [scales(layer) for layer in range(LAYERS)]
+    cache = kvlayers.QuantizedCache("fp8", config=config, scales=given if of_heads else "checkpoint", **ALL)
+    for held, of_layer in zip(cache.layers, given, strict=True):
         # Some are larger than the largest code, and some are smaller than the smallest one.
         states = (torch.randn(2, 2, KV_HEADS, 200, HEAD_DIM) * torch.logspace(-4, 2, 200)[:, None]).to(dtype)
-        cache.update(*states.unbind(), layer)
-        held = cache.layers[layer]
-        for seen, side, scale in zip((held.keys, held.values), states, scales(layer), strict=True):
+        held.update(*states.unbind())
+        for seen, side, numbers in zip((held.keys, held.values), states, of_layer, strict=True):
             # Written out: what a float8 code of a state stands for.
-            codes = (side.float() / torch.tensor(scale)).clamp(-448, 448).to(torch.float8_e4m3fn)
-            expected = (codes.float() * torch.tensor(scale)).to(dtype)
-            assert torch.equal(torch.as_tensor(seen + 0)[:, :, :192], expected[:, :, :192])
+            scale = torch.tensor(numbers).view(-1, 1, 1)
+            codes = (side.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+            assert torch.equal((seen + 0)[:, :, :192], (codes.float() * scale).to(dtype)[:, :, :192])
 
 
 def test_generate_takes_the_scales_by_name(tmp_path: pathlib.Path) -> None:

@@ -15,7 +15,7 @@ import torch
 from hypothesis import given
 
 from agreement import step
-from kvlayers import CacheLayer, OptionError, StaticLayer, StaticSlidingLayer
+from kvlayers import CacheLayer, CapacityError, OptionError, StaticLayer, StaticSlidingLayer
 from kvlayers.core.token_store import KVPair
 from kvlayers.layers import LayerState
 from kvlayers.static.slots import ALIGNMENT, slots_of
@@ -133,6 +133,23 @@ def test_a_step_reads_the_smallest_bucket_that_holds_its_token_from_the_first_sl
             addresses.add((keys.data_ptr(), values.data_ptr()))
         assert sizes == expected
         assert len(addresses) == 1
+
+
+def overfill(layer: CacheLayer, generator: torch.Generator) -> None:
+    """A full layer refuses to say how tokens are masked, a window to take them in."""
+    layer.get_mask_sizes(2)
+    layer.update(*states(2, 2, generator))
+
+
+@pytest.mark.parametrize("kind", ["static reading buckets", "static sliding up to a limit reading buckets"])
+def test_tokens_that_do_not_fit_change_nothing(kind: str) -> None:
+    generator = torch.Generator().manual_seed(2)
+    layer, oracle = READERS[kind]()
+    step(layer, oracle, oracle.capacity - 1, generator)
+    message = rf"at most {oracle.capacity} tokens.*{oracle.length} held and 2 new"
+    with torch.no_grad(), pytest.raises(CapacityError, match=message):
+        overfill(layer, generator)
+    step(layer, oracle, 1, generator)
 
 
 def _reset_fork(layer: CacheLayer) -> CacheLayer:

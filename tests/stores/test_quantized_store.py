@@ -4,21 +4,25 @@ import contextlib
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import kvlayers
 from agreement import same_state
+from kvlayers.core.buffer import TokenBuffer
 from kvlayers.kernels.attention.packed_tensor import PackedStates
 from kvlayers.kernels.attention.segments import Segment
 from kvlayers.quantizers import CodeFormat, QuantizedGroups, Quantizer, dequantize
 from kvlayers.stores import DenseStore, QuantizedStore
 from matrix import once, product
+from models import COMMON
+from spies import spy
 
 BLOCK = 64
 SMALL = kvlayers.Quantization(nbits=4, residual_length=8, sink_tokens=4)
@@ -516,3 +520,114 @@ def test_attention_before_the_first_block_is_that_of_a_dense_store_to_the_last_b
         found.append(scaled_dot_product_attention(query, keys, values))
         assert type(keys) is not Tensor
     assert torch.equal(*found)
+
+
+# At any length it takes no more memory than a dense one, and pays little for growing
+
+HEAD_DIM = 64
+LONGEST = 300
+TOLERANCE = 1.05
+"""Of the bytes of a dense cache."""
+
+QUANTIZATIONS = [
+    *(kvlayers.Quantization(nbits=nbits) for nbits in (2, 3, 4, 6, 8)),
+    kvlayers.Quantization("fp8"),
+    *(kvlayers.Quantization("hqq", nbits=nbits) for nbits in (4, 8)),
+    kvlayers.Quantization("quanto", nbits=4),
+]
+
+
+def zeros(tokens: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor]:
+    return torch.zeros(1, 1, tokens, HEAD_DIM, dtype=dtype), torch.zeros(1, 1, tokens, HEAD_DIM, dtype=dtype)
+
+
+def bytes_of(tokens: int, dtype: torch.dtype) -> int:
+    return 2 * tokens * HEAD_DIM * dtype.itemsize
+
+
+def check_beside_dense(packed: Any, dense: Any, updates: Iterable[int], dtype: torch.dtype) -> None:
+    for tokens in updates:
+        packed.update(*zeros(tokens, dtype))
+        dense.update(*zeros(tokens, dtype))
+        assert packed.nbytes <= TOLERANCE * dense.nbytes, packed.length
+
+
+@pytest.mark.parametrize(("quantization", "dtype"), once(QUANTIZATIONS, [torch.bfloat16, torch.float32]))
+def test_a_packed_layer_holds_no_more_than_a_dense_one(quantization: kvlayers.Quantization, dtype: torch.dtype) -> None:
+    # A hint within the first block, one within the second, and one that is passed.
+    for hint in (150, 230, LONGEST):
+        packed, dense = kvlayers.QuantizedLayer(quantization, hint), kvlayers.DynamicLayer(hint)
+        check_beside_dense(packed, dense, [1] * LONGEST, dtype)
+    # A dense layer is full, without spare room, 128 tokens after its prompt.
+    for prompt in (1, 72, 81, 113, 145, 208, 209):
+        check_beside_dense(kvlayers.QuantizedLayer(quantization), kvlayers.DynamicLayer(), [prompt, *[1] * 128], dtype)
+    # Once packed, it takes the bytes of its tokens at most, without the spare room that a dense layer has besides.
+    packed, dense = kvlayers.QuantizedLayer(quantization), kvlayers.DynamicLayer()
+    for length in range(1, LONGEST + 1):
+        check_beside_dense(packed, dense, [1], dtype)
+        assert length <= 208 or packed.nbytes <= TOLERANCE * bytes_of(length, dtype), length
+
+
+LLAMA = transformers.LlamaConfig(**{**COMMON, "head_dim": HEAD_DIM})
+PACKED = {"nbits": 8, "residual_length": 32}
+
+
+def of_windows(window: int) -> tuple[Any, Any]:
+    config = transformers.MistralConfig(**COMMON, sliding_window=window)
+    packed = kvlayers.QuantizedCache(config=config, quantize_sliding=True, **PACKED)
+    return packed, kvlayers.DynamicCache(config=config)
+
+
+def of_sinks(window: int) -> tuple[Any, Any]:
+    options = {"config": LLAMA, "window_length": window, "num_sink_tokens": 4}
+    return kvlayers.SinkCache(**options, quantization=PACKED), kvlayers.SinkCache(**options)
+
+
+def offloaded(_: int) -> tuple[Any, Any]:
+    options = {"config": LLAMA, "offloading": True}
+    return kvlayers.QuantizedCache(nbits=8, **options), kvlayers.DynamicCache(**options)
+
+
+@pytest.mark.parametrize(
+    ("make", "window"), [*itertools.product([of_windows, of_sinks], [40, 160, 400]), (offloaded, LONGEST)]
+)
+def test_a_packed_cache_holds_no_more_than_a_dense_one(make: Callable[[int], tuple[Any, Any]], window: int) -> None:
+    packed, dense = (cache.layers[0] for cache in make(window))
+    assert packed.bits == (8, 8)
+    check_beside_dense(packed, dense, [1] * LONGEST, torch.bfloat16)
+
+
+def loaded(make: Callable[[], kvlayers.CacheLayer], layer: kvlayers.CacheLayer) -> kvlayers.CacheLayer:
+    twin = make()
+    twin.load_state(layer.state())
+    return twin
+
+
+CHANGES: dict[str, Callable[[Callable[[], kvlayers.CacheLayer], kvlayers.CacheLayer], kvlayers.CacheLayer | None]] = {
+    "fork": lambda make, layer: layer.fork(),
+    "load": loaded,
+    "crop": lambda make, layer: layer.crop(30),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("prompt", [50, 150, 209])
+def test_a_packed_layer_that_was_changed_holds_no_more_than_a_dense_one(prompt: int, change: str) -> None:
+    layers = []
+    for make in (lambda: kvlayers.QuantizedLayer(kvlayers.Quantization(nbits=6)), kvlayers.DynamicLayer):
+        layer = make()
+        layer.update(*zeros(prompt))
+        layers.append(CHANGES[change](make, layer) or layer)
+    check_beside_dense(*layers, [1] * 60, torch.bfloat16)
+
+
+def test_growing_copies_a_few_tokens_for_each_that_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    copied: list[int] = []
+    spy(monkeypatch, TokenBuffer, "write", lambda buffer, start, tokens: copied.append(tokens.nbytes))
+    layer = kvlayers.QuantizedLayer(kvlayers.Quantization(nbits=8))
+    for _ in range(2048):
+        layer.update(*zeros(1))
+    # Of each block's 64 tokens: themselves, the residual of 129 when they are packed, and that of 161 when it grows;
+    # and at 8 bits the blocks themselves, 29 in the end, in half of a dense block's bytes each.
+    each = 1 + (129 + 161) / 64 + 29 / 2 * 0.54
+    assert sum(copied) <= each * bytes_of(2048, torch.bfloat16)

@@ -552,6 +552,27 @@ def test_an_eviction_reads_tokens_of_all_runs(name: str, per_head: bool) -> None
             store.take_in(*some)
 
 
+@pytest.mark.parametrize("name", BACKENDS)
+def test_blocks_of_heads_keep_their_vectors_though_all_behind_them_is_taken_back(name: str) -> None:
+    store: Any = in_chunks(pair(2, 400), name)
+    quantization, tokens = store.quantization, held_tokens(store)
+    kept = torch.ones(tokens.keys.shape[:3], dtype=torch.bool)
+    kept[0, 1][tokens.blocks[0, 1] == 3] = False
+    store = evicted(store, tokens, KeptTokens(kept, kept.sum(2)))
+    packed = keys_of_blocks(store)
+    loaded = type(store)(QuantizedStore(quantization))
+    loaded.load_state(store.state())
+    for each in (store, loaded):
+        each.take_in(*pair(2, 200, seed=5))
+        each.truncate(store.first_common)
+        assert torch.equal(keys_of_blocks(each), packed)
+
+
+def keys_of_blocks(store: Any) -> Tensor:
+    tokens = held_tokens(store)
+    return tokens.keys[tokens.blocks >= 0]
+
+
 HEADS = [(row, head) for row in range(2) for head in range(KV_HEADS)]
 
 
@@ -596,3 +617,27 @@ def test_starts_of_runs_that_cannot_be_are_refused(starts: list[Any]) -> None:
     with pytest.raises(kvlayers.errors.StateMismatchError, match="smoothing_"):
         store.check_state({**tensors, "smoothing_starts": torch.tensor(starts)})
     store.check_state(tensors)
+
+
+@pytest.mark.usefixtures("usual_smoothing")
+@pytest.mark.parametrize("name", BACKENDS)
+def test_prefixes_go_on_across_a_border(name: str, tmp_path: pathlib.Path) -> None:
+    states, ids = bordered(1), torch.arange(400)
+    prefixes = kvlayers.PrefixStore(2**30, tmp_path)
+    for count in (100, 400):
+        cache = kvlayers.QuantizedCache(name, residual_length=16, sink_tokens=4)
+        for part in zip(*(side[:, :, :count].split(64, 2) for side in states), strict=True):
+            cache.update(*part, 0)
+        prefixes.insert(ids[:count], cache, model="m")
+    prefixes.evict()
+    for count in (100, 200, 400):
+        other = torch.cat([ids[:count], torch.tensor([1000, 1001])])
+        hit = kvlayers.PrefixStore(2**30, tmp_path).lookup(other, model="m")
+        assert hit.covered <= count
+        # Runs of a longer prompt are of no use to one that parts before they end.
+        assert hit.covered == count or count == 200
+        if hit.covered:
+            layer = hit.cache.layers[0]
+            assert relative_error(as_dense(layer.keys), states[0][:, :, : hit.covered]) < 0.15
+            hit.cache.update(*(side[:, :, hit.covered :] for side in states), 0)
+            check_runs(layer.store, states, name)

@@ -11,7 +11,6 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import kvlayers
 from kvlayers.kernels.attention import dense_kernels, gqa
-from kvlayers.kernels.attention.gqa import CPU_MINIMUM_FLOAT32_TOKENS, GroupedKeys, marked_for_sdpa
 from matrix import product
 
 BATCH = 8
@@ -31,7 +30,7 @@ def torch_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def grouped_for_one_query(keys: Tensor) -> Tensor:
-    return marked_for_sdpa(keys, keys, 1)[0]
+    return gqa.marked_for_sdpa(keys, keys, 1)[0]
 
 
 def states(
@@ -52,30 +51,29 @@ def test_attention_is_no_further_from_exact_than_with_unmarked_keys(
     heads: int, kv_heads: int, dtype: torch.dtype, value_dim: int, tokens: int
 ) -> None:
     query, keys, values = states(heads, kv_heads, dtype, tokens, value_dim)
-    if dtype == torch.float32 and tokens < CPU_MINIMUM_FLOAT32_TOKENS:
+    if dtype == torch.float32 and tokens < gqa.CPU_MINIMUM_FLOAT32_TOKENS:
         assert grouped_for_one_query(keys) is keys
         return
     marked = grouped_for_one_query(keys)
-    assert type(marked) is GroupedKeys
+    assert type(marked) is gqa.GroupedKeys
     exact = scaled_dot_product_attention(query.double(), keys.double(), values.double(), scale=0.3, enable_gqa=True)
     plain = scaled_dot_product_attention(query, keys, values, scale=0.3, enable_gqa=True)
     seen = scaled_dot_product_attention(query, marked, values, scale=0.3, enable_gqa=True)
-    assert type(seen) is Tensor
-    assert seen.shape == plain.shape
+    assert (type(seen), seen.shape) == (Tensor, plain.shape)
     # Sums in another order: as close to the exact result as the usual one, give or take a rounding of its own size.
     limit = 1.5 * (plain.double() - exact).norm() + torch.finfo(dtype).eps * exact.norm()
     assert (seen.double() - exact).norm() <= limit
 
 
 def test_a_mask_or_several_queries_take_the_usual_way() -> None:
-    query, keys, values = states(4, 2, torch.float32)
+    _, keys, values = states(4, 2, torch.float32)
     marked = grouped_for_one_query(keys)
-    mask = torch.rand(BATCH, 1, 1, keys.shape[2]) > 0.5
-    expected = scaled_dot_product_attention(query, keys, values, attn_mask=mask, enable_gqa=True)
-    assert torch.equal(scaled_dot_product_attention(query, marked, values, attn_mask=mask, enable_gqa=True), expected)
-    queries = torch.randn(BATCH, 4, 3, 16)
-    expected = scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=True)
-    assert torch.equal(scaled_dot_product_attention(queries, marked, values, is_causal=True, enable_gqa=True), expected)
+    for queries, how in ((1, {"attn_mask": torch.rand(BATCH, 1, 1, keys.shape[2]) > 0.5}), (3, {"is_causal": True})):
+        query = torch.randn(BATCH, 4, queries, 16)
+        seen, expected = (
+            scaled_dot_product_attention(query, held, values, enable_gqa=True, **how) for held in (marked, keys)
+        )
+        assert torch.equal(seen, expected)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +91,7 @@ def test_keys_are_grouped_in_half_precision_or_if_threads_have_heads_and_tokens_
     assert type(layer.update(states, states)[0]) is Tensor
     for _ in range(2):
         keys, _ = layer.update(states[:, :, :1], states[:, :, :1])
-        assert (type(keys) is GroupedKeys) == marked
+        assert (type(keys) is gqa.GroupedKeys) == marked
     assert type(layer.keys) is Tensor
 
 
@@ -117,20 +115,18 @@ def test_small_groups_in_float32_stay_in_torch_s_order(heads: int, rows: int, mo
 def test_marked_keys_are_a_plain_tensor_to_everything_else() -> None:
     _, keys, _ = states(4, 2, torch.float32)
     marked = grouped_for_one_query(keys)
-    assert type(marked) is GroupedKeys
-    assert type(marked.shape) is torch.Size
-    assert marked.shape == keys.shape
+    assert (type(marked), type(marked.shape), marked.shape) == (gqa.GroupedKeys, torch.Size, keys.shape)
     for result in (marked * 2, marked[:, :, 1:], marked.transpose(2, 3), marked.clone(), torch.cat([marked, keys], 2)):
         assert type(result) is Tensor
-    assert torch.equal(copy.deepcopy(marked), keys)
-    assert torch.equal(pickle.loads(pickle.dumps(marked)), keys)
+    for twin in (copy.deepcopy(marked), pickle.loads(pickle.dumps(marked))):
+        assert torch.equal(twin, keys)
     assert marked.data_ptr() == keys.data_ptr()
 
 
 def test_shapes_that_plain_keys_refuse_or_broadcast_do_the_same() -> None:
     keys = torch.randn(1, 2, 300, 8, dtype=torch.bfloat16)
     marked = grouped_for_one_query(keys)
-    assert type(marked) is GroupedKeys
+    assert type(marked) is gqa.GroupedKeys
     with pytest.raises(RuntimeError):
         scaled_dot_product_attention(torch.randn(1, 4, 1, 8, dtype=torch.bfloat16), marked, keys)
     one_head = torch.randn(1, 1, 1, 8, dtype=torch.bfloat16)

@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -30,16 +29,12 @@ HIDDEN = 2
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
 """Attention over states in full precision adds up the same float32 numbers in another order."""
 
-MASKS: dict[str, Callable[[Tensor], Tensor]] = {
-    "bool": lambda seen: seen,
-    "additive": lambda seen: torch.where(seen, 0.0, torch.finfo(torch.float32).min),
-}
-
 
 def mask_of(form: str, start: int, queries: int, columns: int) -> Tensor:
     """`[1, 1, queries, columns]`, for queries of the tokens from `start` on."""
     query, key = torch.arange(start, start + queries)[:, None], torch.arange(columns)
-    return MASKS[form](((key <= query) & ((key != HIDDEN) | (query == HIDDEN)))[None, None])
+    seen = ((key <= query) & ((key != HIDDEN) | (query == HIDDEN)))[None, None]
+    return seen if form == "bool" else torch.where(seen, 0.0, torch.finfo(torch.float32).min)
 
 
 def decoded(
@@ -60,33 +55,31 @@ def decoded(
 
 @pytest.mark.parametrize(
     ("family", "implementation", "form", "columns", "options"),
-    product(
-        ["llama", "gpt2"],
-        [("sdpa", "bool"), ("sdpa", "additive"), ("eager", "additive")],
-        [None, RESERVED],
-        [{}, {"offloading": True}, {"grow": True}, {"max_batch_size": 3}],
-    ),
+    [
+        *product(
+            ["llama", "gpt2"],
+            [("sdpa", "bool"), ("sdpa", "additive"), ("eager", "additive")],
+            [None, RESERVED],
+            [{}, {"offloading": True}, {"grow": True}, {"max_batch_size": 3}],
+        ),
+        # gemma2 has soft caps.
+        *product(["llama", "gemma2"], [("kvlayers", "additive")], [None, RESERVED], [{}]),
+        # A window takes masks of as many columns as it attends to.
+        ("mistral", "sdpa", "additive", WINDOW, {}),
+    ],
 )
 def test_both_lengths_give_the_logits_of_a_cache_that_grows(
-    family: str, implementation: str, form: str, columns: int | None, options: dict[str, Any]
+    family: str, implementation: str, form: str, columns: int | None, options: dict[str, Any], installed: None
 ) -> None:
-    model, ids = fresh_model(family), prompt(2, sum(PARTS))
+    changes = {"layer_types": ["full_attention"] * 2} if family == "gemma2" else {}
+    parts = (4, 1, 3) if columns == WINDOW else PARTS
+    model, ids = fresh_model(family, **changes), prompt(2, sum(parts))
+    model.set_attn_implementation("eager" if implementation == "kvlayers" else implementation)
+    expected = decoded(model, transformers.DynamicCache(), ids, form, None, parts=parts)
     model.set_attn_implementation(implementation)
-    expected = decoded(model, transformers.DynamicCache(), ids, form, None)
     cache = kvlayers.StaticCache(model.config, max_cache_len=RESERVED, **options)
-    torch.testing.assert_close(decoded(model, cache, ids, form, columns), expected, **TOLERANCE)
-
-
-@pytest.mark.parametrize("columns", [None, RESERVED], ids=["held", "reserved"])
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_both_lengths_serve_the_attention_of_kvlayers(family: str, columns: int | None, installed: None) -> None:
-    # gemma2 has soft caps.
-    model, ids = fresh_model(family, layer_types=["full_attention"] * 2), prompt(2, sum(PARTS))
-    model.set_attn_implementation("eager")
-    expected = decoded(model, transformers.DynamicCache(), ids, "additive", None)
-    model.set_attn_implementation("kvlayers")
-    cache = kvlayers.StaticCache(model.config, max_cache_len=RESERVED)
-    torch.testing.assert_close(decoded(model, cache, ids, "additive", columns), expected, **TOLERANCE)
+    assert cache.layers[0].is_sliding == (columns == WINDOW)
+    torch.testing.assert_close(decoded(model, cache, ids, form, columns, parts=parts), expected, **TOLERANCE)
 
 
 @pytest.mark.slow
@@ -127,14 +120,6 @@ def test_custom_masks_and_those_of_the_model_may_take_turns() -> None:
             torch.testing.assert_close(seen, expected, **TOLERANCE)
 
 
-def test_a_window_takes_masks_of_as_many_columns_as_it_attends_to() -> None:
-    model, ids = fresh_model("mistral"), prompt(2, WINDOW)
-    expected = decoded(model, transformers.DynamicCache(), ids, "additive", None, parts=(4, 1, 3))
-    cache = kvlayers.StaticCache(model.config, max_cache_len=RESERVED)
-    assert cache.layers[0].is_sliding
-    torch.testing.assert_close(decoded(model, cache, ids, "additive", WINDOW, parts=(4, 1, 3)), expected, **TOLERANCE)
-
-
 @versions.leaves_masks_as_they_are
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("columns", [RESERVED - 1, RESERVED + 1, 7])
@@ -158,13 +143,10 @@ def cache_of_one_layer() -> Any:
     return kvlayers.StaticCache(transformers.LlamaConfig(num_hidden_layers=1), max_cache_len=RESERVED)
 
 
-def test_states_of_a_loop_without_a_model_are_plain_tensors() -> None:
-    states = torch.randn(2, 2, 9, 8)
-    assert [type(side) for side in cache_of_one_layer().update(states, -states, 0)] == [Tensor, Tensor]
-
-
 def test_keys_are_plain_in_what_models_do_not_do_to_them() -> None:
     states = torch.randn(2, 2, 9, 8)
+    # And without a model.
+    assert [type(side) for side in cache_of_one_layer().update(states, -states, 0)] == [Tensor, Tensor]
     keys, values = Loop()(cache_of_one_layer(), states)
     assert type(values) is Tensor
     query = torch.randn(2, 2, 3, 8)

@@ -1,17 +1,18 @@
-"""How many kernels an accelerator is given by attention over slabs and shared prefixes, counted on meta tensors."""
+"""What an accelerator is given by attention: how many kernels over slabs, and which ones. On meta tensors."""
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import device_counts as counting
-from kvlayers import DynamicLayer
-from kvlayers.kernels.attention import dispatch, slabs
-from kvlayers.kernels.attention.dispatch import PathCounter
+import kvlayers
+from kvlayers.kernels.attention import dense_kernels, dispatch, slabs
 from kvlayers.kernels.attention.segment_kinds import DenseSegment, PackedSegment
 from kvlayers.kernels.attention.segments import KVSegments
 from kvlayers.kernels.codes.groups import BlockLayout
@@ -69,7 +70,7 @@ def test_a_second_turn_behind_packed_tokens(batch: int, most: int) -> None:
     # Several sequences take a call for each query head of a group: a mask of each sequence fits no other order of rows.
     held = int4_segments(32768, 128 + 512, batch)
     mask = meta(batch, 1, 512, held.tokens, dtype=torch.bool)
-    counts = launches(lambda: dispatch.attend(query_of_a_model(batch, 512), held, mask, None, PathCounter()))
+    counts = launches(lambda: dispatch.attend(query_of_a_model(batch, 512), held, mask, None, dispatch.PathCounter()))
     assert counts.total() <= most, counts
     assert not counts["clone"]
 
@@ -77,7 +78,7 @@ def test_a_second_turn_behind_packed_tokens(batch: int, most: int) -> None:
 @pytest.mark.usefixtures("with_triton")
 def test_slabs_do_not_become_many_after_a_crop() -> None:
     held = int4_segments(32768, 512, ends=(*[BLOCK] * 400, 17, *[BLOCK] * 111))
-    counts = launches(lambda: dispatch.attend(query_of_a_model(1, 512), held, None, None, PathCounter()))
+    counts = launches(lambda: dispatch.attend(query_of_a_model(1, 512), held, None, None, dispatch.PathCounter()))
     assert counts.total() <= 16, counts
 
 
@@ -87,7 +88,7 @@ def test_decoding_on_an_accelerator_without_triton(count: int) -> None:
     held = int4_segments(tokens, 128)
     mask = meta(1, 1, 1, held.tokens, dtype=torch.bool)
     weights = meta(1, HEADS, 1, held.tokens)
-    paths = PathCounter()
+    paths = dispatch.PathCounter()
     # Plain torch takes some 14 to unpack a side of a slab.
     assert launches(lambda: dispatch.attend(query_of_a_model(1, 1), held, None, None, paths)).total() <= 10 + 30 * count
     assert launches(lambda: dispatch.attend(query_of_a_model(1, 1), held, mask, None, paths)).total() <= 17 + 33 * count
@@ -96,40 +97,18 @@ def test_decoding_on_an_accelerator_without_triton(count: int) -> None:
     assert any(path.startswith("torch's fused attention, slab by slab") for path in paths.counts)
 
 
-class Samples:
-    """A layer that several sequences go on from, whose prompt is held once."""
+def test_eight_samples_of_a_long_prompt_without_triton() -> None:
+    layer = kvlayers.DynamicLayer()
+    layer.update(*(meta(1, KV_HEADS, 32768, HEAD_DIM) for _ in range(2)))
+    layer.expand(8)
 
-    def __init__(self, prefixes: int, tokens: int, sequences: int) -> None:
-        self.batch = prefixes * sequences
-        self.layer = DynamicLayer()
-        self.layer.update(*(meta(prefixes, KV_HEADS, tokens, HEAD_DIM) for _ in range(2)))
-        self.layer.expand(sequences)
-        self.step()
+    def step() -> Tensor:
+        states = layer.update(*(meta(8, KV_HEADS, 1, HEAD_DIM) for _ in range(2)))
+        return scaled_dot_product_attention(query_of_a_model(8, 1), *states, enable_gqa=True)
 
-    def step(self) -> Tensor:
-        keys, values = self.layer.update(*(meta(self.batch, KV_HEADS, 1, HEAD_DIM) for _ in range(2)))
-        return scaled_dot_product_attention(query_of_a_model(self.batch, 1), keys, values, enable_gqa=True)
-
-    def step_of_beams(self) -> Tensor:
-        self.layer.reorder_cache(meta(self.batch, dtype=torch.int64))
-        return self.step()
-
-
-@pytest.mark.parametrize("triton", [True, False])
-def test_eight_samples_of_a_long_prompt(triton: bool, request: pytest.FixtureRequest) -> None:
-    if triton:
-        request.getfixturevalue("with_triton")
-    samples = Samples(1, 32768, 8)
-    counts = launches(samples.step)
+    step()
     # The update is two of them.
-    assert counts.total() <= (6 if triton else 8), counts
-    assert bool(counts["merge_parts"] + counts["merge_splits"]) == triton
-
-
-def test_beams_of_one_prompt_and_of_several() -> None:
-    # Selecting copies the own tokens, and gathers the prefix of each beam if there is more than one.
-    assert launches(Samples(1, 8192, 8).step_of_beams).total() <= 10
-    assert launches(Samples(4, 2048, 4).step_of_beams).total() <= 14
+    assert launches(step).total() <= 8
 
 
 @pytest.mark.parametrize("queries", [1, 5, 33])
@@ -188,3 +167,127 @@ def test_a_long_mask_is_converted_piece_by_piece() -> None:
     with Operators(note):
         slabs.attend(query_of_a_model(1, 8192), held, mask.expand(-1, HEADS, -1, -1), 0.1)
     assert 0 < max(sizes) <= slabs.SLAB_BYTES
+
+
+# Decode steps call flash attention in place of cuDNN, and with a mask the Triton kernel
+
+
+@pytest.fixture
+def cudnn_is_preferred(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dense_kernels, "replaces_cudnn", lambda states: states.is_meta)
+
+
+def states(tokens: int, heads: int = KV_HEADS) -> Tensor:
+    return meta(2, heads, tokens, HEAD_DIM)
+
+
+def calls_flash(keys: Tensor, values: Tensor, queries: int = 1, **options: object) -> bool:
+    query = states(queries, HEADS).requires_grad_(bool(options.pop("gradients", False)))
+    names: list[str] = []
+    with Operators(lambda operator, *_: names.append(str(operator))):
+        out = scaled_dot_product_attention(query, keys, values, enable_gqa=True, **options)
+    assert out.shape == (2, HEADS, queries, HEAD_DIM)
+    return "aten._scaled_dot_product_flash_attention.default" in names
+
+
+CACHES = {
+    "dynamic": lambda: kvlayers.DynamicCache(),
+    "static": lambda: kvlayers.Cache(layers=[kvlayers.StaticLayer(64)]),
+    "sliding": lambda: kvlayers.Cache(layers=[kvlayers.SlidingLayer(16)]),
+    "static sliding": lambda: kvlayers.Cache(layers=[kvlayers.StaticSlidingLayer(max_cache_len=64, sliding_window=16)]),
+    "quantized, before the first block": lambda: kvlayers.QuantizedCache(),
+}
+
+
+@pytest.mark.usefixtures("cudnn_is_preferred")
+@pytest.mark.parametrize("name", CACHES)
+def test_each_step_of_a_full_precision_cache_calls_flash_attention(name: str) -> None:
+    cache = CACHES[name]()
+    cache.update(states(20), states(20), 0)
+    for _ in range(3):
+        keys, values = cache.update(states(1), states(1), 0)
+        assert calls_flash(keys, values)
+        assert calls_flash(keys, values, scale=0.5)
+
+
+@pytest.mark.usefixtures("cudnn_is_preferred")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"attn_mask": torch.ones(2, 1, 1, 21, dtype=torch.bool, device="meta")},
+        {"dropout_p": 0.1},
+        {"is_causal": True},
+        {"gradients": True},
+        {"queries": 3},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_other_attention_is_left_to_torch(options: dict[str, object]) -> None:
+    cache = kvlayers.DynamicCache()
+    cache.update(states(20), states(20), 0)
+    keys, values = cache.update(states(1), states(1), 0)
+    assert not calls_flash(keys, values, **options)
+
+
+@pytest.mark.usefixtures("cudnn_is_preferred")
+def test_a_prompt_and_states_of_other_gpus_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = kvlayers.DynamicCache()
+    assert not calls_flash(*cache.update(states(20), states(20), 0), queries=20)
+    monkeypatch.setattr(dense_kernels, "replaces_cudnn", lambda states: False)
+    keys, values = cache.update(states(1), states(1), 0)
+    assert type(keys) is Tensor
+    assert not calls_flash(keys, values)
+
+
+@pytest.fixture
+def kernel_calls(cudnn_is_preferred: None, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Shapes of the query, of the keys and of the mask in each call of the Triton kernel."""
+    seen = []
+
+    def attend(query: Tensor, segments: KVSegments, mask: Tensor | None, scale: float, by_torch: object) -> Tensor:
+        (segment,) = segments.in_order
+        seen.append((tuple(query.shape), tuple(segment.keys.shape), None if mask is None else tuple(mask.shape), scale))
+        batch, heads, queries, _ = query.shape
+        return query.new_empty((batch, queries, heads, segment.values.shape[3])).transpose(1, 2)
+
+    monkeypatch.setattr(dense_kernels, "serves_few_queries", lambda states: states.is_meta)
+    monkeypatch.setattr(dense_kernels.cuda_kernel, "attend", attend)
+    return seen
+
+
+MODULE = SimpleNamespace(num_key_value_groups=HEADS // KV_HEADS, is_causal=True)
+"""The module of attention of a model."""
+
+
+@pytest.mark.parametrize("queries", [1, 5])
+@pytest.mark.parametrize("name", CACHES)
+def test_few_queries_with_a_mask_go_to_the_triton_kernel(
+    name: str, queries: int, kernel_calls: list[tuple[int, ...]]
+) -> None:
+    cache = CACHES[name]()
+    cache.update(states(10), states(10), 0)
+    # As models do that make the mask.
+    cache.get_mask_sizes(queries, 0)
+    keys, values = cache.update(states(queries), states(queries), 0)
+    tokens = keys.shape[2]
+    mask = torch.ones(2, 1, queries, tokens, dtype=torch.bool, device="meta")
+    copied = [0]
+    with Operators(
+        lambda operator, _, result: copied.append(result.numel() if str(operator) == "aten.clone.default" else 0)
+    ):
+        out, _ = sdpa_attention_forward(MODULE, states(queries, HEADS), keys, values, mask, scaling=0.5)
+    assert out.shape == (2, queries, HEADS, HEAD_DIM)
+    # transformers may take the query heads of a group for queries itself, if there is one.
+    ((query, of_keys, of_mask, scale),) = kernel_calls
+    assert (query[0], query[1] * query[2], query[3]) == (2, HEADS * queries, HEAD_DIM)
+    assert (of_keys, of_mask, scale) == ((2, KV_HEADS, tokens, HEAD_DIM), (*query[:3], tokens), 0.5)
+    # The result may be copied, but no key or value is repeated.
+    assert max(copied) <= out.numel()
+
+
+def test_a_prompt_with_a_mask_is_left_to_torch(kernel_calls: list[tuple[int, ...]]) -> None:
+    cache = kvlayers.DynamicCache()
+    keys, values = cache.update(states(40), states(40), 0)
+    mask = torch.ones(2, 1, 40, 40, dtype=torch.bool, device="meta")
+    sdpa_attention_forward(MODULE, states(40, HEADS), keys, values, mask)
+    assert not kernel_calls

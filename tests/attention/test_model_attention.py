@@ -1,5 +1,7 @@
-"""`attn_implementation="kvlayers"`: the tokens of transformers' attention, read from codes, for as long as asked."""
+"""`attn_implementation`: of kvlayers, which reads codes for as long as asked, and of others, which read copies."""
 
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -8,12 +10,13 @@ import torch
 import transformers as tf
 from transformers.masking_utils import AttentionMaskInterface
 
+import flash_stand_in
 import kvlayers
-from kvlayers.kernels.attention import model_attention
-from kvlayers.kernels.attention.dispatch import SHARED
+from flash_stand_in import flash_attention as flash_attention
+from kvlayers.kernels.attention import dispatch, model_attention
 from kvlayers.upstream import compat
-from matrix import product, some
-from models import COMMON, fresh_model, prompt
+from matrix import once, product, some
+from models import COMMON, fresh_model, given, prompt
 
 QUANTIZATION = {"residual_length": 8}
 CODES = ("a compiled kernel on segments", "plain torch, block by block")
@@ -43,7 +46,7 @@ def generated(model: Any, name: str, **options: Any) -> Any:
 def reads_codes(cache: Any) -> bool:
     """Whether attention read packed states, and no state in full precision."""
     paths = cache.explain().attention
-    return bool(paths) and all(path.startswith((*CODES, SHARED)) for path in paths)
+    return bool(paths) and all(path.startswith((*CODES, dispatch.SHARED)) for path in paths)
 
 
 @pytest.mark.parametrize(
@@ -127,13 +130,10 @@ def test_it_is_there_while_kvlayers_is_installed() -> None:
         with pytest.raises(ValueError, match='attn_implementation="kvlayers"'):
             model.set_attn_implementation("kvlayers")
         assert "kvlayers" not in (*tf.AttentionInterface(), *AttentionMaskInterface())
-        kvlayers.install()
-        try:
+        with kvlayers.installed():
             assert tf.AttentionInterface()["kvlayers"] is model_attention.attention
             model.set_attn_implementation("kvlayers")
             assert model.config._attn_implementation == "kvlayers"
-        finally:
-            kvlayers.uninstall()
         with pytest.raises(KeyError, match="kvlayers"):
             model(prompt())
         model.set_attn_implementation("sdpa")
@@ -173,3 +173,139 @@ def test_a_prompt_before_free_slots_gets_a_mask() -> None:
     mask = model_attention.attention_mask(batch_size=1, kv_length=8, **queries)
     assert torch.equal(mask[0, 0], torch.ones(4, 8, dtype=torch.bool).tril())
     assert model_attention.attention_mask(batch_size=1, kv_length=4, **queries) is None
+
+
+# Attention that reads states in full precision only: right with every cache, and said once
+
+PACKED = {"nbits": 4, "residual_length": 8}
+WINDOW = {"window_length": 90, "num_sink_tokens": 4}
+
+MAKERS: dict[str, Callable[[Any], Any]] = {
+    "dynamic": lambda config: kvlayers.DynamicCache(config=config),
+    "offloaded": lambda config: kvlayers.DynamicCache(config=config, offloading=True),
+    "static": lambda config: kvlayers.StaticCache(config, max_cache_len=160),
+    "packed": lambda config: kvlayers.QuantizedCache(config=config, **PACKED),
+    "packed, offloaded": lambda config: kvlayers.QuantizedCache(config=config, **PACKED, offloading=True),
+    "packed windows": lambda config: kvlayers.QuantizedCache(config=config, **PACKED, quantize_sliding=True),
+    "sinks": lambda config: kvlayers.SinkCache(config=config, **WINDOW),
+    "packed sinks": lambda config: kvlayers.SinkCache(config=config, **WINDOW, quantization=PACKED),
+}
+
+
+@pytest.fixture(autouse=True)
+def _not_warned_yet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(dispatch, "_warned", set())
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The attention 'fl")
+        yield
+
+
+def logits(model: Any, cache: Any, ids: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """A prompt, single tokens, and a second turn."""
+    parts = [(0, 110), *((step, step + 1) for step in range(110, 116)), (116, 122), (122, 123)]
+    parts = [(start, end) for start, end in parts if end <= ids.shape[1]]
+    with torch.no_grad():
+        return torch.cat(
+            [
+                model(
+                    ids[:, start:end],
+                    **given(cache),
+                    **({} if mask is None else {"attention_mask": mask[:, :end]}),
+                ).logits
+                for start, end in parts
+            ],
+            1,
+        )
+
+
+@pytest.mark.usefixtures("flash_attention")
+@pytest.mark.parametrize(
+    ("family", "kind", "padded"),
+    once(
+        [*(("llama", kind) for kind in MAKERS), *(("mistral", kind) for kind in MAKERS if "sinks" not in kind)],
+        [False, True],
+    ),
+)
+def test_flash_attention_attends_to_what_sdpa_does(family: str, kind: str, padded: bool) -> None:
+    model = fresh_model(family, **({"sliding_window": 90} if family == "mistral" else {}))
+    ids = prompt(2, 123)
+    mask = torch.ones_like(ids)
+    mask[0, :9] = 0
+    caches = [MAKERS[kind](model.config) for _ in range(2)]
+    if padded:
+        for cache in caches:
+            cache.prepare(model.config, mask[:, :110])
+    expected = logits(model, caches[0], ids, mask if padded else None)
+    flash_stand_in.use(model)
+    seen = logits(model, caches[1], ids, mask if padded else None)
+    shown = mask.bool() if padded else torch.ones_like(mask).bool()
+    torch.testing.assert_close(seen[shown], expected[shown], rtol=1e-4, atol=1e-4)
+    assert set(flash_stand_in.CALLS) == {torch.Tensor}
+
+
+@pytest.mark.usefixtures("flash_attention")
+@pytest.mark.parametrize("name", ["flash_attention_2", "flash_attention_3", "kernels-community/flash-attn3"])
+def test_copies_at_every_step_are_warned_about_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = fresh_model("llama")
+    flash_stand_in.use(model, name)
+    mapping = tf.AttentionInterface._global_mapping
+    monkeypatch.setitem(mapping, name, mapping.get(name, mapping["flash_attention_2"]))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            logits(model, MAKERS["packed"](model.config), prompt(1, 123), None)
+        logits(model, MAKERS["dynamic"](model.config), prompt(1, 123), None)
+    (warning,) = [each for each in caught if "full precision" in str(each.message)]
+    assert str(warning.message).startswith(f"The attention {name!r} reads states in full precision only.")
+    assert "set_attn_implementation('sdpa')" in str(warning.message)
+    assert warning.filename == __file__
+
+
+@pytest.mark.parametrize("name", ["sdpa", "eager"])
+def test_nothing_is_said_of_attention_that_reads_states_as_they_are_held(name: str) -> None:
+    model = fresh_model("llama")
+    model.set_attn_implementation(name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        cache = MAKERS["packed"](model.config)
+        logits(model, cache, prompt(1, 123), None)
+        # Outside of a model nobody can be told what to set.
+        assert cache.layers[0].keys.sum().isfinite()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("counted")
+@pytest.mark.skipif(
+    not compat.COMPILES_TENSOR_SUBCLASSES, reason="TorchDynamo is known to trace packed states from torch 2.13"
+)
+def test_flex_attention_attends_to_what_sdpa_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers calls a compiled function; here its graph runs as it is, since only the arguments matter."""
+    from transformers import masking_utils
+    from transformers.integrations import flex_attention as flex
+
+    make_mask = masking_utils.create_block_mask
+    monkeypatch.setattr(
+        masking_utils, "create_block_mask", lambda **options: make_mask(**{**options, "_compile": False})
+    )
+    compiled = torch.compile(flex.flex_attention, backend="eager")
+    monkeypatch.setattr(flex.WrappedFlexAttention, "__init__", lambda self, training: None)
+    monkeypatch.setattr(flex.WrappedFlexAttention, "_compiled_flex_attention", staticmethod(compiled))
+    model = fresh_model("llama", head_dim=16, num_hidden_layers=1)
+    ids = prompt(1, 115)
+    expected = logits(model, MAKERS["packed"](model.config), ids, None)
+    flash_stand_in.use(model, "flex_attention")
+    cache = MAKERS["packed"](model.config)
+    torch.testing.assert_close(logits(model, cache, ids, None), expected, rtol=1e-4, atol=1e-4)
+    assert any("compiled code in full precision" in path for path in cache.explain().attention)
+    assert "flex_attention" in dispatch._warned
+
+
+def test_packed_states_have_no_address() -> None:
+    """It would be that of a copy, whose memory is free again before a kernel reads it."""
+    cache = kvlayers.QuantizedCache(**PACKED)
+    keys, _ = cache.update(torch.randn(1, 2, 100, 8), torch.randn(1, 2, 100, 8), 0)
+    keys, _ = cache.update(torch.randn(1, 2, 1, 8), torch.randn(1, 2, 1, 8), 0)
+    with pytest.raises(kvlayers.errors.UnsupportedLayerError, match=r"have no address: pass a clone\(\)"):
+        keys.data_ptr()
+    assert not hasattr(keys, "__cuda_array_interface__")
+    assert keys.clone().data_ptr()

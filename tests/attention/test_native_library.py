@@ -25,7 +25,6 @@ from kvlayers.kernels.attention.segment_kinds import DenseSegment
 from kvlayers.kernels.attention.segments import KVSegments
 from kvlayers.utils import native_library
 from kvlayers.utils.native_builds import BUILDS, best_build, cpu_features, headers
-from kvlayers.utils.native_library import NativeLibrary
 from spies import spy
 
 needs_compiler = pytest.mark.skipif(kernel.library() is None, reason="there is no C++ compiler for the kernel")
@@ -43,10 +42,12 @@ cp {made} "$2"
 
 
 @pytest.fixture
-def library(monkeypatch: pytest.MonkeyPatch) -> NativeLibrary:
+def library(monkeypatch: pytest.MonkeyPatch) -> native_library.NativeLibrary:
     """The kernel, as in a process that has not looked for it yet."""
     monkeypatch.setattr(native_library, "_announced", set())
-    return NativeLibrary(SOURCE, "kvlayers_attend", "kvlayers_score", "kvlayers_combine", purpose="attention")
+    return native_library.NativeLibrary(
+        SOURCE, "kvlayers_attend", "kvlayers_score", "kvlayers_combine", purpose="attention"
+    )
 
 
 @pytest.fixture
@@ -98,11 +99,14 @@ def attended(layer: kvlayers.QuantizedLayer, tokens: int) -> Tensor:
 
 def test_the_fastest_build_that_a_cpu_can_run_is_chosen() -> None:
     features = {build.name: build.features for build in BUILDS}
-    assert best_build("x86_64", features["avx512-bf16"] | {"sse"}).name == "avx512-bf16"  # type: ignore[union-attr]
-    assert best_build("x86_64", features["avx512-bf16"] - {"avx512_bf16"}).name == "avx2"  # type: ignore[union-attr]
-    assert best_build("x86_64", features["avx2"] - {"fma"}) is None
-    assert best_build("aarch64", ["fp", "asimd"]).name == "arm64"  # type: ignore[union-attr]
-    assert best_build("riscv64", ["fp"]) is None
+    for machine, has, name in (
+        ("x86_64", features["avx512-bf16"] | {"sse"}, "avx512-bf16"),
+        ("x86_64", features["avx512-bf16"] - {"avx512_bf16"}, "avx2"),
+        ("x86_64", features["avx2"] - {"fma"}, None),
+        ("aarch64", ["fp", "asimd"], "arm64"),
+        ("riscv64", ["fp"], None),
+    ):
+        assert getattr(best_build(machine, has), "name", None) == name
 
 
 @needs_compiler
@@ -115,7 +119,7 @@ def test_the_library_of_a_wheel_needs_no_compiler_and_no_cache(
     shutil.copy(loaded_from(), build.library(tmp_path / "kernel.cpp"))
     for name, value in {**NO_COMPILER, "KVLAYERS_CACHE": "/proc/kvlayers"}.items():
         monkeypatch.setenv(name, value)
-    loaded = NativeLibrary(tmp_path / "kernel.cpp", "kvlayers_attend", purpose="attention").get()
+    loaded = native_library.NativeLibrary(tmp_path / "kernel.cpp", "kvlayers_attend", purpose="attention").get()
     assert loaded._name == str(tmp_path / f"kernel-{build.name}.so")
 
 
@@ -127,7 +131,7 @@ def test_a_damaged_library_of_a_wheel_is_compiled_instead(
     shutil.copy(SOURCE, tmp_path)
     for build in BUILDS:
         build.library(tmp_path / SOURCE.name).write_bytes(b"half of a")
-    loaded = NativeLibrary(tmp_path / SOURCE.name, "kvlayers_attend", purpose="attention").get()
+    loaded = native_library.NativeLibrary(tmp_path / SOURCE.name, "kvlayers_attend", purpose="attention").get()
     assert pathlib.Path(loaded._name).parent == cache
 
 
@@ -151,7 +155,7 @@ UNCOMPILABLE: dict[str, dict[str, str]] = {
 def test_what_hinders_the_compiler_is_one_warning(
     case: str,
     choice: str,
-    library: NativeLibrary,
+    library: native_library.NativeLibrary,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     tmp_path: pathlib.Path,
@@ -172,7 +176,10 @@ def test_what_hinders_the_compiler_is_one_warning(
 
 
 def test_a_library_that_is_not_wanted_is_no_warning(
-    library: NativeLibrary, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: pathlib.Path
+    library: native_library.NativeLibrary,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: pathlib.Path,
 ) -> None:
     monkeypatch.setenv("KVLAYERS_CACHE", str(tmp_path))
     monkeypatch.setenv("KVLAYERS_COMPILE", "never")
@@ -184,7 +191,10 @@ def test_a_library_that_is_not_wanted_is_no_warning(
 
 
 def test_a_file_that_is_no_library_is_a_warning(
-    library: NativeLibrary, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: pathlib.Path
+    library: native_library.NativeLibrary,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: pathlib.Path,
 ) -> None:
     (tmp_path / "broken").write_bytes(b"half of a")
     stand_in(monkeypatch, tmp_path, tmp_path / "broken")
@@ -194,7 +204,7 @@ def test_a_file_that_is_no_library_is_a_warning(
 
 @needs_compiler
 def test_a_kept_library_that_is_damaged_is_compiled_again(
-    library: NativeLibrary, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+    library: native_library.NativeLibrary, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
 ) -> None:
     stand_in(monkeypatch, tmp_path, pathlib.Path(loaded_from()))
     kept = native_library.Compilation(SOURCE)
@@ -212,7 +222,9 @@ def test_the_cache_directory_follows_the_environment(monkeypatch: pytest.MonkeyP
     assert native_library.cache_directory() == pathlib.Path("/elsewhere")
 
 
-def test_an_unknown_way_to_compile_is_an_error(library: NativeLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_way_to_compile_is_an_error(
+    library: native_library.NativeLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("KVLAYERS_COMPILE", "later")
     with pytest.raises(kvlayers.OptionError, match="must be one of background, wait, never, got 'later'"):
         library.get()
@@ -243,7 +255,10 @@ def test_of_two_that_compile_at_once_one_runs_the_compiler_and_the_other_goes_on
 
 @needs_compiler
 def test_it_is_compiled_when_a_cache_is_made_and_one_line_says_so(
-    library: NativeLibrary, gate: pathlib.Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    library: native_library.NativeLibrary,
+    gate: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(kernel, "LIBRARY", library)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
@@ -258,7 +273,7 @@ def test_it_is_compiled_when_a_cache_is_made_and_one_line_says_so(
 
 @needs_compiler
 def test_a_process_that_waits_does_so_where_a_cache_is_made(
-    library: NativeLibrary, gate: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    library: native_library.NativeLibrary, gate: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kernel, "LIBRARY", library)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
@@ -270,7 +285,7 @@ def test_a_process_that_waits_does_so_where_a_cache_is_made(
 
 @needs_compiler
 def test_it_can_be_compiled_ahead_of_time(
-    library: NativeLibrary, gate: pathlib.Path, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+    library: native_library.NativeLibrary, gate: pathlib.Path, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
 ) -> None:
     monkeypatch.setattr(kernel, "LIBRARIES", (library,))
     monkeypatch.setenv("KVLAYERS_COMPILE", "never")
@@ -281,7 +296,7 @@ def test_it_can_be_compiled_ahead_of_time(
 
 @pytest.mark.parametrize("case", UNCOMPILABLE)
 def test_what_hinders_the_compiler_ahead_of_time_is_an_error(
-    case: str, library: NativeLibrary, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+    case: str, library: native_library.NativeLibrary, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
 ) -> None:
     for name, value in {"KVLAYERS_CACHE": str(tmp_path), **UNCOMPILABLE[case]}.items():
         monkeypatch.setenv(name, value)
@@ -297,20 +312,30 @@ def test_what_hinders_the_compiler_ahead_of_time_is_an_error(
 
 
 @needs_compiler
+@pytest.mark.parametrize("part", ["attention", "codes"])
 def test_attention_does_not_wait_for_the_compiler_and_takes_the_kernel_when_it_is_there(
-    library: NativeLibrary, gate: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    part: str, library: native_library.NativeLibrary, gate: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Packed codes wait for their products, which states in full precision do without."""
     expected = decoded()
-    monkeypatch.setattr(kernel, "LIBRARY", library)
+    late = library
+    if part == "codes":
+        late = native_library.NativeLibrary(
+            SOURCE.with_name("other_products.cpp"), "kvlayers_multiply", purpose="other codes"
+        )
+        stand_in(monkeypatch, gate.parent, pathlib.Path(kernel.OTHER.compile()), gate)
+    monkeypatch.setattr(kernel, "LIBRARY" if part == "attention" else "OTHER", late)
     called: list[bool] = []
     spy(monkeypatch, kernel, "attend", lambda *_, **__: called.append(True))
-    seen = decoded()
-    assert not called
-    assert library.obstacle == "is still being compiled"
     # Sums in float32 of numbers of about 1, in another order.
-    torch.testing.assert_close(seen, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(decoded(), expected, rtol=1e-5, atol=1e-5)
+    assert not called
+    assert late.obstacle == "is still being compiled"
+    dense = torch.randn(1, 2, 300, 16)
+    obstacle = kernel.obstacle(torch.randn(1, 4, 1, 16), KVSegments((DenseSegment(dense, dense),)))
+    assert (obstacle is None) == (part == "codes")
     gate.touch()
-    until(library.get)
+    until(late.get)
     assert torch.equal(decoded(), expected)
     assert called
 
@@ -330,7 +355,7 @@ def test_a_compilation_outlives_the_process_that_began_it(gate: pathlib.Path, tm
 
 @forks
 @needs_compiler
-def test_a_forked_process_looks_for_itself(library: NativeLibrary, gate: pathlib.Path) -> None:
+def test_a_forked_process_looks_for_itself(library: native_library.NativeLibrary, gate: pathlib.Path) -> None:
     assert library.get() is None
     with library._lock:
         # Another thread looks, at the time of the fork.
@@ -358,26 +383,3 @@ def test_the_threads_are_those_of_torch_or_there_is_one() -> None:
         assert torch.equal(decoded(), expected)
     finally:
         loaded.kvlayers_set_start_parallel(address)
-
-
-# Parts
-
-
-@needs_compiler
-def test_packed_codes_are_attended_to_in_torch_until_their_products_are_there(
-    gate: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    expected = decoded()
-    late = NativeLibrary(SOURCE.with_name("other_products.cpp"), "kvlayers_multiply", purpose="other codes")
-    stand_in(monkeypatch, gate.parent, pathlib.Path(kernel.OTHER.compile()), gate)
-    monkeypatch.setattr(kernel, "OTHER", late)
-    called: list[bool] = []
-    spy(monkeypatch, kernel, "attend", lambda *_, **__: called.append(True))
-    torch.testing.assert_close(decoded(), expected, rtol=1e-5, atol=1e-5)
-    assert not called
-    dense = torch.randn(1, 2, 300, 16)
-    assert kernel.obstacle(torch.randn(1, 4, 1, 16), KVSegments((DenseSegment(dense, dense),))) is None
-    gate.touch()
-    until(late.get)
-    assert torch.equal(decoded(), expected)
-    assert called

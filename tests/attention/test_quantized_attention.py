@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._pytree import tree_iter
 from transformers.integrations.sdpa_attention import repeat_kv
@@ -18,21 +20,18 @@ from transformers.models.llama.modeling_llama import repeat_kv as eager_repeat_k
 
 import kvlayers
 from histories import History, dense_source, ordinary, side_by_side
-from kvlayers.kernels.attention import dispatch, slabs
+from kvlayers.kernels.attention import slabs
 from kvlayers.kernels.attention.cpu import kernel
-from kvlayers.kernels.attention.dispatch import PathCounter
 from kvlayers.kernels.attention.packed_tensor import PackedStates
 from kvlayers.kernels.attention.segment_kinds import DenseSegment, PackedSegment
 from kvlayers.kernels.attention.segments import KVSegments
 from kvlayers.kernels.codes import packed_side
-from kvlayers.kernels.codes.quantizer_contract import Side
 from matrix import product
 from random_states import SUMS, Rule, check, code_format, packed_states
 from spies import Operators, spy
 
 needs_compiler = pytest.mark.skipif(kernel.library() is None, reason="there is no C++ compiler for the kernel")
 KERNELS = [pytest.param(kernel.attend, marks=needs_compiler, id="cpu"), pytest.param(slabs.attend, id="blocks")]
-SIDES: tuple[Side, Side] = ("keys", "values")
 WIDTHS: list[int | str] = [1, 2, 3, 4, 5, 6, 8, "fp8", *(f"codebook {bits}" for bits in (1, 2, 3, 4))]
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -69,7 +68,7 @@ def case_of(
     key_dim, value_dim, size, *groups = LAYOUTS[layout]
     first, ends = (3, (size, size - 2, 1, *[size] * (block_count - 3))) if cut else (0, None)
     sides, exact = [], []
-    for side, group, mixed, head_dim in zip(SIDES, groups, rotated, (key_dim, value_dim), strict=True):
+    for side, group, mixed, head_dim in zip(("keys", "values"), groups, rotated, (key_dim, value_dim), strict=True):
         shape = (batch, kv_heads, block_count * size, head_dim)
         packed, states = packed_states(code_format(width, group, mixed), side, shape, size, dtype)
         sides.append(packed)
@@ -217,16 +216,14 @@ def test_a_query_over_a_state_that_is_not_finite_is_not_a_number(
     query = case.query().abs()
     run = case.segments.in_order[0 if where == "before" else 2]
     run.keys[0, 0, 2, 1] = bad
-    seen = attend(query, case.segments, None, 0.2)
-    assert seen[0].isnan().all()
-    assert seen[1].isfinite().all()
     # A mask that hides the token may hide this too, or not, as torch's own attention does not: it is never another
     # number.
     mask = torch.ones(1, 1, 1, case.segments.tokens, dtype=torch.bool)
     mask[..., 2 if where == "before" else case.segments.tokens - 73 + 2] = False
-    alone = attend(query, case.segments, full(~mask, query, case.segments.tokens), 0.2)
-    assert alone[0].isnan().all()
-    assert alone[1].isfinite().all()
+    for shown in (None, full(~mask, query, case.segments.tokens)):
+        seen = attend(query, case.segments, shown, 0.2)
+        assert seen[0].isnan().all()
+        assert seen[1].isfinite().all()
     hidden = attend(query, case.segments, full(mask, query, case.segments.tokens), 0.2)
     run.keys[0, 0, 2, 1] = 0
     case.keys.nan_to_num_(0, 0, 0)
@@ -273,8 +270,7 @@ def no_copy(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
 
 def close(seen: Tensor, expected: Tensor) -> None:
-    assert type(seen) is Tensor
-    assert seen.dtype == expected.dtype
+    assert (type(seen), seen.dtype) == (Tensor, expected.dtype)
     # Both are right to within sums in float32 of numbers no larger than about 10, and a rounding to bfloat16.
     coarse = torch.finfo(seen.dtype).eps if seen.dtype != torch.float32 else 1e-5
     torch.testing.assert_close(seen, expected, rtol=coarse, atol=2 * coarse)
@@ -317,10 +313,6 @@ def with_a_mask_of_two_dimensions(query: Tensor, keys: Tensor, values: Tensor) -
     return scaled_dot_product_attention(query, keys, values, mask, enable_gqa=True)
 
 
-def causal(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    return scaled_dot_product_attention(query, keys, values, is_causal=True, enable_gqa=True)
-
-
 def repeated(repeat: Callable[[Tensor, int], Tensor], query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     copies = query.shape[1] // keys.shape[1]
     return scaled_dot_product_attention(query, repeat(keys, copies), repeat(values, copies))
@@ -347,7 +339,7 @@ ATTENTIONS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "enable_gqa": with_gqa,
     "mask and scale": with_a_mask_and_a_scale,
     "mask of two dimensions": with_a_mask_of_two_dimensions,
-    "is_causal": causal,
+    "is_causal": functools.partial(scaled_dot_product_attention, is_causal=True, enable_gqa=True),
     "repeat_kv of sdpa": functools.partial(repeated, repeat_kv),
     "repeat_kv of eager": functools.partial(repeated, eager_repeat_kv),
     "repeat_interleave": functools.partial(repeated, interleaved),
@@ -464,8 +456,7 @@ def test_everything_else_reads_states_in_full_precision(reader: str) -> None:
     for states in some_handles():
         seen, expected = READERS[reader](states), READERS[reader](states.dense())
         for one, other in zip(tree_iter(seen), tree_iter(expected), strict=True):
-            assert type(one) is Tensor
-            assert one.dtype == other.dtype
+            assert (type(one), one.dtype) == (Tensor, other.dtype)
             assert torch.equal(one, other)
 
 
@@ -528,20 +519,6 @@ def test_packed_states_are_not_read_after_the_cache_has_changed(change: str) -> 
             read()
     assert keys.shape == (BATCH, KV_HEADS, PAST + 1, KEY_DIM)
     assert torch.equal(twin_keys.clone(), of_the_twin)
-
-
-def test_packed_states_stay_valid_while_tokens_are_appended() -> None:
-    layer = filled_layer()
-    keys, values = layer.update(*some_states(1))
-    before = keys.clone(), values.clone()
-    query = some_query()
-    attended = with_gqa(query, keys, values)
-    # Beyond two packings: 300 tokens are 4 sinks, 4 blocks and 40 in full precision, of which there may be 72.
-    for tokens in (*[1] * 100, 200, 1):
-        layer.update(*some_states(tokens))
-        assert torch.equal(keys.clone(), before[0])
-        assert torch.equal(values.clone(), before[1])
-        assert torch.equal(with_gqa(query, keys, values), attended)
 
 
 def test_packed_states_of_two_updates_and_of_two_caches_do_not_mix() -> None:
@@ -614,44 +591,38 @@ REFUSED: dict[str, Callable[[Tensor, Tensor], Any]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_torch_refuses_is_refused(case: str) -> None:
     keys, values = some_handles()
-    with pytest.raises(RuntimeError):
-        REFUSED[case](keys.dense(), values.dense())
-    with pytest.raises(RuntimeError):
-        REFUSED[case](keys, values)
+    for states in ((keys.dense(), values.dense()), (keys, values)):
+        with pytest.raises(RuntimeError):
+            REFUSED[case](*states)
 
 
-@pytest.mark.parametrize("new", [1, 3, 150])
-@pytest.mark.parametrize("attention", ["enable_gqa", "repeat_kv of sdpa", "eager"])
-def test_gradients_are_those_of_dense_attention(attention: str, new: int) -> None:
+@pytest.mark.parametrize(
+    ("attention", "new", "of_queries_alone"),
+    product(["enable_gqa", "repeat_kv of sdpa", "eager"], [1, 3, 150], [False, True]),
+)
+def test_gradients_are_those_of_dense_attention(attention: str, new: int, of_queries_alone: bool) -> None:
     layer = filled_layer()
     past = layer.keys.clone(), layer.values.clone()
     leaves = [some_query(2, new), *some_states(new)]
     grads, results = [], []
     for own in (True, False):
-        query, keys, values = (leaf.clone().requires_grad_() for leaf in leaves)
+        query, *pair = (leaf.clone() for leaf in leaves)
+        wanted = [query] if of_queries_alone else [query, *pair]
+        for leaf in wanted:
+            leaf.requires_grad_()
         if own:
-            attended = layer.update(keys, values)
+            attended = layer.update(*pair)
             assert type(attended[0]) is PackedStates
         else:
-            attended = torch.cat([past[0], keys], 2), torch.cat([past[1], values], 2)
+            attended = tuple(torch.cat(sides, 2) for sides in zip(past, pair, strict=True))
         results.append(ATTENTIONS[attention](query, *attended))
         assert results[-1].requires_grad
-        grads.append(torch.autograd.grad(results[-1].square().sum(), (query, keys, values)))
+        grads.append(torch.autograd.grad(results[-1].square().sum(), wanted))
     close(results[0].detach(), results[1].detach())
     for seen, expected in zip(*grads, strict=True):
         assert expected.abs().max() > 0
         # Sums of some thousands of products in float32, in another order.
         torch.testing.assert_close(seen, expected, rtol=1e-4, atol=1e-4)
-
-
-def test_a_query_alone_may_want_gradients() -> None:
-    keys, values = some_handles()
-    query = some_query().requires_grad_()
-    seen, expected = with_gqa(query, keys, values), with_gqa(query, keys.dense(), values.dense())
-    close(seen.detach(), expected.detach())
-    close(*(torch.autograd.grad(attended.sum(), query)[0] for attended in (seen, expected)))
-    with torch.no_grad():
-        assert not with_gqa(query, keys, values).requires_grad
 
 
 # Memory
@@ -723,6 +694,7 @@ def test_attention_allocates_no_tensor_as_large_as_the_held_states(
         monkeypatch.setattr(kernel, "library", lambda: None)
         monkeypatch.setattr(kernel.MANY, "get", lambda: None)
     dense_keys = KV_HEADS * LONG * KEY_DIM * 4
+    assert max(created_by(long_layer.fork().keys.clone)) >= dense_keys
     # Of a cache that is as many times longer than this one.
     monkeypatch.setattr(slabs, "CPU_CODES_AT_ONCE", KV_HEADS * LONG * KEY_DIM // 4)
     for tokens in (1, 40, 200):
@@ -738,21 +710,6 @@ def test_attention_allocates_no_tensor_as_large_as_the_held_states(
             assert max(sizes) <= 1.1 * dense_keys
             continue
         assert max(sizes) <= max(at_once, codes_that_moved, packing) < dense_keys
-
-
-def test_the_measure_of_memory_sees_a_dense_copy(long_layer: kvlayers.QuantizedLayer) -> None:
-    keys, _ = long_layer.fork().update(*some_states(1, batch=1))
-    assert max(created_by(keys.clone)) >= KV_HEADS * LONG * KEY_DIM * 4
-
-
-@pytest.mark.parametrize("scale", [None, 0.5])
-@pytest.mark.parametrize("queries", [2, kernel.CPU_MAXIMUM_ROWS // 2 + 1], ids=["few", "more than the kernel is for"])
-def test_the_scale_is_that_of_torch_where_it_is_not_given(queries: int, scale: float | None) -> None:
-    case = case_of(kv_heads=1)
-    query = case.query(2, queries)
-    mask = torch.rand(1, 1, queries, case.segments.tokens) > 0.5
-    used = case.segments.head_dims[0] ** -0.5 if scale is None else scale
-    check(dispatch.attend(query, case.segments, mask, scale, PathCounter()), *case.attended(query, mask, used))
 
 
 @pytest.mark.parametrize("cut", [False, True], ids=["codes", "cropped"])
@@ -771,3 +728,73 @@ def test_slabs_rotate_what_is_smaller_and_once(queries: int, cut: bool, monkeypa
     assert sum(rotated) == case.segments.batch * case.segments.kv_heads * of_each * (
         case.segments.head_dims[0] + case.segments.head_dims[1]
     )
+
+
+# While torch changes what is computed: autocast, `torch.func`, forward-mode derivatives, inference mode
+
+LAYERS: dict[str, Callable[[], kvlayers.CacheLayer]] = {
+    "dynamic": kvlayers.DynamicLayer,
+    "packed": lambda: kvlayers.QuantizedLayer(kvlayers.Quantization(nbits=8)),
+}
+TOKENS = 2050
+"""So many that the kernel takes attention to states in full precision, too."""
+
+
+def states_of_four_heads(tokens: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    shape = 1, 4, tokens, 32
+    return torch.randn(shape, dtype=dtype), torch.randn(shape, dtype=dtype)
+
+
+@pytest.fixture(params=LAYERS)
+def layer(request: pytest.FixtureRequest) -> kvlayers.CacheLayer:
+    torch.manual_seed(0)
+    return LAYERS[request.param]()
+
+
+@pytest.mark.parametrize("queries", [1, 3])
+@pytest.mark.parametrize("computed", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_autocast_decides_the_dtype_of_the_result(
+    layer: kvlayers.CacheLayer, dtype: torch.dtype, computed: torch.dtype, queries: int
+) -> None:
+    layer.update(*states_of_four_heads(TOKENS, dtype))
+    with torch.no_grad(), torch.autocast("cpu", computed):
+        returned = layer.update(*states_of_four_heads(queries, dtype))
+        assert with_gqa(torch.randn(1, 8, queries, 32, dtype=dtype), *returned).dtype == computed
+
+
+def test_vmap_gives_what_a_loop_gives(layer: kvlayers.CacheLayer) -> None:
+    layer.update(*states_of_four_heads(TOKENS))
+    returned = layer.update(*states_of_four_heads(1))
+    queries = torch.randn(3, 1, 8, 1, 32)
+    seen = torch.func.vmap(lambda query: with_gqa(query, *returned))(queries)
+    expected = torch.stack([with_gqa(query, *returned) for query in queries])
+    # Sums of 2,000 tokens in another order.
+    torch.testing.assert_close(seen, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_forward_derivatives_are_those_of_states_in_full_precision(layer: kvlayers.CacheLayer) -> None:
+    layer.update(*states_of_four_heads(TOKENS))
+    returned = layer.update(*states_of_four_heads(1))
+    query, direction = torch.randn(1, 8, 1, 32), torch.randn(1, 8, 1, 32)
+
+    def tangent(keys: Tensor, values: Tensor) -> Tensor:
+        # The only backend of torch that has forward derivatives.
+        with sdpa_kernel(SDPBackend.MATH), forward_ad.dual_level():
+            attended = with_gqa(forward_ad.make_dual(query, direction), keys, values)
+            found: Tensor = forward_ad.unpack_dual(attended).tangent
+            return found.clone()
+
+    torch.testing.assert_close(tangent(*returned), tangent(*(states.clone() for states in returned)))
+
+
+def test_a_layer_that_was_unpickled_in_inference_mode_goes_on_outside(layer: kvlayers.CacheLayer) -> None:
+    layer.update(*states_of_four_heads(TOKENS))
+    with torch.inference_mode():
+        copied = pickle.loads(pickle.dumps(layer))
+    for each in (layer, copied):
+        each.crop(TOKENS - 3)
+    states = states_of_four_heads(1)
+    with torch.no_grad():
+        seen, expected = ([side.clone() for side in each.update(*states)] for each in (copied, layer))
+    assert all(map(torch.equal, seen, expected))

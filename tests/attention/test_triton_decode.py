@@ -2,7 +2,8 @@
 
 import itertools
 import re
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from kvlayers.kernels.attention.segments import KVSegments
 from kvlayers.kernels.codes.groups import BlockLayout
 from kvlayers.kernels.codes.packed_side import PackedSide
 from kvlayers.kernels.codes.quantizer_contract import CodeFormat, Side
+from kvlayers.utils import triton_support
 from matrix import of_cases
 from offline_gpu import OfflineDriver, as_gpu, recorded_launches
 from triton_decode_cases import CASES, CHECKS
@@ -199,6 +201,7 @@ def test_instructions_unpack_codes(bits: int, floating: bool, dtype: torch.dtype
     # The interpreter cannot run inline assembly.
     blocks = unpacking_instructions(bits, floating, dtype)
     assert len(blocks) == 16 // bits
+    assert unpacking_instructions(bits, floating, torch.float32) == ()
     float8 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
     for code in range(256):
         # Another byte in each place, so that none can stand in for another; no nan, whose bits are 0x7F.
@@ -213,5 +216,115 @@ def test_instructions_unpack_codes(bits: int, floating: bool, dtype: torch.dtype
             assert executed(block, word, dtype) == expected
 
 
-def test_float32_has_no_instructions() -> None:
-    assert unpacking_instructions(4, False, torch.float32) == ()
+MERGES = """
+import torch
+from kvlayers.kernels.attention import fused
+torch.manual_seed(0)
+for dtype in (torch.float32, torch.bfloat16):
+    for batch, kv_heads, group, queries, width in ((1, 1, 1, 1, 16), (3, 5, 2, 1, 80), (2, 1, 3, 7, 24)):
+        # One part with queries before heads in memory, as kernels return it; scores of hidden tokens among others.
+        first = (
+            torch.randn(batch, queries, kv_heads, group, width).to(dtype).movedim(1, 3),
+            torch.randn(batch, queries, kv_heads, group).movedim(1, 3).clone(),
+        )
+        shape = batch, kv_heads, group, queries
+        others = [(torch.randn(*shape, width).to(dtype), torch.randn(shape) * 9) for _ in range(4)]
+        first[1][0, 0, 0, 0] = -1e30
+        for number in range(1, 5):
+            parts = [first, *others[:number]]
+            shares = torch.stack([one for _, one in parts]).softmax(0)
+            wanted = (torch.stack([out.float() for out, _ in parts]) * shares[..., None]).sum(0)
+            seen, _ = fused.merged(parts, dtype, wants_logsumexp=False)
+            assert seen.shape == wanted.shape and seen.dtype == dtype, (seen.shape, seen.dtype)
+            # Computed in float32, and rounded once.
+            torch.testing.assert_close(seen.float(), wanted, rtol=torch.finfo(dtype).eps, atol=1e-6)
+            if number == 1:
+                assert torch.equal(seen[0, 0, 0, 0], others[0][0][0, 0, 0, 0])
+            seen, logsumexp = fused.merged(parts, torch.float32, wants_logsumexp=True)
+            assert seen.dtype == logsumexp.dtype == torch.float32
+            torch.testing.assert_close(seen, wanted)
+            torch.testing.assert_close(logsumexp, torch.stack([one for _, one in parts]).logsumexp(0))
+"""
+
+
+@pytest.mark.slow
+@with_triton
+def test_parts_are_merged_as_by_plain_torch() -> None:
+    interpreted_kernels.run(MERGES)
+
+
+# A compiled kernel is called again for arguments that triton would compile to the same kernel, and for no others
+
+DEVICE = torch.device("cpu")
+
+
+class Function:
+    """A function that triton has decorated: of a tensor, strides, a number that grows, one that does not, a factor."""
+
+    params: ClassVar = [
+        SimpleNamespace(do_not_specialize=name == "tokens") for name in ("x", "strides", "tokens", "size", "f")
+    ]
+    arg_names: ClassVar = ["x", "strides", "tokens", "size", "factor", "SPEC"]
+
+    def __init__(self) -> None:
+        self.searches = 0
+        self.calls: list[tuple[Any, ...]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def launch(*arguments: Any, **constants: Any) -> dict[Any, Any]:
+            self.searches += 1
+            return Compiled(self.calls)
+
+        return launch
+
+
+class Compiled:
+    def __init__(self, calls: list[tuple[Any, ...]]) -> None:
+        self.calls = calls
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *arguments: self.calls.append((grid, *arguments))
+
+
+@pytest.fixture
+def function(monkeypatch: pytest.MonkeyPatch) -> Function:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    return Function()
+
+
+def test_kernels_are_searched_for_once_for_each_specialisation(function: Function) -> None:
+    kernel = triton_support.TritonKernel("no.module", "name")
+    kernel.function = function
+    kept, other = (
+        triton_support.KeptConstants(SPEC="spec", num_warps=4),
+        triton_support.KeptConstants(SPEC="other", num_warps=4),
+    )
+    x = torch.zeros(64)
+    for constants, arguments, searches in (
+        (kept, (x, (1, 16), 5, 7, 0.5), 1),
+        (kept, (x.clone(), (1, 16), 16, 7, 0.25), 0),
+        (kept, (x[1:], (1, 16), 5, 7, 0.5), 1),
+        (kept, (x.half(), (1, 16), 5, 7, 0.5), 1),
+        (kept, (x, (2, 16), 5, 7, 0.5), 1),
+        (kept, (x, (1, 16), 1 << 31, 7, 0.5), 1),
+        (kept, (x, (1, 16), 5, 8, 0.5), 1),
+        (kept, (x, (1, 16), 9, 7, 0.5), 0),
+        # Other constants have kernels of their own.
+        (other, (x, (1, 16), 9, 7, 0.5), 1),
+        (kept, (x, (1, 16), 1, 7, 0.25), 0),
+    ):
+        before = function.searches
+        kernel.launch(DEVICE, (3,), arguments, constants)
+        assert function.searches - before == searches, arguments[1:]
+    # The address in place of the tensor, a grid of three numbers, and the constant that is a parameter.
+    assert function.calls[-1] == ((3, 1, 1), x.data_ptr(), (1, 16), 1, 7, 0.25, "spec")
+
+
+def test_few_kernels_are_kept(function: Function, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_support, "MOST_KEPT_KERNELS", 4)
+    kernel = triton_support.TritonKernel("no.module", "name")
+    kernel.function = function
+    constants = triton_support.KeptConstants(SPEC="spec")
+    for stride in range(10):
+        kernel.launch(DEVICE, (3,), (torch.zeros(64), (stride,), 5, 7, 0.5), constants)
+        assert len(constants.kernels) <= 4

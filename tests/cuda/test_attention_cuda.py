@@ -1,4 +1,4 @@
-"""Attention to packed states on a CUDA device is that of float64, on whatever path."""
+"""Packed states on a CUDA device: attention to them is that of float64, and their codes are those of a CPU."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -9,7 +9,6 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import cuda_device
 import grouped_backend
-from cuda_device import DEVICE
 from kvlayers import Quantization
 from kvlayers.kernels.attention.dispatch import CUDA
 from kvlayers.stores import QuantizedStore
@@ -17,6 +16,7 @@ from kvlayers.utils import triton_support
 from packed_reference import (
     attention,
     dense_states,
+    equal_codes,
     on_cpu,
     random_pair,
     relative_error,
@@ -68,15 +68,21 @@ def test_attention_is_that_of_float64(name: str, dtype: torch.dtype, head_dim: i
     options = (OPTIONS | GROUPED)[name]
     size = options.get("key_group_size", 64)
     store = QuantizedStore(Quantization(residual_length=32, sink_tokens=16, **options))
-    shape: dict[str, Any] = {"batch": 2, "kv_heads": KV_HEADS, "head_dim": head_dim, "dtype": dtype, "device": DEVICE}
+    shape: dict[str, Any] = {
+        "batch": 2,
+        "kv_heads": KV_HEADS,
+        "head_dim": head_dim,
+        "dtype": dtype,
+        "device": cuda_device.DEVICE,
+    }
     store.take_in(*random_pair(**shape, tokens=48 + 5 * size))
     store.truncate(store.length - size - 25)
     store.take_in(*random_pair(**shape, tokens=size + 30, seed=1))
     store.drop_oldest(16 + 17)
     held = dense_states(on_cpu(store))
     new = random_pair(**shape, tokens=queries, seed=2)
-    query = torch.randn(2, HEADS, queries, head_dim, device=DEVICE, dtype=dtype)
-    seen = torch.ones(queries, store.length + queries, dtype=torch.bool, device=DEVICE).tril(store.length)
+    query = torch.randn(2, HEADS, queries, head_dim, device=cuda_device.DEVICE, dtype=dtype)
+    seen = torch.ones(queries, store.length + queries, dtype=torch.bool, device=cuda_device.DEVICE).tril(store.length)
     mask = {"bool": seen, "added": torch.where(seen, 0.0, -torch.inf).to(dtype), "none": None}[kind]
     out = scaled_dot_product_attention(query, *store.take_in(*new), attn_mask=mask, enable_gqa=True)
     states = [torch.cat([old, own.cpu()], 2) for old, own in zip(held, new, strict=True)]
@@ -85,5 +91,49 @@ def test_attention_is_that_of_float64(name: str, dtype: torch.dtype, head_dim: i
     # A scale for each token needs up to 184 KB of shared memory in float32, groups of 256 tokens 136 KB: more than some
     # GPUs have.
     assert store.attention_paths
-    if name in OPTIONS and (dtype, head_dim) == (torch.bfloat16, 128) and triton_support.runs_triton(DEVICE):
+    if (
+        name in OPTIONS
+        and (dtype, head_dim) == (torch.bfloat16, 128)
+        and triton_support.runs_triton(cuda_device.DEVICE)
+    ):
         assert set(store.attention_paths) == {CUDA}
+
+
+# Codes that the device computes are those of a CPU, or as good
+
+
+def filled(name: str, states: tuple[torch.Tensor, ...]) -> QuantizedStore:
+    store = QuantizedStore(Quantization(residual_length=32, sink_tokens=16, **OPTIONS[name]))
+    store.take_in(*states)
+    return store
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_codes_are_those_of_a_cpu(name: str, dtype: torch.dtype) -> None:
+    states = random_pair(2, KV_HEADS, 48 + 256, 128, dtype, cuda_device.DEVICE)
+    here, there = filled(name, states), filled(name, tuple(side.cpu() for side in states))
+    bits = {"2 bits": 2, "4 bits": 4, "8 bits": 8, "fp8": 8}.get(name)
+    if bits is not None:
+        # Rotations add in another order, so a few states are nearest to another code, or their group to another grid.
+        assert equal_codes(here.state(), there.state(), bits) > 0.97
+    for seen, other, exact in zip(dense_states(on_cpu(here)), dense_states(there), states, strict=True):
+        assert relative_error(seen, exact.cpu()) < 1.005 * relative_error(other, exact.cpu())
+    for seen, other in zip(dense_states(here), dense_states(on_cpu(here)), strict=True):
+        assert relative_error(seen.cpu(), other) < ROUNDINGS[dtype]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_states_that_cannot_be_coded_are_those_of_a_cpu(name: str, dtype: torch.dtype) -> None:
+    states = random_pair(1, KV_HEADS, 48 + 128, 64, dtype, cuda_device.DEVICE)
+    keys, values = states
+    keys[:, :, 20:90] = 3.0
+    keys[:, 0, 100] = torch.nan
+    values[:, 1, 110] = torch.inf
+    values[:, :, 120] = 0.0
+    here, there = filled(name, states), filled(name, tuple(side.cpu() for side in states))
+    for seen, other in zip(dense_states(here), dense_states(there), strict=True):
+        assert torch.equal(seen.cpu().isnan(), other.isnan())
+        # A scale of bfloat16 that rounds the other way moves more states to another code.
+        assert relative_error(seen.cpu().nan_to_num(), other.nan_to_num()) < (0.05 if dtype == torch.float32 else 0.1)

@@ -8,18 +8,21 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-import kvlayers
 from agreement import bytes_reached, step
 from branches import Branch, Kind, check_branches
 from kvlayers import (
     CacheLayer,
+    DynamicCache,
     DynamicLayer,
+    EncoderDecoderCache,
     HybridLayer,
     LinearAttentionLayer,
     OffloadedLayer,
     Quantization,
     QuantizedLayer,
+    SinkLayer,
     SlidingLayer,
+    stores,
 )
 from kvlayers.eviction.flat_tokens import split_state
 from kvlayers.eviction.held_tokens import held_tokens
@@ -82,8 +85,7 @@ def holds_the_same(branch: Branch) -> None:
         # Where the tokens of a head stand depends on what branches share.
         pair = held_tokens(shared.store), held_tokens(branch.alone.store)
         for row, head in itertools.product(range(branch.rows), range(KV_HEADS)):
-            for found, wanted in zip(*(of_head(held, row, head) for held in pair), strict=True):
-                assert torch.equal(found, wanted)
+            assert all(map(torch.equal, *(of_head(held, row, head) for held in pair)))
         return
     for name, tensor in expected.tensors.items():
         assert torch.equal(seen.tensors[name], tensor), name
@@ -105,16 +107,12 @@ SHARING: dict[str, Callable[[], CacheLayer]] = {
     "dynamic": DynamicLayer,
     "sliding": lambda: SlidingLayer(WINDOW),
     "sliding over more than is seen": lambda: SlidingLayer(4 * PREFIX),
-    "sink": lambda: kvlayers.SinkLayer(
-        WINDOW, 4, Rotary(10000.0 ** -(torch.arange(0, HEAD_DIM, 2) / HEAD_DIM), "halves")
-    ),
+    "sink": lambda: SinkLayer(WINDOW, 4, Rotary(10000.0 ** -(torch.arange(0, HEAD_DIM, 2) / HEAD_DIM), "halves")),
     "int8": lambda: QuantizedLayer(Quantization(nbits=8)),
     "int4": lambda: QuantizedLayer(Quantization(nbits=4)),
     "int2": lambda: QuantizedLayer(Quantization(nbits=2)),
     "fp8": lambda: QuantizedLayer(Quantization("fp8")),
-    "int4 in a window": lambda: SlidingLayer(
-        WINDOW, kvlayers.stores.QuantizedStore(Quantization(nbits=4, sink_tokens=0))
-    ),
+    "int4 in a window": lambda: SlidingLayer(WINDOW, stores.QuantizedStore(Quantization(nbits=4, sink_tokens=0))),
     "attention beside a recurrent state": lambda: HybridLayer(DynamicLayer(), LinearAttentionLayer()),
     "on the host that computes": lambda: OffloadedLayer(DynamicLayer()),
 }
@@ -124,15 +122,10 @@ def states_of_one(tokens: int, rows: int = 1) -> tuple[torch.Tensor, torch.Tenso
     return torch.randn(rows, 1, tokens, HEAD_DIM), torch.randn(rows, 1, tokens, HEAD_DIM)
 
 
-def bytes_of_all(layers: list[CacheLayer]) -> int:
-    """Bytes of what the layers hold, with memory that several of them hold counted once."""
-    return sum(storages_of(tensor for layer in layers for tensor in layer.held_tensors()).values())
-
-
 def own_bytes(layer: CacheLayer) -> int:
     """Bytes of the tokens of a branch: in full precision, and in codes if some of them have been packed by now."""
     # Sinks are written in front of a window, so each part of it in memory of its own has room for them.
-    own = (OWN + (layer.num_sink_tokens if isinstance(layer, kvlayers.SinkLayer) else 0)) * TOKEN_BYTES
+    own = (OWN + (layer.num_sink_tokens if isinstance(layer, SinkLayer) else 0)) * TOKEN_BYTES
     if layer.bits is None:
         return own
     tensors = layer.state().tensors
@@ -140,30 +133,25 @@ def own_bytes(layer: CacheLayer) -> int:
     return own + sum(states.nbytes for states in block)
 
 
+@pytest.mark.parametrize("in_one_batch", [False, True])
 @pytest.mark.parametrize("kind", SHARING)
-def test_branches_take_the_memory_of_one_prefix_and_of_their_own_tokens(kind: str) -> None:
+def test_branches_take_the_memory_of_one_prefix_and_of_their_own_tokens(kind: str, in_one_batch: bool) -> None:
     layer = SHARING[kind]()
     layer.update(*states_of_one(PREFIX))
-    before = layer.nbytes
-    branches = [layer.fork() for _ in range(BRANCHES)]
+    before, rows, branches = layer.nbytes, 1, [layer]
+    if in_one_batch:
+        rows = BRANCHES
+        layer.expand(rows)
+    else:
+        branches = [layer.fork() for _ in range(BRANCHES)]
     for _ in range(OWN):
         for branch in branches:
-            branch.update(*states_of_one(1))
+            branch.update(*states_of_one(1, rows))
     for branch in branches:
         branch.trim()
-    assert bytes_of_all([layer, *branches]) <= before + 1.05 * BRANCHES * own_bytes(branches[0])
-
-
-@pytest.mark.parametrize("kind", SHARING)
-def test_sequences_of_a_batch_take_the_memory_of_one_prefix_and_of_their_own_tokens(kind: str) -> None:
-    layer = SHARING[kind]()
-    layer.update(*states_of_one(PREFIX))
-    before = layer.nbytes
-    layer.expand(BRANCHES)
-    for _ in range(OWN):
-        layer.update(*states_of_one(1, BRANCHES))
-    layer.trim()
-    assert layer.nbytes <= before + 1.05 * BRANCHES * own_bytes(layer)
+    # Memory that several of them hold is counted once.
+    held = storages_of(tensor for each in (layer, *branches) for tensor in each.held_tensors())
+    assert sum(held.values()) <= before + 1.05 * BRANCHES * own_bytes(branches[0])
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if "static" not in kind and "offloaded" not in kind])
@@ -185,6 +173,6 @@ def test_who_is_left_alone_goes_on_in_place(generator: torch.Generator) -> None:
 
 
 def test_a_cache_makes_as_many_forks_as_it_is_asked_for(generator: torch.Generator) -> None:
-    cache = kvlayers.DynamicCache([states(1, 5, generator)])
-    for one in (cache, kvlayers.EncoderDecoderCache(cache, kvlayers.DynamicCache())):
+    cache = DynamicCache([states(1, 5, generator)])
+    for one in (cache, EncoderDecoderCache(cache, DynamicCache())):
         assert [(type(fork), fork.get_seq_length()) for fork in one.fork(3)] == [(type(one), 5)] * 3

@@ -12,26 +12,17 @@ import kvlayers
 from kvlayers.eviction.held_tokens import held_tokens
 from layer_kinds import KINDS
 from matrix import once, product
-from models import fresh_model, given, prompt
 from ragged_reference import of_head
 
-LAYERS = 1
-WINDOW = 24
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-CHANGES = list(itertools.permutations(DTYPES, 2))
-
-
-def config(**changes: Any) -> Any:
-    return transformers.LlamaConfig(num_hidden_layers=LAYERS, **changes)
+CONFIG = transformers.LlamaConfig(num_hidden_layers=1)
+CHANGES = list(itertools.permutations((torch.bfloat16, torch.float16, torch.float32), 2))
 
 
 EXACT = {
-    "dynamic": lambda: kvlayers.DynamicCache(config=config()),
-    "sliding": lambda: kvlayers.DynamicCache(
-        config=transformers.MistralConfig(num_hidden_layers=LAYERS, sliding_window=WINDOW)
-    ),
-    "offloaded": lambda: kvlayers.OffloadedCache(config=config()),
-    "to be packed": lambda: kvlayers.QuantizedCache(config=config(), nbits=4, residual_length=128),
+    "dynamic": lambda: kvlayers.DynamicCache(config=CONFIG),
+    "sliding": lambda: kvlayers.DynamicCache(config=transformers.MistralConfig(num_hidden_layers=1, sliding_window=24)),
+    "offloaded": lambda: kvlayers.OffloadedCache(config=CONFIG),
+    "to be packed": lambda: kvlayers.QuantizedCache(config=CONFIG, nbits=4, residual_length=128),
 }
 
 
@@ -68,7 +59,7 @@ def test_tokens_are_promoted_as_concatenation_does(name: str, first: torch.dtype
 
 @pytest.mark.parametrize(("first", "then", "nbits", "forked"), product(CHANGES, [2, 4, 8], [False, True]))
 def test_packed_tokens_stay_what_they_are(first: torch.dtype, then: torch.dtype, nbits: int, forked: bool) -> None:
-    cache = kvlayers.QuantizedCache(config=config(), nbits=nbits, residual_length=8, sink_tokens=4)
+    cache = kvlayers.QuantizedCache(config=CONFIG, nbits=nbits, residual_length=8, sink_tokens=4)
     cache.layers[0].update(*states(200, first))
     before = attended((cache.layers[0].keys, cache.layers[0].values))
     original, cache = cache, cache.fork() if forked else cache
@@ -90,47 +81,14 @@ def test_packed_tokens_stay_what_they_are(first: torch.dtype, then: torch.dtype,
         torch.testing.assert_close(held, before, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("prompt_under_autocast", [True, False])
-@pytest.mark.parametrize("name", ["dynamic", "int4"])
-def test_autocast_on_the_prompt_only_or_behind_it(name: str, prompt_under_autocast: bool) -> None:
-    model, ids = fresh_model("llama"), prompt(2, 40)
-    own = (
-        kvlayers.DynamicCache(config=model.config)
-        if name == "dynamic"
-        else kvlayers.QuantizedCache(config=model.config, nbits=4, residual_length=128)
-    )
-    logits = []
-    for cache in (own, transformers.DynamicCache(config=model.config)):
-        with torch.no_grad():
-            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=prompt_under_autocast):
-                model(ids[:, :30], **given(cache, model))
-            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=not prompt_under_autocast):
-                steps = [model(ids[:, at : at + 1], **given(cache, model)).logits for at in range(30, 40)]
-        logits.append(torch.cat(steps, dim=1).float())
-    tolerance = 1e-5 if prompt_under_autocast else 2e-2
-    torch.testing.assert_close(*logits, rtol=tolerance, atol=tolerance)
-
-
 def test_gradients_go_through_what_is_promoted() -> None:
-    cache = kvlayers.DynamicCache(config=config())
+    cache = kvlayers.DynamicCache(config=CONFIG)
     first = [side.requires_grad_() for side in states(4, torch.bfloat16)]
     cache.update(*first, 0)
     keys, values = cache.update(*states(2, torch.float32, 1), 0)
     (keys.sum() + 2 * values.sum()).backward()
     assert torch.equal(first[0].grad, torch.ones_like(first[0]))
     assert torch.equal(first[1].grad, 2 * torch.ones_like(first[1]))
-
-
-@pytest.mark.parametrize(("first", "then"), CHANGES, ids=str)
-def test_a_reservation_says_what_to_do(first: torch.dtype, then: torch.dtype) -> None:
-    cache = kvlayers.StaticCache(config(), max_cache_len=32)
-    cache.update(*states(9, first), 0)
-    with pytest.raises(
-        kvlayers.errors.StateMismatchError, match=rf"dtype {first}.*got dtype {then}: .*all passes under autocast"
-    ):
-        cache.update(*states(1, then, 1), 0)
-    assert cache.get_seq_length() == 9
-    assert torch.equal(cache.layers[0].keys, states(9, first)[0])
 
 
 @pytest.mark.parametrize(("first", "then"), CHANGES, ids=str)
@@ -147,32 +105,28 @@ def test_pages_are_found_by_promoted_keys(first: torch.dtype, then: torch.dtype)
     assert torch.equal(attend(query, *seen), attend(query, *wanted))
 
 
-def test_states_promoted_in_inference_mode_go_on_outside_of_it() -> None:
-    cache = kvlayers.QuantizedCache(config=config(), nbits=4, residual_length=8)
-    cache.update(*states(100, torch.bfloat16), 0)
-    with torch.inference_mode():
-        cache.update(*states(3, torch.float32, 1), 0)
-    cache.crop(-2)
-    keys, _ = cache.update(*states(90, torch.float32, 2), 0)
-    assert torch.equal(keys[:, :, -8:] + 0, states(90, torch.float32, 2)[0][:, :, -8:])
-
-
 @pytest.mark.parametrize(
-    ("dtype", "rows", "message"),
+    ("name", "first", "then", "rows", "message"),
     [
-        (torch.float8_e4m3fn, 2, "must have dtype torch.float32"),
-        (torch.int8, 2, "must have dtype torch.float32"),
-        (torch.bfloat16, 1, "batch size 2, like the 9 held tokens"),
+        *(
+            ("static", *change, 2, rf"dtype {change[0]}.*got dtype {change[1]}: .*all passes under autocast")
+            for change in CHANGES
+        ),
+        ("dynamic", torch.float32, torch.float8_e4m3fn, 2, "must have dtype torch.float32"),
+        ("dynamic", torch.float32, torch.int8, 2, "must have dtype torch.float32"),
+        ("dynamic", torch.float32, torch.bfloat16, 1, "batch size 2, like the 9 held tokens"),
     ],
+    ids=str,
 )
-def test_dtypes_that_are_not_promoted_and_another_batch_are_refused(
-    dtype: torch.dtype, rows: int, message: str
+def test_what_is_not_promoted_is_refused(
+    name: str, first: torch.dtype, then: torch.dtype, rows: int, message: str
 ) -> None:
-    cache = kvlayers.DynamicCache(config=config())
-    cache.update(*states(9, torch.float32), 0)
+    cache = EXACT["dynamic"]() if name == "dynamic" else kvlayers.StaticCache(CONFIG, max_cache_len=32)
+    cache.update(*states(9, first), 0)
     with pytest.raises(kvlayers.errors.StateMismatchError, match=message):
-        cache.update(*(side[:rows].to(dtype) for side in states(1, torch.float32)), 0)
+        cache.update(*(side[:rows].to(then) for side in states(1, torch.float32, 1)), 0)
     assert cache.get_seq_length() == 9
+    assert torch.equal(cache.layers[0].keys, states(9, first)[0])
 
 
 class Attending(torch.nn.Module):

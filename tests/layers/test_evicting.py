@@ -13,13 +13,12 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers.models.llama.modeling_llama import repeat_kv
 
 from eviction_oracle import EvictionOracle
-from kvlayers import EvictingLayer, OptionError
+from kvlayers import EvictingLayer, OptionError, Quantization
 from kvlayers.errors import RollbackError, StateMismatchError, UnsupportedLayerError
 from kvlayers.eviction import BUILTIN_RULES, EvictionRule, eviction_rule, register_eviction_rule
 from kvlayers.eviction.eviction_progress import EvictionProgress
 from kvlayers.eviction.held_tokens import held_tokens
 from kvlayers.eviction.selection import HEAD_FLOOR, select
-from kvlayers.quantized.quantization import Quantization
 from kvlayers.stores import QuantizedStore, StaticStore
 from matrix import once, product
 from ragged_reference import of_head
@@ -134,8 +133,8 @@ class Pair:
                 keys, values = of_head(held, row, head)
                 # Padding is held until an eviction drops it.
                 first = keys.shape[2] - int(kept.sum()) if padding[row] > oracle.whole_from else 0
-                assert torch.equal(keys[0, 0, first:], oracle.keys[row, head, kept])
-                assert torch.equal(values[0, 0, first:], oracle.values[row, head, kept])
+                expected = oracle.keys[row, head, kept], oracle.values[row, head, kept]
+                assert all(map(torch.equal, (keys[0, 0, first:], values[0, 0, first:]), expected))
 
     def go_on(self) -> None:
         for tokens in (1, 1, 30, *[1] * (STEP + 2), 3, 1):
@@ -194,8 +193,7 @@ def test_an_eviction_takes_no_token_of_a_sequence_that_is_not_due() -> None:
     settings = EvictingLayer("knorm", budget=36, sink_tokens=SINKS, recent_tokens=RECENT).options
     wanted = EvictionProgress(settings).after_eviction(100, counts + 1, counts).wanted(100, 0, 2)
     kept = select(torch.randn(2, 2, 43), wanted, padding=43 - counts, floor=HEAD_FLOOR).counts
-    assert kept[0].tolist() == [30, 33]
-    assert int(kept[1].sum()) == 2 * 36
+    assert (kept[0].tolist(), int(kept[1].sum())) == ([30, 33], 2 * 36)
 
 
 def _state(layer: EvictingLayer) -> EvictingLayer:
@@ -222,7 +220,15 @@ OPERATIONS: dict[str, tuple[Callable[[EvictingLayer], Any], list[int], int | Non
 """What is done to a layer, the sequences that are left, and how many of their tokens are taken back: `None` for all."""
 
 
-def operate(together: Pair, operation: str) -> None:
+@pytest.mark.parametrize(
+    ("rule", "amount", "operation", "chunks"),
+    product(["test_window", "test_all_queries"], AMOUNTS, OPERATIONS, [[100], [100, *[1] * (STEP + 4)], [RECENT, 1]]),
+)
+def test_decoding_goes_on_after(rule: str, amount: str, operation: str, chunks: list[int]) -> None:
+    """The layer matrix has the same of a rule that reads no queries."""
+    together = pair(rule, **AMOUNTS[amount])
+    for tokens in chunks:
+        together.step(tokens)
     change, rows, removed = OPERATIONS[operation]
     before, oracle = together.layer, together.oracle
     together.layer = change(before) or before
@@ -233,18 +239,6 @@ def operate(together: Pair, operation: str) -> None:
     oracle.select(rows)
     oracle.truncate(0 if removed is None else oracle.seen - removed)
     together.batch = len(rows)
-
-
-@pytest.mark.parametrize(
-    ("rule", "amount", "operation", "chunks"),
-    product(["test_window", "test_all_queries"], AMOUNTS, OPERATIONS, [[100], [100, *[1] * (STEP + 4)], [RECENT, 1]]),
-)
-def test_decoding_goes_on_after(rule: str, amount: str, operation: str, chunks: list[int]) -> None:
-    """The layer matrix has the same of a rule that reads no queries."""
-    together = pair(rule, **AMOUNTS[amount])
-    for tokens in chunks:
-        together.step(tokens)
-    operate(together, operation)
     together.check()
     together.go_on()
 
@@ -341,6 +335,7 @@ class Wrong(EvictionRule):
 
 
 @pytest.mark.parametrize("queries", [0, 4])
+@pytest.mark.parametrize(("held", "tokens"), [(0, 100), (20, 100), (40 + STEP - 1, 1)])
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -352,15 +347,20 @@ class Wrong(EvictionRule):
         lambda keys: keys[..., 0].tolist(),
     ],
 )
-def test_scores_of_a_wrong_shape_change_nothing(wrong: Callable[[Tensor], Any], queries: int) -> None:
-    layer = EvictingLayer(Wrong(wrong, queries), budget=40, sink_tokens=SINKS, recent_tokens=RECENT, per_head=False)
-    query, states = torch.randn(1, HEADS, 100, HEAD_DIM), torch.randn(1, KV_HEADS, 100, HEAD_DIM)
-    for first in (0, 20):
+def test_scores_of_a_wrong_shape_change_nothing(
+    wrong: Callable[[Tensor], Any], held: int, tokens: int, queries: int
+) -> None:
+    rule = Wrong(lambda keys: keys[..., 0], queries)
+    layer = EvictingLayer(rule, budget=40, sink_tokens=SINKS, recent_tokens=RECENT, per_head=False)
+    query, states = (torch.randn(1, heads, held + tokens, HEAD_DIM) for heads in (HEADS, KV_HEADS))
+    for one, of_query in zip(states[:, :, :held].split(1, 2), query[:, :, :held].split(1, 2), strict=True):
+        attend_by_sdpa(of_query, *layer.update(one, one), None)
+    rule.wrong, new = wrong, states[:, :, held:]
+    for _ in range(2):
         with pytest.raises(StateMismatchError, match=r"`Wrong.scores` must return floating-point scores \[1, 2, "):
-            attend_by_sdpa(query, *layer.update(states, states), None)
-        assert (layer.length, layer.held_tokens, layer.mask_sizes(1)) == (first, first, (first + 1, 0))
-        if not first:
-            layer.update(states[:, :, :20], states[:, :, :20])
+            attend_by_sdpa(query[:, :, held:], *layer.update(new, new), None)
+        assert (layer.length, layer.held_tokens, layer.mask_sizes(1)) == (held, held, (held + 1, 0))
+        assert not held or torch.equal(layer.keys, states[:, :, :held])
 
 
 @pytest.mark.parametrize("queries", [0, 4])
@@ -376,24 +376,6 @@ def test_a_rule_that_writes_to_states_is_named(queries: int) -> None:
 def test_a_number_of_queries_is_checked(queries: Any) -> None:
     with pytest.raises(OptionError, match="`queries` of the rule Wrong"):
         EvictingLayer(Wrong(lambda keys: keys[..., 0], queries), keep=0.4)
-
-
-@pytest.mark.parametrize("queries", [0, 4])
-def test_wrong_scores_of_a_single_token_change_nothing(queries: int) -> None:
-    rule = Wrong(lambda keys: keys[..., 0], queries)
-    layer = EvictingLayer(rule, budget=40, sink_tokens=SINKS, recent_tokens=RECENT, per_head=False)
-    most = 40 + STEP - 1
-    query, states = torch.randn(1, HEADS, most, HEAD_DIM), torch.randn(1, KV_HEADS, most, HEAD_DIM)
-    layer.update(states[:, :, :40], states[:, :, :40])
-    for token in range(40, most):
-        new = slice(token, token + 1)
-        attend_by_sdpa(query[:, :, new], *layer.update(states[:, :, new], states[:, :, new]), None)
-    rule.wrong = lambda keys: None
-    for _ in range(2):
-        with pytest.raises(StateMismatchError, match="must return floating-point scores"):
-            attend_by_sdpa(query[:, :, :1], *layer.update(states[:, :, :1], states[:, :, :1]), None)
-        assert (layer.length, layer.held_tokens, layer.mask_sizes(1)) == (most, most, (most + 1, 0))
-        torch.testing.assert_close(layer.keys, states, rtol=0, atol=0)
 
 
 def test_an_attention_that_shows_no_queries_is_an_error_that_changes_nothing() -> None:
@@ -438,21 +420,18 @@ def test_a_row_keeps_its_tokens_and_drops_its_padding_where_a_packed_block_has_b
     store = QuantizedStore(Quantization(nbits=8, residual_length=8, sink_tokens=0))
     layer = EvictingLayer("knorm", None, 100, SINKS, RECENT, per_head, store=store, left_padding=[padding, 0])
     layer.update(states[:, :, :20], states[:, :, :20])
-    while layer.length < 100 + STEP:
-        new = states[:, :, layer.length : layer.length + 1]
+    for new in states[:, :, 20 : 100 + STEP].split(1, 2):
         layer.update(new, new)
     assert layer._progress.evicted.tolist() == [0, STEP]
     # The other row has evicted, and this one has not yet.
     text = states[:1, :, padding : layer.length]
     for head in range(KV_HEADS):
         keys, values = of_head(held_tokens(layer.store), 0, head)
-        torch.testing.assert_close(keys, text[:, head : head + 1], atol=0.05, rtol=0)
-        torch.testing.assert_close(values, text[:, head : head + 1], atol=0.05, rtol=0)
-    while layer.length < 300:
-        new = states[:, :, layer.length : layer.length + 1]
+        torch.testing.assert_close([keys, values], [text[:, head : head + 1]] * 2, atol=0.05, rtol=0)
+    for new in states[:, :, layer.length :].split(1, 2):
         layer.update(new, new)
     assert layer.held_tokens < 100 + STEP
     for head in range(KV_HEADS):
         keys, _ = of_head(held_tokens(layer.store), 0, head)
-        torch.testing.assert_close(keys[:, :, :SINKS], text[:, head : head + 1, :SINKS], atol=0.05, rtol=0)
-        torch.testing.assert_close(keys[:, :, -RECENT:], states[:1, head : head + 1, -RECENT:], atol=0.05, rtol=0)
+        ends = text[:, head : head + 1, :SINKS], states[:1, head : head + 1, -RECENT:]
+        torch.testing.assert_close((keys[:, :, :SINKS], keys[:, :, -RECENT:]), ends, atol=0.05, rtol=0)

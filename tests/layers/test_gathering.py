@@ -11,7 +11,7 @@ from torch.nn.parallel import scatter_gather
 
 import kvlayers
 from matrix import product
-from models import ENCODER_DECODERS, fresh_model, prompt, read, tiny_model
+from models import ENCODER_DECODERS, prompt, read, tiny_model
 
 FAMILIES = ("llama", "mistral", "gemma3", "llama4", "deepseek_v3")
 
@@ -47,9 +47,8 @@ def test_a_gathered_cache_decodes_on(
     outputs = [model(half, past_key_values=kvlayers.DynamicCache(**options)) for half in ids.chunk(2)]
     gathered = gather(outputs).past_key_values
     expected = model(ids, past_key_values=kvlayers.DynamicCache(**options)).past_key_values
-    assert type(gathered) is kvlayers.DynamicCache
+    assert (type(gathered), gathered.is_sliding) == (kvlayers.DynamicCache, expected.is_sliding)
     assert (gathered.get_seq_length(), gathered.batch_size) == (tokens, 4)
-    assert gathered.is_sliding == expected.is_sliding
     torch.testing.assert_close(steps(model, gathered), steps(model, expected), rtol=1e-4, atol=1e-4)
 
 
@@ -84,20 +83,6 @@ def test_windows_of_a_pair_are_gathered(gather: Callable[[list[Any]], Any]) -> N
     assert gathered.is_sliding == pairs[0].is_sliding
     assert [layer.length for layer in gathered.layers] == [30] * len(gathered)
     assert gathered.cross_attention_cache.get_seq_length() == 5
-
-
-def test_gradients_flow_through_a_gathered_cache(gather: Callable[[list[Any]], Any]) -> None:
-    model, ids = fresh_model("mistral"), prompt(4, 30)
-    weights = [model.model.layers[0].self_attn.k_proj.weight, model.model.embed_tokens.weight]
-
-    def gradients(cache: kvlayers.DynamicCache) -> tuple[torch.Tensor, ...]:
-        return torch.autograd.grad(steps(model, cache).square().mean(), weights)
-
-    *halves, whole = (
-        model(part, past_key_values=kvlayers.DynamicCache(config=model.config)) for part in (*ids.chunk(2), ids)
-    )
-    seen, expected = gradients(gather(halves).past_key_values), gradients(whole.past_key_values)
-    torch.testing.assert_close(seen, expected, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -17,14 +17,14 @@ import kvlayers
 import models
 from kvlayers.errors import OptionError
 from kvlayers.kernels.codes.groups import scales_by_head
-from kvlayers.kernels.codes.quantizer_contract import CodeFormat
 from kvlayers.quantized.quantizers.checkpoint_scales import read_scales
-from kvlayers.quantizers import SideOptions, backend, dequantize
+from kvlayers.quantizers import CodeFormat
 from kvlayers.stores import QuantizedStore
 from kvlayers.upstream import compat
 from kvlayers.upstream.model_layers import layer_specs
 
 LAYERS, KV_HEADS, HEAD_DIM = 2, 2, 8
+INDEX = "model.safetensors.index.json"
 OUT_OF_RANGE = r"must be from 1.2e-38 to 6.6e\+35"
 EXACT = {"type": "float", "num_bits": 8, "strategy": "tensor", "dynamic": False, "symmetric": True}
 ALL = {"residual_length": 0, "sink_tokens": 0}
@@ -51,7 +51,7 @@ def checkpoint(path: pathlib.Path, tensors: dict[str, Tensor] | None = None, sha
     places = {name: f"model-{index % shards}.safetensors" for index, name in enumerate(tensors)}
     for file in set(places.values()):
         save_file({name: tensor for name, tensor in tensors.items() if places[name] == file}, path / file)
-    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    (path / INDEX).write_text(json.dumps({"weight_map": places}))
     return str(path)
 
 
@@ -63,38 +63,21 @@ def config_of(path: str = "", **settings: Any) -> Any:
     return config
 
 
-def round_trip(states: Tensor, scale: Tensor | float) -> Tensor:
-    """Written out: what a float8 code of a state stands for."""
-    codes = (states.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
-    return (codes.float() * scale).to(states.dtype)
-
-
+@pytest.mark.parametrize("of_heads", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("given", [(0.0123456,), (0.01, 0.3)])
-@pytest.mark.parametrize("side", ["keys", "values"])
-def test_codes_and_states_are_bit_equal_to_those_of_the_scales(
-    side: Any, given: tuple[float, ...], dtype: torch.dtype
-) -> None:
-    quantizer = backend("fp8").quantizer(SideOptions(side, 8, scales=given), HEAD_DIM)
-    states = (torch.randn(3, KV_HEADS, 128, HEAD_DIM) * torch.logspace(-4, 2, 128)[:, None]).to(dtype)
-    scale = torch.tensor(given).view(-1, 1, 1)
-    groups = quantizer.quantize(states)
-    codes = (states.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
-    assert torch.equal(groups.codes, codes.view(torch.uint8))
-    assert torch.equal(dequantize(groups, quantizer.format, dtype), (codes.float() * scale).to(dtype))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_cache_returns_the_states_of_the_checkpoints_scales(dtype: torch.dtype, tmp_path: pathlib.Path) -> None:
+def test_a_cache_returns_the_states_of_its_scales(dtype: torch.dtype, of_heads: bool, tmp_path: pathlib.Path) -> None:
     config = config_of(checkpoint(tmp_path / "model"))
-    cache = kvlayers.QuantizedCache("fp8", config=config, scales="checkpoint", **ALL)
-    for layer in range(LAYERS):
-        states = torch.randn(2, 2, KV_HEADS, 200, HEAD_DIM).to(dtype)
-        cache.update(*states.unbind(), layer)
-        held = cache.layers[layer]
-        for seen, side, scale in zip((held.keys, held.values), states, scales(layer), strict=True):
-            expected = round_trip(side, torch.tensor(scale))
-            assert torch.equal(torch.as_tensor(seen + 0)[:, :, :192], expected[:, :, :192])
+    given = [((0.01, 0.3), 0.02), (0.02, (0.3, 0.01))] if of_heads else [scales(layer) for layer in range(LAYERS)]
+    cache = kvlayers.QuantizedCache("fp8", config=config, scales=given if of_heads else "checkpoint", **ALL)
+    for held, of_layer in zip(cache.layers, given, strict=True):
+        # Some are larger than the largest code, and some are smaller than the smallest one.
+        states = (torch.randn(2, 2, KV_HEADS, 200, HEAD_DIM) * torch.logspace(-4, 2, 200)[:, None]).to(dtype)
+        held.update(*states.unbind())
+        for seen, side, numbers in zip((held.keys, held.values), states, of_layer, strict=True):
+            # Written out: what a float8 code of a state stands for.
+            scale = torch.tensor(numbers).view(-1, 1, 1)
+            codes = (side.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+            assert torch.equal((seen + 0)[:, :, :192], (codes.float() * scale).to(dtype)[:, :, :192])
 
 
 def test_generate_takes_the_scales_by_name(tmp_path: pathlib.Path) -> None:
@@ -110,13 +93,10 @@ def test_generate_takes_the_scales_by_name(tmp_path: pathlib.Path) -> None:
 
 
 def test_scales_may_be_given_for_each_layer_and_each_head() -> None:
-    cache = kvlayers.QuantizedCache("fp8", scales=[((0.01, 0.3), 0.2), (torch.tensor([0.5, 2.0]), 0.1)], **ALL)
-    states = torch.randn(2, 1, KV_HEADS, 70, HEAD_DIM)
-    cache.update(*states.unbind(), 0)
-    keys, values = (torch.as_tensor(held + 0)[:, :, :64] for held in (cache.layers[0].keys, cache.layers[0].values))
-    assert torch.equal(keys, round_trip(states[0, :, :, :64], torch.tensor([0.01, 0.3]).view(2, 1, 1)))
-    assert torch.equal(values, round_trip(states[1, :, :, :64], torch.tensor(0.2)))
-    assert cache.quantization.of_layer(1).key_scales == (0.5, 2.0)
+    given = [((0.01, 0.3), 0.2), (torch.tensor([0.5, 2.0]), 0.1)]
+    layers = [kvlayers.QuantizedCache("fp8", scales=given).quantization.of_layer(layer) for layer in range(2)]
+    assert [layer.key_scales for layer in layers] == [pytest.approx((0.01, 0.3)), (0.5, 2.0)]
+    assert [layer.value_scales for layer in layers] == [pytest.approx((0.2,)), pytest.approx((0.1,))]
 
 
 @pytest.mark.parametrize(
@@ -176,26 +156,32 @@ def test_scales_that_are_missing_or_wrong_are_named(
         kvlayers.QuantizedCache("fp8", config=config, scales="checkpoint")
 
 
-def test_files_that_are_missing_or_damaged_are_named(tmp_path: pathlib.Path) -> None:
-    def refused(message: str) -> None:
-        with pytest.raises(OptionError, match=message):
-            kvlayers.QuantizedCache("fp8", config=config_of(str(tmp_path / "model")), scales="checkpoint")
+GONE = json.dumps({"weight_map": {"model.layers.0.self_attn.k_scale": "gone.safetensors"}})
 
-    (tmp_path / "model").mkdir()
-    refused(
-        "model.safetensors of .* cannot be read: .* Pass the path of a checkpoint with model.safetensors or model.s"
-    )
-    (tmp_path / "model" / "model.safetensors").write_bytes(b"no such thing")
-    refused("model.safetensors cannot be read")
-    (tmp_path / "model" / "model.safetensors").unlink()
-    (tmp_path / "model" / "config.json").write_text("{")
-    refused("config.json cannot be read")
-    (tmp_path / "model" / "config.json").unlink()
-    index = tmp_path / "model" / "model.safetensors.index.json"
-    index.write_text("[]")
-    refused("index.json cannot be read")
-    index.write_text(json.dumps({"weight_map": {"model.layers.0.self_attn.k_scale": "gone.safetensors"}}))
-    refused("gone.safetensors of .* cannot be read: .* does not appear to have a file named gone.safetensors")
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        (
+            {},
+            "model.safetensors of .* cannot be read: .* Pass the path of a checkpoint with model.safetensors or model",
+        ),
+        ({"model.safetensors": "no such thing"}, "model.safetensors cannot be read"),
+        ({"config.json": "{"}, "config.json cannot be read"),
+        ({INDEX: "[]"}, "index.json cannot be read"),
+        (
+            {INDEX: GONE},
+            "gone.safetensors of .* cannot be read: .* does not appear to have a file named gone.safetensors",
+        ),
+    ],
+)
+def test_files_that_are_missing_or_damaged_are_named(
+    files: dict[str, str], message: str, tmp_path: pathlib.Path
+) -> None:
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(OptionError, match=message):
+        kvlayers.QuantizedCache("fp8", config=config_of(str(tmp_path)), scales="checkpoint")
 
 
 WRONG: tuple[dict[str, Any], ...] = (

@@ -9,12 +9,10 @@ from torch import Tensor
 import interpreted_kernels
 import versions
 from kvlayers.kernels.codes import cuda_packing as launch
-from kvlayers.kernels.codes.cuda_packing import pack_obstacle, read_obstacle
 from kvlayers.kernels.codes.groups import BlockLayout
 from kvlayers.kernels.codes.quantizer_contract import KernelSearch
 from kvlayers.quantizers import CodeFormat, NativeQuantizer, QuantizedGroups, Quantizer, SideOptions, backend
 from kvlayers.utils import triton_support
-from kvlayers.utils.triton_support import DeviceFacts, TritonKernel
 from matrix import of_cases
 from packing_cases import PACKINGS
 from triton_quantizer_cases import CHECKS
@@ -63,34 +61,36 @@ NATIVE = CodeFormat(4, 64, 1, rotated=True)
 def test_what_no_kernel_does_is_said(
     layout: BlockLayout, dtype: torch.dtype, packing: str | None, reading: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(triton_support, "device_facts", lambda device: DeviceFacts(None))
+    monkeypatch.setattr(triton_support, "device_facts", lambda device: triton_support.DeviceFacts(None))
     for expected, found in (
-        (packing, pack_obstacle(layout, 64, dtype, META, SEARCH)),
-        (reading, read_obstacle(layout, dtype, META)),
+        (packing, launch.pack_obstacle(layout, 64, dtype, META, SEARCH)),
+        (reading, launch.read_obstacle(layout, dtype, META)),
     ):
         assert (found is None) == (expected is None)
         assert expected is None or expected in str(found)
 
 
+def obstacles() -> tuple[str | None, str | None]:
+    """What hinders the kernels that pack, and that read."""
+    layout = BlockLayout(NATIVE, "keys", 120, 64)
+    return launch.pack_obstacle(layout, 120, torch.bfloat16, META, SEARCH), launch.read_obstacle(
+        layout, torch.bfloat16, META
+    )
+
+
 def test_a_device_without_triton_is_an_obstacle(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_support, "device_facts", lambda device: DeviceFacts("it is too old"))
-    layout = BlockLayout(NATIVE, "keys", 128, 64)
-    assert pack_obstacle(layout, 128, torch.bfloat16, META, SEARCH) == "it is too old"
-    assert read_obstacle(layout, torch.bfloat16, META) == "it is too old"
+    monkeypatch.setattr(triton_support, "device_facts", lambda device: triton_support.DeviceFacts("it is too old"))
+    assert obstacles() == ("it is too old", "it is too old")
 
 
 def test_a_kernel_that_needs_more_shared_memory_than_there_is_is_not_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     for cached in (launch._pack_obstacle, launch._read_obstacle):
         cached.cache_clear()
-    monkeypatch.setattr(triton_support, "device_facts", lambda device: DeviceFacts(None, 1, 10_000))
-    monkeypatch.setattr(TritonKernel, "shared_memory", lambda *arguments: 10_001)
-    layout = BlockLayout(NATIVE, "keys", 120, 64)
-    expected = "the kernel needs 10001 bytes of shared memory, and the GPU has 10000"
-    assert pack_obstacle(layout, 120, torch.bfloat16, META, SEARCH) == expected
-    assert read_obstacle(layout, torch.bfloat16, META) == expected
-    monkeypatch.setattr(triton_support, "device_facts", lambda device: DeviceFacts(None, 1, 10_001))
-    assert pack_obstacle(layout, 120, torch.bfloat16, META, SEARCH) is None
-    assert read_obstacle(layout, torch.bfloat16, META) is None
+    monkeypatch.setattr(triton_support, "device_facts", lambda device: triton_support.DeviceFacts(None, 1, 10_000))
+    monkeypatch.setattr(triton_support.TritonKernel, "shared_memory", lambda *arguments: 10_001)
+    assert obstacles() == ("the kernel needs 10001 bytes of shared memory, and the GPU has 10000",) * 2
+    monkeypatch.setattr(triton_support, "device_facts", lambda device: triton_support.DeviceFacts(None, 1, 10_001))
+    assert obstacles() == (None, None)
 
 
 def test_kernels_search_only_for_quantizers_that_say_how() -> None:

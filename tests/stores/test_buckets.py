@@ -1,4 +1,7 @@
-"""Buckets: their sizes, the places in them, and the contract of static layers whose attention reads them."""
+"""Buckets: their sizes, the places in them, and the contract of static layers whose attention reads them.
+
+And of stores of such layers in compiled code that evicts.
+"""
 
 import copy
 import itertools
@@ -13,9 +16,10 @@ from hypothesis import given
 
 from agreement import step
 from kvlayers import CacheLayer, CapacityError, OptionError, StaticLayer, StaticSlidingLayer
+from kvlayers.core.token_store import KVPair
 from kvlayers.layers import LayerState
 from kvlayers.static.slots import ALIGNMENT, slots_of
-from kvlayers.stores import Buckets
+from kvlayers.stores import Buckets, StaticStore
 from layer_kinds import KINDS
 from matrix import product
 from oracle import states
@@ -182,3 +186,60 @@ def test_no_free_slot_keeps_what_is_not_finite(kind: str, way: str, fill: float)
     # The oracle looks for them in what each update returns.
     step(layer.fork(), oracle.copy(), 1, generator, batch=8)
     step(layer, oracle, 1, generator, batch=8)
+
+
+# Compiled code that evicts gets the tokens that queries attend to, and holds the newest ones, whichever are more. The
+# layer matrix has the same of eager code.
+
+CASES = {
+    "attends to more than it keeps": (6, 3, 4, 5),
+    "keeps what it attends to": (6, 3, 4, 7),
+    "keeps more than it attends to": (6, 3, 4, 8),
+    "keeps everything": (6, 3, 1, 9),
+    "attends to the new tokens alone": (6, 3, 0, 5),
+    "attends to the new tokens alone, and keeps some": (6, 3, 0, 2),
+    "a single token": (6, 1, 2, 6),
+    "nothing held": (0, 3, 0, 2),
+}
+"""Tokens held, new tokens, held tokens that are attended to, and tokens to keep."""
+
+
+def numbered(first: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values `[1, 2, tokens, 4]` that say which token they are of."""
+    numbers = torch.arange(first, first + tokens, dtype=torch.float32)
+    keys = numbers[None, None, :, None].expand(1, 2, tokens, 4).clone()
+    return keys, -keys
+
+
+def numbers_of(attended: tuple[torch.Tensor, torch.Tensor]) -> list[int]:
+    """The tokens that states are of."""
+    keys, values = attended
+    assert torch.equal(values, -keys)
+    assert torch.equal(keys, keys[:, :1, :, :1].expand_as(keys))
+    return [int(number) for number in keys[0, 0, :, 0]]
+
+
+@pytest.mark.usefixtures("counted")
+@pytest.mark.parametrize("case", CASES)
+def test_attended_tokens_and_kept_ones_are_those_of_a_list(case: str) -> None:
+    held, new, past, kept = CASES[case]
+    store = StaticStore(12)
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def extend_and_evict(keys: torch.Tensor, values: torch.Tensor, past: int, kept: int) -> KVPair:
+        attended = store.extend_and_evict(keys, values, past, kept)
+        return attended[0].clone(), attended[1].clone()
+
+    with torch.no_grad():
+        if held:
+            store.take_in(*numbered(0, held))
+        store.validate(*numbered(held, new))
+        attended = extend_and_evict(*numbered(held, new), past, kept)
+        tokens = list(range(held + new))
+        assert numbers_of(attended) == tokens[held - past :]
+        assert (store.length, store.total) == (kept, held + new)
+        # Decoding goes on with what is held.
+        for step in range(held + new, held + new + 3):
+            seen = numbers_of(store.take_in(*numbered(step, 1)))
+            assert seen == [*tokens[-kept:], *range(held + new, step + 1)]
+            assert numbers_of(store.newest(store.length)) == seen

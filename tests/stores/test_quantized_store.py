@@ -4,27 +4,28 @@ import contextlib
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import kvlayers
 from agreement import same_state
-from kvlayers import OptionError, Quantization, QuantizedLayer
-from kvlayers.core.dense_store import DenseStore
+from kvlayers.core.buffer import TokenBuffer
 from kvlayers.kernels.attention.packed_tensor import PackedStates
 from kvlayers.kernels.attention.segments import Segment
 from kvlayers.quantizers import CodeFormat, QuantizedGroups, Quantizer, dequantize
-from kvlayers.stores import QuantizedStore
-from matrix import once
-from other_package import HalvesBackend
+from kvlayers.stores import DenseStore, QuantizedStore
+from matrix import once, product
+from models import COMMON
+from spies import spy
 
 BLOCK = 64
-SMALL = Quantization(nbits=4, residual_length=8, sink_tokens=4)
+SMALL = kvlayers.Quantization(nbits=4, residual_length=8, sink_tokens=4)
 
 
 def some_states(
@@ -33,7 +34,7 @@ def some_states(
     return tuple(torch.randn(batch, kv_heads, tokens, dim).to(dtype) for dim in dims)  # type: ignore[return-value]
 
 
-def filled(quantization: Quantization, tokens: int, **options: Any) -> tuple[QuantizedStore, Tensor, Tensor]:
+def filled(quantization: kvlayers.Quantization, tokens: int, **options: Any) -> tuple[QuantizedStore, Tensor, Tensor]:
     store = QuantizedStore(quantization)
     keys, values = some_states(tokens, **options)
     store.take_in(keys, values)
@@ -45,19 +46,13 @@ def held(store: QuantizedStore) -> tuple[Tensor, Tensor]:
     return keys.clone(), values.clone()
 
 
-def coded(store: QuantizedStore) -> int:
-    """Tokens that are packed, by the state."""
-    first, *ends = store.state()["block_ends"].tolist()
-    return sum(ends) - first
-
-
 # What is held
 
 
 def test_blocks_are_quantized_as_the_quantizer_does_each_alone() -> None:
-    quantization = Quantization(nbits=3, residual_length=0, sink_tokens=5)
+    quantization = kvlayers.Quantization(nbits=3, residual_length=0, sink_tokens=5)
     store, keys, values = filled(quantization, 5 + 3 * BLOCK + 1, kv_heads=2, dims=(16, 24))
-    assert coded(store) == 3 * BLOCK
+    assert store.state()["block_ends"].tolist() == [0, BLOCK, BLOCK, BLOCK]
     quantizers = quantization.quantizers(16, 24)
     smoothing = store.runs.in_order[0]
     for seen, states, side in zip(held(store), (smoothing.applied(keys), values), ("keys", "values"), strict=True):
@@ -121,7 +116,7 @@ class Room:
 @pytest.mark.parametrize(("head_dim", "nbits", "hint"), once([64, 80, 12], [1, 2, 3, 4, 5, 6, 8], [None, 1012]))
 def test_memory_is_that_of_the_specification(head_dim: int, nbits: int, hint: int | None) -> None:
     residual, sinks, batch, kv_heads = 32, 16, 2, 3
-    store = QuantizedStore(Quantization(nbits=nbits, residual_length=residual, sink_tokens=sinks), hint)
+    store = QuantizedStore(kvlayers.Quantization(nbits=nbits, residual_length=residual, sink_tokens=sinks), hint)
     blocks = Room(128, 0, None if hint is None else math.ceil((hint - sinks - residual - BLOCK) / BLOCK))
     recent = Room(8, 128, sinks + residual + BLOCK)
     length = packed = 0
@@ -148,12 +143,10 @@ def test_memory_is_that_of_the_specification(head_dim: int, nbits: int, hint: in
 def test_a_cleared_store_keeps_its_memory_and_takes_other_states() -> None:
     store, *_ = filled(SMALL, 300)
     store.clear()
-    assert store.length == 0
-    assert store.nbytes > 0
-    keys, values = some_states(200, batch=2, kv_heads=3, dims=(16, 4))
-    seen = store.take_in(keys, values)
-    assert torch.equal(seen[0][:, :, -8:], keys[:, :, -8:])
-    assert torch.equal(seen[1][:, :, -8:], values[:, :, -8:])
+    assert store.length == 0 < store.nbytes
+    states = some_states(200, batch=2, kv_heads=3, dims=(16, 4))
+    for seen, side in zip(store.take_in(*states), states, strict=True):
+        assert torch.equal(seen[:, :, -8:], side[:, :, -8:])
 
 
 # States that are not finite
@@ -163,7 +156,7 @@ def test_a_cleared_store_keeps_its_memory_and_takes_other_states() -> None:
 @pytest.mark.parametrize("side", ["keys", "values"])
 @pytest.mark.parametrize("backend", ["native", "fp8", "nf4", "turboquant"])
 def test_a_token_that_is_not_finite_harms_no_other(backend: str, side: str, bad: float) -> None:
-    quantization = Quantization(backend, residual_length=8, sink_tokens=4)
+    quantization = kvlayers.Quantization(backend, residual_length=8, sink_tokens=4)
     keys, values = some_states(300, kv_heads=2, dims=(16, 16))
     place, head = 100, 1
     broken = {"keys": keys.clone(), "values": values.clone()}
@@ -180,9 +173,9 @@ def test_a_token_that_is_not_finite_harms_no_other(backend: str, side: str, bad:
     for seen, expected in zip(held(store), held(other), strict=True):
         assert torch.equal(seen[0, others], expected[0, others])
         assert seen[0, others].isfinite().all()
-    seen_keys, seen_values = held(store)
-    assert seen_values[0, head, place].isnan().all()
-    assert seen_keys[0, head, place].isfinite().all()
+    seen_keys, seen_values = (side[0, head, place] for side in held(store))
+    assert seen_values.isnan().all()
+    assert seen_keys.isfinite().all()
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -192,7 +185,7 @@ def test_attention_over_a_token_that_is_not_finite_is_not_finite(place: int, sid
     keys, values = some_states(300, kv_heads=2, dims=(16, 16))
     broken = {"keys": keys.clone(), "values": values.clone()}
     broken[side][0, 1, place] = bad
-    layer = QuantizedLayer(SMALL)
+    layer = kvlayers.QuantizedLayer(SMALL)
     layer.update(broken["keys"], broken["values"])
     new = some_states(1, kv_heads=2, dims=(16, 16))
     seen_keys, seen_values = layer.update(*new)
@@ -213,48 +206,15 @@ def test_attention_over_a_token_that_is_not_finite_is_not_finite(place: int, sid
 
 def test_values_grouped_along_tokens_are_not_numbers_in_the_whole_group_of_a_bad_token() -> None:
     pytest.importorskip("optimum.quanto")
-    quantization = Quantization("quanto", axis_value=-1, value_group_size=16, residual_length=0, sink_tokens=0)
+    quantization = kvlayers.Quantization("quanto", axis_value=-1, value_group_size=16, residual_length=0, sink_tokens=0)
     keys, values = some_states(200, dims=(64, 64))
     values[0, 0, 20, 3] = math.nan
     store = QuantizedStore(quantization)
     store.take_in(keys, values)
     seen_keys, seen_values = held(store)
     assert seen_values[0, 0, 16:32].isnan().all()
-    assert seen_values[0, 0, :16].isfinite().all()
-    assert seen_values[0, 0, 32:].isfinite().all()
-    assert seen_keys.isfinite().all()
-
-
-# States that do not fit
-
-BAD: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
-    "another batch": lambda k, v: (k[:1], v[:1]),
-    "batches that differ": lambda k, v: (k, v[:1]),
-    "another head count": lambda k, v: (k[:, :2], v[:, :2]),
-    "head counts that differ": lambda k, v: (k[:, :2], v),
-    "another head_dim": lambda k, v: (k[..., :4], v[..., :4]),
-    "another head_dim of values alone": lambda k, v: (k, v[..., :4]),
-    "another dtype of values alone": lambda k, v: (k, v.double()),
-    "another device": lambda k, v: (k.to("meta"), v.to("meta")),
-    "three dimensions": lambda k, v: (k[0], v[0]),
-    "fewer values than keys": lambda k, v: (k, v[:, :, :1]),
-}
-
-
-@pytest.mark.parametrize("bad", BAD)
-@pytest.mark.parametrize("tokens", [5, 300])
-def test_states_that_do_not_fit_leave_a_store_untouched(bad: str, tokens: int) -> None:
-    layer = QuantizedLayer(SMALL)
-    layer.update(*some_states(tokens, 2, 3))
-    twin, before, nbytes = layer.fork(), layer.state(), layer.nbytes
-    with pytest.raises(kvlayers.errors.StateMismatchError, match="must .* got"):
-        layer.update(*BAD[bad](*some_states(3, 2, 3)))
-    assert same_state(layer.state(), before)
-    assert layer.nbytes == nbytes
-    for tokens_after in (1, 100):
-        states = some_states(tokens_after, 2, 3)
-        for seen, expected in zip(layer.update(*states), twin.update(*states), strict=True):
-            assert torch.equal(seen, expected)
+    for others in (seen_keys, seen_values[0, 0, :16], seen_values[0, 0, 32:]):
+        assert others.isfinite().all()
 
 
 FIRST: dict[str, tuple[tuple[Tensor, Tensor], type[Exception]]] = {
@@ -276,7 +236,7 @@ FIRST: dict[str, tuple[tuple[Tensor, Tensor], type[Exception]]] = {
 @pytest.mark.parametrize("case", FIRST)
 def test_first_states_that_cannot_be_held_are_refused(case: str) -> None:
     states, error = FIRST[case]
-    layer = QuantizedLayer(dataclasses.replace(SMALL, value_group_size=8))
+    layer = kvlayers.QuantizedLayer(dataclasses.replace(SMALL, value_group_size=8))
     with pytest.raises(error, match="must .* got"):
         layer.update(*states)
     assert (layer.length, layer.nbytes, layer.batch_size) == (0, 0, None)
@@ -347,15 +307,14 @@ DAMAGES: dict[str, Callable[[dict[str, Tensor]], dict[str, Tensor]]] = {
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_state_is_refused_and_changes_nothing(damage: str) -> None:
-    source = QuantizedLayer(SMALL)
+    source = kvlayers.QuantizedLayer(SMALL)
     source.update(*some_states(300, 2, 2))
     state = source.state()
-    layer = QuantizedLayer(SMALL)
+    layer = kvlayers.QuantizedLayer(SMALL)
     layer.update(*some_states(250, 2, 2))
     before = layer.state()
     with pytest.raises(kvlayers.errors.StateMismatchError, match="must|are not"):
         layer.load_state(dataclasses.replace(state, tensors=DAMAGES[damage](state.tensors)))
-    assert layer.length == 250
     assert same_state(layer.state(), before)
     layer.load_state(state)
     assert same_state(layer.state(), state)
@@ -363,10 +322,10 @@ def test_a_damaged_state_is_refused_and_changes_nothing(damage: str) -> None:
 
 @pytest.mark.parametrize("change", [{"nbits": 8}, {"residual_length": 9}, {"sink_tokens": 0}, {"backend": "fp8"}])
 def test_a_state_of_other_settings_is_refused(change: dict[str, Any]) -> None:
-    source = QuantizedLayer(SMALL)
+    source = kvlayers.QuantizedLayer(SMALL)
     source.update(*some_states(300))
     options = {"nbits": 8} if change == {"backend": "fp8"} else {}
-    layer = QuantizedLayer(dataclasses.replace(SMALL, **options, **change))
+    layer = kvlayers.QuantizedLayer(dataclasses.replace(SMALL, **options, **change))
     with pytest.raises(kvlayers.errors.StateMismatchError, match=f"`state` must have .*{next(iter(change))}="):
         layer.load_state(source.state())
 
@@ -407,136 +366,73 @@ def test_an_option_that_is_not_taken_is_refused_at_once(
 ) -> None:
     if options.get("backend") in PACKAGES:
         pytest.importorskip(PACKAGES[options["backend"]])
-    with pytest.raises(OptionError, match=listed):
+    with pytest.raises(kvlayers.OptionError, match=listed):
         make(**options)
 
 
 # Quantizers of others
 
 
-@pytest.fixture
-def halves() -> Iterator[None]:
-    kvlayers.quantizers.register_quantizer("halves")(HalvesBackend)
-    yield
-    kvlayers.quantizers.unregister_quantizer("halves")
-
-
-@pytest.mark.usefixtures("halves")
-def test_attention_reads_the_codes_of_a_quantizer_of_another_package() -> None:
-    layer = QuantizedLayer(Quantization("halves", nbits=1, residual_length=8, sink_tokens=4))
-    expected = [*some_states(301, 2, 2, (16, 24))]
-    layer.update(*(side[:, :, :300] for side in expected))
-    attended = layer.update(*(side[:, :, 300:] for side in expected))
-    for seen, states in zip(attended, expected, strict=True):
-        coded = states[:, :, 4 : 4 + 4 * BLOCK]
-        low, high = coded.amin(-1, keepdim=True), coded.amax(-1, keepdim=True)
-        coded.copy_(torch.where(coded > (low + high) / 2, high, low))
-        torch.testing.assert_close(seen.clone(), states, rtol=1e-6, atol=1e-6)
-    query = torch.randn(2, 4, 1, 16)
-    # Sums of 301 tokens in float32, in another order.
-    torch.testing.assert_close(
-        scaled_dot_product_attention(query, *attended, enable_gqa=True),
-        scaled_dot_product_attention(query, *expected, enable_gqa=True),
-        rtol=1e-5,
-        atol=1e-5,
-    )
-
-
 class Failing(Quantizer):
-    """Quantizes as another does, until it is told to fail."""
+    """Finds no codes, of which another one would find some."""
 
     def __init__(self, other: Quantizer) -> None:
         super().__init__(other.format)
         self.other = other
-        self.fails = False
 
     def quantize(self, states: Tensor) -> QuantizedGroups:
-        if self.fails:
-            raise MemoryError("no memory for these codes")
-        return self.other.quantize(states)
+        raise MemoryError("no memory for these codes")
 
 
-@pytest.mark.parametrize("tokens", [1, 100])
-@pytest.mark.parametrize("past", [50, 70, 76, 140, 300])
-@pytest.mark.parametrize("window", [None, 40, 120])
-def test_a_quantizer_that_fails_leaves_the_layer_as_it_was(past: int, tokens: int, window: int | None) -> None:
-    quantization = Quantization(q_group_size=2, residual_length=4, sink_tokens=4 if window is None else 0)
-    layer = (
-        kvlayers.QuantizedLayer(quantization)
-        if window is None
-        else kvlayers.SlidingLayer(window, kvlayers.stores.QuantizedStore(quantization))
-    )
-    generator = torch.Generator().manual_seed(0)
-    states = [torch.randn(1, 2, past + 2 * tokens + 200, 8, generator=generator) for _ in range(2)]
-    layer.update(*(side[:, :, :past] for side in states))
-    blocks = layer.store.blocks
-    # The keys are quantized first: where the values fail, those of the keys must not stay behind.
-    failing = blocks._quantizers["values"] = Failing(blocks._quantizers["values"])
-    twin = layer.fork()
-    before = layer.state()
-    failing.fails = True
-    for more in (tokens, 200):
-        with contextlib.suppress(MemoryError):
-            layer.update(*(side[:, :, past : past + more] for side in states))
-            twin.load_state(layer.state())
-            before = layer.state()
-    assert same_state(layer.state(), before)
-    failing.fails = False
-    for layers in (layer, twin):
-        layers.update(*(side[:, :, -200:] for side in states))
-    assert torch.equal(layer.keys + 0, twin.keys + 0)
-
-
-@pytest.mark.parametrize("past", [50, 140, 300])
-@pytest.mark.parametrize("call", [1, 2])
-def test_a_packing_that_is_interrupted_at_its_end_leaves_the_layer_as_it_was(
-    past: int, call: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    layer = kvlayers.QuantizedLayer(Quantization(residual_length=4, sink_tokens=4))
-    states = [torch.randn(1, 2, past + 400, 8) for _ in range(2)]
-    layer.update(*(side[:, :, :past] for side in states))
-    fork, twin, before = layer.fork(), layer.fork(), layer.state()
+def let_packing_fail(patch: pytest.MonkeyPatch, blocks: Any, where: str | int) -> None:
+    """Where the values are quantized, after the keys, or where that side holds its blocks, at the end."""
+    if where == "quantizing":
+        patch.setitem(blocks._quantizers, "values", Failing(blocks._quantizers["values"]))
+        return
     hold, calls = DenseStore.hold, itertools.count(1)
 
-    def interrupted(self: DenseStore, tokens: int) -> None:
-        # The keys hold their blocks first, and then the values.
-        if self in layer.store.blocks.stores and next(calls) == call:
+    def interrupted(store: DenseStore, tokens: int) -> None:
+        if store in blocks.stores and next(calls) == where:
             raise KeyboardInterrupt
-        hold(self, tokens)
+        hold(store, tokens)
 
+    patch.setattr(DenseStore, "hold", interrupted)
+
+
+@pytest.mark.parametrize(
+    ("past", "tokens", "window", "where"),
+    product([50, 70, 76, 140, 300], [1, 100], [None, 40, 120], ["quantizing", 1, 2]),
+)
+def test_a_packing_that_fails_leaves_the_layer_as_it_was(
+    past: int, tokens: int, window: int | None, where: str | int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quantization = kvlayers.Quantization(q_group_size=2, residual_length=4, sink_tokens=4 if window is None else 0)
+    layer = kvlayers.QuantizedLayer(quantization)
+    if window is not None:
+        layer = kvlayers.SlidingLayer(window, QuantizedStore(quantization))
+    states = some_states(past + 400, kv_heads=2)
+    layer.update(*(side[:, :, :past] for side in states))
+    fork, twin, before = layer.fork(), layer.fork(), layer.state()
     with monkeypatch.context() as patch:
-        patch.setattr(DenseStore, "hold", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            layer.update(*(side[:, :, past : past + 200] for side in states))
-    assert same_state(layer.state(), before)
-    # The blocks that nobody came to hold are in slots that a fork may want, and that the layer wants again.
+        let_packing_fail(patch, layer.store.blocks, where)
+        for more in (tokens, 200):
+            with contextlib.suppress(MemoryError, KeyboardInterrupt):
+                layer.update(*(side[:, :, past : past + more] for side in states))
+                twin.load_state(layer.state())
+                before = layer.state()
+            assert same_state(layer.state(), before)
+    # Blocks that nobody came to hold are in slots that a fork may want, and that the layer wants again.
     for one in (fork, layer, twin):
         one.update(*(side[:, :, -200 - (one is fork) : past + 400 - (one is fork)] for side in states))
-    assert torch.equal(layer.keys + 0, twin.keys + 0)
-    assert torch.equal(layer.values + 0, twin.values + 0)
-
-
-def test_sequences_are_selected_in_all_parts_or_in_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = kvlayers.QuantizedLayer(Quantization(q_group_size=2, residual_length=4, sink_tokens=4))
-    layer.update(torch.randn(2, 2, 200, 8), torch.randn(2, 2, 200, 8))
-    before = layer.state()
-
-    def fails(self: object, indices: Tensor) -> None:
-        raise MemoryError("no memory for these sequences")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(type(layer.store.blocks), "selected", fails)
-        with pytest.raises(MemoryError):
-            layer.batch_select_indices(torch.tensor([1, 0, 1]))
-    assert same_state(layer.state(), before)
-    assert layer.batch_size == 2
+    for side in ("keys", "values"):
+        assert torch.equal(getattr(layer, side) + 0, getattr(twin, side) + 0)
 
 
 @pytest.mark.parametrize("backend", ["native", "fp8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_autocast_changes_no_code(backend: str, dtype: torch.dtype) -> None:
     states = [torch.randn(1, 2, 300, 16).to(dtype) for _ in range(2)]
-    plain, under = (kvlayers.QuantizedLayer(Quantization(backend, residual_length=4)) for _ in range(2))
+    plain, under = (kvlayers.QuantizedLayer(kvlayers.Quantization(backend, residual_length=4)) for _ in range(2))
     plain.update(*states)
     with torch.autocast("cpu", torch.bfloat16):
         under.update(*states)
@@ -546,7 +442,7 @@ def test_autocast_changes_no_code(backend: str, dtype: torch.dtype) -> None:
 
 def test_a_default_device_is_not_that_of_states() -> None:
     states = [torch.randn(1, 2, 300, 16) for _ in range(2)]
-    layer = kvlayers.QuantizedLayer(Quantization(residual_length=4))
+    layer = kvlayers.QuantizedLayer(kvlayers.Quantization(residual_length=4))
     with torch.device("meta"):
         layer.update(*states)
         keys, values = layer.update(*(side[:, :, :1] for side in states))
@@ -571,7 +467,7 @@ def test_a_quantizer_that_returns_something_else_is_refused(wrong: str) -> None:
         def quantize(self, states: Tensor) -> QuantizedGroups:
             return WRONG_GROUPS[wrong](self.other.quantize(states))
 
-    layer = kvlayers.QuantizedLayer(Quantization(q_group_size=2, residual_length=4))
+    layer = kvlayers.QuantizedLayer(kvlayers.Quantization(q_group_size=2, residual_length=4))
     layer.update(torch.randn(1, 2, 50, 8), torch.randn(1, 2, 50, 8))
     blocks = layer.store.blocks
     blocks._quantizers["keys"] = Wrong(blocks._quantizers["keys"])
@@ -582,5 +478,156 @@ def test_a_quantizer_that_returns_something_else_is_refused(wrong: str) -> None:
 
 @pytest.mark.parametrize("asked", [{"bits": 7}, {"group_tokens": 0}, {"group_tokens": 4, "group_channels": 4}])
 def test_a_format_that_no_kernel_reads_is_refused(asked: dict[str, int]) -> None:
-    with pytest.raises(OptionError, match="Codes must have"):
+    with pytest.raises(kvlayers.OptionError, match="Codes must have"):
         CodeFormat(**{"bits": 4, "group_tokens": 1, "group_channels": 1, **asked})
+
+
+# Beside a store in full precision
+
+STORES: dict[type, Callable[[Any], Any]] = {DenseStore: lambda kind: kind(), QuantizedStore: lambda kind: kind(SMALL)}
+
+
+@pytest.mark.parametrize("inherited", [False, True])
+@pytest.mark.parametrize("method", ["validate", "append", "extend"])
+@pytest.mark.parametrize("kind", STORES)
+def test_what_a_subclass_overrides_sees_every_token(kind: type, method: str, inherited: bool) -> None:
+    """Also a token that comes by the short way."""
+    seen = []
+
+    def overridden(store: Any, *arguments: Any) -> Any:
+        seen.append(arguments)
+        return getattr(super(subclass, store), method)(*arguments)
+
+    subclass: Any = type("Overriding", (kind,), {method: overridden})
+    store = STORES[kind](type("Inheriting", (subclass,), {}) if inherited else subclass)
+    layer = kvlayers.DynamicLayer(store=store)
+    for tokens in (5, 1, 1, 1, 1):
+        layer.update(*some_states(tokens))
+    assert len(seen) == 5
+
+
+@pytest.mark.parametrize("tokens", [20, 150])
+def test_attention_before_the_first_block_is_that_of_a_dense_store_to_the_last_bit(tokens: int) -> None:
+    """With 150 tokens of 32 heads, the compiled kernel attends."""
+    form = {"kv_heads": 32, "dims": (64, 64), "dtype": torch.bfloat16}
+    passes = [some_states(count, **form) for count in (tokens, 1, 1)]
+    query = torch.randn(1, 32, 1, 64, dtype=torch.bfloat16)
+    found = []
+    for store in (DenseStore(), QuantizedStore(kvlayers.Quantization(nbits=4))):
+        layer = kvlayers.DynamicLayer(store=store)
+        for states in passes:
+            keys, values = layer.update(*states)
+        found.append(scaled_dot_product_attention(query, keys, values))
+        assert type(keys) is not Tensor
+    assert torch.equal(*found)
+
+
+# At any length it takes no more memory than a dense one, and pays little for growing
+
+HEAD_DIM = 64
+LONGEST = 300
+TOLERANCE = 1.05
+"""Of the bytes of a dense cache."""
+
+QUANTIZATIONS = [
+    *(kvlayers.Quantization(nbits=nbits) for nbits in (2, 3, 4, 6, 8)),
+    kvlayers.Quantization("fp8"),
+    *(kvlayers.Quantization("hqq", nbits=nbits) for nbits in (4, 8)),
+    kvlayers.Quantization("quanto", nbits=4),
+]
+
+
+def zeros(tokens: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor]:
+    return torch.zeros(1, 1, tokens, HEAD_DIM, dtype=dtype), torch.zeros(1, 1, tokens, HEAD_DIM, dtype=dtype)
+
+
+def bytes_of(tokens: int, dtype: torch.dtype) -> int:
+    return 2 * tokens * HEAD_DIM * dtype.itemsize
+
+
+def check_beside_dense(packed: Any, dense: Any, updates: Iterable[int], dtype: torch.dtype) -> None:
+    for tokens in updates:
+        packed.update(*zeros(tokens, dtype))
+        dense.update(*zeros(tokens, dtype))
+        assert packed.nbytes <= TOLERANCE * dense.nbytes, packed.length
+
+
+@pytest.mark.parametrize(("quantization", "dtype"), once(QUANTIZATIONS, [torch.bfloat16, torch.float32]))
+def test_a_packed_layer_holds_no_more_than_a_dense_one(quantization: kvlayers.Quantization, dtype: torch.dtype) -> None:
+    # A hint within the first block, one within the second, and one that is passed.
+    for hint in (150, 230, LONGEST):
+        packed, dense = kvlayers.QuantizedLayer(quantization, hint), kvlayers.DynamicLayer(hint)
+        check_beside_dense(packed, dense, [1] * LONGEST, dtype)
+    # A dense layer is full, without spare room, 128 tokens after its prompt.
+    for prompt in (1, 72, 81, 113, 145, 208, 209):
+        check_beside_dense(kvlayers.QuantizedLayer(quantization), kvlayers.DynamicLayer(), [prompt, *[1] * 128], dtype)
+    # Once packed, it takes the bytes of its tokens at most, without the spare room that a dense layer has besides.
+    packed, dense = kvlayers.QuantizedLayer(quantization), kvlayers.DynamicLayer()
+    for length in range(1, LONGEST + 1):
+        check_beside_dense(packed, dense, [1], dtype)
+        assert length <= 208 or packed.nbytes <= TOLERANCE * bytes_of(length, dtype), length
+
+
+LLAMA = transformers.LlamaConfig(**{**COMMON, "head_dim": HEAD_DIM})
+PACKED = {"nbits": 8, "residual_length": 32}
+
+
+def of_windows(window: int) -> tuple[Any, Any]:
+    config = transformers.MistralConfig(**COMMON, sliding_window=window)
+    packed = kvlayers.QuantizedCache(config=config, quantize_sliding=True, **PACKED)
+    return packed, kvlayers.DynamicCache(config=config)
+
+
+def of_sinks(window: int) -> tuple[Any, Any]:
+    options = {"config": LLAMA, "window_length": window, "num_sink_tokens": 4}
+    return kvlayers.SinkCache(**options, quantization=PACKED), kvlayers.SinkCache(**options)
+
+
+def offloaded(_: int) -> tuple[Any, Any]:
+    options = {"config": LLAMA, "offloading": True}
+    return kvlayers.QuantizedCache(nbits=8, **options), kvlayers.DynamicCache(**options)
+
+
+@pytest.mark.parametrize(
+    ("make", "window"), [*itertools.product([of_windows, of_sinks], [40, 160, 400]), (offloaded, LONGEST)]
+)
+def test_a_packed_cache_holds_no_more_than_a_dense_one(make: Callable[[int], tuple[Any, Any]], window: int) -> None:
+    packed, dense = (cache.layers[0] for cache in make(window))
+    assert packed.bits == (8, 8)
+    check_beside_dense(packed, dense, [1] * LONGEST, torch.bfloat16)
+
+
+def loaded(make: Callable[[], kvlayers.CacheLayer], layer: kvlayers.CacheLayer) -> kvlayers.CacheLayer:
+    twin = make()
+    twin.load_state(layer.state())
+    return twin
+
+
+CHANGES: dict[str, Callable[[Callable[[], kvlayers.CacheLayer], kvlayers.CacheLayer], kvlayers.CacheLayer | None]] = {
+    "fork": lambda make, layer: layer.fork(),
+    "load": loaded,
+    "crop": lambda make, layer: layer.crop(30),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("prompt", [50, 150, 209])
+def test_a_packed_layer_that_was_changed_holds_no_more_than_a_dense_one(prompt: int, change: str) -> None:
+    layers = []
+    for make in (lambda: kvlayers.QuantizedLayer(kvlayers.Quantization(nbits=6)), kvlayers.DynamicLayer):
+        layer = make()
+        layer.update(*zeros(prompt))
+        layers.append(CHANGES[change](make, layer) or layer)
+    check_beside_dense(*layers, [1] * 60, torch.bfloat16)
+
+
+def test_growing_copies_a_few_tokens_for_each_that_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    copied: list[int] = []
+    spy(monkeypatch, TokenBuffer, "write", lambda buffer, start, tokens: copied.append(tokens.nbytes))
+    layer = kvlayers.QuantizedLayer(kvlayers.Quantization(nbits=8))
+    for _ in range(2048):
+        layer.update(*zeros(1))
+    # Of each block's 64 tokens: themselves, the residual of 129 when they are packed, and that of 161 when it grows;
+    # and at 8 bits the blocks themselves, 29 in the end, in half of a dense block's bytes each.
+    each = 1 + (129 + 161) / 64 + 29 / 2 * 0.54
+    assert sum(copied) <= each * bytes_of(2048, torch.bfloat16)

@@ -1,5 +1,6 @@
 """Segments that stores share, and the tails behind them, against plain tensors that are concatenated."""
 
+import itertools
 import pickle
 import sys
 import threading
@@ -106,8 +107,7 @@ class SegmentMachine(RuleBasedStateMachine):
         pair.store.validate(keys, values)
         attended = pair.store.extend(keys, values)
         pair.append(keys, values)
-        for seen, held in zip(attended, (pair.keys, pair.values), strict=True):
-            assert torch.equal(as_dense(seen), held)
+        assert all(map(torch.equal, map(as_dense, attended), (pair.keys, pair.values)))
 
     @rule(pair=PAIRS, count=st.integers(1, 30), tokens=st.integers(1, 4))
     def overwrite(self, pair: Pair, count: int, tokens: int) -> None:
@@ -129,8 +129,7 @@ class SegmentMachine(RuleBasedStateMachine):
         attended = pair.store.extend_and_evict(keys, values, past, min(kept, past + tokens))
         pair.change(slice(pair.length - past, None))
         pair.append(keys, values)
-        assert torch.equal(attended[0], pair.keys)
-        assert torch.equal(attended[1], pair.values)
+        assert all(map(torch.equal, attended, (pair.keys, pair.values)))
         pair.change(slice(pair.length - min(kept, past + tokens), None))
 
     @rule(pair=PAIRS)
@@ -295,31 +294,6 @@ def test_a_short_tail_is_copied_so_that_segments_stay_few() -> None:
     assert 2 < len(store.pieces(1800)) <= 6
 
 
-def test_memory_that_segments_alone_hold_is_trimmed_to_what_they_read() -> None:
-    store, keys, values = filled(1000)
-    token = HEADS * (KEY_DIM + VALUE_DIM) * keys.itemsize
-    forks = [store.fork() for _ in range(2)]
-    store.take_in(*Numbers().states(1, 1))
-    for fork in forks:
-        fork.take_in(*Numbers().states(1, 200))
-        fork.truncate(500)
-    before = forks[0].newest(500)
-    # The original may still write behind its tokens.
-    forks[0].trim()
-    assert forks[1].nbytes == token * 1128
-    del store
-    forks[0].trim()
-    assert [fork.nbytes for fork in forks] == [token * 500] * 2
-    assert torch.equal(before[0].clone(), keys[:, :, :500])
-    for fork in forks:
-        assert torch.equal(as_dense(fork.newest(500)[1]), values[:, :, :500])
-        fork.drop_oldest(300)
-    forks[1].trim()
-    assert [fork.nbytes for fork in forks] == [token * 200] * 2
-    for fork in forks:
-        assert torch.equal(as_dense(fork.newest(150)[1]), values[:, :, 350:500])
-
-
 def test_states_over_segments_are_stale_when_the_store_has_changed_and_not_before() -> None:
     for change in (
         lambda store: store.truncate(900),
@@ -371,27 +345,6 @@ def test_caches_in_threads_fork_one_stored_cache_and_go_on() -> None:
     assert torch.equal(document.layers[0].peek()[0], states[0])
 
 
-def test_compiled_code_calls_forks_by_an_operator_before_and_after_they_get_segments() -> None:
-    def step(cache: kvlayers.DynamicCache, states: Tensor) -> Tensor:
-        keys, values = cache.update(*states[:2], 0)
-        return torch.nn.functional.scaled_dot_product_attention(states[2], keys, values)
-
-    caches = []
-    for _ in range(2):
-        document = kvlayers.DynamicCache()
-        document.update(*torch.linspace(-1, 1, 2 * 300 * 4).reshape(2, 1, 1, 300, 4), 0)
-        caches.append([document.fork() for _ in range(2)])
-    compiled = torch.compile(step, fullgraph=True, backend="eager")
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for _ in range(4):
-            states = torch.randn(3, 1, 1, 1, 4, generator=generator)
-            for plain, called in zip(*caches, strict=True):
-                assert torch.equal(compiled(called, states), step(plain, states))
-                assert called.get_seq_length() == plain.get_seq_length()
-    assert [len(cache.layers[0].store.pieces(304)) for cache in caches[1]] == [1, 2]
-
-
 CHANGES = {
     "append": lambda store, other, states: store.take_in(*states),
     "truncate to the tail": lambda store, other, states: store.truncate(1005),
@@ -406,52 +359,43 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("segmented", [False, True])
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(
+    ("change", "segmented"),
+    [(change, segmented) for change in CHANGES for segmented in (False, True) if segmented or "tail" not in change],
+)
 def test_an_interrupt_finds_a_change_done_or_not_begun(change: str, segmented: bool) -> None:
     def interrupted(at: int) -> bool:
         """Whether the call of that number in the package was interrupted, rather than the change done before it."""
-        one, keys, values = filled(1000)
-        other, _, _ = filled(1000)
+        one, *held = filled(1000)
+        other, *_ = filled(1000)
         store, states = one.fork(), Numbers(10**6).states(1, 9)
         if segmented:
-            keys, values = (torch.cat(pair, 2) for pair in zip((keys, values), states, strict=True))
+            held = [torch.cat(pair, 2) for pair in zip(held, states, strict=True)]
             one.take_in(*Numbers(10**7).states(1, 9))
             store.take_in(*states)
-        elif "tail" in change:
-            return False
-        more = Numbers(2 * 10**6).states(1, 9)
-        after = DenseStore()
-        after.take_in(keys, values)
+        after, more, calls = DenseStore(), Numbers(2 * 10**6).states(1, 9), itertools.count(1)
+        after.take_in(*held)
         CHANGES[change](after, other, more)
-        calls = 0
 
         def interrupt(frame: FrameType, event: str, argument: object) -> None:
-            nonlocal calls
-            if event == "call" and "kvlayers/core" in frame.f_code.co_filename:
-                calls += 1
-                if calls == at:
-                    raise KeyboardInterrupt
+            if event == "call" and "kvlayers/core" in frame.f_code.co_filename and next(calls) == at:
+                raise KeyboardInterrupt
 
         sys.setprofile(interrupt)
         try:
             CHANGES[change](store, other, more)
+            return False
         except KeyboardInterrupt:
             pass
-        else:
-            return False
         finally:
             sys.setprofile(None)
-        seen = [as_dense(held) for held in store.newest(store.length)]
-        done = list(after.newest(after.length)) if after.length else []
-        assert any(
-            len(expected) == 0 or all(map(torch.equal, seen, expected))
-            for expected in ([keys, values], done)
-            if (expected[0].shape[2] if expected else 0) == store.length
+        seen, done = (
+            [as_dense(side) for side in each.newest(each.length)] if each.length else [] for each in (store, after)
         )
+        assert any(len(seen) == len(expected) and all(map(torch.equal, seen, expected)) for expected in (held, done))
         return True
 
     at = 1
     while interrupted(at):
         at += 1
-    assert at > 1 or (not segmented and "tail" in change), "no call of the package was interrupted"
+    assert at > 1, "no call of the package was interrupted"

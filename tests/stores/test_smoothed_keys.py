@@ -15,17 +15,15 @@ from torch.nn.functional import scaled_dot_product_attention
 import kvlayers
 from kvlayers.eviction.evicted import evicted
 from kvlayers.eviction.held_tokens import held_tokens
-from kvlayers.eviction.ragged_store import RaggedStore
 from kvlayers.eviction.selection import KeptTokens
 from kvlayers.kernels.attention.packed_tensor import as_dense
-from kvlayers.kernels.codes.quantizer_contract import CodeFormat
 from kvlayers.kernels.codes.smoothing import LARGEST_FACTOR, MOST_RUNS, KeySmoothing, vectors_for
-from kvlayers.quantized.quantization import Quantization
 from kvlayers.quantized.smoothing_runs import SmoothingRuns
-from kvlayers.quantizers import NativeQuantizer, SideOptions, backend
+from kvlayers.quantizers import CodeFormat, NativeQuantizer, SideOptions, backend
 from kvlayers.stores import QuantizedStore
 from matrix import product
 from packed_reference import attention, relative_error
+from ragged_reference import of_head
 
 BACKENDS = ("native", "fp8", "nf4", "turboquant")
 HEAD_DIM, KV_HEADS = 64, 2
@@ -48,7 +46,7 @@ def query_for(batch: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def in_chunks(states: tuple[Tensor, Tensor], name: str, size: int = 64, **options: Any) -> QuantizedStore:
-    store = QuantizedStore(Quantization(name, **{"residual_length": 16, "sink_tokens": 4, **options}))
+    store = QuantizedStore(kvlayers.Quantization(name, **{"residual_length": 16, "sink_tokens": 4, **options}))
     for keys, values in zip(*(side.split(size, 2) for side in states), strict=True):
         store.take_in(keys, values)
     return store
@@ -79,29 +77,38 @@ def test_attention_reads_smoothed_keys(name: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-def test_each_sequence_of_a_batch_is_smoothed_as_if_it_were_alone(name: str) -> None:
-    first, second = pair(1, 300), tuple(3 * side for side in pair(1, 300, seed=1))
-    both = filled(tuple(torch.cat(sides) for sides in zip(first, second, strict=True)), name)
-    for row, states in enumerate((first, second)):
-        alone = filled(states, name)
-        for ours, expected in zip(both.newest(300), alone.newest(300), strict=True):
-            assert torch.equal(as_dense(ours)[row : row + 1], as_dense(expected))
-
-
-@pytest.mark.parametrize("name", BACKENDS)
 def test_the_dtype_of_the_vectors_is_promoted_with_the_states(name: str) -> None:
-    states = pair(1, 300, dtype=torch.bfloat16)
+    states, more = pair(1, 300, dtype=torch.bfloat16), pair(1, 150, seed=3)
     store = filled(states, name)
-    more = pair(1, 150, seed=3)
     store.take_in(*more)
     whole = tuple(torch.cat([ours.float(), new], 2) for ours, new in zip(states, more, strict=True))
     check_attention(store, whole, 0.05 if name == "fp8" else 0.2)
 
 
+@pytest.mark.parametrize("name", BACKENDS)
+def test_each_sequence_of_a_batch_is_smoothed_as_if_it_were_alone(name: str) -> None:
+    rows = pair(1, 300), tuple(3 * side for side in pair(1, 300, seed=1))
+    both = filled(tuple(torch.cat(sides) for sides in zip(*rows, strict=True)), name)
+    for row, states in enumerate(rows):
+        alone = filled(states, name)
+        for ours, expected in zip(both.newest(300), alone.newest(300), strict=True):
+            assert torch.equal(as_dense(ours)[row : row + 1], as_dense(expected))
+
+
+def test_other_text_finds_its_own_vectors() -> None:
+    keys, values = pair(1, 300)
+    store, other = filled((keys, values)), keys.flip(-1)
+    store.truncate(2)
+    assert not len(store.runs)
+    store.take_in(other, values)
+    fresh = filled((torch.cat([keys[:, :, :2], other], 2), torch.cat([values[:, :, :2], values], 2)))
+    assert torch.equal(as_dense(store.newest(302)[0]), as_dense(fresh.newest(302)[0]))
+
+
 def test_a_state_without_vectors_is_read_and_goes_on_as_it_was() -> None:
     # As an older kvlayers has saved it: keys were packed as they are.
     states = pair(1, 300)
-    plain = QuantizedStore(Quantization("native", residual_length=16, sink_tokens=4))
+    plain = QuantizedStore(kvlayers.Quantization("native", residual_length=16, sink_tokens=4))
     plain.reserve_form(*(form for form in (kvlayers.core.buffer.form_of(side) for side in states)))
     plain.runs = SmoothingRuns.of(KeySmoothing())
     plain.append(*states)
@@ -136,19 +143,8 @@ def test_an_entry_takes_no_codes_of_one_with_other_vectors(name: str, tmp_path: 
     hit = kvlayers.PrefixStore(2**30, tmp_path).lookup(torch.cat([ids, ids[:1]]), model="m")
     assert hit.covered == 500
     found, expected = hit.cache.layers[0], cache.layers[0]
-    assert torch.equal(as_dense(found.keys), as_dense(expected.keys))
-    assert torch.equal(as_dense(found.values), as_dense(expected.values))
-
-
-def test_other_text_finds_its_own_vectors() -> None:
-    keys, values = pair(1, 300)
-    store = filled((keys, values))
-    store.truncate(2)
-    assert not len(store.runs)
-    other = keys.flip(-1)
-    store.take_in(other, values)
-    fresh = filled((torch.cat([keys[:, :, :2], other], 2), torch.cat([values[:, :, :2], values], 2)))
-    assert torch.equal(as_dense(store.newest(302)[0]), as_dense(fresh.newest(302)[0]))
+    for side in ("keys", "values"):
+        assert torch.equal(as_dense(getattr(found, side)), as_dense(getattr(expected, side)))
 
 
 @pytest.mark.parametrize(
@@ -456,9 +452,8 @@ def check_runs(store: Any, states: tuple[Tensor, Tensor], name: str) -> None:
     """Attention by every path is that to the store's own states, which are near the exact ones."""
     keys, values = store.newest(store.length)
     held = as_dense(keys), as_dense(values)
-    for of_head, limit in ((0, 0.15), (1, 0.15)):
-        exact = states[0][:, of_head]
-        assert relative_error(held[0][:, of_head], exact) < limit, of_head
+    for head in range(KV_HEADS):
+        assert relative_error(held[0][:, head], states[0][:, head]) < 0.15, head
     for count in (1, 40):
         query = torch.randn(states[0].shape[0], 2 * KV_HEADS, count, HEAD_DIM) / 8
         seen = scaled_dot_product_attention(query, *store.newest(store.length), enable_gqa=True)
@@ -538,19 +533,14 @@ def test_an_eviction_reads_tokens_of_all_runs(name: str, per_head: bool) -> None
         kept &= torch.arange(kept.shape[2]) >= kept.shape[2] - held.counts[..., None]
         before = [[side[row, head][kept[row, head]] for side in (held.keys, held.values)] for row, head in HEADS]
         store = evicted(store, held, KeptTokens(kept, kept.sum(2)))
-        after = held_tokens(store)
+        after, query = held_tokens(store), query_for(2)
+        attended = store.attended_states() if hasattr(store, "flat") else store.newest(store.length)
+        out = scaled_dot_product_attention(query, *attended, enable_gqa=True)
         for (row, head), (keys, values) in zip(HEADS, before, strict=True):
-            count = int(after.counts[row, head])
-            seen = after.keys[row, head, -count:], after.values[row, head, -count:]
+            own = of_head(after, row, head)
             # Keys of older runs are quantized twice.
-            assert relative_error(seen[0], keys) < 0.12
-            assert relative_error(seen[1], values) < 1e-5
-        keys, values = store.attended_states() if hasattr(store, "flat") else store.newest(store.length)
-        query = query_for(2)
-        out = scaled_dot_product_attention(query, keys, values, enable_gqa=True)
-        for row, head in HEADS:
-            count = int(after.counts[row, head])
-            own = [side[row : row + 1, head : head + 1, -count:] for side in (after.keys, after.values)]
+            assert relative_error(own[0][0, 0], keys) < 0.12
+            assert relative_error(own[1][0, 0], values) < 1e-5
             group = slice(row, row + 1), slice(2 * head, 2 * head + 2)
             # Products with constants of some hundred cancel each other, and their sums round.
             assert relative_error(out[group], attention(query[group], *own, None)) < 1e-4
@@ -569,9 +559,8 @@ def test_blocks_of_heads_keep_their_vectors_though_all_behind_them_is_taken_back
     kept = torch.ones(tokens.keys.shape[:3], dtype=torch.bool)
     kept[0, 1][tokens.blocks[0, 1] == 3] = False
     store = evicted(store, tokens, KeptTokens(kept, kept.sum(2)))
-    assert isinstance(store, RaggedStore)
     packed = keys_of_blocks(store)
-    loaded = RaggedStore(QuantizedStore(quantization))
+    loaded = type(store)(QuantizedStore(quantization))
     loaded.load_state(store.state())
     for each in (store, loaded):
         each.take_in(*pair(2, 200, seed=5))

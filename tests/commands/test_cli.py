@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import sys
-import types
 from pathlib import Path
 from typing import Any
 
@@ -52,9 +51,18 @@ def test_the_table_of_a_plan_has_each_cache_and_what_to_use(model: Path) -> None
     for cache in firsts:
         longest = "no end" if cache.longest_context is None else str(cache.longest_context)
         assert " ".join(lines[cache.name]).endswith(f" {cache.fidelity} {longest}")
-    for note in plan.notes:
+    for note in (*plan.notes, "int4 (quantized)", "the model has positions for 256 tokens, and 4096 are planned"):
         assert note in output
     assert "gives the reasons" not in output
+    assert "positions" not in command_line.run("plan", model, "--context", 256).output
+
+
+def test_a_plan_has_each_cost_once_the_fewest_bytes_first() -> None:
+    plan = kvlayers.plan(CONFIG, 4096)
+    assert sorted(cache.name for group in plan.groups() for cache in group) == [cache.name for cache in plan.caches]
+    firsts = [group[0] for group in plan.groups()]
+    assert len({row[1:] for row in plan.rows()[1:]}) == len(firsts) < len(plan.caches)
+    assert [cache.device_bytes for cache in firsts] == sorted(cache.device_bytes for cache in firsts)
 
 
 def test_the_context_may_be_the_second_argument(model: Path) -> None:
@@ -79,19 +87,6 @@ def test_caches_are_separated_by_commas(model: Path, given: list[str], planned: 
 def test_a_plan_names_the_caches_that_a_model_cannot_have(tmp_path: Path) -> None:
     tf.MistralConfig(**COMMON, sliding_window=64).save_pretrained(tmp_path)
     assert "--json gives the reasons): evicting, " in command_line.run("plan", tmp_path, "4k", code=0).output
-
-
-def test_the_table_has_each_cost_once_the_fewest_bytes_first_and_says_what_positions_lack(model: Path) -> None:
-    output, plan = command_line.run("plan", model, "--context", "4k").output, kvlayers.plan(CONFIG, 4096)
-    firsts = [group[0] for group in plan.groups()]
-    assert sorted(cache.name for group in plan.groups() for cache in group) == [cache.name for cache in plan.caches]
-    figures = [row[1:] for row in plan.rows()[1:]]
-    assert len(set(figures)) == len(firsts) < len(plan.caches)
-    assert [cache.device_bytes for cache in firsts] == sorted(cache.device_bytes for cache in firsts)
-    assert {"dynamic", "int4", "sink"} <= {cache.name for cache in firsts}
-    assert "int4 (quantized)" in output
-    assert "the model has positions for 256 tokens, and 4096 are planned" in output
-    assert "positions" not in command_line.run("plan", model, "--context", 256).output
 
 
 @pytest.mark.parametrize("where", ["", "config.json"])
@@ -349,6 +344,13 @@ def with_entry_points(monkeypatch: pytest.MonkeyPatch, **values: str) -> None:
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: points if group == GROUP else [])
 
 
+ADDITIONS = """
+def fail(app): raise ValueError("a line\\nand another")
+def silent(app): raise RuntimeError
+def greet(app): app.command("greet")(lambda: print("hello"))
+"""
+
+
 def test_the_commands_of_the_lab_are_there() -> None:
     shown = command_line.run("--help").output
     assert all(re.search(rf"^│ {name} ", shown, re.M) for name in commands.OF_THE_LAB)
@@ -382,21 +384,11 @@ def test_help_without_the_lab_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_a_package_that_cannot_be_loaded_hides_no_other_command(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], value: str, reason: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], value: str, reason: str
 ) -> None:
-    additions: Any = types.ModuleType("additions")
-
-    def fail(app: Any) -> None:
-        raise ValueError("a line\nand another")
-
-    def silent(app: Any) -> None:
-        raise RuntimeError
-
-    def greet(app: Any) -> None:
-        app.command("greet")(lambda: print("hello"))
-
-    additions.fail, additions.silent, additions.greet = fail, silent, greet
-    monkeypatch.setitem(sys.modules, "additions", additions)
+    (tmp_path / "additions.py").write_text(ADDITIONS)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "additions", raising=False)
     with_entry_points(monkeypatch, broken=value, whole="additions:greet")
     assert command_line.run("greet").stdout == "hello\n"
     [line] = capsys.readouterr().err.splitlines()

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -317,23 +318,28 @@ def test_bad_input_is_one_line_and_exit_code_2(model: Path, tmp_path: Path, argu
     check_refused(words, *(each.format(model=model, other=tmp_path / "other.json") for each in arguments))
 
 
+NO_QUANTITIES = ("", "-1k", "k", "1 KiB of", "1e3", "0x10")
+
+
 def test_quantities_are_read_as_people_write_them() -> None:
     assert [tokens(text, "context") for text in ("17", "32k", "32K", "1M", "0.5k")] == [17, 2**15, 2**15, 2**20, 512]
-    read = [amount_of_bytes(text, "memory") for text in ("5B", "24GiB", "24g", "80GB", "1.5 MiB", "10B", "1TiB")]
-    assert read == [5, 24 * 2**30, 24 * 2**30, 80 * 10**9, 3 * 2**19, 10, 2**40]
-    whole = amount_of_bytes(1e9, "memory")
-    assert (whole, type(whole)) == (10**9, int)
-    for number in (1.5, float("inf"), float("nan")):
-        with pytest.raises(kvlayers.OptionError, match="`memory` must be a whole number"):
-            kvlayers.plan(CONFIG, 1000, memory=number)  # type: ignore[arg-type]
-    # Nobody can tell whether bytes or megabytes are meant.
-    with pytest.raises(kvlayers.OptionError, match="memory` must be a number of bytes with its unit.*got '100'"):
-        amount_of_bytes("100", "memory")
-    for wrong in ("", "-1k", "k", "1 KiB of", "1e3", "0x10"):
-        with pytest.raises(kvlayers.OptionError, match="--context` must be a number of tokens"):
-            tokens(wrong, "--context")
-        with pytest.raises(kvlayers.OptionError, match="memory` must be a number of bytes"):
-            amount_of_bytes(wrong, "memory")
+    read = [amount_of_bytes(text, "memory") for text in ("5B", "24GiB", "24g", "80GB", "1.5 MiB", "10B", "1TiB", 1e9)]
+    assert read == [5, 24 * 2**30, 24 * 2**30, 80 * 10**9, 3 * 2**19, 10, 2**40, 10**9]
+    assert type(read[-1]) is int
+
+
+@pytest.mark.parametrize(
+    ("read", "written", "words"),
+    [
+        # Nobody can tell whether bytes or megabytes are meant.
+        (amount_of_bytes, "100", "`` must be a number of bytes with its unit.*got '100'"),
+        *((amount_of_bytes, wrong, "`` must be a number of bytes") for wrong in NO_QUANTITIES),
+        *((tokens, wrong, "`` must be a number of tokens") for wrong in NO_QUANTITIES),
+    ],
+)
+def test_what_is_no_quantity(read: Callable[[str, str], int], written: str, words: str) -> None:
+    with pytest.raises(kvlayers.OptionError, match=words):
+        read(written, "")
 
 
 # Commands of other packages

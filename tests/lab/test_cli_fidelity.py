@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import pytest
@@ -77,9 +78,7 @@ class SlowToken(NamedTuple):
     agrees: bool
 
 
-def slow_tokens(
-    directory: Path, make_cache: Callable[[Any], Any], context: int, scored: int, chunk: int
-) -> list[list[SlowToken]]:
+def slow_tokens(directory: Path, make_cache: Callable[[Any], Any]) -> list[list[SlowToken]]:
     """The scored tokens of the two passages of `random_text(600)`, as slowly as can be."""
     model = tf.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     lines = random_text(600).splitlines()
@@ -87,23 +86,21 @@ def slow_tokens(
     halfway = next(index for index in range(75) if len("\n".join(lines[:index])) >= len("\n".join(lines)) // 2)
     found = []
     for begin in (0, halfway):
-        words = " ".join(lines[begin:]).split()[: context + scored + 1]
+        words = " ".join(lines[begin:]).split()[: CONTEXT + SCORED + 1]
         ids = torch.tensor([word_tokenizer().convert_tokens_to_ids(words)])
-        full = slow_log_probabilities(model, ids, None, chunk)[context:]
-        seen = slow_log_probabilities(model, ids, make_cache(model.config), chunk)[context:]
-        found.append([slow_token(ids, context + index, full[index], seen[index]) for index in range(scored)])
+        full = slow_log_probabilities(model, ids, None)
+        seen = slow_log_probabilities(model, ids, make_cache(model.config))
+        places = range(CONTEXT, CONTEXT + SCORED)
+        found.append([slow_token(ids, place, full[place], seen[place]) for place in places])
     return found
 
 
-def slow_log_probabilities(model: Any, ids: Tensor, cache: Any, chunk: int) -> Tensor:
+@torch.no_grad()
+def slow_log_probabilities(model: Any, ids: Tensor, cache: Any) -> Tensor:
     """Of each position but the last, `[tokens, vocab]` in float64; without a cache in one pass, else in chunks."""
-    with torch.no_grad():
-        if cache is None:
-            logits = model(ids[:, :-1], use_cache=False).logits
-        else:
-            parts = ids[:, :-1].split(chunk, dim=1)
-            logits = torch.cat([model(part, past_key_values=cache).logits for part in parts], 1)
-    return logits[0].double().log_softmax(-1)
+    parts = ids[:, :-1].split(ids.shape[1] if cache is None else CHUNK, dim=1)
+    logits = [model(part, past_key_values=cache, use_cache=cache is not None).logits[0] for part in parts]
+    return torch.cat(logits).double().log_softmax(-1)
 
 
 def slow_token(ids: Tensor, position: int, full: Tensor, seen: Tensor) -> SlowToken:
@@ -113,27 +110,19 @@ def slow_token(ids: Tensor, position: int, full: Tensor, seen: Tensor) -> SlowTo
     return SlowToken(position, kl, -float(seen[came]), -float(full[came]), int(full.argmax()) == int(seen.argmax()))
 
 
-def slowly(directory: Path, context: int = CONTEXT, scored: int = SCORED, **options: Any) -> list[list[SlowToken]]:
+def slowly(directory: Path, **options: Any) -> list[list[SlowToken]]:
     """The tokens of each passage, read with quantized states."""
-
-    def make_cache(config: Any) -> Any:
-        return kvlayers.QuantizedCache(config=config, **options)
-
-    return slow_tokens(directory, make_cache, context, scored, CHUNK)
+    return slow_tokens(directory, functools.partial(kvlayers.QuantizedCache, "native", **options))
 
 
-def mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
-
-
-def check_ranges(said: Sequence[dict[str, Any]], tokens: Sequence[tuple[int, SlowToken]]) -> None:
+def check_ranges(said: Sequence[dict[str, Any]], tokens: Sequence[SlowToken]) -> None:
     """The ranges are those of a slow reference, and every token is in one of them."""
     assert sum(each["tokens"] for each in said) == len(tokens)
     for each in said:
-        within = [token for place, token in tokens if each["start"] <= place < each["stop"]]
+        within = [token for token in tokens if each["start"] <= token.position < each["stop"]]
         assert each["tokens"] == len(within)
-        assert each["kl"] == pytest.approx(mean([token.kl for token in within]), rel=1e-3, abs=1e-9)
-        assert each["agreement"] == pytest.approx(mean([token.agrees for token in within]))
+        assert each["kl"] == pytest.approx(fmean([token.kl for token in within]), rel=1e-3, abs=1e-9)
+        assert each["agreement"] == pytest.approx(fmean([token.agrees for token in within]))
 
 
 @pytest.mark.parametrize(("name", "options"), [("int2", {"nbits": 2}), ("k4v2", {"key_nbits": 4, "value_nbits": 2})])
@@ -143,34 +132,30 @@ def test_figures_are_those_of_a_slow_reference(llama: Path, name: str, options: 
     assert (full["kl"], full["agreement"]) == (0, 1)
     read = slowly(llama, **options)
     tokens = list(itertools.chain(*read))
-    kl, agreement = mean([token.kl for token in tokens]), mean([token.agrees for token in tokens])
-    perplexity = math.exp(mean([token.surprise for token in tokens]))
-    increase = 100 * (perplexity / math.exp(mean([token.surprise_in_full for token in tokens])) - 1)
+    kl, agreement = fmean([token.kl for token in tokens]), fmean([token.agrees for token in tokens])
+    perplexity = math.exp(fmean([token.surprise for token in tokens]))
+    increase = 100 * (perplexity / math.exp(fmean([token.surprise_in_full for token in tokens])) - 1)
     assert kl > 0.005
     assert said["perplexity_increase"] == pytest.approx(increase, abs=1e-2)
     expected = {"tokens": len(tokens), "kl": kl, "perplexity": perplexity, "agreement": agreement}
     assert {key: said[key] for key in expected} == pytest.approx(expected, rel=1e-3)
-    assert mean(said["kl_of_passages"]) == pytest.approx(kl, rel=1e-3)
+    assert fmean(said["kl_of_passages"]) == pytest.approx(kl, rel=1e-3)
 
-    check_ranges(said["by_position"], [(token.position, token) for token in tokens])
+    check_ranges(said["by_position"], tokens)
     assert [(each["start"], each["stop"]) for each in said["by_position"]] == [
         (start, start + 2) for start in range(224, 248, 2)
     ]
     first, last = said["drift"]["first"], said["drift"]["last"]
     assert (first["start"], first["stop"], last["start"], last["stop"]) == (224, 230, 242, 248)
-    check_ranges([first], [(token.position, token) for token in tokens if token.position < 230])
-    check_ranges([last], [(token.position, token) for token in tokens if token.position >= 242])
+    check_ranges([first], [token for token in tokens if token.position < 230])
+    check_ranges([last], [token for token in tokens if token.position >= 242])
     grown = [sum(token.kl for token in each[-6:]) > sum(token.kl for token in each[:6]) for each in read]
     assert said["drift"]["growing_passages"] == sum(grown)
 
 
 def test_without_context_the_whole_passage_has_a_curve(llama: Path) -> None:
     result = fidelity(llama, *QUICK, "--context", 0, "--scored", 248, "--bits", 2, "--json", code=0)
-    said = json.loads(result.stdout)["settings"][1]
-    tokens = list(itertools.chain(*slowly(llama, 0, 248, nbits=2)))
-    check_ranges(said["by_position"], [(token.position, token) for token in tokens])
-    assert said["by_position"][0]["start"] == 0
-    kl = {each["start"]: each["kl"] for each in said["by_position"]}
+    kl = {each["start"]: each["kl"] for each in json.loads(result.stdout)["settings"][1]["by_position"]}
     assert kl[0] < 1e-9 < kl[240]
     assert "KL grows between tokens 0 to 61 and tokens 186 to 247: int2 from" in result.stderr
 
@@ -181,7 +166,7 @@ def test_a_calibration_is_measured_as_what_it_has_found(llama: Path, tmp_path: P
         bits = calibrated(tmp_path, keys, values)
         said = measured(llama, "--bits", "4", "--calibration", tmp_path, "--results", "run.jsonl")
         assert list(said) == ["full", "int4", "calibrated"]
-        expected = mean([token.kl for token in itertools.chain(*slowly(llama, **bits))])
+        expected = fmean([token.kl for token in itertools.chain(*slowly(llama, **bits))])
         assert said["calibrated"]["kl"] == pytest.approx(expected, rel=1e-3)
 
 
@@ -194,9 +179,9 @@ def test_a_cache_of_any_name_is_measured(llama: Path) -> None:
     def sinks(config: Any) -> Any:
         return kvlayers.SinkCache(64, 4, config=config)
 
-    tokens = list(itertools.chain(*slow_tokens(llama, sinks, CONTEXT, SCORED, CHUNK)))
-    assert windowed["kl"] == pytest.approx(mean([token.kl for token in tokens]), rel=1e-3)
-    check_ranges(windowed["by_position"], [(token.position, token) for token in tokens])
+    tokens = list(itertools.chain(*slow_tokens(llama, sinks)))
+    assert windowed["kl"] == pytest.approx(fmean([token.kl for token in tokens]), rel=1e-3)
+    check_ranges(windowed["by_position"], tokens)
     config = tf.AutoConfig.from_pretrained(llama)
     assert windowed["nbytes"] == bytes_of(lambda: sinks(config), config, CONTEXT + SCORED)
     # A cache of another library has no arithmetic: it was filled.
@@ -380,9 +365,6 @@ def test_settings_go_by_the_names_that_people_write() -> None:
     for wrong in ("", "four", "k4", "4v2", "none:4", "-4", "4,"):
         with pytest.raises(kvlayers.OptionError, match="`--bits` must be bits, such as 4"):
             settings(wrong)
-    config = tf.LlamaConfig(num_hidden_layers=1)
-    less, more = (kvlayers_contender(*setting(text), config, 4096).make for text in ("k4v2", "4"))
-    assert bytes_of(less, config, 4096) < bytes_of(more, config, 4096)
 
 
 def test_what_is_recommended_can_be_pasted() -> None:

@@ -376,6 +376,10 @@ class Refusing(tf.PretrainedConfig):
         (LLAMA, {"context_length": "32q"}, kvlayers.OptionError, "context_length` must be a number of tokens.*32q"),
         (LLAMA, {"memory": "150%"}, kvlayers.OptionError, "a share of full precision up to 100%.* got '150%'"),
         (LLAMA, {"memory": 0}, kvlayers.OptionError, "memory.*bytes"),
+        *(
+            (LLAMA, {"memory": number}, kvlayers.OptionError, "`memory` must be a whole number")
+            for number in (1.5, float("inf"), float("nan"))
+        ),
         (LLAMA, {"dtype": "bfloat"}, kvlayers.OptionError, "torch.bfloat16 or 'bfloat16'"),
         (LLAMA, {"dtype": torch.int8}, kvlayers.OptionError, "floating-point"),
         (LLAMA, {"encoder_length": 5}, kvlayers.OptionError, "without an encoder"),

@@ -13,12 +13,14 @@ token to token. "x30 in 2 slow, all": the two slowest rotary pairs of all KV hea
 
 Each cache is compared with transformers' DynamicCache of the same modified model, by the mean KL divergence in nats a
 token and by the share of equal top tokens. kvlayers' caches of 4 bits hold about as many bytes; all bytes are shown. A
-name with "plain" is the same quantizer of keys that are not smoothed (`kvlayers.kernels.codes.smoothing`).
+name with "plain" is the same quantizer of keys that are not smoothed (`kvlayers.kernels.codes.smoothing`). Passages
+differ by more than caches do: with several of them (`--passages`), a figure has the standard error of their mean.
 """
 
 import itertools
 import json
 import pathlib
+import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -104,6 +106,7 @@ def options() -> report.Options:
         kind=lambda given: f"outliers-{pages.model_name(vars(given))}",
     )
     made.real_model(is_needed=True)
+    made.sized("--passages", 1, 1, "from places spread over the text")
     made.sized("--context", 512, 512, "tokens of each read before scoring begins")
     made.sized("--scored", 128, 128, "tokens of each that are scored")
     made.sized("--chunk", 64, 64, "tokens read at once")
@@ -136,14 +139,14 @@ def measure(run: report.Session) -> dict[str, Any]:
     given, caches = run.given, run.given.caches
     found, held = _resumed(given)
     workload = run.some_model(torch.float32)
-    model, texts = workload.model, workload.passages(1, given.context + given.scored + 1)
+    model, texts = workload.model, workload.passages(given.passages, given.context + given.scored + 1)
     makers = {REFERENCE: CONTENDERS[REFERENCE], **{name: NAMES[name] for name in caches}}
     for name in caches:
         held[name] = measure_bytes(NAMES[name], model.config, given.context, given.scored, given.chunk)
     rows = chosen(given, found)
     # The record is of all caches, whichever are measured now.
     given.caches = [name for name in NAMES if name in held]
-    tick = run.ticking("rows", (given.context + given.scored) // given.chunk * len(rows))
+    tick = run.ticking("rows", (given.context + given.scored) // given.chunk * len(texts) * len(rows))
     order = [PLAIN, *(row.name for row in ROWS)]
     for name, row in rows.items():
         with nullcontext() if row is None else row.applied(model):
@@ -186,7 +189,9 @@ def _resumed(given: Any) -> tuple[dict[str, Any], dict[str, Any]]:
 def _cell(figures: dict[str, Any]) -> str:
     if figures["failure"]:
         return str(figures["failure"])
-    return f"{figures['kl']:.2g} {figures['agreement']:.0%}"
+    passages = figures.get("kl_of_passages") or []
+    error = f" ±{statistics.stdev(passages) / len(passages) ** 0.5:.1g}" if len(passages) > 1 else ""
+    return f"{figures['kl']:.2g}{error} {figures['agreement']:.0%}"
 
 
 def page_table(record: dict[str, Any], rows: Sequence[str] | None = None, left_out: Sequence[str] = ()) -> str:

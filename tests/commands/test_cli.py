@@ -41,8 +41,10 @@ def model(tmp_path: Path) -> Path:
 
 
 def test_the_table_of_a_plan_has_each_cache_and_what_to_use(model: Path) -> None:
-    output = command_line.run("plan", model, "--context", "4k", "--batch", 2, "--memory", "600 KiB", code=0).output
-    plan = kvlayers.plan(CONFIG, 4096, 2, torch.bfloat16, 600 * 1024)
+    names = ["dynamic", "static", "int8", "int4", "quantized", "sink", "snapkv"]
+    arguments = ("4k", "--batch", 2, "--memory", "600 KiB", "--cache", ",".join(names))
+    output = command_line.run("plan", model, *arguments, code=0).output
+    plan = kvlayers.plan(CONFIG, 4096, 2, torch.bfloat16, 600 * 1024, names=names)
     assert "4096 tokens, batch 2, bfloat16, 600 KiB for the cache" in output
     rows = [line.split() for line in output.splitlines()]
     firsts = [group[0] for group in plan.groups()]

@@ -343,14 +343,15 @@ def test_the_host_is_for_what_has_four_bits_and_fits_nowhere_else() -> None:
 
 def test_a_budget_that_nothing_fits_says_the_least_that_is_needed() -> None:
     least = min(
-        (cache for cache in kvlayers.plan(LLAMA, 4000).caches if cache.fidelity != "evicting"),
+        (cache for cache in kvlayers.plan(LLAMA, 4000, names=FEW).caches if cache.fidelity != "evicting"),
         key=lambda cache: cache.device_bytes,
     )
     with pytest.raises(kvlayers.CapacityError, match=rf"at least .* \({least.device_bytes} bytes\) for 4000 tokens"):
-        kvlayers.plan(LLAMA, 4000, memory=least.device_bytes - 1)
-    assert kvlayers.plan(LLAMA, 4000, memory=least.device_bytes).recommended.device_bytes == least.device_bytes
+        kvlayers.plan(LLAMA, 4000, memory=least.device_bytes - 1, names=FEW)
+    plan = kvlayers.plan(LLAMA, 4000, memory=least.device_bytes, names=FEW)
+    assert plan.recommended.device_bytes == least.device_bytes
     with pytest.raises(kvlayers.CapacityError, match="at most [0-9]+ tokens, with"):
-        kvlayers.plan(LLAMA, 4000, memory=100_000)
+        kvlayers.plan(LLAMA, 4000, memory=100_000, names=FEW)
 
 
 def test_nothing_is_allocated() -> None:

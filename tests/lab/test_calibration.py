@@ -192,7 +192,6 @@ def test_uniform_bits_of_as_many_thirds_of_a_byte_are_within_a_budget(model: Any
     everywhere = states * ((2 + 2) / 8 + 2 * 4 * (1 / 96 + 1 / model.config.head_dim))
     thirds: dict[str, Any] = {"quantization": kvlayers.Quantization(key_group_size=96), "context_length": 384}
     found = calibrated(model, ids, kvlayers_lab.BytesBudget(everywhere), widths=[2, 4], passages=1, **thirds)
-    assert found.uniform is not None
     assert found.bytes_per_token == found.uniform.bytes_per_token == pytest.approx(everywhere)
 
 
@@ -305,7 +304,6 @@ def test_bits_of_a_budget_are_within_it_and_no_worse_than_any_uniform_ones(
 def test_a_budget_of_divergence_is_kept_with_fewer_bytes_than_uniform_bits_need(
     model: Any, ids: Tensor, calibration: kvlayers_lab.Calibration
 ) -> None:
-    assert calibration.uniform is not None
     budget = kvlayers_lab.DivergenceBudget(calibration.uniform.divergence)
     found = calibrated(model, ids, budget, sensitivities=calibration.sensitivities)
     assert found.divergence <= calibration.uniform.divergence

@@ -659,7 +659,6 @@ def test_a_name_has_options_behind_a_colon() -> None:
 )
 def test_options_are_numbers_words_lists_and_options_of_options(written: str, options: dict[str, Any]) -> None:
     found = named_cache(f"sink:{written}")
-    assert found is not None
     assert (found.name, found.options) == ("sink", options)
 
 

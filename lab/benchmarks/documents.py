@@ -194,7 +194,9 @@ def fidelity(run: report.Session, *arguments: object) -> dict[str, Any]:
         run.say(report.NO_MODEL)
         return {}
     asked = ("--documents", f"2,{DOCUMENTS}", "--threads", run.given.threads, *arguments)
-    return report.fidelity(run.given.model, *asked)
+    found = report.fidelity(run.given.model, *asked)
+    run.expect(found["passed"], f"kvlayers fidelity {' '.join(map(str, arguments))}: a cache has failed")
+    return found
 
 
 def kl(run: report.Session) -> dict[str, Any]:

@@ -66,7 +66,6 @@ FINE = 16
 """Numbers of a group with which quanto holds more bytes than kvlayers' native backend with its groups of 64. A longer
 residual would take as many bytes, and leave quanto with more divergence."""
 
-
 NUM_SINK_TOKENS = 4
 
 SPARE = 64
@@ -74,7 +73,6 @@ SPARE = 64
 
 MOST_APART = 1e-4
 """How far logits of a model with latents may be from transformers', in float32."""
-
 
 SECONDS_OF_PACKED = 100.0
 """For turns of a prompt with and without packing, which differ by less than a turn from the next."""

@@ -5,7 +5,6 @@ python lab/benchmarks/demo.py --record   # keep it in lab/benchmarks/recorded/de
 python lab/benchmarks/demo.py --write    # write the newest record into README.md, and run nothing
 """
 
-import argparse
 import os
 import re
 import subprocess
@@ -74,9 +73,8 @@ def written_pages() -> pages.Pages:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = pages.options(__doc__, written_pages)
     parser.add_argument("--record", action="store_true", help="record what the demo prints, and write README.md")
-    pages.add_write(parser, written_pages)
     given = parser.parse_args(arguments)
     record = run()
     print(block(record))

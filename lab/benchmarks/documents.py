@@ -14,10 +14,8 @@ The exit code is 1 if a full computation has other tokens than transformers, or 
 change gives other predictions than computing everything.
 """
 
-import json
 import pathlib
 import random
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -195,11 +193,10 @@ def fidelity(run: report.Session, *arguments: object) -> dict[str, Any]:
     if run.given.model in (None, "none"):
         run.say(report.NO_MODEL)
         return {}
-    asked = ["--documents", f"2,{DOCUMENTS}", "--threads", run.given.threads, *arguments]
-    command = [sys.executable, "-m", "kvlayers", "fidelity", run.given.model, *map(str, asked), "--json"]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    said: dict[str, Any] = json.loads(done.stdout)
-    return said
+    asked = ("--documents", f"2,{DOCUMENTS}", "--threads", run.given.threads, *arguments)
+    found = report.fidelity(run.given.model, *asked)
+    run.expect(found["passed"], f"kvlayers fidelity {' '.join(map(str, arguments))}: a cache has failed")
+    return found
 
 
 def kl(run: report.Session) -> dict[str, Any]:

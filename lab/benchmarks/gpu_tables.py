@@ -6,7 +6,6 @@
 It imports only the standard library, so that a test can compare the pages with the records.
 """
 
-import argparse
 import json
 import pathlib
 from collections.abc import Mapping, Sequence
@@ -142,7 +141,6 @@ def written_pages() -> pages.Pages:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = pages.options(__doc__, written_pages)
     parser.add_argument("--record", type=pathlib.Path, required=True, help="JSON file of the stage first")
-    pages.add_write(parser, written_pages)
     record(parser.parse_args().record)

@@ -68,7 +68,7 @@ def records_by_model(kind: str) -> list[dict[str, Any]]:
     found: dict[str, Any] = {}
     for path in sorted(RECORDED.glob(f"{kind}-*.json")):
         record = json.loads(path.read_text())
-        model = model_name(record["arguments"])
+        model = model_name(record.get("arguments", record))
         found[model] = max(record, found.get(model, record), key=lambda each: str(each["date"]))
     return [*found.values()]
 
@@ -140,12 +140,16 @@ def write_pages(pages: Pages) -> None:
         print(f"written: {path}")
 
 
-def add_write(parser: argparse.ArgumentParser, pages: Callable[[], Pages]) -> None:
-    """Add `--write`, which writes pages from the records and measures nothing."""
+def options(doc: str | None, pages: Callable[[], Pages]) -> argparse.ArgumentParser:
+    """A parser with `--write`, which writes pages from the records and measures nothing."""
 
     class Write(argparse.Action):
         def __call__(self, parser: argparse.ArgumentParser, *_: Any, **__: Any) -> None:
             write_pages(pages())
             parser.exit()
 
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--write", nargs=0, action=Write, help="write the records into their pages, and stop")
+    return parser

@@ -183,10 +183,6 @@ class Prompt(NamedTuple):
     mask: Tensor | None = None
     positions: Tensor | None = None
 
-    def reader(self, model: Any, caches: Mapping[str, Any], kept: int = 1) -> Callable[[str], Tensor]:
-        """What reads this prompt into the cache of some name."""
-        return lambda name: self.read(model, caches[name], kept)
-
     def read(self, model: Any, cache: Any, kept: int = 1) -> Tensor:
         """The logits of the last tokens, float32 `[batch, kept, vocab]`."""
         masks = {} if self.mask is None else {"attention_mask": self.mask, "position_ids": self.positions}
@@ -280,7 +276,7 @@ class Run(report.Session):
         with quiet_clock():
             if reads_twice:
                 made = caches()
-                logits = turns.take(prompt.reader(model, made, kept), is_counted=False)
+                logits = turns.take(lambda name: prompt.read(model, made[name], kept), is_counted=False)
                 exact = None
                 if case.dtype != "float32" and case.tokens <= EXACT_UP_TO:
                     wide = case.subject.in_float32
@@ -295,7 +291,7 @@ class Run(report.Session):
                 made = made or caches()
                 read = following[done] if following else prompt
                 started = time.perf_counter()
-                logits = turns.take(read.reader(model, made))
+                logits = turns.take(lambda name, read=read, made=made: read.read(model, made[name]))
                 if not following and done == 0:
                     number = self.count(time.perf_counter() - started)
                 done += 1

@@ -20,7 +20,6 @@ import datetime
 import json
 import pathlib
 import re
-import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,9 +31,8 @@ from kvlayers.calls import is_registered, named_cache
 from kvlayers.eviction import eviction_rule, eviction_rule_names
 from kvlayers.options import tokens
 from kvlayers_lab.tasks.summary import TaskOutcome, summarize
-from pages import DOCS, RECORDED, ROOT, markdown, measured_at
-
-RESULTS = ROOT / "lab" / "benchmarks" / "results"
+from lib import report
+from pages import DOCS, RECORDED, markdown, measured_at, model_name, records_by_model
 
 CACHES = ("--bits", "8,fp8,4,2", "--cache", "sink", "--against", "transformers")
 """The caches beside the exact one, of docs/benchmarks.md."""
@@ -133,7 +131,7 @@ KEPT_OF_SUMMARY = ("reference", "too_weak_below", "too_weak", "overall", "compar
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = pages.options(__doc__, written_pages)
     parser.add_argument("--model", action="append", default=[], help="directory or hub name; several times for several")
     parser.add_argument("--caches", choices=CACHES_OF, default="rounding", help="which caches (rounding)")
     parser.add_argument("--tasks", default="all", help="separated by commas (all)")
@@ -145,7 +143,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtype", default="bfloat16", help="dtype of the models (bfloat16)")
     parser.add_argument("--threads", type=int, help="threads of torch")
     parser.add_argument("--record", action="store_true", help="record the figures, and write them into the page")
-    pages.add_write(parser, written_pages)
     return parser.parse_args(arguments)
 
 
@@ -156,18 +153,12 @@ def measure(model: str, given: argparse.Namespace) -> dict[str, Any]:
 
 
 def printed_by(run: Run, model: str, given: argparse.Namespace) -> dict[str, Any]:
-    RESULTS.mkdir(parents=True, exist_ok=True)
+    report.RESULTS.mkdir(parents=True, exist_ok=True)
     options = {name: getattr(given, name) for name in ("tasks", "depths", "samples", "seed", "dtype", "threads")}
     options["lengths"] = ",".join(map(str, run.lengths))
-    options["results"] = RESULTS / f"{CACHES_OF[given.caches].prefix}-{name_of(model)}.jsonl"
-    chosen = [str(part) for name, value in options.items() if value is not None for part in (f"--{name}", value)]
-    command = [sys.executable, "-m", "kvlayers", "fidelity", model, *chosen, *run.arguments, "--json"]
-    done = subprocess.run(command, check=False, stdout=subprocess.PIPE)
-    # The exit code is 1 if a cache has failed, which the table shows.
-    if done.returncode not in (0, 1):
-        sys.exit(done.returncode)
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    options["results"] = report.RESULTS / f"{CACHES_OF[given.caches].prefix}-{pathlib.Path(model).name}.jsonl"
+    chosen = [part for name, value in options.items() if value is not None for part in (f"--{name}", value)]
+    return report.fidelity(model, *chosen, *run.arguments)
 
 
 def merged(printed: Sequence[tuple[Run, Mapping[str, Any]]], lengths: Sequence[int]) -> dict[str, Any]:
@@ -189,13 +180,9 @@ def merged(printed: Sequence[tuple[Run, Mapping[str, Any]]], lengths: Sequence[i
     return {**kept, "lengths": list(lengths), "caches": list(caches.values()), "results": {"tasks": tabled}}
 
 
-def name_of(model: str) -> str:
-    return pathlib.Path(model).name
-
-
 def record(found: Mapping[str, Any], prefix: str) -> pathlib.Path:
     """Keep the figures of one model, instead of an earlier record of it."""
-    name = name_of(str(found["model"]))
+    name = model_name(found)
     for earlier in RECORDED.glob(f"{prefix}-{name}-*.json"):
         earlier.unlink()
     path = RECORDED / f"{prefix}-{name}-{datetime.date.fromisoformat(str(found['date'])[:10])}.json"
@@ -203,14 +190,6 @@ def record(found: Mapping[str, Any], prefix: str) -> pathlib.Path:
     lines = re.sub(r"\{[^{}\[\]]*\}", lambda entry: " ".join(entry[0].split()), json.dumps(found, indent=1))
     path.write_text(lines + "\n")
     return path
-
-
-def recorded(prefix: str = "tasks") -> list[dict[str, Any]]:
-    return [json.loads(path.read_text()) for path in sorted(RECORDED.glob(f"{prefix}-*.json"), key=lambda at: at.name)]
-
-
-def tables(records: Sequence[Mapping[str, Any]]) -> str:
-    return "\n\n".join(table(each) for each in records)
 
 
 def table(found: Mapping[str, Any]) -> str:
@@ -251,7 +230,7 @@ def table(found: Mapping[str, Any]) -> str:
         f"of each length, with seed {found['seed']}. {measured_at(found)}."
     )
     head = ["cache", *(f"`{task}`" for task in found["tasks"]), "points lost", "log-probability"]
-    return "\n\n".join([f"### {name_of(str(found['model']))}", how, markdown(head, rows), weakness(found)])
+    return "\n\n".join([f"### {model_name(found)}", how, markdown(head, rows), weakness(found)])
 
 
 def label(cache: str, reference: str) -> str:
@@ -282,7 +261,7 @@ def in_words(name: str) -> str:
 def weakness(found: Mapping[str, Any]) -> str:
     """Where the model is too weak for a task, in a sentence."""
     summary = found["results"]["tasks"]
-    name = name_of(str(found["model"]))
+    name = model_name(found)
     limit = 100 * summary["too_weak_below"]
     if not summary["too_weak"]:
         return f"With the exact cache, {name} scores at least {limit:.0f} in every cell, so no cell is left out."
@@ -299,8 +278,8 @@ def weakness(found: Mapping[str, Any]) -> str:
 
 
 def written_pages() -> pages.Pages:
-    records = {caches.page: recorded(caches.prefix) for caches in CACHES_OF.values()}
-    return pages.written("tasks", {(page, "tasks"): tables(found) for page, found in records.items() if found})
+    found = {(caches.page, "tasks"): records_by_model(caches.prefix) for caches in CACHES_OF.values()}
+    return pages.written("tasks", {place: "\n\n".join(map(table, records)) for place, records in found.items()})
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -5,7 +5,7 @@ import os
 import re
 import subprocess
 import sys
-import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +41,10 @@ def model(tmp_path: Path) -> Path:
 
 
 def test_the_table_of_a_plan_has_each_cache_and_what_to_use(model: Path) -> None:
-    output = command_line.run("plan", model, "--context", "4k", "--batch", 2, "--memory", "600 KiB", code=0).output
-    plan = kvlayers.plan(CONFIG, 4096, 2, torch.bfloat16, 600 * 1024)
+    names = ["dynamic", "static", "int8", "int4", "quantized", "sink", "snapkv"]
+    arguments = ("4k", "--batch", 2, "--memory", "600 KiB", "--cache", ",".join(names))
+    output = command_line.run("plan", model, *arguments, code=0).output
+    plan = kvlayers.plan(CONFIG, 4096, 2, torch.bfloat16, 600 * 1024, names=names)
     assert "4096 tokens, batch 2, bfloat16, 600 KiB for the cache" in output
     rows = [line.split() for line in output.splitlines()]
     firsts = [group[0] for group in plan.groups()]
@@ -52,9 +54,18 @@ def test_the_table_of_a_plan_has_each_cache_and_what_to_use(model: Path) -> None
     for cache in firsts:
         longest = "no end" if cache.longest_context is None else str(cache.longest_context)
         assert " ".join(lines[cache.name]).endswith(f" {cache.fidelity} {longest}")
-    for note in plan.notes:
+    for note in (*plan.notes, "int4 (quantized)", "the model has positions for 256 tokens, and 4096 are planned"):
         assert note in output
     assert "gives the reasons" not in output
+    assert "positions" not in command_line.run("plan", model, "--context", 256).output
+
+
+def test_a_plan_has_each_cost_once_the_fewest_bytes_first() -> None:
+    plan = kvlayers.plan(CONFIG, 4096)
+    assert sorted(cache.name for group in plan.groups() for cache in group) == [cache.name for cache in plan.caches]
+    firsts = [group[0] for group in plan.groups()]
+    assert len({row[1:] for row in plan.rows()[1:]}) == len(firsts) < len(plan.caches)
+    assert [cache.device_bytes for cache in firsts] == sorted(cache.device_bytes for cache in firsts)
 
 
 def test_the_context_may_be_the_second_argument(model: Path) -> None:
@@ -79,19 +90,6 @@ def test_caches_are_separated_by_commas(model: Path, given: list[str], planned: 
 def test_a_plan_names_the_caches_that_a_model_cannot_have(tmp_path: Path) -> None:
     tf.MistralConfig(**COMMON, sliding_window=64).save_pretrained(tmp_path)
     assert "--json gives the reasons): evicting, " in command_line.run("plan", tmp_path, "4k", code=0).output
-
-
-def test_the_table_has_each_cost_once_the_fewest_bytes_first_and_says_what_positions_lack(model: Path) -> None:
-    output, plan = command_line.run("plan", model, "--context", "4k").output, kvlayers.plan(CONFIG, 4096)
-    firsts = [group[0] for group in plan.groups()]
-    assert sorted(cache.name for group in plan.groups() for cache in group) == [cache.name for cache in plan.caches]
-    figures = [row[1:] for row in plan.rows()[1:]]
-    assert len(set(figures)) == len(firsts) < len(plan.caches)
-    assert [cache.device_bytes for cache in firsts] == sorted(cache.device_bytes for cache in firsts)
-    assert {"dynamic", "int4", "sink"} <= {cache.name for cache in firsts}
-    assert "int4 (quantized)" in output
-    assert "the model has positions for 256 tokens, and 4096 are planned" in output
-    assert "positions" not in command_line.run("plan", model, "--context", 256).output
 
 
 @pytest.mark.parametrize("where", ["", "config.json"])
@@ -322,23 +320,28 @@ def test_bad_input_is_one_line_and_exit_code_2(model: Path, tmp_path: Path, argu
     check_refused(words, *(each.format(model=model, other=tmp_path / "other.json") for each in arguments))
 
 
+NO_QUANTITIES = ("", "-1k", "k", "1 KiB of", "1e3", "0x10")
+
+
 def test_quantities_are_read_as_people_write_them() -> None:
     assert [tokens(text, "context") for text in ("17", "32k", "32K", "1M", "0.5k")] == [17, 2**15, 2**15, 2**20, 512]
-    read = [amount_of_bytes(text, "memory") for text in ("5B", "24GiB", "24g", "80GB", "1.5 MiB", "10B", "1TiB")]
-    assert read == [5, 24 * 2**30, 24 * 2**30, 80 * 10**9, 3 * 2**19, 10, 2**40]
-    whole = amount_of_bytes(1e9, "memory")
-    assert (whole, type(whole)) == (10**9, int)
-    for number in (1.5, float("inf"), float("nan")):
-        with pytest.raises(kvlayers.OptionError, match="`memory` must be a whole number"):
-            kvlayers.plan(CONFIG, 1000, memory=number)  # type: ignore[arg-type]
-    # Nobody can tell whether bytes or megabytes are meant.
-    with pytest.raises(kvlayers.OptionError, match="memory` must be a number of bytes with its unit.*got '100'"):
-        amount_of_bytes("100", "memory")
-    for wrong in ("", "-1k", "k", "1 KiB of", "1e3", "0x10"):
-        with pytest.raises(kvlayers.OptionError, match="--context` must be a number of tokens"):
-            tokens(wrong, "--context")
-        with pytest.raises(kvlayers.OptionError, match="memory` must be a number of bytes"):
-            amount_of_bytes(wrong, "memory")
+    read = [amount_of_bytes(text, "memory") for text in ("5B", "24GiB", "24g", "80GB", "1.5 MiB", "10B", "1TiB", 1e9)]
+    assert read == [5, 24 * 2**30, 24 * 2**30, 80 * 10**9, 3 * 2**19, 10, 2**40, 10**9]
+    assert type(read[-1]) is int
+
+
+@pytest.mark.parametrize(
+    ("read", "written", "words"),
+    [
+        # Nobody can tell whether bytes or megabytes are meant.
+        (amount_of_bytes, "100", "`` must be a number of bytes with its unit.*got '100'"),
+        *((amount_of_bytes, wrong, "`` must be a number of bytes") for wrong in NO_QUANTITIES),
+        *((tokens, wrong, "`` must be a number of tokens") for wrong in NO_QUANTITIES),
+    ],
+)
+def test_what_is_no_quantity(read: Callable[[str, str], int], written: str, words: str) -> None:
+    with pytest.raises(kvlayers.OptionError, match=words):
+        read(written, "")
 
 
 # Commands of other packages
@@ -347,6 +350,13 @@ def test_quantities_are_read_as_people_write_them() -> None:
 def with_entry_points(monkeypatch: pytest.MonkeyPatch, **values: str) -> None:
     points = [importlib.metadata.EntryPoint(name, value, GROUP) for name, value in values.items()]
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: points if group == GROUP else [])
+
+
+ADDITIONS = """
+def fail(app): raise ValueError("a line\\nand another")
+def silent(app): raise RuntimeError
+def greet(app): app.command("greet")(lambda: print("hello"))
+"""
 
 
 def test_the_commands_of_the_lab_are_there() -> None:
@@ -382,21 +392,11 @@ def test_help_without_the_lab_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_a_package_that_cannot_be_loaded_hides_no_other_command(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], value: str, reason: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], value: str, reason: str
 ) -> None:
-    additions: Any = types.ModuleType("additions")
-
-    def fail(app: Any) -> None:
-        raise ValueError("a line\nand another")
-
-    def silent(app: Any) -> None:
-        raise RuntimeError
-
-    def greet(app: Any) -> None:
-        app.command("greet")(lambda: print("hello"))
-
-    additions.fail, additions.silent, additions.greet = fail, silent, greet
-    monkeypatch.setitem(sys.modules, "additions", additions)
+    (tmp_path / "additions.py").write_text(ADDITIONS)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "additions", raising=False)
     with_entry_points(monkeypatch, broken=value, whole="additions:greet")
     assert command_line.run("greet").stdout == "hello\n"
     [line] = capsys.readouterr().err.splitlines()

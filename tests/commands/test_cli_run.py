@@ -123,40 +123,45 @@ def run_script(root: Path, script: str, **changed: str) -> "subprocess.Completed
     )
 
 
-@pytest.mark.parametrize(
-    ("script", "lines"),
-    [
-        ("import sys, transformers; print('kvlayers' in sys.modules)", ["False"]),
-        ("import transformers.modeling_utils; print('after')", ["installed", "after"]),
-        ("import transformers.generation.utils; print('after')", ["installed", "after"]),
-        # kvlayers is half imported when the models are.
-        ("import kvlayers.core; print('after')", ["installed", "after"]),
-        ("import transformers.modeling_utils, transformers.cli.serving.server", ["installed", "server"]),
-        ("import transformers.cli.serving.server, transformers.modeling_utils", ["server", "installed"]),
-    ],
-)
-def test_a_process_installs_once_its_models_are_imported(script: str, lines: list[str], tmp_path: Path) -> None:
-    done = run_script(tmp_path, script)
-    assert (done.stdout.split(), done.stderr, done.returncode) == (lines, "", 0)
+PROCESSES: dict[str, tuple[dict[str, str], str, list[str]]] = {
+    "no models": ({}, "import sys, transformers; print('kvlayers' in sys.modules)", ["False"]),
+    "models": ({}, "import transformers.modeling_utils; print('after')", ["installed", "after"]),
+    "generate": ({}, "import transformers.generation.utils; print('after')", ["installed", "after"]),
+    "kvlayers half imported before the models": ({}, "import kvlayers.core; print('after')", ["installed", "after"]),
+    "a server behind the models": (
+        *({}, "import transformers.modeling_utils, transformers.cli.serving.server"),
+        ["installed", "server"],
+    ),
+    "a server before the models": (
+        *({}, "import transformers.cli.serving.server, transformers.modeling_utils"),
+        ["server", "installed"],
+    ),
+    "a process below": (
+        *({}, "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import transformers.modeling_utils'])"),
+        ["installed"],
+    ),
+    "a sitecustomize of somebody else": (
+        {"sitecustomize.py": "print('mine', __name__)\nhere = 1"},
+        "import sitecustomize, transformers.modeling_utils; print(sitecustomize.here)",
+        ["mine sitecustomize", "installed", "1"],
+    ),
+}
+"""What is changed in the stand-ins, the script, and the lines that it prints."""
 
 
-def test_processes_below_install_too(tmp_path: Path) -> None:
-    below = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import transformers.modeling_utils'])"
-    assert run_script(tmp_path, below).stdout.split() == ["installed"]
-
-
-def test_a_sitecustomize_of_somebody_else_runs_as_well(tmp_path: Path) -> None:
-    own = {"sitecustomize.py": "print('mine', __name__)\nhere = 1"}
-    script = "import sitecustomize, transformers.modeling_utils; print(sitecustomize.here)"
-    assert run_script(tmp_path, script, **own).stdout.splitlines() == ["mine sitecustomize", "installed", "1"]
+@pytest.mark.parametrize("what", PROCESSES)
+def test_a_process_installs_once_its_models_are_imported(what: str, tmp_path: Path) -> None:
+    changed, script, lines = PROCESSES[what]
+    done = run_script(tmp_path, script, **changed)
+    assert (done.stdout.splitlines(), done.stderr, done.returncode) == (lines, "", 0)
 
 
 def test_a_process_that_cannot_install_goes_on(tmp_path: Path) -> None:
     broken = {"kvlayers/core.py": "raise ImportError('no kvlayers here')"}
     script = "import transformers.modeling_utils, transformers.cli.serving.server; print('after')"
     done = run_script(tmp_path, script, **broken)
-    assert (done.stdout.split(), done.returncode) == (["after"], 0)
-    assert done.stderr == "kvlayers run: this process goes on without kvlayers: no kvlayers here\n"
+    said = "kvlayers run: this process goes on without kvlayers: no kvlayers here\n"
+    assert (done.stdout, done.stderr, done.returncode) == ("after\n", said, 0)
 
 
 REAL = """

@@ -32,11 +32,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
     class InferenceThread:
         def submit(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
-            results: list[Any] = []
-            thread = threading.Thread(target=lambda: results.append(fn(*args, **kwargs)))
-            thread.start()
-            thread.join()
-            return results[0]
+            return contextvars.Context().run(fn, *args, **kwargs)
 
         async_submit = submit
 

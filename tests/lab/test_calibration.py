@@ -1,5 +1,6 @@
 """Bits for each layer: how they are taken, how they are chosen, and what is measured for it."""
 
+import dataclasses
 import itertools
 import json
 import math
@@ -18,10 +19,9 @@ from transformers.utils import logging
 import kvlayers
 import kvlayers_lab
 import versions
-from kvlayers_lab.calibration import Sensitivity
+from kvlayers_lab.calibration import MeasuredSetting, Sensitivity
 from kvlayers_lab.calibration.settings import DivergenceInUse, PartChoice, Settings, least_losses, passages_of
-from models import COMMON, tiny_model
-from named_factories import registered
+from models import COMMON, fresh_model, prompt, tiny_model
 
 CONTEXT, SCORED = 320, 32
 WIDTHS = (1, 2, 3, 4, 5, 6, 8)
@@ -94,56 +94,24 @@ def test_each_layer_has_its_bits(model: Any) -> None:
         assert bits_of(cache) == expected
 
 
-def test_bits_of_layers_by_name_and_in_a_saved_generation_config(model: Any, ids: Tensor, tmp_path: Path) -> None:
-    options = {"key_nbits": [8, 2, 4], "value_nbits": [4, 4, 2]}
-    settings = {"max_new_tokens": 8, "do_sample": False}
-    named = {"cache_implementation": "quantized", "cache_config": options, **settings}
-    cache = kvlayers.QuantizedCache(config=model.config, **options)
-    expected = model.generate(ids[None], past_key_values=cache, **settings)
-    with kvlayers.installed():
-        assert torch.equal(model.generate(ids[None], **named), expected)
-        tf.GenerationConfig(**named).save_pretrained(tmp_path)
-        again = model.generate(ids[None], generation_config=tf.GenerationConfig.from_pretrained(tmp_path))
-    assert torch.equal(again, expected)
-
-
-@pytest.mark.parametrize("with_config", [True, False])
-def test_a_saved_cache_goes_on_with_the_bits_of_its_layers(
-    model: Any, ids: Tensor, tmp_path: Path, with_config: bool
-) -> None:
-    cache = kvlayers.QuantizedCache(config=model.config, nbits=[2, 8, 4])
+@pytest.mark.parametrize(
+    ("family", "with_config"),
+    [("llama", True), ("llama", False), pytest.param("jamba", True, marks=versions.kvlayers_recurrent_layers)],
+)
+def test_a_saved_cache_goes_on_with_the_bits_of_its_layers(tmp_path: Path, family: str, with_config: bool) -> None:
+    model, ids = tiny_model(family), prompt(1, 104)
+    cache = kvlayers.QuantizedCache(
+        config=model.config, nbits=[2, 8, 4, 3][: model.config.num_hidden_layers], residual_length=0, sink_tokens=0
+    )
     with torch.no_grad():
-        model(ids[None, :400], past_key_values=cache)
+        model(ids[:, :100], past_key_values=cache)
         kvlayers.save_cache(cache, tmp_path / "cache.kv")
         loaded = kvlayers.load_cache(tmp_path / "cache.kv", config=model.config if with_config else None)
-        for part in ids[None, 400:].split(100, dim=1):
+        for part in ids[:, 100:].split(1, dim=1):
             expected = model(part, past_key_values=cache).logits
             assert torch.equal(model(part, past_key_values=loaded).logits, expected)
     assert (loaded.nbytes, loaded.quantization.facts()) == (cache.nbytes, cache.quantization.facts())
-
-
-@versions.kvlayers_recurrent_layers
-def test_a_saved_cache_with_recurrent_layers_has_the_bits_of_the_others(tmp_path: Path) -> None:
-    model = tiny_model("jamba")
-    bits = [(2, 8, 4, 3)[index % 4] for index in range(model.config.num_hidden_layers)]
-    cache = kvlayers.QuantizedCache(config=model.config, nbits=bits, residual_length=0, sink_tokens=0)
-    with torch.no_grad():
-        model(torch.ones(1, 100, dtype=torch.int64), past_key_values=cache)
-    kvlayers.save_cache(cache, tmp_path / "cache.kv")
-    loaded = kvlayers.load_cache(tmp_path / "cache.kv", config=model.config)
     assert bits_of(loaded) == bits_of(cache)
-    assert any(bits_of(loaded))
-
-
-def test_a_plan_knows_the_bits_of_layers(model: Any) -> None:
-    def mixed(request: kvlayers.CacheRequest) -> Any:
-        return kvlayers.QuantizedCache(config=request.config, nbits=[2, 8, 4], length_hint=request.length_hint)
-
-    with registered(mixed=mixed), torch.no_grad():
-        planned = kvlayers.plan(model.config, 1000, dtype=torch.float32, names=["mixed"])["mixed"]
-        cache = kvlayers.make_cache("mixed", model, length_hint=1000)
-        model(torch.zeros(1, 1000, dtype=torch.int64), past_key_values=cache)
-    assert planned.nbytes == cache.nbytes
 
 
 @pytest.mark.parametrize(
@@ -220,18 +188,10 @@ def test_uniform_settings_are_all_that_are_within_the_budget() -> None:
 
 
 def test_uniform_bits_of_as_many_thirds_of_a_byte_are_within_a_budget(model: Any, ids: Tensor) -> None:
-    thirds = kvlayers.Quantization(key_group_size=96)
-    everywhere = (
-        3
-        * model.config.num_key_value_heads
-        * model.config.head_dim
-        * ((2 + 2) / 8 + 2 * 4 * (1 / 96 + 1 / model.config.head_dim))
-    )
-    found = calibrated(
-        model, ids, kvlayers_lab.BytesBudget(everywhere), quantization=thirds, widths=[2, 4], passages=1,
-        context_length=384,
-    )  # fmt: skip
-    assert found.uniform is not None
+    states = 3 * model.config.num_key_value_heads * model.config.head_dim
+    everywhere = states * ((2 + 2) / 8 + 2 * 4 * (1 / 96 + 1 / model.config.head_dim))
+    thirds: dict[str, Any] = {"quantization": kvlayers.Quantization(key_group_size=96), "context_length": 384}
+    found = calibrated(model, ids, kvlayers_lab.BytesBudget(everywhere), widths=[2, 4], passages=1, **thirds)
     assert found.bytes_per_token == found.uniform.bytes_per_token == pytest.approx(everywhere)
 
 
@@ -322,17 +282,6 @@ def test_a_calibration_says_what_its_cache_does(model: Any, ids: Tensor, calibra
         assert measured.divergence == pytest.approx(sum(found) / 2, rel=1e-3, abs=1e-7)
 
 
-def test_bytes_a_token_are_those_that_a_cache_grows_by(model: Any, calibration: kvlayers_lab.Calibration) -> None:
-    held = []
-    for tokens in (1024, 2048):
-        cache = kvlayers.QuantizedCache(config=model.config, length_hint=tokens, **calibration.cache_config)
-        states = torch.randn(1, model.config.num_key_value_heads, tokens, model.config.head_dim)
-        for index in range(model.config.num_hidden_layers):
-            cache.update(states, states, index)
-        held.append(cache.nbytes)
-    assert calibration.bytes_per_token == (held[1] - held[0]) / 1024
-
-
 def test_bits_of_a_budget_are_within_it_and_no_worse_than_any_uniform_ones(
     model: Any, ids: Tensor, calibration: kvlayers_lab.Calibration
 ) -> None:
@@ -355,7 +304,6 @@ def test_bits_of_a_budget_are_within_it_and_no_worse_than_any_uniform_ones(
 def test_a_budget_of_divergence_is_kept_with_fewer_bytes_than_uniform_bits_need(
     model: Any, ids: Tensor, calibration: kvlayers_lab.Calibration
 ) -> None:
-    assert calibration.uniform is not None
     budget = kvlayers_lab.DivergenceBudget(calibration.uniform.divergence)
     found = calibrated(model, ids, budget, sensitivities=calibration.sensitivities)
     assert found.divergence <= calibration.uniform.divergence
@@ -418,6 +366,8 @@ def test_a_calibration_in_a_file_is_the_same(calibration: kvlayers_lab.Calibrati
     assert calibration.save(tmp_path / "model") == tmp_path / "model" / "kvlayers_calibration.json"
     with pytest.raises(kvlayers.OptionError, match="name another file"):
         calibration.save(tmp_path / "kvlayers_calibration.json" / "below a file")
+    with pytest.raises(kvlayers.OptionError, match="pass a file that Calibration.save"):
+        kvlayers_lab.Calibration.load(tmp_path / "none.json")
 
 
 def test_saving_replaces_nothing_but_a_calibration(calibration: kvlayers_lab.Calibration, tmp_path: Path) -> None:
@@ -433,15 +383,6 @@ def test_a_calibration_says_what_it_came_to(calibration: kvlayers_lab.Calibratio
     assert str(calibration).startswith(f"Calibration: {calibration.bytes_per_token:g} bytes a token, divergence ")
     assert "; uniform bits: " in str(calibration)
     assert len(str(calibration)) < 150
-
-
-def test_layers_that_are_not_quantized_have_no_bits() -> None:
-    model = tf.Gemma2ForCausalLM(tf.Gemma2Config(**SIZES, sliding_window=8)).eval()
-    ids = torch.randint(0, model.config.vocab_size, (400,), generator=torch.manual_seed(1))
-    found = calibrated(model, ids, kvlayers_lab.BytesBudget(1e6), passages=1, widths=[2, 4])
-    windows = [kind == "sliding_attention" for kind in model.config.layer_types]
-    assert [nbits is None for nbits in found.cache_config["key_nbits"]] == windows
-    kvlayers.QuantizedCache(config=model.config, **found.cache_config)
 
 
 @pytest.mark.parametrize("backend", ["quanto", "hqq"])
@@ -505,19 +446,14 @@ def test_what_cannot_be_calibrated_is_said(
         kvlayers_lab.calibrate(model, texts, budget, **given)
 
 
-def test_models_that_cannot_be_calibrated_are_refused(model: Any, ids: Tensor) -> None:
+def test_models_that_cannot_be_calibrated_are_refused(ids: Tensor) -> None:
     for refused, error, said in (
         ("a name", kvlayers.OptionError, "a str"),
         (tiny_model("t5"), kvlayers.errors.ConfigError, "encoder"),
+        (fresh_model("llama").train(), kvlayers.OptionError, "eval"),
     ):
         with pytest.raises(error, match=said):
             calibrated(refused, ids, kvlayers_lab.BytesBudget(300))
-    model.train()
-    try:
-        with pytest.raises(kvlayers.OptionError, match="eval"):
-            calibrated(model, ids, kvlayers_lab.BytesBudget(300))
-    finally:
-        model.eval()
 
 
 @pytest.mark.parametrize("number", [0, -1, float("inf"), float("nan"), "four", True, None])
@@ -527,23 +463,18 @@ def test_a_budget_is_a_number_above_0(number: Any) -> None:
             budget(number)
 
 
+SEVEN_BITS = kvlayers_lab.Calibration(MeasuredSetting({"key_nbits": [7, 7, 7]}, 100.0, 0.1), None, ())
+
+
 @pytest.mark.parametrize(
-    "text",
-    ["[" * 100_000, "", "[]", "{}", '{"chosen": 3, "uniform": null, "sensitivities": []}', "bits", '{"chosen": null}'],
+    ("text", "said"),
+    [
+        *((text, "calibrate again") for text in ("[" * 100_000, "", "[]", "{}", "bits", '{"chosen": null}')),
+        ('{"chosen": 3, "uniform": null, "sensitivities": []}', "calibrate again"),
+        (json.dumps(dataclasses.asdict(SEVEN_BITS)), "got 7"),
+    ],
 )
-def test_a_file_that_is_no_calibration_is_refused(tmp_path: Path, text: str) -> None:
+def test_a_file_that_is_no_calibration_is_refused(tmp_path: Path, text: str, said: str) -> None:
     (tmp_path / "kvlayers_calibration.json").write_text(text)
-    with pytest.raises(kvlayers.OptionError, match="calibrate again"):
+    with pytest.raises(kvlayers.OptionError, match=said):
         kvlayers_lab.Calibration.load(tmp_path)
-
-
-def test_a_file_with_other_bits_than_there_are_is_refused(
-    calibration: kvlayers_lab.Calibration, tmp_path: Path
-) -> None:
-    said = json.loads(calibration.save(tmp_path).read_text())
-    said["chosen"]["cache_config"]["key_nbits"] = [7, 7, 7]
-    (tmp_path / "kvlayers_calibration.json").write_text(json.dumps(said))
-    with pytest.raises(kvlayers.OptionError, match="got 7"):
-        kvlayers_lab.Calibration.load(tmp_path)
-    with pytest.raises(kvlayers.OptionError, match="pass a file that Calibration.save"):
-        kvlayers_lab.Calibration.load(tmp_path / "none.json")

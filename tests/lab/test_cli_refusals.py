@@ -74,6 +74,7 @@ REFUSED: dict[str, Sequence[tuple[Sequence[str], str]]] = {
         ((MODEL, "--scored", "0"), "at least one token must be scored, got"),
         ((MODEL, "--context", "512"), "within the 512 positions of the model"),
         ((MODEL, "--text", "short.txt"), "4 passages of 481 tokens, but one has only"),
+        *(((MODEL, "--max-bytes", wrong), "`--max-bytes` must be ") for wrong in ("0%", "101%", "-5%", "half", "%")),
         ((MODEL, "--max-kl", "inf"), "`--max-kl` must be a finite number, at least 0, got inf"),
         ((MODEL, "--max-perplexity-increase", "inf"), "`--max-perplexity-increase` must be a finite number"),
         ((MODEL, "--calibration", "~nobody-of-that-name/x"), "no home"),

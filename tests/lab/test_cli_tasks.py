@@ -23,7 +23,7 @@ from kvlayers_lab.measuring.contenders import is_installed
 from kvlayers_lab.names import TASKS
 from kvlayers_lab.tasks import Needle, Task, TaskText, register_task, samples_of, task_names, unregister_task
 from model_directories import random_text, save_sharp_model, word_tokenizer
-from models import fresh_model, passes_of
+from models import fresh_model, passes_of, read
 from web_page import check_self_contained
 
 pytestmark = pytest.mark.usefixtures("text_directory")
@@ -168,12 +168,15 @@ def test_a_model_that_is_too_weak_is_said(llama: Path) -> None:
 def test_json_says_what_was_measured_and_how(llama: Path) -> None:
     at_once = measured(llama, "--bits", "4", "--seed", 3)
     said = measured(llama, "--bits", "4", "--seed", 3, "--chunk", 16, "--question-chunk", 1)
-    assert (said["tasks"], said["lengths"], said["depths"]) == (["echo"], list(LENGTHS), list(DEPTHS))
-    assert (said["seed"], said["samples"], said["chunk"], said["text"]) == (3, 1, 16, "text.txt")
-    assert (said["question_chunk"], at_once["question_chunk"]) == (1, None)
+    expected = {
+        "tasks": ["echo"], "lengths": list(LENGTHS), "depths": list(DEPTHS), "seed": 3, "samples": 1, "chunk": 16,
+        "question_chunk": 1, "text": "text.txt",
+    }  # fmt: skip
+    assert {name: said[name] for name in expected} == expected
+    assert at_once["question_chunk"] is None
     assert {"torch", "transformers", "kvlayers"} <= set(said["versions"])
-    one = said["outcomes"][0]
-    assert set(one) >= {"cache", "task", "length", "depth", "index", "score", "logprob", "answer", "failure"}
+    of_an_answer = ("cache", "task", "length", "depth", "index", "score", "logprob", "answer", "failure")
+    assert set(of_an_answer) <= set(said["outcomes"][0])
     # What is read in pieces attends to rounded states.
     logprobs = [[each["logprob"] for each in run["outcomes"][1::2]] for run in (at_once, said)]
     assert logprobs[0] != pytest.approx(logprobs[1], abs=1e-4)
@@ -183,30 +186,24 @@ def test_json_says_what_was_measured_and_how(llama: Path) -> None:
 
 
 @pytest.mark.usefixtures("able")
-def test_a_stopped_run_goes_on_where_it_stopped(
-    llama: Path, known: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole = measured(llama, "--bits", "8,2", "--results", known)
-    lines = known.read_text().splitlines(keepends=True)
-    assert len(lines) == 1 + 3 * SAMPLES
-    # As if the process had been killed while it wrote a line.
-    (tmp_path / "answers").write_text("".join(lines[: SAMPLES + 1]) + lines[SAMPLES + 1][:10])
-    arguments = (llama, *QUICK, "--bits", "8,2", "--results", "answers")
-    second = measured(llama, "--bits", "8,2", "--results", "answers")
-    assert (second["resumed"], second["outcomes"]) == (SAMPLES, whole["outcomes"])
-    # Nothing is to be computed.
+def test_a_run_goes_on_with_the_answers_of_its_file(llama: Path, known: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("transformers.LlamaForCausalLM.forward", lambda *_, **__: 1 / 0)
-    third = tasks(*arguments, code=0)
-    assert f"{3 * SAMPLES} of {3 * SAMPLES} answers were in answers before." in words(third.output)
-    refused = tasks(*arguments, "--seed", 5, code=2)
-    assert re.search(r"^kvlayers fidelity: `--results`.*seed 0 \(now 5\).*$", refused.stderr)
+    arguments = (llama, *QUICK, "--bits", "8,2", "--results", known)
+    shown = words(tasks(*arguments, code=0).output)
+    assert f"{3 * SAMPLES} of {3 * SAMPLES} answers were in {known} before." in shown
+    for changed, said in (
+        (("--seed", 5), r"seed 0 \(now 5\)"),
+        (("--question-chunk", 1), r"question_chunk None \(now 1\)"),
+    ):
+        refused = tasks(*arguments, *changed, code=2)
+        assert re.search(f"^kvlayers fidelity: `--results`.*{said}.*$", refused.stderr)
 
 
 @needs_report
 @pytest.mark.usefixtures("able")
 def test_the_report_of_tasks_is_one_file_that_needs_nothing(llama: Path, known: Path, tmp_path: Path) -> None:
     result = tasks(llama, *QUICK, "--bits", "8,2", "--results", known, "--budget", 10, "--report", "report.html")
-    assert f"Report: {'report.html'}" in result.output
+    assert "Report: report.html" in result.output
     page = (tmp_path / "report.html").read_text()
     assert page.count('<tr class="bold">') == page.count('<tr class="bold"><td>int8</td>') == 1
     parsed = check_self_contained(page)
@@ -229,27 +226,23 @@ def test_the_report_of_tasks_is_one_file_that_needs_nothing(llama: Path, known: 
 
 @needs_report
 def test_heat_maps_have_a_figure_in_each_cell_that_there_is() -> None:
-    from kvlayers_lab.cli.report import heat_maps
-
     maps = {"one": {(64, 0.0): 0.25, (128, 0.0): 1.0}, "two": {(64, 0.0): 0.5}, "m" * 50: {(128, 0.0): 0.75}}
-    svg = heat_maps("n", "Title", maps, (0, 1))
+    svg = page.heat_maps("n", "Title", maps, (0, 1))
     assert [svg.count(f">{figure}<") for figure in ("0.25", "1.00", "0.50", "0.75")] == [1, 1, 1, 1]
     assert len(re.findall(r">\d\.\d\d<", svg)) == 4
     assert f">…{'m' * 33}<" in svg
 
 
 @pytest.mark.usefixtures("able")
-def test_caches_of_other_libraries_take_part(llama: Path, tmp_path: Path) -> None:
-    (tmp_path / "my_caches.py").write_text(
-        "import transformers\n\n\ndef made(config):\n    return transformers.DynamicCache(config=config)\n"
-    )
+def test_caches_of_other_libraries_take_part(llama: Path) -> None:
     against = [name for name in ("quanto", "quanto:2") if is_installed(name)]
     options = [option for name in against for option in ("--against", name)]
-    said = measured(llama, *options, "--cache", "my_caches:made", "--cache", "sink")
-    names = ["kvlayers dynamic", "my_caches:made", "kvlayers sink", *(f"transformers {name}" for name in against)]
+    own = "caches_of_a_user:full"
+    said = measured(llama, *options, "--cache", own, "--cache", "sink")
+    names = ["kvlayers dynamic", own, "kvlayers sink", *(f"transformers {name}" for name in against)]
     assert [each["name"] for each in said["caches"]] == names
     scores = {each["cache"]: each["score"] for each in said["summary"]["overall"]}
-    assert scores["my_caches:made"] == 1
+    assert scores[own] == 1
     assert all(each["nbytes"] for each in said["caches"][:3])
 
 
@@ -267,13 +260,10 @@ def test_a_calibration_is_given_the_tasks(llama: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("able")
-def test_a_cache_that_fails_is_said_and_ends_with_1(llama: Path, tmp_path: Path) -> None:
-    (tmp_path / "full_caches.py").write_text(
-        "import transformers\n\n\nclass Full(transformers.DynamicCache):\n    def update(self, *args, **kwargs):\n"
-        "        raise RuntimeError('no more\\nroom')\n\n\ndef made(config):\n    return Full()\n"
-    )
-    result = tasks(llama, *QUICK, "--bits", "8", "--cache", "full_caches:made", "--budget", 100, code=1)
-    assert f"full_caches:made failed at {SAMPLES} samples: RuntimeError: no more room" in words(result.output)
+def test_a_cache_that_fails_is_said_and_ends_with_1(llama: Path) -> None:
+    name = "caches_of_a_user:failing"
+    result = tasks(llama, *QUICK, "--bits", "8", "--cache", name, "--budget", 100, code=1)
+    assert f"{name} failed at {SAMPLES} samples: RuntimeError: no more than 96" in words(result.output)
 
 
 def test_the_tasks_that_help_names_are_those_that_there_are() -> None:
@@ -336,23 +326,15 @@ def test_a_slow_reference_scores_the_same() -> None:
     places = [0, *(text.find("\n", len(text) * quarter // 4) + 1 for quarter in (1, 2, 3))]
     encoded = [tokenizer(text[place:]).input_ids[: LENGTH + AFTER] for place in places]
     begin = tokenizer("Read the following texts.").input_ids
-
-    @torch.no_grad()
-    def read(ids: list[int], cache: Any) -> torch.Tensor:
-        logits: torch.Tensor = model(torch.tensor([ids]), past_key_values=cache).logits
-        return logits[0].double().log_softmax(-1)
-
     kl, agrees = [], []
     # The first set goes on with its first document, the second one with its second.
-    for number, (first, second) in enumerate((encoded[::2], encoded[1::2])):
-        whole, apart, after = (kvlayers.DynamicCache() for _ in range(3))
-        read([*begin, *first[:LENGTH], *second[:LENGTH]], whole)
-        read([*begin, *first[:LENGTH]], apart)
-        read([*begin, *second[:LENGTH]], after)
-        moved = kvlayers.moved(after, LENGTH, model)
-        for index, layer in enumerate(moved.layers):
-            apart.update(layer.keys[:, :, len(begin) :], layer.values[:, :, len(begin) :], index)
-        expected, seen = (read((first, second)[number][LENGTH:], cache)[:-1] for cache in (whole, apart))
+    for number, pair in enumerate((encoded[::2], encoded[1::2])):
+        documents = [own[:LENGTH] for own in pair]
+        whole, _ = read(model, torch.tensor([begin + documents[0] + documents[1]]))
+        caches = [read(model, torch.tensor([begin + own]))[0] for own in documents]
+        apart = kvlayers.concatenate(caches, model, recompute=0, beginning_tokens=len(begin))
+        target = torch.tensor([pair[number][LENGTH:]])
+        expected, seen = (read(model, target, cache)[1][0, :-1].double().log_softmax(-1) for cache in (whole, apart))
         kl.append((expected.exp() * (expected - seen)).sum(-1))
         agrees.append(expected.argmax(-1) == seen.argmax(-1))
     # The log-probabilities of float32 sums in another order differ in their last digits.
@@ -362,9 +344,8 @@ def test_a_slow_reference_scores_the_same() -> None:
 
 def test_a_budget_of_documents_decides_the_exit_code(llama: Path) -> None:
     arguments = (llama, *APART, "2", "--scored", AFTER, "--passages", 1, "--max-kl", 1e-5)
-    result = tasks(*arguments, "--recompute", "0,100%", "--json", code=0)
-    assert json.loads(result.stdout)["passed"]
-    assert "with 2 documents, the fastest is recompute='100%'." in words(result.stderr)
+    shown = words(tasks(*arguments, "--recompute", "0,100%", code=0).output)
+    assert "with 2 documents, the fastest is recompute='100%'." in shown
     none = tasks(*arguments, "--recompute", "0", code=1)
     assert "Nothing is within a KL divergence of 1e-05 with 2 documents" in words(none.output)
 

@@ -46,18 +46,10 @@ def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def _script() -> Any:
-    """The demo, a script. A benchmark is called `demo` too, so that no folder of it is on the path."""
-    spec = importlib.util.spec_from_file_location("demo_script", Path(__file__).parents[2] / "lab" / "demo.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-demo_run = _script()
+# The demo is a script. A benchmark is called `demo` too, so that no folder of it is on the path.
+spec: Any = importlib.util.spec_from_file_location("demo_script", Path(__file__).parents[2] / "lab" / "demo.py")
+demo_run = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(demo_run)
 APP = command_line.typer.Typer()
 APP.command()(demo_run.demo)
 
@@ -155,16 +147,14 @@ def test_other_tokens_are_reported_and_the_demo_fails(llama: Path, monkeypatch: 
 
     def one_wrong_token(*arguments: Any, **options: Any) -> list[decoding.ContenderResult]:
         rows = decoding.measure(*arguments, **options)
-        for row in rows:
-            if (row.contender.library, row.contender.cache) == ("kvlayers", "static"):
-                row.other_tokens += 1
+        [static] = [row for row in rows if row.contender.key == ("kvlayers", "static")]
+        static.other_tokens += 1
         return rows
 
     def another_answer(*arguments: Any) -> Any:
         chat, answers = second_turn(*arguments)
-        first, second, third, *rest = answers.stored.tokens
-        other = demo_run.Answer(answers.stored.seconds, [first, second, third + 1, *rest])
-        return chat, dataclasses.replace(answers, stored=other)
+        answers.stored.tokens[2] += 1
+        return chat, answers
 
     with monkeypatch.context() as patched:
         patched.setattr(demo_run, "measure", one_wrong_token)
@@ -215,30 +205,18 @@ def test_a_busy_machine_is_said_and_no_speed_is_claimed() -> None:
 
 
 def test_caches_take_turns_after_each_step(llama: Path) -> None:
-    loaded = _loaded(llama)
-    order: list[int] = []
-    made = [contenders.Contender("kvlayers", name, functools.partial(_Following, number, order)) for number, name in
-            enumerate(("dynamic", "static"))]  # fmt: skip
-    first, second = decoding.measure(loaded.model, torch.full((1, 5), 4), 4, 1, made, lambda *_: None, 2)
+    model, passed = _loaded(llama).model, list[Any]()
+
+    def note(module: Any, args: Any, options: dict[str, Any]) -> None:
+        passed.append(next(each for each in options.values() if isinstance(each, kvlayers.Cache)))
+
+    made = [contenders.Contender("kvlayers", name, kvlayers.DynamicCache) for name in ("dynamic", "static")]
+    with model.register_forward_pre_hook(note, with_kwargs=True):
+        first, second = decoding.measure(model, torch.full((1, 5), 4), 4, 1, made, lambda *_: None, 2)
     # The reference first decodes alone.
-    assert order[5:] == [0, 1, 0, 1, 1, 0, 0, 1, 1, 0]
+    assert [int(cache is passed[6]) for cache in passed[5:]] == [0, 1, 0, 1, 1, 0, 0, 1, 1, 0]
     assert len(first.trials[0].step_seconds) == len(second.trials[0].step_seconds) == 4
     assert (second.other_tokens, second.trials[0].kl) == (0, 0.0)
-
-
-class _Following(kvlayers.DynamicCache):
-    """A cache that notes in a list when it takes in tokens."""
-
-    def __init__(self, number: int, order: list[int]) -> None:
-        super().__init__()
-        self.number, self.order = number, order
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> Any:
-        if layer_idx == 0:
-            self.order.append(self.number)
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
 
 def _row(cache: str, seconds: float, nbytes: int, library: str = "kvlayers") -> decoding.ContenderResult:

@@ -8,14 +8,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import kvlayers
 import versions
-from families import FAMILIES, model_and_inputs
-from kvlayers.errors import CapacityError, ConfigError, OptionError
-from kvlayers.generation.prefix_reuse.active_store import optional_store, required_store
+from families import model_of
+from kvlayers.errors import CapacityError
+from kvlayers.generation.prefix_reuse.active_store import required_store
 from kvlayers.generation.prefix_reuse.eligibility import StorePart
 from kvlayers_lab.evaluation import caches, passes
 from kvlayers_lab.evaluation.engine import score_tokens
@@ -32,10 +30,6 @@ ROUNDED = 1e-4
 """The same, where a rounded state may have gone into the next sum."""
 LONG = 84
 """Tokens of contexts of which quantized caches pack a block, which has 64 tokens."""
-
-
-def model_of(family: str) -> Any:
-    return model_and_inputs(family)[0] if family in FAMILIES else tiny_model(family)
 
 
 def requests_of(seed: int = 0, contexts: int = 5, longest: int = 70) -> list[ScoringRequest]:
@@ -102,22 +96,20 @@ FAMILIES_OF_SCORES = (
 
 
 @pytest.mark.parametrize(
-    ("family", "name", "pass_cost"),
+    ("family", "name", "pass_cost", "chunk"),
     [
-        *once([(family, "dynamic") for family in FAMILIES_OF_SCORES], [1, 32]),
+        *once([(family, "dynamic") for family in FAMILIES_OF_SCORES], [(1, 3), (32, None)]),
         # Even the shortest shared prefixes are read once.
-        *((family, name, 1) for family in ("llama", "gemma3") for name in EXACT_CACHES),
+        *((family, name, 1, None) for family in ("llama", "gemma3") for name in EXACT_CACHES),
     ],
 )
 def test_an_exact_cache_gives_the_scores_of_one_pass_over_each_request(
-    family: str, name: str, pass_cost: int, monkeypatch: pytest.MonkeyPatch
+    family: str, name: str, pass_cost: int, chunk: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(passes, "PASS_COST_ON_CPU", pass_cost)
     model, requests = model_of(family), requests_of()
-    found, expected = (
-        score_tokens(model, requests, lambda: EXACT_CACHES[name](model), batch_size=4),
-        known_scores(family),
-    )
+    found = score_tokens(model, requests, lambda: EXACT_CACHES[name](model), batch_size=4, chunk=chunk)
+    expected = known_scores(family)
     assert difference(found, expected) < (RECURRENT if family in versions.RECURRENT_FAMILIES else EXACT)
     assert [score.token_is_greedy for score in found] == [score.token_is_greedy for score in expected]
 
@@ -140,57 +132,6 @@ def test_a_lossy_cache_takes_part_in_every_score(family: str, name: str, chunk: 
     assert difference(found, expected) < ROUNDED
     if family == "llama":
         assert difference(found, known_scores("llama", contexts=2, longest=LONG)) > 10 * ROUNDED
-
-
-def texts(most: int) -> st.SearchStrategy[tuple[int, ...]]:
-    return st.lists(st.integers(3, 9), min_size=1, max_size=most).map(tuple)
-
-
-def packed_early(model: Any) -> Any:
-    return kvlayers.QuantizedCache(config=model.config, nbits=2, q_group_size=8, residual_length=0, sink_tokens=0)
-
-
-REQUEST = st.builds(ScoringRequest, texts(12), texts(5))
-"""Few different tokens, so that contexts share prefixes, are prefixes of others, and continuations repeat contexts."""
-
-
-@pytest.mark.slow
-@given(
-    requests=st.lists(REQUEST, min_size=1, max_size=10),
-    batch_size=st.integers(1, 4),
-    pass_cost=st.integers(1, 12),
-    chunk=st.sampled_from([None, 3]),
-)
-def test_exact_scores_of_random_requests(
-    requests: list[ScoringRequest], batch_size: int, pass_cost: int, chunk: int | None
-) -> None:
-    model = tiny_model("llama")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(passes, "PASS_COST_ON_CPU", pass_cost)
-        found = score_tokens(model, requests, lambda: dynamic(model), batch_size=batch_size, chunk=chunk)
-    assert difference(found, scores_alone(model, requests)) < EXACT
-
-
-@pytest.mark.slow
-@settings(max_examples=12)
-@given(
-    requests=st.lists(REQUEST, min_size=1, max_size=5),
-    batch_size=st.integers(1, 4),
-    chunk=st.sampled_from([None, 3]),
-    seed=st.integers(0, 99),
-)
-def test_lossy_scores_depend_on_no_other_request(
-    requests: list[ScoringRequest], batch_size: int, chunk: int | None, seed: int
-) -> None:
-    model, opening = tiny_model("llama"), tuple(range(3, 70))
-    requests = [ScoringRequest(opening + context, continuation) for context, continuation in requests]
-    make = functools.partial(packed_early, model)
-    found = score_tokens(model, requests, make, batch_size=batch_size, chunk=chunk)
-    alone_in_call = score_tokens(model, requests[:1], make, chunk=chunk)
-    order = random.Random(seed).sample(range(len(requests)), len(requests))
-    shuffled = score_tokens(model, [requests[index] for index in order], make, batch_size=2, chunk=chunk)
-    assert difference(found[:1], alone_in_call) < ROUNDED
-    assert difference([found[index] for index in order], shuffled) < ROUNDED
 
 
 DOCUMENT = tuple(range(3, 93))
@@ -299,35 +240,12 @@ def test_half_precision_is_normalized_in_float32() -> None:
     assert abs(float(probability) - 1) < 1e-5
 
 
-def test_progress_counts_every_request_once() -> None:
-    model, requests, counts = tiny_model("llama"), requests_of(), []
-    score_tokens(model, requests, lambda: dynamic(model), batch_size=2, on_scored=counts.append)
-    assert sum(counts) == len(requests)
-    assert len(counts) > 3
-    assert score_tokens(model, [], lambda: dynamic(model)) == []
-
-
-def test_requests_that_cannot_be_scored_are_refused_before_anything_is_computed() -> None:
-    model = tiny_model("llama")
-    make = functools.partial(dynamic, model)
-    good = ScoringRequest((5, 6), (7,))
-    with passes_of(model) as passes:
-        with pytest.raises(CapacityError, match=r"`requests\[1\]` must have 257 tokens at most.*got 258"):
-            score_tokens(model, [good, ScoringRequest((5,) * 250, (6,) * 8)], make)
-        with pytest.raises(CapacityError, match="room for at most 10 tokens"):
-            score_tokens(model, [ScoringRequest((5,) * 9, (6,) * 3)], lambda: kvlayers.StaticCache(model.config, 10))
+def test_a_request_of_more_tokens_than_positions_is_refused_before_anything_is_computed() -> None:
+    model, requests = tiny_model("llama"), [ScoringRequest((5, 6), (7,)), ScoringRequest((5,) * 250, (6,) * 8)]
+    message = r"`requests\[1\]` must have 257 tokens at most.*got 258"
+    with passes_of(model) as passes, pytest.raises(CapacityError, match=message):
+        score_tokens(model, requests, functools.partial(dynamic, model))
     assert passes == []
-    longest = score_tokens(model, [ScoringRequest((5,) * 250, (6,) * 7)], make)
-    assert len(longest[0].token_logprobs) == 7
-
-
-@pytest.mark.parametrize("family", ["t5", "recurrent_gemma", "minimax"])
-def test_models_that_cannot_be_scored_are_refused_by_name(family: str) -> None:
-    if family in FAMILIES:
-        versions.need_model_class(FAMILIES[family][0])
-    model = model_of(family)
-    with pytest.raises(ConfigError, match=type(model).__name__):
-        score_tokens(model, [ScoringRequest((5,), (6,))], lambda: kvlayers.DynamicCache())
 
 
 def test_classes_of_other_packages_are_not_taken_for_exact() -> None:
@@ -352,17 +270,13 @@ def test_classes_of_other_packages_are_not_taken_for_exact() -> None:
 STORED = [ScoringRequest((*DOCUMENT[:87], 3 + number, 7, 8), (9, token)) for number in range(3) for token in (5, 6)]
 
 
-def contexts_in(store: Any, model: Any, name: str = "dynamic", options: dict[str, int] | None = None) -> Any:
-    return StorePart.if_usable(model, optional_store(store, ""), name, options or {})
-
-
 @pytest.mark.parametrize(
     ("family", "name"),
     [("llama", "dynamic"), ("llama", "static"), ("gemma3", "dynamic"), ("mamba2", "dynamic"), ("jamba", "dynamic")],
 )
 def test_stored_contexts_are_not_computed_again(family: str, name: str) -> None:
     model, store = model_of(family), kvlayers.PrefixStore("1GiB")
-    contexts = contexts_in(store, model, name)
+    contexts = StorePart.if_usable(model, required_store(store, ""), name, {})
     make = functools.partial(kvlayers.make_cache, name, model, length_hint=128)
     expected, computed = scores_alone(model, STORED), []
     for _ in range(2):
@@ -372,15 +286,12 @@ def test_stored_contexts_are_not_computed_again(family: str, name: str) -> None:
     assert computed[0] >= 87
     # The last token of each context, and the one token that each pair of continuations has in common.
     assert computed[1] <= 3 * 3 + 3
-    assert store.statistics.bypassed == 0
 
 
 def test_entries_of_lossy_caches_serve_the_same_chunks_alone() -> None:
     model, store = tiny_model("llama"), kvlayers.PrefixStore("1GiB")
-    make, contexts = (
-        functools.partial(kvlayers.make_cache, "int2", model, **SHORT),
-        contexts_in(store, model, "int2", SHORT),
-    )
+    make = functools.partial(kvlayers.make_cache, "int2", model, **SHORT)
+    contexts = StorePart.if_usable(model, required_store(store, ""), "int2", SHORT)
     expected = [in_chunks(model, request, make(), 8, 8) for request in STORED]
     longer = [ScoringRequest((*context, *range(20, 40)), continuation) for context, continuation in STORED]
     # The entries of these are longer, and must not be rolled back for others.
@@ -395,32 +306,3 @@ def test_entries_of_lossy_caches_serve_the_same_chunks_alone() -> None:
     with tokens_passed(model) as passes:
         score_tokens(model, STORED, make, store=contexts, chunk=16)
     assert sum(passes) > 87
-    assert store.statistics.bypassed == 0
-
-
-def test_a_lossy_cache_without_chunks_bypasses_the_store() -> None:
-    model, store = tiny_model("llama"), kvlayers.PrefixStore("1GiB")
-    make = functools.partial(kvlayers.make_cache, "int2", model, **SHORT)
-    score_tokens(model, STORED, make, store=contexts_in(store, model, "int2", SHORT))
-    assert store.statistics.bypassed == 1
-    strict = StorePart.if_usable(model, required_store(store, ""), "int2", SHORT)
-    with passes_of(model) as passes, pytest.raises(OptionError, match="unless `chunk` is given"):
-        score_tokens(model, STORED, make, store=strict)
-    assert passes == []
-
-
-def test_a_model_whose_states_depend_on_more_than_tokens_bypasses_the_store() -> None:
-    model, store = fresh_model("llama").train(), kvlayers.PrefixStore("1GiB")
-    model.model.layers[0].self_attn.attention_dropout = 0.1
-    assert contexts_in(store, model) is None
-    assert store.statistics.bypassed == 1
-    with pytest.raises(OptionError, match="training mode"):
-        StorePart.if_usable(model, required_store(store, ""), "dynamic", {})
-    assert StorePart.if_usable(model, None, "dynamic", {}) is None
-
-
-def test_scores_are_computed_even_if_the_store_has_no_room() -> None:
-    model, store = tiny_model("llama"), kvlayers.PrefixStore(1000)
-    found = score_tokens(model, STORED, lambda: dynamic(model), store=contexts_in(store, model))
-    assert difference(found, scores_alone(model, STORED)) < 1e-5
-    assert store.statistics.refused > 0

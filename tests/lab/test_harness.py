@@ -2,14 +2,12 @@
 those of decoding through them. The long-context tasks are tasks of the harness as well."""
 
 import json
-import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-import yaml
 
 import fresh_process
 import kvlayers
@@ -24,7 +22,6 @@ from lm_eval.api.instance import Instance  # noqa: E402
 from lm_eval.api.model import CachingLM  # noqa: E402
 from lm_eval.models.huggingface import HFLM  # noqa: E402
 from lm_eval.tasks import TaskManager  # noqa: E402
-from lm_eval.utils import simple_parse_args_string  # noqa: E402
 
 from kvlayers_lab.evaluation import harness as harness_model  # noqa: E402
 from kvlayers_lab.evaluation.harness import KVLayersLM  # noqa: E402
@@ -90,7 +87,7 @@ def test_too_long_contexts_lose_their_first_tokens_as_in_hf(caplog: pytest.LogCa
 
 
 def test_an_empty_context_is_the_prefix_token_as_in_hf() -> None:
-    pairs = [("", "w1 w2"), ("w3", " w4")]
+    pairs = [("", "w1 w2"), ("w3", " w4"), ("w1", "<s>")]
     assert agrees(score(adapted(), pairs), score(hf(), pairs))
 
 
@@ -275,28 +272,14 @@ def test_a_model_with_an_encoder_is_refused(tmp_path: Path) -> None:
         KVLayersLM(str(tmp_path), device="cpu")
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        {"nbits": 2, "backend": "hqq", "residual_length": 64},
-        "nbits:2+backend:hqq+residual_length:64",
-    ],
-)
-def test_options_of_a_cache_have_two_forms(given: Any) -> None:
-    info = adapted(cache="quantized", cache_config=given).get_model_info()
-    assert info["cache_config"] == {"nbits": 2, "backend": "hqq", "residual_length": 64}
-
-
-def test_the_readable_form_survives_what_the_harness_does_to_arguments() -> None:
+def test_the_readable_form_of_options_survives_what_the_harness_does_to_arguments() -> None:
     model = KVLayersLM.create_from_arg_string(
-        "cache=int2,cache_config=residual_length:0+sink_tokens:0,chunk=16,prefix_store=0",
+        "cache=quantized,cache_config=nbits:2+backend:hqq+residual_length:64,chunk=16,prefix_store=0",
         {"pretrained": tiny_model("llama"), "tokenizer": word_tokenizer()},
     )
+    options = {"nbits": 2, "backend": "hqq", "residual_length": 64}
     info = model.get_model_info()
-    assert (info["cache"], info["chunk"], info["cache_config"]) == ("int2", 16, INT2["cache_config"])
-    assert simple_parse_args_string("cache_config=residual_length:0+sink_tokens:0") == {
-        "cache_config": "residual_length:0+sink_tokens:0"
-    }
+    assert (info["cache"], info["chunk"], info["cache_config"]) == ("quantized", 16, options)
 
 
 @pytest.mark.parametrize(
@@ -305,76 +288,17 @@ def test_the_readable_form_survives_what_the_harness_does_to_arguments() -> None
         (("w1 w2", ""), "at least one token, got '' behind a context that ends with 'w1 w2'"),
         (("", ""), "at least one token"),
         ((" ", "w1"), "a context must be empty or have a token of its own, got ' '"),
-        (("w1", "<s>"), None),
         (("", "<s>"), "at least one token, got '<s>'"),
         (("w1", " w2" * 40), "at most the 32 tokens of the model's context, got 40"),
     ],
 )
 def test_continuations_that_cannot_be_scored_raise_before_anything_is_computed(
-    pair: tuple[str, str], words: str | None
+    pair: tuple[str, str], words: str
 ) -> None:
     model = adapted(max_length=32)
-    if words is None:
-        assert len(score(model, [pair])) == 1
-        return
     with passes_of(tiny_model("llama")) as passes, pytest.raises(kvlayers.OptionError, match=words):
         score(model, [("w1", " w2"), pair])
     assert passes == []
-
-
-CHOICES, ANSWERS = "word_choices", "word_answers"
-DOCUMENTS, SHOTS = 6, 3
-
-
-def random_words(count: int, generator: random.Random) -> str:
-    """Words that the tokenizer of `model_directories` knows."""
-    return " ".join(f"w{generator.randrange(80)}" for _ in range(count))
-
-
-@pytest.fixture(scope="module")
-def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two tasks with few-shot examples: multiple choice and generation."""
-    directory, generator = tmp_path_factory.mktemp("tasks"), random.Random(0)
-    documents = [
-        {
-            "question": random_words(12, generator),
-            "choices": [random_words(1 + index % 3, generator) for index in range(4)],
-            "label": generator.randrange(4),
-        }
-        for _ in range(SHOTS + DOCUMENTS)
-    ]
-    files = {}
-    for split, rows in (("train", documents[:SHOTS]), ("test", documents[SHOTS:])):
-        files[split] = str(directory / f"{split}.json")
-        Path(files[split]).write_text("\n".join(map(json.dumps, rows)))
-    common = {
-        "dataset_path": "json",
-        "dataset_kwargs": {"data_files": files, "cache_dir": str(directory / "datasets")},
-        "test_split": "test",
-        "doc_to_text": "{{question}} is",
-        "fewshot_split": "train",
-        "fewshot_config": {"sampler": "first_n"},
-        "num_fewshot": SHOTS,
-    }
-    tasks: list[dict[str, Any]] = [
-        {
-            "task": CHOICES,
-            "output_type": "multiple_choice",
-            "doc_to_choice": "{{choices}}",
-            "doc_to_target": "{{label}}",
-            "metric_list": [{"metric": "acc"}],
-        },
-        {
-            "task": ANSWERS,
-            "output_type": "generate_until",
-            "doc_to_target": "{{choices[label]}}",
-            "generation_kwargs": {"until": ["."], "max_gen_toks": 8, "do_sample": False},
-            "metric_list": [{"metric": "exact_match"}],
-        },
-    ]
-    for task in tasks:
-        (directory / f"{task['task']}.yaml").write_text(yaml.safe_dump(common | task))
-    return directory
 
 
 BEFORE = f"{fresh_process.BEFORE}; import lm_eval.__main__, lm_eval.models.huggingface, torch.utils.collect_env"
@@ -394,19 +318,22 @@ main()
 """
 
 
+NEEDLE = ("--tasks", "kvlayers_needle", "--metadata", '{"lengths": [200], "depths": [50]}', "--device", "cpu")
+
+
+def ran(*arguments: str) -> str:
+    """What the command prints, which must end with 0."""
+    ended = fresh_process.run(COMMAND.format(arguments=arguments), BEFORE)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    return str(ended.stdout)
+
+
 @pytest.mark.slow
-def test_the_command_runs_the_harness_and_its_results_name_the_cache(
-    directory: Path, tasks: Path, tmp_path: Path
-) -> None:
-    arguments = [
-        *("run", "--model", "kvlayers", "--tasks", CHOICES, "--include_path", str(tasks)),
-        *("--device", "cpu"),
-        *("--model_args", f"pretrained={directory},cache=int4,cache_config=residual_length:64,chunk=16"),
-        *("--output_path", f"{tmp_path / 'results.json'}"),
-    ]
-    ran = fresh_process.run(COMMAND.format(arguments=arguments), BEFORE)
-    assert ran.returncode == 0, ran.stderr[-3000:]
-    assert CHOICES in ran.stdout
+def test_the_command_runs_the_harness_and_its_results_name_the_cache(directory: Path, tmp_path: Path) -> None:
+    model_args = f"pretrained={directory},cache=int4,cache_config=residual_length:64,chunk=16"
+    output = str(tmp_path / "results.json")
+    shown = ran("run", "--model", "kvlayers", *NEEDLE, "--model_args", model_args, "--output_path", output)
+    assert "kvlayers_needle" in shown
     [path] = tmp_path.rglob("*.json")
     config = json.loads(path.read_text())["config"]
     assert (config["model"], config["cache"], config["chunk"]) == ("kvlayers", "int4", 16)
@@ -415,14 +342,9 @@ def test_the_command_runs_the_harness_and_its_results_name_the_cache(
 
 
 @pytest.mark.slow
-def test_under_the_command_the_model_hf_generates_with_the_cache_that_is_named(directory: Path, tasks: Path) -> None:
-    arguments = [
-        *("--model", "hf", "--tasks", ANSWERS, "--include_path", str(tasks), "--device", "cpu", "--limit", "2"),
-        *("--model_args", f"pretrained={directory}", "--gen_kwargs", "cache_implementation=int4"),
-    ]
-    ran = fresh_process.run(COMMAND.format(arguments=arguments), BEFORE)
-    assert ran.returncode == 0, ran.stderr[-3000:]
-    assert ANSWERS in ran.stdout
+def test_under_the_command_the_model_hf_generates_with_the_cache_that_is_named(directory: Path) -> None:
+    model_args = ("--model_args", f"pretrained={directory}", "--gen_kwargs", "cache_implementation=int4")
+    assert "kvlayers_needle" in ran("--model", "hf", *NEEDLE, "--include_path", str(HARNESS_TASKS), *model_args)
 
 
 # The tasks of kvlayers

@@ -1,6 +1,7 @@
 """`kvlayers_lab.score`: what it returns, how it encodes texts, what it refuses, and what it leaves as it was."""
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from tokenizers import Tokenizer, models, processors
 
 import kvlayers
 import kvlayers_lab
+from families import any_model_and_inputs
 from kvlayers.errors import (
     CapacityError,
     ConfigError,
@@ -45,19 +47,16 @@ def logprobs(scores: list[list[ContinuationScore]]) -> list[float]:
 def test_scores_are_those_of_each_pair_alone(model: Any) -> None:
     scores = kvlayers_lab.score(model, CONTEXTS, CONTINUATIONS)
     assert [len(group) for group in scores] == [2, 0, 3]
-    for context, group, found in zip(CONTEXTS, CONTINUATIONS, scores, strict=True):
-        for continuation, score in zip(group, found, strict=True):
-            reference = alone(model, ScoringRequest(tuple(context), tuple(continuation)))
-            expected = reference.token_logprobs
-            assert score.token_logprobs == pytest.approx(expected, abs=1e-5)
-            total = sum(expected)
-            assert (score.logprob, score.mean_logprob) == pytest.approx((total, total / len(expected)), abs=1e-5)
-            assert score.token_is_greedy == reference.token_is_greedy
-
-
-def test_nothing_to_score(model: Any) -> None:
     assert kvlayers_lab.score(model, [], []) == []
-    assert kvlayers_lab.score(model, [CONTEXTS[0]], [[]]) == [[]]
+    pairs = [
+        (tuple(context), tuple(own)) for context, group in zip(CONTEXTS, CONTINUATIONS, strict=True) for own in group
+    ]
+    for pair, score in zip(pairs, itertools.chain(*scores), strict=True):
+        expected = alone(model, ScoringRequest(*pair))
+        assert score.token_logprobs == pytest.approx(expected.token_logprobs, abs=1e-5)
+        total = sum(expected.token_logprobs)
+        assert (score.logprob, score.mean_logprob) == pytest.approx((total, total / len(pair[1])), abs=1e-5)
+        assert score.token_is_greedy == expected.token_is_greedy
 
 
 def test_texts_tensors_and_tuples_score_as_their_ids(model: Any) -> None:
@@ -170,14 +169,6 @@ def test_generate_finds_a_scored_context() -> None:
         question = torch.tensor([[*DOCUMENT, 7]])
         kvlayers.generate(model, question, prefix_store=store, namespace=namespace, max_new_tokens=2)
         assert store.statistics.tokens_covered - before == covered
-
-
-def test_a_document_that_generate_has_read_is_not_computed_again() -> None:
-    model, store = fresh_model("llama"), kvlayers.PrefixStore(max_bytes=2**24)
-    kvlayers.generate(model, torch.tensor([DOCUMENT]), prefix_store=store, max_new_tokens=2)
-    with passes_of(model) as passes:
-        kvlayers_lab.score(model, [[*DOCUMENT, 7]], [[[5], [8]]], prefix_store=store)
-    assert sum(rows * tokens for rows, tokens in passes) <= 8
 
 
 # Texts
@@ -430,24 +421,21 @@ MODELS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: transformers.RecurrentGemmaForCausalLM(RECURRENT).eval(),
         "must keep all of its states in the cache|must take a cache",
     ),
+    "with a cache of its own": (lambda: any_model_and_inputs("minimax")[0], "must keep all .*, got MiniMaxForCausalLM"),
     "with a learned prompt": (with_a_learned_prompt, "learned prompt"),
+    "a name": (lambda: "llama", "must be a model or its config"),
+    "nothing": (lambda: None, "must be a model or its config"),
+    "a config": (lambda: tiny_model("llama").config, "`model` must be a model, got its config"),
 }
 
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_models_that_cannot_be_scored(kind: str) -> None:
     make, message = MODELS[kind]
-    refused(make(), ConfigError, message)
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ("llama", "must be a model or its config"),
-        (None, "must be a model or its config"),
-        (tiny_model("llama").config, "`model` must be a model, got its config"),
-    ],
-)
-def test_what_is_no_model(given: object, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        kvlayers_lab.score(given, **GOOD)
+    model = make()
+    for call in (
+        lambda: kvlayers_lab.score(model, **GOOD),
+        lambda: module.score_tokens(model, [ScoringRequest((5,), (6,))], kvlayers.DynamicCache),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            call()

@@ -53,7 +53,6 @@ def found(model: Any, backend: str, nbits: int = 4) -> UnevenHead | None:
 @pytest.mark.parametrize(("layer", "head"), [(1, 0), (0, 1)])
 def test_the_head_is_named_with_what_mends_it(layer: int, head: int) -> None:
     seen = found(model_with_a_large_channel(layer, head), NAME)
-    assert seen is not None
     assert (seen.layer, seen.head) == (layer, head)
     assert seen.times > 8
     assert f"KV head {head} in layer {layer}" in seen.sentence

@@ -85,7 +85,7 @@ def measure_static(
         backend: of the compiler.
 
     Returns:
-        The results for eager code and for compiled code, as `measure_decode` returns them.
+        The results for eager code and for compiled code.
     """
 
     def reserving(make: Maker, tokens: int) -> Maker:
@@ -118,12 +118,7 @@ def measure_static(
 def count_graphs(workload: Any, prompt: int, new: int, reserve: int, disagreements: Disagreements) -> list[int]:
     """Graphs that two calls of `generate()` with a static cache compile, one after the other, without kernels.
 
-    Args:
-        workload: the model.
-        prompt: tokens of the prompt.
-        new: tokens to generate.
-        reserve: tokens that the cache reserves.
-        disagreements: where tokens are recorded that differ from those with transformers' DynamicCache.
+    `prompt`, `new` and `reserve` are tokens. Those that differ from transformers' DynamicCache's are recorded.
     """
     # Shares the weights, and has code of its own to compile.
     model, ids = copy.copy(workload.model), workload.prompt(prompt)

@@ -130,6 +130,14 @@ def fill(cache: Any, states: list[tuple[Tensor, Tensor]], chunk: int) -> None:
             cache.update(keys[:, :, start : start + chunk], values[:, :, start : start + chunk], layer_idx)
 
 
+def heads_of(config: Any) -> tuple[tuple[int, int], int]:
+    """KV heads and head_dim, and the query heads of each KV head."""
+    of_text = config.get_text_config()
+    heads = of_text.num_attention_heads
+    kv_heads = getattr(of_text, "num_key_value_heads", None) or heads
+    return (kv_heads, getattr(of_text, "head_dim", None) or of_text.hidden_size // heads), heads // kv_heads
+
+
 def measure_bytes(make: Maker, config: Any, context: int, scored: int, chunk: int) -> dict[str, float]:
     """Bytes per token of a cache that is filled in chunks with states in bfloat16, as caches hold them in use.
 
@@ -139,10 +147,7 @@ def measure_bytes(make: Maker, config: Any, context: int, scored: int, chunk: in
     Returns:
         `bytes` is the mean over these chunks, and `last_bytes` are those at the end.
     """
-    text_config = config.get_text_config()
-    heads = text_config.num_attention_heads
-    kv_heads = getattr(text_config, "num_key_value_heads", None) or heads
-    head_dim = getattr(text_config, "head_dim", None) or text_config.hidden_size // heads
+    (kv_heads, head_dim), _ = heads_of(config)
     generator = torch.Generator().manual_seed(0)
     keys, values = torch.randn(2, 1, kv_heads, context + scored, head_dim, generator=generator).bfloat16().unbind(0)
     cache = make(config)
@@ -150,7 +155,7 @@ def measure_bytes(make: Maker, config: Any, context: int, scored: int, chunk: in
     with torch.no_grad():
         for start in range(0, context + scored, chunk):
             new = keys[:, :, start : start + chunk], values[:, :, start : start + chunk]
-            fill(cache, [new] * text_config.num_hidden_layers, chunk)
+            fill(cache, [new] * config.get_text_config().num_hidden_layers, chunk)
             if start >= context:
                 seen.append(cache_nbytes(cache) / (start + chunk))
     return {"bytes": sum(seen) / len(seen), "last_bytes": seen[-1]}

@@ -121,12 +121,9 @@ def newest_logits(model: Any, cache: Any, ids: Tensor) -> Tensor:
 
 
 def expected_logits(model: Any, make: Callable[[], Any], ids: Tensor) -> tuple[Tensor, float]:
-    """What a reference gives for tokens, and how far from that logits may be, relative to their norm.
+    """What a reference in full precision gives for tokens `[batch, tokens]`, and how far from that logits may be.
 
-    Args:
-        model: the model.
-        make: makes the reference, which holds states in full precision.
-        ids: the tokens `[batch, tokens]`.
+    The distance is relative to their norm.
     """
     expected = newest_logits(model, make(), ids)
     apart = [0.0]
@@ -170,15 +167,7 @@ def measure_decoding(
     """Time steps of `generate()` of all contenders in turns, behind some tokens.
 
     Each turn decodes behind lengths that none has seen: torch's attention may prepare for every new one, as it must in
-    a generation, and the next contender would find that done.
-
-    Args:
-        setup: the device.
-        model: the model.
-        makers: the caches.
-        tokens: tokens in the caches at the beginning.
-        batch: sequences.
-        findings: gets figures, in a column for this shape, and what is wrong.
+    a generation, and the next contender would find that done. Findings get figures in a column for this shape.
     """
     steps, trials = setup.choose((10, 2), (2, 1))
     column = column_of(tokens, batch)

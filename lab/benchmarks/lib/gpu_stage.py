@@ -210,11 +210,7 @@ class Ended:
 def run_process(command: Sequence[str], seconds: float, environment: Mapping[str, str], folder: Path) -> Ended:
     """Run a command on its share of the cores; after some seconds, stop it and whatever it has started.
 
-    Args:
-        command: the command.
-        seconds: when it is stopped.
-        environment: what its environment has beside this one's.
-        folder: the folder in which it runs.
+    Its environment has some variables beside this one's.
     """
     threads = str(max(CORES // PROCESSES, 1))
     shared = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS"), threads)
@@ -239,15 +235,7 @@ def run_process(command: Sequence[str], seconds: float, environment: Mapping[str
 
 
 class Stage:
-    """Runs steps, prints what they find and saves it.
-
-    Args:
-        name: name of the stage.
-        steps: its steps, the most valuable first.
-        setup: what they are given.
-        output: folder of the stage's file.
-        facts: what the file says beside the steps.
-    """
+    """Runs steps, the most valuable first, prints what they find and saves it in a folder beside some facts."""
 
     def __init__(self, name: str, steps: Sequence[Step], setup: Setup, output: Path, facts: dict[str, Any]) -> None:
         self.name, self.steps, self.setup = name, steps, setup

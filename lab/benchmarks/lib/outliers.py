@@ -8,6 +8,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from lib.contenders import heads_of
+
 
 @dataclass(frozen=True)
 class KeyOutliers:
@@ -45,7 +47,7 @@ class KeyOutliers:
         Raises:
             ValueError: no layer has a `k_proj`.
         """
-        (kv_heads, head_dim), groups = heads_of(model)
+        (kv_heads, head_dim), groups = heads_of(model.config)
         change = torch.zeros(kv_heads, head_dim)
         half, first = head_dim // 2, head_dim // 2 - self.pairs if self.speed == "slow" else 0
         of_heads = slice(None) if self.heads == "all" else slice(1)
@@ -89,7 +91,7 @@ class ValueOutliers:
     @contextmanager
     def applied(self, model: Any) -> Iterator[None]:
         """Give a model these outliers, within a block."""
-        shape, groups = heads_of(model)
+        shape, groups = heads_of(model.config)
         factors = torch.ones(shape)
         factors[:, -2:] = self.size
         of_heads = factors.repeat_interleave(groups, 0).flatten()
@@ -113,14 +115,6 @@ class ValueOutliers:
                 if name.endswith(".o_proj") and self.kind == "varying":
                     hooks.enter_context(module.register_forward_pre_hook(divided))
             yield
-
-
-def heads_of(model: Any) -> tuple[tuple[int, int], int]:
-    """KV heads and head_dim, and the query heads of each KV head."""
-    config = model.config.get_text_config()
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    kv_heads = config.num_key_value_heads
-    return (kv_heads, head_dim), config.num_attention_heads // kv_heads
 
 
 def changed(operation: Callable[[Tensor, Tensor], Tensor], operand: Tensor) -> Callable[[Any, Any, Tensor], Tensor]:

@@ -5,6 +5,7 @@ import contextlib
 import datetime
 import json
 import pathlib
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -48,9 +49,7 @@ class Options:
         quick: str | None = None,
         kind: Callable[[argparse.Namespace], str] | None = None,
     ) -> None:
-        self.parser = argparse.ArgumentParser(
-            description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-        )
+        self.parser = pages.options(doc, writes)
         self._name, self._kind = name, kind
         self._of_run, self._needs_model = dict[str, tuple[Any, Any]](), False
         self.add = self.parser.add_argument
@@ -60,7 +59,6 @@ class Options:
             self.add("--quick", action="store_true", help=quick)
         if kind is not None:
             self.add("--record", action="store_true", help="write the results into lab/benchmarks/recorded")
-        pages.add_write(self.parser, writes)
 
     def sized(self, flag: str, usual: Any, quick: Any, what: str, kind: Callable[[str], Any] = int) -> None:
         """Add an option whose default is another one in a quick run."""
@@ -180,6 +178,16 @@ class Session:
         for line in self.wrong:
             say(f"[red]wrong[/]: {line}", highlight=False)
         return int(bool(self.wrong))
+
+
+def fidelity(model: str, *arguments: object) -> dict[str, Any]:
+    """What `kvlayers fidelity` prints as JSON. Its exit code is 1 if a cache has failed, which is among the results."""
+    command = [sys.executable, "-m", "kvlayers", "fidelity", model, *map(str, arguments), "--json"]
+    done = subprocess.run(command, stdout=subprocess.PIPE)
+    if done.returncode not in (0, 1):
+        sys.exit(done.returncode)
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
 
 
 Kind = TypeVar("Kind", bound=Session)

@@ -32,9 +32,6 @@ def interleaved(names: Sequence[str], turn: int) -> list[str]:
 class Turns:
     """Seconds of contenders that take turns.
 
-    Args:
-        names: the contenders.
-
     Attributes:
         seconds: of each contender, turn by turn.
         next: the number of the next turn: it decides who begins.
@@ -131,9 +128,7 @@ class Trials:
     Attributes:
         steps: steps in each trial.
         count: the number of trials.
-        ticking: shows a bar.
         block: steps before the next contender's turn.
-        disagreements: where differences are recorded.
     """
 
     steps: int

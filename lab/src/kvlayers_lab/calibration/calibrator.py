@@ -298,8 +298,5 @@ def _forms(
     """Forms of the keys and values that a model produces in each layer, with `dtype` if it is not `None`."""
     cache = DynamicCache(config=model.config)
     read(model, ids[:, :1], cache, 1)
-    forms = {}
-    for index in layers:
-        layer = cache.layers[index].parts[0]
-        forms[index] = form_of(layer.keys.to(dtype)), form_of(layer.values.to(dtype))
-    return forms
+    held = {index: cache.layers[index].parts[0] for index in layers}
+    return {index: (form_of(each.keys.to(dtype)), form_of(each.values.to(dtype))) for index, each in held.items()}

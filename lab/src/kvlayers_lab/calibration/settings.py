@@ -265,14 +265,11 @@ def measure_sensitivities(
     ]
 
 
-def _rounded(layer: Any, quantization: Quantization, nbits: int) -> dict[Side, Tensor]:
+def _rounded(layer: Any, quantization: Quantization, nbits: int) -> dict[Side, Tensor | None]:
     """The states of a layer, quantized and dequantized."""
     quantized = QuantizedLayer(with_bits(quantization, nbits))
     quantized.update(layer.keys, layer.values)
-    keys, values = quantized.keys, quantized.values
-    if keys is None or values is None:
-        raise RuntimeError("a quantized layer has no keys and values after an update")
-    return {"keys": keys, "values": values}
+    return {"keys": quantized.keys, "values": quantized.values}
 
 
 def with_bits(quantization: Quantization, nbits: int) -> Quantization:

@@ -6,24 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from kvlayers.documents import recompute_amount
 from kvlayers.errors import OptionError
 from kvlayers.models import most_positions, rotaries
 from kvlayers.options import tokens
 from kvlayers_lab.cli.console import bar_between_runs, measuring, read_text, results_path
-from kvlayers_lab.cli.fidelity_run import EXACT, FidelityRun, answered, check_points, chosen_tasks, needed_tokens
-from kvlayers_lab.cli.fidelity_tasks_view import TaskResults
+from kvlayers_lab.cli.fidelity_run import EXACT, FidelityRun, check_points, chosen_tasks, needed_tokens
 from kvlayers_lab.cli.report import Report, ReportPlot, ReportTable, conclude, curves, report_path
 from kvlayers_lab.documents import DocumentFidelity, beginning_of, measure_documents, reading_of, recompute_contender
 from kvlayers_lab.measuring.contenders import named_contender
-from kvlayers_lab.measuring.run_file import identity_of
-from kvlayers_lab.measuring.text import check_known
 from kvlayers_lab.models import RunFacts, find, load
 from kvlayers_lab.names import DOCUMENT_SCORED
 from kvlayers_lab.tasks.contract import samples_of
-from kvlayers_lab.tasks.summary import summarize
 
 COLUMNS = ("Documents", "Recompute", "KL", "Top-1", "Perplexity", "Time")
 NOTES = (
@@ -240,23 +234,15 @@ class DocumentsRun:
                     tasks, [number * length], depths[number], count, seed, found.tokenizer, content
                 )
             ]
-            for sample in samples:
-                check_known(found.config, torch.tensor(sample.context_ids + sample.question_ids + sample.answer_ids))
             most = needed_tokens(found.config, samples)
             contenders = [named_contender(EXACT, found.config, most), *map(recompute_contender, again)]
-            loaded = load(console, found, common.dtype)
-            known, outcomes = answered(
+            results = common.answered(
                 console,
-                loaded.tokenizer,
+                found,
                 samples,
-                contenders,
-                lambda sample: reading_of(loaded.model, loaded.tokenizer, again, sample, sample.length // length),
-                path,
-                lambda: identity_of(loaded.model, loaded.name, content, {"seed": seed, "document_tokens": length}),
-            )
-            results = TaskResults(
-                run=RunFacts.of(loaded),
-                text=common.text_name,
+                lambda model, sample: reading_of(model, found.tokenizer, again, sample, sample.length // length),
+                content,
+                {"seed": seed, "document_tokens": length},
                 tasks=tasks,
                 lengths=[number * length for number in counts],
                 depths=sorted({depth for each in depths.values() for depth in each}),
@@ -270,9 +256,6 @@ class DocumentsRun:
                 nbytes_tokens=most,
                 left_out={},
                 results_file=path,
-                known=known,
-                outcomes=outcomes,
-                summary=summarize(outcomes, contenders[0].name),
             )
             return conclude(console, results, report, common.as_json)
 

@@ -1,5 +1,6 @@
 """What `kvlayers fidelity` does: it reads a text, or gives a model long-context tasks, through caches."""
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -31,15 +32,15 @@ from kvlayers_lab.measuring.contenders import (
 )
 from kvlayers_lab.measuring.fidelity import FULL, FidelityBudget, measure_fidelity
 from kvlayers_lab.measuring.nbytes import bytes_of, held_nbytes
-from kvlayers_lab.measuring.run_file import PassageFile, ResultsFile, identity_of, run_identity
+from kvlayers_lab.measuring.run_file import PassageFile, ResultsFile, identity_of
 from kvlayers_lab.measuring.scoring import NoRecord
 from kvlayers_lab.measuring.text import check_known
 from kvlayers_lab.measuring.text import passages as passages_of
-from kvlayers_lab.models import RunFacts, find, load
+from kvlayers_lab.models import FoundModel, RunFacts, find, load
 from kvlayers_lab.names import FIDELITY_BITS, FIDELITY_CHUNK, FIDELITY_CONTEXT, FIDELITY_SCORED, TASK_BITS, TASK_LENGTHS
 from kvlayers_lab.tasks.contract import TaskSample, samples_of, task_names
 from kvlayers_lab.tasks.runner import Read, SampleReader, run_tasks
-from kvlayers_lab.tasks.summary import TaskOutcome, summarize
+from kvlayers_lab.tasks.summary import summarize
 
 CALIBRATED = "calibrated"
 
@@ -142,8 +143,10 @@ def needed_tokens(config: Any, samples: Sequence[TaskSample]) -> int:
     """The most tokens that a cache will hold: those of a sample and of its answer.
 
     Raises:
-        OptionError: the model has no positions for an answer.
+        OptionError: the model has no positions for an answer, or a token id is outside its vocabulary.
     """
+    for sample in samples:
+        check_known(config, torch.tensor(sample.context_ids + sample.question_ids + sample.answer_ids))
     longest = max(samples, key=_tokens_with_answer)
     needed, most = _tokens_with_answer(longest), most_positions(config)
     if most is not None and needed > most:
@@ -163,37 +166,6 @@ def check_points(budget: float | None) -> None:
     """Raise `OptionError` unless a budget is in percentage points."""
     if budget is not None and not 0 <= budget <= 100:
         raise OptionError(f"`--budget` must be percentage points from 0 to 100, got {budget:g}.")
-
-
-def answered(
-    console: Console,
-    tokenizer: Any,
-    samples: Sequence[TaskSample],
-    contenders: Sequence[Contender],
-    read_of: Callable[[TaskSample], Read],
-    path: Path | None,
-    identity: Callable[[], Mapping[str, Any]],
-) -> tuple[int, list[TaskOutcome]]:
-    """How many answers the file of results had, and the answers of all contenders: those in the file, and new ones.
-
-    Args:
-        console: where the bar is drawn.
-        tokenizer: tokenizer of the model.
-        samples: the samples.
-        contenders: the caches, the exact one first.
-        read_of: how each contender reads a sample.
-        path: the file of results, `None` for no file.
-        identity: what must be equal for two runs to have the same outcomes. It takes a moment.
-    """
-    file, known = None, 0
-    if path is not None:
-        uses = {each.name: plain(each.generate_options or {}) for each in contenders}
-        # A calibration has options of its own each time, whatever its name.
-        file = ResultsFile(path, identity(), {name: use for name, use in uses.items() if "cache_config" in use})
-        asked = itertools.product(contenders, samples)
-        known = sum(file.outcome(each.name, sample) is not None for each, sample in asked)
-    with bar_between_runs(console, len(samples) * len(contenders), "Every cache on every sample") as begin:
-        return known, run_tasks(tokenizer, samples, contenders, read_of, file, begin)
 
 
 EXACT = "dynamic"
@@ -299,26 +271,19 @@ class FidelityRun:
             found = find(console, self.model, self.device, "MODEL")
             config, lengths = found.config, fitting_lengths(found.config, wanted)
             samples = samples_of(tasks, lengths, depths, count, seed, found.tokenizer, content)
-            for sample in samples:
-                check_known(config, torch.tensor(sample.context_ids + sample.question_ids + sample.answer_ids))
             most = needed_tokens(config, samples)
             exact = named_contender(EXACT, config, most)
             chosen, left_out = self._caches(TASK_BITS, config, most)
             contenders = [exact, *(each for each in chosen if each.key != exact.key)]
-            # Weights are loaded when all that the user asked for is checked.
-            loaded = load(console, found, self.dtype)
-            known, outcomes = answered(
+            # Files of runs without a question in pieces of its own stay valid.
+            of_question = {} if question_chunk is None else {"question_chunk": question_chunk}
+            results = self.answered(
                 console,
-                loaded.tokenizer,
+                found,
                 samples,
-                contenders,
-                lambda sample: SampleReader(loaded.model, sample, chunk, question_chunk).read,
-                path,
-                lambda: run_identity(loaded.model, loaded.name, content, seed, chunk, question_chunk),
-            )
-            results = TaskResults(
-                run=RunFacts.of(loaded),
-                text=self.text_name,
+                lambda model, sample: SampleReader(model, sample, chunk, question_chunk).read,
+                content,
+                {"seed": seed, "chunk": chunk, **of_question},
                 tasks=tasks,
                 lengths=lengths,
                 depths=depths,
@@ -332,11 +297,58 @@ class FidelityRun:
                 nbytes_tokens=most,
                 left_out=left_out,
                 results_file=path,
-                known=known,
-                outcomes=outcomes,
-                summary=summarize(outcomes, exact.name),
             )
             return conclude(console, results, report, self.as_json)
+
+    def answered(
+        self,
+        console: Console,
+        found: FoundModel,
+        asked: Sequence[TaskSample],
+        read_of: Callable[[Any, TaskSample], Read],
+        content: str,
+        facts: Mapping[str, Any],
+        *,
+        contenders: Sequence[Contender],
+        results_file: Path | None,
+        **described: Any,
+    ) -> TaskResults:
+        """The answers of all contenders, those that the file of results had and new ones.
+
+        Args:
+            console: where the bar is drawn.
+            found: the model, whose weights are loaded now, as all that the user asked for is checked.
+            asked: the samples.
+            read_of: how contenders read a sample with a model.
+            content: the text that filler is taken from.
+            facts: what decides the answers beside model and text.
+            contenders: the caches, the exact one first.
+            results_file: the file of results, `None` for no file.
+            described: other attributes of the results.
+        """
+        loaded = load(console, found, self.dtype)
+        file, known = None, 0
+        if results_file is not None:
+            uses = {each.name: plain(each.generate_options or {}) for each in contenders}
+            # A calibration has options of its own each time, whatever its name.
+            options = {name: use for name, use in uses.items() if "cache_config" in use}
+            file = ResultsFile(results_file, identity_of(loaded.model, loaded.name, content, facts), options)
+            pairs = itertools.product(contenders, asked)
+            known = sum(file.outcome(each.name, sample) is not None for each, sample in pairs)
+        with bar_between_runs(console, len(asked) * len(contenders), "Every cache on every sample") as begin:
+            outcomes = run_tasks(
+                loaded.tokenizer, asked, contenders, functools.partial(read_of, loaded.model), file, begin
+            )
+        return TaskResults(
+            run=RunFacts.of(loaded),
+            text=self.text_name,
+            contenders=contenders,
+            results_file=results_file,
+            known=known,
+            outcomes=outcomes,
+            summary=summarize(outcomes, contenders[0].name),
+            **described,
+        )
 
     def _caches(self, default_bits: str, config: Any, tokens: int) -> tuple[list[Contender], dict[str, str]]:
         """The caches that the user named; the default settings if the user named neither settings nor caches.

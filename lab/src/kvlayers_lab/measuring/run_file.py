@@ -218,24 +218,6 @@ SampleKey = tuple[str, str, int, float | None, int]
 """Name of the cache, then task, length, depth and index of the sample."""
 
 
-def run_identity(
-    model: Any, name: str, text: str, seed: int, chunk: int | None, question_chunk: int | None = None
-) -> dict[str, Any]:
-    """What must be equal for two runs to have the same outcomes, as JSON types.
-
-    Args:
-        model: the model, with its weights in memory.
-        name: name of the model, for readers.
-        text: the text that filler is taken from.
-        seed: seed of the samples.
-        chunk: tokens of a forward pass while context and question are read, `None` for one pass each.
-        question_chunk: tokens of a forward pass while the question is read, `None` if as many as `chunk`.
-    """
-    # Files of runs without it stay valid.
-    question = {} if question_chunk is None else {"question_chunk": question_chunk}
-    return identity_of(model, name, text, {"seed": seed, "chunk": chunk, **question})
-
-
 class ResultsFile(RunFile):
     """Outcomes of tasks, one a line. A run may add samples, tasks and caches, which do not identify it."""
 

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from kvlayers import Cache, DynamicCache, Quantization, QuantizedLayer
-from kvlayers.layers import CacheLayer, TokenLayer, as_dense
-from kvlayers.stores import KVPair
+from kvlayers.layers import as_dense
 from kvlayers_lab.measuring.scoring import newest_logits
 
 LOSS_WARNED_OF = 0.1
@@ -20,6 +19,9 @@ TIMES_OTHERS = 8.0
 
 BITS_OF_REMEDY = 8
 """Bits of keys that are advised if another backend does not help."""
+
+HeldStates = tuple[Tensor | None, Tensor | None]
+"""Keys and values of a layer, `None` if it holds none."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ def uneven_heads(
         chunk: tokens of a forward pass.
         caches: makers of empty caches.
     """
-    states: list[KVPair | None] | None = None
+    states: list[HeldStates] | None = None
     found: dict[str, UnevenHead | None] = {}
     for name, make in caches.items():
         cache = make()
@@ -76,8 +78,8 @@ def _quantized_layers(cache: Cache) -> dict[int, QuantizedLayer]:
     return {index: layer for index, layer in parts if isinstance(layer, QuantizedLayer)}
 
 
-def attended_states(model: Any, ids: Tensor, chunk: int) -> list[KVPair | None]:
-    """Keys and values of a text in full precision, of each layer; `None` for a layer that holds none.
+def attended_states(model: Any, ids: Tensor, chunk: int) -> list[HeldStates]:
+    """Keys and values of a text in full precision, of each layer.
 
     Args:
         model: in eval mode.
@@ -87,16 +89,10 @@ def attended_states(model: Any, ids: Tensor, chunk: int) -> list[KVPair | None]:
     cache = DynamicCache(config=model.config)
     for some in torch.split(ids.to(model.device), chunk, 1):
         newest_logits(model, some, cache, 1)
-    return [_states_of(layer.parts[0]) for layer in cache.adapted_layers()]
+    return [layer.parts[0].peek() for layer in cache.adapted_layers()]
 
 
-def _states_of(layer: CacheLayer) -> KVPair | None:
-    if not isinstance(layer, TokenLayer) or layer.keys is None or layer.values is None:
-        return None
-    return as_dense(layer.keys), as_dense(layer.values)
-
-
-def uneven_head(cache: Cache, states: Sequence[KVPair | None]) -> UnevenHead | None:
+def uneven_head(cache: Cache, states: Sequence[HeldStates]) -> UnevenHead | None:
     """The head whose keys lose most in the quantized layers of a cache, `None` if it is not far above the others.
 
     Args:
@@ -106,10 +102,10 @@ def uneven_head(cache: Cache, states: Sequence[KVPair | None]) -> UnevenHead | N
     losses: dict[tuple[int, int], float] = {}
     layers = _quantized_layers(cache)
     for index, layer in layers.items():
-        pair = states[index]
-        if pair is not None:
-            layer.update(*pair)
-            found = _losses(pair[0], None if layer.keys is None else as_dense(layer.keys))
+        keys, values = states[index]
+        if keys is not None and values is not None:
+            layer.update(keys, values)
+            found = _losses(keys, None if layer.keys is None else as_dense(layer.keys))
             losses |= {(index, head): loss for head, loss in enumerate(found)}
     if not losses:
         return None

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvlayers import DynamicCache, models
-from kvlayers.errors import CapacityError, ConfigError, KVLayersError, OptionError
+from kvlayers.errors import CapacityError, ConfigError, KVLayersError
 from kvlayers.layers import observed, observer_of
 from kvlayers.models import WINDOWED, config_of, kept_states, tokens_at_once
 from kvlayers_lab.evaluation.caches import fork
@@ -129,7 +129,6 @@ class SampleReader:
             as answers are, so that caches in which only single queries leave tokens out take part.
 
     Raises:
-        OptionError: `chunk` or `question_chunk` is not positive.
         ConfigError: the model keeps states outside its cache, which go on from one part of the sample to the next only
             if they come token by token.
     """
@@ -137,9 +136,6 @@ class SampleReader:
     def __init__(self, model: Any, sample: TaskSample, chunk: int | None, question_chunk: int | None = None) -> None:
         if (kept := kept_states(model)) is not None:
             raise ConfigError(f"`model` must keep all of its states in its cache, got one that keeps some in {kept}.")
-        for name, size in (("chunk", chunk), ("question_chunk", question_chunk)):
-            if size is not None and size < 1:
-                raise OptionError(f"`{name}` must be at least 1 token, got {size}.")
         self.model, self.sample, self.chunk = model, sample, chunk
         self.question_chunk = chunk if question_chunk is None else question_chunk
         self._replays = chunk is None and has_only_keys_and_values(model)
@@ -341,13 +337,9 @@ def run_tasks(
         the caches.
 
     Raises:
-        OptionError: two caches have one name.
         TaskError: the first cache fails.
         ResultsFileError: the file cannot be written.
     """
-    names = [contender.name for contender in contenders]
-    if len(set(names)) != len(names):
-        raise OptionError(f"`contenders` must have a name each, got {', '.join(names)}: leave out duplicates.")
     outcomes: list[TaskOutcome] = []
     lacked_room: dict[str, TaskOutcome] = {}
     for sample in samples:

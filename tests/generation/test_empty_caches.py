@@ -159,14 +159,6 @@ def test_a_filled_cache_is_left_alone_with_one_line_in_the_log(caplog: pytest.Lo
     ]
 
 
-def test_autograd_goes_through_it(installed: None) -> None:
-    model, ids, cache = fresh_model("llama"), prompt(1, 6), transformers.DynamicCache()
-    model(ids, past_key_values=cache)
-    model(ids, past_key_values=cache).logits.sum().backward()
-    assert all(kinds(cache))
-    assert all(weight.grad is not None for weight in model.parameters())
-
-
 @torch.no_grad()
 def loop(model: Any, inputs: dict[str, torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
     """Logits of a prompt and of three tokens behind it, as a loop of one's own computes them, and the model's cache."""

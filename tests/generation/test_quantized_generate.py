@@ -88,10 +88,8 @@ def quantized(model: Any, **options: Any) -> Any:
 def reference(model: Any, **options: Any) -> Any:
     cache = quantized(model, **options)
     for part in cache.parts() if model.config.is_encoder_decoder else (cache,):
-        for index, layer in enumerate(part.layers):
-            if type(layer) in READ_DENSELY:
-                part.layers[index] = READ_DENSELY[type(layer)].__new__(READ_DENSELY[type(layer)])
-                vars(part.layers[index]).update(vars(layer))
+        for layer in part.layers:
+            layer.__class__ = READ_DENSELY.get(type(layer), type(layer))
     return cache
 
 
@@ -166,7 +164,7 @@ BACKENDS: dict[str, tuple[str, dict[str, Any]]] = {
     "quanto": ("optimum.quanto", {"nbits": 4}),
     "quanto, axis -1": ("optimum.quanto", {"nbits": 2, "axis_key": -1, "axis_value": -1, "q_group_size": 16}),
     "hqq": ("hqq", {"nbits": 4}),
-    "hqq, axis 0": ("hqq", {"nbits": 1, "axis_key": 0, "axis_value": 0, "q_group_size": 32}),
+    "HQQ, axis 0": ("hqq", {"nbits": 1, "axis_key": 0, "axis_value": 0, "q_group_size": 32}),
 }
 
 
@@ -175,32 +173,13 @@ def test_every_backend_gives_the_tokens_of_its_states_in_full_precision(case: st
     package, options = BACKENDS[case]
     if package:
         pytest.importorskip(package, reason=f"{package} computes these codes")
-    model, given, options = attending_by(implementation, "llama"), inputs("llama"), {**options}
-    options["backend"] = case.split(",")[0]
+    model, given, backend = attending_by(implementation, "llama"), inputs("llama"), case.split(",")[0]
+    options = {"nbits": 4, **SMALL, "backend": backend, **options}
     expected = generated(model, given, past_key_values=reference(model, **options))
-    seen = generated(model, given, past_key_values=quantized(model, **options))
+    seen = under_install(generated, model, given, cache_implementation="quantized", cache_config=options)
     assert torch.equal(seen.sequences, expected.sequences)
     check_packed(seen.past_key_values, at_least=2)
-
-
-@pytest.mark.parametrize(("family", "implementation"), once([*DECODERS, *ENCODER_DECODERS], ["eager", "sdpa"]))
-def test_a_decode_step_never_brings_all_tokens_to_full_precision(
-    family: str, implementation: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if family == "deepseek_v3" and implementation == "eager":
-        pytest.skip("its latents are copied to full precision for each of the two products of eager attention")
-    if implementation == "eager" and kernel.library() is None:
-        pytest.skip("the products of eager attention are computed on codes by a kernel, for which there is no compiler")
-    model, given = attending_by(implementation, family), inputs(family)
-    original = segments.KVSegments.dense
-
-    def dense(self: segments.KVSegments, *args: Any) -> torch.Tensor:
-        assert self.are_dense
-        return original(self, *args)
-
-    monkeypatch.setattr(segments.KVSegments, "dense", dense)
-    output = generated(model, given, past_key_values=quantized(model), max_new_tokens=4)
-    check_packed(output.past_key_values)
+    assert seen.past_key_values.layers[0].describe()["backend"] == backend.lower()
 
 
 # Windows
@@ -294,6 +273,15 @@ def given_and_how(family: str, way: str) -> tuple[dict[str, torch.Tensor], dict[
     return given, {"assistant_model": tiny_model(family, seed=1)}
 
 
+DENSE = segments.KVSegments.dense
+
+
+def dense_alone(held: segments.KVSegments, *args: Any) -> torch.Tensor:
+    """In the place of `KVSegments.dense`: attention brings no packed tokens to full precision."""
+    assert held.are_dense
+    return DENSE(held, *args)
+
+
 @pytest.mark.parametrize(
     ("family", "implementation", "way"),
     [
@@ -303,11 +291,14 @@ def given_and_how(family: str, way: str) -> tuple[dict[str, torch.Tensor], dict[
     ],
 )
 def test_every_way_of_decoding_gives_the_tokens_of_states_in_full_precision(
-    family: str, implementation: str, way: str
+    family: str, implementation: str, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, (given, how) = attending_by(implementation, family), given_and_how(family, way)
     with versions.recording():
         expected = generated(model, given, past_key_values=reference(model), **how)
+        # Latents are copied for each product of eager attention, and others are read by a kernel.
+        if way == "greedy" and (implementation == "sdpa" or (family != "deepseek_v3" and kernel.library() is not None)):
+            monkeypatch.setattr(segments.KVSegments, "dense", dense_alone)
         seen = under_install(generated, model, given, cache_implementation="quantized", cache_config=SMALL, **how)
     cache = seen.past_key_values
     assert type(cache.self_attention_cache if family in ENCODER_DECODERS else cache) is kvlayers.QuantizedCache

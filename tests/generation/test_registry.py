@@ -190,25 +190,6 @@ def test_a_cache_config_reaches_a_quantized_cache(name: str, kind: Any, installe
         assert given == GIVEN
 
 
-@pytest.mark.parametrize(("backend", "package"), [("quanto", "optimum.quanto"), ("HQQ", "hqq"), ("fp8", "torch")])
-def test_a_cache_config_chooses_the_backend(backend: str, package: str, installed: None) -> None:
-    pytest.importorskip(package, reason=f"{package} computes these codes")
-    cache = used_cache("llama", cache_implementation="quantized", cache_config={"backend": backend})
-    assert bits(cache)[0] == backend.lower()
-
-
-@pytest.mark.parametrize(
-    ("name", "options"), [("static", {"max_cache_len": 64}), ("quantized", {"nbits": 8, "residual_length": 16})]
-)
-def test_options_of_a_name_are_not_those_of_a_draft_models_cache(
-    name: str, options: dict[str, Any], installed: None
-) -> None:
-    """generate() hands its draft model a copy of the options, but not the name that they belong to."""
-    draft = tiny_model("llama", seed=1)
-    cache = used_cache("llama", cache_implementation=name, cache_config=options, assistant_model=draft)
-    assert type(cache) is CLASSES[name]
-
-
 def test_without_installing_quantized_names_are_those_of_transformers() -> None:
     pytest.importorskip("optimum.quanto", reason="the default backend of transformers")
     cache = used_cache("llama", cache_implementation="quantized", cache_config={"q_group_size": 8})

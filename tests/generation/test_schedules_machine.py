@@ -1,8 +1,6 @@
 """Random schedules of what is done to rows, documents and stores; each answer is that of a model without a cache."""
 
 import contextlib
-import copy
-import pickle
 from typing import Any
 
 import hypothesis.strategies as st
@@ -13,10 +11,8 @@ from torch import Tensor
 
 import families
 import kvlayers
-from chats import CHATML, answer_without_cache, greedy, tokenizer_with
 from kvlayers.errors import InterruptedPassError, KVLayersError, RollbackError, UnsupportedLayerError
 from models import read, row_logits
-from vision_models import inputs, seeing_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.nightly, pytest.mark.timeout(3600)]
 
@@ -24,8 +20,6 @@ MOST = 40
 VOCAB = 90
 ROOM = 60
 """Tokens for which a store has memory: about three texts."""
-
-TOKENIZER = tokenizer_with(CHATML)
 
 texts = st.lists(st.integers(3, VOCAB), min_size=1, max_size=9)
 
@@ -51,7 +45,6 @@ class Schedules(RuleBasedStateMachine):
         self.pins: list[list[int]] = []
         self.cache, self.rows = self.read(text), [text]
         self.other = self.read([5, 6, 7]), [5, 6, 7]
-        self.chat = kvlayers.Chat(self.model, TOKENIZER, prefix_store=self.store)
 
     def read(self, text: list[int]) -> Any:
         return read(self.model, torch.tensor([text]), self.empty())[0]
@@ -119,19 +112,6 @@ class Schedules(RuleBasedStateMachine):
         self.rows = [text[:seen]]
         if not seen:
             self.cache, self.rows = self.read([9]), [[9]]
-
-    @rule(way=st.sampled_from(["fork", "pickle", "deepcopy", "state"]))
-    def copied(self, way: str) -> None:
-        if way == "state" and len(self.rows) == 1:
-            # A row that was one of several is saved by itself.
-            state, self.cache = self.cache.extract(0).state(), self.empty()
-            self.cache.load_state(state)
-        elif way == "pickle":
-            self.cache = pickle.loads(pickle.dumps(self.cache))
-        elif way == "deepcopy":
-            self.cache = copy.deepcopy(self.cache)
-        else:
-            self.cache = self.cache.fork()
 
     @precondition(lambda self: self.room())
     @rule(data=st.data())
@@ -208,28 +188,6 @@ class Schedules(RuleBasedStateMachine):
         else:
             got = kvlayers.generate(self.model, ids, prefix_store=self.store, **how)[0, ids.shape[1] :].tolist()
         assert got == wanted
-
-    @rule(said=st.text("ab .", min_size=1, max_size=5), before=st.sampled_from(["", "edit", "take back", "alone"]))
-    def talk(self, said: str, before: str) -> None:
-        """A turn of a chat, whose newest turn may be edited or taken back, or which leaves the store."""
-        messages = self.chat.messages if len(self.chat.messages) < 5 else []
-        if before == "edit" and messages:
-            messages[-1]["content"] = said
-        elif before == "take back":
-            del messages[-2:]
-        if before == "alone" or not messages:
-            store = None if before == "alone" else self.store
-            self.chat = kvlayers.Chat(self.model, TOKENIZER, messages=messages, prefix_store=store)
-        asked = [*map(dict, self.chat.messages), {"role": "user", "content": said}]
-        wanted = answer_without_cache(self.model, TOKENIZER, asked, 3)
-        assert self.chat.ask(said, **greedy(3)) == wanted
-
-    @rule(number=st.integers(0, 3))
-    def another_call_sees_an_image(self, number: int) -> None:
-        how: dict[str, Any] = {"max_new_tokens": 2, "do_sample": False}
-        model, asked = seeing_model("qwen2_5_vl"), inputs("qwen2_5_vl", [[5, 6], (number, (4, 4)), [7]])
-        wanted = model.generate(**asked, **how)
-        assert torch.equal(kvlayers.generate(model, **asked, prefix_store=self.store, **how), wanted)
 
     @precondition(lambda self: len(self.rows) == 1 and self.attends_fully and len(self.rows[0]) > 3)
     @rule(new=texts, start=st.integers(0, 2))

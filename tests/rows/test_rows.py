@@ -8,6 +8,7 @@ import io
 import multiprocessing.reduction
 import pickle
 import random
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -24,13 +25,14 @@ from kvlayers.errors import (
     CapacityError,
     InterruptedPassError,
     OptionError,
+    ReadOnlyStatesError,
     RollbackError,
     StateMismatchError,
     UnsupportedLayerError,
 )
 from kvlayers.kernels.attention.row_states import RowStates
 from matrix import once, seeds
-from models import given, prompt, read, row_logits, tiny_model
+from models import continued, fresh_model, given, passes_of, prompt, read, row_logits, tiny_model, under_install
 
 CACHES: dict[str, Callable[[Any], Any]] = {
     "dynamic": lambda config: kvlayers.DynamicCache(config=config),
@@ -64,6 +66,10 @@ def check_rows(model: Any, batch: Any, alone: list[Any], ids: Tensor, atol: floa
     for row, cache in enumerate(alone):
         # The sums are those of another order of float32.
         torch.testing.assert_close(logits[row], read(model, ids[row : row + 1], cache)[1][0], atol=atol, rtol=1e-4)
+
+
+def recording(cache: Any) -> list[bool]:
+    return [bool(layer.is_recording) for layer in cache.adapted_layers()]
 
 
 class Schedule:
@@ -132,7 +138,7 @@ class Schedule:
         self.batch = other
 
     def crop_rows(self) -> None:
-        lengths = [max(cache.get_seq_length() - self.random.choice([0, 0, 1, 3]), 0) for cache in self.alone]
+        lengths = [max(cache.get_seq_length() - self.random.choice([0, 0, 1, 3, 99]), 0) for cache in self.alone]
         before = self.batch.row_lengths
         try:
             for cache, length in zip([cache.fork() for cache in self.alone], lengths, strict=True):
@@ -150,11 +156,15 @@ class Schedule:
         """Draft tokens that are taken back."""
         for cache in (self.batch, *self.alone):
             cache.activate_past_recording()
+        # `generate()` leaves a cache recording that was recording before.
+        assert recording(self.batch) == recording(self.alone[0])
+        self.extract()
         self.chunk()
         self.crop_rows()
         self.decode()
         for cache in (self.batch, *self.alone):
             cache.deactivate_past_recording()
+        assert not any(recording(self.batch))
 
     def run(self, steps: int) -> None:
         operations = (self.extend, self.keep_rows, self.extract, self.fork, self.crop_rows, self.record, self.chunk)
@@ -178,45 +188,6 @@ def test_other_attentions_see_the_same_rows(cache: str, attention: str) -> None:
             Schedule("llama", cache, 1, attention).run(8)
         finally:
             tiny_model("llama").set_attn_implementation("sdpa")
-
-
-@pytest.mark.parametrize(("family", "cache"), [("llama", "dynamic"), ("llama", "int4"), ("mamba", "dynamic")])
-@pytest.mark.parametrize("left", [[0, 1, 5], [0, 0, 0]])
-def test_rows_that_are_rolled_back_to_nothing_begin_again(family: str, cache: str, left: list[int]) -> None:
-    schedule = Schedule(family, cache, 6)
-    with torch.no_grad():
-        kept = [min(length, held) for length, held in zip(left, schedule.batch.row_lengths, strict=True)]
-        if family == "mamba":
-            # Recurrent states go back to nothing, or stay.
-            kept = [0 if length == 0 else held for length, held in zip(left, schedule.batch.row_lengths, strict=True)]
-        schedule.batch.crop_rows(kept)
-        for cache_alone, length in zip(schedule.alone, kept, strict=True):
-            cache_alone.crop(length - cache_alone.get_seq_length())
-        assert kvlayers.Rows(schedule.batch).lengths == tuple(kept)
-        for _ in range(3):
-            schedule.decode()
-
-
-@pytest.mark.parametrize(("family", "cache"), [("mamba", "dynamic"), ("jamba", "dynamic"), ("mistral", "dynamic")])
-def test_rows_say_whether_they_record(family: str, cache: str) -> None:
-    """`generate()` leaves a cache recording that was recording before."""
-    schedule = Schedule(family, cache, 3)
-    alone, batch = schedule.alone[0], schedule.batch
-
-    def recording(of: Any) -> list[bool]:
-        return [bool(layer.is_recording) for layer in of.adapted_layers()]
-
-    assert recording(batch) == recording(alone) == [False] * len(batch.layers)
-    for each in (batch, alone):
-        each.activate_past_recording()
-    assert recording(batch) == recording(alone)
-    assert any(recording(batch))
-    with torch.no_grad():
-        schedule.alone = [batch.extract(row) for row in range(3)]
-        schedule.decode()
-    for each in (batch, alone):
-        each.deactivate_past_recording()
-    assert not any(recording(batch))
 
 
 # What merge() and the operations of rows refuse
@@ -303,23 +274,6 @@ def test_rows_are_not_saved_together(tmp_path: Any) -> None:
         kvlayers.save_cache(cache, tmp_path / "rows.safetensors")
     kvlayers.save_cache(cache.extract(1), tmp_path / "row.safetensors")
     assert kvlayers.load_cache(tmp_path / "row.safetensors").get_seq_length() == 2
-
-
-@pytest.mark.parametrize("cache", ["dynamic", "int4"])
-def test_a_padded_batch_becomes_rows_without_padding(cache: str) -> None:
-    model, ids = tiny_model("llama"), prompt(2, 9)
-    mask = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 1], [1] * 9])
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
-    batch, _ = read(model, ids, CACHES[cache](model.config), attention_mask=mask, position_ids=positions)
-    rows = kvlayers.Rows(batch, mask)
-    assert rows.lengths == (6, 9)
-    alone = [read(model, ids[row : row + 1, (3, 0)[row] :], CACHES[cache](model.config))[0] for row in range(2)]
-    for step in range(4):
-        new = prompt(2, 1, step)
-        _, logits = read(model, new, batch, attention_mask=rows.attention_mask(), position_ids=rows.position_ids())
-        for row, one in enumerate(alone):
-            expected = read(model, new[row : row + 1], one)[1][0]
-            torch.testing.assert_close(logits[row], expected, atol=2e-4, rtol=1e-4)
 
 
 def test_rolling_back_dense_rows_moves_nothing() -> None:
@@ -630,3 +584,151 @@ def test_a_copy_goes_on_as_the_rows_do(family: str, cache: str, how: str) -> Non
     check_steps(model, copied)
     # What the copy has read does not show in the original.
     check_steps(model, rows)
+
+
+# Drafts for several prompts: each row goes on with what it accepts
+
+
+def padded_prompts() -> tuple[Tensor, Tensor]:
+    """Prompts that repeat themselves, of which two are padded on the left, and their mask."""
+    ids = torch.cat([prompt(4, 6, 1)] * 3, 1)
+    mask = torch.ones_like(ids)
+    mask[0, :4] = mask[2, :9] = 0
+    return ids.masked_fill(mask == 0, 0), mask
+
+
+def generated(model: Any, **how: Any) -> Any:
+    ids, mask = padded_prompts()
+    options = {"attention_mask": mask, "return_dict_in_generate": True, **how}
+    return under_install(continued, model, ids, 14, **options)
+
+
+DRAFTS: dict[str, Callable[[], dict[str, Any]]] = {
+    "look-up": lambda: {"prompt_lookup_num_tokens": 3},
+    "draft model": lambda: {"assistant_model": tiny_model("llama", 1)},
+    "its own draft model": lambda: {"assistant_model": fresh_model("llama")},
+}
+
+
+HOW: list[dict[str, Any]] = [
+    {},
+    {"repetition_penalty": 1.3},
+    {"no_repeat_ngram_size": 2},
+    {"cache_implementation": "int4"},
+    {"cache_implementation": "static"},
+    {"cache_implementation": "offloaded"},
+    {"eos_token_id": [5, 7, 11, 13, 17, 23, 29, 31, 37, 41]},
+]
+
+
+@pytest.mark.parametrize(
+    ("family", "drafts", "how"),
+    [
+        *once(["llama"], DRAFTS, HOW),
+        ("llama", "look-up", {"num_return_sequences": 2, "do_sample": True, "top_k": 1}),
+        ("llama", "its own draft model", {}),
+        # Windows, latents and absolute positions are rolled back by row.
+        *((family, "look-up", {}) for family in ("gemma3", "mistral", "deepseek_v3", "gpt2")),
+    ],
+    ids=str,
+)
+def test_a_batch_with_drafts_has_the_tokens_of_plain_decoding(family: str, drafts: str, how: dict[str, Any]) -> None:
+    model = tiny_model(family)
+    with passes_of(model) as passes:
+        expected = generated(model, **how)
+        plain = len(passes)
+        output = generated(model, **how, **DRAFTS[drafts]())
+    assert torch.equal(output.sequences, expected.sequences)
+    if (drafts, how) == ("its own draft model", {}):
+        # Nearly every draft is accepted.
+        assert len(passes) - plain < plain
+
+
+def test_the_cache_goes_on_behind_the_answer() -> None:
+    model = tiny_model("llama")
+    cache, ids = kvlayers.DynamicCache(config=model.config), padded_prompts()[0][[1, 3]]
+    first = under_install(continued, model, ids, 6, past_key_values=cache, prompt_lookup_num_tokens=3)
+    assert cache.row_lengths == (first.shape[1] - 1,) * 2
+    again = under_install(continued, model, first, 4, past_key_values=cache)
+    assert torch.equal(again, continued(model, ids, 10))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("drafts", ["look-up", "draft model"])
+def test_samples_with_drafts_are_distributed_as_without(drafts: str) -> None:
+    model, ids = tiny_model("llama"), torch.tensor([[3, 4, 5, 3, 4], [6, 7, 8, 6, 7]]).repeat_interleave(150, 0)
+    how: dict[str, Any] = {"do_sample": True, "top_k": 3, "temperature": 2.0}
+    counts: list[Counter[Any]] = []
+    for each in ({}, DRAFTS[drafts]()):
+        torch.manual_seed(0)
+        samples = under_install(continued, model, ids, 3, **how, **each)
+        counts.append(Counter(map(tuple, samples[:, 5:].tolist())))
+    # Two samples of one distribution: the statistic has as many degrees of freedom as kinds of answers less one.
+    kinds = counts[0] | counts[1]
+    statistic = sum((counts[0][kind] - counts[1][kind]) ** 2 / (counts[0][kind] + counts[1][kind]) for kind in kinds)
+    freedom = len(kinds) - 1
+    # Six standard deviations.
+    assert statistic < freedom + 6 * (2 * freedom) ** 0.5
+
+
+ALONE = "must come with a mask alone"
+
+
+@pytest.mark.parametrize(
+    ("asked", "named"),
+    [
+        ({"output_scores": True}, "`output_scores"),
+        ({"output_hidden_states": True}, "`output_hidden"),
+        ({"prefix_allowed_tokens_fn": lambda row, ids: [row + 5]}, ALONE),
+        ({"inputs_embeds": torch.zeros(4, 18, 32)}, ALONE),
+        ({"position_ids": torch.arange(18).expand(4, 18)}, ALONE),
+    ],
+    ids=lambda each: next(iter(each)) if isinstance(each, dict) else "",
+)
+def test_what_rows_with_drafts_do_not_take_is_refused(asked: dict[str, Any], named: str) -> None:
+    with pytest.raises(OptionError, match=named):
+        generated(tiny_model("llama"), prompt_lookup_num_tokens=3, **asked)
+
+
+def test_recurrent_states_are_refused_for_batches() -> None:
+    with pytest.raises((RollbackError, ValueError)):
+        generated(tiny_model("jamba"), prompt_lookup_num_tokens=3)
+
+
+def test_a_turn_behind_padded_rows_is_refused_rather_than_answered_wrongly() -> None:
+    model = tiny_model("llama")
+    first = generated(model, prompt_lookup_num_tokens=3, max_new_tokens=4)
+    with pytest.raises(StateMismatchError, match="`attention_mask` must have the tokens of each row"):
+        under_install(continued, model, first.sequences, 2, past_key_values=first.to_tuple()[-1])
+
+
+def test_windows_forget_what_they_have_recorded_for_drafts() -> None:
+    model = tiny_model("mistral")
+    cache = kvlayers.DynamicCache(config=model.config)
+    ids = padded_prompts()[0][[1, 3]]
+    under_install(continued, model, ids, 40, past_key_values=cache, assistant_model=model)
+    assert max(layer.held_tokens for layer in cache.layers) < 30
+
+
+def test_no_address_is_given_of_rows_and_nothing_is_written_to_them() -> None:
+    cache = kvlayers.merge([dynamic(tokens=3), dynamic(tokens=2)])
+    keys, _ = cache.update(torch.ones(2, 2, 1, 8), torch.ones(2, 2, 1, 8), 0)
+    with pytest.raises(ReadOnlyStatesError):
+        keys.mul_(2)
+    with pytest.raises(UnsupportedLayerError, match="no address"):
+        keys.data_ptr()
+
+
+@pytest.mark.parametrize("limit", ["positions", "room"])
+def test_the_draft_of_another_row_needs_no_room_behind_a_row_that_has_one_token_left(limit: str) -> None:
+    """A table of positions that ends with the answers, and a reservation that does."""
+    model = fresh_model("gpt2", n_positions=40) if limit == "positions" else fresh_model("llama")
+    for seed in range(3):
+        ids = torch.cat([prompt(2, 5, seed=seed)] * 4, dim=1)
+        ids[1, 3] = 50
+        expected = continued(model, ids, 20)
+        for drafted in (3, 10):
+            static = kvlayers.StaticCache(model.config, max_cache_len=39)
+            room = {} if limit == "positions" else {"past_key_values": static}
+            seen = under_install(continued, model, ids, 20, prompt_lookup_num_tokens=drafted, **room)
+            assert torch.equal(seen, expected)

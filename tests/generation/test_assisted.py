@@ -19,7 +19,6 @@ from models import continued, fresh_model, given, prompt, read
 from spies import spy
 
 FAMILIES = ("bamba", "granitemoehybrid", "lfm2", "qwen3_next", "qwen3_5", "zamba2", "falcon_h1", "nemotron_h")
-NEW_TOKENS = 16
 
 
 def repetitive() -> torch.Tensor:
@@ -27,7 +26,7 @@ def repetitive() -> torch.Tensor:
 
 
 def generated(model: Any, **how: Any) -> Any:
-    return continued(model, repetitive(), NEW_TOKENS, return_dict_in_generate=True, **how)
+    return continued(model, repetitive(), 16, return_dict_in_generate=True, **how)
 
 
 @pytest.fixture

@@ -37,16 +37,12 @@ LAST_LAYER: dict[str, Callable[[Any], torch.nn.Module]] = {
     "t5": lambda model: model.decoder.block[-1],
     "bart": lambda model: model.model.decoder.layers[-1],
 }
+"""The last layer with a cache."""
 
 Arguments = dict[str, Any]
 
 
 pytestmark = pytest.mark.usefixtures("quick_collections")
-
-
-def last_layer(model: Any) -> torch.nn.Module:
-    """The last layer with a cache: where it fails, the earlier ones have taken the tokens of the step."""
-    return LAST_LAYER.get(model.config.model_type, lambda model: model.model.layers[-1])(model)
 
 
 class RunningOut:
@@ -62,7 +58,9 @@ class RunningOut:
         self.passes = 0
         self.caches: list[Any] = []
         model.register_forward_pre_hook(self._begin, with_kwargs=True)
-        last_layer(model).register_forward_pre_hook(self._fail)
+        # Where it fails, the earlier ones have taken the tokens of the step.
+        last = LAST_LAYER.get(model.config.model_type, lambda model: model.model.layers[-1])
+        last(model).register_forward_pre_hook(self._fail)
 
     def _begin(self, model: Any, args: Any, kwargs: Any) -> None:
         self.passes += 1
@@ -291,20 +289,13 @@ class Heard(transformers.generation.streamers.BaseStreamer):
         self.ends += 1
 
 
-def filled() -> transformers.DynamicCache:
-    cache = transformers.DynamicCache()
-    for index in range(2):
-        cache.update(torch.zeros(1, 2, 3, 8), torch.zeros(1, 2, 3, 8), index)
-    return cache
-
-
 @pytest.mark.parametrize(
     ("how", "at", "note"),
     [
         ({"streamer": Heard(fails_at=3)}, (), "outside of forward passes"),
         ({"logits_processor": [lambda ids, scores: Heard(0).put(ids)]}, (), "outside of forward passes"),
         ({"use_cache": False}, ALWAYS, "with a cache of transformers"),
-        ({"past_key_values": filled()}, ALWAYS, "with a cache of transformers"),
+        ({"past_key_values": transformers.DynamicCache()}, ALWAYS, "with a cache of transformers"),
     ],
     ids=["streamer", "processor", "no cache", "a cache of transformers"],
 )

@@ -63,7 +63,6 @@ CONFIGS: dict[str, tuple[type, dict[str, Any]]] = {
         },
     ),
 }
-DEPENDING = [name for name in CONFIGS if name != "phi3 default"]
 READING_AGAIN = ["phi3", "phimoe", "phi3 default"]
 
 
@@ -135,7 +134,7 @@ def test_rows_answer_as_alone(name: str, way: str) -> None:
     assert [each.ids.tolist() for each in answers] == [alone(name, tokens) for tokens in lengths]
 
 
-@pytest.mark.parametrize("name", DEPENDING)
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name != "phi3 default"])
 def test_a_store_of_rows_is_passed_by(name: str) -> None:
     model, store = model_of(name), kvlayers.PrefixStore()
     prompts = [prompt(20)[0], torch.cat([prompt(20)[0], prompt(8)[0]])]

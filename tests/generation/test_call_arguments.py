@@ -4,8 +4,7 @@ import copy
 import inspect
 import logging
 from collections import UserDict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ import kvlayers
 import kvlayers_lab
 from kvlayers.errors import OptionError, RegistryError, StateMismatchError
 from kvlayers.upstream import cache_argument, compat
-from models import fresh_model, given, prompt, read, tiny_model
+from models import fresh_model, given, prompt, read, tiny_model, tokens_passed
 
 IDS = prompt(1, 5)
 HOW: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
@@ -277,17 +276,6 @@ def long_answer(model: Any, tokens: int = 20, ids: torch.Tensor = LONG, **how: A
     return output
 
 
-@contextmanager
-def refused_before_a_pass(model: Any) -> Iterator[None]:
-    passes: list[int] = []
-    with (
-        model.register_forward_hook(lambda *_: passes.append(1)),
-        pytest.raises(kvlayers.CapacityError, match=NEEDED),
-    ):
-        yield
-    assert not passes
-
-
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma3"])
 @pytest.mark.parametrize("name", ["static", "hybrid", "offloaded_static"])
 def test_a_name_with_too_small_a_reservation_is_refused(family: str, name: str) -> None:
@@ -298,8 +286,9 @@ def test_a_name_with_too_small_a_reservation_is_refused(family: str, name: str) 
         return
     # Tokens that it must generate count even if it may end then.
     for ends in ({"min_new_tokens": 20}, {"min_new_tokens": 10, "eos_token_id": 5}):
-        with refused_before_a_pass(model):
+        with tokens_passed(model) as passed, pytest.raises(kvlayers.CapacityError, match=NEEDED):
             long_answer(model, **options, **ends)
+        assert not passed
 
 
 @pytest.mark.parametrize("options", [{"max_cache_len": 31}, {"max_cache_len": 16, "grow": True}], ids=str)
@@ -316,7 +305,7 @@ def test_a_cache_that_is_passed_is_checked_as_well(seen: int, begin: int) -> Non
     cache = kvlayers.StaticCache(model.config, max_cache_len=16)
     if seen:
         read(model, LONG[:, :seen], cache)
-    with refused_before_a_pass(model):
+    with tokens_passed(model) as passed, pytest.raises(kvlayers.CapacityError, match=NEEDED):
         long_answer(
             model,
             ids=LONG[:, begin:],
@@ -324,7 +313,7 @@ def test_a_cache_that_is_passed_is_checked_as_well(seen: int, begin: int) -> Non
             past_key_values=cache,
             min_new_tokens=20,
         )
-    assert cache.get_seq_length() == seen
+    assert (passed, cache.get_seq_length()) == ([], seen)
 
 
 def stop_at_once(ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:

@@ -4,7 +4,6 @@ The reference is the same cache with layers that return their states in full pre
 of torch. Codes are equal then, and sums differ in their order alone; at 8 bits, tokens are those of no quantization.
 """
 
-import copy
 import functools
 from typing import Any
 
@@ -148,12 +147,7 @@ def attending_by(implementation: str, family: str) -> Any:
 @functools.cache
 def wide_model(family: str) -> Any:
     """The tiny model with windows that blocks fit into."""
-    model = tiny_model(family)
-    config = copy.deepcopy(model.config)
-    setattr(config, "attention_chunk_size" if family == "llama4" else "sliding_window", WIDE)
-    wide = type(model)(config).eval()
-    wide.load_state_dict(model.state_dict())
-    return wide
+    return fresh_model(family, **{"attention_chunk_size" if family == "llama4" else "sliding_window": WIDE})
 
 
 BACKENDS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -110,34 +110,6 @@ class Caches:
 # Tokens
 
 
-OTHER_WAYS: dict[str, dict[str, Any]] = {
-    "beams": {"num_beams": 3},
-    "prompt lookup": {"prompt_lookup_num_tokens": 4},
-    "a draft model": {},
-    "chunked prefill": {"prefill_chunk_size": 5},
-    "beams and chunked prefill": {"num_beams": 2, "prefill_chunk_size": 5},
-}
-
-
-@pytest.mark.parametrize(
-    ("family", "way"),
-    [
-        *(("hybrid", way) for way in OTHER_WAYS if "chunked" not in way),
-        pytest.param("hybrid", "chunked prefill", marks=pytest.mark.nightly),
-        ("qwen2", "beams and chunked prefill"),
-    ],
-)
-def test_ways_that_are_not_compiled_keep_their_tokens(installed: None, family: str, way: str) -> None:
-    model, ids = shared_model(family), torch.cat([prompt(1, 4)] * 3, dim=1)
-    arguments = {"assistant_model": shared_model(family, seed=1)} if way == "a draft model" else OTHER_WAYS[way]
-    expected = generate(model, ids, **arguments)
-    # Chunks are compiled for as well, which takes long: with beams, they are not.
-    for how in (STATIC,) if "and" in way else (compiling(), STATIC):
-        assert torch.equal(generate(model, ids, **how, **arguments), expected)
-    # And from the memory that they leave behind:
-    assert torch.equal(generate(model, ids, **STATIC), generate(model, ids))
-
-
 @pytest.mark.parametrize(("family", "compiled"), [("t5", False), ("bart", False), ("t5", True)])
 def test_encoders_may_have_read_another_length_in_each_call(family: str, compiled: bool) -> None:
     model, how = new_model(family), {"tokens": 8, "num_beams": 1}

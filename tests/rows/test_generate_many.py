@@ -410,6 +410,16 @@ def test_wrong_calls_are_refused_at_once(how: dict[str, Any], named: str) -> Non
         kvlayers.generate_many(**{"model": tiny_model("llama"), "prompts": PROMPTS, **given})
 
 
+def test_a_criterion_that_raises_ends_its_answer_alone() -> None:
+    def stop(ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        if torch.equal(ids[0, :-2], PROMPTS[1]):
+            raise ValueError("not this one")
+        return torch.zeros(1, dtype=torch.bool)
+
+    answers = many(tiny_model("llama"), stopping_criteria=[stop], in_order=True)
+    assert [type(answer.error) for answer in answers if answer.error is not None] == [ValueError]
+
+
 @pytest.mark.skipif(not compat.PREFILLS_APART, reason="before transformers 5.0 no prefill can be replaced")
 @pytest.mark.parametrize(("repeats", "others"), [(4, 1), (2, 2), (3, 1)])
 def test_equal_prompts_side_by_side_are_computed_once(repeats: int, others: int) -> None:
@@ -557,8 +567,7 @@ def test_any_operation_may_run_out_of_memory(family: str, how: dict[str, Any]) -
     expected = [answer.ids.tolist() for answer in retried(model, **how)]
     operations = Operations(model)
     retried(model, **how)
-    # The scans of a jamba take long.
-    points = 8 if family == "jamba" and not NIGHTLY else 20
+    points = 20 if NIGHTLY else 8
     for failing in range(1, operations.done + 1, operations.done // points):
         operations.done, operations.failing, heard = 0, failing, []
         with pytest.warns(SteppedDownWarning):

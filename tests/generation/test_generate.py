@@ -311,14 +311,17 @@ DECODER = {
     "encoder_attention_heads": 4, "decoder_ffn_dim": 48, "encoder_ffn_dim": 48, "max_position_embeddings": 64,
     "eos_token_id": None, "pad_token_id": 0, "forced_eos_token_id": None, "begin_suppress_tokens": None,
 }  # fmt: skip
-GPT2 = {"vocab_size": 99, "n_embd": 32, "n_layer": 2, "n_head": 4, "eos_token_id": None}
 CROSSING = {"is_decoder": True, "add_cross_attention": True}
 DECODERS: dict[str, tuple[type, type, Arguments]] = {
     "bert": (transformers.BertLMHeadModel, transformers.BertConfig, {**TEXT, **CROSSING}),
     "rembert": (transformers.RemBertForCausalLM, transformers.RemBertConfig, {**TEXT, **CROSSING}),
     "bart": (transformers.BartForCausalLM, transformers.BartConfig, DECODER),
     "whisper": (transformers.WhisperForCausalLM, transformers.WhisperConfig, DECODER),
-    "gpt2": (transformers.GPT2LMHeadModel, transformers.GPT2Config, {**GPT2, **CROSSING}),
+    "gpt2": (
+        transformers.GPT2LMHeadModel,
+        transformers.GPT2Config,
+        {"n_embd": 32, "n_layer": 2, "n_head": 4, **CROSSING},
+    ),
 }
 
 

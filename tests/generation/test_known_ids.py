@@ -237,10 +237,7 @@ def test_a_call_that_fails_leaves_what_was_known(strict: None) -> None:
     assert torch.equal(generate(longer, cache), generate(longer, kvlayers.DynamicCache()))
 
 
-before_5_4 = pytest.mark.skipif(not compat.PREFILL_SUBTRACTS_LENGTHS, reason="before 5.4 its length is refused")
-
-
-@pytest.mark.parametrize("length", [pytest.param(3, marks=before_5_4), 30])
+@pytest.mark.parametrize("length", [3, 30] if compat.PREFILL_SUBTRACTS_LENGTHS else [30])
 def test_two_prompts_on_the_cache_of_one_are_refused_as_that(length: int, installed: None) -> None:
     cache = kvlayers.DynamicCache()
     ids = generate(prompt(1, 8), cache)

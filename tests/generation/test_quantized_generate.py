@@ -64,15 +64,10 @@ class ReadDensely:
         return as_dense(super().values)
 
 
-class DenseQuantizedLayer(ReadDensely, kvlayers.QuantizedLayer):
-    pass
-
-
-class DenseSlidingLayer(ReadDensely, kvlayers.SlidingLayer):
-    pass
-
-
-READ_DENSELY = {kvlayers.QuantizedLayer: DenseQuantizedLayer, kvlayers.SlidingLayer: DenseSlidingLayer}
+READ_DENSELY = {
+    kind: type(f"Dense{kind.__name__}", (ReadDensely, kind), {})
+    for kind in (kvlayers.QuantizedLayer, kvlayers.SlidingLayer)
+}
 
 
 def quantized(model: Any, **options: Any) -> Any:

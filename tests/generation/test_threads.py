@@ -109,8 +109,8 @@ def tokens_of(model: Any, ids: Tensor, **how: Any) -> Tensor:
 def test_calls_that_break_off_leave_nothing_on_the_model(installed: None, mode: str) -> None:
     model, ids = spread("qwen3_next"), repetitive()
     how = {"prompt_lookup_num_tokens": 4} if mode == "prompt look-up" else {"assistant_model": draft_of(model)}
-    expected = tokens_of(model, ids, **how)
     untouched, before, meanwhile = parts_of(model), dict(vars(model)), set()
+    expected = tokens_of(model, ids, **how)
 
     def watch(input_ids: Tensor, scores: Tensor) -> Tensor:
         """Notes what is set on the model that was not set on it before."""

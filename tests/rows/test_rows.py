@@ -267,6 +267,8 @@ REFUSED = [
     *each([[[1, 1], [0, 1]], [[1, 1, 1, 0], [1, 1, 1, 1]], [[1, 1, 1, 1]]],
           lambda rows, mask: kvlayers.Rows(rows, torch.tensor(mask)), StateMismatchError, "mask"),
     *each(WRONG_STATES, lambda rows, states: rows.update(*states, 0), StateMismatchError, "Keys and values must"),
+    *each(["rows.safetensors"], lambda rows, path: kvlayers.save_cache(rows, path), UnsupportedLayerError,
+          r"save each cache\.extract\(row\)"),
     *each([1.5, "1", True, -1, None], lambda rows, new: kvlayers.Rows(rows).attention_mask(new_tokens=new), OptionError,
           "`new_tokens` must be"),
     *each([1.5, "1", True, -1, None], lambda rows, new: kvlayers.Rows(rows).position_ids(new_tokens=new), OptionError,
@@ -287,14 +289,6 @@ def test_what_is_refused_is_named_and_changes_nothing(
         call(rows)
     assert (rows.row_lengths, type(rows.layers[0])) == ((4, 2), kind)
     assert torch.equal(rows.layers[0].keys, before)
-
-
-def test_rows_are_not_saved_together(tmp_path: Any) -> None:
-    cache = kvlayers.merge([dynamic(tokens=4), dynamic(tokens=2)])
-    with pytest.raises(UnsupportedLayerError, match=r"save each cache\.extract\(row\)"):
-        kvlayers.save_cache(cache, tmp_path / "rows.safetensors")
-    kvlayers.save_cache(cache.extract(1), tmp_path / "row.safetensors")
-    assert kvlayers.load_cache(tmp_path / "row.safetensors").get_seq_length() == 2
 
 
 def test_rolling_back_dense_rows_moves_nothing() -> None:
@@ -668,24 +662,20 @@ ALONE = "must come with a mask alone"
 
 
 @pytest.mark.parametrize(
-    ("asked", "named"),
+    ("family", "asked", "named"),
     [
-        ({"output_scores": True}, "`output_scores"),
-        ({"output_hidden_states": True}, "`output_hidden"),
-        ({"prefix_allowed_tokens_fn": lambda row, ids: [row + 5]}, ALONE),
-        ({"inputs_embeds": torch.zeros(4, 18, 32)}, ALONE),
-        ({"position_ids": torch.arange(18).expand(4, 18)}, ALONE),
+        ("llama", {"output_scores": True}, "`output_scores"),
+        ("llama", {"output_hidden_states": True}, "`output_hidden"),
+        ("llama", {"prefix_allowed_tokens_fn": lambda row, ids: [row + 5]}, ALONE),
+        ("llama", {"inputs_embeds": torch.zeros(4, 18, 32)}, ALONE),
+        ("llama", {"position_ids": torch.arange(18).expand(4, 18)}, ALONE),
+        ("jamba", {}, "cannot be assisted|leave out the assistance"),
     ],
-    ids=lambda each: next(iter(each)) if isinstance(each, dict) else "",
+    ids=lambda each: next(iter(each), "") if isinstance(each, dict) else "",
 )
-def test_what_rows_with_drafts_do_not_take_is_refused(asked: dict[str, Any], named: str) -> None:
-    with pytest.raises(OptionError, match=named):
-        generated(tiny_model("llama"), prompt_lookup_num_tokens=3, **asked)
-
-
-def test_recurrent_states_are_refused_for_batches() -> None:
-    with pytest.raises((RollbackError, ValueError)):
-        generated(tiny_model("jamba"), prompt_lookup_num_tokens=3)
+def test_what_rows_with_drafts_do_not_take_is_refused(family: str, asked: dict[str, Any], named: str) -> None:
+    with pytest.raises((OptionError, RollbackError, ValueError), match=named):
+        generated(tiny_model(family), prompt_lookup_num_tokens=3, **asked)
 
 
 def test_a_turn_behind_padded_rows_is_refused_rather_than_answered_wrongly() -> None:

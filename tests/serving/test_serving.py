@@ -479,15 +479,13 @@ def test_figures_are_lines_that_prometheus_reads() -> None:
     store.record_bypass('it is "given"\na \\ cache')
     text = prometheus_text(store.statistics, {"host": 'a"b'})
     assert text.endswith("\n")
-    names = []
-    for line in text.splitlines():
-        if line.startswith("# TYPE"):
-            names.append(line.split()[2])
-            assert line.split()[3] == ("counter" if names[-1].endswith("_total") else "gauge")
-        elif not line.startswith("# HELP"):
-            assert LINE.fullmatch(line), line
-            assert line.startswith(names[-1] + "{")
-    assert len(names) == len(set(names)) == len(vars(store.statistics))
+    figures = [line for line in text.splitlines() if not line.startswith("#")]
+    assert [line for line in figures if not LINE.fullmatch(line)] == []
+    kinds = [tuple(line.split()[2:]) for line in text.splitlines() if line.startswith("# TYPE")]
+    assert kinds == [(name, "counter" if name.endswith("_total") else "gauge") for name, _ in kinds]
+    # The figures of a name follow each other, in the order of their kinds.
+    assert list(dict.fromkeys(line.partition("{")[0] for line in figures)) == [name for name, _ in kinds]
+    assert len(dict(kinds)) == len(kinds) == len(vars(store.statistics))
     assert 'kvlayers_prefix_hits_total{host="a\\"b"} 1' in text.splitlines()
     reason = r'reason="it is \"given\"\na \\ cache"'
     assert f'kvlayers_prefix_bypasses_total{{host="a\\"b",{reason}}} 1' in text.splitlines()

@@ -15,7 +15,7 @@ from kvlayers.generation import assisted
 from kvlayers.generation.call_cache import RollbackCache
 from kvlayers.upstream import compat
 from matrix import some
-from models import continued, fresh_model, given, prompt, read
+from models import continued, fresh_model, prompt, read
 from spies import spy
 
 FAMILIES = ("bamba", "granitemoehybrid", "lfm2", "qwen3_next", "qwen3_5", "zamba2", "falcon_h1", "nemotron_h")
@@ -151,9 +151,7 @@ def test_new_tokens_alone_go_on_with_drafts_where_they_go_on_without(family: str
     ids = repetitive()
     whole = torch.ones_like(ids)
     expected = model.generate(ids, attention_mask=whole, **how)
-    cache = kvlayers.DynamicCache(config=model.config)
-    with torch.no_grad():
-        model(ids[:, :15], **given(cache))
+    cache, _ = read(model, ids[:, :15], kvlayers.DynamicCache(config=model.config))
     for draft in ({"prompt_lookup_num_tokens": 3}, {"assistant_model": draft_of(model)}):
         fork = cache.fork()
         seen = model.generate(ids[:, 15:], attention_mask=whole, past_key_values=fork, **how, **draft)

@@ -16,8 +16,6 @@ peft = pytest.importorskip("peft", reason="PEFT is not installed")
 FAMILIES = ("llama", "gpt2", "mistral", "gemma3", *ENCODER_DECODERS)
 
 PASSES_IT = versions.peft_passes_prefixes()
-VIRTUAL_TOKENS = 10
-"""More than fit in the window of the families that have one."""
 
 
 @pytest.fixture
@@ -32,7 +30,8 @@ def tuned(family: str, projected: bool = True) -> Any:
     model = fresh_model(family)
     config = peft.PrefixTuningConfig(
         task_type=peft.TaskType.SEQ_2_SEQ_LM if family in ENCODER_DECODERS else peft.TaskType.CAUSAL_LM,
-        num_virtual_tokens=VIRTUAL_TOKENS,
+        # More than fit in the window of the families that have one.
+        num_virtual_tokens=10,
         prefix_projection=projected,
         encoder_hidden_size=16,
     )

@@ -15,12 +15,9 @@ DIRECTORY = pathlib.Path(
     os.environ.get("KVLAYERS_DEMO_MODEL", pathlib.Path(__file__).parents[2] / ".models" / "SmolLM2-135M-Instruct")
 )
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not DIRECTORY.is_dir(), reason=f"no model at {DIRECTORY}: `make test` brings it"),
-]
 
-
+@pytest.mark.slow
+@pytest.mark.skipif(not DIRECTORY.is_dir(), reason=f"no model at {DIRECTORY}: `make test` brings it")
 def test_greedy_tokens_are_those_of_transformers() -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(DIRECTORY)
     words = "\n".join(pydoc_data.topics.topics.values())[:20_000]

@@ -351,11 +351,12 @@ def test_windows_that_cannot_go_back_are_named_where_earlier_tokens_are_unknown(
     assert str(seen.value).startswith(MESSAGE)
 
 
-def test_a_model_of_recurrent_states_alone_has_nothing_to_give() -> None:
-    model, ids = fresh_model("mamba"), prompt(1)
+@pytest.mark.parametrize(("family", "how"), [("mamba", {}), ("qwen2", {"ladder": ("offloaded",)})], ids=str)
+def test_a_cache_that_has_no_step_left_says_so(family: str, how: Arguments) -> None:
+    model = fresh_model(family)
     RunningOut(model, [3])
     with no_step_down(), pytest.raises(torch.OutOfMemoryError, match="no step left"):
-        resilient_generate(model, ids)
+        resilient_generate(model, prompt(1), **how)
 
 
 def test_the_error_in_the_end_says_what_was_done() -> None:
@@ -382,9 +383,6 @@ def test_a_ladder_says_which_steps_may_be_taken() -> None:
     RunningOut(model, [2])
     with pytest.warns(SteppedDownWarning, match="by one step: int4"):
         resilient_generate(model, ids, ladder=["int4"])
-    RunningOut(model, [1])
-    with no_step_down(), pytest.raises(torch.OutOfMemoryError, match="no step left"):
-        resilient_generate(model, ids, ladder=("offloaded",))
     running_out = RunningOut(model, ALWAYS)
     for ladder in ((), "int8", ["int2"], [("int4", {})], None, [None], {"int8": 1}):
         with pytest.raises(OptionError, match="`ladder` must be steps of 'int8', 'int4', 'offloaded', got"):

@@ -121,9 +121,8 @@ def remembering() -> Any:
     return model
 
 
-Refused = tuple[Callable[[Any, Any], object], type[Exception], str]
 DRAFTS = "`assistant_model` must keep its states in its cache, to roll drafts back, got a R.*conv1d_state"
-REFUSED: dict[str, Refused] = {
+REFUSED: dict[str, tuple[Callable[[Any, Any], object], type[Exception], str]] = {
     "drafts that are looked up": (
         lambda model, keeps: continued(remembering(), prompt(), prompt_lookup_num_tokens=2),
         RollbackError,

@@ -109,6 +109,8 @@ def tokens_of(model: Any, ids: Tensor, **how: Any) -> Tensor:
 def test_calls_that_break_off_leave_nothing_on_the_model(installed: None, mode: str) -> None:
     model, ids = spread("qwen3_next"), repetitive()
     how = {"prompt_lookup_num_tokens": 4} if mode == "prompt look-up" else {"assistant_model": draft_of(model)}
+    # A method of its class is replaced until `uninstall()` by the first call.
+    tokens_of(model, ids)
     untouched, before, meanwhile = parts_of(model), dict(vars(model)), set()
     expected = tokens_of(model, ids, **how)
 
@@ -197,13 +199,12 @@ def test_threads_may_generate_in_every_mode_with_one_model(installed: None, fami
 
 # Installing and uninstalling
 
-METHODS = ("generate", "_prepare_cache_for_generation", *(["_prefill"] if compat.PREFILLS_APART else []))
-
 
 def found() -> list[Any]:
     """What `install()` replaces."""
     assert "kvlayers" not in vars(transformers.GenerationConfig)
-    methods = [vars(GenerationMixin)[name] for name in METHODS]
+    names = ("generate", "_prepare_cache_for_generation", *(["_prefill"] if compat.PREFILLS_APART else []))
+    methods = (vars(GenerationMixin)[name] for name in names)
     return [*methods, transformers.PreTrainedModel.__call__, configuration.ALL_CACHE_IMPLEMENTATIONS]
 
 

@@ -199,15 +199,16 @@ def test_without_installing_quantized_names_are_those_of_transformers() -> None:
             transformers.GenerationConfig(cache_implementation=name).validate()
 
 
-@pytest.mark.parametrize("name", ["", "  ", None, 3])
-def test_an_empty_name_is_refused(name: Any) -> None:
-    with pytest.raises(RegistryError, match="must be a string that is not empty"):
-        kvlayers.register(name)
-
-
-def test_a_name_that_is_taken_is_refused_and_stays_what_it_was() -> None:
-    with pytest.raises(RegistryError, match="'dynamic' is already registered by kvlayers"):
-        kvlayers.register("dynamic")(lambda request: None)
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        *((name, "must be a string that is not empty") for name in ("", "  ", None, 3)),
+        ("dynamic", "'dynamic' is already registered by kvlayers"),
+    ],
+)
+def test_a_name_that_cannot_be_registered_is_refused_and_stays_what_it_was(name: Any, said: str) -> None:
+    with pytest.raises(RegistryError, match=said):
+        kvlayers.register(name)(lambda request: None)
     assert type(kvlayers.make_cache("dynamic", tiny_model("llama"))) is kvlayers.DynamicCache
 
 

@@ -4,8 +4,7 @@ import copy
 import inspect
 import logging
 from collections import UserDict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ import kvlayers
 import kvlayers_lab
 from kvlayers.errors import OptionError, RegistryError, StateMismatchError
 from kvlayers.upstream import cache_argument, compat
-from models import fresh_model, given, prompt, read, tiny_model
+from models import fresh_model, given, prompt, read, tiny_model, tokens_passed
 
 IDS = prompt(1, 5)
 HOW: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
@@ -142,13 +141,6 @@ def test_an_argument_that_is_given_twice_is_refused_as_by_python() -> None:
         installed(tiny_model("llama"), IDS, inputs=IDS, **HOW)
 
 
-def test_a_prompt_of_many_with_other_ids_is_its_own_error() -> None:
-    wrong, right = kvlayers.generate_many(tiny_model("llama"), [[5, 10**6], [5, 6]], max_new_tokens=2, in_order=True)
-    assert isinstance(wrong.error, OptionError)
-    assert "the vocabulary of the model, got 1000000" in str(wrong.error)
-    assert (right.error, len(right.ids)) == (None, 2)
-
-
 @pytest.mark.skipif(not compat.MARKS_GIVEN_CACHES, reason="an older transformers marks nothing")
 def test_a_class_in_the_place_of_a_cache_is_refused_and_not_marked() -> None:
     model = tiny_model("llama")
@@ -176,25 +168,19 @@ def test_options_of_kvlayers_are_in_the_signature() -> None:
     assert tuple(name for name, each in parameters.items() if each.kind is each.KEYWORD_ONLY) == own
 
 
-@pytest.mark.parametrize("cache_config", [None, {"nbits": 2}])
-def test_the_named_options_reach_the_cache(cache_config: dict[str, int] | None) -> None:
-    options: dict[str, Any] = {"max_new_tokens": 2, "return_dict_in_generate": True, "cache_config": cache_config}
-    made = kvlayers.generate(tiny_model("llama"), prompt(1), cache="quantized", **options).to_tuple()[-1]
-    assert isinstance(made, kvlayers.QuantizedCache)
-    assert made.layers[0].nbits == (4 if cache_config is None else 2)
-
-
 def test_options_may_stand_behind_a_name_wherever_a_cache_is_named() -> None:
-    model, text = tiny_model("llama"), "sink:window_length=8,num_sink_tokens=2"
-    options = {"window_length": 8, "num_sink_tokens": 2}
-    ids = prompt(1, 20)
-    expected = kvlayers.generate(model, ids, cache_implementation="sink", cache_config=options, **HOW)
-    for name in ("cache_implementation", "past_key_values"):
-        assert torch.equal(kvlayers.generate(model, ids, **{name: text}, **HOW), expected)
-    assert repr(kvlayers.make_cache(text, model)) == repr(kvlayers.make_cache("sink", model, **options))
+    model, ids, text = tiny_model("llama"), prompt(1, 20), "sink:window_length=8,num_sink_tokens=2"
+    options = {"cache_config": {"window_length": 8, "num_sink_tokens": 2}}
+    expected = kvlayers.generate(model, ids, cache="sink", return_dict_in_generate=True, **options, **HOW).to_tuple()
+    assert expected[-1].layers[0].describe() == kvlayers.make_cache(text, model).layers[0].describe()
+    for how in (
+        {"cache_implementation": "sink", **options},
+        *({name: text} for name in ("cache", "cache_implementation", "past_key_values")),
+    ):
+        assert torch.equal(kvlayers.generate(model, ids, **how, **HOW), expected[0])
     scores = [
         kvlayers_lab.score(model, [ids[0]], [[[5, 6]]], **how, progress=False)[0][0].token_logprobs
-        for how in ({"cache": text}, {"cache_implementation": text}, {"cache": "sink", "cache_config": options})
+        for how in ({"cache": text}, {"cache_implementation": text}, {"cache": "sink", **options})
     ]
     assert scores[0] == scores[1] == scores[2]
 
@@ -206,12 +192,6 @@ OPTIONS: dict[str, Any] = {**HOW, "max_new_tokens": 5, "min_new_tokens": 5, "ret
 
 def cache_of(model: Any, **options: Any) -> str:
     return repr(model.generate(prompt(tokens=40), **OPTIONS, **options).past_key_values).partition(",")[0]
-
-
-def test_a_call_with_options_of_a_cache_does_not_get_the_default_with_them() -> None:
-    with kvlayers.installed(cache="sink:window_length=16"), pytest.raises(Exception, match="nbits") as raised:
-        cache_of(tiny_model("llama"), cache_config={"nbits": 4})
-    assert "sink" not in str(raised.value).lower()
 
 
 def test_a_call_that_says_nothing_gets_the_default_and_any_other_what_it_says() -> None:
@@ -229,19 +209,10 @@ def test_a_call_that_says_nothing_gets_the_default_and_any_other_what_it_says() 
         assert cache_of(saved) == "QuantizedCache(2 x QuantizedLayer of 8 bits"
     with kvlayers.installed():
         assert cache_of(model) == dynamic
-
-
-def test_another_call_of_install_keeps_the_default_until_uninstall() -> None:
-    model = tiny_model("llama")
-    try:
-        kvlayers.install(cache_implementation="int4")
-        kvlayers.install(strict_prompts=False)
-        assert cache_of(model).startswith("Quantized")
-        kvlayers.uninstall()
-        kvlayers.install()
-        assert cache_of(model).startswith("Dynamic")
-    finally:
-        kvlayers.uninstall()
+    # Options of a call are not those of the default.
+    with kvlayers.installed(cache="sink:window_length=16"), pytest.raises(Exception, match="nbits") as raised:
+        cache_of(model, cache_config={"nbits": 4})
+    assert "sink" not in str(raised.value).lower()
 
 
 @pytest.mark.parametrize(
@@ -305,17 +276,6 @@ def long_answer(model: Any, tokens: int = 20, ids: torch.Tensor = LONG, **how: A
     return output
 
 
-@contextmanager
-def refused_before_a_pass(model: Any) -> Iterator[None]:
-    passes: list[int] = []
-    with (
-        model.register_forward_hook(lambda *_: passes.append(1)),
-        pytest.raises(kvlayers.CapacityError, match=NEEDED),
-    ):
-        yield
-    assert not passes
-
-
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma3"])
 @pytest.mark.parametrize("name", ["static", "hybrid", "offloaded_static"])
 def test_a_name_with_too_small_a_reservation_is_refused(family: str, name: str) -> None:
@@ -326,8 +286,9 @@ def test_a_name_with_too_small_a_reservation_is_refused(family: str, name: str) 
         return
     # Tokens that it must generate count even if it may end then.
     for ends in ({"min_new_tokens": 20}, {"min_new_tokens": 10, "eos_token_id": 5}):
-        with refused_before_a_pass(model):
+        with tokens_passed(model) as passed, pytest.raises(kvlayers.CapacityError, match=NEEDED):
             long_answer(model, **options, **ends)
+        assert not passed
 
 
 @pytest.mark.parametrize("options", [{"max_cache_len": 31}, {"max_cache_len": 16, "grow": True}], ids=str)
@@ -344,7 +305,7 @@ def test_a_cache_that_is_passed_is_checked_as_well(seen: int, begin: int) -> Non
     cache = kvlayers.StaticCache(model.config, max_cache_len=16)
     if seen:
         read(model, LONG[:, :seen], cache)
-    with refused_before_a_pass(model):
+    with tokens_passed(model) as passed, pytest.raises(kvlayers.CapacityError, match=NEEDED):
         long_answer(
             model,
             ids=LONG[:, begin:],
@@ -352,7 +313,7 @@ def test_a_cache_that_is_passed_is_checked_as_well(seen: int, begin: int) -> Non
             past_key_values=cache,
             min_new_tokens=20,
         )
-    assert cache.get_seq_length() == seen
+    assert (passed, cache.get_seq_length()) == ([], seen)
 
 
 def stop_at_once(ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
@@ -371,12 +332,9 @@ def test_a_call_that_may_end_earlier_goes_on_with_a_warning(
     if "eos_token_id" in way:
         way = {"eos_token_id": int(long_answer(model, 1)[0, -1])}
     with caplog.at_level(logging.WARNING, logger="kvlayers"):
+        # Up to 5 tokens fit.
+        long_answer(model, 5, **TOO_SMALL, **way)
+        assert not caplog.records
         assert long_answer(model, **TOO_SMALL, **way).shape == (1, 13)
     assert "room for 16 tokens" in caplog.text
     assert "may need 31" in caplog.text
-
-
-def test_a_call_that_fits_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, logger="kvlayers"):
-        long_answer(tiny_model("llama"), 5, **TOO_SMALL, eos_token_id=5)
-    assert not caplog.records

@@ -83,17 +83,13 @@ def model_that_decodes(model_type: str) -> Any:
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_no_model_computes_other_logits(model_type: str) -> None:
     model, ids = model_that_decodes(model_type), prompt(1, PROMPT)
-    _compare_samples(model, ids)
+    samples = {"do_sample": True, "num_return_sequences": 3}
+    expected = logits_and_ids(model, ids, **samples)
+    assert_same(under_install(logits_and_ids, model, ids, **samples), expected, "samples")
     _compare_stored_prefixes(model)
     _compare_chunks(model, ids)
     with torch.no_grad():
         _compare_rollback_and_fork(model)
-
-
-def _compare_samples(model: Any, ids: Tensor) -> None:
-    how = {"do_sample": True, "num_return_sequences": 3}
-    expected = logits_and_ids(model, ids, **how)
-    assert_same(under_install(logits_and_ids, model, ids, **how), expected, "samples")
 
 
 def _compare_stored_prefixes(model: Any) -> None:

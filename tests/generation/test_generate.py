@@ -11,7 +11,7 @@ import transformers
 import kvlayers
 import versions
 from kvlayers.generation import prefill
-from kvlayers.upstream import generate_calls
+from kvlayers.upstream import cache_argument, generate_calls
 from matrix import once, some
 from models import (
     ATTENDING,
@@ -24,15 +24,13 @@ from models import (
     tiny_model,
     tokens_passed,
     under_install,
+    with_larger_weights,
 )
 
 NEW_TOKENS = 14
 LONG = 40
 """Tokens of a prompt that is computed once for its beams and samples."""
 PADDED = torch.tensor([[0] * 5 + [1] * 7, [1] * 12])
-
-OF_EACH_KIND = ("gemma3", "llama4", "deepseek_v3", "gpt2")
-"""Families with full attention and windows, with chunks, with latents, and with positions of their own."""
 
 Arguments = dict[str, Any]
 WAYS: dict[str, Arguments] = {
@@ -123,7 +121,8 @@ def test_a_conversation_goes_on_from_the_cache_that_is_passed(family: str) -> No
             assert torch.equal(generate(family, longer, past_key_values=cache), expected), kind
 
 
-@pytest.mark.parametrize("family", some(ATTENDING, OF_EACH_KIND))
+# With full attention and windows, with chunks, with latents, and with positions of their own.
+@pytest.mark.parametrize("family", some(ATTENDING, ["gemma3", "llama4", "deepseek_v3", "gpt2"]))
 def test_prompt_lookup_and_a_draft_model_change_no_token(family: str) -> None:
     # A prompt that repeats itself, so that look-up finds drafts, and a draft that is wrong often enough to roll back.
     ids = torch.cat([prompt(1, 6)] * 4, dim=1)
@@ -158,22 +157,16 @@ def test_a_cache_with_windows_of_another_model_is_refused(made_for: str, given_t
     assert cache.get_seq_length() == 0
 
 
-def _with_alibi(config: Any) -> Any:
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config).eval()
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.mul_(8 if weight.dim() > 1 else 1)
-    return model
-
-
 SPECIAL = {"vocab_size": 97, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": versions.NO_END}
 
 
 def test_a_cache_that_is_given_is_used_though_the_config_says_otherwise() -> None:
     # As that of MPT does. transformers then passes the whole sequence to the cache at every step.
     sizes = {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 64, "expansion_ratio": 2}
-    model, ids = _with_alibi(transformers.MptConfig(**sizes, **SPECIAL)), prompt(2, 12)
+    model, ids = (
+        with_larger_weights(transformers.MptForCausalLM(transformers.MptConfig(**sizes, **SPECIAL)).eval()),
+        prompt(2, 12),
+    )
     how = {"return_dict_in_generate": True, "output_logits": True}
     expected = continued(model, ids, 4, use_cache=False, **how)
     assert model.generation_config.use_cache is False
@@ -185,7 +178,8 @@ def test_a_cache_that_is_given_is_used_though_the_config_says_otherwise() -> Non
 
 
 def test_a_static_cache_that_a_model_is_given_masks_of_all_slots_for_is_refused_by_name() -> None:
-    model = _with_alibi(transformers.BloomConfig(hidden_size=32, n_head=4, n_layer=2, **SPECIAL))
+    config = transformers.BloomConfig(hidden_size=32, n_head=4, n_layer=2, **SPECIAL)
+    model = with_larger_weights(transformers.BloomForCausalLM(config).eval())
     ids, cache = prompt(2, 12), kvlayers.StaticCache(model.config, max_cache_len=32)
     expected = continued(model, ids, 4, use_cache=False)
     with kvlayers.installed():
@@ -266,3 +260,147 @@ def test_other_prompts_are_left_to_transformers(tokens: int, how: Arguments, ins
     with tokens_passed(model) as passed:
         repeated(model, prompt(1, tokens), num_beams=3, **how)
     assert passed[0] == 3 * tokens
+
+
+# A model that speaks: its loop asks for the hidden states of a prompt by itself.
+
+
+def speaking_model() -> Any:
+    """A random model that speaks (CSM): its loop asks for the hidden states of a prompt, for a decoder of codes."""
+    versions.need_since("5.4", "CSM with the caches of generate()")
+    attends = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_hidden_layers": 2}
+    codes = {"num_codebooks": 4, "vocab_size": 32, "num_key_value_heads": 2}
+    mimi = {
+        "num_filters": 4, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "upsample_groups": 16,
+        "intermediate_size": 16, "codebook_size": 32, "model_type": "mimi", "vector_quantization_hidden_dimension": 8,
+        "upsampling_ratios": [2, 2], "num_quantizers": 4, "num_semantic_quantizers": 1,
+    }  # fmt: skip
+    config = transformers.CsmConfig(
+        **attends, **codes, text_vocab_size=97, pad_token_id=0, codebook_pad_token_id=31, audio_token_id=90,
+        audio_eos_token_id=91, depth_decoder_config={**attends, **codes, "backbone_hidden_size": 32}, codec_config=mimi,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.CsmForConditionalGeneration(config).eval()
+    model.depth_decoder.generation_config.update(min_new_tokens=3, max_new_tokens=3)
+    return model
+
+
+def test_a_loop_that_asks_for_hidden_states_reads_a_prompt_for_each_of_its_samples() -> None:
+    model, ids = speaking_model(), prompt(2, 40)
+    for prompts, how in ((ids, {"num_return_sequences": 2, "do_sample": True}), (ids[[0, 0, 1, 1]], {})):
+        torch.manual_seed(0)
+        expected = continued(model, prompts, 3, **how)
+        torch.manual_seed(0)
+        assert torch.equal(under_install(continued, model, prompts, 3, **how), expected)
+
+
+# Decoders that are given the output of an encoder: their cache is a pair, whatever its name or class.
+# Some make a pair of transformers' DynamicCache alone, by its class (BLIP, Whisper), and some of no cache (BERT): the
+# states of the encoder then came behind those of the text.
+
+ENCODED = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(1))
+IDS = torch.tensor([[1, 5, 6, 7], [1, 8, 9, 4]])
+TEXT = {
+    "vocab_size": 99, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0,
+}  # fmt: skip
+DECODER = {
+    "vocab_size": 99, "d_model": 32, "decoder_layers": 2, "encoder_layers": 2, "decoder_attention_heads": 4,
+    "encoder_attention_heads": 4, "decoder_ffn_dim": 48, "encoder_ffn_dim": 48, "max_position_embeddings": 64,
+    "eos_token_id": None, "pad_token_id": 0, "forced_eos_token_id": None, "begin_suppress_tokens": None,
+}  # fmt: skip
+CROSSING = {"is_decoder": True, "add_cross_attention": True}
+DECODERS: dict[str, tuple[type, type, Arguments]] = {
+    "bert": (transformers.BertLMHeadModel, transformers.BertConfig, {**TEXT, **CROSSING}),
+    "rembert": (transformers.RemBertForCausalLM, transformers.RemBertConfig, {**TEXT, **CROSSING}),
+    "bart": (transformers.BartForCausalLM, transformers.BartConfig, DECODER),
+    "whisper": (transformers.WhisperForCausalLM, transformers.WhisperConfig, DECODER),
+    "gpt2": (
+        transformers.GPT2LMHeadModel,
+        transformers.GPT2Config,
+        {"n_embd": 32, "n_layer": 2, "n_head": 4, **CROSSING},
+    ),
+}
+
+
+def decoder_of(family: str) -> Any:
+    versions.need_since("5.23" if family == "rembert" else "5.0", "decoders that are given the output of an encoder")
+    model_class, config_class, options = DECODERS[family]
+    return with_larger_weights(model_class(config_class(**options)).eval())
+
+
+@torch.no_grad()
+def by_full_passes(model: Any, encoded: Arguments, tokens: int = 8) -> torch.Tensor:
+    ids = IDS
+    for _ in range(tokens):
+        logits = model(ids, attention_mask=torch.ones_like(ids), use_cache=False, **encoded).logits
+        ids = torch.cat([ids, logits[:, -1:].argmax(-1)], dim=1)
+    return ids
+
+
+ASKED: dict[str, Callable[[Any], Arguments]] = {
+    "no name": lambda config: {},
+    "dynamic_full": lambda config: {"cache_implementation": "dynamic_full"},
+    "int8": lambda config: {"cache_implementation": "int8"},
+    "static": lambda config: {"cache_implementation": "static"},
+    "passed dynamic": lambda config: {"past_key_values": kvlayers.DynamicCache(config=config)},
+    "passed int8": lambda config: {"past_key_values": kvlayers.QuantizedCache(config=config, nbits=8)},
+    "passed transformers' static": lambda config: {
+        "past_key_values": transformers.StaticCache(config=config, max_cache_len=40)
+    },
+}
+
+
+@pytest.mark.parametrize(("how", "family"), once(ASKED, DECODERS, times=2))
+def test_a_decoder_with_the_output_of_an_encoder(how: str, family: str) -> None:
+    model, encoded = decoder_of(family), {"encoder_hidden_states": ENCODED}
+    if family == "whisper":
+        encoded = {"encoder_outputs": ENCODED}
+    found = under_install(continued, model, IDS, **encoded, **ASKED[how](model.config))
+    assert torch.equal(found, by_full_passes(model, encoded))
+
+
+def blip() -> tuple[Any, Arguments]:
+    """A model that describes images, and a call of it."""
+    versions.need_since("5.0", "BLIP with caches")
+    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    text = {**TEXT, "encoder_hidden_size": 32, "eos_token_id": 2, "sep_token_id": 2}
+    config = transformers.BlipConfig(
+        text_config=text, vision_config={**vision, "image_size": 28, "patch_size": 14}, projection_dim=32
+    )
+    images = torch.randn(1, 3, 28, 28, generator=torch.Generator().manual_seed(3))
+    model = with_larger_weights(transformers.BlipForConditionalGeneration(config).eval())
+    asked = {"input_ids": torch.tensor([[1, 5, 6, 2]]), "pixel_values": images}
+    return model, {**asked, "max_new_tokens": 10, "do_sample": False}
+
+
+@pytest.mark.parametrize(("cache", "beams"), once([None, "int8", "dynamic_full", "static", "offloaded"], [1, 2]))
+def test_captions(cache: str | None, beams: int) -> None:
+    """By the name of a call, and by the name for programs that give none."""
+    model, asked = blip()
+    asked = {**asked, "num_beams": beams}
+    expected = model.generate(**asked, use_cache=False)
+    with kvlayers.installed():
+        assert torch.equal(model.generate(**asked, cache_implementation=cache), expected)
+    with kvlayers.installed(cache=cache):
+        assert torch.equal(model.generate(**asked), expected)
+
+
+@pytest.mark.skipif(not versions.compat.MARKS_GIVEN_CACHES, reason="before 5.17 nothing says that a cache was given")
+@pytest.mark.parametrize("kind", [kvlayers.QuantizedCache, kvlayers.EvictingCache])
+def test_a_cache_that_is_no_pair_is_refused_without_install(kind: type[kvlayers.Cache]) -> None:
+    """The model makes a pair of transformers' DynamicCache alone; any other would hold the image behind the text."""
+    model, asked = blip()
+    config = model.config.text_config
+    with pytest.raises(kvlayers.errors.UnsupportedLayerError, match="must be given a pair of caches"):
+        model.generate(**asked, past_key_values=kind(config=config))
+    expected = model.generate(**asked, use_cache=False)
+    assert torch.equal(model.generate(**asked, past_key_values=kvlayers.DynamicCache(config=config)), expected)
+
+
+def test_text_alone_needs_no_pair() -> None:
+    """The decoder of BART without an encoder's output reads a plain cache."""
+    model = decoder_of("bart")
+    cache = kvlayers.DynamicCache(config=model.config)
+    found = under_install(continued, model, IDS, 4, past_key_values=cache, return_dict_in_generate=True)
+    assert cache_argument.in_output(found) is cache

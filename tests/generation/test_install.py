@@ -104,12 +104,6 @@ def test_any_order_of_calls_and_blocks(seed: int) -> None:
     assert surface() == before
 
 
-def test_an_error_inside_the_block_uninstalls_as_well() -> None:
-    with pytest.raises(ZeroDivisionError), kvlayers.installed():
-        1 / 0  # noqa: B018
-    assert not kvlayers.is_installed()
-
-
 class _InterruptError(BaseException):
     """As of Ctrl-C, which no handler of errors sees."""
 

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+import families
 import kvlayers
+import versions
 from kvlayers.errors import PromptMismatchError, RegistryError, StateMismatchError
 from kvlayers.generation.prefix_reuse import eligibility
 from kvlayers.upstream import compat
@@ -21,6 +23,7 @@ MAKERS: dict[str, Callable[[Any], Any]] = {
     "static": lambda model: kvlayers.StaticCache(model.config, max_cache_len=96, max_batch_size=12),
     "int4": lambda model: kvlayers.QuantizedCache(config=model.config),
 }
+RETURNED = {"return_dict_in_generate": True}
 
 
 def generate(ids: torch.Tensor, cache: Any, tokens: int = 5, **how: Any) -> torch.Tensor:
@@ -234,10 +237,7 @@ def test_a_call_that_fails_leaves_what_was_known(strict: None) -> None:
     assert torch.equal(generate(longer, cache), generate(longer, kvlayers.DynamicCache()))
 
 
-before_5_4 = pytest.mark.skipif(not compat.PREFILL_SUBTRACTS_LENGTHS, reason="before 5.4 its length is refused")
-
-
-@pytest.mark.parametrize("length", [pytest.param(3, marks=before_5_4), 30])
+@pytest.mark.parametrize("length", [3, 30] if compat.PREFILL_SUBTRACTS_LENGTHS else [30])
 def test_two_prompts_on_the_cache_of_one_are_refused_as_that(length: int, installed: None) -> None:
     cache = kvlayers.DynamicCache()
     ids = generate(prompt(1, 8), cache)
@@ -259,13 +259,13 @@ def test_states_of_a_model_with_other_layers_are_one_error(installed: None) -> N
 
 
 def test_a_returned_cache_knows_its_sequences(installed: None) -> None:
-    output: Any = generate(prompt(2, 6), None, return_dict_in_generate=True)
+    output: Any = generate(prompt(2, 6), None, **RETURNED)
     assert torch.equal(output.past_key_values.known_ids, output.sequences[:, :-1])
 
 
 def test_options_stay_until_something_else_is_said() -> None:
     try:
-        kvlayers.install(strict_prompts=True)
+        kvlayers.install(strict_prompts=True, cache="int4")
         kvlayers.install()
         cache = kvlayers.DynamicCache()
         ids = changed(behind(generate(prompt(1, 8), cache)), 2)
@@ -273,10 +273,13 @@ def test_options_stay_until_something_else_is_said() -> None:
         with kvlayers.installed(strict_prompts=False), pytest.warns(kvlayers.PromptMismatchWarning):
             generate(ids, cache.fork())
         refused(ids, cache, "token 2")
+        assert type(generate(ids, None, **RETURNED).past_key_values) is kvlayers.QuantizedCache
     finally:
         kvlayers.uninstall()
-    with kvlayers.installed(), pytest.warns(kvlayers.PromptMismatchWarning):
-        generate(ids, cache)
+    with kvlayers.installed():
+        with pytest.warns(kvlayers.PromptMismatchWarning):
+            generate(ids, cache)
+        assert type(generate(ids, None, **RETURNED).past_key_values) is kvlayers.DynamicCache
 
 
 def test_a_pass_takes_a_name_in_the_place_of_a_cache(installed: None) -> None:
@@ -307,6 +310,32 @@ def test_embeddings_of_new_tokens_alone_are_refused_with_what_to_pass_instead(se
         cache, _ = read(model, ids[:, :seen])
         with pytest.raises(StateMismatchError, match="with the new tokens at its end"):
             model.generate(inputs_embeds=embeddings[:, seen:], past_key_values=cache, **how)
+
+
+@versions.kvlayers_recurrent_layers
+def test_embeddings_of_all_tokens_are_read_once_by_recurrent_states_too() -> None:
+    """transformers does not ask a cache of recurrent states alone what it has seen."""
+    model, ids = families.model_of("mamba2"), prompt(2, 12)
+    how = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 5, "do_sample": False, "output_logits": True}
+    expected = model.generate(ids, **how, **RETURNED)
+    embeddings = model.get_input_embeddings()(ids)
+    for given_ids, embeds in ((None, embeddings), (ids, embeddings), (None, embeddings[:, 7:])):
+        with kvlayers.installed():
+            cache, _ = read(model, ids[:, :7], kvlayers.DynamicCache(config=model.config))
+            seen = model.generate(given_ids, inputs_embeds=embeds, past_key_values=cache, **how, **RETURNED)
+        torch.testing.assert_close(torch.stack(seen.logits), torch.stack(expected.logits), rtol=0, atol=1e-5)
+        assert cache.get_seq_length() == 16
+
+
+@versions.prefills_apart
+def test_embeddings_are_read_whole_whatever_the_chunks(installed: None) -> None:
+    """transformers would pass all of them with the positions of a part, which torch refuses."""
+    model, ids, how = tiny_model("llama"), prompt(1, 16), {"max_new_tokens": 5, "do_sample": False}
+    expected = model.generate(ids, **how)
+    embeddings = model.get_input_embeddings()(ids)
+    for beside in ({}, {"input_ids": ids}):
+        seen = model.generate(inputs_embeds=embeddings, prefill_chunk_size=5, **how, **beside)
+        assert torch.equal(seen[:, -5:], expected[:, -5:])
 
 
 # What tells one model's states from another's: whatever changes them is noticed, and nothing else is.

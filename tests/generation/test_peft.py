@@ -16,11 +16,6 @@ peft = pytest.importorskip("peft", reason="PEFT is not installed")
 FAMILIES = ("llama", "gpt2", "mistral", "gemma3", *ENCODER_DECODERS)
 
 PASSES_IT = versions.peft_passes_prefixes()
-passes_it = pytest.mark.skipif(
-    not PASSES_IT, reason="this PEFT passes its prefix by a name that this transformers ignores beside the new one"
-)
-VIRTUAL_TOKENS = 10
-"""More than fit in the window of the families that have one."""
 
 
 @pytest.fixture
@@ -35,7 +30,8 @@ def tuned(family: str, projected: bool = True) -> Any:
     model = fresh_model(family)
     config = peft.PrefixTuningConfig(
         task_type=peft.TaskType.SEQ_2_SEQ_LM if family in ENCODER_DECODERS else peft.TaskType.CAUSAL_LM,
-        num_virtual_tokens=VIRTUAL_TOKENS,
+        # More than fit in the window of the families that have one.
+        num_virtual_tokens=10,
         prefix_projection=projected,
         encoder_hidden_size=16,
     )
@@ -89,7 +85,9 @@ def test_a_prefix_is_trained_through_our_caches_as_through_theirs(
         torch.testing.assert_close(seen, expected, rtol=1e-4, atol=1e-5)
 
 
-@passes_it
+@pytest.mark.skipif(
+    not PASSES_IT, reason="this PEFT passes its prefix by a name that this transformers ignores beside the new one"
+)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_decoding_behind_a_trained_prefix_is_the_same_under_install_and_in_our_caches(
     family: str, request: pytest.FixtureRequest

@@ -4,7 +4,6 @@ The reference is the same cache with layers that return their states in full pre
 of torch. Codes are equal then, and sums differ in their order alone; at 8 bits, tokens are those of no quantization.
 """
 
-import copy
 import functools
 from typing import Any
 
@@ -23,8 +22,6 @@ from models import ATTENDING, ENCODER_DECODERS, fresh_model, prompt, tiny_model,
 SMALL: dict[str, Any] = {"residual_length": 16, "sink_tokens": 4}
 TOKENS = 140
 """Of a prompt: 4 sinks, one block, and 72 tokens in the residual, which has room for 16 and a block."""
-BEFORE_THE_NEXT_BLOCK = 8
-"""Tokens that are generated until the residual is full."""
 NEW_TOKENS = 14
 
 SEEDS = {
@@ -65,15 +62,10 @@ class ReadDensely:
         return as_dense(super().values)
 
 
-class DenseQuantizedLayer(ReadDensely, kvlayers.QuantizedLayer):
-    pass
-
-
-class DenseSlidingLayer(ReadDensely, kvlayers.SlidingLayer):
-    pass
-
-
-READ_DENSELY = {kvlayers.QuantizedLayer: DenseQuantizedLayer, kvlayers.SlidingLayer: DenseSlidingLayer}
+READ_DENSELY = {
+    kind: type(f"Dense{kind.__name__}", (ReadDensely, kind), {})
+    for kind in (kvlayers.QuantizedLayer, kvlayers.SlidingLayer)
+}
 
 
 def quantized(model: Any, **options: Any) -> Any:
@@ -116,8 +108,8 @@ def generated(model: Any, given: dict[str, torch.Tensor], **arguments: Any) -> A
 
 
 def assert_same_logits(seen: Any, expected: Any) -> None:
-    """Once tokens are packed whose states differ by the order of a sum, a code may differ too: compared until then."""
-    pair = (torch.stack(output.logits)[:BEFORE_THE_NEXT_BLOCK].nan_to_num() for output in (seen, expected))
+    """Compared until the next tokens are packed, 8 later: where states differ by the order of a sum, codes may too."""
+    pair = (torch.stack(output.logits)[:8].nan_to_num() for output in (seen, expected))
     # Sums of float32 in another order: logits are a few units, those of T5, which does not scale its scores, about ten.
     torch.testing.assert_close(*pair, rtol=1e-3, atol=1e-3)
 
@@ -150,12 +142,7 @@ def attending_by(implementation: str, family: str) -> Any:
 @functools.cache
 def wide_model(family: str) -> Any:
     """The tiny model with windows that blocks fit into."""
-    model = tiny_model(family)
-    config = copy.deepcopy(model.config)
-    setattr(config, "attention_chunk_size" if family == "llama4" else "sliding_window", WIDE)
-    wide = type(model)(config).eval()
-    wide.load_state_dict(model.state_dict())
-    return wide
+    return fresh_model(family, **{"attention_chunk_size" if family == "llama4" else "sliding_window": WIDE})
 
 
 BACKENDS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -166,7 +153,7 @@ BACKENDS: dict[str, tuple[str, dict[str, Any]]] = {
     "quanto": ("optimum.quanto", {"nbits": 4}),
     "quanto, axis -1": ("optimum.quanto", {"nbits": 2, "axis_key": -1, "axis_value": -1, "q_group_size": 16}),
     "hqq": ("hqq", {"nbits": 4}),
-    "hqq, axis 0": ("hqq", {"nbits": 1, "axis_key": 0, "axis_value": 0, "q_group_size": 32}),
+    "HQQ, axis 0": ("hqq", {"nbits": 1, "axis_key": 0, "axis_value": 0, "q_group_size": 32}),
 }
 
 
@@ -175,32 +162,13 @@ def test_every_backend_gives_the_tokens_of_its_states_in_full_precision(case: st
     package, options = BACKENDS[case]
     if package:
         pytest.importorskip(package, reason=f"{package} computes these codes")
-    model, given, options = attending_by(implementation, "llama"), inputs("llama"), {**options}
-    options["backend"] = case.split(",")[0]
+    model, given, backend = attending_by(implementation, "llama"), inputs("llama"), case.split(",")[0]
+    options = {"nbits": 4, **SMALL, "backend": backend, **options}
     expected = generated(model, given, past_key_values=reference(model, **options))
-    seen = generated(model, given, past_key_values=quantized(model, **options))
+    seen = under_install(generated, model, given, cache_implementation="quantized", cache_config=options)
     assert torch.equal(seen.sequences, expected.sequences)
     check_packed(seen.past_key_values, at_least=2)
-
-
-@pytest.mark.parametrize(("family", "implementation"), once([*DECODERS, *ENCODER_DECODERS], ["eager", "sdpa"]))
-def test_a_decode_step_never_brings_all_tokens_to_full_precision(
-    family: str, implementation: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if family == "deepseek_v3" and implementation == "eager":
-        pytest.skip("its latents are copied to full precision for each of the two products of eager attention")
-    if implementation == "eager" and kernel.library() is None:
-        pytest.skip("the products of eager attention are computed on codes by a kernel, for which there is no compiler")
-    model, given = attending_by(implementation, family), inputs(family)
-    original = segments.KVSegments.dense
-
-    def dense(self: segments.KVSegments, *args: Any) -> torch.Tensor:
-        assert self.are_dense
-        return original(self, *args)
-
-    monkeypatch.setattr(segments.KVSegments, "dense", dense)
-    output = generated(model, given, past_key_values=quantized(model), max_new_tokens=4)
-    check_packed(output.past_key_values)
+    assert seen.past_key_values.layers[0].describe()["backend"] == backend.lower()
 
 
 # Windows
@@ -294,6 +262,15 @@ def given_and_how(family: str, way: str) -> tuple[dict[str, torch.Tensor], dict[
     return given, {"assistant_model": tiny_model(family, seed=1)}
 
 
+DENSE = segments.KVSegments.dense
+
+
+def dense_alone(held: segments.KVSegments, *args: Any) -> torch.Tensor:
+    """In the place of `KVSegments.dense`: attention brings no packed tokens to full precision."""
+    assert held.are_dense
+    return DENSE(held, *args)
+
+
 @pytest.mark.parametrize(
     ("family", "implementation", "way"),
     [
@@ -303,11 +280,14 @@ def given_and_how(family: str, way: str) -> tuple[dict[str, torch.Tensor], dict[
     ],
 )
 def test_every_way_of_decoding_gives_the_tokens_of_states_in_full_precision(
-    family: str, implementation: str, way: str
+    family: str, implementation: str, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, (given, how) = attending_by(implementation, family), given_and_how(family, way)
     with versions.recording():
         expected = generated(model, given, past_key_values=reference(model), **how)
+        # Latents are copied for each product of eager attention, and others are read by a kernel.
+        if way == "greedy" and (implementation == "sdpa" or (family != "deepseek_v3" and kernel.library() is not None)):
+            monkeypatch.setattr(segments.KVSegments, "dense", dense_alone)
         seen = under_install(generated, model, given, cache_implementation="quantized", cache_config=SMALL, **how)
     cache = seen.past_key_values
     assert type(cache.self_attention_cache if family in ENCODER_DECODERS else cache) is kvlayers.QuantizedCache

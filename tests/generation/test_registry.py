@@ -190,25 +190,6 @@ def test_a_cache_config_reaches_a_quantized_cache(name: str, kind: Any, installe
         assert given == GIVEN
 
 
-@pytest.mark.parametrize(("backend", "package"), [("quanto", "optimum.quanto"), ("HQQ", "hqq"), ("fp8", "torch")])
-def test_a_cache_config_chooses_the_backend(backend: str, package: str, installed: None) -> None:
-    pytest.importorskip(package, reason=f"{package} computes these codes")
-    cache = used_cache("llama", cache_implementation="quantized", cache_config={"backend": backend})
-    assert bits(cache)[0] == backend.lower()
-
-
-@pytest.mark.parametrize(
-    ("name", "options"), [("static", {"max_cache_len": 64}), ("quantized", {"nbits": 8, "residual_length": 16})]
-)
-def test_options_of_a_name_are_not_those_of_a_draft_models_cache(
-    name: str, options: dict[str, Any], installed: None
-) -> None:
-    """generate() hands its draft model a copy of the options, but not the name that they belong to."""
-    draft = tiny_model("llama", seed=1)
-    cache = used_cache("llama", cache_implementation=name, cache_config=options, assistant_model=draft)
-    assert type(cache) is CLASSES[name]
-
-
 def test_without_installing_quantized_names_are_those_of_transformers() -> None:
     pytest.importorskip("optimum.quanto", reason="the default backend of transformers")
     cache = used_cache("llama", cache_implementation="quantized", cache_config={"q_group_size": 8})
@@ -218,15 +199,16 @@ def test_without_installing_quantized_names_are_those_of_transformers() -> None:
             transformers.GenerationConfig(cache_implementation=name).validate()
 
 
-@pytest.mark.parametrize("name", ["", "  ", None, 3])
-def test_an_empty_name_is_refused(name: Any) -> None:
-    with pytest.raises(RegistryError, match="must be a string that is not empty"):
-        kvlayers.register(name)
-
-
-def test_a_name_that_is_taken_is_refused_and_stays_what_it_was() -> None:
-    with pytest.raises(RegistryError, match="'dynamic' is already registered by kvlayers"):
-        kvlayers.register("dynamic")(lambda request: None)
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        *((name, "must be a string that is not empty") for name in ("", "  ", None, 3)),
+        ("dynamic", "'dynamic' is already registered by kvlayers"),
+    ],
+)
+def test_a_name_that_cannot_be_registered_is_refused_and_stays_what_it_was(name: Any, said: str) -> None:
+    with pytest.raises(RegistryError, match=said):
+        kvlayers.register(name)(lambda request: None)
     assert type(kvlayers.make_cache("dynamic", tiny_model("llama"))) is kvlayers.DynamicCache
 
 

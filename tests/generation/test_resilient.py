@@ -1,8 +1,6 @@
 """Out of memory is one pass that is made again: what a call returns, streams and draws is as in a call without it."""
 
 import contextlib
-import gc
-import itertools
 import sys
 import types
 import warnings
@@ -39,16 +37,12 @@ LAST_LAYER: dict[str, Callable[[Any], torch.nn.Module]] = {
     "t5": lambda model: model.decoder.block[-1],
     "bart": lambda model: model.model.decoder.layers[-1],
 }
+"""The last layer with a cache."""
 
 Arguments = dict[str, Any]
 
 
 pytestmark = pytest.mark.usefixtures("quick_collections")
-
-
-def last_layer(model: Any) -> torch.nn.Module:
-    """The last layer with a cache: where it fails, the earlier ones have taken the tokens of the step."""
-    return LAST_LAYER.get(model.config.model_type, lambda model: model.model.layers[-1])(model)
 
 
 class RunningOut:
@@ -64,7 +58,9 @@ class RunningOut:
         self.passes = 0
         self.caches: list[Any] = []
         model.register_forward_pre_hook(self._begin, with_kwargs=True)
-        last_layer(model).register_forward_pre_hook(self._fail)
+        # Where it fails, the earlier ones have taken the tokens of the step.
+        last = LAST_LAYER.get(model.config.model_type, lambda model: model.model.layers[-1])
+        last(model).register_forward_pre_hook(self._fail)
 
     def _begin(self, model: Any, args: Any, kwargs: Any) -> None:
         self.passes += 1
@@ -225,51 +221,15 @@ def test_padding_that_a_cache_has_learned_is_known_in_a_prompt_that_is_read_agai
         assert torch.equal(interrupted(fresh_model("qwen2"), [at], ids, **sinks)[0], expected)
 
 
-@pytest.mark.parametrize("padding", [0, "the end itself"])
-def test_sequences_that_have_ended_stay_ended(padding: Any) -> None:
-    ids = torch.where(PADDED == 1, prompt(2), 0)
-    end = int(uninterrupted(fresh_model("qwen2"), ids, attention_mask=PADDED)[0, 14])
-    how = {"attention_mask": PADDED, "eos_token_id": end, "pad_token_id": end if padding else 0}
-    expected = uninterrupted(fresh_model("qwen2"), ids, **how)
-    assert (expected[0, 15:] == how["pad_token_id"]).all()
-    for at in range(2, expected.shape[1] - 12 + 1):
-        seen, running_out = interrupted(fresh_model("qwen2"), [at], ids, **how)
-        assert torch.equal(seen, expected), at
-        assert running_out.passes == expected.shape[1] - 12 + 1
-
-
-def of_the_caller(seen: list[int]) -> dict[str, Any]:
-    """A criterion that ends each sequence at a length of its own, and a processor that goes by its number of calls."""
-    calls = itertools.count(1)
-
-    def ends(input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        seen.append(input_ids.shape[1])
-        return torch.tensor([length == input_ids.shape[1] for length in (14, 17)])
-
-    def prefers(input_ids: Tensor, scores: Tensor) -> Tensor:
-        first = 7 * next(calls)
-        return scores.index_fill(1, torch.arange(first, first + 7), 100.0)
-
-    return {"stopping_criteria": [ends], "logits_processor": [prefers]}
-
-
-def test_the_callers_criteria_and_processors_see_each_token_once() -> None:
-    lengths: list[int] = []
-    expected = uninterrupted(fresh_model("qwen2"), prompt(2), **of_the_caller([]))
-    assert expected.shape == (2, 17)
-    seen, _ = interrupted(fresh_model("qwen2"), [4], prompt(2), **of_the_caller(lengths))
-    assert torch.equal(seen, expected)
-    assert lengths == [13, 14, 15, 16, 17]
-
-
-def test_tokens_before_the_failure_are_exact_where_the_cache_is_not_any_more() -> None:
-    ids = prompt(1, 220, seed=3)
-    expected = uninterrupted(fresh_model("llama"), ids, return_dict_in_generate=True, output_logits=True)
-    seen, running_out = interrupted(fresh_model("llama"), [4, 5], ids, return_dict_in_generate=True, output_logits=True)
+def test_tokens_before_the_failure_are_exact_where_the_callers_cache_is_not_any_more() -> None:
+    ids, mine, how = prompt(1, 220, seed=3), kvlayers.DynamicCache(), {"return_dict_in_generate": True}
+    expected = uninterrupted(fresh_model("llama"), ids, output_logits=True, **how)
+    seen, running_out = interrupted(fresh_model("llama"), [4, 5], ids, past_key_values=mine, output_logits=True, **how)
     assert running_out.passes == NEW_TOKENS + 2
     torch.testing.assert_close(seen.logits[:3], expected.logits[:3])
     assert not torch.equal(seen.logits[5], expected.logits[5])
-    assert seen.past_key_values.adapted_layers()[0].bits == (4, 4)
+    assert running_out.caches == [mine]
+    assert mine.adapted_layers()[0].bits == (4, 4)
 
 
 OUT_OF_MEMORY = [
@@ -329,20 +289,13 @@ class Heard(transformers.generation.streamers.BaseStreamer):
         self.ends += 1
 
 
-def filled() -> transformers.DynamicCache:
-    cache = transformers.DynamicCache()
-    for index in range(2):
-        cache.update(torch.zeros(1, 2, 3, 8), torch.zeros(1, 2, 3, 8), index)
-    return cache
-
-
 @pytest.mark.parametrize(
     ("how", "at", "note"),
     [
         ({"streamer": Heard(fails_at=3)}, (), "outside of forward passes"),
         ({"logits_processor": [lambda ids, scores: Heard(0).put(ids)]}, (), "outside of forward passes"),
         ({"use_cache": False}, ALWAYS, "with a cache of transformers"),
-        ({"past_key_values": filled()}, ALWAYS, "with a cache of transformers"),
+        ({"past_key_values": transformers.DynamicCache()}, ALWAYS, "with a cache of transformers"),
     ],
     ids=["streamer", "processor", "no cache", "a cache of transformers"],
 )
@@ -357,33 +310,6 @@ def test_memory_that_no_cache_could_give_is_the_callers_to_find(how: Arguments, 
 
 
 # Calls
-
-
-def test_a_prompt_of_embeddings_goes_on() -> None:
-    model = fresh_model("qwen2")
-    how = {"inputs_embeds": model.get_input_embeddings()(prompt(1))}
-    expected = uninterrupted(model, None, **how)
-    assert torch.equal(interrupted(model, [4], None, **how)[0], expected)
-
-
-def test_a_generate_and_a_loop_of_ones_own_are_called_once() -> None:
-    class Own(transformers.Qwen2ForCausalLM):  # type: ignore[misc]
-        calls = 0
-
-        def generate(self, inputs: Tensor, *more: Any, **kwargs: Any) -> Any:
-            self.calls += 1
-            return super().generate(inputs, *more, **kwargs)
-
-    def loop(model: Any, *args: Any, **kwargs: Any) -> Any:
-        model.calls += 1
-        return model._sample(*args, **kwargs)
-
-    expected = uninterrupted(fresh_model("qwen2"), prompt(1))
-    for how, calls in (({}, 1), ({"custom_generate": loop}, 2)):
-        model = fresh_model("qwen2")
-        model.__class__ = Own
-        assert torch.equal(interrupted(model, [4], prompt(1), **how)[0], expected)
-        assert model.calls == calls
 
 
 def test_calls_under_install_go_on_too(installed: None) -> None:
@@ -415,54 +341,22 @@ def test_calls_under_install_go_on_too(installed: None) -> None:
         model.generate(ids)
 
 
-@pytest.mark.parametrize("family", ["qwen2", "t5"])
-def test_a_cache_that_was_passed_gives_way_itself(family: str) -> None:
-    model, ids = fresh_model(family), prompt(1)
-    mine: Any = kvlayers.DynamicCache()
-    arguments: Arguments = {}
-    if family == "t5":
-        mine = kvlayers.EncoderDecoderCache(mine, kvlayers.DynamicCache())
-        arguments = {"decoder_input_ids": torch.tensor([[0, 5, 9, 4]])}
-    expected = uninterrupted(model, ids, **arguments)
-    begun = uninterrupted(model, ids, past_key_values=mine, max_new_tokens=3, **arguments)
-    if family == "t5":
-        arguments = {"decoder_input_ids": begun, "decoder_attention_mask": torch.ones_like(begun)}
-    else:
-        ids = begun
-    arguments["max_new_tokens"] = NEW_TOKENS - 3
-    seen, running_out = interrupted(model, [3], ids, past_key_values=mine, **arguments)
-    assert torch.equal(seen, expected)
-    assert running_out.caches == [mine]
-
-
-def new_tokens(family: str, tokens: int, held: int) -> tuple[Any, Tensor, Arguments]:
-    """A model, a prompt, and a call with what is new of it behind a cache."""
-    versions.need_since("5.4", "new tokens alone behind a cache")
-    model, ids = fresh_model(family), prompt(1, tokens)
-    mine, _ = read(model, ids[:, :held], kvlayers.DynamicCache(config=model.config))
-    return model, ids, {"attention_mask": torch.ones_like(ids), "past_key_values": mine}
-
-
-def test_new_tokens_alone_go_on_too() -> None:
-    model, ids, how = new_tokens("qwen2", 12, 8)
-    expected = uninterrupted(model, ids)
-    seen, _ = interrupted(model, [1, 2], ids[:, 8:], **how)
-    assert torch.equal(seen[:, 4:], expected[:, 12:])
-
-
 def test_windows_that_cannot_go_back_are_named_where_earlier_tokens_are_unknown() -> None:
-    model, ids, how = new_tokens("mistral", 40, 38)
+    versions.need_since("5.4", "new tokens alone behind a cache")
+    model, ids = fresh_model("mistral"), prompt(1, 40)
+    mine, _ = read(model, ids[:, :38], kvlayers.DynamicCache(config=model.config))
     RunningOut(model, [1])
     with no_step_down(), pytest.raises(torch.OutOfMemoryError, match="earlier tokens cannot be read again") as seen:
-        resilient_generate(model, ids[:, 38:], **how)
+        resilient_generate(model, ids[:, 38:], attention_mask=torch.ones_like(ids), past_key_values=mine)
     assert str(seen.value).startswith(MESSAGE)
 
 
-def test_a_model_of_recurrent_states_alone_has_nothing_to_give() -> None:
-    model, ids = fresh_model("mamba"), prompt(1)
+@pytest.mark.parametrize(("family", "how"), [("mamba", {}), ("qwen2", {"ladder": ("offloaded",)})], ids=str)
+def test_a_cache_that_has_no_step_left_says_so(family: str, how: Arguments) -> None:
+    model = fresh_model(family)
     RunningOut(model, [3])
     with no_step_down(), pytest.raises(torch.OutOfMemoryError, match="no step left"):
-        resilient_generate(model, ids)
+        resilient_generate(model, prompt(1), **how)
 
 
 def test_the_error_in_the_end_says_what_was_done() -> None:
@@ -489,9 +383,6 @@ def test_a_ladder_says_which_steps_may_be_taken() -> None:
     RunningOut(model, [2])
     with pytest.warns(SteppedDownWarning, match="by one step: int4"):
         resilient_generate(model, ids, ladder=["int4"])
-    RunningOut(model, [1])
-    with no_step_down(), pytest.raises(torch.OutOfMemoryError, match="no step left"):
-        resilient_generate(model, ids, ladder=("offloaded",))
     running_out = RunningOut(model, ALWAYS)
     for ladder in ((), "int8", ["int2"], [("int4", {})], None, [None], {"int8": 1}):
         with pytest.raises(OptionError, match="`ladder` must be steps of 'int8', 'int4', 'offloaded', got"):
@@ -525,40 +416,24 @@ def test_a_pass_that_failed_leaves_no_memory_behind() -> None:
     assert running_out.caches[0].nbytes == kept.nbytes
 
 
-@pytest.mark.parametrize("available", [True, False])
-def test_the_memory_of_an_accelerator_is_given_back(available: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    emptied: list[Any] = []
+def test_memory_that_nobody_needs_is_given_back(installed: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is kept for the next call, what refers to itself alone, and what the allocator of an accelerator keeps."""
+    model, emptied = fresh_model("qwen2"), []
+    # Only compiled calls keep memory for the next one.
+    compiling = {"compile_config": transformers.CompileConfig(backend="eager", fullgraph=False)}
+    uninterrupted(model, prompt(1), cache_implementation="static", **compiling)
+    circle = torch.nn.Linear(1, 1)
+    circle.self = [circle]
+    known = [weakref.ref(circle), *map(weakref.ref, call_cache._idle.values())]
+    del circle
 
     def module_of(device: torch.device) -> types.SimpleNamespace:
         return types.SimpleNamespace(empty_cache=lambda: emptied.append(device))
 
     monkeypatch.setattr(torch, "get_device_module", module_of)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: available)
-    retried_pass.release_memory()
-    assert emptied == [torch.device("cuda")] * available
-
-
-def test_what_refers_to_itself_alone_is_given_back() -> None:
-    gc.disable()
-    try:
-        circle = torch.nn.Linear(1, 1)
-        circle.self = [circle]
-        known = weakref.ref(circle)
-        del circle
-        assert known() is not None
+    for available in (False, True):
+        monkeypatch.setattr(torch.accelerator, "is_available", lambda available=available: available)
         retried_pass.release_memory()
-        assert known() is None
-    finally:
-        gc.enable()
-
-
-def test_memory_that_is_kept_for_the_next_call_is_given_back(installed: None) -> None:
-    model, ids = fresh_model("qwen2"), prompt(1)
-    # Only compiled calls keep memory for the next one.
-    compiling = {"compile_config": transformers.CompileConfig(backend="eager", fullgraph=False)}
-    uninterrupted(model, ids, cache_implementation="static", **compiling)
-    idle = [weakref.ref(cache) for cache in call_cache._idle.values()]
-    assert len(idle) == 1
-    retried_pass.release_memory()
-    assert idle[0]() is None
+        assert emptied == [torch.device("cuda")] * available
+    assert [each() for each in known] == [None, None]

@@ -1,5 +1,7 @@
-"""Models that keep states outside of the cache, or states that cannot be rolled back, are left alone there."""
+"""Models that keep states outside of the cache, or states that cannot be rolled back, are left alone there; so is what
+models of images remember of other calls."""
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +20,7 @@ from kvlayers.interop.adapter import TransformersLayer
 from kvlayers.upstream import cache_argument
 from kvlayers.upstream.model_types import kept_states
 from models import continued, prompt, read
+from vision_models import inputs, seeing_model
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -118,9 +121,8 @@ def remembering() -> Any:
     return model
 
 
-Refused = tuple[Callable[[Any, Any], object], type[Exception], str]
 DRAFTS = "`assistant_model` must keep its states in its cache, to roll drafts back, got a R.*conv1d_state"
-REFUSED: dict[str, Refused] = {
+REFUSED: dict[str, tuple[Callable[[Any, Any], object], type[Exception], str]] = {
     "drafts that are looked up": (
         lambda model, keeps: continued(remembering(), prompt(), prompt_lookup_num_tokens=2),
         RollbackError,
@@ -205,20 +207,14 @@ def filled(layer_class: type) -> TransformersLayer:
     return layer
 
 
-@pytest.mark.parametrize("layer_class", [WithMeansAndCrop, Named])
-def test_a_layer_is_cropped_if_its_crop_knows_its_states(layer_class: type) -> None:
+@pytest.mark.parametrize(("layer_class", "left"), [(WithMeansAndCrop, 3), (Named, 3), (WithMeans, 5)])
+def test_a_layer_is_cropped_if_its_crop_knows_its_states(layer_class: type, left: int) -> None:
     layer = filled(layer_class)
-    assert layer.is_croppable
-    layer.truncate(3)
-    assert layer.length == 3
-
-
-def test_a_layer_is_not_cropped_if_its_crop_does_not() -> None:
-    layer = filled(WithMeans)
-    assert not layer.is_croppable
-    with pytest.raises(RollbackError, match="WithMeans .* states beside its keys and values"):
+    assert layer.is_croppable is (left == 3)
+    refused = pytest.raises(RollbackError, match="WithMeans .* states beside its keys and values")
+    with refused if left == 5 else contextlib.nullcontext():
         layer.truncate(3)
-    assert layer.length == 5
+    assert layer.length == left
 
 
 def test_a_model_that_takes_one_token_at_a_time_behind_others() -> None:
@@ -275,3 +271,71 @@ def test_states_that_a_layer_keeps_by_name_are_selected_once() -> None:
     assert before
     cache.reorder_cache(order)
     torch.testing.assert_close(by_name(), [states[order] for states in before], rtol=0, atol=0)
+
+
+# Models of images remember how far the newest ones have moved positions. A conversation goes on with its own.
+
+SEEING = ("qwen2_5_vl", "qwen3_vl")
+FIRST, SECOND = [5, 6, 7, 8, 9, 10], [11, 12, 13, 14]
+HOW = {"return_dict_in_generate": True, "output_logits": True}
+
+
+def look_at_an_image(model: Any) -> None:
+    """A call of somebody else."""
+    kvlayers.generate(model, **inputs("qwen2_5_vl", [[20, 21], (3, (8, 8)), [22, 23]]), max_new_tokens=2)
+
+
+def behind(output: Any) -> Tensor:
+    return torch.cat([output.sequences, torch.tensor([SECOND])], dim=1)
+
+
+@pytest.mark.parametrize("only_new", [False, True], ids=["the whole sequence", "new tokens alone"])
+@pytest.mark.parametrize("family", SEEING)
+def test_a_call_with_a_cache_goes_on_as_without_the_other_image(family: str, only_new: bool, installed: None) -> None:
+    if only_new:
+        versions.need_since("5.4", "new tokens alone behind a cache")
+    model, seen = seeing_model(family), []
+    for meanwhile in (lambda model: None, look_at_an_image):
+        cache = kvlayers.DynamicCache(config=model.config)
+        whole = behind(continued(model, torch.tensor([FIRST]), 5, past_key_values=cache, **HOW))
+        meanwhile(model)
+        ids = whole[:, cache.get_seq_length() :] if only_new else whole
+        output = continued(model, ids, 5, attention_mask=torch.ones_like(whole), past_key_values=cache, **HOW)
+        seen.append(output.logits)
+    torch.testing.assert_close(seen[1], seen[0])
+    torch.testing.assert_close(seen[1], continued(model, whole, 5, **HOW).logits, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("family", SEEING)
+def test_a_conversation_with_an_image_keeps_its_positions(family: str) -> None:
+    model, asked = seeing_model(family), inputs(family, [[20, 21], (3, (8, 8)), [22, 23]])
+    cache = kvlayers.DynamicCache(config=model.config)
+    with kvlayers.installed():
+        first = model.generate(**asked, past_key_values=cache, max_new_tokens=5, do_sample=False, **HOW)
+        whole = behind(first)
+        second = continued(model, whole, 5, past_key_values=cache, **HOW)
+    again = {name: entries for name, entries in asked.items() if name not in ("input_ids", "attention_mask")}
+    if "mm_token_type_ids" in asked:
+        padding = 0, whole.shape[1] - asked["input_ids"].shape[1]
+        again["mm_token_type_ids"] = nn.functional.pad(asked["mm_token_type_ids"], padding)
+    torch.testing.assert_close(second.logits, continued(model, whole, 5, **again, **HOW).logits, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("family", SEEING)
+def test_rows_and_scores_have_their_own_positions(family: str) -> None:
+    model, text = seeing_model(family), [*FIRST, *SECOND]
+
+    def found() -> tuple[list[int], Any]:
+        answers = kvlayers.generate_many(
+            model, [text, FIRST], max_new_tokens=5, do_sample=False, chunk_tokens=4, in_order=True, progress=False
+        )
+        scores = kvlayers_lab.score(model, [FIRST], [[SECOND]], progress=False)
+        return [answer.ids.tolist() for answer in answers], scores[0][0].token_logprobs
+
+    right = continued(model, torch.tensor([text]), 5)[0, len(text) :].tolist()
+    before = found()
+    look_at_an_image(model)
+    after = found()
+    assert after[0] == before[0]
+    assert after[0][0] == right
+    assert after[1] == pytest.approx(before[1], abs=1e-5)

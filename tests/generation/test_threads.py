@@ -27,6 +27,7 @@ from matrix import some
 from models import continued, fresh_model, prompt
 from oracle import states
 from rounds import ROUNDS
+from spies import spy
 
 THREADS = 4
 FAMILIES = ("llama", "gemma3", "qwen3_next", "bamba", "falcon_h1", "t5")
@@ -46,37 +47,23 @@ def choosing(seed: int) -> Callable[[Tensor, Tensor], Tensor]:
     return choose
 
 
-class Untouched:
-    """A model that is not changed.
+def parts_of(model: Any) -> tuple[dict[Any, Any], list[dict[str, Any]]]:
+    """What is set on a model, on its modules and on their classes, and what its configs say."""
+    found: dict[Any, Any] = {}
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            parts = value.items() if isinstance(value, dict) else [("", value)]
+            found.update({(path, name, part): entry for part, entry in parts})
+    for base in {base for module in model.modules() for base in type(module).__mro__}:
+        found.update({(base, name): value for name, value in vars(base).items()})
+    return found, copy.deepcopy([vars(model.config), vars(model.generation_config)])
 
-    Args:
-        model: the model.
-    """
 
-    def __init__(self, model: Any) -> None:
-        self._model = model
-        self._set_on = self._find()
-        self._options = copy.deepcopy(self._find_options())
-
-    def check(self) -> None:
-        """Nothing has been set on the model, on its modules, on their classes or in its configs."""
-        now = self._find()
-        assert sorted(map(str, now.keys() ^ self._set_on.keys())) == []
-        assert [key for key, value in self._set_on.items() if now[key] is not value] == []
-        assert self._find_options() == self._options
-
-    def _find(self) -> dict[Any, Any]:
-        found: dict[Any, Any] = {}
-        for path, module in self._model.named_modules():
-            for name, value in vars(module).items():
-                parts = value.items() if isinstance(value, dict) else [("", value)]
-                found.update({(path, name, part): entry for part, entry in parts})
-        for base in {base for module in self._model.modules() for base in type(module).__mro__}:
-            found.update({(base, name): value for name, value in vars(base).items()})
-        return found
-
-    def _find_options(self) -> list[dict[str, Any]]:
-        return [dict(vars(self._model.config)), dict(vars(self._model.generation_config))]
+def check_untouched(model: Any, before: Any) -> None:
+    (was, said), (now, says) = before, parts_of(model)
+    assert sorted(map(str, now.keys() ^ was.keys())) == []
+    assert [key for key, value in was.items() if now[key] is not value] == []
+    assert says == said
 
 
 def in_threads(work: Callable[[int], None], threads: int = THREADS) -> None:
@@ -122,8 +109,10 @@ def tokens_of(model: Any, ids: Tensor, **how: Any) -> Tensor:
 def test_calls_that_break_off_leave_nothing_on_the_model(installed: None, mode: str) -> None:
     model, ids = spread("qwen3_next"), repetitive()
     how = {"prompt_lookup_num_tokens": 4} if mode == "prompt look-up" else {"assistant_model": draft_of(model)}
+    # A method of its class is replaced until `uninstall()` by the first call.
+    tokens_of(model, ids)
+    untouched, before, meanwhile = parts_of(model), dict(vars(model)), set()
     expected = tokens_of(model, ids, **how)
-    untouched, before, meanwhile = Untouched(model), dict(vars(model)), set()
 
     def watch(input_ids: Tensor, scores: Tensor) -> Tensor:
         """Notes what is set on the model that was not set on it before."""
@@ -143,7 +132,7 @@ def test_calls_that_break_off_leave_nothing_on_the_model(installed: None, mode: 
             assert torch.equal(tokens_of(model, ids, logits_processor=[watch], **how), expected)
 
     in_threads(work)
-    untouched.check()
+    check_untouched(model, untouched)
     assert meanwhile == set()
 
 
@@ -187,7 +176,7 @@ def test_threads_may_generate_in_every_mode_with_one_model(installed: None, fami
         for name, mode in MODES.items()
         for which, ids in enumerate(prompts)
     }
-    untouched, store = [Untouched(model), Untouched(draft)], PrefixStore(2**24)
+    untouched, store = [(each, parts_of(each)) for each in (model, draft)], PrefixStore(2**24)
     wrong: list[tuple[str, int]] = []
     calls: list[str] = []
 
@@ -204,19 +193,18 @@ def test_threads_may_generate_in_every_mode_with_one_model(installed: None, fami
     in_threads(work)
     assert wrong == []
     assert len(calls) == len(MODES) * THREADS * ROUNDS
-    for each in untouched:
-        each.check()
+    for each, before in untouched:
+        check_untouched(each, before)
 
 
 # Installing and uninstalling
-
-METHODS = ("generate", "_prepare_cache_for_generation", *(["_prefill"] if compat.PREFILLS_APART else []))
 
 
 def found() -> list[Any]:
     """What `install()` replaces."""
     assert "kvlayers" not in vars(transformers.GenerationConfig)
-    methods = [vars(GenerationMixin)[name] for name in METHODS]
+    names = ("generate", "_prepare_cache_for_generation", *(["_prefill"] if compat.PREFILLS_APART else []))
+    methods = (vars(GenerationMixin)[name] for name in names)
     return [*methods, transformers.PreTrainedModel.__call__, configuration.ALL_CACHE_IMPLEMENTATIONS]
 
 
@@ -327,36 +315,26 @@ def test_one_of_the_threads_that_register_a_name_gets_it() -> None:
 def test_threads_that_need_a_kernel_at_once_compile_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[object] = []
     asked: list[pathlib.Path] = []
-    original = native_library.Compilation
-
-    def compilation(source: pathlib.Path, niceness: int) -> native_library.Compilation:
-        asked.append(source)
-        return original(source, niceness)
-
-    monkeypatch.setattr(native_library, "Compilation", compilation)
+    spy(monkeypatch, native_library, "Compilation", lambda source, niceness: asked.append(source))
     source = pathlib.Path(pack.__file__).with_suffix(".cpp")
     library = native_library.NativeLibrary(source, "kvlayers_pack", purpose="packing")
     in_threads(lambda index: seen.append(library.get()))
     assert asked == [source]
-    assert len(seen) == THREADS
-    assert len(set(map(id, seen))) == 1
+    assert seen == [seen[0]] * THREADS
 
 
 def test_one_thread_at_a_time_imports_what_a_public_name_stands_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    inside, most = [0], [0]
+    importing, original = threading.Lock(), importlib.import_module
 
     def import_module(name: str, package: str | None = None) -> Any:
-        inside[0] += 1
-        most[0] = max(most[0], inside[0])
+        assert importing.acquire(blocking=False)
         time.sleep(0.01)
-        inside[0] -= 1
+        importing.release()
         return original(name, package)
 
-    original = importlib.import_module
     monkeypatch.setattr(importlib, "import_module", import_module)
     names = ("Cache", "generate", "PrefixStore", "plan")
     in_threads(lambda index: kvlayers.__getattr__(names[index]))
-    assert most == [1]
 
 
 def test_threads_may_fork_one_cache_at_once() -> None:

@@ -63,7 +63,7 @@ def oracle_logits(model: Any, cache: OracleCache, ids: Tensor) -> Tensor:
     return model(ids, past_key_values=cache).logits[:, -1]
 
 
-def oracle_tokens(model: Any, cache: OracleCache, ids: Tensor, tokens: int, chunk: int | None = None) -> Tensor:
+def oracle_tokens(model: Any, cache: OracleCache, ids: Tensor, tokens: int) -> Tensor:
     """A text of one sequence with `tokens` greedy tokens behind it, `[1, all tokens]`.
 
     Args:
@@ -71,11 +71,8 @@ def oracle_tokens(model: Any, cache: OracleCache, ids: Tensor, tokens: int, chun
         cache: its oracles, which may have seen a part of the text.
         ids: the text.
         tokens: how many to append.
-        chunk: tokens of the text that are read at once, all by default.
     """
-    new = ids[:, cache.get_seq_length() :]
-    for piece in new.split(chunk or new.shape[1], dim=1):
-        logits = oracle_logits(model, cache, piece)
+    logits = oracle_logits(model, cache, ids[:, cache.get_seq_length() :])
     for number in range(tokens):
         token = logits.argmax(-1, keepdim=True)
         ids = torch.cat([ids, token], dim=1)

@@ -20,11 +20,10 @@ import transformers
 
 import families
 import kvlayers
-import versions
 from kvlayers.batching import continuous_batching
 from kvlayers.upstream import generate_calls, model_types
 from matrix import once, some
-from models import fresh_model, prompt, tiny_model
+from models import continued, fresh_model, prompt, tiny_model, under_install
 
 pytestmark = pytest.mark.skipif(
     generate_calls.batching() is None,
@@ -49,13 +48,7 @@ def of_few_rows(rows: int, **options: Any) -> Any:
 
 def alone(model: Any, ids: list[int], **options: Any) -> list[int]:
     """What `generate()` answers."""
-    prompt_ids = torch.tensor([ids])
-    with kvlayers.installed():
-        output = model.generate(
-            prompt_ids,
-            attention_mask=torch.ones_like(prompt_ids),
-            **{"max_new_tokens": NEW, "do_sample": False, **options},
-        )
+    output: torch.Tensor = under_install(continued, model, torch.tensor([ids]), NEW, **options)
     return output[0, len(ids) :].tolist()
 
 
@@ -72,6 +65,12 @@ def model_of(family: str) -> Any:
 @pytest.fixture
 def llama() -> Any:
     return fresh_model("llama")
+
+
+def manager_of(model: Any, *configs: Any) -> Any:
+    """A manager that has not been started."""
+    with kvlayers.installed():
+        return model.init_continuous_batching(*configs)
 
 
 @pytest.fixture
@@ -96,10 +95,12 @@ FAMILIES = (
     "llama", "gemma3", "qwen3", "mistral", "gpt2", "deepseek_v3", "mamba2", "jamba", "lfm2", "qwen3_next", "falcon_h1",
     "recurrent_gemma",
 )  # fmt: skip
-NAMES = ("dynamic", "static", "int4", "sink:window_length=20", "offloaded", "fp8")
 
 
-@pytest.mark.parametrize(("family", "name"), once(FAMILIES, NAMES, times=2))
+@pytest.mark.parametrize(
+    ("family", "name"),
+    once(FAMILIES, ["dynamic", "static", "int4", "sink:window_length=20", "offloaded", "fp8"], times=2),
+)
 def test_answers_are_those_of_generate_by_each_cache(family: str, name: str) -> None:
     model = model_of(family)
     with kvlayers.installed(cache=name):
@@ -155,18 +156,6 @@ def test_an_answer_is_that_of_generate_whatever_others_ask_for(family: str) -> N
     assert {last[name].status.name for name in failed} == {"FAILED"}
 
 
-def test_a_store_has_what_requests_begin_with(llama: Any) -> None:
-    store, beginning = kvlayers.PrefixStore(), prompt(1, 20, 7)[0].tolist()
-    with kvlayers.installed(prefix_store=store):
-        config = of_few_rows(1)
-        outputs = llama.generate_batch(
-            [[*beginning, 5], [*beginning, 6]], generation_config=config_of(), continuous_batching_config=config
-        )
-    assert store.statistics.tokens_covered >= 20
-    expected = [alone(llama, [*beginning, token]) for token in (5, 6)]
-    assert [output.generated_tokens for output in outputs.values()] == expected
-
-
 def test_what_a_request_inserts_belongs_to_the_session_of_its_caller(llama: Any) -> None:
     """The manager's thread reads the prompts of all callers."""
     store = kvlayers.PrefixStore()
@@ -184,18 +173,32 @@ def test_what_a_request_inserts_belongs_to_the_session_of_its_caller(llama: Any)
     assert [mine.tokens, others.tokens] == [20, 28]
 
 
-def test_requests_have_options_of_their_own(running: Any, llama: Any) -> None:
-    first = running.add_request(PROMPTS[0], max_new_tokens=3)
-    penalized = running.add_request(PROMPTS[1], repetition_penalty=1.7)
-    wrong = running.add_request(PROMPTS[2], no_such_option=1)
-    ended = expected()[3]
-    until = running.add_request(PROMPTS[3], eos_token_id=ended[2])
-    outputs = {output.request_id: output for output in (running.get_result(timeout=20) for _ in range(4))}
-    assert outputs[first].generated_tokens == expected()[0][:3]
-    assert outputs[penalized].generated_tokens == alone(llama, PROMPTS[1], repetition_penalty=1.7)
-    assert outputs[until].generated_tokens == ended[: ended.index(ended[2]) + 1]
-    assert "no_such_option" in outputs[wrong].error
-    assert outputs[wrong].status.name == "FAILED"
+def test_requests_have_options_and_errors_of_their_own(running: Any, llama: Any) -> None:
+    words = {"abcdef": 0, **{f"<{token}>": token for token in range(1, 97)}}
+    own = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<1>"))
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=own)
+    whole = expected()[0]
+    ends = next(place for place in range(2, NEW) if whole[place] not in whole[:place])
+    stop = {"stop_strings": [tokenizer.convert_ids_to_tokens(whole[ends])]}
+    asked: list[tuple[list[int], dict[str, Any], list[int] | str]] = [
+        (PROMPTS[0], {"max_new_tokens": 3}, whole[:3]),
+        (PROMPTS[0], {"eos_token_id": whole[ends]}, whole[: ends + 1]),
+        (PROMPTS[0], {**stop, "tokenizer": tokenizer}, whole[: ends + 1]),
+        (PROMPTS[0], stop, "tokenizer"),
+        (PROMPTS[1], {"repetition_penalty": 1.7}, alone(llama, PROMPTS[1], repetition_penalty=1.7)),
+        (PROMPTS[2], {"no_such_option": 1}, "no_such_option"),
+        ([5] * 256, {}, "256"),
+        ([], {}, "must have 1 token at least"),
+        *((ids, {}, answer) for ids, answer in zip(PROMPTS, expected(), strict=True)),
+    ]
+    names = [running.add_request(ids, **options) for ids, options, _ in asked]
+    outputs = {output.request_id: output for output in (running.get_result(timeout=20) for _ in names)}
+    for name, (_, _, wanted) in zip(names, asked, strict=True):
+        if isinstance(wanted, str):
+            assert wanted in outputs[name].error
+            assert outputs[name].status.name == "FAILED"
+        else:
+            assert outputs[name].generated_tokens == wanted
 
 
 def test_tokens_are_streamed_and_timed(running: Any, llama: Any) -> None:
@@ -209,29 +212,11 @@ def test_tokens_are_streamed_and_timed(running: Any, llama: Any) -> None:
     assert outputs[-1].created_time <= began <= ended
 
 
-def test_several_answers_to_a_prompt_are_named_after_it(llama: Any) -> None:
-    versions.need_since("5.23", "generate_batch() with several answers")
-    with kvlayers.installed():
-        config = config_of(num_return_sequences=3, do_sample=True, temperature=2.0)
-        torch.manual_seed(0)
-        outputs = llama.generate_batch(PROMPTS[:2], generation_config=config)
-    assert sorted(outputs) == sorted(
-        [
-            *(f"req_{index}" for index in range(2)),
-            *(f"req_{index}__child#{child}" for index in range(2) for child in range(2)),
-        ]
-    )
-    assert all(len(output.generated_tokens) == NEW for output in outputs.values())
-    assert len({tuple(output.generated_tokens) for output in outputs.values()}) > 2
-
-
 def test_log_probabilities_are_those_of_the_scores(llama: Any) -> None:
-    with kvlayers.installed():
-        outputs = llama.generate_batch(
-            PROMPTS[:2],
-            generation_config=config_of(),
-            continuous_batching_config=transformers.ContinuousBatchingConfig(return_logprobs=True),
-        )
+    keeping = transformers.ContinuousBatchingConfig(return_logprobs=True)
+    outputs = under_install(
+        llama.generate_batch, PROMPTS[:2], generation_config=config_of(), continuous_batching_config=keeping
+    )
     for ids, output in zip(PROMPTS, outputs.values(), strict=False):
         whole = torch.tensor([[*ids, *output.generated_tokens]])
         logits = llama(whole).logits[0, len(ids) - 1 : -1].log_softmax(-1)
@@ -272,8 +257,7 @@ def test_a_prompt_that_has_been_read_does_not_wait_until_it_joins(
 
 
 def test_whoever_gives_up_a_request_gives_up_its_copies(llama: Any) -> None:
-    with kvlayers.installed():
-        manager = llama.init_continuous_batching(config_of(num_return_sequences=3, do_sample=True))
+    manager = manager_of(llama, config_of(num_return_sequences=3, do_sample=True))
     name = manager.add_request(PROMPTS[0])
     assert manager.metrics["waiting"] == 3
     manager.cancel_request(name)
@@ -281,16 +265,6 @@ def test_whoever_gives_up_a_request_gives_up_its_copies(llama: Any) -> None:
     manager.stop()
     assert manager.metrics == {"waiting": 0, "reading": 0, "decoding": 0}
     assert manager.get_result(timeout=0.05) is None
-
-
-def test_one_request_fails_alone(llama: Any, running: Any) -> None:
-    too_long = running.add_request([5] * 256)
-    empty = running.add_request([])
-    names = [running.add_request(ids) for ids in PROMPTS]
-    outputs = {output.request_id: output for output in (running.get_result(timeout=20) for _ in range(len(names) + 2))}
-    assert "256" in outputs[too_long].error
-    assert outputs[empty].status.name == "FAILED"
-    assert [outputs[name].generated_tokens for name in names] == expected()
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
@@ -331,8 +305,7 @@ def test_an_answer_of_a_model_that_counts_no_positions_is_as_long_behind_a_long_
 
 
 def test_a_pass_that_fails_fails_all_and_is_told(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    with kvlayers.installed():
-        manager = llama.init_continuous_batching(config_of())
+    manager = manager_of(llama, config_of())
     monkeypatch.setattr(llama, "forward", lambda *_, **__: 1 / 0)
     manager.start()
     names = [manager.add_request(ids) for ids in PROMPTS]
@@ -391,8 +364,7 @@ def test_who_is_interrupted_before_the_pause_holds_nothing_up(
 
 
 def test_a_pause_of_a_thread_that_has_failed_says_why(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    with kvlayers.installed():
-        manager = llama.init_continuous_batching(config_of())
+    manager = manager_of(llama, config_of())
     error = RuntimeError("broken")
     monkeypatch.setattr(continuous_batching.RowEngine, "admit", lambda *_: (_ for _ in ()).throw(error))
     manager.start()
@@ -404,8 +376,7 @@ def test_a_pause_of_a_thread_that_has_failed_says_why(llama: Any, monkeypatch: p
 
 def test_a_stop_waits_for_all_and_a_hard_stop_for_none(llama: Any) -> None:
     for is_hard in (False, True):
-        with kvlayers.installed():
-            manager = llama.init_continuous_batching(config_of())
+        manager = manager_of(llama, config_of())
         manager.start()
         names = [manager.add_request(ids, max_new_tokens=NEW if not is_hard else 230) for ids in PROMPTS[:2]]
         manager.stop(hard_stop=is_hard)
@@ -481,8 +452,7 @@ def test_a_name_may_be_used_again_by_the_time_its_request_has_been_given_up(
 
 def test_who_finds_the_queue_full_is_told_and_leaves_nothing(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(continuous_batching, "SECONDS_FOR_A_PLACE", 0.01)
-    with kvlayers.installed():
-        manager = llama.init_continuous_batching(config_of(), transformers.ContinuousBatchingConfig(max_queue_size=1))
+    manager = manager_of(llama, config_of(), transformers.ContinuousBatchingConfig(max_queue_size=1))
     first = manager.add_request(PROMPTS[0])
     with pytest.raises(queue.Full):
         manager.add_request(PROMPTS[1])
@@ -498,19 +468,6 @@ def test_a_manager_is_told_how_many_answers_a_prompt_gets(running: Any, llama: A
     outputs = [running.get_result(timeout=20) for _ in range(3)]
     assert {output.request_id for output in outputs} == {*names, f"{min(names)}__child#0"}
     assert sorted(output.generated_tokens for output in outputs) == sorted([*2 * [expected()[0]], expected()[1]])
-
-
-def test_an_answer_ends_at_a_stop_string(running: Any, llama: Any) -> None:
-    words = {"abcdef": 0, **{f"<{token}>": token for token in range(1, 97)}}
-    own = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<1>"))
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=own)
-    whole = expected()[0]
-    ends = next(place for place in range(2, NEW) if whole[place] not in whole[:place])
-    stop = tokenizer.convert_ids_to_tokens(whole[ends])
-    name = running.add_request(PROMPTS[0], stop_strings=[stop], tokenizer=tokenizer)
-    assert running.get_result(name, timeout=20).generated_tokens == whole[: ends + 1]
-    name = running.add_request(PROMPTS[0], stop_strings=[stop])
-    assert "tokenizer" in running.get_result(name, timeout=20).error
 
 
 def test_a_client_whose_loop_is_gone_is_no_error(running: Any, llama: Any) -> None:
@@ -532,19 +489,12 @@ def caches() -> int:
 
 def test_five_hundred_requests_at_once_are_all_answered_and_leave_nothing(llama: Any) -> None:
     prompts, before = [PROMPTS[number % len(PROMPTS)] for number in range(500)], caches()
-    with kvlayers.installed():
-        outputs = llama.generate_batch(prompts, generation_config=config_of(max_new_tokens=2))
+    outputs = under_install(llama.generate_batch, prompts, generation_config=config_of(max_new_tokens=2))
     assert [each.generated_tokens for each in outputs.values()] == [
         expected()[number % len(PROMPTS)][:2] for number in range(500)
     ]
     assert not any(thread.name == "kvlayers rows" for thread in threading.enumerate())
     assert caches() <= before
-
-
-def test_drafts_are_looked_up(llama: Any) -> None:
-    with kvlayers.installed():
-        outputs = llama.generate_batch(PROMPTS, generation_config=config_of(prompt_lookup_num_tokens=3))
-    assert [output.generated_tokens for output in outputs.values()] == expected()
 
 
 @pytest.mark.skipif(
@@ -585,10 +535,11 @@ def test_what_of_a_config_means_nothing_is_said_once(llama: Any, caplog: pytest.
     assert caplog.text.count("no use for num_blocks, scheduler_type") == 1
 
 
-def test_pages_of_the_attention_are_put_back(llama: Any) -> None:
+def test_pages_of_the_attention_are_put_back_behind_drafts(llama: Any) -> None:
     # Newer versions need no other name for pages with SDPA.
     llama.set_attn_implementation("paged|eager")
-    with kvlayers.installed():
-        outputs = llama.generate_batch(PROMPTS, generation_config=config_of())
+    # Drafts that are looked up change no answer.
+    config = config_of(prompt_lookup_num_tokens=3)
+    outputs = under_install(llama.generate_batch, PROMPTS, generation_config=config)
     assert llama.config._attn_implementation == "paged|eager"
     assert [output.generated_tokens for output in outputs.values()] == expected()

@@ -4,10 +4,10 @@ An update of rows that stops between two rows has not happened, or is refused by
 """
 
 import copy
-import io
 import multiprocessing.reduction
 import pickle
 import random
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -24,13 +24,14 @@ from kvlayers.errors import (
     CapacityError,
     InterruptedPassError,
     OptionError,
+    ReadOnlyStatesError,
     RollbackError,
     StateMismatchError,
     UnsupportedLayerError,
 )
 from kvlayers.kernels.attention.row_states import RowStates
 from matrix import once, seeds
-from models import given, prompt, read, row_logits, tiny_model
+from models import continued, fresh_model, given, passes_of, prompt, read, row_logits, tiny_model, under_install
 
 CACHES: dict[str, Callable[[Any], Any]] = {
     "dynamic": lambda config: kvlayers.DynamicCache(config=config),
@@ -66,6 +67,10 @@ def check_rows(model: Any, batch: Any, alone: list[Any], ids: Tensor, atol: floa
         torch.testing.assert_close(logits[row], read(model, ids[row : row + 1], cache)[1][0], atol=atol, rtol=1e-4)
 
 
+def recording(cache: Any) -> list[bool]:
+    return [bool(layer.is_recording) for layer in cache.adapted_layers()]
+
+
 class Schedule:
     """Random operations on a batch, and the same on one cache for each row, which are the reference."""
 
@@ -77,21 +82,24 @@ class Schedule:
         else:
             # In float32, the exponentials of a scan make 2e-3 of the last bit, once in twenty schedules.
             self.model = copy.deepcopy(self.model).double()
-        self.random = random.Random(seed)
-        self.make = lambda: CACHES[cache](self.model.config)
+        self.random, self.cache = random.Random(seed), cache
+        self.alone: list[Any] = []
+        self.texts: list[list[int]] = []
         with torch.no_grad():
-            self.alone = [self.filled() for _ in range(3)]
-            self.batch = kvlayers.merge(self.alone)
+            self.batch = kvlayers.merge([self.filled() for _ in range(3)])
 
     def filled(self) -> Any:
-        """A cache with a prompt of its own."""
+        """A cache with a prompt of its own, for a further row."""
         ids = prompt(1, self.random.choice([1, 5, 30, 80]), self.random.randrange(10**6))
-        return read(self.model, ids, self.make())[0]
+        self.alone.append(read(self.model, ids, CACHES[self.cache](self.model.config))[0])
+        self.texts.append(ids[0].tolist())
+        return self.alone[-1]
 
     def decode(self, new: int = 1) -> None:
         """Pass random tokens, and compare each row."""
         ids = prompt(len(self.alone), new, self.random.randrange(10**6))
         check_rows(self.model, self.batch, self.alone, ids)
+        self.texts = [[*text, *own] for text, own in zip(self.texts, ids.tolist(), strict=True)]
         assert self.batch.row_lengths == tuple(cache.get_seq_length() for cache in self.alone)
 
     def chunk(self) -> None:
@@ -101,9 +109,7 @@ class Schedule:
     def extend(self) -> None:
         if len(self.alone) > 4:
             return
-        more = [self.filled() for _ in range(self.random.choice([1, 2]))]
-        self.batch.extend(*more)
-        self.alone += more
+        self.batch.extend(*(self.filled() for _ in range(self.random.choice([1, 2]))))
 
     def keep_rows(self) -> None:
         rows = [self.any_row() for _ in range(self.random.choice([1, 2, 3]))]
@@ -112,6 +118,7 @@ class Schedule:
             rows = [*range(len(self.alone))][::-1]
         self.batch.keep_rows(rows)
         self.alone = [self.alone[row].fork() for row in rows]
+        self.texts = [self.texts[row] for row in rows]
 
     def any_row(self) -> int:
         """The index of a row, from the first one on or, below zero, from the last."""
@@ -132,7 +139,7 @@ class Schedule:
         self.batch = other
 
     def crop_rows(self) -> None:
-        lengths = [max(cache.get_seq_length() - self.random.choice([0, 0, 1, 3]), 0) for cache in self.alone]
+        lengths = [max(cache.get_seq_length() - self.random.choice([0, 0, 1, 3, 99]), 0) for cache in self.alone]
         before = self.batch.row_lengths
         try:
             for cache, length in zip([cache.fork() for cache in self.alone], lengths, strict=True):
@@ -145,22 +152,46 @@ class Schedule:
             self.batch.crop_rows(lengths)
             for cache, length in zip(self.alone, lengths, strict=True):
                 cache.crop_rows([length])
+            self.texts = [text[:length] for text, length in zip(self.texts, lengths, strict=True)]
+
+    def store(self) -> None:
+        """A row is the beginning of a longer prompt, as a store gives it back, and joins once more."""
+        row, store = self.any_row(), kvlayers.PrefixStore("1GiB")
+        text = torch.tensor(self.texts[row])
+        if self.cache == "dynamic" and len(text) and len(self.alone) < 5:
+            store.insert(text, self.batch.extract(row), model="m")
+            self.batch.extend(store.lookup(torch.cat([text, text[:1]]), model="m").cache)
+            self.alone.append(self.alone[row].fork())
+            self.texts.append(self.texts[row])
 
     def record(self) -> None:
         """Draft tokens that are taken back."""
         for cache in (self.batch, *self.alone):
             cache.activate_past_recording()
+        # `generate()` leaves a cache recording that was recording before.
+        assert recording(self.batch) == recording(self.alone[0])
+        self.extract()
         self.chunk()
         self.crop_rows()
         self.decode()
         for cache in (self.batch, *self.alone):
             cache.deactivate_past_recording()
+        assert not any(recording(self.batch))
 
     def run(self, steps: int) -> None:
-        operations = (self.extend, self.keep_rows, self.extract, self.fork, self.crop_rows, self.record, self.chunk)
+        changes = (
+            self.extend,
+            self.keep_rows,
+            self.extract,
+            self.fork,
+            self.crop_rows,
+            self.record,
+            self.chunk,
+            self.store,
+        )
         with torch.no_grad():
             for _ in range(steps):
-                self.random.choice(operations)()
+                self.random.choice(changes)()
                 self.decode()
 
 
@@ -178,45 +209,6 @@ def test_other_attentions_see_the_same_rows(cache: str, attention: str) -> None:
             Schedule("llama", cache, 1, attention).run(8)
         finally:
             tiny_model("llama").set_attn_implementation("sdpa")
-
-
-@pytest.mark.parametrize(("family", "cache"), [("llama", "dynamic"), ("llama", "int4"), ("mamba", "dynamic")])
-@pytest.mark.parametrize("left", [[0, 1, 5], [0, 0, 0]])
-def test_rows_that_are_rolled_back_to_nothing_begin_again(family: str, cache: str, left: list[int]) -> None:
-    schedule = Schedule(family, cache, 6)
-    with torch.no_grad():
-        kept = [min(length, held) for length, held in zip(left, schedule.batch.row_lengths, strict=True)]
-        if family == "mamba":
-            # Recurrent states go back to nothing, or stay.
-            kept = [0 if length == 0 else held for length, held in zip(left, schedule.batch.row_lengths, strict=True)]
-        schedule.batch.crop_rows(kept)
-        for cache_alone, length in zip(schedule.alone, kept, strict=True):
-            cache_alone.crop(length - cache_alone.get_seq_length())
-        assert kvlayers.Rows(schedule.batch).lengths == tuple(kept)
-        for _ in range(3):
-            schedule.decode()
-
-
-@pytest.mark.parametrize(("family", "cache"), [("mamba", "dynamic"), ("jamba", "dynamic"), ("mistral", "dynamic")])
-def test_rows_say_whether_they_record(family: str, cache: str) -> None:
-    """`generate()` leaves a cache recording that was recording before."""
-    schedule = Schedule(family, cache, 3)
-    alone, batch = schedule.alone[0], schedule.batch
-
-    def recording(of: Any) -> list[bool]:
-        return [bool(layer.is_recording) for layer in of.adapted_layers()]
-
-    assert recording(batch) == recording(alone) == [False] * len(batch.layers)
-    for each in (batch, alone):
-        each.activate_past_recording()
-    assert recording(batch) == recording(alone)
-    assert any(recording(batch))
-    with torch.no_grad():
-        schedule.alone = [batch.extract(row) for row in range(3)]
-        schedule.decode()
-    for each in (batch, alone):
-        each.deactivate_past_recording()
-    assert not any(recording(batch))
 
 
 # What merge() and the operations of rows refuse
@@ -275,6 +267,8 @@ REFUSED = [
     *each([[[1, 1], [0, 1]], [[1, 1, 1, 0], [1, 1, 1, 1]], [[1, 1, 1, 1]]],
           lambda rows, mask: kvlayers.Rows(rows, torch.tensor(mask)), StateMismatchError, "mask"),
     *each(WRONG_STATES, lambda rows, states: rows.update(*states, 0), StateMismatchError, "Keys and values must"),
+    *each(["rows.safetensors"], lambda rows, path: kvlayers.save_cache(rows, path), UnsupportedLayerError,
+          r"save each cache\.extract\(row\)"),
     *each([1.5, "1", True, -1, None], lambda rows, new: kvlayers.Rows(rows).attention_mask(new_tokens=new), OptionError,
           "`new_tokens` must be"),
     *each([1.5, "1", True, -1, None], lambda rows, new: kvlayers.Rows(rows).position_ids(new_tokens=new), OptionError,
@@ -295,31 +289,6 @@ def test_what_is_refused_is_named_and_changes_nothing(
         call(rows)
     assert (rows.row_lengths, type(rows.layers[0])) == ((4, 2), kind)
     assert torch.equal(rows.layers[0].keys, before)
-
-
-def test_rows_are_not_saved_together(tmp_path: Any) -> None:
-    cache = kvlayers.merge([dynamic(tokens=4), dynamic(tokens=2)])
-    with pytest.raises(UnsupportedLayerError, match=r"save each cache\.extract\(row\)"):
-        kvlayers.save_cache(cache, tmp_path / "rows.safetensors")
-    kvlayers.save_cache(cache.extract(1), tmp_path / "row.safetensors")
-    assert kvlayers.load_cache(tmp_path / "row.safetensors").get_seq_length() == 2
-
-
-@pytest.mark.parametrize("cache", ["dynamic", "int4"])
-def test_a_padded_batch_becomes_rows_without_padding(cache: str) -> None:
-    model, ids = tiny_model("llama"), prompt(2, 9)
-    mask = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 1], [1] * 9])
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
-    batch, _ = read(model, ids, CACHES[cache](model.config), attention_mask=mask, position_ids=positions)
-    rows = kvlayers.Rows(batch, mask)
-    assert rows.lengths == (6, 9)
-    alone = [read(model, ids[row : row + 1, (3, 0)[row] :], CACHES[cache](model.config))[0] for row in range(2)]
-    for step in range(4):
-        new = prompt(2, 1, step)
-        _, logits = read(model, new, batch, attention_mask=rows.attention_mask(), position_ids=rows.position_ids())
-        for row, one in enumerate(alone):
-            expected = read(model, new[row : row + 1], one)[1][0]
-            torch.testing.assert_close(logits[row], expected, atol=2e-4, rtol=1e-4)
 
 
 def test_rolling_back_dense_rows_moves_nothing() -> None:
@@ -464,26 +433,27 @@ def test_copies_of_rows_with_an_axis_of_their_own_multiply() -> None:
 
 # Updates that stop between two rows, and copies
 
-PROMPTS = (prompt(1, 5, 0), prompt(1, 10, 1))
+PROMPTS = (prompt(1, 10, 1), prompt(1, 5, 0))
 ROW_BY_ROW = ("static", "int4", "offloaded")
 TOLERANCE = {"rtol": 0, "atol": 2e-4}
 """The same sums in another order of float32."""
 
 
-def merged(model: Any, cache: str) -> Any:
-    return kvlayers.merge([read(model, ids, CACHES[cache](model.config))[0] for ids in PROMPTS])
+def merged(cache: str, family: str = "llama") -> tuple[Any, Any]:
+    """A model, and rows that have read the prompts."""
+    model = tiny_model(family)
+    return model, kvlayers.merge([read(model, ids, CACHES[cache](model.config))[0] for ids in PROMPTS])
 
 
+@torch.no_grad()
 def check_steps(model: Any, cache: Any, steps: int = 4) -> None:
     """Decode, and compare with the model without a cache."""
     texts = [ids[0] for ids in PROMPTS]
     for number in range(steps):
         new = prompt(2, 1, 10 + number)
         texts = [torch.cat([text, own]) for text, own in zip(texts, new, strict=True)]
-        got = row_logits(model, cache, new)[:, -1]
-        with torch.no_grad():
-            expected = torch.stack([model(text[None], use_cache=False).logits[0, -1] for text in texts])
-        torch.testing.assert_close(got, expected, **TOLERANCE)
+        expected = torch.stack([model(text[None], use_cache=False).logits[0, -1] for text in texts])
+        torch.testing.assert_close(row_logits(model, cache, new)[:, -1], expected, **TOLERANCE)
 
 
 def interrupted(*args: object, **kwargs: object) -> None:
@@ -498,47 +468,34 @@ def interrupt(model: Any, rows: Any, layer: Any, row: int, method: str = "update
     delattr(layer.rows[row], method)
 
 
-@pytest.mark.parametrize(("cache", "row"), once(ROW_BY_ROW, [0, 1]))
+@pytest.mark.parametrize(("cache", "row"), once(ROW_BY_ROW, [0, 1], times=2))
 def test_an_update_that_stops_in_the_first_layer_has_not_happened(cache: str, row: int) -> None:
-    model = tiny_model("llama")
-    rows = merged(model, cache)
+    model, rows = merged(cache)
     interrupt(model, rows, rows.layers[0], row)
     assert interruption(rows) is None
-    assert all(layer.row_lengths == (5, 10) for layer in rows.layers)
+    assert all(layer.row_lengths == (10, 5) for layer in rows.layers)
     fork, kept, alone = rows.fork(), rows.fork(), rows.extract(0)
     kept.keep_rows([0, 1])
-    assert alone.get_seq_length() == 5
+    assert alone.get_seq_length() == 10
+    # The model asks for the size of its mask before it updates the layer. The longest row may be ahead.
+    assert fork.get_mask_sizes(1, 0) == (11, 0)
     for own in (rows, fork, kept):
         check_steps(model, own)
 
 
-@pytest.mark.parametrize("cache", ROW_BY_ROW)
-def test_the_longest_row_may_be_the_one_ahead(cache: str) -> None:
-    model = tiny_model("llama")
-    rows = merged(model, cache)
-    rows.keep_rows([1, 0])
-    interrupt(model, rows, rows.layers[0], 1)
-    # The model asks for the size of its mask before it updates the layer.
-    assert rows.get_mask_sizes(1, 0) == (11, 0)
-    rows.keep_rows([1, 0])
-    check_steps(model, rows)
-
-
 @pytest.mark.parametrize(("cache", "in_pair"), once(ROW_BY_ROW, [False, True]))
 def test_a_loop_over_update_repeats_what_was_interrupted(cache: str, in_pair: bool) -> None:
-    model = tiny_model("llama")
-    rows = merged(model, cache)
+    _, rows = merged(cache)
     if in_pair:
-        crossed = merged(model, "dynamic")
-        rows = kvlayers.EncoderDecoderCache(rows, crossed).self_attention_cache
+        rows = kvlayers.EncoderDecoderCache(rows, merged("dynamic")[1]).self_attention_cache
     layer, expected = rows.layers[0], [rows.extract(row) for row in range(2)]
-    states = torch.randn(2, model.config.num_key_value_heads, 1, model.config.head_dim)
+    states = torch.randn(2, 2, 1, 8)
     layer.rows[1].update = interrupted
     with pytest.raises(KeyboardInterrupt):
         rows.update(states + 1, states + 1, 0)
     del layer.rows[1].update
     rows.update(states, states, 0)
-    assert layer.row_lengths == (6, 11)
+    assert layer.row_lengths == (11, 6)
     for row, alone in enumerate(expected):
         alone.update(states[row : row + 1], states[row : row + 1], 0)
         torch.testing.assert_close(layer.row(row).keys, alone.layers[0].keys, rtol=0, atol=0)
@@ -546,68 +503,53 @@ def test_a_loop_over_update_repeats_what_was_interrupted(cache: str, in_pair: bo
 
 @pytest.mark.parametrize("cache", ROW_BY_ROW)
 def test_one_that_stops_in_the_last_layer_is_noticed(cache: str) -> None:
-    model = tiny_model("llama")
-    rows = merged(model, cache)
+    model, rows = merged(cache)
     interrupt(model, rows, rows.layers[-1], 1)
     assert interruption(rows) is not None
     with pytest.raises(InterruptedPassError):
         rows.get_seq_length()
-    rows.crop_rows([5, 10])
+    rows.crop_rows([10, 5])
     check_steps(model, rows)
 
 
-def test_a_row_that_cannot_be_put_back_is_refused_by_name() -> None:
-    model = tiny_model("mistral")
-    window = model.config.sliding_window
-    caches = [kvlayers.QuantizedCache(config=model.config, nbits=4, residual_length=4) for _ in PROMPTS]
-    rows = kvlayers.merge([read(model, prompt(1, window + 4, number), own)[0] for number, own in enumerate(caches)])
-    interrupt(model, rows, rows.layers[0], 1)
-    for use in (lambda: row_logits(model, rows, prompt(2, 1, 9)), lambda: rows.extract(0), lambda: rows.keep_rows([1])):
-        with pytest.raises(InterruptedPassError, match="between two rows"):
-            use()
+@pytest.mark.parametrize(
+    ("family", "cache", "method"),
+    [
+        ("mistral", "int4", "update"),
+        *((family, "dynamic", "update_conv_state") for family in ("mamba", "jamba")),
+    ],
+)
+def test_rows_that_cannot_be_put_back_are_refused_by_name(family: str, cache: str, method: str) -> None:
+    model, rows = merged(cache, family)
+    layer = next(layer for layer in rows.layers if layer.traits.is_recurrent or family == "mistral")
+    interrupt(model, rows, layer, 1, method)
+    for own in (rows, rows.fork(), pickle.loads(pickle.dumps(rows))):
+        for use in (lambda held: row_logits(model, held, prompt(2, 1, 9)), lambda held: held.extract(0)):
+            with pytest.raises(InterruptedPassError, match="between two rows"):
+                use(own)
+    with pytest.raises(InterruptedPassError, match="between two rows"):
+        rows.keep_rows([1])
     rows.reset()
     assert interruption(rows) is None
-
-
-@pytest.mark.parametrize("family", ["mamba", "jamba"])
-def test_recurrent_rows_that_were_interrupted_are_refused_by_name(family: str) -> None:
-    model = tiny_model(family)
-    rows = merged(model, "dynamic")
-    recurrent = next(layer for layer in rows.layers if layer.traits.is_recurrent)
-    interrupt(model, rows, recurrent, 1, "update_conv_state")
-    for own in (rows, rows.fork(), pickle.loads(pickle.dumps(rows))):
-        with pytest.raises(InterruptedPassError, match="between two rows"):
-            row_logits(model, own, prompt(2, 1, 9))
-        with pytest.raises(InterruptedPassError):
-            own.extract(0)
 
 
 @pytest.mark.parametrize("offloading", [False, True])
 def test_a_full_row_leaves_all_rows_as_they_were(offloading: bool) -> None:
     model = tiny_model("llama")
-    caches = [kvlayers.StaticCache(model.config, max_cache_len=most, offloading=offloading) for most in (40, 10)]
+    caches = [kvlayers.StaticCache(model.config, max_cache_len=most, offloading=offloading) for most in (40, 5)]
     rows = kvlayers.merge([read(model, ids, own)[0] for ids, own in zip(PROMPTS, caches, strict=True)])
-    states = torch.randn(2, model.config.num_key_value_heads, 1, model.config.head_dim)
+    states = torch.randn(2, 2, 1, 8)
     with pytest.raises(CapacityError):
         rows.update(states, states, 0)
-    assert all([row.length for row in layer.rows] == [5, 10] for layer in rows.layers)
+    assert all([row.length for row in layer.rows] == [10, 5] for layer in rows.layers)
     rows.keep_rows([0])
     ids = prompt(1, 1, 9)
-    with torch.no_grad():
-        expected = model(torch.cat([PROMPTS[0], ids], dim=1), use_cache=False).logits[:, -1]
+    expected = read(model, torch.cat([PROMPTS[0], ids], dim=1))[1][:, -1]
     torch.testing.assert_close(row_logits(model, rows, ids)[:, -1], expected, **TOLERANCE)
-
-
-def saved(cache: Any) -> Any:
-    memory = io.BytesIO()
-    torch.save(cache, memory)
-    memory.seek(0)
-    return torch.load(memory, weights_only=False)
 
 
 COPIES: dict[str, Callable[[Any], Any]] = {
     "pickle": lambda cache: pickle.loads(pickle.dumps(cache)),
-    "torch.save": saved,
     "deepcopy": copy.deepcopy,
     "process": lambda cache: pickle.loads(multiprocessing.reduction.ForkingPickler.dumps(cache)),
     "extracted": lambda cache: kvlayers.merge([COPIES["pickle"](cache.extract(row)) for row in range(2)]),
@@ -624,9 +566,152 @@ COPIES: dict[str, Callable[[Any], Any]] = {
     ),
 )
 def test_a_copy_goes_on_as_the_rows_do(family: str, cache: str, how: str) -> None:
-    model = tiny_model(family)
-    rows = merged(model, cache)
+    model, rows = merged(cache, family)
     copied = COPIES[how](rows)
     check_steps(model, copied)
     # What the copy has read does not show in the original.
     check_steps(model, rows)
+
+
+# Drafts for several prompts: each row goes on with what it accepts
+
+
+def padded_prompts() -> tuple[Tensor, Tensor]:
+    """Prompts that repeat themselves, of which two are padded on the left, and their mask."""
+    ids = torch.cat([prompt(4, 6, 1)] * 3, 1)
+    mask = torch.ones_like(ids)
+    mask[0, :4] = mask[2, :9] = 0
+    return ids.masked_fill(mask == 0, 0), mask
+
+
+def generated(model: Any, **how: Any) -> Any:
+    ids, mask = padded_prompts()
+    options = {"attention_mask": mask, "return_dict_in_generate": True, **how}
+    return under_install(continued, model, ids, 14, **options)
+
+
+DRAFTS: dict[str, Callable[[], dict[str, Any]]] = {
+    "look-up": lambda: {"prompt_lookup_num_tokens": 3},
+    "draft model": lambda: {"assistant_model": tiny_model("llama", 1)},
+    "its own draft model": lambda: {"assistant_model": fresh_model("llama")},
+}
+
+
+HOW: list[dict[str, Any]] = [
+    {},
+    {"repetition_penalty": 1.3},
+    {"no_repeat_ngram_size": 2},
+    {"cache_implementation": "int4"},
+    {"cache_implementation": "static"},
+    {"cache_implementation": "offloaded"},
+    {"eos_token_id": [5, 7, 11, 13, 17, 23, 29, 31, 37, 41]},
+]
+
+
+@pytest.mark.parametrize(
+    ("family", "drafts", "how"),
+    [
+        *once(["llama"], DRAFTS, HOW),
+        ("llama", "look-up", {"num_return_sequences": 2, "do_sample": True, "top_k": 1}),
+        ("llama", "its own draft model", {}),
+        # Windows, latents and absolute positions are rolled back by row.
+        *((family, "look-up", {}) for family in ("gemma3", "mistral", "deepseek_v3", "gpt2")),
+    ],
+    ids=str,
+)
+def test_a_batch_with_drafts_has_the_tokens_of_plain_decoding(family: str, drafts: str, how: dict[str, Any]) -> None:
+    model = tiny_model(family)
+    with passes_of(model) as passes:
+        expected = generated(model, **how)
+        plain = len(passes)
+        output = generated(model, **how, **DRAFTS[drafts]())
+    assert torch.equal(output.sequences, expected.sequences)
+    if (drafts, how) == ("its own draft model", {}):
+        # Nearly every draft is accepted.
+        assert len(passes) - plain < plain
+
+
+def test_the_cache_goes_on_behind_the_answer() -> None:
+    model = tiny_model("llama")
+    cache, ids = kvlayers.DynamicCache(config=model.config), padded_prompts()[0][[1, 3]]
+    first = under_install(continued, model, ids, 6, past_key_values=cache, prompt_lookup_num_tokens=3)
+    assert cache.row_lengths == (first.shape[1] - 1,) * 2
+    again = under_install(continued, model, first, 4, past_key_values=cache)
+    assert torch.equal(again, continued(model, ids, 10))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("drafts", ["look-up", "draft model"])
+def test_samples_with_drafts_are_distributed_as_without(drafts: str) -> None:
+    model, ids = tiny_model("llama"), torch.tensor([[3, 4, 5, 3, 4], [6, 7, 8, 6, 7]]).repeat_interleave(150, 0)
+    how: dict[str, Any] = {"do_sample": True, "top_k": 3, "temperature": 2.0}
+    counts: list[Counter[Any]] = []
+    for each in ({}, DRAFTS[drafts]()):
+        torch.manual_seed(0)
+        samples = under_install(continued, model, ids, 3, **how, **each)
+        counts.append(Counter(map(tuple, samples[:, 5:].tolist())))
+    # Two samples of one distribution: the statistic has as many degrees of freedom as kinds of answers less one.
+    kinds = counts[0] | counts[1]
+    statistic = sum((counts[0][kind] - counts[1][kind]) ** 2 / (counts[0][kind] + counts[1][kind]) for kind in kinds)
+    freedom = len(kinds) - 1
+    # Six standard deviations.
+    assert statistic < freedom + 6 * (2 * freedom) ** 0.5
+
+
+ALONE = "must come with a mask alone"
+
+
+@pytest.mark.parametrize(
+    ("family", "asked", "named"),
+    [
+        ("llama", {"output_scores": True}, "`output_scores"),
+        ("llama", {"output_hidden_states": True}, "`output_hidden"),
+        ("llama", {"prefix_allowed_tokens_fn": lambda row, ids: [row + 5]}, ALONE),
+        ("llama", {"inputs_embeds": torch.zeros(4, 18, 32)}, ALONE),
+        ("llama", {"position_ids": torch.arange(18).expand(4, 18)}, ALONE),
+        ("jamba", {}, "cannot be assisted|leave out the assistance"),
+    ],
+    ids=lambda each: next(iter(each), "") if isinstance(each, dict) else "",
+)
+def test_what_rows_with_drafts_do_not_take_is_refused(family: str, asked: dict[str, Any], named: str) -> None:
+    with pytest.raises((OptionError, RollbackError, ValueError), match=named):
+        generated(tiny_model(family), prompt_lookup_num_tokens=3, **asked)
+
+
+def test_a_turn_behind_padded_rows_is_refused_rather_than_answered_wrongly() -> None:
+    model = tiny_model("llama")
+    first = generated(model, prompt_lookup_num_tokens=3, max_new_tokens=4)
+    with pytest.raises(StateMismatchError, match="`attention_mask` must have the tokens of each row"):
+        under_install(continued, model, first.sequences, 2, past_key_values=first.to_tuple()[-1])
+
+
+def test_windows_forget_what_they_have_recorded_for_drafts() -> None:
+    model = tiny_model("mistral")
+    cache = kvlayers.DynamicCache(config=model.config)
+    ids = padded_prompts()[0][[1, 3]]
+    under_install(continued, model, ids, 40, past_key_values=cache, assistant_model=model)
+    assert max(layer.held_tokens for layer in cache.layers) < 30
+
+
+def test_no_address_is_given_of_rows_and_nothing_is_written_to_them() -> None:
+    cache = kvlayers.merge([dynamic(tokens=3), dynamic(tokens=2)])
+    keys, _ = cache.update(torch.ones(2, 2, 1, 8), torch.ones(2, 2, 1, 8), 0)
+    with pytest.raises(ReadOnlyStatesError):
+        keys.mul_(2)
+    with pytest.raises(UnsupportedLayerError, match="no address"):
+        keys.data_ptr()
+
+
+@pytest.mark.parametrize("limit", ["positions", "room"])
+def test_the_draft_of_another_row_needs_no_room_behind_a_row_that_has_one_token_left(limit: str) -> None:
+    """A table of positions that ends with the answers, and a reservation that does."""
+    model = fresh_model("gpt2", n_positions=40) if limit == "positions" else fresh_model("llama")
+    for seed in range(3):
+        ids = torch.cat([prompt(2, 5, seed=seed)] * 4, dim=1)
+        ids[1, 3] = 50
+        expected = continued(model, ids, 20)
+        for drafted in (3, 10):
+            static = kvlayers.StaticCache(model.config, max_cache_len=39)
+            room = {} if limit == "positions" else {"past_key_values": static}
+            seen = under_install(continued, model, ids, 20, prompt_lookup_num_tokens=drafted, **room)
+            assert torch.equal(seen, expected)

@@ -13,7 +13,6 @@ import kvlayers
 import kvlayers.offload.offloading
 from kvlayers.kernels.attention.packed_tensor import PackedStates
 from kvlayers.kernels.attention.segments import KVSegments
-from kvlayers.offload import Prefetcher
 from kvlayers.upstream import compat
 from matrix import some
 from models import COMMON, bare, given, prompt, without_mlps
@@ -32,14 +31,13 @@ QUANTIZATION = {"nbits": 4, "residual_length": 8}
 AWAY = {"offloading": True, "offload_only_non_sliding": False}
 
 
-def llama(layers: int = 2) -> Any:
-    config = tf.LlamaConfig(**{**SIZES, "num_hidden_layers": layers})
-    return bare(without_mlps(tf.LlamaForCausalLM(config).eval()))
+def model_of(config_class: Any = tf.LlamaConfig, layers: int = 2, attention: str = "sdpa", **options: Any) -> Any:
+    config = config_class(**{**SIZES, "num_hidden_layers": layers, **options})
+    config._attn_implementation = attention
+    return bare(without_mlps(tf.AutoModelForCausalLM.from_config(config).eval()))
 
 
-def mistral() -> Any:
-    config = tf.MistralConfig(**SIZES, sliding_window=30)
-    return bare(without_mlps(tf.MistralForCausalLM(config).eval()))
+mistral = functools.partial(model_of, tf.MistralConfig, sliding_window=30)
 
 
 CACHES: dict[str, Callable[[Any], Any]] = {
@@ -59,13 +57,13 @@ CACHES: dict[str, Callable[[Any], Any]] = {
 
 # A prompt, and steps: over where blocks are packed, windows are full, and buffers, which have room for 40 tokens, grow.
 KINDS: dict[str, tuple[Callable[[], Any], str, int, int]] = {
-    "packed": (llama, "packed", 140, 20),
+    "packed": (model_of, "packed", 140, 20),
     "packed windows": (mistral, "packed windows", 26, 30),
-    "packed sinks": (llama, "packed sinks", 80, 36),
-    "dense": (llama, "dense", 16, 28),
-    "packed, offloaded": (llama, "packed, offloaded", 140, 20),
+    "packed sinks": (model_of, "packed sinks", 80, 36),
+    "dense": (model_of, "dense", 16, 28),
+    "packed, offloaded": (model_of, "packed, offloaded", 140, 20),
     "windows, offloaded": (mistral, "offloaded", 26, 24),
-    "static, offloaded": (llama, "static, offloaded", 16, 24),
+    "static, offloaded": (model_of, "static, offloaded", 16, 24),
 }
 
 
@@ -73,7 +71,7 @@ KINDS: dict[str, tuple[Callable[[], Any], str, int, int]] = {
 def _alone_and_away_from_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is compiled yet, and offloaded caches move their states between two memories of the host."""
     torch._dynamo.reset()
-    make = functools.partial(Prefetcher, transfers=lambda device: RecordingTransfers(None))
+    make = functools.partial(kvlayers.offload.Prefetcher, transfers=lambda device: RecordingTransfers(None))
     monkeypatch.setattr(kvlayers.offload.offloading, "Prefetcher", make)
 
 
@@ -159,7 +157,7 @@ def test_no_layer_is_compiled_for_on_its_own_and_caches_copy_what_they_are_hande
 @torch.no_grad()
 def test_another_cache_and_its_operations_go_on_in_the_same_graphs(kind: str, read_in_full: list[str]) -> None:
     """Until both branches have packed a block of their own."""
-    model, graphs, ids = llama(), CompileCounter(), prompt(2, 120)
+    model, graphs, ids = model_of(), CompileCounter(), prompt(2, 120)
     forward = torch.compile(model.forward, backend=graphs, fullgraph=True)
 
     def decoded(run: Any, cache: Any) -> torch.Tensor:
@@ -185,7 +183,7 @@ def test_another_cache_and_its_operations_go_on_in_the_same_graphs(kind: str, re
 @pytest.mark.parametrize(("kind", "tokens"), [("without a hint", 40), ("packed", 100), ("sinks", 80)])
 @torch.no_grad()
 def test_sequences_that_go_on_from_one_prompt(kind: str, tokens: int, read_in_full: list[str]) -> None:
-    model, graphs, ids = llama(layers=1), CompileCounter(), prompt(3, 60)
+    model, graphs, ids = model_of(layers=1), CompileCounter(), prompt(3, 60)
     forward = torch.compile(model.forward, backend=graphs, fullgraph=True)
     cache, eager = both = [CACHES[kind](model) for _ in range(2)]
     for each in both:
@@ -209,7 +207,7 @@ def test_sequences_that_go_on_from_one_prompt(kind: str, tokens: int, read_in_fu
 @pytest.mark.parametrize(("kind", "layers"), [("packed", 1), ("offloaded", 2)])
 @torch.no_grad()
 def test_two_updates_in_one_graph_attend_each_to_what_it_was_given(kind: str, layers: int) -> None:
-    model, ids = llama(layers), prompt(1, 100)
+    model, ids = model_of(layers=layers), prompt(1, 100)
 
     def two(cache: Any) -> torch.Tensor:
         first = model(ids[:, 90:93], **given(cache)).logits
@@ -238,9 +236,7 @@ SOFT_CAPS = {"attn_logit_softcapping": 2.0, "sliding_window": 512}
 def test_padded_batches_attention_in_plain_torch_and_soft_caps(
     config_class: Any, options: dict[str, Any], attention: str, installed: None, read_in_full: list[str]
 ) -> None:
-    config = config_class(**{**SIZES, "num_hidden_layers": 1}, **options)
-    config._attn_implementation = attention
-    model = bare(without_mlps(tf.AutoModelForCausalLM.from_config(config).eval()))
+    model = model_of(config_class, 1, attention, **options)
     forward = torch.compile(model.forward, backend="eager", fullgraph=True)
     ids, mask = prompt(2, 96), torch.ones(2, 96, dtype=torch.int64)
     mask[0, :5] = 0
@@ -257,9 +253,7 @@ def test_padded_batches_attention_in_plain_torch_and_soft_caps(
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_gradients_of_queries_alone(attention: str) -> None:
     """The keys of the first layer require none, so the cache is called by operators."""
-    config = tf.LlamaConfig(**{**SIZES, "num_hidden_layers": 1})
-    config._attn_implementation = attention
-    model, ids = bare(tf.LlamaForCausalLM(config).eval()).requires_grad_(False), prompt(1, 94)
+    model, ids = model_of(layers=1, attention=attention).requires_grad_(False), prompt(1, 94)
     weight = model.model.layers[0].self_attn.q_proj.weight.requires_grad_()
     found = []
     for forward in (torch.compile(model.forward, backend="aot_eager"), model):
@@ -278,7 +272,7 @@ def test_compiled_code_does_not_run_on_a_cache_that_was_deleted() -> None:
 
 
 def test_states_that_have_left_the_device_are_not_read() -> None:
-    cache = CACHES["offloaded"](llama())
+    cache = CACHES["offloaded"](model_of())
 
     def late(states: torch.Tensor) -> torch.Tensor:
         keys, _ = cache.update(states, states, 0)

@@ -1,5 +1,6 @@
 """Pairs of caches: every kind beside every other, with all operations, in models that have an encoder."""
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -18,7 +19,6 @@ import versions
 from agreement import bytes_reached
 from decodings import OPERATIONS, Decoding, Operation, check_goes_on_after, crop_newest
 from families import FAMILIES as OTHERS
-from kvlayers.core.cache_operations import CacheState
 from kvlayers.upstream import cache_argument
 from matrix import once, seeds, some
 from models import CONFIGS, fresh_model, prompt, tiny_model
@@ -30,7 +30,7 @@ FEWER_IN_THE_ENCODER = {"encoder_layers": 1, "encoder_attention_heads": 2, "eos_
 
 # What a random model says depends on its input only where some weights are large; another factor for each family.
 MODELS: dict[str, tuple[dict[str, Any], dict[str, float]]] = {
-    "t5": ({}, {"shared": 3, "EncDecAttention": 16, "": 3}),
+    "t5": ({"num_layers": 1}, {"shared": 3, "EncDecAttention": 16, "": 3}),
     "bart": (FEWER_IN_THE_ENCODER, {"shared": 1, "embed": 1, "encoder_attn": 16, "": 3}),
     "marian": (FEWER_IN_THE_ENCODER, {"embed_positions": 1, "shared": 50, "embed": 50, "encoder_attn": 40, "": 3}),
     "whisper": ({**FEWER_IN_THE_ENCODER, "max_target_positions": 160}, {"embed": 1, "encoder_attn": 16, "": 20}),
@@ -191,22 +191,6 @@ def test_drafts_are_verified_and_rolled_back_with_any_pair(family: str) -> None:
                 assert torch.equal(seen[:, -12:], expected[:, -12:]), (way, name)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_pair_goes_on_where_generate_left_it(family: str) -> None:
-    given = {**inputs(family), "decoder_input_ids": prompt(2, 3, seed=7)}
-    whole = generate(family, given, past_key_values=upstream_pair(), max_new_tokens=9)[:, -9:]
-    for own, cross in MIXED[FAMILIES.index(family) % 2 :: 2]:
-        pair = pair_of(family, own, cross)
-        first = generate(family, given, past_key_values=pair, max_new_tokens=4)[:, -4:]
-        # All tokens but the last one are held; whisper puts no token of its own before those that it is given.
-        assert pair.get_seq_length() == (6 if family == "whisper" else 7)
-        ids = torch.cat([given["decoder_input_ids"], first], dim=1)
-        # Without a mask for all of them, transformers takes the ids for new ones.
-        longer = {**given, "decoder_input_ids": ids, "decoder_attention_mask": torch.ones_like(ids)}
-        rest = generate(family, longer, past_key_values=pair, max_new_tokens=5)[:, -5:]
-        assert torch.equal(torch.cat([first, rest], dim=1), whole), (own, cross)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("cross", ["dynamic", "static"])
 def test_steps_around_reserved_self_attention_are_one_graph(installed: None, cross: str) -> None:
@@ -262,22 +246,6 @@ def test_a_cache_without_cross_attention_is_refused(family: str, installed: None
         assert cache.get_seq_length() == 0
 
 
-@pytest.mark.parametrize(("encoder_layers", "decoder_layers"), [(1, 3), (3, 1)])
-def test_a_t5_with_other_layers_in_its_decoder_has_a_cache_for_each(encoder_layers: int, decoder_layers: int) -> None:
-    config = CONFIGS["t5"]()
-    config.num_layers, config.num_decoder_layers = encoder_layers, decoder_layers
-    model, how = (
-        transformers.AutoModelForSeq2SeqLM.from_config(config).eval(),
-        {"max_new_tokens": 6, "do_sample": False},
-    )
-    expected = model.generate(**inputs("t5"), past_key_values=upstream_pair(), **how)
-    with kvlayers.installed():
-        for name in NAMED:
-            seen = model.generate(**inputs("t5"), cache_implementation=name, return_dict_in_generate=True, **how)
-            assert torch.equal(seen.sequences, expected)
-            assert len(seen.past_key_values) == decoder_layers
-
-
 # Whisper, which has a generate() of its own
 
 
@@ -292,11 +260,7 @@ def test_whisper_returns_what_it_returns_with_caches_of_transformers(way: str) -
         assert seen.keys() == expected.keys()
         assert torch.equal(seen.sequences, expected.sequences)
         assert torch.equal(torch.stack(seen.scores), torch.stack(expected.scores))
-        pairs = zip(seen.past_key_values, expected.past_key_values, strict=True)
-        for states, wanted in itertools.chain.from_iterable(zip(*pair, strict=True) for pair in pairs):
-            assert (states is None) == (wanted is None)
-            if states is not None:
-                assert torch.equal(states, wanted)
+        torch.testing.assert_close([*seen.past_key_values], [*expected.past_key_values], rtol=0, atol=0)
 
     for own, cross in MIXED:
         pair = pair_of("whisper", own, cross)
@@ -305,21 +269,6 @@ def test_whisper_returns_what_it_returns_with_caches_of_transformers(way: str) -
     with kvlayers.installed():
         check(generate("whisper", **how))
         check(generate("whisper", cache_implementation="static", **how))
-
-
-def test_whisper_with_more_encoder_than_decoder_layers_has_a_pair_for_its_decoder(installed: None) -> None:
-    """As the distilled ones have, whose caches transformers had made for the encoder's layers."""
-    config = copy.deepcopy(model_of("whisper").config)
-    config.encoder_layers, config.decoder_layers = 3, 1
-    model = transformers.WhisperForConditionalGeneration(config).eval()
-    features = inputs("whisper", batch=1)
-    for name in ("dynamic", "static"):
-        pair = kvlayers.make_cache(name, model, length_hint=30)
-        assert len(pair) == 1
-        kvlayers.uninstall()
-        expected = model.generate(**features, max_new_tokens=5, past_key_values=upstream_pair())
-        seen = model.generate(**features, max_new_tokens=5, past_key_values=pair, prompt_lookup_num_tokens=2)
-        assert torch.equal(seen[:, -5:], expected[:, -5:])
 
 
 # Windows in the decoder
@@ -432,16 +381,8 @@ def stop_recording(decoding: PairDecoding) -> None:
 
 
 def lower_the_flags(decoding: PairDecoding) -> None:
-    set_flags(decoding, False)
-
-
-def raise_the_flags(decoding: PairDecoding) -> None:
-    set_flags(decoding, True)
-
-
-def set_flags(decoding: PairDecoding, value: bool) -> None:
     for index in decoding.cache.is_updated:
-        decoding.cache.is_updated[index] = value
+        decoding.cache.is_updated[index] = False
 
 
 def expand(decoding: PairDecoding) -> None:
@@ -476,7 +417,6 @@ OF_PAIRS: tuple[Operation, ...] = (
     truncate_to_nothing,
     stop_recording,
     lower_the_flags,
-    raise_the_flags,
     expand,
     saved_over_another,
     reserved_early,
@@ -668,7 +608,7 @@ MISUSES: dict[str, tuple[type[Exception], Callable[[Pair], object]]] = {
 }
 
 
-def _of_parts(pair: Pair, cross: kvlayers.Cache) -> CacheState:
+def _of_parts(pair: Pair, cross: kvlayers.Cache) -> Any:
     if cross.get_seq_length() == 0:
         for index in range(2):
             cross.update(states(2, 5, 64), states(2, 5, 64), index)
@@ -676,7 +616,7 @@ def _of_parts(pair: Pair, cross: kvlayers.Cache) -> CacheState:
     return dataclasses.replace(state, parts=(state.parts[0], cross.state()))
 
 
-def _damaged(state: CacheState) -> CacheState:
+def _damaged(state: Any) -> Any:
     own, cross = state.parts
     tensors = {**cross.layers[1].tensors, "values": cross.layers[1].tensors["values"][:, :, 1:]}
     layers = (cross.layers[0], dataclasses.replace(cross.layers[1], tensors=tensors))
@@ -690,8 +630,7 @@ def test_a_pair_decodes_correctly_after_misuse(error: type[Exception], use: Call
     before = [states.clone() for layer in pair for states in layer]
     with pytest.raises(error, match="must|are not"):
         use(pair)
-    for seen, expected in zip((states for layer in pair for states in layer), before, strict=True):
-        assert torch.equal(seen, expected)
+    torch.testing.assert_close([states for layer in pair for states in layer], before, rtol=0, atol=0)
     decoding.step()
 
 
@@ -723,11 +662,10 @@ def test_a_decoder_without_cross_attention_is_given_no_pair() -> None:
     model, ids = tiny_model("llama"), prompt(2)
     for kind in ("dynamic", "static", "quantized"):
         pair = Pair(KINDS[kind](model.config), KINDS[kind](model.config))
-        with pytest.raises(kvlayers.OptionError, match="cross-attention"):
-            model.generate(ids, past_key_values=pair, max_new_tokens=3)
-        assert pair.get_seq_length() == 0
-        with kvlayers.installed(), pytest.raises(kvlayers.OptionError, match="cross-attention"):
-            model.generate(ids, past_key_values=pair, max_new_tokens=3)
+        for installed in (contextlib.nullcontext, kvlayers.installed):
+            with installed(), pytest.raises(kvlayers.OptionError, match="cross-attention"):
+                model.generate(ids, past_key_values=pair, max_new_tokens=3)
+            assert pair.get_seq_length() == 0
         expected = model.generate(ids, max_new_tokens=3, do_sample=False)
         seen = model.generate(ids, past_key_values=pair.self_attention_cache, max_new_tokens=3, do_sample=False)
         assert torch.equal(seen, expected)

@@ -11,8 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import kvlayers
 import versions
 from families import model_and_inputs
-from kvlayers import DynamicCache, EncoderDecoderCache, EvictingCache, OptionError
-from kvlayers.errors import ConfigError, StateMismatchError, UnsupportedLayerError
+from kvlayers import DynamicCache, EncoderDecoderCache, EvictingCache, OptionError, errors
 from matrix import once
 from models import given, prompt, tiny_model
 
@@ -78,10 +77,10 @@ def test_models_whose_tokens_cannot_be_evicted_are_refused_by_name(family: str) 
     families = ("bloom", "recurrent_gemma")
     model = model_and_inputs(family)[0] if family in families else tiny_model(family)
     message = "depends on how many tokens" if family in ("bloom", "t5") else "the layers of the model are"
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(errors.ConfigError, match=message):
         EvictingCache(model.config, **OPTIONS)
     cache = EvictingCache(**OPTIONS)
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(errors.ConfigError, match=message):
         cache.prepare(model.config)
     assert not cache.layers
 
@@ -94,7 +93,7 @@ def test_a_model_is_served_with_all_tokens_kept_exactly(family: str, rule: str) 
     model = tiny_model(family) if is_small else model_and_inputs(family)[0]
     if family == "deepseek_v3" and rule == "snapkv":
         if kvlayers.upstream.compat.CACHES_LATENTS:
-            with pytest.raises(ConfigError, match="'snapkv' needs queries.*'deepseek_v3' has multi-head latent"):
+            with pytest.raises(errors.ConfigError, match="'snapkv' needs queries.*'deepseek_v3' has multi-head latent"):
                 EvictingCache(model.config, rule=rule, **OPTIONS)
         return
     ids = prompt(2, 30 + TOKENS)
@@ -158,7 +157,7 @@ def test_a_state_of_other_options_is_refused() -> None:
     read(model, cache, ids)
     for changes in ({"keep": 0.5}, {"rule": "knorm"}, {"recent_tokens": 9}, {"per_head": False}):
         stranger = EvictingCache(model.config, **{**OPTIONS, **changes})
-        with pytest.raises(StateMismatchError):
+        with pytest.raises(errors.StateMismatchError):
             stranger.load_state(cache.state())
         assert stranger.get_seq_length() == 0
 
@@ -188,12 +187,12 @@ MADE_FOR_A_CONFIG: dict[str, Callable[..., Any]] = {
 @pytest.mark.parametrize("make", MADE_FOR_A_CONFIG.values(), ids=MADE_FOR_A_CONFIG)
 def test_a_cache_without_a_config_says_what_it_lacks_and_learns_it(make: Callable[..., Any]) -> None:
     model, ids, cache = tiny_model("llama"), prompt(1, READ + TOKENS), make()
-    with pytest.raises(ConfigError, match=r"prepare\(model.config\)"):
+    with pytest.raises(errors.ConfigError, match=r"prepare\(model.config\)"):
         model(ids, past_key_values=cache)
     assert not cache.get_seq_length()
     cache.prepare(model.config)
     assert torch.equal(read(model, cache, ids), read(model, make(config=model.config), ids))
-    with pytest.raises(StateMismatchError, match="68 tokens"):
+    with pytest.raises(errors.StateMismatchError, match="68 tokens"):
         cache.prepare(model.config)
 
 
@@ -207,7 +206,7 @@ def test_a_rule_that_needs_no_config_is_given_none() -> None:
 def test_padding_of_another_batch_is_refused_before_anything_is_changed(make: Callable[..., Any]) -> None:
     model = tiny_model("llama")
     cache = make(config=model.config, left_padding=[0, 2, 1])
-    with pytest.raises(StateMismatchError, match="3 (entries|sequences)"):
+    with pytest.raises(errors.StateMismatchError, match="3 (entries|sequences)"):
         model(prompt(2, READ), past_key_values=cache)
     assert cache.get_seq_length() == 0
 
@@ -232,7 +231,9 @@ def test_compiled_attention_is_right_or_named(rule: str) -> None:
             if rule == "keydiff" or tokens > 1:
                 torch.testing.assert_close(compiled(cache, query, keys, values), expected)
                 continue
-            with pytest.raises(UnsupportedLayerError, match=r"'snapkv' needs the queries.*without torch\.compile"):
+            with pytest.raises(
+                errors.UnsupportedLayerError, match=r"'snapkv' needs the queries.*without torch\.compile"
+            ):
                 compiled(cache, query, keys, values)
             assert cache.get_seq_length() == READ
     finally:

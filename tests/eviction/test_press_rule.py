@@ -12,7 +12,6 @@ import transformers
 from torch import Tensor
 
 import kvlayers
-from kvlayers.eviction import EvictionRule
 from kvlayers.upstream import cache_argument
 from models import COMMON, given, prompt, read
 
@@ -72,7 +71,7 @@ def held_keys(model: Any, cache: Any, ids: Tensor) -> list[Tensor]:
     return [layer.keys for layer in cache.layers]
 
 
-class Reference(EvictionRule):
+class Reference(kvlayers.eviction.EvictionRule):
     """What a press computes, by what a rule is given."""
 
     def __init__(self, press: ScorerPress) -> None:

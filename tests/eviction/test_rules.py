@@ -197,26 +197,18 @@ def test_expected_attention(
     monkeypatch.setattr(rules, "TOKENS_AT_ONCE", at_once)
     keys, values, plain = states(tokens, torch.float64)
     positions = torch.arange(first, first + tokens, dtype=torch.float64)
-    if layout is None:
-        turned_keys, turned_queries = keys, plain
-    else:
-        turned_keys, turned_queries = rotated(keys, positions, layout), rotated(plain, positions, layout)
+    turned_keys, turned_queries = (
+        side if layout is None else rotated(side, positions, layout) for side in (keys, plain)
+    )
     rotary = None if layout is None else Rotary(FREQUENCIES, layout)
-    for scale, epsilon in ((None, 0.0), (0.05, 0.02)):
+    # The newest queries alone are those that it is given.
+    for scale, epsilon, newest in ((None, 0.0, tokens), (0.05, 0.02, tokens), (None, 0.0, tokens // 3)):
         rule = ExpectedAttention(future=20, epsilon=epsilon).for_attention(rotary, scale)
-        expected = expected_scores(turned_keys, values, plain[:, :, rule.sinks :], first, rule, layout)
-        assert_near(scores_of(rule, turned_keys, values, turned_queries), expected, 1e-9)
-        found = scores_of(rule, turned_keys.float(), values.float(), turned_queries.float())
-        assert_near(found, expected, 1e-3)
-
-
-def test_expected_attention_takes_the_newest_queries_alone() -> None:
-    keys, values, plain = states(40, torch.float64)
-    positions = torch.arange(40, dtype=torch.float64)
-    rule = ExpectedAttention(future=20).for_attention(Rotary(FREQUENCIES, "halves"), None)
-    turned_keys, turned_queries = rotated(keys, positions, "halves"), rotated(plain, positions, "halves")
-    expected = expected_scores(turned_keys, values, plain[:, :, -9:], 0, rule, "halves")
-    assert_near(rule.scores(turned_keys, values, turned_queries[:, :, -9:]), expected, 1e-9)
+        unsunk = plain[:, :, max(rule.sinks, tokens - newest) :]
+        expected = expected_scores(turned_keys, values, unsunk, first, rule, layout)
+        for dtype, near in ((torch.float64, 1e-9), (torch.float32, 1e-3)):
+            given = (side.to(dtype) for side in (turned_keys, values, turned_queries[:, :, -newest:]))
+            assert_near(scores_of(rule, *given), expected, near)
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 4, 5])
@@ -258,14 +250,12 @@ def test_random_is_spread_evenly_and_differs_by_head_and_sequence(seed: int) -> 
     keys = torch.randn(1, 1, 2000, HEAD_DIM).expand(2, 4, -1, -1).clone()
     keys += torch.arange(8).view(2, 4, 1, 1) * 1e-3
     found = RandomEviction(seed).scores(keys, keys, None) / (1 << 24)
-    rows = [*found[0], found[1, 0]]
-    for number, row in enumerate(rows):
-        assert row.min() >= 0
-        assert row.max() < 1
-        assert abs(row.mean() - 0.5) < 0.03
-        assert abs(row.std() - 12**-0.5) < 0.02
-        for other in rows[:number]:
-            assert abs(torch.corrcoef(torch.stack((row, other)))[0, 1]) < 0.1
+    rows = torch.stack([*found[0], found[1, 0]])
+    assert ((rows >= 0) & (rows < 1)).all()
+    close = {"rtol": 0, "check_dtype": False}
+    torch.testing.assert_close(rows.mean(1), torch.full((5,), 0.5), atol=0.03, **close)
+    torch.testing.assert_close(rows.std(1), torch.full((5,), 12**-0.5), atol=0.02, **close)
+    torch.testing.assert_close(torch.corrcoef(rows), torch.eye(5), atol=0.1, **close)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -13,10 +13,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers.models.llama.modeling_llama import repeat_kv
 
 import kvlayers
-from kvlayers import DynamicLayer, OffloadedLayer, OptionError, Quantization, QuantizedLayer, RecallLayer
+from kvlayers import DynamicLayer, OffloadedLayer, OptionError, Quantization, QuantizedLayer, RecallLayer, stores
 from kvlayers.layers import Recall
-from kvlayers.offload import Prefetcher
-from kvlayers.stores import QuantizedStore
 from matrix import once, product
 from models import CONFIGS
 from recall_reference import RecallReference
@@ -67,7 +65,9 @@ def attend(query: Tensor, attended: tuple[Tensor, Tensor]) -> Tensor:
 
 LAYERS: dict[str, Callable[[], Any]] = {
     "dense": lambda: RecallLayer(RECALL),
-    "offloaded": lambda: OffloadedLayer(RecallLayer(RECALL), Prefetcher(transfers=recording_transfers)),
+    "offloaded": lambda: OffloadedLayer(
+        RecallLayer(RECALL), kvlayers.offload.Prefetcher(transfers=recording_transfers)
+    ),
 }
 
 
@@ -226,7 +226,7 @@ def test_bfloat16_reads_pages_of_the_highest_bounds() -> None:
 
 def packed_pair(chunks: list[int], recall: Recall = BLOCKS) -> tuple[RecallLayer, QuantizedLayer, RecallReference]:
     """A recall layer and a packed layer of the same states, and the reference of the choice."""
-    layer = RecallLayer(recall, store=QuantizedStore(FEW_BITS))
+    layer = RecallLayer(recall, store=stores.QuantizedStore(FEW_BITS))
     packed, reference = QuantizedLayer(FEW_BITS), RecallReference(recall, FEW_BITS.sink_tokens)
     torch.manual_seed(0)
     for tokens in chunks:
@@ -292,7 +292,7 @@ def test_bounds_are_counted() -> None:
 
 
 def test_a_layer_describes_itself() -> None:
-    layer = RecallLayer(BLOCKS, store=QuantizedStore(FEW_BITS))
+    layer = RecallLayer(BLOCKS, store=stores.QuantizedStore(FEW_BITS))
     facts = layer.describe()
     assert facts["recall_pages"] == 2
     assert facts["sink_tokens"] == 16
@@ -342,14 +342,14 @@ def test_a_state_with_wrong_pages_is_refused() -> None:
         ("page_ends", state.tensors["page_ends"].flip(0)),
         ("page_ends", state.tensors["page_ends"].float()),
     ]:
-        fresh = RecallLayer(BLOCKS, store=QuantizedStore(FEW_BITS))
+        fresh = RecallLayer(BLOCKS, store=stores.QuantizedStore(FEW_BITS))
         with pytest.raises(kvlayers.errors.StateMismatchError, match="of a state"):
             fresh.load_state(kvlayers.layers.LayerState(state.kind, {**state.tensors, name: wrong}, state.facts))
         assert fresh.length == 0
 
 
 def test_pages_of_packed_states_are_blocks() -> None:
-    layer = RecallLayer(Recall(page_tokens=16), store=QuantizedStore(FEW_BITS))
+    layer = RecallLayer(Recall(page_tokens=16), store=stores.QuantizedStore(FEW_BITS))
     with pytest.raises(OptionError, match="pass page_tokens=64"):
         layer.update(torch.randn(1, 2, 5, 32), torch.randn(1, 2, 5, 32))
     assert layer.length == 0

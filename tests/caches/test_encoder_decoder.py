@@ -203,7 +203,6 @@ def test_steps_around_reserved_self_attention_are_one_graph(installed: None, cro
     assert torch.equal(generate("bart", past_key_values=pair, compile_config=compiling), expected)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     assert not torch._dynamo.utils.counters["graph_break"]
-    torch.compiler.reset()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -369,11 +368,6 @@ def crop_all(decoding: PairDecoding) -> None:
     decoding.begin_anew()
 
 
-def truncate_to_nothing(decoding: PairDecoding) -> None:
-    decoding.cache.truncate(0)
-    decoding.begin_anew()
-
-
 def stop_recording(decoding: PairDecoding) -> None:
     crop_newest(decoding)
     decoding.cache.deactivate_past_recording()
@@ -414,7 +408,6 @@ def reserved_early(decoding: PairDecoding) -> Decoding:
 OF_PAIRS: tuple[Operation, ...] = (
     crop_at_once,
     crop_all,
-    truncate_to_nothing,
     stop_recording,
     lower_the_flags,
     expand,

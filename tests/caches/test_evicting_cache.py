@@ -10,7 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import kvlayers
 import versions
-from families import model_and_inputs
+from families import model_of
 from kvlayers import DynamicCache, EncoderDecoderCache, EvictingCache, OptionError, errors
 from matrix import once
 from models import given, prompt, tiny_model
@@ -70,13 +70,17 @@ def test_a_layer_evicts_when_it_holds_64_tokens_more_than_its_budget() -> None:
     assert held == [*range(48, 112), *range(48, 112), 48, 49, 50]
 
 
-@pytest.mark.parametrize("family", ["bloom", "t5", "mistral", "mamba", "recurrent_gemma"])
-def test_models_whose_tokens_cannot_be_evicted_are_refused_by_name(family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "message"),
+    [
+        *((family, "depends on how many tokens") for family in ("bloom", "t5")),
+        *((family, "the layers of the model are") for family in ("mistral", "mamba", "recurrent_gemma")),
+    ],
+)
+def test_models_whose_tokens_cannot_be_evicted_are_refused_by_name(family: str, message: str) -> None:
     if family == "recurrent_gemma":
         versions.need_since("5.1", "caches of recurrent_gemma")
-    families = ("bloom", "recurrent_gemma")
-    model = model_and_inputs(family)[0] if family in families else tiny_model(family)
-    message = "depends on how many tokens" if family in ("bloom", "t5") else "the layers of the model are"
+    model = model_of(family)
     with pytest.raises(errors.ConfigError, match=message):
         EvictingCache(model.config, **OPTIONS)
     cache = EvictingCache(**OPTIONS)
@@ -89,8 +93,7 @@ def test_models_whose_tokens_cannot_be_evicted_are_refused_by_name(family: str) 
     ("family", "rule"), once(["gemma3", "gemma3n", "gpt2", "bamba", "falcon_h1", "deepseek_v3"], ["keydiff", "snapkv"])
 )
 def test_a_model_is_served_with_all_tokens_kept_exactly(family: str, rule: str) -> None:
-    is_small = family in ("gemma3", "gpt2", "deepseek_v3")
-    model = tiny_model(family) if is_small else model_and_inputs(family)[0]
+    model = model_of(family)
     if family == "deepseek_v3" and rule == "snapkv":
         if kvlayers.upstream.compat.CACHES_LATENTS:
             with pytest.raises(errors.ConfigError, match="'snapkv' needs queries.*'deepseek_v3' has multi-head latent"):
@@ -223,19 +226,14 @@ def attend(cache: EvictingCache, query: torch.Tensor, keys: torch.Tensor, values
 def test_compiled_attention_is_right_or_named(rule: str) -> None:
     plain, cache = (EvictingCache(tiny_model("llama", 1).config, rule=rule, **OPTIONS) for _ in range(2))
     compiled = torch.compile(attend, backend="eager")
-    try:
-        for tokens in (READ, 1, 1):
-            states = (torch.randn(1, heads, tokens, 8) for heads in (4, 2, 2))
-            query, keys, values = states
-            expected = attend(plain, query, keys, values)
-            if rule == "keydiff" or tokens > 1:
-                torch.testing.assert_close(compiled(cache, query, keys, values), expected)
-                continue
-            with pytest.raises(
-                errors.UnsupportedLayerError, match=r"'snapkv' needs the queries.*without torch\.compile"
-            ):
-                compiled(cache, query, keys, values)
-            assert cache.get_seq_length() == READ
-    finally:
-        torch._dynamo.reset()
+    for tokens in (READ, 1, 1):
+        states = (torch.randn(1, heads, tokens, 8) for heads in (4, 2, 2))
+        query, keys, values = states
+        expected = attend(plain, query, keys, values)
+        if rule == "keydiff" or tokens > 1:
+            torch.testing.assert_close(compiled(cache, query, keys, values), expected)
+            continue
+        with pytest.raises(errors.UnsupportedLayerError, match=r"'snapkv' needs the queries.*without torch\.compile"):
+            compiled(cache, query, keys, values)
+        assert cache.get_seq_length() == READ
     assert not cache.is_compileable

@@ -494,22 +494,6 @@ def test_states_that_a_reservation_is_not_for_leave_it_as_it_was(family: str, mi
     check(decode(small_model(family), cache, inputs[:4]), expected[:4])
 
 
-def test_sequences_beyond_the_reservation_are_refused_by_every_operation() -> None:
-    cache, larger = static_cache("qwen2"), static_cache("qwen2")
-    decode(small_model("qwen2"), cache, reference("qwen2")[0][:4])
-    decode(small_model("qwen2"), larger, reference("qwen2", batch=3)[0][:4])
-    before = cache.state()
-    for use in (
-        lambda: cache.batch_repeat_interleave(2),
-        lambda: cache.batch_select_indices([0, 1, 0]),
-        lambda: cache.reorder_cache(torch.tensor([0, 0, 1, 1])),
-        lambda: cache.load_state(larger.state()),
-    ):
-        with pytest.raises(kvlayers.CapacityError, match=r"at most 2 sequences.* got [34]"):
-            use()
-        check_unchanged(cache, before)
-
-
 @pytest.mark.parametrize(("device", "tokens"), [("cpu", 6), ("meta", 16)])
 def test_beside_an_accelerator_only_states_on_it_have_masks_of_buckets(
     device: str, tokens: int, monkeypatch: pytest.MonkeyPatch
@@ -546,27 +530,3 @@ def test_a_cache_says_whether_it_reads_buckets() -> None:
 
 
 # generate() with a cache that is passed
-
-
-def generated(family: str, **how: Any) -> Tensor:
-    ids = prompt(2, PROMPT)
-    how = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 30, "do_sample": False, **how}
-    return small_model(family).generate(ids, **how)
-
-
-@pytest.mark.parametrize("reads_buckets", [True, False])
-@pytest.mark.parametrize("family", ["qwen2", "hybrid"])
-def test_generate_compiles_around_a_cache_that_is_passed_unless_it_says_otherwise(
-    counted: None, family: str, reads_buckets: bool
-) -> None:
-    expected, compiled_then = generated(family), []
-    config = transformers.CompileConfig(backend=backend, mode=None)
-    config._compile_all_devices = True
-    cache = static_cache(family, compiled=reads_buckets)
-    for _ in range(2):
-        assert torch.equal(generated(family, **given(cache), compile_config=config), expected)
-        assert cache.get_seq_length() == expected.shape[1] - 1
-        compiled_then.append(graphs())
-        cache.reset()
-    assert compiled_then[0] == compiled_then[1] <= most_graphs(family, reached=2)
-    assert (compiled_then[0] > 0) is reads_buckets

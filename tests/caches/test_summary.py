@@ -273,4 +273,3 @@ def test_traces_of_compiled_code_are_counted() -> None:
         traces.append(cache.explain().traces)
     assert traces == [0, 1, 1, 1, 2]
     assert "compiled: 2 times, of which 1 again" in repr(cache.explain())
-    torch.compiler.reset()

@@ -156,17 +156,6 @@ def whole_blocks(store: kvlayers.stores.QuantizedStore) -> list[tuple[torch.Tens
     return found
 
 
-def test_the_ladder_ends_with_none() -> None:
-    cache = filled(dynamic())
-    held = [cache.nbytes]
-    for step in ("int8", "int4"):
-        assert cache.give_way() == step
-        held.append(cache.nbytes)
-    assert held == sorted(held, reverse=True)
-    assert cache.give_way() is None
-    assert cache.nbytes == held[-1]
-
-
 def test_an_empty_cache_packs_what_comes() -> None:
     for cache in (dynamic(), DynamicCache()):
         assert cache.give_way() == "int8"

@@ -16,7 +16,7 @@ from torch import Tensor
 import kvlayers
 import kvlayers.offload.offloading
 import kvlayers.upstream.compat
-from families import model_and_inputs
+from families import model_of
 from kvlayers import CapacityError, OffloadedLayer, OptionError, offload
 from matrix import once, product
 from models import CONFIGS, fresh_model, prompt, tiny_model
@@ -265,24 +265,19 @@ def test_a_cache_on_disk_with_another_device_decodes(
 def runs_out(request: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """A function that lets allocations fail after so many more."""
     left = [10**9]
+    owner, name, error = {
+        "full disk": (os, "posix_fallocate", OSError(errno.ENOSPC, "No space left on device")),
+        "no memory": (offload.HostMemory, "empty", CapacityError("expected 1 byte of the host, but had none")),
+    }[request.param]
+    allocate = getattr(owner, name)
 
-    def failing(owner: Any, name: str, error: Exception) -> None:
-        allocate = getattr(owner, name)
+    def allocate_or_fail(*arguments: Any) -> Any:
+        left[0] -= 1
+        if left[0] < 0:
+            raise error
+        return allocate(*arguments)
 
-        def allocate_or_fail(*arguments: Any) -> Any:
-            left[0] -= 1
-            if left[0] < 0:
-                raise error
-            return allocate(*arguments)
-
-        monkeypatch.setattr(owner, name, allocate_or_fail)
-
-    if request.param == "full disk":
-        failing(os, "posix_fallocate", OSError(errno.ENOSPC, "No space left on device"))
-    else:
-        failing(
-            offload.HostMemory, "empty", CapacityError("expected 1 byte of the host for offloaded states, but had none")
-        )
+    monkeypatch.setattr(owner, name, allocate_or_fail)
     return functools.partial(left.__setitem__, 0)
 
 
@@ -392,7 +387,7 @@ def test_bad_input_is_a_named_error(case: str) -> None:
 def test_recurrent_states_stay_on_the_device(
     installed: None, recorded: list[RecordingTransfers], family: str, name: str, offloaded: int
 ) -> None:
-    model = tiny_model(family) if family in CONFIGS else model_and_inputs(family)[0]
+    model = model_of(family)
     how = {"max_new_tokens": 12, "do_sample": False, "return_dict_in_generate": True}
     expected = model.generate(prompt(2, 12), **how)
     output = model.generate(prompt(2, 12), **how, cache_implementation=name)

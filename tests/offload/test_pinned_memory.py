@@ -106,22 +106,16 @@ def test_a_plan_says_what_is_pinned(allocator: PinnedAllocator, name: str, token
 
 
 def test_a_buffer_grows_in_the_memory_that_was_rounded_up_to(allocator: PinnedAllocator) -> None:
-    cache, plain = CACHES["offloaded"](), kvlayers.DynamicCache(config=CONFIG)
-    for each in (cache, plain):
-        torch.manual_seed(0)
-        update(each, 600)
-    pinned, requests = allocator.pinned, allocator.requests
-    row = CONFIG.num_key_value_heads * CONFIG.head_dim * 4
-    assert pinned == 2 * CONFIG.num_hidden_layers * row * 1024
-    for each in (cache, plain):
-        torch.manual_seed(1)
-        # The capacity grows from 728 tokens to 857 and 986.
-        update(each, 1, times=986 - 600)
-    assert (allocator.pinned, allocator.requests) == (pinned, requests)
-    for each in (cache, plain):
-        torch.manual_seed(2)
-        update(each, 1, times=20)
-    assert (allocator.pinned, allocator.requests) == (2 * pinned, 2 * requests)
+    cache, plain, taken = CACHES["offloaded"](), kvlayers.DynamicCache(config=CONFIG), []
+    # The capacity grows from 728 tokens to 857 and 986, and then beyond what the first memory was rounded up to.
+    for seed, (tokens, times) in enumerate([(600, 1), (1, 986 - 600), (1, 20)]):
+        for each in (cache, plain):
+            torch.manual_seed(seed)
+            update(each, tokens, times)
+        taken.append((allocator.pinned, allocator.requests))
+    pinned, requests = taken[0]
+    assert pinned == 2 * CONFIG.num_hidden_layers * CONFIG.num_key_value_heads * CONFIG.head_dim * 4 * 1024
+    assert taken[1:] == [(pinned, requests), (2 * pinned, 2 * requests)]
     torch.testing.assert_close([*cache], [*plain], rtol=0, atol=0)
 
 

@@ -175,14 +175,6 @@ def test_padded_sequences_read_the_same(place: str, tmp_path: pathlib.Path) -> N
     pair.update(1, steps=10)
 
 
-@HERE_AND_THERE
-def test_all_pages_are_the_states_without_recall(place: str, tmp_path: pathlib.Path) -> None:
-    pair = Pair(place, tmp_path, replace(DENSE, recall=Recall(pages="all", page_tokens=16)))
-    pair.update(300)
-    pair.update(1, steps=5)
-    pair.check()
-
-
 @EVERYWHERE
 def test_eager_attention_and_other_functions_read_what_they_need(
     place: str, kind: Kind, tmp_path: pathlib.Path

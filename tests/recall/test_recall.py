@@ -81,15 +81,6 @@ def test_a_query_reads_the_pages_of_the_highest_bounds(kind: str, chunks: list[i
     Run(LAYERS[kind]()).check(*chunks)
 
 
-def test_the_reference_leaves_tokens_out() -> None:
-    """Otherwise the comparison with it would say nothing."""
-    run = Run(RecallLayer(RECALL)).check(70)
-    allowed = run.reference.allowed(run.random(6, 1))
-    # A page of sinks, three chosen ones, and from the last page that reaches into the newest 8 tokens on.
-    assert allowed.sum(2).unique().tolist() == [8 + 24 + 14]
-    assert (allowed[0, 0] != allowed[0, 1]).any()
-
-
 @pytest.mark.parametrize("recall", [RECALL, Recall(1, 2, 0, 1), Recall(2, 16, 40, 3), Recall(5, 64, 0, 100)], ids=str)
 def test_pages_sinks_and_recent_tokens(recall: Recall) -> None:
     Run(RecallLayer(recall), recall).check(300, 1, 70, *[1] * 6, 64, 1)
@@ -279,24 +270,6 @@ def test_packed_pages_after_a_crop(length: int) -> None:
 
 
 # Memory, descriptions and bad input
-
-
-def test_bounds_are_counted() -> None:
-    layer, plain = RecallLayer(), DynamicLayer()
-    keys, values = torch.randn(2, 1, 2, 64 * 80, 32)
-    for each in (layer, plain):
-        each.update(keys, values)
-    bounds = layer.nbytes - plain.nbytes
-    # A maximum and a minimum of 32 channels, of 2 heads of each page, and room for eight more pages.
-    assert bounds == 2 * 88 * 64 * 4
-
-
-def test_a_layer_describes_itself() -> None:
-    layer = RecallLayer(BLOCKS, store=stores.QuantizedStore(FEW_BITS))
-    facts = layer.describe()
-    assert facts["recall_pages"] == 2
-    assert facts["sink_tokens"] == 16
-    assert Recall.from_facts(facts) == BLOCKS
 
 
 OPTIONS: list[tuple[dict[str, Any], str]] = [

@@ -14,7 +14,7 @@ import kvlayers
 import versions
 from kvlayers.kernels.attention.packed_tensor import as_dense
 from kvlayers.rope.rotary import Rotary
-from models import COMMON, fresh_model, prompt, read, tiny_model
+from models import COMMON, CONFIGS, fresh_model, prompt, read, tiny_model
 
 WINDOW, SINKS = 24, 4
 EXACT = {"rtol": 0, "atol": 1e-10}
@@ -166,28 +166,24 @@ def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:
         kvlayers.SinkCache(**{"config": tiny_model("llama").config, **options})
 
 
+FACTORS = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 128}
+
+
 @pytest.mark.parametrize(
-    ("family", "says"),
+    ("config", "says"),
     [
-        ("gpt2", "does not rotate its keys"),
-        ("jamba", "does not rotate its keys"),
-        ("t5", "does not rotate its keys"),
-        ("llama4", "scales queries by their absolute position"),
-        ("mistral", "forgets by itself"),
+        *((CONFIGS[family](), "does not rotate its keys") for family in ("gpt2", "jamba", "t5")),
+        (CONFIGS["llama4"](), "scales queries by their absolute position"),
+        (CONFIGS["mistral"](), "forgets by itself"),
+        (tf.LlamaConfig(**COMMON, **versions.rope(rope_type="dynamic", rope_theta=1e4, factor=2.0)), "length"),
+        (tf.LlamaConfig(**COMMON, **versions.rope(rope_type="longrope", rope_theta=1e4, **FACTORS)), "length"),
     ],
+    ids=["gpt2", "jamba", "t5", "llama4", "mistral", "dynamic RoPE", "longrope"],
 )
-def test_models_that_have_no_use_for_sinks_or_whose_keys_cannot_be_turned_are_refused(family: str, says: str) -> None:
+def test_models_that_have_no_use_for_sinks_or_whose_keys_cannot_be_turned_are_refused(config: Any, says: str) -> None:
+    versions.need_recurrent_layers(config.model_type)
     with pytest.raises(kvlayers.errors.ConfigError, match=says):
-        kvlayers.SinkCache(64, config=tiny_model(family).config)
-
-
-@pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
-def test_rope_that_depends_on_the_length_is_refused(rope_type: str) -> None:
-    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 128}
-    scaling = {"factor": 2.0} if rope_type == "dynamic" else factors
-    config = tf.LlamaConfig(**COMMON, **versions.rope(rope_type=rope_type, rope_theta=1e4, **scaling))
-    with pytest.raises(kvlayers.errors.ConfigError, match="length"):
-        kvlayers.SinkCache(WINDOW, config=config)
+        kvlayers.SinkCache(64, config=config)
 
 
 def test_states_of_another_rotation_or_window_are_refused(model: Any) -> None:

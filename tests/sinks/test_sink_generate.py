@@ -182,15 +182,12 @@ def test_an_empty_cache_of_another_model_is_prepared_anew() -> None:
 
 
 def test_a_reset_forgets_the_padding_and_keeps_what_is_recorded() -> None:
-    model = tiny_model("llama")
-    mask = torch.ones(2, 12, dtype=torch.long)
-    mask[0, :5] = 0
+    model, mask = tiny_model("llama"), torch.tensor([[0] * 5 + [1] * 7, [1] * 12])
     cache = kvlayers.SinkCache(8, 2, config=model.config)
     cache.activate_past_recording()
     cache.prepare(model.config, mask)
     layer = cache.layers[0]
-    assert layer.record_past
-    assert layer.left_padding.tolist() == [5, 0]
+    assert (layer.record_past, layer.left_padding.tolist()) == (True, [5, 0])
     cache.reset()
     assert layer.left_padding is None
     cache.prepare(model.config)

@@ -250,8 +250,7 @@ def test_padded_batches_attention_in_plain_torch_and_soft_caps(
 def test_gradients_of_queries_alone(attention: str) -> None:
     """The keys of the first layer require none, so the cache is called by operators."""
     model, ids = model_of(layers=1, attention=attention).requires_grad_(False), prompt(1, 94)
-    weight = model.model.layers[0].self_attn.q_proj.weight.requires_grad_()
-    found = []
+    weight, found = model.model.layers[0].self_attn.q_proj.weight.requires_grad_(), []
     for forward in (torch.compile(model.forward, backend="aot_eager"), model):
         cache = CACHES["packed"](model)
         with torch.no_grad():

@@ -453,8 +453,7 @@ def test_traffic_is_that_of_both_parts() -> None:
 
 
 def test_flags_are_what_the_states_say() -> None:
-    states = torch.randn(1, 4, 5, 8)
-    pair = Pair(kvlayers.DynamicCache(), kvlayers.DynamicCache())
+    states, pair = torch.randn(1, 4, 5, 8), Pair(kvlayers.DynamicCache(), kvlayers.DynamicCache())
     assert (pair.is_updated, pair.is_updated.get(0)) == ({}, None)
     pair.is_updated[0] = True
     assert not pair.is_updated
@@ -488,8 +487,7 @@ def test_cross_attention_that_was_computed_before_is_not_computed_again() -> Non
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_reservation_too_small_for_the_encoder_is_named_and_can_be_used_again(family: str) -> None:
-    config = model_of(family).config
-    fits = 16 if family == "whisper" else 9
+    config, fits = model_of(family).config, 16 if family == "whisper" else 9
     pair = Pair(kvlayers.StaticCache(config, max_cache_len=ROOM), kvlayers.StaticCache(config, max_cache_len=fits))
     hidden = torch.cat([encoded(family), encoded(family, seed=1)], dim=1)
     with pytest.raises(kvlayers.CapacityError, match=f"at most {fits} .* {hidden.shape[1]} new"):
@@ -602,18 +600,14 @@ MISUSES: dict[str, tuple[type[Exception], Callable[[Pair], object]]] = {
 
 
 def _of_parts(pair: Pair, cross: kvlayers.Cache) -> Any:
-    if cross.get_seq_length() == 0:
-        for index in range(2):
-            cross.update(states(2, 5, 64), states(2, 5, 64), index)
     state = pair.state()
     return dataclasses.replace(state, parts=(state.parts[0], cross.state()))
 
 
 def _damaged(state: Any) -> Any:
-    own, cross = state.parts
-    tensors = {**cross.layers[1].tensors, "values": cross.layers[1].tensors["values"][:, :, 1:]}
-    layers = (cross.layers[0], dataclasses.replace(cross.layers[1], tensors=tensors))
-    return dataclasses.replace(state, parts=(own, dataclasses.replace(cross, layers=layers)))
+    tensors = state.parts[1].layers[1].tensors
+    tensors["values"] = tensors["values"][:, :, 1:]
+    return state
 
 
 @pytest.mark.parametrize(("error", "use"), MISUSES.values(), ids=MISUSES)

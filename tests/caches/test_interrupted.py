@@ -299,7 +299,8 @@ def test_a_move_of_a_window_that_was_interrupted_loses_no_token_silently(kind: s
     with interrupted_write(0) as writes:
         decoded(model, begun(model, kind, ids), ids, SEEN)
     lost = 0
-    for number in range(writes[0] * 3 // 5, writes[0] + 1, 3):
+    # Layers that pack write more often.
+    for number in range(writes[0] * 3 // 5, writes[0] + 1, max(3, writes[0] // 30)):
         cache, logits, seen = begun(model, kind, ids), [], SEEN
         with interrupted_write(number):
             for seen in range(SEEN, 28):

@@ -2,7 +2,7 @@
 
 import contextlib
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -129,17 +129,6 @@ def test_a_cache_reads_as_a_sequence_of_pairs(kind: str, library: Any) -> None:
     assert len(keys) == len(values) == 3
 
 
-def test_tuples_of_too_few_or_misplaced_layers_are_refused() -> None:
-    config = tiny_model("llama").config
-    pair = (torch.randn(1, 2, 3, 8), torch.randn(1, 2, 3, 8))
-    with pytest.raises(kvlayers.errors.LegacyFormatError, match="of the 2 layers .* got 1"):
-        kvlayers.DynamicCache.from_legacy_cache((pair,), config=config)
-    cache = kvlayers.DynamicCache()
-    cache.update(*pair, 1)
-    with pytest.raises(kvlayers.errors.LegacyFormatError, match="got an empty layer 0 before layer 1"):
-        cache.to_legacy_cache()
-
-
 @pytest.mark.filterwarnings("ignore:.*is from transformers 4:DeprecationWarning")
 def test_old_names_answer() -> None:
     cache, _ = filled()
@@ -167,36 +156,46 @@ def test_crop_takes_its_number_by_its_old_name() -> None:
     assert cache.get_seq_length() == 3
 
 
-@pytest.mark.parametrize(
-    "tuples",
-    [
-        (torch.randn(1, 2, 3, 4),) * 2,
-        ((torch.randn(1, 2, 3, 4),),),
-        ((torch.randn(1, 2, 3, 4),) * 3,),
-        (((torch.randn(1, 2, 3, 4),) * 2,) * 2,),
-        ((torch.randn(2, 3, 4),) * 2,),
-        3,
-        ((1, 2),),
-        ((torch.randn(1, 2, 3, 4), torch.randn(1, 2, 5, 4)),),
-        ((torch.randn(1, 2, 3, 4),) * 2, (torch.randn(1, 2, 5, 4),) * 2),
-        ((torch.randn(1, 2, 3, 4),) * 2, (torch.randn(2, 2, 3, 4),) * 2),
-    ],
-    ids=[
-        "flat",
-        "no values",
-        "three",
-        "too deep",
-        "three dimensions",
-        "a number",
-        "numbers",
-        "tokens of values",
-        "tokens of layer 1",
-        "batch of layer 1",
-    ],
-)
-def test_tuples_of_the_wrong_depth_or_shapes_are_refused(tuples: object) -> None:
-    with pytest.raises(kvlayers.errors.LegacyFormatError, match="must .* got"):
-        kvlayers.DynamicCache.from_legacy_cache(tuples)
+def without_states_of_layer_0() -> kvlayers.DynamicCache:
+    cache = kvlayers.DynamicCache()
+    cache.update(KEYS, KEYS, 1)
+    return cache
+
+
+def of_jamba() -> Any:
+    model = tiny_model("jamba")
+    return read(model, prompt(1), kvlayers.DynamicCache(config=model.config))[0]
+
+
+def of_tuples(tuples: object, **options: Any) -> kvlayers.Cache:
+    return kvlayers.DynamicCache.from_legacy_cache(tuples, **options)
+
+
+KEYS, LONGER = torch.randn(1, 2, 3, 4), torch.randn(1, 2, 5, 4)
+REFUSED: dict[str, tuple[Callable[[], object], str]] = {
+    "flat": (lambda: of_tuples((KEYS,) * 2), "must .* got"),
+    "no values": (lambda: of_tuples(((KEYS,),)), "must .* got"),
+    "three": (lambda: of_tuples(((KEYS,) * 3,)), "must .* got"),
+    "too deep": (lambda: of_tuples((((KEYS,) * 2,) * 2,)), "must .* got"),
+    "three dimensions": (lambda: of_tuples(((KEYS[0],) * 2,)), "must .* got"),
+    "a number": (lambda: of_tuples(3), "must .* got"),
+    "numbers": (lambda: of_tuples(((1, 2),)), "must .* got"),
+    "tokens of values": (lambda: of_tuples(((KEYS, LONGER),)), "must .* got"),
+    "tokens of layer 1": (lambda: of_tuples(((KEYS,) * 2, (LONGER,) * 2)), "must .* got"),
+    "batch of layer 1": (lambda: of_tuples(((KEYS,) * 2, (KEYS.repeat(2, 1, 1, 1),) * 2)), "must .* got"),
+    "a layer too few": (
+        lambda: of_tuples(((KEYS,) * 2,), config=tiny_model("llama").config),
+        "of the 2 layers .* got 1",
+    ),
+    "an empty layer": (lambda: without_states_of_layer_0().to_legacy_cache(), "an empty layer 0 before layer 1"),
+    "a recurrent state": (lambda: of_jamba().to_legacy_cache(), "recurrent state"),
+}
+
+
+@pytest.mark.parametrize(("make", "words"), REFUSED.values(), ids=REFUSED)
+def test_what_is_no_tuples_of_keys_and_values_is_refused(make: Callable[[], object], words: str) -> None:
+    with pytest.raises(kvlayers.errors.LegacyFormatError, match=words):
+        make()
 
 
 @pytest.mark.parametrize(("kind", "options"), [("DynamicCache", {}), ("StaticCache", {"max_cache_len": 32})])
@@ -216,13 +215,6 @@ def test_a_model_with_a_generate_of_its_own_is_refused_tuples(installed: None) -
     model = Own(tiny_model("llama").config).eval()
     with pytest.raises(kvlayers.errors.LegacyFormatError, match="generate"):
         model.generate(prompt(1), max_new_tokens=2, return_legacy_cache=True)
-
-
-def test_recurrent_states_have_no_tuple_form() -> None:
-    model = tiny_model("jamba")
-    cache, _ = read(model, prompt(1), kvlayers.DynamicCache(config=model.config))
-    with pytest.raises(kvlayers.errors.LegacyFormatError, match="recurrent state"):
-        cache.to_legacy_cache()
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -167,8 +167,7 @@ def test_cuda_graphs_of_a_window_are_as_few_as_its_buckets(counted: None, family
     inputs, expected = reference(family, steps=capacity // 2 + 18)
     mask = {"attention_mask": torch.ones(2, capacity, dtype=torch.long)} if family == "hybrid" else {}
     forward = compiled(family, backend=recording_backend)
-    cache = static_cache(family, max_cache_len=capacity, buckets=buckets)
-    after = []
+    cache, after = static_cache(family, max_cache_len=capacity, buckets=buckets), []
     for _ in range(2):
         cache.reset()
         check(decode(functools.partial(forward, **mask), cache, inputs, prefill=small_model(family)), expected)
@@ -367,8 +366,7 @@ def test_inference_mode_and_no_grad_may_take_turns() -> None:
     inputs, expected = reference(family)
     model, forward = small_model(family), shared(family)
     for prefill, run in ((torch.no_grad, model), (torch.inference_mode, model), (torch.inference_mode, forward)):
-        cache = static_cache(family)
-        logits = []
+        cache, logits = static_cache(family), []
         for index, ids in enumerate(inputs[:20]):
             with prefill() if not index else torch.inference_mode() if index // 3 % 2 else torch.no_grad():
                 logits.append((run if index else model)(ids, **given(cache)).logits[:, -1].clone())

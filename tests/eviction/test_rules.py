@@ -145,8 +145,7 @@ def test_h2o(tokens: int, observed: int, scale: float | None, at_once: int, monk
 
 def test_h2o_never_builds_all_scores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rules, "CPU_SCORES_AT_ONCE", 5000)
-    largest = 0
-    softmax = Tensor.softmax
+    largest, softmax = 0, Tensor.softmax
 
     def noting(scores: Tensor, dim: int) -> Tensor:
         nonlocal largest
@@ -176,8 +175,7 @@ def expected_scores(
     scores = torch.full((keys.shape[0], KV_HEADS, tokens), torch.inf, dtype=torch.float64)
     for row in range(keys.shape[0]):
         for head in range(KV_HEADS):
-            own = keys[row, head, rule.sinks :].double()
-            chances = []
+            own, chances = keys[row, head, rule.sinks :].double(), []
             for member in range(GROUPS):
                 queries = plain[row, head * GROUPS + member].double()
                 mean = matrix @ queries.mean(0)

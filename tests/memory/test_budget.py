@@ -484,8 +484,8 @@ def test_a_model_decodes_as_without_a_budget_until_it_is_reached(kind: str) -> N
 def test_models_whose_passes_begin_with_recurrent_states_stay_within_the_budget(family: str) -> None:
     """These states count, and so do their checkpoints, also where they are a part of a layer that attends."""
     model, full = families.model_of(family), DynamicCache(config=families.model_of(family).config)
-    parts = torch.randint(3, 97, (1, 800)).split([300, 100, *[1] * 150, 100, *[1] * 150], dim=1)
-    for ids in parts[:-150]:
+    parts = torch.randint(3, 97, (1, 620)).split([300, 100, *[1] * 60, 100, *[1] * 60], dim=1)
+    for ids in parts[:-60]:
         read_by_model(model, ids, full)
     cache = DynamicCache(config=model.config, max_bytes=int(full.nbytes * 0.6))
     for ids in parts:
@@ -495,8 +495,7 @@ def test_models_whose_passes_begin_with_recurrent_states_stay_within_the_budget(
 
 
 def test_generate_takes_a_budget_by_name() -> None:
-    model = model_of()
-    ids = torch.randint(3, 97, (1, 300))
+    model, ids = model_of(), torch.randint(3, 97, (1, 300))
     with kvlayers.installed():
         for name in ("dynamic", "quantized", "auto"):
             result = model.generate(
@@ -735,8 +734,7 @@ def test_what_a_crop_leaves_rounded_is_not_called_exact() -> None:
 
 
 def test_compiled_code_asks_the_budget_for_layers_that_it_makes() -> None:
-    cache = DynamicCache(max_bytes=20_000)
-    states = torch.randn(1, 2, 100, 32)
+    cache, states = DynamicCache(max_bytes=20_000), torch.randn(1, 2, 100, 32)
     # What it refuses in eager code too.
     with torch.no_grad(), pytest.raises(CapacityError, match=r"`max_bytes` must be at least 50\.0 KiB"):
         torch.compile(lambda: cache.update(states, states, 0), backend="eager")()

@@ -30,8 +30,7 @@ HEADS, HEAD_DIM, PROMPT, WINDOW = 2, 16, 500, 300
 
 
 def states(tokens: int, batch: int = 2, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    shape = (batch, HEADS, tokens, HEAD_DIM)
+    generator, shape = torch.Generator().manual_seed(seed), (batch, HEADS, tokens, HEAD_DIM)
     keys, values = (torch.randn(shape, generator=generator) for _ in range(2))
     # A mean and a large channel, so that keys are smoothed.
     keys[..., 3] = keys[..., 3] * 8 + 20
@@ -141,8 +140,7 @@ def test_codes_of_8_bits_are_packed_again_as_what_they_stand_for(operation: str)
                 got, expected = (store.blocks.state()[side][:, :, block] for store in (reference, again))
                 torch.testing.assert_close(got, expected, rtol=0, atol=0)
         assert reference.blocks.state()["block_ends"].tolist() == held.blocks.state()["block_ends"].tolist()
-        for name, vectors in held.runs.state().items():
-            torch.testing.assert_close(reference.runs.state()[name], vectors, rtol=0, atol=0)
+        torch.testing.assert_close(reference.runs.state(), held.runs.state(), rtol=0, atol=0)
     check_goes_on(cache, before, rtol=0, atol=4.0)
 
 

@@ -69,8 +69,7 @@ def decode(model: Any, cache: Any, ids: Tensor, steps: int) -> Tensor:
 
 def pair(kind: str, family: str = "gemma3") -> tuple[Any, kvlayers.Cache, kvlayers.Cache]:
     """A model, a cache, and one that is offloaded."""
-    model = tiny_model(family)
-    make = CACHES[kind]
+    model, make = tiny_model(family), CACHES[kind]
     return model, make(model.config), make(model.config, offloading=True, offload_only_non_sliding=False)
 
 
@@ -167,8 +166,7 @@ def test_every_name_works_where_nothing_has_to_travel(installed: None, name: str
 def test_encoder_decoders_send_cross_attention_once(
     installed: None, recorded: list[RecordingTransfers], name: str, family: str
 ) -> None:
-    model = tiny_model(family)
-    ids = prompt(2, 14)
+    model, ids = tiny_model(family), prompt(2, 14)
     outputs = [
         model.generate(
             ids, max_new_tokens=12, do_sample=False, cache_implementation=implementation, return_dict_in_generate=True
@@ -193,8 +191,7 @@ def test_a_step_sends_the_new_tokens_and_brings_what_is_held(recorded: list[Reco
     model = fresh_model("llama", num_hidden_layers=3)
     cache = CACHES[kind](model.config, offloading=True)
     new_token = 2 * 2 * 2 * 8 * 4
-    ids = decode(model, cache, prompt(2, 73), 3)[-1].argmax(-1, keepdim=True)
-    packing_steps = 0
+    ids, packing_steps = decode(model, cache, prompt(2, 73), 3)[-1].argmax(-1, keepdim=True), 0
     for _ in range(30):
         held = [live_bytes(layer.wrapped.store) for layer in cache.layers]
         ids = decode(model, cache, ids, 1)[-1].argmax(-1, keepdim=True)
@@ -387,8 +384,7 @@ def test_bad_input_is_a_named_error(case: str) -> None:
 def test_recurrent_states_stay_on_the_device(
     installed: None, recorded: list[RecordingTransfers], family: str, name: str, offloaded: int
 ) -> None:
-    model = model_of(family)
-    how = {"max_new_tokens": 12, "do_sample": False, "return_dict_in_generate": True}
+    model, how = model_of(family), {"max_new_tokens": 12, "do_sample": False, "return_dict_in_generate": True}
     expected = model.generate(prompt(2, 12), **how)
     output = model.generate(prompt(2, 12), **how, cache_implementation=name)
     assert torch.equal(output.sequences, expected.sequences)

@@ -244,8 +244,7 @@ def crossed(pair: Pair, act: Callable[[], object]) -> tuple[Crossings, offload.T
 
 @pytest.mark.parametrize("kind", LAYERS)
 def test_an_update_moves_what_the_meter_counts_and_the_host_waits_for_no_number(kind: str) -> None:
-    pair = Pair(kind)
-    before = bytes_in_use()
+    pair, before = Pair(kind), bytes_in_use()
     for tokens in (60, *itertools.repeat(1, 70), 9, 9, 80, 1):
         new = tuple(states.to(DEVICE) for states in pair.states(tokens))
         held = live_bytes(pair.offloaded)
@@ -262,8 +261,7 @@ def test_an_update_moves_what_the_meter_counts_and_the_host_waits_for_no_number(
 
 @pytest.mark.parametrize("kind", LAYERS)
 def test_what_was_brought_is_let_go_when_the_layer_changes(kind: str) -> None:
-    pair = Pair(kind)
-    before = bytes_in_use()
+    pair, before = Pair(kind), bytes_in_use()
     pair.update(90)
     pair.check()
     pair.both(lambda layer: layer.reset())
@@ -274,8 +272,7 @@ def test_what_was_brought_is_let_go_when_the_layer_changes(kind: str) -> None:
 def test_a_device_holds_two_layers_at_most_while_tokens_are_decoded(kind: str) -> None:
     prefetcher = offload.Prefetcher(transfers=BlockingTransfers)
     layers = [OffloadedLayer(LAYERS[kind](), prefetcher) for _ in range(4)]
-    pair = Pair(kind)
-    before = bytes_in_use()
+    pair, before = Pair(kind), bytes_in_use()
     for step in range(8):
         new = [tuple(states.to(DEVICE) for states in pair.states(1 if step else 150)) for _ in layers]
         with device.watched():

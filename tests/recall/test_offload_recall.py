@@ -183,8 +183,7 @@ def test_eager_attention_and_other_functions_read_what_they_need(
     pair.update(kind.to_a_page)
     pair.update(1, steps=3)
     keys, values = torch.randn((2, BATCH, KV_HEADS, 1, HEAD_DIM))
-    query = torch.randn(BATCH, HEADS, 1, HEAD_DIM)
-    found = []
+    query, found = torch.randn(BATCH, HEADS, 1, HEAD_DIM), []
     for layer, where in ((pair.plain, CPU), (pair.offloaded, pair.where)):
         key, value = layer.update(keys.to(where), values.to(where))
         scores = query.to(where) @ key.repeat_interleave(2, 1).transpose(2, 3)
@@ -195,8 +194,7 @@ def test_eager_attention_and_other_functions_read_what_they_need(
 
 @pytest.mark.parametrize(("place", "kind"), once(ALL_PLACES[:2], BOTH), indirect=["kind"])
 def test_what_travels_does_not_depend_on_the_length(place: str, kind: Kind, tmp_path: pathlib.Path) -> None:
-    all_chosen = BATCH * KV_HEADS * int(kind.recall.pages) * kind.page_bytes
-    sums = []
+    all_chosen, sums = BATCH * KV_HEADS * int(kind.recall.pages) * kind.page_bytes, []
     for times in (2, 8):
         pair = Pair(place, tmp_path, kind)
         pair.update(kind.to_a_page + 256 * times)

@@ -62,8 +62,7 @@ def test_caches_go_on_from_files_and_forks(make: Any, tmp_path: pathlib.Path) ->
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"num_return_sequences": 2, "do_sample": True}], ids=str)
 def test_generate_takes_the_option(options: dict[str, Any]) -> None:
     model, ids = tiny_model("llama"), prompt(2, 100)
-    settings = {"max_new_tokens": 12, **options}
-    found = []
+    settings, found = {"max_new_tokens": 12, **options}, []
     for cache_options in (
         {"past_key_values": DynamicCache(config=model, recall=RECALL)},
         {"cache_implementation": "dynamic", "cache_config": {"recall": RECALL}},

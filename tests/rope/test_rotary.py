@@ -88,8 +88,7 @@ def test_the_last_turn_is_remembered_and_no_other() -> None:
 
 
 def test_copies_are_whole_and_start_without_memories() -> None:
-    rotary = Rotary(FREQUENCIES, "pairs", 2)
-    keys = plain_keys(head_dim=10)
+    rotary, keys = Rotary(FREQUENCIES, "pairs", 2), plain_keys(head_dim=10)
     expected = moved(rotary, keys, 3)
     for twin in (copy.copy(rotary), copy.deepcopy(rotary), pickle.loads(pickle.dumps(rotary))):
         assert (twin.layout, twin.first, twin._turns) == ("pairs", 2, {})

@@ -54,8 +54,7 @@ def test_by_name_and_given_it_is_the_same_as_a_loop(family: str) -> None:
 
 @pytest.mark.parametrize("way", ["by name", "given without a config", "given with a config"])
 def test_in_a_padded_batch_each_sequence_is_as_it_is_alone(way: str) -> None:
-    model = fresh_model("llama").double()
-    texts = [prompt(1, length, seed=length) for length in (30, 22, 5)]
+    model, texts = fresh_model("llama").double(), [prompt(1, length, seed=length) for length in (30, 22, 5)]
     ids = torch.cat([torch.nn.functional.pad(text, (30 - text.shape[1], 0)) for text in texts])
     how: dict[str, Any] = {
         "by name": NARROW,

@@ -30,7 +30,7 @@ FEWER_IN_THE_ENCODER = {"encoder_layers": 1, "encoder_attention_heads": 2, "eos_
 
 # What a random model says depends on its input only where some weights are large; another factor for each family.
 MODELS: dict[str, tuple[dict[str, Any], dict[str, float]]] = {
-    "t5": ({"num_layers": 1}, {"shared": 3, "EncDecAttention": 16, "": 3}),
+    "t5": ({}, {"shared": 3, "EncDecAttention": 16, "": 3}),
     "bart": (FEWER_IN_THE_ENCODER, {"shared": 1, "embed": 1, "encoder_attn": 16, "": 3}),
     "marian": (FEWER_IN_THE_ENCODER, {"embed_positions": 1, "shared": 50, "embed": 50, "encoder_attn": 40, "": 3}),
     "whisper": ({**FEWER_IN_THE_ENCODER, "max_target_positions": 160}, {"embed": 1, "encoder_attn": 16, "": 20}),
@@ -243,6 +243,18 @@ def test_a_cache_without_cross_attention_is_refused(family: str, installed: None
         with pytest.raises(kvlayers.OptionError, match="EncoderDecoderCache"):
             generate(family, past_key_values=cache)
         assert cache.get_seq_length() == 0
+
+
+@pytest.mark.parametrize(("encoder_layers", "decoder_layers"), [(1, 3), (3, 1)])
+def test_a_t5_with_other_layers_in_its_decoder_has_a_cache_for_each(encoder_layers: int, decoder_layers: int) -> None:
+    model = fresh_model("t5", num_layers=encoder_layers, num_decoder_layers=decoder_layers)
+    how = {"max_new_tokens": 6, "do_sample": False}
+    expected = model.generate(**inputs("t5"), past_key_values=upstream_pair(), **how)
+    with kvlayers.installed():
+        for name in NAMED:
+            seen = model.generate(**inputs("t5"), cache_implementation=name, return_dict_in_generate=True, **how)
+            assert torch.equal(seen.sequences, expected)
+            assert len(seen.past_key_values) == decoder_layers
 
 
 # Whisper, which has a generate() of its own

@@ -484,8 +484,8 @@ def test_a_model_decodes_as_without_a_budget_until_it_is_reached(kind: str) -> N
 def test_models_whose_passes_begin_with_recurrent_states_stay_within_the_budget(family: str) -> None:
     """These states count, and so do their checkpoints, also where they are a part of a layer that attends."""
     model, full = families.model_of(family), DynamicCache(config=families.model_of(family).config)
-    parts = torch.randint(3, 97, (1, 620)).split([300, 100, *[1] * 60, 100, *[1] * 60], dim=1)
-    for ids in parts[:-60]:
+    parts = torch.randint(3, 97, (1, 800)).split([300, 100, *[1] * 150, 100, *[1] * 150], dim=1)
+    for ids in parts[:-150]:
         read_by_model(model, ids, full)
     cache = DynamicCache(config=model.config, max_bytes=int(full.nbytes * 0.6))
     for ids in parts:

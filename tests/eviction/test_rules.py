@@ -321,18 +321,22 @@ def rules_for(rule: EvictionRule, config: tf.PretrainedConfig, rotary: Rotary | 
     return [layer.options.rule for layer in kvlayers.EvictingCache(config, rule, rotary=rotary).layers]
 
 
-def test_a_model_tells_its_rules_how_it_rotates_and_scales() -> None:
-    llama = rules_for(ExpectedAttention(), tf.LlamaConfig(**LLAMA))
-    assert [rule.rotary is None for rule in llama] == [False, False]
-    assert [rule.scale for rule in llama] == [None, None]
-    gemma = tf.Gemma2Config(
-        **LLAMA, head_dim=8, query_pre_attn_scalar=64, layer_types=["full_attention", "full_attention"]
-    )
-    assert [rule.scale for rule in rules_for(SnapKV(), gemma)] == [1 / 8, 1 / 8]
-    assert [rule.scale for rule in rules_for(Tova(scale=0.3), gemma)] == [0.3, 0.3]
-    own = Rotary(FREQUENCIES, "pairs")
-    assert [rule.rotary for rule in rules_for(ExpectedAttention(), gemma, own)] == [own, own]
-    without_rope = tf.GPT2Config(n_layer=2, n_embd=32, n_head=4)
+GEMMA = tf.Gemma2Config(**LLAMA, head_dim=8, query_pre_attn_scalar=64, layer_types=["full_attention"] * 2)
+
+
+@pytest.mark.parametrize(
+    ("rule", "config", "scale"),
+    [(SnapKV(), tf.LlamaConfig(**LLAMA), None), (SnapKV(), GEMMA, 1 / 8), (Tova(scale=0.3), GEMMA, 0.3)],
+    ids=["of its own", "of the model", "given"],
+)
+def test_a_model_tells_its_rules_how_it_scales(rule: EvictionRule, config: Any, scale: float | None) -> None:
+    assert [own.scale for own in rules_for(rule, config)] == [scale, scale]
+
+
+def test_a_model_tells_its_rules_how_it_rotates() -> None:
+    own, without_rope = Rotary(FREQUENCIES, "pairs"), tf.GPT2Config(n_layer=2, n_embd=32, n_head=4)
+    assert None not in [rule.rotary for rule in rules_for(ExpectedAttention(), tf.LlamaConfig(**LLAMA))]
+    assert [rule.rotary for rule in rules_for(ExpectedAttention(), GEMMA, own)] == [own, own]
     assert [rule.rotary for rule in rules_for(ExpectedAttention(), without_rope)] == [None, None]
 
 

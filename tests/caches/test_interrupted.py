@@ -181,8 +181,8 @@ WAYS: dict[str, tuple[int, Change, Change]] = {
     "two sequences": (2, same, same),
     "rows": (2, rows, same),
     "then a fork": (2, same, lambda cache: cache.fork()),
-    "then beams": (2, same, beams),
     "then a pickle": (2, same, lambda cache: pickle.loads(pickle.dumps(cache))),
+    "then beams": (2, same, beams),
     "then a file of torch": (2, same, loaded),
     "then rows": (2, same, rows),
 }

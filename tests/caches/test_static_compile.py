@@ -289,6 +289,14 @@ def test_several_tokens_at_once_and_single_ones_may_follow_each_other() -> None:
         assert cache.get_seq_length() == sum(parts)
 
 
+def test_attention_in_plain_torch_reads_buckets_too() -> None:
+    model = bare(copy.deepcopy(small_model("hybrid")))
+    model.set_attn_implementation("eager")
+    inputs, expected = reference("hybrid", steps=20)
+    forward = torch.compile(model.forward, fullgraph=True, backend=backend)
+    check(decode(forward, static_cache("hybrid"), inputs, prefill=model), expected)
+
+
 # Between compiled steps
 
 
@@ -525,6 +533,3 @@ def test_a_cache_says_whether_it_reads_buckets() -> None:
             assert not cache.is_compileable
     assert static_cache("qwen2", compiled=True).fork().compiled
     assert pickle.loads(pickle.dumps(static_cache("qwen2", compiled=True))).compiled
-
-
-# generate() with a cache that is passed

@@ -54,6 +54,8 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     **{f"{n!r} forks": (lambda n=n: held().fork(n), "`n` must be") for n in (0, -1, 1.5, "two")},
     "half a hint": (lambda: kvlayers.DynamicCache(length_hint=1.5), "`length_hint` must be a whole number, got 1.5"),
     "disk without a place": (lambda: held().offload(device="disk"), "as `device` and `directory`"),
+    "a place that is no memory": (lambda: held().offload(device="cuda"), "`offload_device` must be"),
+    "bits that no code has": (lambda: held().pack(7), "must be one of 1, 2"),
     "a device that is a number": (lambda: kvlayers.make_cache("dynamic", config(), device=1.5), "`device` must be"),
     "one name to plan": (lambda: kvlayers.plan(config(), 100, names="int4"), r"pass \['int4'\]"),
     "a number to plan": (lambda: kvlayers.plan(config(), 100, names=5), "`names` must be a list .* got 5"),

@@ -10,9 +10,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import kvlayers
 import versions
-from families import model_and_inputs
-from kvlayers import DynamicCache, EncoderDecoderCache, EvictingCache, OptionError
-from kvlayers.errors import ConfigError, StateMismatchError, UnsupportedLayerError
+from families import model_of
+from kvlayers import DynamicCache, EncoderDecoderCache, EvictingCache, OptionError, errors
 from matrix import once
 from models import given, prompt, tiny_model
 
@@ -71,17 +70,21 @@ def test_a_layer_evicts_when_it_holds_64_tokens_more_than_its_budget() -> None:
     assert held == [*range(48, 112), *range(48, 112), 48, 49, 50]
 
 
-@pytest.mark.parametrize("family", ["bloom", "t5", "mistral", "mamba", "recurrent_gemma"])
-def test_models_whose_tokens_cannot_be_evicted_are_refused_by_name(family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "message"),
+    [
+        *((family, "depends on how many tokens") for family in ("bloom", "t5")),
+        *((family, "the layers of the model are") for family in ("mistral", "mamba", "recurrent_gemma")),
+    ],
+)
+def test_models_whose_tokens_cannot_be_evicted_are_refused_by_name(family: str, message: str) -> None:
     if family == "recurrent_gemma":
         versions.need_since("5.1", "caches of recurrent_gemma")
-    families = ("bloom", "recurrent_gemma")
-    model = model_and_inputs(family)[0] if family in families else tiny_model(family)
-    message = "depends on how many tokens" if family in ("bloom", "t5") else "the layers of the model are"
-    with pytest.raises(ConfigError, match=message):
+    model = model_of(family)
+    with pytest.raises(errors.ConfigError, match=message):
         EvictingCache(model.config, **OPTIONS)
     cache = EvictingCache(**OPTIONS)
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(errors.ConfigError, match=message):
         cache.prepare(model.config)
     assert not cache.layers
 
@@ -90,11 +93,10 @@ def test_models_whose_tokens_cannot_be_evicted_are_refused_by_name(family: str) 
     ("family", "rule"), once(["gemma3", "gemma3n", "gpt2", "bamba", "falcon_h1", "deepseek_v3"], ["keydiff", "snapkv"])
 )
 def test_a_model_is_served_with_all_tokens_kept_exactly(family: str, rule: str) -> None:
-    is_small = family in ("gemma3", "gpt2", "deepseek_v3")
-    model = tiny_model(family) if is_small else model_and_inputs(family)[0]
+    model = model_of(family)
     if family == "deepseek_v3" and rule == "snapkv":
         if kvlayers.upstream.compat.CACHES_LATENTS:
-            with pytest.raises(ConfigError, match="'snapkv' needs queries.*'deepseek_v3' has multi-head latent"):
+            with pytest.raises(errors.ConfigError, match="'snapkv' needs queries.*'deepseek_v3' has multi-head latent"):
                 EvictingCache(model.config, rule=rule, **OPTIONS)
         return
     ids = prompt(2, 30 + TOKENS)
@@ -158,7 +160,7 @@ def test_a_state_of_other_options_is_refused() -> None:
     read(model, cache, ids)
     for changes in ({"keep": 0.5}, {"rule": "knorm"}, {"recent_tokens": 9}, {"per_head": False}):
         stranger = EvictingCache(model.config, **{**OPTIONS, **changes})
-        with pytest.raises(StateMismatchError):
+        with pytest.raises(errors.StateMismatchError):
             stranger.load_state(cache.state())
         assert stranger.get_seq_length() == 0
 
@@ -188,12 +190,12 @@ MADE_FOR_A_CONFIG: dict[str, Callable[..., Any]] = {
 @pytest.mark.parametrize("make", MADE_FOR_A_CONFIG.values(), ids=MADE_FOR_A_CONFIG)
 def test_a_cache_without_a_config_says_what_it_lacks_and_learns_it(make: Callable[..., Any]) -> None:
     model, ids, cache = tiny_model("llama"), prompt(1, READ + TOKENS), make()
-    with pytest.raises(ConfigError, match=r"prepare\(model.config\)"):
+    with pytest.raises(errors.ConfigError, match=r"prepare\(model.config\)"):
         model(ids, past_key_values=cache)
     assert not cache.get_seq_length()
     cache.prepare(model.config)
     assert torch.equal(read(model, cache, ids), read(model, make(config=model.config), ids))
-    with pytest.raises(StateMismatchError, match="68 tokens"):
+    with pytest.raises(errors.StateMismatchError, match="68 tokens"):
         cache.prepare(model.config)
 
 
@@ -207,7 +209,7 @@ def test_a_rule_that_needs_no_config_is_given_none() -> None:
 def test_padding_of_another_batch_is_refused_before_anything_is_changed(make: Callable[..., Any]) -> None:
     model = tiny_model("llama")
     cache = make(config=model.config, left_padding=[0, 2, 1])
-    with pytest.raises(StateMismatchError, match="3 (entries|sequences)"):
+    with pytest.raises(errors.StateMismatchError, match="3 (entries|sequences)"):
         model(prompt(2, READ), past_key_values=cache)
     assert cache.get_seq_length() == 0
 
@@ -224,17 +226,14 @@ def attend(cache: EvictingCache, query: torch.Tensor, keys: torch.Tensor, values
 def test_compiled_attention_is_right_or_named(rule: str) -> None:
     plain, cache = (EvictingCache(tiny_model("llama", 1).config, rule=rule, **OPTIONS) for _ in range(2))
     compiled = torch.compile(attend, backend="eager")
-    try:
-        for tokens in (READ, 1, 1):
-            states = (torch.randn(1, heads, tokens, 8) for heads in (4, 2, 2))
-            query, keys, values = states
-            expected = attend(plain, query, keys, values)
-            if rule == "keydiff" or tokens > 1:
-                torch.testing.assert_close(compiled(cache, query, keys, values), expected)
-                continue
-            with pytest.raises(UnsupportedLayerError, match=r"'snapkv' needs the queries.*without torch\.compile"):
-                compiled(cache, query, keys, values)
-            assert cache.get_seq_length() == READ
-    finally:
-        torch._dynamo.reset()
+    for tokens in (READ, 1, 1):
+        states = (torch.randn(1, heads, tokens, 8) for heads in (4, 2, 2))
+        query, keys, values = states
+        expected = attend(plain, query, keys, values)
+        if rule == "keydiff" or tokens > 1:
+            torch.testing.assert_close(compiled(cache, query, keys, values), expected)
+            continue
+        with pytest.raises(errors.UnsupportedLayerError, match=r"'snapkv' needs the queries.*without torch\.compile"):
+            compiled(cache, query, keys, values)
+        assert cache.get_seq_length() == READ
     assert not cache.is_compileable

@@ -4,11 +4,10 @@ import io
 
 import pytest
 import torch
-import transformers
 
 import kvlayers
 from kvlayers.upstream import compat
-from models import tiny_model
+from models import prompt, tiny_model
 
 pytestmark = pytest.mark.slow
 
@@ -17,17 +16,13 @@ TOLERANCE = 1e-5
 """Attention over masked slots adds up the same float32 numbers in another order."""
 
 
-def ids_of(model: transformers.PreTrainedModel, batch: int) -> torch.Tensor:
-    return torch.randint(1, model.config.get_text_config().vocab_size, (batch, LENGTH))
-
-
 @pytest.mark.parametrize(("name", "strict"), [("llama", True), ("gemma3", False)])
 @torch.no_grad()
 def test_one_program_decodes_any_number_of_tokens(name: str, strict: bool) -> None:
     model = tiny_model(name)
     decoder = kvlayers.ExportableDecoder(model, max_cache_len=600, batch_size=2)
     program = torch.export.export(decoder, (torch.full((2, 1), 3), torch.tensor([0])), strict=strict)
-    ids, decode = ids_of(model, 2), program.module()
+    ids, decode = prompt(2, LENGTH), program.module()
     steps = [decode(ids[:, i : i + 1], torch.tensor([i])) for i in range(LENGTH)]
     torch.testing.assert_close(torch.cat(steps, dim=1), model(ids).logits, atol=TOLERANCE, rtol=0)
     assert decoder.cache.get_seq_length() == 0, "exporting takes in no token"
@@ -41,7 +36,7 @@ def test_a_program_starts_anew_and_goes_back_and_is_saved() -> None:
     torch.export.save(program, file)
     file.seek(0)
     for decode in (program.module(), torch.export.load(file).module()):
-        for ids in (ids_of(model, 1), ids_of(model, 1)):
+        for ids in (prompt(1, LENGTH), prompt(1, LENGTH, seed=1)):
             pairs = [decode(ids[:, i : i + 2], torch.arange(i, i + 2)) for i in (*range(0, LENGTH, 2), LENGTH // 2)]
             expected = model(ids).logits
             torch.testing.assert_close(torch.cat(pairs[:-1], dim=1), expected, atol=TOLERANCE, rtol=0)
@@ -72,6 +67,6 @@ def test_a_static_cache_that_is_exported_by_hand_is_read_as_a_whole() -> None:
     cache = kvlayers.StaticCache(config, max_cache_len=64, buckets=kvlayers.stores.Buckets(8))
     cache.early_initialization(1, config.num_key_value_heads, config.head_dim, torch.float32, "cpu")
     decode = torch.export.export(Decoder(model, cache), (torch.tensor([[3]]), torch.tensor(0))).module()
-    ids = ids_of(model, 1)
+    ids = prompt(1, LENGTH)
     steps = [decode(ids[:, i : i + 1], torch.tensor(i)) for i in range(LENGTH)]
     torch.testing.assert_close(torch.cat(steps, dim=1), model(ids).logits, atol=TOLERANCE, rtol=0)

@@ -2,7 +2,7 @@
 
 import contextlib
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -77,10 +77,10 @@ def filled(
     return cache, pairs
 
 
-def check(seen: tuple[torch.Tensor, ...], pair: tuple[torch.Tensor, ...], kind: str) -> None:
-    for states, exact in zip(seen, pair, strict=True):
-        assert (states.shape, states.dtype) == (exact.shape, exact.dtype)
-        torch.testing.assert_close(states + 0, exact, rtol=0, atol=KINDS[kind][3])
+def check(seen: Iterable[Any], exact: Iterable[Any], kind: str) -> None:
+    """The states of each layer are these, as far as the kind of cache has not rounded them."""
+    layers = [[states + 0 for states in layer] for layer in seen]
+    torch.testing.assert_close(layers, [[*layer] for layer in exact], rtol=0, atol=KINDS[kind][3])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -91,8 +91,7 @@ def test_tuples_make_the_round_trip(kind: str, library: Any) -> None:
     assert {type(states) for layer in legacy for states in layer} == {torch.Tensor}
     again = library.DynamicCache.from_legacy_cache(legacy)
     assert type(again) is library.DynamicCache
-    for pair, seen in zip(pairs, again.to_legacy_cache(), strict=True):
-        check(seen, pair, kind)
+    check(again.to_legacy_cache(), pairs, kind)
     again.update(*(states[:, :, :1] for states in pairs[0]), 0)
     assert (cache.get_seq_length(), again.get_seq_length()) == (tokens, tokens + 1)
     assert transformers.DynamicCache(legacy).get_seq_length() == tokens
@@ -101,8 +100,7 @@ def test_tuples_make_the_round_trip(kind: str, library: Any) -> None:
     for index, pair in enumerate(pairs):
         cache.update(*(states[:, :, :3] + 1 for states in pair), index)
     cache.reset()
-    for pair, seen in zip(pairs, legacy, strict=True):
-        check(seen, pair, kind)
+    check(legacy, pairs, kind)
 
 
 def test_no_tuples_make_an_empty_cache() -> None:
@@ -121,40 +119,14 @@ def test_no_tuples_make_an_empty_cache() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_cache_reads_as_a_sequence_of_pairs(kind: str, library: Any) -> None:
     cache, pairs = filled(kind=kind)
-    for index, (seen, pair) in enumerate(zip(cache, pairs, strict=True)):
-        check(seen, pair, kind)
-        check(cache[index], pair, kind)
-        check(cache[index - 3], pair, kind)
-        check((cache.key_cache[index], cache.value_cache[index]), pair, kind)
+    check(cache, pairs, kind)
+    for first in (0, -3):
+        check([cache[first + index] for index in range(3)], pairs, kind)
+    check(zip(cache.key_cache, cache.value_cache, strict=True), pairs, kind)
     assert len(cache) == len(cache.key_cache) == len(list(cache.value_cache)) == 3
     assert len(cache.key_cache[1:]) == 2
     keys, values = zip(*cache, strict=True)
     assert len(keys) == len(values) == 3
-
-
-def test_tuples_of_too_few_or_misplaced_layers_are_refused() -> None:
-    config = tiny_model("llama").config
-    pair = (torch.randn(1, 2, 3, 8), torch.randn(1, 2, 3, 8))
-    with pytest.raises(kvlayers.errors.LegacyFormatError, match="of the 2 layers .* got 1"):
-        kvlayers.DynamicCache.from_legacy_cache((pair,), config=config)
-    cache = kvlayers.DynamicCache()
-    cache.update(*pair, 1)
-    with pytest.raises(kvlayers.errors.LegacyFormatError, match="got an empty layer 0 before layer 1"):
-        cache.to_legacy_cache()
-
-
-@pytest.mark.parametrize("kind", ["dynamic", "quantized"])
-def test_states_can_be_put_in_place_through_the_lists(kind: str) -> None:
-    cache, pairs = filled(kind=kind)
-    values_before = cache.value_cache[1] + 0
-    other = torch.randn_like(pairs[1][0])
-    cache.key_cache[1] = other
-    check((cache[1][0],), (other,), kind)
-    # Values that are on the grid of their codes already are rounded to the same ones.
-    torch.testing.assert_close(cache.value_cache[1] + 0, values_before, rtol=1e-4, atol=1e-4)
-    check(cache[0], pairs[0], kind)
-    keys, _ = cache.update(*(states[:, :, :1] for states in pairs[1]), 1)
-    check((keys[:, :, : other.shape[2]],), (other,), kind)
 
 
 @pytest.mark.filterwarnings("ignore:.*is from transformers 4:DeprecationWarning")
@@ -184,36 +156,46 @@ def test_crop_takes_its_number_by_its_old_name() -> None:
     assert cache.get_seq_length() == 3
 
 
-@pytest.mark.parametrize(
-    "tuples",
-    [
-        (torch.randn(1, 2, 3, 4),) * 2,
-        ((torch.randn(1, 2, 3, 4),),),
-        ((torch.randn(1, 2, 3, 4),) * 3,),
-        (((torch.randn(1, 2, 3, 4),) * 2,) * 2,),
-        ((torch.randn(2, 3, 4),) * 2,),
-        3,
-        ((1, 2),),
-        ((torch.randn(1, 2, 3, 4), torch.randn(1, 2, 5, 4)),),
-        ((torch.randn(1, 2, 3, 4),) * 2, (torch.randn(1, 2, 5, 4),) * 2),
-        ((torch.randn(1, 2, 3, 4),) * 2, (torch.randn(2, 2, 3, 4),) * 2),
-    ],
-    ids=[
-        "flat",
-        "no values",
-        "three",
-        "too deep",
-        "three dimensions",
-        "a number",
-        "numbers",
-        "tokens of values",
-        "tokens of layer 1",
-        "batch of layer 1",
-    ],
-)
-def test_tuples_of_the_wrong_depth_or_shapes_are_refused(tuples: object) -> None:
-    with pytest.raises(kvlayers.errors.LegacyFormatError, match="must .* got"):
-        kvlayers.DynamicCache.from_legacy_cache(tuples)
+def without_states_of_layer_0() -> kvlayers.DynamicCache:
+    cache = kvlayers.DynamicCache()
+    cache.update(KEYS, KEYS, 1)
+    return cache
+
+
+def of_jamba() -> Any:
+    model = tiny_model("jamba")
+    return read(model, prompt(1), kvlayers.DynamicCache(config=model.config))[0]
+
+
+def of_tuples(tuples: object, **options: Any) -> kvlayers.Cache:
+    return kvlayers.DynamicCache.from_legacy_cache(tuples, **options)
+
+
+KEYS, LONGER = torch.randn(1, 2, 3, 4), torch.randn(1, 2, 5, 4)
+REFUSED: dict[str, tuple[Callable[[], object], str]] = {
+    "flat": (lambda: of_tuples((KEYS,) * 2), "must .* got"),
+    "no values": (lambda: of_tuples(((KEYS,),)), "must .* got"),
+    "three": (lambda: of_tuples(((KEYS,) * 3,)), "must .* got"),
+    "too deep": (lambda: of_tuples((((KEYS,) * 2,) * 2,)), "must .* got"),
+    "three dimensions": (lambda: of_tuples(((KEYS[0],) * 2,)), "must .* got"),
+    "a number": (lambda: of_tuples(3), "must .* got"),
+    "numbers": (lambda: of_tuples(((1, 2),)), "must .* got"),
+    "tokens of values": (lambda: of_tuples(((KEYS, LONGER),)), "must .* got"),
+    "tokens of layer 1": (lambda: of_tuples(((KEYS,) * 2, (LONGER,) * 2)), "must .* got"),
+    "batch of layer 1": (lambda: of_tuples(((KEYS,) * 2, (KEYS.repeat(2, 1, 1, 1),) * 2)), "must .* got"),
+    "a layer too few": (
+        lambda: of_tuples(((KEYS,) * 2,), config=tiny_model("llama").config),
+        "of the 2 layers .* got 1",
+    ),
+    "an empty layer": (lambda: without_states_of_layer_0().to_legacy_cache(), "an empty layer 0 before layer 1"),
+    "a recurrent state": (lambda: of_jamba().to_legacy_cache(), "recurrent state"),
+}
+
+
+@pytest.mark.parametrize(("make", "words"), REFUSED.values(), ids=REFUSED)
+def test_what_is_no_tuples_of_keys_and_values_is_refused(make: Callable[[], object], words: str) -> None:
+    with pytest.raises(kvlayers.errors.LegacyFormatError, match=words):
+        make()
 
 
 @pytest.mark.parametrize(("kind", "options"), [("DynamicCache", {}), ("StaticCache", {"max_cache_len": 32})])
@@ -235,22 +217,15 @@ def test_a_model_with_a_generate_of_its_own_is_refused_tuples(installed: None) -
         model.generate(prompt(1), max_new_tokens=2, return_legacy_cache=True)
 
 
-def test_recurrent_states_have_no_tuple_form() -> None:
-    model = tiny_model("jamba")
-    cache, _ = read(model, prompt(1), kvlayers.DynamicCache(config=model.config))
-    with pytest.raises(kvlayers.errors.LegacyFormatError, match="recurrent state"):
-        cache.to_legacy_cache()
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_encoder_decoder_cache_reads_as_tuples_of_four(kind: str, library: Any) -> None:
     (own, own_pairs), (cross, cross_pairs) = filled(kind=kind), filled(tokens=170, kind=kind)
     tokens = own.get_seq_length()
     cache = library.EncoderDecoderCache(own, cross)
     assert cache.is_updated == {0: True, 1: True, 2: True}
-    for seen, own_pair, cross_pair in zip(cache, own_pairs, cross_pairs, strict=True):
-        check(seen, (*own_pair, *cross_pair), kind)
-    check(cache[1], (*own_pairs[1], *cross_pairs[1]), kind)
+    pairs = [(*own_pair, *cross_pair) for own_pair, cross_pair in zip(own_pairs, cross_pairs, strict=True)]
+    check(cache, pairs, kind)
+    check([cache[1]], pairs[1:2], kind)
     again = library.EncoderDecoderCache.from_legacy_cache(cache.to_legacy_cache())
     assert (again.get_seq_length(), again.cross_attention_cache.get_seq_length()) == (tokens, 170)
     assert type(again) is library.EncoderDecoderCache

@@ -1,13 +1,11 @@
 """Budgets of layers: their mean is the one that was asked for, within bounds."""
 
-import itertools
 import math
 
 import pytest
 import transformers
 
-from kvlayers import EvictingCache
-from kvlayers.errors import OptionError
+from kvlayers import EvictingCache, OptionError
 from kvlayers.eviction.options import layer_keeps, layer_tokens
 
 KINDS = ["uniform", "pyramid", [5, 1, 1, 0.5], [1e-9, 1e9, 1, 1], [1e308, 1e308, 1e308, 1e307]]
@@ -29,34 +27,31 @@ def test_tokens_of_all_layers_are_as_many_as_were_asked_for(kind: str | list[flo
     assert min(found) >= 68
 
 
-def test_uniform_layers_are_equal_and_a_pyramid_of_one_layer_is_the_average() -> None:
-    assert layer_keeps("uniform", 3, 0.5) == [0.5, 0.5, 0.5]
-    assert layer_tokens("uniform", 3, 100) == [100, 100, 100]
-    assert layer_keeps("pyramid", 1, 0.3) == [0.3]
-    assert layer_tokens("pyramid", 1, 77) == [77]
+@pytest.mark.parametrize(
+    ("kind", "keep", "expected"),
+    [
+        ("uniform", 0.5, [0.5] * 3),
+        # It falls by the same amount, and one layer is the average.
+        ("pyramid", 0.3, [0.3]),
+        ("pyramid", 0.5, [0.975, 0.7375, 0.5, 0.2625, 0.025]),
+        ("pyramid", 0.25, [0.4875, 0.36875, 0.25, 0.13125, 0.0125]),
+        ("pyramid", 0.75, [1.0, 0.875, 0.75, 0.625, 0.5]),
+        ("pyramid", 1.0, [1.0] * 5),
+        # Weights are ratios until a layer keeps all: the others share the rest in their ratios.
+        ([4, 2, 1, 1], 0.25, [0.5, 0.25, 0.125, 0.125]),
+        ([100, 2, 1, 1], 0.5, [1.0, 0.5, 0.25, 0.25]),
+    ],
+)
+def test_what_each_layer_keeps(kind: str | list[float], keep: float, expected: list[float]) -> None:
+    assert layer_keeps(kind, len(expected), keep) == pytest.approx(expected, abs=1e-9)
 
 
 @pytest.mark.parametrize(
-    ("keep", "first", "last"), [(0.5, 0.975, 0.025), (0.25, 0.4875, 0.0125), (0.75, 1.0, 0.5), (1.0, 1.0, 1.0)]
+    ("kind", "budget", "expected"),
+    [("uniform", 100, [100] * 3), ("pyramid", 77, [77]), ("pyramid", 256, [444, 319, 193, 68])],
 )
-def test_a_pyramid_falls_by_the_same_amount(keep: float, first: float, last: float) -> None:
-    found = layer_keeps("pyramid", 5, keep)
-    assert math.isclose(found[0], first, abs_tol=1e-12)
-    assert math.isclose(found[-1], last, abs_tol=1e-12)
-    steps = [one - next_one for one, next_one in itertools.pairwise(found)]
-    assert all(math.isclose(step, steps[0], abs_tol=1e-12) for step in steps)
-
-
-def test_a_pyramid_of_tokens_ends_at_the_least() -> None:
-    found = layer_tokens("pyramid", 4, 256, least=68)
-    assert found == sorted(found, reverse=True)
-    assert (found[0], found[-1]) == (444, 68)
-
-
-def test_weights_are_ratios_until_a_layer_keeps_all() -> None:
-    assert [round(keep, 9) for keep in layer_keeps([4, 2, 1, 1], 4, 0.25)] == [0.5, 0.25, 0.125, 0.125]
-    # The first layer would keep more than all: the others share the rest in their ratios.
-    assert [round(keep, 9) for keep in layer_keeps([100, 2, 1, 1], 4, 0.5)] == [1.0, 0.5, 0.25, 0.25]
+def test_tokens_of_each_layer(kind: str, budget: int, expected: list[int]) -> None:
+    assert layer_tokens(kind, len(expected), budget, least=68) == expected
 
 
 @pytest.mark.parametrize(

@@ -145,8 +145,7 @@ def test_h2o(tokens: int, observed: int, scale: float | None, at_once: int, monk
 
 def test_h2o_never_builds_all_scores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rules, "CPU_SCORES_AT_ONCE", 5000)
-    largest = 0
-    softmax = Tensor.softmax
+    largest, softmax = 0, Tensor.softmax
 
     def noting(scores: Tensor, dim: int) -> Tensor:
         nonlocal largest
@@ -176,8 +175,7 @@ def expected_scores(
     scores = torch.full((keys.shape[0], KV_HEADS, tokens), torch.inf, dtype=torch.float64)
     for row in range(keys.shape[0]):
         for head in range(KV_HEADS):
-            own = keys[row, head, rule.sinks :].double()
-            chances = []
+            own, chances = keys[row, head, rule.sinks :].double(), []
             for member in range(GROUPS):
                 queries = plain[row, head * GROUPS + member].double()
                 mean = matrix @ queries.mean(0)
@@ -197,35 +195,18 @@ def test_expected_attention(
     monkeypatch.setattr(rules, "TOKENS_AT_ONCE", at_once)
     keys, values, plain = states(tokens, torch.float64)
     positions = torch.arange(first, first + tokens, dtype=torch.float64)
-    if layout is None:
-        turned_keys, turned_queries = keys, plain
-    else:
-        turned_keys, turned_queries = rotated(keys, positions, layout), rotated(plain, positions, layout)
+    turned_keys, turned_queries = (
+        side if layout is None else rotated(side, positions, layout) for side in (keys, plain)
+    )
     rotary = None if layout is None else Rotary(FREQUENCIES, layout)
-    for scale, epsilon in ((None, 0.0), (0.05, 0.02)):
+    # The newest queries alone are those that it is given.
+    for scale, epsilon, newest in ((None, 0.0, tokens), (0.05, 0.02, tokens), (None, 0.0, tokens // 3)):
         rule = ExpectedAttention(future=20, epsilon=epsilon).for_attention(rotary, scale)
-        expected = expected_scores(turned_keys, values, plain[:, :, rule.sinks :], first, rule, layout)
-        assert_near(scores_of(rule, turned_keys, values, turned_queries), expected, 1e-9)
-        found = scores_of(rule, turned_keys.float(), values.float(), turned_queries.float())
-        assert_near(found, expected, 1e-3)
-
-
-def test_expected_attention_takes_the_newest_queries_alone() -> None:
-    keys, values, plain = states(40, torch.float64)
-    positions = torch.arange(40, dtype=torch.float64)
-    rule = ExpectedAttention(future=20).for_attention(Rotary(FREQUENCIES, "halves"), None)
-    turned_keys, turned_queries = rotated(keys, positions, "halves"), rotated(plain, positions, "halves")
-    expected = expected_scores(turned_keys, values, plain[:, :, -9:], 0, rule, "halves")
-    assert_near(rule.scores(turned_keys, values, turned_queries[:, :, -9:]), expected, 1e-9)
-
-
-@pytest.mark.parametrize("tokens", [1, 3, 4, 5])
-def test_expected_attention_of_hardly_more_tokens_than_sinks(tokens: int) -> None:
-    keys, values, queries = states(tokens)
-    found = scores_of(ExpectedAttention(), keys, values, queries)
-    assert found[..., :4].isinf().all()
-    assert not found.isnan().any()
-    assert found[..., 4:].isfinite().all()
+        unsunk = plain[:, :, max(rule.sinks, tokens - newest) :]
+        expected = expected_scores(turned_keys, values, unsunk, first, rule, layout)
+        for dtype, near in ((torch.float64, 1e-9), (torch.float32, 1e-3)):
+            given = (side.to(dtype) for side in (turned_keys, values, turned_queries[:, :, -newest:]))
+            assert_near(scores_of(rule, *given), expected, near)
 
 
 def test_expected_attention_is_exact_if_the_mean_is_far_from_zero() -> None:
@@ -258,14 +239,12 @@ def test_random_is_spread_evenly_and_differs_by_head_and_sequence(seed: int) -> 
     keys = torch.randn(1, 1, 2000, HEAD_DIM).expand(2, 4, -1, -1).clone()
     keys += torch.arange(8).view(2, 4, 1, 1) * 1e-3
     found = RandomEviction(seed).scores(keys, keys, None) / (1 << 24)
-    rows = [*found[0], found[1, 0]]
-    for number, row in enumerate(rows):
-        assert row.min() >= 0
-        assert row.max() < 1
-        assert abs(row.mean() - 0.5) < 0.03
-        assert abs(row.std() - 12**-0.5) < 0.02
-        for other in rows[:number]:
-            assert abs(torch.corrcoef(torch.stack((row, other)))[0, 1]) < 0.1
+    rows = torch.stack([*found[0], found[1, 0]])
+    assert ((rows >= 0) & (rows < 1)).all()
+    close = {"rtol": 0, "check_dtype": False}
+    torch.testing.assert_close(rows.mean(1), torch.full((5,), 0.5), atol=0.03, **close)
+    torch.testing.assert_close(rows.std(1), torch.full((5,), 12**-0.5), atol=0.02, **close)
+    torch.testing.assert_close(torch.corrcoef(rows), torch.eye(5), atol=0.1, **close)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -342,18 +321,22 @@ def rules_for(rule: EvictionRule, config: tf.PretrainedConfig, rotary: Rotary | 
     return [layer.options.rule for layer in kvlayers.EvictingCache(config, rule, rotary=rotary).layers]
 
 
-def test_a_model_tells_its_rules_how_it_rotates_and_scales() -> None:
-    llama = rules_for(ExpectedAttention(), tf.LlamaConfig(**LLAMA))
-    assert [rule.rotary is None for rule in llama] == [False, False]
-    assert [rule.scale for rule in llama] == [None, None]
-    gemma = tf.Gemma2Config(
-        **LLAMA, head_dim=8, query_pre_attn_scalar=64, layer_types=["full_attention", "full_attention"]
-    )
-    assert [rule.scale for rule in rules_for(SnapKV(), gemma)] == [1 / 8, 1 / 8]
-    assert [rule.scale for rule in rules_for(Tova(scale=0.3), gemma)] == [0.3, 0.3]
-    own = Rotary(FREQUENCIES, "pairs")
-    assert [rule.rotary for rule in rules_for(ExpectedAttention(), gemma, own)] == [own, own]
-    without_rope = tf.GPT2Config(n_layer=2, n_embd=32, n_head=4)
+GEMMA = tf.Gemma2Config(**LLAMA, head_dim=8, query_pre_attn_scalar=64, layer_types=["full_attention"] * 2)
+
+
+@pytest.mark.parametrize(
+    ("rule", "config", "scale"),
+    [(SnapKV(), tf.LlamaConfig(**LLAMA), None), (SnapKV(), GEMMA, 1 / 8), (Tova(scale=0.3), GEMMA, 0.3)],
+    ids=["of its own", "of the model", "given"],
+)
+def test_a_model_tells_its_rules_how_it_scales(rule: EvictionRule, config: Any, scale: float | None) -> None:
+    assert [own.scale for own in rules_for(rule, config)] == [scale, scale]
+
+
+def test_a_model_tells_its_rules_how_it_rotates() -> None:
+    own, without_rope = Rotary(FREQUENCIES, "pairs"), tf.GPT2Config(n_layer=2, n_embd=32, n_head=4)
+    assert None not in [rule.rotary for rule in rules_for(ExpectedAttention(), tf.LlamaConfig(**LLAMA))]
+    assert [rule.rotary for rule in rules_for(ExpectedAttention(), GEMMA, own)] == [own, own]
     assert [rule.rotary for rule in rules_for(ExpectedAttention(), without_rope)] == [None, None]
 
 

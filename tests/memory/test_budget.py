@@ -15,9 +15,8 @@ import transformers as tf
 
 import families
 import kvlayers
-from kvlayers import DynamicCache, QuantizedCache, quantizers
+from kvlayers import CapacityError, DynamicCache, OptionError, QuantizedCache, quantizers
 from kvlayers.core.buffer import TokenBuffer
-from kvlayers.errors import CapacityError, OptionError
 from kvlayers.kernels.attention.packed_tensor import as_dense
 from models import fresh_model
 from models import read as read_by_model
@@ -67,15 +66,15 @@ def exact_tokens(cache: Any) -> list[int]:
 
 
 @torch.no_grad()
-def read(cache: Any, chunks: list[int], batch: int = 1, first: int = 0) -> int:
+def read(cache: Any, chunks: list[int]) -> int:
     """Pass tokens to each layer; returns the most bytes that the cache has held meanwhile."""
-    most, position = 0, first
+    most = 0
     for tokens in chunks:
+        position, batch = cache.get_seq_length(), max(cache.batch_size, 1)
         for index in range(LAYERS):
             cache.update(*states(tokens, batch, 7 * position + index), index)
             if tokens > 1 or index == LAYERS - 1:
                 most = max(most, cache.nbytes)
-        position += tokens
     return most
 
 
@@ -93,10 +92,10 @@ def check_states(cache: Any, full: Any, off: float) -> None:
                 torch.testing.assert_close(side[:, :, -newest:], exact[:, :, -newest:], rtol=0, atol=difference)
 
 
-def least_bytes(cache: Any, tokens: int, first: int = 0) -> tuple[int, str]:
+def least_bytes(cache: Any, tokens: int) -> tuple[int, str]:
     """The bytes that a pass would have had to be allowed, and the error that names them."""
     with pytest.raises(CapacityError) as caught:
-        read(cache, [tokens], first=first)
+        read(cache, [tokens])
     message = str(caught.value)
     return int(message.partition("(")[2].partition(" bytes")[0]), message
 
@@ -147,7 +146,7 @@ def test_it_is_exact_to_the_last_token_that_fits(kind: str, hint: int | None, ch
     assert read(cache, chunks) <= budget
     assert [layer.exact_from for layer in cache.layers] == [0] * LAYERS
     assert cache.budget.note == "all tokens are exact"
-    assert read(cache, [1], first=400) <= budget
+    assert read(cache, [1]) <= budget
     assert cache.layers[1].exact_from > 0
 
 
@@ -187,7 +186,7 @@ def test_layers_narrow_from_the_first_on_and_none_before_it_must(narrow: int) ->
     read(cache, [500, tokens - 500])
     assert bits_of(cache) == bits
     cache.crop(600)
-    read(cache, [1], first=600)
+    read(cache, [1])
     assert bits_of(cache) == bits
     assert f"4 bits in {narrow} of 3 layers" in cache.budget.note
 
@@ -211,12 +210,12 @@ def test_what_beams_share_counts_once_until_it_is_rounded() -> None:
     for each in (cache, wider, full):
         read(each, [400])
         each.expand(4)
-    assert read(cache, [1] * 60, 4, first=400) <= budget
+    assert read(cache, [1] * 60) <= budget
     assert [layer.exact_from for layer in cache.layers] == [0] * LAYERS
     with pytest.raises(CapacityError, match="`max_bytes` must be at least"):
-        read(cache, [1], 4, first=460)
+        read(cache, [1])
     for each in (wider, full):
-        read(each, [200], 4, first=400)
+        read(each, [200])
     assert wider.nbytes <= 1200 * TOKEN_BYTES
     assert wider.layers[0].exact_from > 0
     check_states(wider, full, 0.5)
@@ -229,9 +228,9 @@ def test_rows_share_the_budget_and_the_longest_keeps_more_than_others_have() -> 
     for cache, tokens in zip(alone, (700, 60), strict=True):
         read(cache, [tokens])
     rows = kvlayers.merge(alone)
-    read(rows, [1] * 40, 2, first=700)
+    read(rows, [1] * 40)
     assert {layer.fidelity for layer in rows.layers} == {"exact"}
-    assert read(rows, [1] * 130, 2, first=740) <= budget
+    assert read(rows, [1] * 130) <= budget
     longest = rows.adapted_layers()[0].separate_rows[0]
     assert 128 + 2 * 64 < longest.length - longest.exact_from < 870
 
@@ -291,20 +290,20 @@ def test_steps_ask_the_budget_nothing_that_is_known(case: str, accelerator: None
         nonlocal calls
         calls += event == "call" and frame.f_code.co_filename.endswith("memory/budget.py")
 
-    def counted(chunks: list[int], first: int) -> int:
+    def counted(chunks: list[int]) -> int:
         nonlocal calls
         calls = 0
         sys.setprofile(count)
         try:
-            read(cache, chunks, first=first)
+            read(cache, chunks)
         finally:
             sys.setprofile(None)
         return calls
 
     # Layers are asked once in the first pass, with some numbers of tokens that may fit.
-    assert LAYERS - 1 < counted([600], 0) < 700
-    read(cache, [1] * 4, first=600)
-    assert counted([1] * 60, 604) <= 60 * (20 if case == "rounded" else 1)
+    assert LAYERS - 1 < counted([600]) < 700
+    read(cache, [1] * 4)
+    assert counted([1] * 60) <= 60 * (20 if case == "rounded" else 1)
 
 
 def test_many_tokens_are_planned_ahead_of_many() -> None:
@@ -313,9 +312,9 @@ def test_many_tokens_are_planned_ahead_of_many() -> None:
     read(cache, [6400, 1])
     kept = {layer.store.kept for layer in cache.layers}
     # Codes of 200 tokens take as much as 78 exact ones do beside theirs, which is more than a block.
-    read(cache, [1] * 190, first=6401)
+    read(cache, [1] * 190)
     assert {layer.store.kept for layer in cache.layers} == kept
-    read(cache, [1] * 64, first=6600)
+    read(cache, [1] * 64)
     assert {layer.store.kept for layer in cache.layers} != kept
     assert cache.nbytes <= 3000 * TOKEN_BYTES
 
@@ -325,10 +324,7 @@ def test_chunks_that_windows_pack_before_they_lose_tokens_count(share: float) ->
     """A chunk nearly as long as the window is packed behind it, and the memory of its blocks stays."""
     config = tf.MistralConfig(**SMALL, sliding_window=WINDOW)
     cache = DynamicCache(config=config, max_bytes=int(499 * TOKEN_BYTES * share))
-    position = 0
-    for tokens in (400, 390, *[20] * 16, *[1] * 40):
-        assert read(cache, [tokens], first=position) <= cache.budget.max_bytes, position
-        position += tokens
+    assert read(cache, [400, 390, *[20] * 16, *[1] * 40]) <= cache.budget.max_bytes
 
 
 @pytest.mark.parametrize("chunk", [5, 20])
@@ -344,8 +340,7 @@ def test_a_chunk_that_packed_windows_take_beside_what_leaves_them_stays_within_t
     cache = DynamicCache(config=config, max_bytes=budget)
     assert read(cache, [200, *[1] * 63]) <= budget
     assert cache.layers[0].bits
-    for turn in range(2):
-        assert read(cache, [chunk, 1, 1], first=263 + turn * (chunk + 2)) <= budget
+    assert read(cache, [chunk, 1, 1] * 2) <= budget
 
 
 def test_the_least_bytes_of_windows_are_those_of_full_ones_without_sinks() -> None:
@@ -365,18 +360,6 @@ def test_a_buffer_grows_as_without_a_budget_while_there_is_room() -> None:
             read(each, [300, 1, 1])
         # Without a config, no room is taken for further tokens before all layers are known.
         assert 0 <= cache.nbytes - plain.nbytes <= (TOKEN_BYTES if kind != "dynamic" else 0)
-
-
-def test_it_ends_as_a_cache_of_the_last_bits_from_the_start() -> None:
-    budget = int(TOKENS * TOKEN_BYTES * 0.39)
-    cache = DynamicCache(max_bytes=budget, ladder=("int4",))
-    read(cache, [TOKENS])
-    reference = QuantizedCache(nbits=4)
-    read(reference, [TOKENS])
-    assert exact_tokens(cache)[0] >= exact_tokens(reference)[0]
-    blocks = (cache.layers[0].exact_from - 16) // 64
-    got, expected = (layer.peek()[0] for layer in (cache.layers[0], reference.layers[0]))
-    torch.testing.assert_close(as_dense(got)[:, :, : 16 + 64 * blocks], as_dense(expected)[:, :, : 16 + 64 * blocks])
 
 
 OPERATIONS: dict[str, Callable[[Any], Any]] = {
@@ -400,7 +383,7 @@ def test_bytes_stay_within_the_budget_after(operation: str) -> None:
     cache, full = change(cache) or cache, change(full) or full
     batch = full.batch_size
     for each in (cache, full):
-        read(each, [1] * 150, batch, first=900)
+        read(each, [1] * 150)
     assert cache.nbytes <= budget + batch * LAYERS * BLOCK_BYTES
     assert all(128 <= kept < layer.length for kept, layer in zip(exact_tokens(cache), cache.layers, strict=True))
     check_states(cache, full, 0.5)
@@ -417,17 +400,17 @@ def test_room_behind_repeated_sequences_is_given_back_before_tokens_are_rounded_
         each.batch_repeat_interleave(2)
     assert cache.nbytes > room * TOKEN_BYTES
     more = room // 2 - tokens
-    assert read(cache, [1] * more, 2, tokens) <= room * TOKEN_BYTES
-    read(full, [1] * more, 2, tokens)
+    assert read(cache, [1] * more) <= room * TOKEN_BYTES
+    read(full, [1] * more)
     assert exact_tokens(cache) == [room // 2] * LAYERS
     check_states(cache, full, 0)
     # The next token of each sequence has no room in full precision.
     if tokens > 208:
-        assert read(cache, [1, 1], 2, room // 2) <= room * TOKEN_BYTES
+        assert read(cache, [1, 1]) <= room * TOKEN_BYTES
         assert min(bits_of(cache)) == 8
     else:
         with pytest.raises(CapacityError, match="max_bytes"):
-            read(cache, [1], 2, room // 2)
+            read(cache, [1])
 
 
 def test_a_backend_that_is_registered_again_counts_by_its_new_blocks() -> None:
@@ -456,18 +439,15 @@ def test_a_fork_has_a_budget_of_its_own_and_all_is_exact_again_after_a_reset() -
     cache = DynamicCache(max_bytes=600 * TOKEN_BYTES)
     read(cache, [500])
     fork = cache.fork()
-    read(cache, [400], first=500)
-    assert cache.layers[0].exact_from > 0
-    assert fork.layers[0].fidelity == "exact"
-    read(fork, [1] * 50, first=500)
-    assert fork.layers[0].fidelity == "exact"
-    cache.reset()
-    read(cache, [300, 1, 200])
-    assert [layer.exact_from for layer in cache.layers] == [0] * LAYERS
-    cache.give_way()
-    fork.reset()
-    read(fork, [300])
-    assert fork.layers[0].fidelity == "exact"
+    for each, tokens, fidelity in ((cache, 400, "rounded"), (fork, 50, "exact")):
+        read(each, [tokens])
+        assert each.layers[0].fidelity == fidelity
+    for each in (cache, fork):
+        each.reset()
+        read(each, [300, 1, 200])
+        assert [layer.exact_from for layer in each.layers] == [0] * LAYERS
+        # The fork, which follows, does not give way.
+        cache.give_way()
 
 
 @pytest.mark.parametrize("cropped", [None, 100])
@@ -477,12 +457,11 @@ def test_what_forks_share_is_within_the_budget_of_each(goes_first: str, cropped:
     cache = DynamicCache(max_bytes=budget)
     read(cache, [500, 20])
     both = {"cache": cache, "fork": cache.fork()}
-    read(both.pop(goes_first), [30], first=520)
+    read(both.pop(goes_first), [30])
     (last,) = both.values()
     if cropped is not None:
         last.crop(cropped)
-    for _ in range(8):
-        assert read(last, [10], first=last.length) <= budget
+    assert read(last, [10] * 8) <= budget
     # What is alone has room for as many.
     assert last.layers[0].exact_from == 0
 
@@ -516,8 +495,7 @@ def test_models_whose_passes_begin_with_recurrent_states_stay_within_the_budget(
 
 
 def test_generate_takes_a_budget_by_name() -> None:
-    model = model_of()
-    ids = torch.randint(3, 97, (1, 300))
+    model, ids = model_of(), torch.randint(3, 97, (1, 300))
     with kvlayers.installed():
         for name in ("dynamic", "quantized", "auto"):
             result = model.generate(
@@ -542,7 +520,7 @@ def test_saved_with_its_budget(max_bytes: int, tmp_path: Any) -> None:
     assert exact_tokens(loaded) == exact_tokens(cache)
     assert (loaded.budget.max_bytes, loaded.budget.ladder) == (max_bytes, ("int8",))
     for each in (cache, loaded):
-        read(each, [1] * 60, first=800)
+        read(each, [1] * 60)
     assert exact_tokens(loaded) == exact_tokens(cache)
     torch.testing.assert_close(
         as_dense(loaded.layers[0].peek()[0]), as_dense(cache.layers[0].peek()[0]), rtol=0, atol=0
@@ -552,12 +530,8 @@ def test_saved_with_its_budget(max_bytes: int, tmp_path: Any) -> None:
 def test_the_host_comes_when_codes_do_not_fit(accelerator: None) -> None:
     cache = DynamicCache(max_bytes=300 * TOKEN_BYTES, ladder=("int8", "offloaded"))
     read(cache, [500, 400])
-    assert cache.offloading
-    assert "host" in cache.budget.note
-    read(cache, [1] * 3, first=900)
-    stays = DynamicCache(max_bytes=300 * TOKEN_BYTES, ladder=("int8",))
-    with pytest.raises(CapacityError, match="or further steps"):
-        read(stays, [900])
+    assert (cache.offloading, cache.budget.note) == (True, "states are on the host")
+    read(cache, [1] * 3)
 
 
 @pytest.mark.parametrize("tokens", [600, 100])
@@ -566,7 +540,7 @@ def test_what_gave_way_by_hand_stays_rounded(tokens: int) -> None:
     cache = DynamicCache(max_bytes=900 * TOKEN_BYTES)
     read(cache, [tokens])
     assert cache.give_way() == "int8"
-    read(cache, [1] * 200, first=tokens)
+    read(cache, [1] * 200)
     assert max(exact_tokens(cache)) <= 128 + 64
 
 
@@ -600,7 +574,7 @@ def test_what_beams_share_is_given_back_where_it_is_rounded(chunks: list[int]) -
     cache = DynamicCache(config=config_of(), max_bytes=budget)
     read(cache, chunks)
     cache.expand(2)
-    assert read(cache, [1, 1, 90, 1], 2, first=sum(chunks)) <= budget + blocks
+    assert read(cache, [1, 1, 90, 1]) <= budget + blocks
 
 
 def test_bytes_of_layers_that_cannot_give_way_count() -> None:
@@ -611,7 +585,7 @@ def test_bytes_of_layers_that_cannot_give_way_count() -> None:
     assert cache.nbytes <= budget
     assert [layer.fidelity for layer in cache.layers] == ["rounded", "exact", "rounded"]
     # The least bytes that the error names are those of all.
-    least, _ = least_bytes(cache, 4000, first=TOKENS)
+    least, _ = least_bytes(cache, 4000)
     assert least > cache.layers[1].nbytes + 4000 * TOKEN_BYTES * 2 / 3 / 8
 
 
@@ -624,7 +598,7 @@ def test_nothing_changes_if_a_pass_does_not_fit() -> None:
     for got, expected in zip(cache.state().layers, before.layers, strict=True):
         assert got.facts == expected.facts
         torch.testing.assert_close(got.tensors, expected.tensors, rtol=0, atol=0)
-    read(cache, [50], first=600)
+    read(cache, [50])
 
 
 @pytest.mark.parametrize("ladder", [("int8", "int4", "offloaded"), ("int8", "int4"), ("int8",), ()])
@@ -692,33 +666,43 @@ def test_a_plan_says_what_a_budget_would_hold(caplog: pytest.LogCaptureFixture) 
         kvlayers.plan(config, TOKENS, names=["dynamic"], max_bytes="5%")
 
 
-def test_shares_of_free_memory_and_of_full_precision(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+@pytest.mark.parametrize(
+    ("share", "kind", "length_hint", "expected"),
+    [
+        ("50% of free", "llama", None, 400 * TOKEN_BYTES),
+        ("35 % of free  ", "llama", None, 280 * TOKEN_BYTES),
+        ("60%", "llama", 500, 300 * TOKEN_BYTES),
+        # Windows of 100 have room for 124.
+        ("60%", "windows", 500, (500 + 2 * 124) * TOKEN_BYTES // LAYERS * 6 // 10),
+    ],
+)
+def test_shares_of_free_memory_and_of_full_precision(
+    share: str, kind: str, length_hint: int | None, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     free = SimpleNamespace(available=800 * TOKEN_BYTES, total=10**15)
     monkeypatch.setattr("psutil.virtual_memory", lambda: free)
-    for share, expected in (("50% of free", 400), ("35 % of free  ", 280)):
-        cache = DynamicCache(config=config_of(), max_bytes=share)
-        assert "max_bytes" not in cache.describe()
-        read(cache, [300])
-        assert cache.budget.max_bytes == expected * TOKEN_BYTES
-        assert cache.describe()["max_bytes"] == expected * TOKEN_BYTES
-        assert (cache.layers[0].exact_from > 0) == (expected == 280)
-    for kind, full in (("llama", 500 * TOKEN_BYTES), ("windows", (500 + 2 * 124) * TOKEN_BYTES // LAYERS)):
-        cache = DynamicCache(config=config_of(kind, 100), max_bytes="60%", length_hint=500)
-        read(cache, [10])
-        assert cache.budget.max_bytes == int(full * 0.6)
+    cache = DynamicCache(config=config_of(kind, 100), max_bytes=share, length_hint=length_hint)
+    assert "max_bytes" not in cache.describe()
+    read(cache, [10])
+    assert cache.budget.max_bytes == cache.describe()["max_bytes"] == expected
 
 
-def test_contradictions_are_named() -> None:
-    for bits in ({"nbits": 4}, {"key_nbits": 4}, {"value_nbits": 8}):
-        with pytest.raises(OptionError, match="`nbits` must be left out"):
-            QuantizedCache(max_bytes=1000, **bits)
-    with pytest.raises(OptionError, match="nbits"):
-        QuantizedCache(max_bytes=1000, backend="fp8")
+CONTRADICTIONS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "bits": (lambda: QuantizedCache(max_bytes=1000, nbits=4), OptionError, "`nbits` must be left out"),
+    "bits of keys": (lambda: QuantizedCache(max_bytes=1000, key_nbits=4), OptionError, "`nbits` must be left out"),
+    "bits of values": (lambda: QuantizedCache(max_bytes=1000, value_nbits=8), OptionError, "`nbits` must be left out"),
+    "codes of one number of bits": (lambda: QuantizedCache(max_bytes=1000, backend="fp8"), OptionError, "nbits"),
+    "a reservation": (lambda: kvlayers.StaticCache(config_of(), 64, max_bytes=1000), OptionError, "max_bytes"),
+    "a token": (lambda: read(DynamicCache(max_bytes=1000), [1]), CapacityError, "`max_bytes` must be at least"),
+}
+
+
+@pytest.mark.parametrize(("make", "error", "words"), CONTRADICTIONS.values(), ids=CONTRADICTIONS)
+def test_what_no_budget_can_be_for_is_named(make: Callable[[], Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        make()
+    # One number of bits is enough for a ladder of one step.
     QuantizedCache(max_bytes=1000, backend="fp8", ladder=("int8",))
-    with pytest.raises(OptionError, match="max_bytes"):
-        kvlayers.StaticCache(config_of(), max_cache_len=64, max_bytes=1000)
-    with pytest.raises(CapacityError, match="`max_bytes` must be at least"):
-        read(DynamicCache(max_bytes=1000), [1])
 
 
 def test_no_budget_costs_nothing(caplog: pytest.LogCaptureFixture) -> None:
@@ -728,7 +712,7 @@ def test_no_budget_costs_nothing(caplog: pytest.LogCaptureFixture) -> None:
     cache = DynamicCache(max_bytes=400 * TOKEN_BYTES)
     with caplog.at_level(logging.WARNING):
         read(cache, [500, *[1] * 100])
-        read(cache, [400, 40, 40], first=600)
+        read(cache, [400, 40, 40])
     said = [record.message for record in caplog.records if "within max_bytes" in record.message]
     assert ["8 bits" in message for message in said] == [True, "8 bits" in said[-1]]
     assert ["4 bits" in message for message in said] == [False, True]
@@ -740,18 +724,17 @@ def test_what_a_crop_leaves_rounded_is_not_called_exact() -> None:
     read(cache, [800])
     first = cache.layers[0].exact_from
     cache.crop(first - 70)
-    read(cache, [1, 1], first=first - 70)
+    read(cache, [1, 1])
     assert cache.layers[0].fidelity == "rounded"
     assert cache.budget.note.startswith("at least the newest")
     cache.crop(10)
-    read(cache, [1, 300], first=10)
+    read(cache, [1, 300])
     assert [layer.exact_from for layer in cache.layers] == [0] * LAYERS
     assert cache.budget.note == "all tokens are exact"
 
 
 def test_compiled_code_asks_the_budget_for_layers_that_it_makes() -> None:
-    cache = DynamicCache(max_bytes=20_000)
-    states = torch.randn(1, 2, 100, 32)
+    cache, states = DynamicCache(max_bytes=20_000), torch.randn(1, 2, 100, 32)
     # What it refuses in eager code too.
     with torch.no_grad(), pytest.raises(CapacityError, match=r"`max_bytes` must be at least 50\.0 KiB"):
         torch.compile(lambda: cache.update(states, states, 0), backend="eager")()
@@ -786,10 +769,10 @@ def test_a_rollback_of_drafts_stays_within_the_budget(tokens: int) -> None:
     for each in (cache, full):
         each.activate_past_recording()
         read(each, [200])
-        for first in range(200, 248, 6):
-            assert read(each, [20], first=first) <= each.budget.max_bytes
+        for _ in range(8):
+            assert read(each, [20]) <= each.budget.max_bytes
             each.crop(-15)
-            read(each, [1], first=first + 5)
+            read(each, [1])
     check_states(cache, full, 0.5)
 
 

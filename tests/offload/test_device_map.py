@@ -34,8 +34,7 @@ def continuation(model: Any, **options: Any) -> torch.Tensor:
 @pytest.fixture(scope="module", params=FAMILIES)
 def models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
     """A model in memory, and the same one with every other layer on disk."""
-    directory = tmp_path_factory.mktemp(request.param)
-    whole = fresh_model(request.param)
+    directory, whole = tmp_path_factory.mktemp(request.param), fresh_model(request.param)
     whole.save_pretrained(directory)
     places: dict[str, str] = {
         f"model.layers.{index}": ("cpu", "disk")[index % 2] for index in range(whole.config.num_hidden_layers)

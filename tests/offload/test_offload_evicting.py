@@ -12,13 +12,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from fake_device import CPU, DEVICE, IS_SUPPORTED, device
-from kvlayers import Quantization
-from kvlayers.errors import UnsupportedLayerError
+from kvlayers import Quantization, errors, offload, stores
 from kvlayers.eviction import ALL_QUERIES, EvictionRule, register_eviction_rule, unregister_eviction_rule
 from kvlayers.eviction.evicting_layer import EvictingLayer
-from kvlayers.offload import DiskMemory, Prefetcher, Traffic
 from kvlayers.offload.transfers import BlockingTransfers
-from kvlayers.stores import QuantizedStore
 from matrix import some
 from offloaded_pair import HEAD_DIM, HEADS, KV_HEADS, TRANSFERS, OffloadedPair
 from recording_transfers import buffers_of, devices_of, held_bytes
@@ -65,7 +62,9 @@ LAYERS: dict[str, Callable[[], EvictingLayer]] = {
 }
 PER_HEAD: dict[str, Callable[[], EvictingLayer]] = {
     "queries, budget, per head": lambda: _layer("attended in the tests", budget=60, per_head=True),
-    "packed, per head": lambda: _layer("knorm", budget=150, per_head=True, store=QuantizedStore(Quantization(nbits=4))),
+    "packed, per head": lambda: _layer(
+        "knorm", budget=150, per_head=True, store=stores.QuantizedStore(Quantization(nbits=4))
+    ),
 }
 
 
@@ -76,7 +75,7 @@ def _layer(rule: Any, per_head: bool = False, **options: Any) -> EvictingLayer:
 class Pair(OffloadedPair):
     """A layer of a kind that is named, which says what it holds."""
 
-    def __init__(self, kind: str, prefetcher: Prefetcher, where: torch.device = DEVICE) -> None:
+    def __init__(self, kind: str, prefetcher: offload.Prefetcher, where: torch.device = DEVICE) -> None:
         super().__init__((LAYERS | PER_HEAD)[kind], prefetcher, where)
 
     @override
@@ -139,7 +138,7 @@ OPERATIONS: tuple[Callable[[EvictingLayer], object], ...] = (
     [*((kind, "late") for kind in LAYERS | PER_HEAD if "keys" not in kind), ("queries, budget", "at once")],
 )
 def test_the_same_tokens_are_kept_on_the_host(kind: str, transfers: str) -> None:
-    pair = Pair(kind, Prefetcher(transfers=TRANSFERS[transfers]), DEVICE)
+    pair = Pair(kind, offload.Prefetcher(transfers=TRANSFERS[transfers]), DEVICE)
     pair.go_through_every_operation()
     assert devices_of(pair.offloaded) == {CPU}
 
@@ -150,7 +149,7 @@ def test_the_same_tokens_are_kept_on_the_host(kind: str, transfers: str) -> None
 )
 @pytest.mark.parametrize("kind", PER_HEAD)
 def test_memory_of_other_sequences_is_given_back_on_the_host(kind: str, give_back: Callable[[Any], None]) -> None:
-    pair = Pair(kind, Prefetcher(transfers=BlockingTransfers), DEVICE)
+    pair = Pair(kind, offload.Prefetcher(transfers=BlockingTransfers), DEVICE)
     pair.update(200)
     pair.both(lambda layer: layer.batch_select_indices([1]))
     before = held_bytes(pair.offloaded)
@@ -162,7 +161,7 @@ def test_memory_of_other_sequences_is_given_back_on_the_host(kind: str, give_bac
 
 @pytest.mark.parametrize("kind", some(LAYERS | PER_HEAD, ["all queries, budget", "packed, per head"]))
 def test_the_same_tokens_are_kept_on_disk(kind: str, tmp_path: pathlib.Path) -> None:
-    pair = Pair(kind, Prefetcher(DiskMemory(tmp_path)), CPU)
+    pair = Pair(kind, offload.Prefetcher(offload.DiskMemory(tmp_path)), CPU)
     pair.go_through_every_operation()
     assert pair.offloaded.memory_tier == "disk"
     assert {type(buffer).__name__ for buffer, *_ in buffers_of(pair.offloaded)} == {"HostBuffer"}
@@ -171,13 +170,13 @@ def test_the_same_tokens_are_kept_on_disk(kind: str, tmp_path: pathlib.Path) -> 
 @on_a_device
 @pytest.mark.parametrize("kind", LAYERS)
 def test_what_is_evicted_leaves_the_host_and_does_not_travel_there(kind: str) -> None:
-    prefetcher = Prefetcher(transfers=BlockingTransfers)
+    prefetcher = offload.Prefetcher(transfers=BlockingTransfers)
     pair = Pair(kind, prefetcher, DEVICE)
     pair.update(400)
     kept = pair.plain.held_tokens
     assert kept <= 200
     token = 2 * 2 * KV_HEADS * HEAD_DIM * 4
-    assert prefetcher.meter.total == Traffic(to_host=kept * token, to_device=0)
+    assert prefetcher.meter.total == offload.Traffic(to_host=kept * token, to_device=0)
     assert held_bytes(pair.offloaded) <= (kept + 32) * token
     largest = kept
     for _ in range(2 * STEP + 4):
@@ -193,7 +192,7 @@ def test_what_is_evicted_leaves_the_host_and_does_not_travel_there(kind: str) ->
 def test_between_updates_the_device_holds_queries_alone(kind: str) -> None:
     gc.collect()
     before = device.live_bytes
-    pair = Pair(kind, Prefetcher(transfers=BlockingTransfers), DEVICE)
+    pair = Pair(kind, offload.Prefetcher(transfers=BlockingTransfers), DEVICE)
     for tokens in (200, *[1] * (STEP + 4), 30, 1):
         pair.update(tokens)
         gc.collect()
@@ -205,13 +204,13 @@ def test_between_updates_the_device_holds_queries_alone(kind: str) -> None:
 @on_a_device
 @pytest.mark.parametrize("kind", [kind for kind in LAYERS if "queries" in kind])
 def test_queries_that_nobody_shows_are_an_error_and_can_be_taken_back(kind: str) -> None:
-    pair = Pair(kind, Prefetcher(transfers=TRANSFERS["late"]), DEVICE)
+    pair = Pair(kind, offload.Prefetcher(transfers=TRANSFERS["late"]), DEVICE)
     pair.update(200)
     keys, values = torch.randn(2, 2, KV_HEADS, 80, HEAD_DIM).unbind()
     for layer, place in ((pair.plain, CPU), (pair.offloaded, DEVICE)):
         layer.update(keys.to(place), values.to(place))
         for _ in range(2):
-            with pytest.raises(UnsupportedLayerError, match="queries"):
+            with pytest.raises(errors.UnsupportedLayerError, match="queries"):
                 layer.update(keys.to(place), values.to(place))
     pair.both(lambda layer: layer.crop(200))
     pair.check()

@@ -16,6 +16,7 @@ import kvlayers.offload.offloading
 from kvlayers.offload import DiskMemory, HostMemory, Prefetcher, storage
 from kvlayers.upstream import compat
 from models import COMMON
+from named_factories import registered
 from recording_transfers import held_bytes, recording_transfers
 
 CONFIG = transformers.LlamaConfig(**COMMON)
@@ -97,39 +98,25 @@ def test_a_plan_says_what_is_pinned(allocator: PinnedAllocator, name: str, token
     cache = CACHES[name]()
     update(cache, tokens)
 
-    def made_as_above(request: Any) -> kvlayers.Cache:
-        return CACHES[name]()
-
-    kvlayers.register("pinned")(made_as_above)
-    try:
+    with registered(pinned=lambda request: CACHES[name]()):
         planned = kvlayers.plan(CONFIG, tokens, names=["pinned"])["pinned"]
-    finally:
-        kvlayers.unregister("pinned")
     assert planned.nbytes == planned.host_bytes == cache.nbytes
     # Copies on the device have no spare room of this kind.
     assert planned.device_bytes == 2 * (held_bytes(cache.layers[0]) + count_bytes(cache))
 
 
 def test_a_buffer_grows_in_the_memory_that_was_rounded_up_to(allocator: PinnedAllocator) -> None:
-    cache, plain = CACHES["offloaded"](), kvlayers.DynamicCache(config=CONFIG)
-    for each in (cache, plain):
-        torch.manual_seed(0)
-        update(each, 600)
-    pinned, requests = allocator.pinned, allocator.requests
-    row = CONFIG.num_key_value_heads * CONFIG.head_dim * 4
-    assert pinned == 2 * CONFIG.num_hidden_layers * row * 1024
-    for each in (cache, plain):
-        torch.manual_seed(1)
-        # The capacity grows from 728 tokens to 857 and 986.
-        update(each, 1, times=986 - 600)
-    assert (allocator.pinned, allocator.requests) == (pinned, requests)
-    for each in (cache, plain):
-        torch.manual_seed(2)
-        update(each, 1, times=20)
-    assert (allocator.pinned, allocator.requests) == (2 * pinned, 2 * requests)
-    for one, other in zip(cache.layers, plain.layers, strict=True):
-        assert torch.equal(one.keys, other.keys)
-        assert torch.equal(one.values, other.values)
+    cache, plain, taken = CACHES["offloaded"](), kvlayers.DynamicCache(config=CONFIG), []
+    # The capacity grows from 728 tokens to 857 and 986, and then beyond what the first memory was rounded up to.
+    for seed, (tokens, times) in enumerate([(600, 1), (1, 986 - 600), (1, 20)]):
+        for each in (cache, plain):
+            torch.manual_seed(seed)
+            update(each, tokens, times)
+        taken.append((allocator.pinned, allocator.requests))
+    pinned, requests = taken[0]
+    assert pinned == 2 * CONFIG.num_hidden_layers * CONFIG.num_key_value_heads * CONFIG.head_dim * 4 * 1024
+    assert taken[1:] == [(pinned, requests), (2 * pinned, 2 * requests)]
+    torch.testing.assert_close([*cache], [*plain], rtol=0, atol=0)
 
 
 def test_a_pickle_has_no_spare_room(allocator: PinnedAllocator) -> None:

@@ -12,16 +12,13 @@ from torch.nn.functional import scaled_dot_product_attention
 from typing_extensions import override
 
 from fake_device import CPU, DEVICE, IS_SUPPORTED, DeviceTransfers, device
-from kvlayers import OffloadedLayer, Quantization, RecallLayer
+from kvlayers import CapacityError, OffloadedLayer, Quantization, RecallLayer, offload, stores
 from kvlayers.core.buffer import LayerShape, TokenShape
-from kvlayers.errors import CapacityError
 from kvlayers.kernels.attention.packed_tensor import as_dense
 from kvlayers.layers import Recall
-from kvlayers.offload import DiskMemory, HostMemory, Prefetcher, Traffic
 from kvlayers.offload.transfers import BlockingTransfers
 from kvlayers.planning.cache_bytes import layer_bytes
 from kvlayers.quantized.quantized_store import QuantizedStore
-from kvlayers.stores import DenseStore, TokenStore
 from matrix import once
 from offloaded_pair import HEAD_DIM, HEADS, KV_HEADS, OffloadedPair
 
@@ -41,7 +38,7 @@ class Kind:
     """
 
     recall: Recall
-    store: Callable[[], TokenStore]
+    store: Callable[[], stores.TokenStore]
     page_bytes: int
     to_a_page: int
 
@@ -49,7 +46,9 @@ class Kind:
         return RecallLayer(self.recall, store=self.store())
 
 
-DENSE = Kind(Recall(pages=5, page_tokens=16, sink_tokens=4, recent_tokens=20), DenseStore, 2 * 16 * HEAD_DIM * 4, 502)
+DENSE = Kind(
+    Recall(pages=5, page_tokens=16, sink_tokens=4, recent_tokens=20), stores.DenseStore, 2 * 16 * HEAD_DIM * 4, 502
+)
 # A code takes half a byte, and each group of 8 of them has a scale and a zero.
 PACKED = Kind(
     Recall(pages=3, page_tokens=64, sink_tokens=4, recent_tokens=8),
@@ -68,11 +67,14 @@ def kind(request: pytest.FixtureRequest) -> Kind:
 
 on_a_device = pytest.mark.skipif(not IS_SUPPORTED, reason="PyTorch has no devices that are written in Python")
 
-PLACES: dict[str, Callable[[pathlib.Path], tuple[Prefetcher, torch.device]]] = {
-    "disk": lambda path: (Prefetcher(DiskMemory(path)), CPU),
-    "host": lambda path: (Prefetcher(transfers=BlockingTransfers), DEVICE),
-    "host, late copies": lambda path: (Prefetcher(transfers=lambda device: DeviceTransfers()), DEVICE),
-    "disk, for a device": lambda path: (Prefetcher(DiskMemory(path), transfers=BlockingTransfers), DEVICE),
+PLACES: dict[str, Callable[[pathlib.Path], tuple[offload.Prefetcher, torch.device]]] = {
+    "disk": lambda path: (offload.Prefetcher(offload.DiskMemory(path)), CPU),
+    "host": lambda path: (offload.Prefetcher(transfers=BlockingTransfers), DEVICE),
+    "host, late copies": lambda path: (offload.Prefetcher(transfers=lambda device: DeviceTransfers()), DEVICE),
+    "disk, for a device": lambda path: (
+        offload.Prefetcher(offload.DiskMemory(path), transfers=BlockingTransfers),
+        DEVICE,
+    ),
 }
 ALL_PLACES = ["disk", *(pytest.param(place, marks=on_a_device) for place in PLACES if place != "disk")]
 HERE_AND_THERE = pytest.mark.parametrize("place", ALL_PLACES[:2])
@@ -107,13 +109,13 @@ class Pair(OffloadedPair):
             # The CPU computes scales, and states from codes, in another order than the device does.
             torch.testing.assert_close(as_dense(one), as_dense(other).to(CPU))
 
-    def step(self, change: float = 0.1) -> Traffic:
+    def step(self, change: float = 0.1) -> offload.Traffic:
         """What travels for a token."""
         self.change = change
-        before = self.prefetcher.meter.total + Traffic()
+        before = self.prefetcher.meter.total + offload.Traffic()
         self.update(1)
         after = self.prefetcher.meter.total
-        return Traffic(after.to_host - before.to_host, after.to_device - before.to_device)
+        return offload.Traffic(after.to_host - before.to_host, after.to_device - before.to_device)
 
 
 OPERATIONS: tuple[Callable[[RecallLayer], object], ...] = (
@@ -173,14 +175,6 @@ def test_padded_sequences_read_the_same(place: str, tmp_path: pathlib.Path) -> N
     pair.update(1, steps=10)
 
 
-@HERE_AND_THERE
-def test_all_pages_are_the_states_without_recall(place: str, tmp_path: pathlib.Path) -> None:
-    pair = Pair(place, tmp_path, replace(DENSE, recall=Recall(pages="all", page_tokens=16)))
-    pair.update(300)
-    pair.update(1, steps=5)
-    pair.check()
-
-
 @EVERYWHERE
 def test_eager_attention_and_other_functions_read_what_they_need(
     place: str, kind: Kind, tmp_path: pathlib.Path
@@ -189,8 +183,7 @@ def test_eager_attention_and_other_functions_read_what_they_need(
     pair.update(kind.to_a_page)
     pair.update(1, steps=3)
     keys, values = torch.randn((2, BATCH, KV_HEADS, 1, HEAD_DIM))
-    query = torch.randn(BATCH, HEADS, 1, HEAD_DIM)
-    found = []
+    query, found = torch.randn(BATCH, HEADS, 1, HEAD_DIM), []
     for layer, where in ((pair.plain, CPU), (pair.offloaded, pair.where)):
         key, value = layer.update(keys.to(where), values.to(where))
         scores = query.to(where) @ key.repeat_interleave(2, 1).transpose(2, 3)
@@ -201,8 +194,7 @@ def test_eager_attention_and_other_functions_read_what_they_need(
 
 @pytest.mark.parametrize(("place", "kind"), once(ALL_PLACES[:2], BOTH), indirect=["kind"])
 def test_what_travels_does_not_depend_on_the_length(place: str, kind: Kind, tmp_path: pathlib.Path) -> None:
-    all_chosen = BATCH * KV_HEADS * int(kind.recall.pages) * kind.page_bytes
-    sums = []
+    all_chosen, sums = BATCH * KV_HEADS * int(kind.recall.pages) * kind.page_bytes, []
     for times in (2, 8):
         pair = Pair(place, tmp_path, kind)
         pair.update(kind.to_a_page + 256 * times)
@@ -229,7 +221,7 @@ def test_the_meter_counts_what_crosses(kind: Kind, tmp_path: pathlib.Path) -> No
         keys, values = (torch.randn(BATCH, KV_HEADS, 1, HEAD_DIM).to(DEVICE) for _ in range(2))
         query = torch.randn(BATCH, HEADS, 1, HEAD_DIM).to(DEVICE)
         with device.watched() as crossings:
-            before = pair.prefetcher.meter.total + Traffic()
+            before = pair.prefetcher.meter.total + offload.Traffic()
             scaled_dot_product_attention(query, *pair.offloaded.update(keys, values), enable_gqa=True)
             after = pair.prefetcher.meter.total
         # Beside the states, where the pages are.
@@ -265,7 +257,7 @@ def test_a_pickle_has_nothing_that_is_on_the_device(kind: Kind, tmp_path: pathli
     pair.check()
 
 
-class MemoryThatFills(HostMemory):
+class MemoryThatFills(offload.HostMemory):
     """Memory of the host that has room until it is full."""
 
     is_full = False
@@ -303,7 +295,7 @@ def test_pages_of_each_run_of_blocks_are_apart(tmp_path: pathlib.Path) -> None:
         RecallLayer(recall, store=QuantizedStore(Quantization(nbits=4, residual_length=16, sink_tokens=4)))
         for _ in range(2)
     )
-    offloaded = OffloadedLayer(other, Prefetcher(DiskMemory(tmp_path)))
+    offloaded = OffloadedLayer(other, offload.Prefetcher(offload.DiskMemory(tmp_path)))
     for start in range(0, 400, 64):
         end = min(start + 64, 400)
         for layer in (plain, offloaded):

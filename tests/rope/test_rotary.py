@@ -88,8 +88,7 @@ def test_the_last_turn_is_remembered_and_no_other() -> None:
 
 
 def test_copies_are_whole_and_start_without_memories() -> None:
-    rotary = Rotary(FREQUENCIES, "pairs", 2)
-    keys = plain_keys(head_dim=10)
+    rotary, keys = Rotary(FREQUENCIES, "pairs", 2), plain_keys(head_dim=10)
     expected = moved(rotary, keys, 3)
     for twin in (copy.copy(rotary), copy.deepcopy(rotary), pickle.loads(pickle.dumps(rotary))):
         assert (twin.layout, twin.first, twin._turns) == ("pairs", 2, {})
@@ -292,48 +291,20 @@ STARTS = (3, 4, 10, 103)
 """Position of the first token of each sequence. All have the same tokens."""
 
 
-def check_keys(model: Any) -> None:
-    """Compare keys that are moved with those that the model caches at the later positions.
-
-    The sequences differ in where they start and in nothing else. How tokens attend to one another depends on how far
-    apart they are, so what goes into a layer is the same for all, and its keys differ by their own rotation alone.
-    """
-    ids = prompt(1, 5).expand(len(STARTS), -1)
-    positions = torch.tensor(STARTS)[:, None] + torch.arange(5)
-    cache = tf.DynamicCache(config=model.config)
-    with torch.inference_mode():
-        model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True)
-    of_layers = rotaries(model.config)
-    assert len(of_layers) == len(cache.layers)
-    for rotary, layer in zip(of_layers, cache.layers, strict=True):
-        keys = layer.keys if isinstance(layer, tf.cache_utils.CacheLayerMixin) else None
-        if keys is None:
-            assert rotary is None
-            continue
-        for start, expected in zip(STARTS, keys, strict=True):
-            before, distance = keys[:1], start - STARTS[0]
-            if rotary is None:
-                assert close(before, expected)
-                continue
-            assert close(moved(rotary, before, distance), expected)
-            other = Rotary(rotary.inv_freq, "pairs" if rotary.layout == "halves" else "halves", rotary.first)
-            assert close(moved(other, before, distance), expected) is (distance == 0)
-    assert any(of_layers)
-
-
 def close(keys: torch.Tensor, expected: torch.Tensor) -> bool:
     # The model computes angles in float32, those of position 107 to 1e-5 radians.
     return bool((keys - expected).abs().max() < 1e-4 * expected.abs().max())
 
 
-RUNS_SINCE = {"dbrx": "5.17", "ernie4_5_moe": "5.0", "jetmoe": "5.0", "phimoe": "5.0"}
-"""Versions of the matrix from which on transformers' own models of some types can be made, and run, from `OPTIONS`."""
-
-
-@pytest.mark.parametrize("model_type", sorted(HALVES | PAIRS))
-def test_keys_of_every_known_type_are_moved_as_the_model_rotates_them(model_type: str) -> None:
-    versions.need_since(RUNS_SINCE.get(model_type, "4.57"), model_type)
-    check_keys(tiny(model_type))
+RUNS_SINCE = {
+    "dbrx": "5.17",
+    "ernie4_5_moe": "5.0",
+    "jetmoe": "5.0",
+    "phimoe": "5.0",
+    "part of each key, scaled": "5.17",
+    "a part that the model does not heed": "5.0",
+}
+"""Versions of the matrix from which on transformers' own models of some types, and variants, can be made and run."""
 
 
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
@@ -386,15 +357,40 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-VARIANT_SINCE = {"part of each key, scaled": "5.17", "a part that the model does not heed": "5.0"}
-"""As `RUNS_SINCE`."""
+KEYS = {**{model_type: (model_type, {}) for model_type in sorted(HALVES | PAIRS)}, **VARIANTS}
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_keys_are_moved_whatever_the_config_says_of_rope(variant: str) -> None:
-    versions.need_since(VARIANT_SINCE.get(variant, "4.57"), variant)
-    model_type, options = VARIANTS[variant]
-    check_keys(tiny(model_type, **options))
+@pytest.mark.parametrize("case", KEYS)
+def test_keys_are_moved_as_the_model_rotates_them(case: str) -> None:
+    """Compare keys that are moved with those that the model caches at the later positions.
+
+    The sequences differ in where they start and in nothing else. How tokens attend to one another depends on how far
+    apart they are, so what goes into a layer is the same for all, and its keys differ by their own rotation alone.
+    """
+    versions.need_since(RUNS_SINCE.get(case, "4.57"), case)
+    model_type, options = KEYS[case]
+    model = tiny(model_type, **options)
+    ids = prompt(1, 5).expand(len(STARTS), -1)
+    positions = torch.tensor(STARTS)[:, None] + torch.arange(5)
+    cache = tf.DynamicCache(config=model.config)
+    with torch.inference_mode():
+        model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True)
+    of_layers = rotaries(model.config)
+    assert len(of_layers) == len(cache.layers)
+    for rotary, layer in zip(of_layers, cache.layers, strict=True):
+        keys = layer.keys if isinstance(layer, tf.cache_utils.CacheLayerMixin) else None
+        if keys is None:
+            assert rotary is None
+            continue
+        for start, expected in zip(STARTS, keys, strict=True):
+            before, distance = keys[:1], start - STARTS[0]
+            if rotary is None:
+                assert close(before, expected)
+                continue
+            assert close(moved(rotary, before, distance), expected)
+            other = Rotary(rotary.inv_freq, "pairs" if rotary.layout == "halves" else "halves", rotary.first)
+            assert close(moved(other, before, distance), expected) is (distance == 0)
+    assert any(of_layers)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import kvlayers
 import versions
 from kvlayers.kernels.attention.packed_tensor import as_dense
 from kvlayers.rope.rotary import Rotary
-from models import COMMON, fresh_model, prompt, read, tiny_model
+from models import COMMON, CONFIGS, fresh_model, prompt, read, tiny_model
 
 WINDOW, SINKS = 24, 4
 EXACT = {"rtol": 0, "atol": 1e-10}
@@ -34,10 +34,6 @@ def model() -> Any:
     exact = fresh_model("llama", num_hidden_layers=3).double()
     exact.model.rotary_emb.forward = lambda states, position_ids: cos_and_sin(exact, position_ids[0])
     return exact
-
-
-def rotary(model: Any) -> Rotary:
-    return Rotary(model.model.rotary_emb.inv_freq, "halves")
 
 
 def sink_cache(model: Any, window: int = WINDOW, **options: Any) -> kvlayers.SinkCache:
@@ -105,15 +101,6 @@ def test_states_are_those_of_the_paper(model: Any, reading: str) -> None:
     torch.testing.assert_close(logits_of(model, ids, sink_cache(model), chunks), expected, **EXACT)
 
 
-def test_memory_stays_that_of_the_window(model: Any) -> None:
-    layer, sizes = kvlayers.SinkLayer(WINDOW, SINKS, rotary(model)), []
-    for _ in range(160):
-        layer.update(*torch.randn(2, 1, 2, 1, 8))
-        sizes.append(layer.nbytes)
-    assert max(sizes[2 * WINDOW :]) == sizes[2 * WINDOW] <= 2 * 2 * (WINDOW + 24) * 8 * 4
-    assert layer.length == 160
-
-
 def packed_window() -> kvlayers.SinkLayer:
     turn = Rotary(10000.0 ** -(torch.arange(0, 64, 2) / 64).double(), "halves")
     return kvlayers.SinkLayer(
@@ -179,28 +166,24 @@ def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:
         kvlayers.SinkCache(**{"config": tiny_model("llama").config, **options})
 
 
+FACTORS = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 128}
+
+
 @pytest.mark.parametrize(
-    ("family", "says"),
+    ("config", "says"),
     [
-        ("gpt2", "does not rotate its keys"),
-        ("jamba", "does not rotate its keys"),
-        ("t5", "does not rotate its keys"),
-        ("llama4", "scales queries by their absolute position"),
-        ("mistral", "forgets by itself"),
+        *((CONFIGS[family](), "does not rotate its keys") for family in ("gpt2", "jamba", "t5")),
+        (CONFIGS["llama4"](), "scales queries by their absolute position"),
+        (CONFIGS["mistral"](), "forgets by itself"),
+        (tf.LlamaConfig(**COMMON, **versions.rope(rope_type="dynamic", rope_theta=1e4, factor=2.0)), "length"),
+        (tf.LlamaConfig(**COMMON, **versions.rope(rope_type="longrope", rope_theta=1e4, **FACTORS)), "length"),
     ],
+    ids=["gpt2", "jamba", "t5", "llama4", "mistral", "dynamic RoPE", "longrope"],
 )
-def test_models_that_have_no_use_for_sinks_or_whose_keys_cannot_be_turned_are_refused(family: str, says: str) -> None:
+def test_models_that_have_no_use_for_sinks_or_whose_keys_cannot_be_turned_are_refused(config: Any, says: str) -> None:
+    versions.need_recurrent_layers(config.model_type)
     with pytest.raises(kvlayers.errors.ConfigError, match=says):
-        kvlayers.SinkCache(64, config=tiny_model(family).config)
-
-
-@pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
-def test_rope_that_depends_on_the_length_is_refused(rope_type: str) -> None:
-    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 128}
-    scaling = {"factor": 2.0} if rope_type == "dynamic" else factors
-    config = tf.LlamaConfig(**COMMON, **versions.rope(rope_type=rope_type, rope_theta=1e4, **scaling))
-    with pytest.raises(kvlayers.errors.ConfigError, match="length"):
-        kvlayers.SinkCache(WINDOW, config=config)
+        kvlayers.SinkCache(64, config=config)
 
 
 def test_states_of_another_rotation_or_window_are_refused(model: Any) -> None:

@@ -484,7 +484,7 @@ MISFITS: dict[str, tuple[type[kvlayers.KVLayersError], str, Callable[[], Inputs]
     ("misfit", "family", "reads_buckets"), once(MISFITS, ["qwen2", "hybrid"], [True, False], times=2)
 )
 def test_states_that_a_reservation_is_not_for_leave_it_as_it_was(family: str, misfit: str, reads_buckets: bool) -> None:
-    """Those that do not fit the states that are held are refused by every layer: `layers/test_wrong_arguments.py`."""
+    """Those that do not fit the states that are held are refused by every layer: `layers/test_layer_matrix.py`."""
     error, says, make = MISFITS[misfit]
     inputs, expected = reference(family)
     cache = static_cache(family, compiled=reads_buckets)

@@ -65,15 +65,6 @@ def assert_same(found: Any, expected: Any, atol: float = 1e-4) -> None:
 # The answer
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_documents_are_one_text_unless_less_is_asked_for(family: str) -> None:
-    model, store = tiny_model(family), kvlayers.PrefixStore()
-    for documents in ([A, B, C], [C, A, B]):
-        expected = plain(model, *documents, QUESTION)
-        assert_same(answer(model, documents), expected)
-        assert_same(answer(model, documents, store), expected)
-
-
 @pytest.mark.parametrize(("family", "recompute"), once(FAMILIES, [0, 3, "30%"]))
 def test_documents_are_those_that_are_put_together_by_hand(family: str, recompute: Any) -> None:
     model, store = tiny_model(family), kvlayers.PrefixStore()
@@ -96,21 +87,21 @@ def test_documents_are_those_that_are_put_together_by_hand(family: str, recomput
 @pytest.mark.parametrize(
     ("family", "options"), once(FAMILIES, [{}, {"num_beams": 3}, {"num_beams": 3, "num_return_sequences": 2}])
 )
-def test_all_that_is_recomputed_is_exact_with_beams_too(family: str, options: dict[str, Any]) -> None:
+def test_documents_are_one_text_unless_less_is_asked_for(family: str, options: dict[str, Any]) -> None:
     # The second document is short, so that windows reach beyond it.
     model, documents = tiny_model(family), [C, A[:, :3]]
     expected = plain(model, SYSTEM, *documents, QUESTION, **options)
     for name in ("dynamic", "static", "offloaded"):
         asked: dict[str, Any] = {"beginning": SYSTEM, "cache_implementation": name, **options}
-        assert_same(answer(model, documents, recompute=24, **asked), expected)
+        for store, recompute in ((None, {}), (kvlayers.PrefixStore(), {}), (None, {"recompute": 24})):
+            assert_same(answer(model, documents, store, **asked, **recompute), expected)
         first = answer(model, documents, recompute=0, **asked).logits[0]
         assert (first - expected.logits[0]).abs().max() > 0.01
 
 
 @pytest.mark.parametrize("name", ["int4", "int8", "fp8", "static", "offloaded", "recall", "offloaded_static"])
 def test_the_cache_of_the_call_takes_in_states_that_were_not_rounded(name: str) -> None:
-    model, store = tiny_model("llama"), kvlayers.PrefixStore()
-    documents = [prompt(1, 60, 1), prompt(1, 100, 2)]
+    model, store, documents = tiny_model("llama"), kvlayers.PrefixStore(), [prompt(1, 60, 1), prompt(1, 100, 2)]
     expected = by_hand(model, documents, kvlayers.make_cache(name, model, length_hint=180))
     for _ in range(2):
         assert_same(answer(model, documents, store, recompute=0, cache_implementation=name), expected)
@@ -120,8 +111,7 @@ def test_the_cache_of_the_call_takes_in_states_that_were_not_rounded(name: str) 
 
 
 def test_an_int4_cache_is_bit_by_bit_the_one_that_was_given_the_states() -> None:
-    model = tiny_model("llama")
-    texts = [prompt(1, tokens, tokens) for tokens in (90, 101)]
+    model, texts = tiny_model("llama"), [prompt(1, tokens, tokens) for tokens in (90, 101)]
     caches = [read(model, ids)[0] for ids in texts]
     dense = kvlayers.concatenate(caches, model, recompute="20%", ids=texts)
     into, expected = (kvlayers.QuantizedCache(config=model.config, nbits=4, residual_length=16) for _ in range(2))
@@ -338,8 +328,7 @@ def test_texts_are_encoded_one_by_one(begins_texts: bool) -> None:
 
 
 def test_a_text_that_begins_with_the_first_token_gets_it_once() -> None:
-    model, tokenizer = fresh_model("llama"), words(begins_texts=True)
-    start = torch.tensor([[1]])
+    model, tokenizer, start = fresh_model("llama"), words(begins_texts=True), torch.tensor([[1]])
     texts = [" ".join(f"w{number}" for number in own[0].tolist()) for own in (A, B, QUESTION)]
     for begun in (texts[0], f"<s> {texts[0]}"):
         for parts in ({"documents": [begun, texts[1]]}, {"beginning": begun, "documents": [texts[1]]}):
@@ -444,8 +433,7 @@ def calling(**options: Any) -> Any:
     ],
 )
 def test_wrong_calls_are_named_and_nothing_is_computed(call: Any, error: type[KVLayersError], named: str) -> None:
-    model, store = tiny_model("llama"), kvlayers.PrefixStore()
-    before = [A.clone(), B.clone()]
+    model, store, before = tiny_model("llama"), kvlayers.PrefixStore(), [A.clone(), B.clone()]
     with tokens_passed(model) as passed, pytest.raises(error, match=named):
         call(model, store)
     assert (passed, len(store)) == ([], 0)

@@ -157,18 +157,19 @@ class Talk:
         self._ask(conversations)
 
 
-@pytest.mark.parametrize(("family", "template"), once((*FAMILIES, "deepseek_v3"), TEMPLATES))
-def test_answers_do_not_depend_on_what_was_asked_before(family: str, template: str) -> None:
-    talk = Talk(family, template, seed=len(family) * 7 + len(template))
-    for _ in range(STEPS):
-        talk.step()
-    assert talk.store.statistics.tokens_covered > 0
-
-
-@versions.images_in_prefixes
-@pytest.mark.parametrize(("family", "template"), once(SEEING, TEMPLATES))
-def test_answers_about_images_do_not_depend_on_what_was_asked_before(family: str, template: str) -> None:
-    talk = Talk(family, template, seed=len(family) * 7 + len(template), sees=True)
+@pytest.mark.parametrize(
+    ("family", "template", "sees"),
+    [
+        *once((*FAMILIES, "deepseek_v3"), TEMPLATES, [False]),
+        *(
+            pytest.param(*case.values, marks=[*case.marks, versions.images_in_prefixes])
+            for case in once(SEEING, TEMPLATES, [True])
+        ),
+    ],
+)
+def test_answers_do_not_depend_on_what_was_asked_before(family: str, template: str, sees: bool) -> None:
+    """Also of models that see, about images."""
+    talk = Talk(family, template, seed=len(family) * 7 + len(template), sees=sees)
     for _ in range(STEPS):
         talk.step()
     assert talk.store.statistics.tokens_covered > 0
@@ -222,9 +223,8 @@ def test_a_pass_for_states_alone_makes_no_logits(family: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_turn_finds_all_messages_before_it_though_the_template_drops_what_was_thought(family: str) -> None:
-    chats = Chats(family)
+    chats, before = Chats(family), 0
     chat = [*chats.message(SYSTEM), *chats.message(QUESTION)]
-    before = 0
     for turn in range(3):
         answer, found = chats.ask([*chat, *GENERATION_PROMPT])
         assert not turn or found >= before

@@ -108,8 +108,7 @@ class PrefixMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.ids)
     @rule(namespace=namespaces)
     def insert(self, namespace: str) -> None:
-        ids = torch.tensor([self.ids])
-        before = self.store.statistics
+        ids, before = torch.tensor([self.ids]), self.store.statistics
         try:
             self.store.insert(ids, self.cache, namespace=namespace, model="m")
         except CapacityError:
@@ -156,8 +155,7 @@ class PrefixMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.pinned)
     @rule(data=st.data())
     def unpin(self, data: st.DataObject) -> None:
-        where = data.draw(st.integers(0, len(self.pinned) - 1))
-        namespace, ids = self.pinned.pop(where)
+        namespace, ids = self.pinned.pop(data.draw(st.integers(0, len(self.pinned) - 1)))
         self.store.unpin(torch.tensor(ids), namespace=namespace, model="m")
 
     @rule(nbytes=st.one_of(st.none(), st.integers(1, 10_000)))

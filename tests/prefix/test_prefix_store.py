@@ -184,13 +184,6 @@ def test_full_attention_serves_every_prompt_that_begins_alike() -> None:
     assert (now.hits, now.misses, now.tokens_covered, now.tokens_asked) == (4, 2, 17, 27)
 
 
-def test_the_store_has_the_ids_of_the_call_that_the_cache_has_seen() -> None:
-    store, ids = PrefixStore(ROOM), ids_of(1, 2, 3, 4)
-    store.insert(ids, filled([1, 2]), model="m")
-    ids.fill_(7)
-    assert store.lookup(ids_of(1, 2, 3, 4), model="m").covered == 2
-
-
 def test_neither_tenants_nor_models_find_one_anothers() -> None:
     store, ids, config = PrefixStore(ROOM), prompt(tokens=6), tiny_model("llama").config
     cache = filled(ids[0].tolist())
@@ -455,18 +448,19 @@ def test_caches_that_cannot_be_held_are_refused() -> None:
         (lambda: PrefixStore(ROOM).flush(), "a store with a directory"),
         (lambda: PrefixStore(ROOM).refresh(), "a store with a directory"),
         (lambda: PrefixStore(ROOM).evict(-1), "nbytes"),
+        *(
+            (
+                lambda name=name, value=value: PrefixStore(ROOM, **{name: value}),
+                f"`{name}` must be a number of seconds, 0 or more, got",
+            )
+            for name in ("write_wait_seconds", "read_wait_seconds")
+            for value in (-1, "1", None, True, float("inf"), float("nan"))
+        ),
     ],
 )
 def test_options_that_make_no_sense_are_refused(call: Callable[[], Any], message: str) -> None:
     with pytest.raises(OptionError, match=message):
         call()
-
-
-@pytest.mark.parametrize("value", [-1, "1", None, True, float("inf"), float("nan")])
-@pytest.mark.parametrize("name", ["write_wait_seconds", "read_wait_seconds"])
-def test_bounds_that_are_no_number_of_seconds_are_refused(name: str, value: Any) -> None:
-    with pytest.raises(OptionError, match=f"`{name}` must be a number of seconds, 0 or more, got"):
-        PrefixStore(ROOM, **{name: value})
 
 
 def test_directories_that_cannot_be_written_to_are_refused(tmp_path: pathlib.Path) -> None:

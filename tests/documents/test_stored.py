@@ -194,12 +194,14 @@ def test_whoever_counts_reused_tokens_gets_those_of_documents() -> None:
     assert store.statistics.tokens_asked == 2 * 43
 
 
-def test_ordinary_calls_and_documents_find_each_other() -> None:
+def test_ordinary_calls_and_documents_find_each_other_in_the_store_of_install() -> None:
     model, store = tiny_model("llama"), kvlayers.PrefixStore()
-    answer(model, [A, B], store, recompute=0)
-    assert plain(model, B, QUESTION, prefix_store=store).cached_tokens == (24,)
-    plain(model, C, QUESTION, prefix_store=store)
-    assert answer(model, [B, C], store, recompute=0).cached_tokens == (45,)
+    with kvlayers.installed(prefix_store=store):
+        answer(model, [A, B], recompute=0)
+        assert plain(model, B, QUESTION).cached_tokens == (24,)
+        plain(model, C, QUESTION)
+        assert answer(model, [B, C], recompute=0).cached_tokens == (45,)
+    assert store.statistics.bypassed == 0
 
 
 def test_prompts_are_read_in_chunks_if_the_call_says_so() -> None:
@@ -208,14 +210,6 @@ def test_prompts_are_read_in_chunks_if_the_call_says_so() -> None:
         found = answer(model, [A, B], recompute=0, prefill_chunk_size=8)
     assert passed[:6] == [8, 8, 3, 8, 8, 8]
     assert_same(found, answer(model, [A, B], recompute=0))
-
-
-def test_the_store_of_install_is_used() -> None:
-    model, store = tiny_model("llama"), kvlayers.PrefixStore()
-    with kvlayers.installed(prefix_store=store):
-        answer(model, [A, B], recompute=0)
-        assert answer(model, [B, A], recompute=0).cached_tokens == (43,)
-    assert (store.statistics.bypassed, store.statistics.entries) == (0, 2)
 
 
 # What the store keeps

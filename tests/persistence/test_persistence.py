@@ -82,6 +82,8 @@ KINDS: dict[str, tuple[str, Make]] = {
     "sinks, offloaded": ("llama", lambda config: kvlayers.SinkCache(**SINKS, config=config, offloading=True)),
     "recurrent": ("mamba", lambda config: kvlayers.DynamicCache(config=config)),
     "recurrent and attending": ("jamba", lambda config: kvlayers.DynamicCache(config=config)),
+    "recurrent, old": ("mamba", lambda config: kvlayers.MambaCache(config)),
+    "recurrent and attending, old": ("jamba", lambda config: kvlayers.HybridMambaAttentionDynamicCache(config)),
     "recurrent and static": ("jamba", lambda config: kvlayers.StaticCache(config, max_cache_len=200)),
     "recurrent and quantized": ("jamba", lambda config: kvlayers.QuantizedCache(config=config, **QUANTIZATION)),
 }
@@ -484,18 +486,23 @@ def test_a_prefix_reads_its_own_bytes_alone(path: pathlib.Path) -> None:
 # Into a cache of the caller's
 
 
-def test_a_static_cache_may_be_loaded_into_a_larger_one(path: pathlib.Path) -> None:
-    model, cache = _filled("static")
+@pytest.mark.parametrize(
+    ("kind", "into"),
+    [
+        ("static", lambda config: kvlayers.StaticCache(config, max_cache_len=400)),
+        *(
+            (kind, lambda config: kvlayers.DynamicCache(config=config, checkpoints={"every": 4, "most": 8}))
+            for kind in ("recurrent, old", "recurrent and attending, old")
+        ),
+    ],
+    ids=["a larger reservation", "other checkpoints", "other checkpoints beside attention"],
+)
+def test_a_cache_may_be_loaded_into_one_with_other_options(kind: str, into: Make, path: pathlib.Path) -> None:
+    model, cache = _filled(kind)
     save_cache(cache, path)
-    larger = kvlayers.StaticCache(model.config, max_cache_len=400)
-    assert load_cache(path, into=larger) is larger
-    assert larger.get_max_length() == 400
-    assert _go_on_alike(model, larger, cache)
-    smaller = kvlayers.StaticCache(model.config, max_cache_len=50)
-    with pytest.raises(kvlayers.CapacityError):
-        load_cache(path, into=smaller)
-    assert smaller.get_seq_length() == 0
-    assert load_cache(path, into=smaller, length=50).get_seq_length() == 50
+    own = into(model.config)
+    assert load_cache(path, into=own) is own
+    assert _go_on_alike(model, own, cache)
 
 
 def test_what_cannot_be_loaded_leaves_the_callers_cache_alone(path: pathlib.Path) -> None:
@@ -510,29 +517,19 @@ def test_what_cannot_be_loaded_leaves_the_callers_cache_alone(path: pathlib.Path
     with pytest.raises(CacheFileError, match="damaged"):
         load_cache(path, into=own)
     pair = kvlayers.EncoderDecoderCache(_small(), _small())
+    small = kvlayers.StaticCache(CONFIGS["llama"](), max_cache_len=50)
     for saved, into, error in (
         (_filled("dynamic")[1], own, StateMismatchError),
         (_small(), tf.DynamicCache(), OptionError),
         (_small(), pair, StateMismatchError),
         (pair, own, StateMismatchError),
+        (_filled("static")[1], small, kvlayers.CapacityError),
     ):
         save_cache(saved, path)
         with pytest.raises(error):
             load_cache(path, into=into)  # type: ignore[arg-type]
-    assert (_content(own), pair.get_seq_length()) == (before, 2)
-
-
-@pytest.mark.parametrize("family", ["mamba", "jamba"])
-def test_a_recurrent_cache_is_loaded_into_one_with_other_checkpoints(family: str, path: pathlib.Path) -> None:
-    model = tiny_model(family)
-    old = kvlayers.MambaCache if family == "mamba" else kvlayers.HybridMambaAttentionDynamicCache
-    cache = old(model.config)
-    _logits(model, cache, prompt(2, 20))
-    save_cache(cache, path)
-    own = kvlayers.DynamicCache(config=model.config, checkpoints={"every": 4, "most": 8})
-    load_cache(path, into=own)
-    assert type(load_cache(path, config=model.config)) is old
-    assert _go_on_alike(model, own, cache)
+    assert (_content(own), pair.get_seq_length(), small.get_seq_length()) == (before, 2, 0)
+    assert load_cache(path, into=small, length=50).get_seq_length() == 50
 
 
 def test_a_cache_on_disk_is_loaded_to_the_host_or_into_one_on_disk(path: pathlib.Path, tmp_path: pathlib.Path) -> None:

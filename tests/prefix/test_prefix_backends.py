@@ -128,12 +128,11 @@ def test_damaged_files_are_skipped_reported_once_and_written_anew(
         files.client.delete(files.key(name))
     else:
         files.delete(name)
-    with caplog.at_level(logging.WARNING, logger="kvlayers"):
-        for each in (store, PrefixStore(ROOM, files.url)):
-            for _ in range(2):
-                assert (covered(each, [2, 5, 6]), covered(each, [1, 5, 6])) == (0, 3)
-                each.refresh()
-            assert (each.statistics.damaged, each.statistics.failed_reads) == (is_damage, 0)
+    for each in (store, PrefixStore(ROOM, files.url)):
+        for _ in range(2):
+            assert (covered(each, [2, 5, 6]), covered(each, [1, 5, 6])) == (0, 3)
+            each.refresh()
+        assert (each.statistics.damaged, each.statistics.failed_reads) == (is_damage, 0)
     assert len(caplog.records) == 2 * is_damage
     assert tempfile.gettempdir() + "/kvlayers-" not in caplog.text
     assert is_damage or files.names() == before
@@ -197,8 +196,7 @@ def test_a_backend_that_does_not_answer_loses_nothing(
         put(store, [1, 5, last])
     insert(store, [2, 5, 6])
     Failing.fails = {"read"}
-    with caplog.at_level(logging.WARNING, logger="kvlayers"):
-        hit = store.lookup(torch.tensor([1, 5, 8, 9]), model="m")
+    hit = store.lookup(torch.tensor([1, 5, 8, 9]), model="m")
     assert "could not be reached" in hit.reason
     # One of the two files was tried: who waits for one server twice waits twice as long.
     assert (hit.covered, store.statistics.failed_reads, len(caplog.records)) == (0, 1, 1)
@@ -227,8 +225,7 @@ def test_what_cannot_be_deleted_stays_counted(failing: FilesystemFiles, caplog: 
     size = store.statistics.file_bytes
     store._writes.directory_max_bytes = size
     Failing.fails = {"delete"}
-    with caplog.at_level(logging.WARNING, logger="kvlayers"):
-        put(store, [2, 5, 6])
+    put(store, [2, 5, 6])
     assert (len(store), store.statistics.file_bytes) == (2, 2 * size)
     assert "was not deleted" in caplog.text
     Failing.fails = set()

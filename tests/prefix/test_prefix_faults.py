@@ -26,6 +26,7 @@ import s3_server
 from backend_cases import PART, covered, insert, large, put, room_for
 from controlled_backend import READS, WRITES, ControlledBackend, use
 from kvlayers import CapacityError, DynamicCache, PrefixStore
+from kvlayers.errors import CachePathError
 from proxy import Line
 
 ROOM = 2**30
@@ -377,38 +378,79 @@ def test_an_entry_in_a_file_alone_is_not_evicted_again(backend: ControlledBacken
 
 # Many at once
 
+SHARED = [7] * 20
+"""Tokens that all entries begin with."""
+
+
+def work(store: PrefixStore, seed: int, steps: int, acknowledge: Callable[[list[int]], object]) -> None:
+    """Write, read and evict at random, and acknowledge the tokens of entries that were flushed."""
+    generator = random.Random(seed)
+    for number in range(steps):
+        # Some entries are those of others, which write the same files at the same time.
+        ids = [*SHARED, 8 + generator.choice([seed, seed % 3]), number % 9, *range(generator.randrange(5))]
+        insert(store, ids)
+        assert store.statistics.bytes <= store._index.max_bytes
+        if generator.random() < 0.3 and store.flush():
+            acknowledge(ids)
+        for asked in (ids, [*SHARED, 8 + generator.randrange(seed + 1), number % 9]):
+            covered(store, asked)
+        if number % 3 == 2:
+            store.evict(generator.choice([None, 100, 1000]))
+            with contextlib.suppress(CachePathError):
+                store.refresh()
+
 
 def test_threads_with_a_slow_directory_that_fails_now_and_then(backend: ControlledBackend) -> None:
-    chances = random.Random(0)
+    chances, acknowledged = random.Random(0), list[list[int]]()
 
     def hesitate(name: str) -> None:
         time.sleep(chances.uniform(0, 0.002))
         backend.fails = chances.random() < 0.1
 
     backend.before = hesitate
-    most, acknowledged = room_for(12), list[list[int]]()
-    store = PrefixStore(most, "elsewhere", write_wait_seconds=60.0)
-
-    def work(seed: int) -> None:
-        generator = random.Random(seed)
-        for number in range(25):
-            own = [*generator.choices((1, 2), k=2), *[3 + seed] * generator.randint(1, 5), number]
-            insert(store, own)
-            assert store.statistics.bytes <= most
-            for ids in (own, own[:-1], [1, 2, 4]):
-                covered(store, ids)
-            if number % 8 == 0 and store.flush():
-                acknowledged.append(own)
-            if number % 10 == 9:
-                store.evict(generator.randint(1, most))
-
+    store = PrefixStore(room_for(12, tokens=30), "elsewhere", write_wait_seconds=60.0)
     with ThreadPoolExecutor(4) as threads:
-        list(threads.map(work, range(4)))
+        list(threads.map(lambda seed: work(store, seed, 25, acknowledged.append), range(4)))
     backend.before, backend.fails = lambda name: None, False
     assert len(acknowledged) >= 4
     other = PrefixStore(ROOM, "elsewhere")
     assert [covered(other, ids) for ids in acknowledged] == [len(ids) for ids in acknowledged]
     assert (other.statistics.damaged, store.statistics.damaged) == (0, 0)
+
+
+WORKERS, KILLS, SECONDS = 15, 45, 3
+
+
+def work_apart(directory: pathlib.Path, worker: int, told: pathlib.Path) -> None:
+    with told.open("a") as file:
+        work(PrefixStore(2**20, directory), worker, 1000, lambda ids: print(*ids, file=file, flush=True))
+
+
+@pytest.mark.nightly
+@posix
+def test_processes_that_share_a_directory_and_are_killed_at_any_moment(tmp_path: pathlib.Path) -> None:
+    """15 processes write, read and evict in one directory; each of 45 is killed, and what it has flushed is found."""
+    directory, told, generator = tmp_path / "shared", tmp_path / "told", random.Random(0)
+    # Forks, since starting an interpreter takes far longer than writing a file.
+    context, workers = multiprocessing.get_context("fork"), list[Any]()
+    for started in range(KILLS + WORKERS):
+        workers.append(context.Process(target=work_apart, args=(directory, started, told), daemon=True))
+        workers[-1].start()
+        if len(workers) == WORKERS:
+            time.sleep(generator.uniform(0, 2 * SECONDS / KILLS))
+            killed = workers.pop(generator.randrange(WORKERS))
+            killed.kill()
+            killed.join()
+            # It was at work, and had not ended by itself.
+            assert killed.exitcode == -signal.SIGKILL
+    for worker in workers:
+        worker.kill()
+        worker.join()
+    acknowledged = [tuple(map(int, line.split())) for line in told.read_text().splitlines()]
+    assert len(acknowledged) > 20
+    store = PrefixStore(ROOM, directory)
+    assert [covered(store, list(ids)) for ids in acknowledged] == [len(ids) for ids in acknowledged]
+    assert (store.statistics.damaged, store.statistics.failed_reads) == (0, 0)
 
 
 def test_what_was_inserted_again_stays_in_the_directory(tmp_path: pathlib.Path) -> None:
@@ -530,56 +572,3 @@ def test_a_full_disk_keeps_what_it_has_and_takes_more_when_there_is_room(tmp_pat
     store.flush()
     other = PrefixStore(ROOM, tmp_path)
     assert (covered(other, IDS), covered(other, [1, 2, 50]), other.statistics.damaged) == (8, 3, 0)
-
-
-# Processes that are killed
-
-
-WORKERS, KILLS, SECONDS = 15, 45, 3
-SHARED = [7] * 20
-"""Tokens that all entries of workers begin with."""
-
-
-def work(directory: pathlib.Path, worker: int, acknowledged: pathlib.Path) -> None:
-    """Write, read and evict, and note the tokens of each entry that was flushed."""
-    generator, store = random.Random(worker), PrefixStore(2**20, directory)
-    for number in range(1000):
-        # Some entries are those of other workers, which write the same files at the same time.
-        ids = [*SHARED, 8 + generator.choice([worker, worker % 3]), number % 9, *range(generator.randrange(5))]
-        insert(store, ids)
-        if store.flush():
-            with acknowledged.open("a") as file:
-                file.write(" ".join(map(str, ids)) + "\n")
-        if number % 3 == 2:
-            store.evict()
-            store.refresh()
-        for asked in (ids, [*SHARED, 8 + generator.randrange(worker + 1), number % 9]):
-            assert covered(store, asked) <= len(asked)
-        assert store.statistics.damaged == 0, store.statistics
-
-
-@pytest.mark.nightly
-@posix
-def test_processes_that_share_a_directory_and_are_killed_at_any_moment(tmp_path: pathlib.Path) -> None:
-    """15 processes write, read and evict in one directory; each of 45 is killed, and what it has flushed is found."""
-    directory, told, generator = tmp_path / "shared", tmp_path / "told", random.Random(0)
-    # Forks, since starting an interpreter takes far longer than writing a file.
-    context, workers = multiprocessing.get_context("fork"), list[Any]()
-    for started in range(KILLS + WORKERS):
-        workers.append(context.Process(target=work, args=(directory, started, told), daemon=True))
-        workers[-1].start()
-        if len(workers) == WORKERS:
-            time.sleep(generator.uniform(0, 2 * SECONDS / KILLS))
-            killed = workers.pop(generator.randrange(WORKERS))
-            killed.kill()
-            killed.join()
-            # It was at work, and had not ended by itself.
-            assert killed.exitcode == -signal.SIGKILL
-    for worker in workers:
-        worker.kill()
-        worker.join()
-    acknowledged = [tuple(map(int, line.split())) for line in told.read_text().splitlines()]
-    assert len(acknowledged) > 20
-    store = PrefixStore(ROOM, directory)
-    assert [covered(store, list(ids)) for ids in acknowledged] == [len(ids) for ids in acknowledged]
-    assert (store.statistics.damaged, store.statistics.failed_reads) == (0, 0)

@@ -27,6 +27,7 @@ from kvlayers.prefix.keys import label_of
 from kvlayers.prefix.nodes import Node
 from kvlayers.prefix.states import MOST_PIECES, NODE_TOKENS
 from matrix import once
+from models import prompt, read, tiny_model
 from prefix_caches import KINDS, Ids, Kind, check, extend
 
 LABEL = label_of(None, "m", "")
@@ -92,7 +93,7 @@ def test_what_is_loaded_is_what_was_written_and_goes_on(kind: str, tmp_path: pat
     made = LONG_KINDS[kind]
     entry = write(opened(tmp_path), DOCUMENT, kind=made)
     directory = opened(tmp_path)
-    with torch.inference_mode(), torch.device("meta"):
+    with torch.inference_mode():
         cache = load(directory, entry, DOCUMENT)
     assert {held.is_inference() for layer in cache.adapted_layers() for held in layer.held_tensors()} == {False}
     check_and_continue(made, cache, DOCUMENT)
@@ -103,6 +104,17 @@ def test_what_is_loaded_is_what_was_written_and_goes_on(kind: str, tmp_path: pat
         else:
             check_and_continue(made, cache, DOCUMENT[:length])
     assert (directory.damaged_files, directory.failed_reads) == (0, 0)
+
+
+@pytest.mark.parametrize("name", ["int4", "h2o"])
+def test_what_is_loaded_is_on_the_host_whatever_the_default_device(name: str, tmp_path: pathlib.Path) -> None:
+    model = tiny_model("llama")
+    cache, _ = read(model, prompt(tokens=20), kvlayers.make_cache(name, model))
+    path, _ = opened(tmp_path).write(LABEL, np.arange(20), {20}, cache)
+    with torch.device("meta"):
+        loaded: Any = opened(tmp_path).load(path, 20, model.config, None)
+    for one, other in zip(loaded.layers[0].peek(), cache.layers[0].peek(), strict=True):
+        assert torch.equal(one + 0, other + 0)
 
 
 @pytest.mark.parametrize(

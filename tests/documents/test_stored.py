@@ -78,10 +78,6 @@ def test_documents_are_those_that_are_put_together_by_hand(family: str, recomput
                 assert_same(found, expected)
                 kinds = [type(layer) for layer in found.to_tuple()[-1].layers]
                 assert kinds == [type(layer) for layer in windows.layers]
-    # It does make a difference, for each family: windows reach beyond the last document.
-    documents = [A, B, C[:, :3]]
-    off = torch.cat(answer(model, documents, recompute=0).logits) - torch.cat(plain(model, *documents, QUESTION).logits)
-    assert off.abs().max() > 0.01
 
 
 @pytest.mark.parametrize(

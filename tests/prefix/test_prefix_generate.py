@@ -97,35 +97,6 @@ def test_a_chat_pays_for_its_new_tokens_alone(name: str, family: str, on_disk: b
 
 EVICTING = {"keep": 0.5, "sink_tokens": 2, "recent_tokens": 8}
 RECALL = {"pages": 1, "page_tokens": 8, "recent_tokens": 8}
-HOLD_LESS: dict[str, dict[str, Any]] = {
-    "int8": {},
-    "sink": {"window_length": 30, "num_sink_tokens": 2},
-    "knorm": EVICTING,
-    "snapkv": EVICTING,
-    "recall": {"recall": RECALL},
-}
-
-
-@pytest.mark.parametrize(("name", "on_disk"), once(HOLD_LESS, [False, True]))
-def test_caches_that_hold_less_than_they_saw_go_on_as_in_a_chat(
-    name: str, on_disk: bool, tmp_path: pathlib.Path
-) -> None:
-    place = tmp_path if on_disk else None
-    model, store = tiny_model("llama"), PrefixStore(ROOM, place)
-    options = {"cache_implementation": name, "cache_config": HOLD_LESS[name]}
-    ids, expected_cache = prompt(tokens=DOCUMENT), kvlayers.make_cache(name, model, **HOLD_LESS[name])
-    for turn in range(3):
-        with kvlayers.installed():
-            expected = model.generate(ids, past_key_values=expected_cache, **OPTIONS)
-        hits = store.statistics.hits
-        assert torch.equal(by_store(model, store, ids, **options), expected)
-        assert store.statistics.hits - hits == (turn > 0)
-        if on_disk:
-            assert store.flush()
-            store = PrefixStore(ROOM, place)
-        ids = torch.cat([expected, prompt(tokens=7, seed=turn + 1)], dim=1)
-
-
 UNUSUAL = sorted({*families.FAMILIES, "indexer"} - {"marian", "t5gemma", "whisper", "deepseek_v32"})
 """Hybrids, shared KV, learned positions and ALiBi. The indexer of deepseek_v32 has ties there."""
 
@@ -196,8 +167,17 @@ def test_each_prompt_of_a_batch_is_answered_as_alone(name: str, family: str, kin
     assert store.statistics.bypassed == 0
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-@pytest.mark.parametrize("asked", [{}, {"num_beams": 2}, {"eos_token_id": 5}])
+@pytest.mark.parametrize(
+    ("asked", "family"),
+    once(
+        [
+            *({}, {"num_beams": 2}, {"eos_token_id": 5}, {"no_repeat_ngram_size": 2}, {"repetition_penalty": 1.7}),
+            *({"encoder_no_repeat_ngram_size": 2}, {"bad_words_ids": [[14, 15], [3]]}),
+        ],
+        ["llama", "gpt2"],
+    ),
+    ids=str,
+)
 def test_a_document_is_held_once_for_all_questions(asked: dict[str, Any], family: str) -> None:
     model, store = tiny_model(family), PrefixStore(ROOM)
     rows = questions(*(3 + index % 4 for index in range(12)), document=200)
@@ -213,22 +193,14 @@ def test_a_document_is_held_once_for_all_questions(asked: dict[str, Any], family
 
 
 def test_processors_see_ids_in_the_order_of_the_text() -> None:
-    model, store, seen = tiny_model("llama"), PrefixStore(ROOM), list[torch.Tensor]()
-    batch = padded(questions(*(3 + index % 4 for index in range(12)), document=200))
+    batch, seen = padded(questions(*(3 + index % 4 for index in range(12)), document=200)), list[torch.Tensor]()
 
     def note(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         seen.append(input_ids.clone())
         return scores
 
-    by_store(model, store, **batch, logits_processor=tf.LogitsProcessorList([note]))
+    by_store(tiny_model("llama"), PrefixStore(ROOM), **batch, logits_processor=tf.LogitsProcessorList([note]))
     assert torch.equal(seen[0], batch["ids"])
-    for asked in (
-        {"no_repeat_ngram_size": 2},
-        {"repetition_penalty": 1.7},
-        {"encoder_no_repeat_ngram_size": 2},
-        {"bad_words_ids": [[14, 15], [3]]},
-    ):
-        assert torch.equal(by_store(model, store, **batch, **asked), plain(model, **batch, **asked))
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
@@ -307,6 +279,11 @@ OTHERS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
             {"cache_implementation": "quantized", "cache_config": {"nbits": 2}},
         ],
     ),
+    "packed": ({"cache_implementation": "int8"}, [{"cache_implementation": "int4"}]),
+    "sinks": (
+        {"cache_implementation": "sink", "cache_config": {"window_length": 30, "num_sink_tokens": 2}},
+        [{"cache_implementation": "sink", "cache_config": {"window_length": 30, "num_sink_tokens": 3}}],
+    ),
     "evicted by a rule": (
         {"cache_implementation": "keydiff", "cache_config": EVICTING},
         [
@@ -316,6 +293,10 @@ OTHERS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
             {"cache_implementation": "keydiff", "cache_config": {**EVICTING, "quantization": {"nbits": 4}}},
             {"cache_implementation": "knorm", "cache_config": EVICTING},
         ],
+    ),
+    "evicted by queries": (
+        {"cache_implementation": "snapkv", "cache_config": EVICTING},
+        [{"cache_implementation": "knorm", "cache_config": EVICTING}],
     ),
     "read in pages": (
         {"cache_implementation": "recall", "cache_config": {"recall": RECALL}},
@@ -328,8 +309,9 @@ OTHERS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
 
 
 @pytest.mark.parametrize("kind", OTHERS)
-def test_only_a_call_with_the_same_cache_mode_and_namespace_finds_an_entry(kind: str) -> None:
-    model, store, ids = tiny_model("llama"), PrefixStore(ROOM), prompt(tokens=DOCUMENT)
+def test_only_a_call_with_the_same_cache_mode_and_namespace_finds_an_entry(kind: str, tmp_path: pathlib.Path) -> None:
+    """And goes on from it as in a chat, in memory and from files."""
+    model, store, ids = tiny_model("llama"), PrefixStore(ROOM, tmp_path), prompt(tokens=DOCUMENT)
     asked, others = OTHERS[kind]
     first = by_store(model, store, ids, **asked)
     longer = torch.cat([first, prompt(tokens=7, seed=1)], dim=1)
@@ -342,8 +324,10 @@ def test_only_a_call_with_the_same_cache_mode_and_namespace_finds_an_entry(kind:
     with kvlayers.installed():
         model.generate(ids, past_key_values=cache, **OPTIONS)
         expected = model.generate(longer, past_key_values=cache, **OPTIONS)
-    assert torch.equal(by_store(model, store, longer, **asked), expected)
-    assert store.statistics.hits == 1
+    assert store.flush()
+    for each in (store, PrefixStore(ROOM, tmp_path)):
+        assert torch.equal(by_store(model, each, longer, **asked), expected)
+        assert each.statistics.hits == 1
 
 
 # install()

@@ -65,19 +65,26 @@ def assert_same(found: Any, expected: Any, atol: float = 1e-4) -> None:
 # The answer
 
 
-@pytest.mark.parametrize(("family", "recompute"), once(FAMILIES, [0, 3, "30%"]))
-def test_documents_are_those_that_are_put_together_by_hand(family: str, recompute: Any) -> None:
+@pytest.mark.parametrize(
+    ("family", "recompute", "documents", "beginning"),
+    once(
+        FAMILIES,
+        [0, 3, "30%"],
+        [([A, B, C], None), ([C, A], SYSTEM), ([B, A, B], SYSTEM), ([B, A, B], None)],
+        times=2,
+    ),
+)
+def test_documents_are_those_that_are_put_together_by_hand(
+    family: str, recompute: Any, documents: Any, beginning: Any
+) -> None:
     model, store = tiny_model(family), kvlayers.PrefixStore()
-    for documents in ([A, B, C], [C, A], [B, A, B]):
-        for beginning in (None, SYSTEM):
-            # The windows of the model's layers, as an ordinary call has them.
-            windows = kvlayers.DynamicCache(config=model.config)
-            expected = by_hand(model, documents, windows, beginning, recompute)
-            for each in (None, store):
-                found = answer(model, documents, each, beginning=beginning, recompute=recompute)
-                assert_same(found, expected)
-                kinds = [type(layer) for layer in found.to_tuple()[-1].layers]
-                assert kinds == [type(layer) for layer in windows.layers]
+    # The windows of the model's layers, as an ordinary call has them.
+    windows = kvlayers.DynamicCache(config=model.config)
+    expected = by_hand(model, documents, windows, beginning, recompute)
+    for each in (None, store, store):
+        found = answer(model, documents, each, beginning=beginning, recompute=recompute)
+        assert_same(found, expected)
+        assert list(map(type, found.to_tuple()[-1].layers)) == list(map(type, windows.layers))
 
 
 @pytest.mark.parametrize(
@@ -87,10 +94,13 @@ def test_documents_are_one_text_unless_less_is_asked_for(family: str, options: d
     # The second document is short, so that windows reach beyond it.
     model, documents = tiny_model(family), [C, A[:, :3]]
     expected = plain(model, SYSTEM, *documents, QUESTION, **options)
-    for name in ("dynamic", "static", "offloaded"):
+    for name, store, how in (
+        ("dynamic", None, {}),
+        ("static", kvlayers.PrefixStore(), {}),
+        ("offloaded", None, {"recompute": 24}),
+    ):
         asked: dict[str, Any] = {"beginning": SYSTEM, "cache_implementation": name, **options}
-        for store, recompute in ((None, {}), (kvlayers.PrefixStore(), {}), (None, {"recompute": 24})):
-            assert_same(answer(model, documents, store, **asked, **recompute), expected)
+        assert_same(answer(model, documents, store, **asked, **how), expected)
         first = answer(model, documents, recompute=0, **asked).logits[0]
         assert (first - expected.logits[0]).abs().max() > 0.01
 
@@ -255,22 +265,18 @@ def test_a_document_is_the_states_of_its_tokens(family: str) -> None:
     assert_same(found, by_hand(model, [B, A], recompute="30%"))
 
 
-def test_documents_take_the_bytes_of_their_states(tmp_path: pathlib.Path) -> None:
-    model = fresh_model("llama", max_position_embeddings=4096)
-    beginning, *texts = (prompt(1, 320, seed) for seed in range(7))
-    a_token = 2 * 2 * 2 * 8 * 4
-    for common in (None, beginning):
-        path = tmp_path / str(common is None)
-        store = kvlayers.PrefixStore(directory=path)
-        for _ in range(2):
-            answer(model, texts[::-1] if len(store) else texts, store, beginning=common, recompute=0)
-        states = a_token * 320 * (6 + (common is not None))
-        now = store.statistics
-        assert states <= now.bytes <= 1.05 * states
-        assert (now.shared_bytes >= a_token * 320) == (common is not None)
-        assert store.flush()
-        on_disk = sum(file.stat().st_size for file in path.iterdir())
-        assert store.statistics.file_bytes == on_disk <= 1.1 * states
+@pytest.mark.parametrize("beginning", [None, prompt(1, 320, 0)], ids=["apart", "behind a beginning"])
+def test_documents_take_the_bytes_of_their_states(beginning: Any, tmp_path: pathlib.Path) -> None:
+    model, texts = fresh_model("llama", max_position_embeddings=4096), [prompt(1, 320, seed) for seed in range(1, 7)]
+    store, a_text = kvlayers.PrefixStore(directory=tmp_path), 2 * 2 * 2 * 8 * 4 * 320
+    for documents in (texts, texts[::-1]):
+        answer(model, documents, store, beginning=beginning, recompute=0)
+    states, now = a_text * (6 + (beginning is not None)), store.statistics
+    assert states <= now.bytes <= 1.05 * states
+    assert (now.shared_bytes >= a_text) == (beginning is not None)
+    assert store.flush()
+    on_disk = sum(file.stat().st_size for file in tmp_path.iterdir())
+    assert store.statistics.file_bytes == on_disk <= 1.1 * states
 
 
 def test_without_room_the_call_goes_on() -> None:

@@ -168,23 +168,22 @@ def test_a_prefix_store_holds_registered_layers_in_memory_and_in_files(
 
 
 def test_layers_describe_the_layers_that_they_are_made_of(registered: None) -> None:
-    context = kvlayers.stores.DescriptionContext()
     linear = kvlayers.LinearAttentionLayer(2, kvlayers.layers.Checkpoints(every=8, most=3), tokens_at_once=1)
     hybrid = kvlayers.HybridLayer(kvlayers.OffloadedLayer(RecentLayer(12, 6, store=SteppedStore(5))), linear)
-    twin = kvlayers.HybridLayer.from_description(hybrid.describe(), context)
-    assert twin.describe() == hybrid.describe()
-    assert isinstance(twin.attention, kvlayers.OffloadedLayer)
+    twin = kvlayers.HybridLayer.from_description(hybrid.describe(), kvlayers.stores.DescriptionContext())
+    assert (twin.describe(), type(twin.attention)) == (hybrid.describe(), kvlayers.OffloadedLayer)
     assert (type(twin.attention.wrapped), twin.attention.wrapped.store.step) == (RecentLayer, 5)
     assert (twin.linear.number_of_states, twin.linear.tokens_at_once) == (2, 1)
     assert twin.linear.checkpoints == linear.checkpoints
 
 
 @pytest.mark.parametrize("within", ["HybridLayer", "OffloadedLayer", "nothing", None, 3])
-def test_a_description_of_a_layer_in_itself_is_refused(within: object) -> None:
-    context = kvlayers.stores.DescriptionContext()
-    for layer_class, name in ((kvlayers.HybridLayer, "attention"), (kvlayers.OffloadedLayer, "offloaded")):
-        with pytest.raises((KeyError, kvlayers.KVLayersError)):
-            layer_class.from_description({name: within}, context)
+@pytest.mark.parametrize(
+    ("layer_class", "name"), [(kvlayers.HybridLayer, "attention"), (kvlayers.OffloadedLayer, "offloaded")]
+)
+def test_a_description_of_a_layer_in_itself_is_refused(layer_class: Any, name: str, within: object) -> None:
+    with pytest.raises((KeyError, kvlayers.KVLayersError)):
+        layer_class.from_description({name: within}, kvlayers.stores.DescriptionContext())
 
 
 # What is refused when it is registered
@@ -197,10 +196,6 @@ class Unfinished(kvlayers.layers.TokenLayer):
         super().__init__(kvlayers.stores.DenseStore() if store is None else store)
 
 
-class Undescribed(RecentLayer):
-    described = ("most",)
-
-
 class Storeless(RecentLayer):
     described = ("most",)
 
@@ -208,24 +203,16 @@ class Storeless(RecentLayer):
         super().__init__(most)
 
 
-class ForgetfulStore(SteppedStore):
-    described = ()
-
-
-class Bare(kvlayers.CacheLayer):
-    pass
-
-
 @pytest.mark.parametrize(
     ("register", "cls", "named"),
     [
         (kvlayers.layers.register_layer, Unfinished, "`capacity`"),
-        (kvlayers.layers.register_layer, Bare, "`batch_size`"),
-        (kvlayers.layers.register_layer, Undescribed, "`kept`"),
+        (kvlayers.layers.register_layer, type("Bare", (kvlayers.CacheLayer,), {}), "`batch_size`"),
+        (kvlayers.layers.register_layer, type("Undescribed", (RecentLayer,), {"described": ("most",)}), "`kept`"),
         (kvlayers.layers.register_layer, Storeless, "`store`"),
         (kvlayers.layers.register_layer, dict, "CacheLayer"),
         (kvlayers.layers.register_layer, 3, "CacheLayer"),
-        (kvlayers.stores.register_store, ForgetfulStore, "`step`"),
+        (kvlayers.stores.register_store, type("ForgetfulStore", (SteppedStore,), {"described": ()}), "`step`"),
         (kvlayers.stores.register_store, RecentLayer, "TokenStore"),
         (register_cache_class, RecentLayer, "kvlayers.core.cache.Cache"),
     ],
@@ -388,18 +375,9 @@ def test_a_class_goes_by_its_other_name_when_one_is_removed() -> None:
 # Entry points of other packages
 
 
-class Mine(kvlayers.DynamicLayer):
-    """Defined in `the_package.implementation`, which `the_package` imports it from."""
-
-
-Mine.__module__ = "the_package.implementation"
-
-
-class Chat(kvlayers.Cache):
-    pass
-
-
-Chat.__module__ = "the_package.implementation"
+# Defined in `the_package.implementation`, which `the_package` imports them from.
+Mine: Any = type("Mine", (kvlayers.DynamicLayer,), {"__module__": "the_package.implementation"})
+Chat: Any = type("Chat", (kvlayers.Cache,), {"__module__": "the_package.implementation"})
 
 
 @pytest.fixture
@@ -428,8 +406,7 @@ def test_an_entry_point_of_a_class_from_another_module_names_it_in_files(the_pac
 def test_a_loaded_entry_point_names_its_class_whatever_its_package(the_package: None) -> None:
     elsewhere = type("Elsewhere", (kvlayers.DynamicLayer,), {"__module__": "another_package"})
     vars(sys.modules["the_package"])["Mine"] = elsewhere
-    assert LAYER_CLASSES.get("Mine") is elsewhere
-    assert LAYER_CLASSES.name_of(elsewhere) == "Mine"
+    assert (LAYER_CLASSES.get("Mine"), LAYER_CLASSES.name_of(elsewhere)) == (elsewhere, "Mine")
 
 
 def test_an_entry_point_that_cannot_be_loaded_is_named(the_package: None, path: pathlib.Path) -> None:

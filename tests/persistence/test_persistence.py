@@ -25,7 +25,7 @@ from kvlayers.errors import CacheFileError, CachePathError, ModelMismatchError, 
 from kvlayers.persistence import atomic_file, fingerprint
 from kvlayers.rope.from_config import rotaries
 from matrix import once
-from models import CONFIGS, WINDOW, fresh_model, given, prompt, tiny_model
+from models import CONFIGS, WINDOW, fresh_model, prompt, read, tiny_model
 
 NEW = 6
 QUANTIZATION: dict[str, Any] = {"q_group_size": 8, "residual_length": 4, "sink_tokens": 2}
@@ -86,9 +86,21 @@ KINDS: dict[str, tuple[str, Make]] = {
     "recurrent and attending, old": ("jamba", lambda config: kvlayers.HybridMambaAttentionDynamicCache(config)),
     "recurrent and static": ("jamba", lambda config: kvlayers.StaticCache(config, max_cache_len=200)),
     "recurrent and quantized": ("jamba", lambda config: kvlayers.QuantizedCache(config=config, **QUANTIZATION)),
+    "recorded": ("mistral", lambda config: _recording(config)),
+    "recorded, offloaded": (
+        "mistral",
+        lambda config: _recording(config, offloading=True, offload_only_non_sliding=False),
+    ),
 }
 RECURRENT = ("mamba", "jamba")
 PACKAGES = {"quanto": "optimum.quanto", "hqq": "hqq"}
+
+
+def _recording(config: Any, **options: Any) -> kvlayers.DynamicCache:
+    """A cache whose tokens can be taken back."""
+    cache = kvlayers.DynamicCache(config=config, **options)
+    cache.activate_past_recording()
+    return cache
 
 
 def _model(family: str) -> Any:
@@ -96,33 +108,25 @@ def _model(family: str) -> Any:
     return fresh_model(family.removeprefix("long "), sliding_window=160) if "long" in family else tiny_model(family)
 
 
-@torch.no_grad()
-def _logits(model: Any, cache: Any, ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+def _logits(model: Any, cache: Any, ids: torch.Tensor) -> torch.Tensor:
     """The logits of the newest token; a model whose scan begins from zero is given its tokens one by one."""
-    logits = torch.empty(0)
     steps = 1 if model.config.model_type in RECURRENT and cache.get_seq_length() else ids.shape[1]
-    for some in ids.split(steps, dim=1):
-        extra: dict[str, Any] = {}
-        if mask is not None:
-            seen = mask[:, : cache.get_seq_length() + some.shape[1]]
-            extra = {"attention_mask": seen, "position_ids": (seen.cumsum(1) - 1).clamp(min=0)[:, -some.shape[1] :]}
-        logits = model(some, use_cache=True, **given(cache, model), **extra).logits[:, -1]
-    return logits
+    return [read(model, some, cache)[1][:, -1] for some in ids.split(steps, dim=1)][-1]
 
 
-def _decoded(model: Any, cache: Any, first: torch.Tensor, mask: torch.Tensor | None = None) -> list[torch.Tensor]:
+def _decoded(model: Any, cache: Any, ids: torch.Tensor) -> list[torch.Tensor]:
     """The logits of some steps, each of the token that the one before says."""
-    found, ids = [], first
+    found = []
     for _ in range(NEW):
-        found.append(_logits(model, cache, ids, mask))
+        found.append(_logits(model, cache, ids))
         ids = found[-1].argmax(-1, keepdim=True)
     return found
 
 
-def _go_on_alike(model: Any, one: Any, other: Any, mask: torch.Tensor | None = None) -> bool:
+def _go_on_alike(model: Any, one: Any, other: Any) -> bool:
     """Whether both caches go on from one more token to the same logits."""
     first = prompt(max(other.batch_size, 1), 1, seed=2)
-    return all(map(torch.equal, *(_decoded(model, cache, first, mask) for cache in (one, other))))
+    return all(map(torch.equal, *(_decoded(model, cache, first) for cache in (one, other))))
 
 
 SEEN = torch.cat([prompt(2, 100), prompt(2, 3, seed=1)], dim=1)
@@ -141,8 +145,9 @@ def _filled(kind: str, batch: int = 2, tokens: int = 100) -> tuple[Any, Any]:
 
 
 def _described(cache: Any) -> str:
-    """A cache as it prints, but for its bytes: one that is loaded has other spare room."""
-    return re.sub(r", [\d.]+ \w*B\)", ")", repr(cache))
+    """A cache as it prints, but for its bytes, as one that is loaded has other spare room; and which layers record."""
+    recording = [layer.is_recording for part in cache.parts() for layer in part.adapted_layers()]
+    return re.sub(r", [\d.]+ \w*B\)", ")", repr(cache)) + str(recording)
 
 
 def _small() -> kvlayers.DynamicCache:
@@ -227,10 +232,9 @@ def test_states_of_every_dtype_come_back_to_the_bit(dtype: torch.dtype, path: pa
     states = torch.randn(2, 3, 1100, 4).to(dtype), torch.randn(2, 3, 1100, 6).to(dtype)
     cache = kvlayers.DynamicCache([states, (states[1], states[0])])
     loaded = _reloaded(cache, path)
-    for index in range(2):
-        for ours, theirs in zip(loaded[index], cache[index], strict=True):
-            assert ours.dtype == dtype
-            assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
+    for ours, theirs in zip([*loaded[0], *loaded[1]], [*cache[0], *cache[1]], strict=True):
+        assert ours.dtype == dtype
+        assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
     prefix = load_cache(path, length=700)
     assert torch.equal(prefix.layers[0].keys.view(torch.uint8), states[0][:, :, :700].contiguous().view(torch.uint8))
     assert inspect_cache(path).dtype == dtype
@@ -251,8 +255,8 @@ def test_states_of_every_dtype_come_back_to_the_bit(dtype: torch.dtype, path: pa
 def test_an_empty_cache_comes_back_empty(make: Callable[[], Any], path: pathlib.Path) -> None:
     cache = make()
     loaded = _reloaded(cache, path)
-    assert (_described(loaded), loaded.batch_size, loaded.get_seq_length()) == (_described(cache), -1, 0)
-    assert inspect_cache(path).length == 0
+    assert (_described(loaded), loaded.describe()) == (_described(cache), cache.describe())
+    assert (loaded.batch_size, loaded.get_seq_length(), inspect_cache(path).length) == (-1, 0, 0)
 
 
 def test_layers_without_tokens_stay_without(path: pathlib.Path) -> None:
@@ -322,8 +326,7 @@ def test_the_file_has_the_layout_that_is_documented(path: pathlib.Path) -> None:
     data = {name: content[8 + length :][slice(*entry["data_offsets"])] for name, entry in header.items()}
     digests = [hashlib.sha256(data[name]).digest() for name in ("layers.0.keys", "layers.0.values", "token_ids")]
     last = hashlib.sha256(content[: 8 + length] + b"".join(digests)).digest()
-    assert data["digests"] == b"".join([*digests, last])
-    assert inspect_cache(path).checksum == last.hex()
+    assert (data["digests"], inspect_cache(path).checksum) == (b"".join([*digests, last]), last.hex())
     description = json.loads(metadata["description"])
     model = description.pop("model")
     assert model.pop("fields")["rope_parameters"] == {"rope_theta": 10000, "rope_type": "default"}
@@ -388,11 +391,11 @@ def test_a_file_may_hold_ids_that_the_cache_has_not_seen_and_long_texts(path: pa
         (b"", "got an empty file: .* save it again"),
     ],
 )
-def test_a_text_is_no_saved_cache(content: bytes, message: str, path: pathlib.Path) -> None:
+@pytest.mark.parametrize("read", [inspect_cache, load_cache])
+def test_a_text_is_no_saved_cache(read: Callable[..., Any], content: bytes, message: str, path: pathlib.Path) -> None:
     path.write_bytes(content)
-    for read in (inspect_cache, load_cache):
-        with pytest.raises(CacheFileError, match=message):
-            read(path)
+    with pytest.raises(CacheFileError, match=message):
+        read(path)
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -594,10 +597,8 @@ def test_without_a_saved_config_the_layers_are_compared(path: pathlib.Path) -> N
     assert load_cache(path, config=CONFIGS["mistral"]()).get_seq_length() == 103
     with pytest.raises(ModelMismatchError, match="4 layers"):
         load_cache(path, config=CONFIGS["gemma3"]())
-    other = CONFIGS["mistral"]()
-    other.sliding_window = 9
     with pytest.raises(ModelMismatchError, match="sliding_window of 9"):
-        load_cache(path, config=other)
+        load_cache(path, config=fresh_model("mistral", sliding_window=9))
 
 
 def test_fields_of_another_version_of_transformers_are_not_compared(
@@ -612,21 +613,22 @@ def test_fields_of_another_version_of_transformers_are_not_compared(
     assert load_cache(path, config=CONFIGS["llama"]()).get_seq_length() == 103
 
 
-def test_other_weights_are_refused_where_they_have_a_name(path: pathlib.Path) -> None:
-    for own, other in (("one", "two"), (None, "one")):
-        save_cache(_small(), path, weights_id=own)
-        for named in (own, None):
-            assert load_cache(path, weights_id=named).get_seq_length() == 2
-        with pytest.raises(ModelMismatchError, match="weights"):
-            load_cache(path, weights_id=other)
+@pytest.mark.parametrize(("own", "other"), [("one", "two"), (None, "one")])
+def test_other_weights_are_refused_where_they_have_a_name(own: str | None, other: str, path: pathlib.Path) -> None:
+    save_cache(_small(), path, weights_id=own)
+    for named in (own, None):
+        assert load_cache(path, weights_id=named).get_seq_length() == 2
+    with pytest.raises(ModelMismatchError, match="weights"):
+        load_cache(path, weights_id=other)
 
 
-def test_where_a_model_was_loaded_from_is_noted_unless_it_is_a_directory(path: pathlib.Path) -> None:
-    for place, noted in (("somebody/model", "somebody/model"), ("/home/somebody/model", None)):
-        save_cache(kvlayers.DynamicCache(), path, config=llama_with(_name_or_path=place, _commit_hash="abc"))
-        seen = inspect_cache(path)
-        assert (seen.model_name, seen.model_commit) == (noted, "abc")
-    assert b"/home" not in path.read_bytes()
+@pytest.mark.parametrize(("place", "noted"), [("somebody/model", "somebody/model"), ("/home/somebody/model", None)])
+def test_where_a_model_was_loaded_from_is_noted_unless_it_is_a_directory(
+    place: str, noted: str | None, path: pathlib.Path
+) -> None:
+    save_cache(kvlayers.DynamicCache(), path, config=llama_with(_name_or_path=place, _commit_hash="abc"))
+    seen = inspect_cache(path)
+    assert (seen.model_name, seen.model_commit, b"/home" in path.read_bytes()) == (noted, "abc", False)
 
 
 def test_a_cache_of_anothers_is_refused_by_name(path: pathlib.Path) -> None:
@@ -687,8 +689,7 @@ def test_the_mode_of_a_file_is_kept_and_that_of_a_new_one_is_the_systems(path: p
     assert stat.S_IMODE(path.stat().st_mode) == 0o640
     os.chmod(path, 0o600)
     save_cache(_small(), os.fsencode(path))  # type: ignore[arg-type]
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert list(path.parent.iterdir()) == [path]
+    assert (stat.S_IMODE(path.stat().st_mode), list(path.parent.iterdir())) == (0o600, [path])
 
 
 @pytest.mark.parametrize(

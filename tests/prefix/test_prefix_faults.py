@@ -5,6 +5,7 @@ compares states with those that were inserted. Nothing is lost that `flush` has 
 """
 
 import contextlib
+import functools
 import multiprocessing
 import os
 import pathlib
@@ -13,9 +14,9 @@ import signal
 import textwrap
 import threading
 import time
+import types
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -467,47 +468,36 @@ def test_what_was_inserted_again_stays_in_the_directory(tmp_path: pathlib.Path) 
     assert [covered(again, ids) for ids in (first, second, third)] == [40, 0, 40]
 
 
-@dataclass
-class Place:
-    """A directory on a server, and a line to it that can be broken."""
-
-    line: Line
-    server: int
-    by_port: Callable[[int], dict[str, Any]]
-
-    def store(self, **options: Any) -> PrefixStore:
-        """A store whose files are at the other end of the line."""
-        return PrefixStore(ROOM, **self.by_port(self.line.port), **options)
-
-    def direct(self) -> PrefixStore:
-        """A store on another machine, whose line is in order."""
-        return PrefixStore(ROOM, **self.by_port(self.server))
-
-
 @pytest.fixture
 def redis_port(redis_url: str) -> int:
     return int(redis_url.rpartition(":")[2].partition("/")[0])
 
 
 @pytest.fixture(params=["redis", "s3"])
-def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
-    name = f"{request.param}-{abs(hash(request.node.name))}"
-    server = request.getfixturevalue(f"{request.param}_port")
-    with contextlib.closing(Line(server)) as line:
+def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A directory on a server: `store()` is at the end of a `line` that can be broken, `direct()` is elsewhere."""
+    name, server = f"{request.param}-{abs(hash(request.node.name))}", request.getfixturevalue(f"{request.param}_port")
+
+    def store_at(port: int, **options: Any) -> PrefixStore:
         if request.param == "redis":
-            yield Place(line, server, lambda port: {"directory": f"redis://127.0.0.1:{port}/0?prefix={name}"})
-        else:
-            # s3fs would try five times, and wait longer from time to time.
-            monkeypatch.setattr("s3fs.S3FileSystem.retries", 1)
-            url = f"s3://{s3_server.BUCKET}/{name}"
-            yield Place(line, server, lambda port: {"directory": url, "storage_options": s3_server.options(port)})
+            return PrefixStore(ROOM, f"redis://127.0.0.1:{port}/0?prefix={name}", **options)
+        # s3fs would try five times, and wait longer from time to time.
+        monkeypatch.setattr("s3fs.S3FileSystem.retries", 1)
+        return PrefixStore(ROOM, f"s3://{s3_server.BUCKET}/{name}", storage_options=s3_server.options(port), **options)
+
+    with contextlib.closing(Line(server)) as line:
+        yield types.SimpleNamespace(
+            line=line,
+            store=functools.partial(store_at, line.port),
+            direct=functools.partial(store_at, server),
+        )
 
 
 # Lines that break
 
 
 @pytest.mark.parametrize("after", [0, 100, 2 * PART + 5])
-def test_a_line_that_breaks_while_a_file_is_written_or_read(after: int, place: Place) -> None:
+def test_a_line_that_breaks_while_a_file_is_written_or_read(after: int, place: Any) -> None:
     store = place.store()
     put(store, [1, 2, 50])
     insert(store, IDS, large(IDS))
@@ -533,7 +523,7 @@ def test_a_line_that_breaks_while_a_file_is_written_or_read(after: int, place: P
 # Servers that do not answer
 
 
-def test_a_server_that_does_not_answer_holds_up_no_reader_for_longer_than_was_said(place: Place) -> None:
+def test_a_server_that_does_not_answer_holds_up_no_reader_for_longer_than_was_said(place: Any) -> None:
     put(place.direct(), IDS)
     store = place.store(read_wait_seconds=WAIT)
     insert(store, [1, 2, 50])

@@ -18,10 +18,11 @@ import torch
 import families
 import kvlayers
 from kvlayers import CapacityError, PrefixStore
-from kvlayers.core.buffer import StateForm, TokenBuffer
+from kvlayers.core.buffer import TokenBuffer
 from kvlayers.errors import PrefixError
 from kvlayers.prefix import LeastRecentlyUsed, PrefixEntry
 from kvlayers.prefix.entry import MOST_RANKED, MemoryAccount
+from spies import spy
 
 HEADS, HEAD_DIM, LAYERS = 2, 4, 2
 TOKEN_BYTES = LAYERS * 2 * HEADS * HEAD_DIM * 4
@@ -337,13 +338,7 @@ def test_a_branch_moves_nothing_of_its_document(monkeypatch: pytest.MonkeyPatch)
         ask(store, ids)
     cache = store.lookup(torch.tensor([*document, 0]), model="m").cache
     passed(cache, tail(1, 100))
-    allocate = TokenBuffer.allocate.__func__  # type: ignore[attr-defined]
-
-    def counted(cls: type[TokenBuffer], form: StateForm, capacity: int, *how: Any) -> TokenBuffer:
-        allocated.append(capacity)
-        return allocate(cls, form, capacity, *how)  # type: ignore[no-any-return]
-
-    monkeypatch.setattr(TokenBuffer, "allocate", classmethod(counted))
+    spy(monkeypatch, TokenBuffer, "allocate", lambda form, capacity, *how: allocated.append(capacity))
     store.insert(torch.tensor([*document, *tail(1, 100)]), cache, model="m")  # type: ignore[arg-type]
     # The tail alone, for keys and values of each layer.
     assert sum(allocated) <= 2 * LAYERS * 100
@@ -376,39 +371,25 @@ def test_an_address_that_was_given_to_other_memory_counts_with_its_new_size() ->
     assert (account.nbytes, account.staying_bytes, account.shared_bytes, account.pieces) == (0, 0, 0, {})
 
 
-class Counting(LeastRecentlyUsed):
-    """Counts how often it is asked."""
-
-    asked = 0
-
-    def rank(self, entry: PrefixEntry) -> float:
-        self.asked += 1
-        return super().rank(entry)
-
-
 def test_an_eviction_costs_what_leaves_and_not_what_the_store_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    storages, looked_at, tokens = kvlayers.DynamicCache.storages, 0, 16
-
-    def counted(cache: kvlayers.DynamicCache) -> dict[int, int]:
-        nonlocal looked_at
-        looked_at += 1
-        return storages(cache)
+    tokens, looked_at, ranked = 16, list[int](), list[int]()
 
     def ids_of(number: int) -> list[int]:
         # All begin with one token, which the first entry has brought.
         return [0, *range(number * tokens + 1, (number + 1) * tokens)]
 
-    monkeypatch.setattr(kvlayers.DynamicCache, "storages", counted)
+    spy(monkeypatch, kvlayers.DynamicCache, "storages", lambda cache: looked_at.append(1))
+    spy(monkeypatch, LeastRecentlyUsed, "rank", lambda policy, entry: ranked.append(1))
     most: dict[int, list[int]] = {}
     for entries in (50, 350):
-        policy, spent = Counting(), []
-        store = PrefixStore(entries * tokens * TOKEN_BYTES, policy=policy)
+        store, spent = PrefixStore(entries * tokens * TOKEN_BYTES), []
         for number in range(entries * 5 // 4):
             cache = kvlayers.DynamicCache()
             passed(cache, ids_of(number))
-            looked_at = policy.asked = 0
+            for counted in (looked_at, ranked):
+                counted.clear()
             store.insert(torch.tensor(ids_of(number)), cache, model="m")
-            spent.append((looked_at, policy.asked))
+            spent.append((len(looked_at), len(ranked)))
             for earlier in range(number if number == entries - 10 else 0):
                 assert store.lookup(torch.tensor(ids_of(earlier)), model="m", leave=0).covered == tokens
         assert store.statistics.bytes == union_of(store)
@@ -424,15 +405,10 @@ def test_states_that_a_fork_copies_are_copied_once_to_be_inserted(monkeypatch: p
     passed(cache, range(16))
     store.insert(torch.arange(16), cache, model="m")
     passed(cache, range(16, 32))
-    fork = type(cache).fork
-
-    def counted(self: kvlayers.Cache) -> kvlayers.Cache:
-        forks.append(self)
-        return fork(self)
-
-    monkeypatch.setattr(type(cache), "fork", counted)
+    spy(monkeypatch, type(cache), "fork", forks.append)
     assert store.insert(torch.arange(32), cache, model="m")
-    assert (forks, store.lookup(torch.arange(33), model="m").covered) == ([cache], 32)
+    assert forks == [cache]
+    assert store.lookup(torch.arange(33), model="m").covered == 32
 
 
 def test_hits_and_age_go_to_the_entry_that_replaces_another() -> None:

@@ -302,11 +302,8 @@ def test_a_cache_of_layers_of_transformers_needs_the_config(
 
 
 def test_what_cannot_be_written_is_dropped_and_counted(tmp_path: pathlib.Path) -> None:
-    class Mine(kvlayers.DynamicCache):
-        pass
-
-    store, cache = PrefixStore(ROOM, tmp_path), Mine([(torch.ones(1, 1, 3, 1), torch.ones(1, 1, 3, 1))])
-    put(store, [1, 2, 3], cache)
+    store, mine = PrefixStore(ROOM, tmp_path), type("Mine", (kvlayers.DynamicCache,), {})
+    put(store, [1, 2, 3], mine([(torch.ones(1, 1, 3, 1), torch.ones(1, 1, 3, 1))]))
     assert (len(store), store.statistics.failed_writes, list(tmp_path.iterdir())) == (0, 1, [])
 
 

@@ -125,10 +125,9 @@ def test_an_int4_cache_is_bit_by_bit_the_one_that_was_given_the_states() -> None
         expected.update(layer.keys, layer.values, index)
     assert kvlayers.concatenate(caches, model, recompute="20%", ids=texts, into=into) is into
     assert torch.equal(into.known_ids, torch.cat(texts, dim=1))
-    for own, other in zip(into.state().layers, expected.state().layers, strict=True):
-        assert own.tensors.keys() == other.tensors.keys()
-        assert len(own.tensors) > 2
-        assert all(torch.equal(own.tensors[name], other.tensors[name]) for name in own.tensors)
+    own, other = ([layer.tensors for layer in cache.state().layers] for cache in (into, expected))
+    assert len(own[0]) > 2
+    torch.testing.assert_close(own, other, rtol=0, atol=0)
     found, wanted = (plain(model, *texts, QUESTION, past_key_values=cache) for cache in (into, expected))
     assert_same(found, wanted, atol=0)
 
@@ -249,10 +248,9 @@ def test_a_document_is_the_states_of_its_tokens(family: str) -> None:
         for _ in range(2):
             cache = kvlayers.store_document(store, A[0], model, beginning=beginning)
             assert torch.equal(cache.known_ids, whole)
-            for own, other in zip(cache.layers, expected.layers, strict=True):
-                # As passes over the document alone and after its beginning sum in another order.
-                torch.testing.assert_close(own.keys, other.keys, rtol=0, atol=1e-4)
-                torch.testing.assert_close(own.values, other.values, rtol=0, atol=1e-4)
+            # As passes over the document alone and after its beginning sum in another order.
+            own, other = ([(layer.keys, layer.values) for layer in each.layers] for each in (cache, expected))
+            torch.testing.assert_close(own, other, rtol=0, atol=1e-4)
             assert_same(plain(model, whole, QUESTION, past_key_values=cache), plain(model, whole, QUESTION))
     assert store.statistics.tokens_covered == 19 + 25
     # What was decoded behind it is not in the store.
@@ -526,16 +524,12 @@ def emptied(cache: Any) -> Any:
     return cache
 
 
-def test_a_cache_that_runs_out_of_memory_half_way_is_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_takes_in_documents_half_way_is_empty(monkeypatch: pytest.MonkeyPatch) -> None:
     model, store, into = tiny_model("llama"), kvlayers.PrefixStore(), kvlayers.DynamicCache(config=tiny_model("llama"))
     caches = [kvlayers.store_document(store, own, model) for own in (A, B)]
-
-    def fail(*args: Any) -> Any:
-        raise MemoryError
-
     with monkeypatch.context() as patched:
-        patched.setattr(into.layers[1], "update", fail)
-        with pytest.raises(MemoryError):
+        patched.setattr(into.layers[1], "update", None)
+        with pytest.raises(TypeError):
             kvlayers.concatenate(caches, model, recompute=0, into=into)
     assert [layer.length for layer in into.layers] == [0, 0]
     kvlayers.concatenate(caches, model, recompute=0, into=into)

@@ -76,24 +76,23 @@ def path(tmp_path: pathlib.Path) -> pathlib.Path:
     return tmp_path / "chat.safetensors"
 
 
-def _halves() -> kvlayers.Quantization:
-    return kvlayers.Quantization("halves", nbits=1, residual_length=2, sink_tokens=0)
-
-
 def _of(make_layer: Callable[[], Any], **options: Any) -> Callable[[], kvlayers.Cache]:
     return lambda: kvlayers.Cache(layers=[make_layer() for _ in range(2)], **options)
 
 
+HALVES: dict[str, Any] = {"nbits": 1, "residual_length": 2, "sink_tokens": 0}
 MAKES: dict[str, Callable[[], kvlayers.Cache]] = {
     "layer": _of(lambda: RecentLayer(12, 3)),
     "layer over a registered store": _of(lambda: RecentLayer(12, 6, store=SteppedStore(5))),
-    "layer over packed codes": _of(lambda: RecentLayer(70, 35, store=kvlayers.stores.QuantizedStore(_halves()))),
+    "layer over packed codes": _of(
+        lambda: RecentLayer(70, 35, kvlayers.stores.QuantizedStore(kvlayers.Quantization("halves", **HALVES)))
+    ),
     "layer, offloaded": _of(lambda: RecentLayer(12, 6), offloading=True),
     "window over a registered store": _of(lambda: kvlayers.SlidingLayer(8, SteppedStore(3))),
     "layer over a static store": _of(lambda: kvlayers.DynamicLayer(store=kvlayers.stores.StaticStore(7, grow=True))),
     "static layers that grow": _of(lambda: kvlayers.StaticLayer(4, 3, kvlayers.stores.Buckets(8, 1.5), grow=True)),
     "cache": lambda: ChatCache("a chat"),
-    "quantizer": lambda: kvlayers.QuantizedCache("halves", nbits=1, residual_length=2, sink_tokens=0),
+    "quantizer": lambda: kvlayers.QuantizedCache("halves", **HALVES),
 }
 
 

@@ -90,6 +90,14 @@ def failing() -> FilesystemFiles:
     return FilesystemFiles("failing://me:hunter2@host/team")
 
 
+@pytest.fixture
+def store(failing: FilesystemFiles) -> PrefixStore:
+    """One with an entry there."""
+    store = PrefixStore(ROOM, failing.url)
+    put(store, [1, 5, 6])
+    return store
+
+
 # What all backends have in common
 
 
@@ -186,12 +194,8 @@ def test_refresh_finds_what_others_wrote_and_forgets_what_they_deleted(files: Fi
 # What goes wrong on the way
 
 
-def test_a_backend_that_does_not_answer_loses_nothing(
-    failing: FilesystemFiles, caplog: pytest.LogCaptureFixture
-) -> None:
-    store = PrefixStore(ROOM, failing.url)
-    for last in (6, 7):
-        put(store, [1, 5, last])
+def test_a_backend_that_does_not_answer_loses_nothing(store: PrefixStore, caplog: pytest.LogCaptureFixture) -> None:
+    put(store, [1, 5, 7])
     insert(store, [2, 5, 6])
     Failing.fails = {"read"}
     hit = store.lookup(torch.tensor([1, 5, 8, 9]), model="m")
@@ -204,9 +208,7 @@ def test_a_backend_that_does_not_answer_loses_nothing(
         assert (covered(store, [1, 5, 6]), len(store), store.statistics.damaged) == (3, 3, 0)
 
 
-def test_a_backend_that_cannot_be_listed_changes_nothing(failing: FilesystemFiles) -> None:
-    store = PrefixStore(ROOM, failing.url)
-    put(store, [1, 5, 6])
+def test_a_backend_that_cannot_be_listed_changes_nothing(failing: FilesystemFiles, store: PrefixStore) -> None:
     Failing.fails = {"ls"}
     with pytest.raises(CachePathError, match=r"cannot reach failing://\*\*\*@host/team, got ConnectionError: check"):
         store.refresh()
@@ -217,9 +219,7 @@ def test_a_backend_that_cannot_be_listed_changes_nothing(failing: FilesystemFile
     assert (store.refresh(), covered(store, [1, 5, 6]), covered(store, [2, 5, 6])) == (1, 3, 3)
 
 
-def test_what_cannot_be_deleted_stays_counted(failing: FilesystemFiles, caplog: pytest.LogCaptureFixture) -> None:
-    store = PrefixStore(ROOM, failing.url)
-    put(store, [1, 5, 6])
+def test_what_cannot_be_deleted_stays_counted(store: PrefixStore, caplog: pytest.LogCaptureFixture) -> None:
     size = store.statistics.file_bytes
     store._writes.directory_max_bytes = size
     Failing.fails = {"delete"}
@@ -259,8 +259,7 @@ def test_a_file_that_is_replaced_while_it_is_read_is_read_again(failing: Filesys
 # Files that were made to do harm
 
 
-def test_a_remote_file_that_claims_much_is_not_read(failing: FilesystemFiles, tmp_path: pathlib.Path) -> None:
-    put(PrefixStore(ROOM, failing.url), [1, 5, 6])
+def test_a_remote_file_that_claims_much_is_not_read(failing: FilesystemFiles, store: PrefixStore) -> None:
     (name,) = failing.names()
     content = failing.read(name)
 
@@ -292,8 +291,8 @@ def test_a_remote_file_that_claims_much_is_not_read(failing: FilesystemFiles, tm
     }
     for what, (header, size) in claims.items():
         Endless.header, Endless.size, Endless.asked = header, size, []
-        store = PrefixStore(ROOM, "endless://host/team")
-        assert (what, len(store), store.statistics.damaged) == (what, 0, 1)
+        found = PrefixStore(ROOM, "endless://host/team")
+        assert (what, len(found), found.statistics.damaged) == (what, 0, 1)
         assert sum(end - start for start, end in Endless.asked) < 80 * 2**20, what
 
 
@@ -304,9 +303,7 @@ def _endless_node(content: bytes) -> Header:
     return file_header({**tensors, "token_ids": TensorEntry(torch.int64, (1, 2**37))}, header.metadata)
 
 
-def test_a_remote_file_that_has_grown_is_not_fetched(failing: FilesystemFiles) -> None:
-    store = PrefixStore(ROOM, failing.url)
-    put(store, [1, 5, 6])
+def test_a_remote_file_that_has_grown_is_not_fetched(failing: FilesystemFiles, store: PrefixStore) -> None:
     (name,) = failing.names()
     failing.write(name, failing.read(name) + bytes(5 * 2**20))
     Failing.asked = []
@@ -315,8 +312,9 @@ def test_a_remote_file_that_has_grown_is_not_fetched(failing: FilesystemFiles) -
 
 
 @pytest.mark.parametrize("content", [b"", b"\x08", b"\x08" + bytes(7)])
-def test_nothing_is_asked_for_behind_the_end_of_a_file(content: bytes, failing: FilesystemFiles) -> None:
-    store = PrefixStore(ROOM, failing.url)
+def test_nothing_is_asked_for_behind_the_end_of_a_file(
+    content: bytes, failing: FilesystemFiles, store: PrefixStore
+) -> None:
     failing.write("it.safetensors", content)
     assert (store.refresh(), store.statistics.damaged, store.statistics.failed_reads) == (0, 1, 0)
 

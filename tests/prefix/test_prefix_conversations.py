@@ -4,8 +4,9 @@ In random orders; and in chats and with system prompts of which it is known how 
 """
 
 import random
+from collections import namedtuple
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,16 +31,12 @@ GRIDS = ((4, 4), (4, 8))
 ANSWER, LONGEST, STEPS = 6, 190, 40 if NIGHTLY else 7
 
 
-class Template(NamedTuple):
-    """How messages become tokens."""
-
-    start: list[int]
-    end: list[int]
-    generation_prompt: list[int]
-    kept_of_generation_prompt: int
-    thinking_dropped: int = 0
-    tool_result_kept: int | None = None
-
+Template = namedtuple(
+    "Template",
+    ("start", "end", "generation_prompt", "kept_of_generation_prompt", "thinking_dropped", "tool_result_kept"),
+    defaults=(0, None),
+)
+"""How messages become tokens."""
 
 TEMPLATES = {
     "chatml": Template([START], [END, LINE], [START, 3, LINE], 3),
@@ -50,11 +47,7 @@ TEMPLATES = {
 }
 
 
-class Message(NamedTuple):
-    role: str
-    pieces: list[Piece]
-
-
+Message = namedtuple("Message", ("role", "pieces"))
 Conversation = list[Message]
 
 

@@ -2,7 +2,6 @@
 
 import shutil
 import tempfile
-from typing import ClassVar
 
 import hypothesis.strategies as st
 import pytest
@@ -48,9 +47,6 @@ class PrefixMachine(RuleBasedStateMachine):
         kinds: of caches, one of which a sequence is with.
         on_disk: whether the store has a directory.
     """
-
-    kinds: ClassVar[tuple[str, ...]]
-    on_disk: ClassVar[bool]
 
     @initialize(data=st.data(), entries=st.integers(1, 4))
     def begin(self, data: st.DataObject, entries: int) -> None:

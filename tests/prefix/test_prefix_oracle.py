@@ -41,14 +41,11 @@ class IdealTree:
     """Each token of each prompt once. Leaves go first, of these the one that was used longest ago."""
 
     def __init__(self, most: int) -> None:
-        self.most = most
+        self.most, self.now = most, 0
         self.numbers: dict[tuple[int, int], int] = {}
         """Of each token behind another one, by the number of that and the token; 0 is before the first ones."""
-        self.above: dict[int, int] = {}
-        self.used: dict[int, int] = {}
-        self.children: dict[int, int] = {0: 0}
+        self.above, self.used, self.children = dict[int, int](), dict[int, int](), {0: 0}
         self.pinned: set[int] = set()
-        self.now = 0
 
     def path(self, ids: Ids) -> list[int]:
         """The numbers of the tokens of a prompt."""
@@ -123,9 +120,7 @@ class Prompts:
     """Random prompts that begin like others: with the same first token, with instructions, with a document."""
 
     def __init__(self, seed: int, longest: int) -> None:
-        self.chance = random.Random(seed)
-        self.longest = longest
-        self.asked: list[Ids] = []
+        self.chance, self.longest, self.asked = random.Random(seed), longest, list[Ids]()
         self.beginnings = [self.fresh(1, 3), *(self.fresh(1, longest) for _ in range(self.chance.randint(0, 4)))]
 
     def fresh(self, least: int, most: int) -> Ids:

@@ -72,9 +72,8 @@ def test_a_moved_cache_knows_where_it_begins() -> None:
     moved = kvlayers.moved(cache, 30, model)
     assert (cache.first_position, moved.first_position, moved.exact_tokens) == (0, 30, 0)
     for to in (0, 50):
-        again, expected = (kvlayers.moved(each, to, model) for each in (moved, cache))
-        for own, other in zip(again.layers, expected.layers, strict=True):
-            torch.testing.assert_close(own.keys, other.keys, **TOLERANCE)
+        again, expected = (kvlayers.moved(each, to, model).layers for each in (moved, cache))
+        torch.testing.assert_close([own.keys for own in again], [own.keys for own in expected], **TOLERANCE)
     parts = [moved, kvlayers.moved(second, 3, model)]
     together = kvlayers.concatenate(parts, model, recompute="100%", ids=[FIRST, SECOND])
     # The first document's states are taken as they are: at its first position, they are those of the text.
@@ -201,7 +200,7 @@ def behind(cache: Any, ids: Tensor, begin: int = 0) -> Tensor:
     return logits
 
 
-def filled(make: Callable[[], Any], ids: Tensor) -> Any:
+def filled(make: Callable[[], Any], ids: Tensor = FIRST) -> Any:
     cache = make()
     behind(cache, ids)
     return cache
@@ -220,26 +219,14 @@ def facts(cache: Any) -> tuple[int, int | None]:
     return cache.first_position, cache.exact_tokens
 
 
-def loaded_state(cache: Any, make: Callable[[], Any], path: Path) -> Any:
-    other = make()
-    other.load_state(pickle.loads(pickle.dumps(cache.state())))
-    return other
+def loaded(state: Any, cache: Any) -> Any:
+    cache.load_state(state)
+    return cache
 
 
-def loaded_over_another(cache: Any, make: Callable[[], Any], path: Path) -> Any:
-    other = moved(make)
-    other.load_state(cache.state())
-    return other
-
-
-def loaded(cache: Any, make: Callable[[], Any], path: Path) -> Any:
+def saved(cache: Any, path: Path) -> Path:
     kvlayers.save_cache(cache, path)
-    return kvlayers.load_cache(path)
-
-
-def loaded_into(cache: Any, make: Callable[[], Any], path: Path) -> Any:
-    kvlayers.save_cache(cache, path)
-    return kvlayers.load_cache(path, into=make())
+    return path
 
 
 def selected(cache: Any, make: Callable[[], Any], path: Path) -> Any:
@@ -254,14 +241,6 @@ def expanded(cache: Any, make: Callable[[], Any], path: Path) -> Any:
     rows = cache.fork()
     rows.expand(2)
     return rows.extract(1)
-
-
-def last_of_merged(cache: Any, make: Callable[[], Any], path: Path) -> Any:
-    return kvlayers.merge([filled(make, SECOND), cache]).extract(1)
-
-
-def first_of_merged(cache: Any, make: Callable[[], Any], path: Path) -> Any:
-    return kvlayers.merge([cache, filled(make, SECOND)]).extract(0)
 
 
 def kept_of_extended(cache: Any, make: Callable[[], Any], path: Path) -> Any:
@@ -288,31 +267,27 @@ WAYS: dict[str, Callable[[Any, Callable[[], Any], Path], Any]] = {
     "fork": lambda cache, make, path: cache.fork(2)[1],
     "copy": lambda cache, make, path: copy.deepcopy(cache),
     "pickle": lambda cache, make, path: pickle.loads(pickle.dumps(cache)),
-    "load_state": loaded_state,
-    "load_state over another": loaded_over_another,
-    "load_cache": loaded,
-    "load_cache(into=)": loaded_into,
+    "load_state": lambda cache, make, path: loaded(pickle.loads(pickle.dumps(cache.state())), make()),
+    "load_state over another": lambda cache, make, path: loaded(cache.state(), moved(make)),
+    "load_cache": lambda cache, make, path: kvlayers.load_cache(saved(cache, path)),
+    "load_cache(into=)": lambda cache, make, path: kvlayers.load_cache(saved(cache, path), into=make()),
     "select": selected,
     "expand": expanded,
-    "last of merge": last_of_merged,
-    "first of merge": first_of_merged,
+    "last of merge": lambda cache, make, path: kvlayers.merge([filled(make, SECOND), cache]).extract(1),
+    "first of merge": lambda cache, make, path: kvlayers.merge([cache, filled(make, SECOND)]).extract(0),
     "extend, keep_rows": kept_of_extended,
     "merge of rows, pickle": merged_twice,
     "crop_rows": cropped_rows,
 }
 
 
-def as_text(make: Callable[[], Any]) -> Any:
-    return filled(make, FIRST)
-
-
 @pytest.mark.parametrize(
-    ("make", "origin", "way"), once(CACHES, [moved, joined, as_text], WAYS, times=2), indirect=["make"]
+    ("make", "origin", "way"), once(CACHES, [moved, joined, filled], WAYS, times=2), indirect=["make"]
 )
 def test_the_fact_goes_with_the_states(make: Callable[[], Any], origin: Any, way: str, tmp_path: Path) -> None:
     cache = origin(make)
     expected, begin = facts(cache), cache.first_position + cache.get_seq_length()
-    assert expected == {moved: (10, 0), joined: (0, 9), as_text: (0, None)}[origin]
+    assert expected == {moved: (10, 0), joined: (0, 9), filled: (0, None)}[origin]
     got = WAYS[way](cache, make, tmp_path / "cache.safetensors")
     assert facts(got) == facts(cache) == expected
     torch.testing.assert_close(behind(got, QUESTION, begin), behind(cache, QUESTION, begin), **TOLERANCE)
@@ -372,8 +347,7 @@ def test_rows_of_different_origins_go_on_at_their_positions(make: Callable[[], A
 def test_a_shorter_part_of_a_file_says_what_is_left(
     make: Callable[[], Any], length: int, into: bool, tmp_path: Path
 ) -> None:
-    path = tmp_path / "cache.safetensors"
-    kvlayers.save_cache(joined(make), path)
+    path = saved(joined(make), tmp_path / "cache.safetensors")
     cache = kvlayers.load_cache(path, length=length, into=make() if into else None)
     assert (cache.get_seq_length(), cache.exact_tokens) == (length, 9 if length > 9 else None)
 
@@ -381,11 +355,11 @@ def test_a_shorter_part_of_a_file_says_what_is_left(
 def test_a_pair_says_what_its_own_part_says(tmp_path: Path) -> None:
     make = kvlayers.DynamicCache
     pair = kvlayers.EncoderDecoderCache(moved(make), filled(make, SECOND))
-    copies = [pair, pair.fork(), pickle.loads(pickle.dumps(pair)), kvlayers.merge([pair, pair]).extract(1)]
-    other = kvlayers.EncoderDecoderCache(make(), make())
-    other.load_state(pair.state())
-    kvlayers.save_cache(pair, tmp_path / "pair.safetensors")
-    copies += [other, kvlayers.load_cache(tmp_path / "pair.safetensors")]
+    copies = [
+        *(pair, pair.fork(), pickle.loads(pickle.dumps(pair)), kvlayers.merge([pair, pair]).extract(1)),
+        loaded(pair.state(), kvlayers.EncoderDecoderCache(make(), make())),
+        kvlayers.load_cache(saved(pair, tmp_path / "pair.safetensors")),
+    ]
     assert [facts(own) for own in copies] == [(10, 0)] * 6
     pair.truncate(0)
     assert facts(pair) == facts(pair.self_attention_cache) == (0, None)

@@ -55,10 +55,6 @@ class ServerFiles:
         self.client.set(self.key(name), content)
         self.client.zadd(f"{self.prefix}:index", {name: self.client.zscore(f"{self.prefix}:index", name) or 1})
 
-    def delete(self, name: str) -> None:
-        self.client.delete(self.key(name))
-        self.client.zrem(f"{self.prefix}:index", name)
-
 
 Files = FilesystemFiles | ServerFiles
 

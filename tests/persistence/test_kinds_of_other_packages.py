@@ -1,5 +1,6 @@
 """Kinds that kvlayers does not have: saved, loaded if they are registered, else refused by name. And registries."""
 
+import functools
 import importlib.metadata
 import inspect
 import pathlib
@@ -75,24 +76,23 @@ def path(tmp_path: pathlib.Path) -> pathlib.Path:
     return tmp_path / "chat.safetensors"
 
 
-def _halves() -> kvlayers.Quantization:
-    return kvlayers.Quantization("halves", nbits=1, residual_length=2, sink_tokens=0)
-
-
 def _of(make_layer: Callable[[], Any], **options: Any) -> Callable[[], kvlayers.Cache]:
     return lambda: kvlayers.Cache(layers=[make_layer() for _ in range(2)], **options)
 
 
+HALVES: dict[str, Any] = {"nbits": 1, "residual_length": 2, "sink_tokens": 0}
 MAKES: dict[str, Callable[[], kvlayers.Cache]] = {
     "layer": _of(lambda: RecentLayer(12, 3)),
     "layer over a registered store": _of(lambda: RecentLayer(12, 6, store=SteppedStore(5))),
-    "layer over packed codes": _of(lambda: RecentLayer(70, 35, store=kvlayers.stores.QuantizedStore(_halves()))),
+    "layer over packed codes": _of(
+        lambda: RecentLayer(70, 35, kvlayers.stores.QuantizedStore(kvlayers.Quantization("halves", **HALVES)))
+    ),
     "layer, offloaded": _of(lambda: RecentLayer(12, 6), offloading=True),
     "window over a registered store": _of(lambda: kvlayers.SlidingLayer(8, SteppedStore(3))),
     "layer over a static store": _of(lambda: kvlayers.DynamicLayer(store=kvlayers.stores.StaticStore(7, grow=True))),
     "static layers that grow": _of(lambda: kvlayers.StaticLayer(4, 3, kvlayers.stores.Buckets(8, 1.5), grow=True)),
     "cache": lambda: ChatCache("a chat"),
-    "quantizer": lambda: kvlayers.QuantizedCache("halves", nbits=1, residual_length=2, sink_tokens=0),
+    "quantizer": lambda: kvlayers.QuantizedCache("halves", **HALVES),
 }
 
 
@@ -114,9 +114,7 @@ def test_what_is_registered_is_loaded_and_decodes_on(kind: str, registered: None
     save_cache(cache, path)
     assert not inspect_cache(path).needs_config
     loaded = load_cache(path)
-    assert type(loaded) is type(cache)
-    assert loaded.describe() == cache.describe()
-    for one, other in zip(loaded.layers, cache.layers, strict=True):
+    for one, other in zip([loaded, *loaded.layers], [cache, *cache.layers], strict=True):
         assert (type(one), one.describe()) == (type(other), other.describe())
     assert torch.equal(_decoded(loaded), _decoded(cache))
 
@@ -169,23 +167,22 @@ def test_a_prefix_store_holds_registered_layers_in_memory_and_in_files(
 
 
 def test_layers_describe_the_layers_that_they_are_made_of(registered: None) -> None:
-    context = kvlayers.stores.DescriptionContext()
     linear = kvlayers.LinearAttentionLayer(2, kvlayers.layers.Checkpoints(every=8, most=3), tokens_at_once=1)
     hybrid = kvlayers.HybridLayer(kvlayers.OffloadedLayer(RecentLayer(12, 6, store=SteppedStore(5))), linear)
-    twin = kvlayers.HybridLayer.from_description(hybrid.describe(), context)
-    assert twin.describe() == hybrid.describe()
-    assert isinstance(twin.attention, kvlayers.OffloadedLayer)
+    twin = kvlayers.HybridLayer.from_description(hybrid.describe(), kvlayers.stores.DescriptionContext())
+    assert (twin.describe(), type(twin.attention)) == (hybrid.describe(), kvlayers.OffloadedLayer)
     assert (type(twin.attention.wrapped), twin.attention.wrapped.store.step) == (RecentLayer, 5)
     assert (twin.linear.number_of_states, twin.linear.tokens_at_once) == (2, 1)
     assert twin.linear.checkpoints == linear.checkpoints
 
 
 @pytest.mark.parametrize("within", ["HybridLayer", "OffloadedLayer", "nothing", None, 3])
-def test_a_description_of_a_layer_in_itself_is_refused(within: object) -> None:
-    context = kvlayers.stores.DescriptionContext()
-    for layer_class, name in ((kvlayers.HybridLayer, "attention"), (kvlayers.OffloadedLayer, "offloaded")):
-        with pytest.raises((KeyError, kvlayers.KVLayersError)):
-            layer_class.from_description({name: within}, context)
+@pytest.mark.parametrize(
+    ("layer_class", "name"), [(kvlayers.HybridLayer, "attention"), (kvlayers.OffloadedLayer, "offloaded")]
+)
+def test_a_description_of_a_layer_in_itself_is_refused(layer_class: Any, name: str, within: object) -> None:
+    with pytest.raises((KeyError, kvlayers.KVLayersError)):
+        layer_class.from_description({name: within}, kvlayers.stores.DescriptionContext())
 
 
 # What is refused when it is registered
@@ -198,10 +195,6 @@ class Unfinished(kvlayers.layers.TokenLayer):
         super().__init__(kvlayers.stores.DenseStore() if store is None else store)
 
 
-class Undescribed(RecentLayer):
-    described = ("most",)
-
-
 class Storeless(RecentLayer):
     described = ("most",)
 
@@ -209,24 +202,16 @@ class Storeless(RecentLayer):
         super().__init__(most)
 
 
-class ForgetfulStore(SteppedStore):
-    described = ()
-
-
-class Bare(kvlayers.CacheLayer):
-    pass
-
-
 @pytest.mark.parametrize(
     ("register", "cls", "named"),
     [
         (kvlayers.layers.register_layer, Unfinished, "`capacity`"),
-        (kvlayers.layers.register_layer, Bare, "`batch_size`"),
-        (kvlayers.layers.register_layer, Undescribed, "`kept`"),
+        (kvlayers.layers.register_layer, type("Bare", (kvlayers.CacheLayer,), {}), "`batch_size`"),
+        (kvlayers.layers.register_layer, type("Undescribed", (RecentLayer,), {"described": ("most",)}), "`kept`"),
         (kvlayers.layers.register_layer, Storeless, "`store`"),
         (kvlayers.layers.register_layer, dict, "CacheLayer"),
         (kvlayers.layers.register_layer, 3, "CacheLayer"),
-        (kvlayers.stores.register_store, ForgetfulStore, "`step`"),
+        (kvlayers.stores.register_store, type("ForgetfulStore", (SteppedStore,), {"described": ()}), "`step`"),
         (kvlayers.stores.register_store, RecentLayer, "TokenStore"),
         (register_cache_class, RecentLayer, "kvlayers.core.cache.Cache"),
     ],
@@ -248,44 +233,40 @@ def test_names_are_taken_once_and_given_up(registered: None) -> None:
             unregister("nothing")
 
 
-def test_a_layer_is_registered_by_a_decorator_under_a_name_of_its_own(path: pathlib.Path) -> None:
-    @kvlayers.layers.register_layer(name="recent, for this test")
-    class Mine(RecentLayer):
-        pass
+class Contradicting(RecentLayer):
+    """A layer with a fact that its store has too."""
 
-    save_cache(kvlayers.Cache(layers=[Mine(5)]), path)
-    assert inspect_cache(path).layers == ("recent, for this test",)
-    assert type(load_cache(path).layers[0]) is Mine
+    def describe(self) -> dict[str, Any]:
+        return {**super().describe(), "step": 3}
 
 
-def test_a_fact_that_layer_and_store_both_have_is_refused(path: pathlib.Path) -> None:
-    class Step(RecentLayer):
-        def describe(self) -> dict[str, Any]:
-            return {**super().describe(), "step": 3}
-
-    cache = kvlayers.Cache(layers=[Step(5, store=SteppedStore(4))])
-    with pytest.raises(StateMismatchError, match="step in both"):
-        save_cache(cache, path)
-    assert not path.exists()
-
-
-@pytest.mark.parametrize("most", [float("nan"), float("inf"), [3]])
-def test_facts_that_are_not_plain_are_refused_before_anything_is_written(most: Any, path: pathlib.Path) -> None:
-    cache = kvlayers.Cache(layers=[RecentLayer(most)])
-    with pytest.raises(StateMismatchError, match="plain facts"):
-        save_cache(cache, path)
-    assert not path.exists()
-
-
-@pytest.mark.parametrize("limit", [float("nan"), float("inf"), -float("inf")])
-def test_options_of_a_cache_that_are_not_finite_are_refused(limit: float, tmp_path: pathlib.Path) -> None:
-    class Limited(kvlayers.DynamicCache):
-        def describe(self) -> dict[str, Any]:
-            return {**super().describe(), "limits": [None, {"most": limit}]}
-
-    with pytest.raises(OptionError, match="must be finite"):
-        save_cache(Limited(), tmp_path / "cache")
-    assert list(tmp_path.iterdir()) == []
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (_of(lambda: Contradicting(5, store=SteppedStore(4))), StateMismatchError, "step in both"),
+        *(
+            (_of(lambda most=most: RecentLayer(most)), StateMismatchError, "plain facts")
+            for most in (float("nan"), float("inf"), [3])
+        ),
+        *(
+            (functools.partial(ChatCache, [None, {"most": limit}]), OptionError, "must be finite")
+            for limit in (float("nan"), float("inf"), -float("inf"))
+        ),
+    ],
+    ids=[
+        "a fact twice",
+        "not a number",
+        "infinity",
+        "a list",
+        *("an option: " + text for text in ("nan", "inf", "-inf")),
+    ],
+)
+def test_what_a_file_cannot_say_is_refused_before_anything_is_written(
+    make: Callable[[], Any], error: type[Exception], message: str, path: pathlib.Path
+) -> None:
+    with pytest.raises(error, match=message):
+        save_cache(make(), path)
+    assert not list(path.parent.iterdir())
 
 
 @pytest.mark.parametrize("within", ["hybrid", "offloaded"])
@@ -300,7 +281,7 @@ def test_a_prefix_is_not_written_if_a_layer_within_another_one_is_not_registered
 
 
 def test_only_states_of_tokens_are_cut_to_a_length(path: pathlib.Path) -> None:
-    @kvlayers.layers.register_layer
+    @kvlayers.layers.register_layer(name="scaled, for this test")
     class Scaled(kvlayers.DynamicLayer):
         """A layer with a tensor that has no row for each token."""
 
@@ -318,9 +299,10 @@ def test_only_states_of_tokens_are_cut_to_a_length(path: pathlib.Path) -> None:
     cache, states = kvlayers.Cache(layers=[Scaled()]), torch.randn(1, 2, 6, 8)
     cache.update(states, states, 0)
     save_cache(cache, path)
-    loaded = load_cache(path, length=3)
-    assert loaded.layers[0].scale.shape == (1, 1, 9, 1)
-    assert torch.equal(loaded.layers[0].keys, states[:, :, :3])
+    assert inspect_cache(path).layers == ("scaled, for this test",)
+    (found,) = load_cache(path, length=3).layers
+    assert (type(found), found.scale.shape) == (Scaled, (1, 1, 9, 1))
+    assert torch.equal(found.keys, states[:, :, :3])
 
 
 # Plans
@@ -392,18 +374,9 @@ def test_a_class_goes_by_its_other_name_when_one_is_removed() -> None:
 # Entry points of other packages
 
 
-class Mine(kvlayers.DynamicLayer):
-    """Defined in `the_package.implementation`, which `the_package` imports it from."""
-
-
-Mine.__module__ = "the_package.implementation"
-
-
-class Chat(kvlayers.Cache):
-    pass
-
-
-Chat.__module__ = "the_package.implementation"
+# Defined in `the_package.implementation`, which `the_package` imports them from.
+Mine: Any = type("Mine", (kvlayers.DynamicLayer,), {"__module__": "the_package.implementation"})
+Chat: Any = type("Chat", (kvlayers.Cache,), {"__module__": "the_package.implementation"})
 
 
 @pytest.fixture
@@ -432,8 +405,7 @@ def test_an_entry_point_of_a_class_from_another_module_names_it_in_files(the_pac
 def test_a_loaded_entry_point_names_its_class_whatever_its_package(the_package: None) -> None:
     elsewhere = type("Elsewhere", (kvlayers.DynamicLayer,), {"__module__": "another_package"})
     vars(sys.modules["the_package"])["Mine"] = elsewhere
-    assert LAYER_CLASSES.get("Mine") is elsewhere
-    assert LAYER_CLASSES.name_of(elsewhere) == "Mine"
+    assert (LAYER_CLASSES.get("Mine"), LAYER_CLASSES.name_of(elsewhere)) == (elsewhere, "Mine")
 
 
 def test_an_entry_point_that_cannot_be_loaded_is_named(the_package: None, path: pathlib.Path) -> None:
@@ -482,22 +454,14 @@ STORES: dict[Any, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("base", [*LAYERS, *STORES])
-def test_an_argument_that_files_would_lose_is_refused(base: Any) -> None:
+def test_an_argument_is_described_or_refused_as_files_would_lose_it(base: Any, path: pathlib.Path) -> None:
     register = kvlayers.layers.register_layer if base in LAYERS else kvlayers.stores.register_store
     with pytest.raises(RegistryError, match=r"`title`.*`describe` and `from_description`"):
         register(_with_an_argument(base))
-
-
-@pytest.mark.parametrize("base", [*LAYERS, *STORES])
-def test_a_described_argument_is_in_files(base: Any, path: pathlib.Path) -> None:
-    titled = _with_an_argument(base, described=(*base.described, "title"))
-    if base in LAYERS:
-        kvlayers.layers.register_layer(titled)
-        layer = titled(**LAYERS[base], title="a chat")
-    else:
-        kvlayers.stores.register_store(titled)
-        layer = kvlayers.DynamicLayer(store=titled(**STORES[base], title="a chat"))
-    cache, states = kvlayers.Cache(layers=[layer]), torch.randn(1, 2, 20, 32)
+    titled = register(_with_an_argument(base, described=(*base.described, "title")))
+    made = titled(**{**LAYERS, **STORES}[base], title="a chat")
+    cache = kvlayers.Cache(layers=[made if base in LAYERS else kvlayers.DynamicLayer(store=made)])
+    states = torch.randn(1, 2, 20, 32)
     cache.update(states, states, 0)
     save_cache(cache, path)
     loaded = load_cache(path)

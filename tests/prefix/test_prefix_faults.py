@@ -5,7 +5,7 @@ compares states with those that were inserted. Nothing is lost that `flush` has 
 """
 
 import contextlib
-import errno
+import functools
 import multiprocessing
 import os
 import pathlib
@@ -14,9 +14,9 @@ import signal
 import textwrap
 import threading
 import time
+import types
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -27,8 +27,7 @@ import s3_server
 from backend_cases import PART, covered, insert, large, put, room_for
 from controlled_backend import READS, WRITES, ControlledBackend, use
 from kvlayers import CapacityError, DynamicCache, PrefixStore
-from kvlayers.persistence import atomic_file
-from kvlayers.serving.reports import report_on
+from kvlayers.errors import CachePathError
 from proxy import Line
 
 ROOM = 2**30
@@ -68,10 +67,6 @@ class Gate:
 
     def open(self) -> None:
         self._is_open.set()
-
-    def close(self) -> None:
-        self._is_open.clear()
-        self.arrived.clear()
 
     @contextlib.contextmanager
     def holding_up(self, work: Callable[[], Any]) -> Iterator[None]:
@@ -126,8 +121,7 @@ def test_lookups_read_at_the_same_time_and_memory_serves_meanwhile(
     for ids in entries(2):
         put(store, ids)
     insert(store, [7, 8, 9])
-    meeting = threading.Barrier(3, timeout=60)
-    met: set[int] = set()
+    meeting, met = threading.Barrier(3, timeout=60), set[int]()
 
     def meet(name: str) -> None:
         reader = threading.get_ident()
@@ -258,12 +252,8 @@ def test_an_entry_whose_cache_cannot_be_forked_is_not_written_and_leaves(
     store: PrefixStore, backend: ControlledBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     insert(store, [1, 2, 3])
-
-    def fail(cache: DynamicCache) -> DynamicCache:
-        raise MemoryError("no memory")
-
     with monkeypatch.context() as patched:
-        patched.setattr(DynamicCache, "fork", fail)
+        patched.setattr(DynamicCache, "fork", None)
         assert not store.flush()
         assert len(store) == 1
         store.evict()
@@ -366,14 +356,12 @@ def test_a_forked_process_writes_with_a_thread_of_its_own_and_the_end_of_a_proce
     assert [covered(store, ids) for ids in ([1, 2, 3], [4, 5, 6], [7, 8, 9])] == [3, 3, 3]
 
 
-def test_an_entry_in_a_file_alone_is_not_evicted_again(closed_for_writing: Gate) -> None:
+def test_an_entry_in_a_file_alone_is_not_evicted_again(backend: ControlledBackend) -> None:
     """It was to be replaced by one that found no room, since what was to leave hung."""
-    closed_for_writing.open()
-    store = PrefixStore(room_for(3) - 1, "elsewhere", write_wait_seconds=0.05)
+    store = PrefixStore(room_for(3) - 1, "elsewhere", write_wait_seconds=BOUND)
     put(store, [1, 2, 3])
-    closed_for_writing.close()
     insert(store, [4, 5, 6])
-    with closed_for_writing.holding_up(store.evict):
+    with Gate(backend, WRITES).holding_up(store.evict):
         insert(store, [7, 8, 9])
         store.pin(torch.tensor([7, 8, 9]), model="m")
         with pytest.raises(CapacityError):
@@ -387,39 +375,79 @@ def test_an_entry_in_a_file_alone_is_not_evicted_again(closed_for_writing: Gate)
 
 # Many at once
 
+SHARED = [7] * 20
+"""Tokens that all entries begin with."""
+
+
+def work(store: PrefixStore, seed: int, steps: int, acknowledge: Callable[[list[int]], object]) -> None:
+    """Write, read and evict at random, and acknowledge the tokens of entries that were flushed."""
+    generator = random.Random(seed)
+    for number in range(steps):
+        # Some entries are those of others, which write the same files at the same time.
+        ids = [*SHARED, 8 + generator.choice([seed, seed % 3]), number % 9, *range(generator.randrange(5))]
+        insert(store, ids)
+        assert store.statistics.bytes <= store._index.max_bytes
+        if generator.random() < 0.3 and store.flush():
+            acknowledge(ids)
+        for asked in (ids, [*SHARED, 8 + generator.randrange(seed + 1), number % 9]):
+            covered(store, asked)
+        if number % 3 == 2:
+            store.evict(generator.choice([None, 100, 1000]))
+            with contextlib.suppress(CachePathError):
+                store.refresh()
+
 
 def test_threads_with_a_slow_directory_that_fails_now_and_then(backend: ControlledBackend) -> None:
-    chances = random.Random(0)
+    chances, acknowledged = random.Random(0), list[list[int]]()
 
     def hesitate(name: str) -> None:
         time.sleep(chances.uniform(0, 0.002))
         backend.fails = chances.random() < 0.1
 
     backend.before = hesitate
-    most = room_for(12)
-    store = PrefixStore(most, "elsewhere", write_wait_seconds=60.0)
-    acknowledged: list[list[int]] = []
-
-    def work(seed: int) -> None:
-        generator = random.Random(seed)
-        for number in range(25):
-            own = [*generator.choices((1, 2), k=2), *[3 + seed] * generator.randint(1, 5), number]
-            insert(store, own)
-            assert store.statistics.bytes <= most
-            for ids in (own, own[:-1], [1, 2, 4]):
-                covered(store, ids)
-            if number % 8 == 0 and store.flush():
-                acknowledged.append(own)
-            if number % 10 == 9:
-                store.evict(generator.randint(1, most))
-
+    store = PrefixStore(room_for(12, tokens=30), "elsewhere", write_wait_seconds=60.0)
     with ThreadPoolExecutor(4) as threads:
-        list(threads.map(work, range(4)))
+        list(threads.map(lambda seed: work(store, seed, 25, acknowledged.append), range(4)))
     backend.before, backend.fails = lambda name: None, False
     assert len(acknowledged) >= 4
     other = PrefixStore(ROOM, "elsewhere")
     assert [covered(other, ids) for ids in acknowledged] == [len(ids) for ids in acknowledged]
     assert (other.statistics.damaged, store.statistics.damaged) == (0, 0)
+
+
+WORKERS, KILLS, SECONDS = 15, 45, 3
+
+
+def work_apart(directory: pathlib.Path, worker: int, told: pathlib.Path) -> None:
+    with told.open("a") as file:
+        work(PrefixStore(2**20, directory), worker, 1000, lambda ids: print(*ids, file=file, flush=True))
+
+
+@pytest.mark.nightly
+@posix
+def test_processes_that_share_a_directory_and_are_killed_at_any_moment(tmp_path: pathlib.Path) -> None:
+    """15 processes write, read and evict in one directory; each of 45 is killed, and what it has flushed is found."""
+    directory, told, generator = tmp_path / "shared", tmp_path / "told", random.Random(0)
+    # Forks, since starting an interpreter takes far longer than writing a file.
+    context, workers = multiprocessing.get_context("fork"), list[Any]()
+    for started in range(KILLS + WORKERS):
+        workers.append(context.Process(target=work_apart, args=(directory, started, told), daemon=True))
+        workers[-1].start()
+        if len(workers) == WORKERS:
+            time.sleep(generator.uniform(0, 2 * SECONDS / KILLS))
+            killed = workers.pop(generator.randrange(WORKERS))
+            killed.kill()
+            killed.join()
+            # It was at work, and had not ended by itself.
+            assert killed.exitcode == -signal.SIGKILL
+    for worker in workers:
+        worker.kill()
+        worker.join()
+    acknowledged = [tuple(map(int, line.split())) for line in told.read_text().splitlines()]
+    assert len(acknowledged) > 20
+    store = PrefixStore(ROOM, directory)
+    assert [covered(store, list(ids)) for ids in acknowledged] == [len(ids) for ids in acknowledged]
+    assert (store.statistics.damaged, store.statistics.failed_reads) == (0, 0)
 
 
 def test_what_was_inserted_again_stays_in_the_directory(tmp_path: pathlib.Path) -> None:
@@ -436,61 +464,36 @@ def test_what_was_inserted_again_stays_in_the_directory(tmp_path: pathlib.Path) 
     assert [covered(again, ids) for ids in (first, second, third)] == [40, 0, 40]
 
 
-@dataclass
-class Place:
-    """A directory on a server, and a line to it that can be broken."""
-
-    line: Line
-    server: int
-    by_port: Callable[[int], dict[str, Any]]
-
-    def store(self, **options: Any) -> PrefixStore:
-        """A store whose files are at the other end of the line."""
-        return PrefixStore(ROOM, **self.by_port(self.line.port), **options)
-
-    def direct(self) -> PrefixStore:
-        """A store on another machine, whose line is in order."""
-        return PrefixStore(ROOM, **self.by_port(self.server))
-
-
 @pytest.fixture
 def redis_port(redis_url: str) -> int:
     return int(redis_url.rpartition(":")[2].partition("/")[0])
 
 
 @pytest.fixture(params=["redis", "s3"])
-def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
-    name = f"{request.param}-{abs(hash(request.node.name))}"
-    server = request.getfixturevalue(f"{request.param}_port")
-    with contextlib.closing(Line(server)) as line:
+def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A directory on a server: `store()` is at the end of a `line` that can be broken, `direct()` is elsewhere."""
+    name, server = f"{request.param}-{abs(hash(request.node.name))}", request.getfixturevalue(f"{request.param}_port")
+
+    def store_at(port: int, **options: Any) -> PrefixStore:
         if request.param == "redis":
-            yield Place(line, server, lambda port: {"directory": f"redis://127.0.0.1:{port}/0?prefix={name}"})
-        else:
-            # s3fs would try five times, and wait longer from time to time.
-            monkeypatch.setattr("s3fs.S3FileSystem.retries", 1)
-            url = f"s3://{s3_server.BUCKET}/{name}"
-            yield Place(line, server, lambda port: {"directory": url, "storage_options": s3_server.options(port)})
+            return PrefixStore(ROOM, f"redis://127.0.0.1:{port}/0?prefix={name}", **options)
+        # s3fs would try five times, and wait longer from time to time.
+        monkeypatch.setattr("s3fs.S3FileSystem.retries", 1)
+        return PrefixStore(ROOM, f"s3://{s3_server.BUCKET}/{name}", storage_options=s3_server.options(port), **options)
+
+    with contextlib.closing(Line(server)) as line:
+        yield types.SimpleNamespace(
+            line=line,
+            store=functools.partial(store_at, line.port),
+            direct=functools.partial(store_at, server),
+        )
 
 
 # Lines that break
 
 
 @pytest.mark.parametrize("after", [0, 100, 2 * PART + 5])
-def test_a_line_that_breaks_while_a_file_is_read(after: int, place: Place) -> None:
-    put(place.direct(), IDS, large(IDS))
-    put(place.direct(), [1, 2, 50])
-    store = place.store()
-    place.line.break_after(after, "client")
-    assert covered(store, IDS) <= 8
-    assert place.line.broken
-    place.line.mend()
-    assert (covered(store, IDS), covered(store, [1, 2, 50])) == (8, 3)
-    # A line that breaks is no damage.
-    assert (store.statistics.damaged, len(store)) == (0, 2)
-
-
-@pytest.mark.parametrize("after", [pytest.param(0, marks=pytest.mark.nightly), 100, 2 * PART + 5])
-def test_a_line_that_breaks_while_a_file_is_written(after: int, place: Place) -> None:
+def test_a_line_that_breaks_while_a_file_is_written_or_read(after: int, place: Any) -> None:
     store = place.store()
     put(store, [1, 2, 50])
     insert(store, IDS, large(IDS))
@@ -498,19 +501,25 @@ def test_a_line_that_breaks_while_a_file_is_written(after: int, place: Place) ->
     store.flush()
     assert place.line.broken
     other = place.direct()
-    assert covered(other, [1, 2, 50]) == 3
     # Redis is asked twice for each part, so that all of them may have passed.
-    assert (covered(other, IDS), store.statistics.failed_writes) in ((2, 1), (8, 0))
+    written = covered(other, IDS), store.statistics.failed_writes
+    assert (covered(other, [1, 2, 50]), written) in ((3, (2, 1)), (3, (8, 0)))
     place.line.mend()
     store.flush()
-    other = place.direct()
-    assert (covered(other, IDS), covered(other, [1, 2, 50]), other.statistics.damaged) == (8, 3, 0)
+    reader, broken = place.store(), place.line.broken
+    place.line.break_after(after, "client")
+    assert covered(reader, IDS) <= 8
+    assert place.line.broken > broken
+    place.line.mend()
+    assert (covered(reader, IDS), covered(reader, [1, 2, 50])) == (8, 3)
+    # A line that breaks is no damage.
+    assert (reader.statistics.damaged, len(reader)) == (0, 2)
 
 
 # Servers that do not answer
 
 
-def test_a_server_that_does_not_answer_holds_up_no_reader_for_longer_than_was_said(place: Place) -> None:
+def test_a_server_that_does_not_answer_holds_up_no_reader_for_longer_than_was_said(place: Any) -> None:
     put(place.direct(), IDS)
     store = place.store(read_wait_seconds=WAIT)
     insert(store, [1, 2, 50])
@@ -528,111 +537,24 @@ def test_a_server_that_does_not_answer_holds_up_no_reader_for_longer_than_was_sa
 # Full disks
 
 
-@contextlib.contextmanager
-def full_at_the_write(directory: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No file may have more than a few bytes: the kernel stops writes in the middle."""
+@posix
+def test_a_full_disk_keeps_what_it_has_and_takes_more_when_there_is_room(tmp_path: pathlib.Path) -> None:
     import resource
 
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
-@contextlib.contextmanager
-def full_when_it_reaches_the_disk(directory: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As network disks do, which find out late that there is no room."""
-
-    def full(path: str) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    with monkeypatch.context() as patched:
-        patched.setattr(atomic_file, "_to_disk", full)
-        yield
-
-
-@posix
-@pytest.mark.parametrize("full", [full_at_the_write, full_when_it_reaches_the_disk])
-def test_a_full_disk_keeps_what_it_has_and_takes_more_when_there_is_room(
-    full: Any, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     store = PrefixStore(ROOM, tmp_path)
     put(store, [1, 2, 50])
     insert(store, IDS, large(IDS))
-    before = sorted(tmp_path.iterdir())
-    with full(tmp_path, monkeypatch):
+    files, limits = set(tmp_path.iterdir()), resource.getrlimit(resource.RLIMIT_FSIZE)
+    # No file may have more than a few bytes: the kernel stops writes in the middle.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
         store.flush()
-        assert store.statistics.failed_writes == 1
-        # What could not be written is still there, and so is what was written before.
-        assert (covered(store, IDS), covered(PrefixStore(ROOM, tmp_path), [1, 2, 50])) == (8, 3)
-    assert [path for path in sorted(tmp_path.iterdir()) if path.suffix == ".tmp"] == []
-    assert set(before) <= set(tmp_path.iterdir())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert store.statistics.failed_writes == 1
+    # What could not be written is still there, and so is what was written before.
+    assert (covered(store, IDS), covered(PrefixStore(ROOM, tmp_path), [1, 2, 50])) == (8, 3)
+    assert set(tmp_path.iterdir()) == files
     store.flush()
     other = PrefixStore(ROOM, tmp_path)
     assert (covered(other, IDS), covered(other, [1, 2, 50]), other.statistics.damaged) == (8, 3, 0)
-
-
-# Processes that are killed
-
-
-WORKERS, KILLS, SECONDS = 15, 45, 3
-SHARED = [7] * 20
-"""Tokens that all entries of workers begin with."""
-
-
-def work(directory: pathlib.Path, worker: int, acknowledged: pathlib.Path) -> None:
-    """Write, read and evict, and note the tokens of each entry that was flushed."""
-    generator, store = random.Random(worker), PrefixStore(2**20, directory)
-    for number in range(1000):
-        # Some entries are those of other workers, which write the same files at the same time.
-        ids = [*SHARED, 8 + generator.choice([worker, worker % 3]), number % 9, *range(generator.randrange(5))]
-        insert(store, ids)
-        if store.flush():
-            with acknowledged.open("a") as file:
-                file.write(" ".join(map(str, ids)) + "\n")
-        if number % 3 == 2:
-            store.evict()
-            store.refresh()
-        for asked in (ids, [*SHARED, 8 + generator.randrange(worker + 1), number % 9]):
-            assert covered(store, asked) <= len(asked)
-        assert store.statistics.damaged == 0, store.statistics
-
-
-@pytest.mark.nightly
-@posix
-def test_processes_that_share_a_directory_and_are_killed_at_any_moment(tmp_path: pathlib.Path) -> None:
-    """15 processes write, read and evict in one directory; each of 45 is killed, and what it has flushed is found."""
-    directory, told, generator = tmp_path / "shared", tmp_path / "told", random.Random(0)
-    # Forks, since starting an interpreter takes far longer than writing a file.
-    context, workers = multiprocessing.get_context("fork"), list[Any]()
-    for started in range(KILLS + WORKERS):
-        workers.append(context.Process(target=work, args=(directory, started, told), daemon=True))
-        workers[-1].start()
-        if len(workers) == WORKERS:
-            time.sleep(generator.uniform(0, 2 * SECONDS / KILLS))
-            killed = workers.pop(generator.randrange(WORKERS))
-            killed.kill()
-            killed.join()
-            # It was at work, and had not ended by itself.
-            assert killed.exitcode == -signal.SIGKILL
-    for worker in workers:
-        worker.kill()
-        worker.join()
-    acknowledged = [tuple(map(int, line.split())) for line in told.read_text().splitlines()]
-    assert len(acknowledged) > 20
-    # What killed processes left behind is old an hour later, and so are tokens behind some that are gone.
-    put(PrefixStore(ROOM, directory), list(range(300)))
-    (lost,) = [node for node in PrefixStore(ROOM, directory)._writes.directory._tree.nodes.values() if node.end == 256]
-    (directory / lost.name).unlink()
-    for path in directory.iterdir():
-        os.utime(path, (1, 1))
-    assert len(report_on(str(directory), lambda *_: None).unreferenced) == 1
-    store = PrefixStore(ROOM, directory)
-    assert [covered(store, list(ids)) for ids in acknowledged] == [len(ids) for ids in acknowledged]
-    assert (store.statistics.damaged, store.statistics.failed_reads) == (0, 0)
-    store.refresh()
-    assert [path for path in directory.iterdir() if path.suffix == ".tmp"] == []
-    held = report_on(str(directory), lambda *_: None)
-    assert (held.unreferenced, held.problems) == ((), ())

@@ -98,35 +98,6 @@ def test_a_chat_pays_for_its_new_tokens_alone(name: str, family: str, on_disk: b
 
 EVICTING = {"keep": 0.5, "sink_tokens": 2, "recent_tokens": 8}
 RECALL = {"pages": 1, "page_tokens": 8, "recent_tokens": 8}
-HOLD_LESS: dict[str, dict[str, Any]] = {
-    "int8": {},
-    "sink": {"window_length": 30, "num_sink_tokens": 2},
-    "knorm": EVICTING,
-    "snapkv": EVICTING,
-    "recall": {"recall": RECALL},
-}
-
-
-@pytest.mark.parametrize(("name", "on_disk"), once(HOLD_LESS, [False, True]))
-def test_caches_that_hold_less_than_they_saw_go_on_as_in_a_chat(
-    name: str, on_disk: bool, tmp_path: pathlib.Path
-) -> None:
-    place = tmp_path if on_disk else None
-    model, store = tiny_model("llama"), PrefixStore(ROOM, place)
-    options = {"cache_implementation": name, "cache_config": HOLD_LESS[name]}
-    ids, expected_cache = prompt(tokens=DOCUMENT), kvlayers.make_cache(name, model, **HOLD_LESS[name])
-    for turn in range(3):
-        with kvlayers.installed():
-            expected = model.generate(ids, past_key_values=expected_cache, **OPTIONS)
-        hits = store.statistics.hits
-        assert torch.equal(by_store(model, store, ids, **options), expected)
-        assert store.statistics.hits - hits == (turn > 0)
-        if on_disk:
-            assert store.flush()
-            store = PrefixStore(ROOM, place)
-        ids = torch.cat([expected, prompt(tokens=7, seed=turn + 1)], dim=1)
-
-
 UNUSUAL = sorted({*families.FAMILIES, "indexer"} - {"marian", "t5gemma", "whisper", "deepseek_v32"})
 """Hybrids, shared KV, learned positions and ALiBi. The indexer of deepseek_v32 has ties there."""
 
@@ -308,6 +279,11 @@ OTHERS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
             {"cache_implementation": "quantized", "cache_config": {"nbits": 2}},
         ],
     ),
+    "packed": ({"cache_implementation": "int8"}, [{"cache_implementation": "int4"}]),
+    "sinks": (
+        {"cache_implementation": "sink", "cache_config": {"window_length": 30, "num_sink_tokens": 2}},
+        [{"cache_implementation": "sink", "cache_config": {"window_length": 30, "num_sink_tokens": 3}}],
+    ),
     "evicted by a rule": (
         {"cache_implementation": "keydiff", "cache_config": EVICTING},
         [
@@ -317,6 +293,10 @@ OTHERS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
             {"cache_implementation": "keydiff", "cache_config": {**EVICTING, "quantization": {"nbits": 4}}},
             {"cache_implementation": "knorm", "cache_config": EVICTING},
         ],
+    ),
+    "evicted by queries": (
+        {"cache_implementation": "snapkv", "cache_config": EVICTING},
+        [{"cache_implementation": "knorm", "cache_config": EVICTING}],
     ),
     "read in pages": (
         {"cache_implementation": "recall", "cache_config": {"recall": RECALL}},
@@ -329,8 +309,9 @@ OTHERS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
 
 
 @pytest.mark.parametrize("kind", OTHERS)
-def test_only_a_call_with_the_same_cache_mode_and_namespace_finds_an_entry(kind: str) -> None:
-    model, store, ids = tiny_model("llama"), PrefixStore(ROOM), prompt(tokens=DOCUMENT)
+def test_only_a_call_with_the_same_cache_mode_and_namespace_finds_an_entry(kind: str, tmp_path: pathlib.Path) -> None:
+    """And goes on from it as in a chat, in memory and from files."""
+    model, store, ids = tiny_model("llama"), PrefixStore(ROOM, tmp_path), prompt(tokens=DOCUMENT)
     asked, others = OTHERS[kind]
     first = by_store(model, store, ids, **asked)
     longer = torch.cat([first, prompt(tokens=7, seed=1)], dim=1)
@@ -343,8 +324,10 @@ def test_only_a_call_with_the_same_cache_mode_and_namespace_finds_an_entry(kind:
     with kvlayers.installed():
         model.generate(ids, past_key_values=cache, **OPTIONS)
         expected = model.generate(longer, past_key_values=cache, **OPTIONS)
-    assert torch.equal(by_store(model, store, longer, **asked), expected)
-    assert store.statistics.hits == 1
+    assert store.flush()
+    for each in (store, PrefixStore(ROOM, tmp_path)):
+        assert torch.equal(by_store(model, each, longer, **asked), expected)
+        assert each.statistics.hits == 1
 
 
 # install()
@@ -544,6 +527,11 @@ def test_a_model_that_was_asked_for_hidden_states_goes_by_the_store_all_the_same
 def test_a_store_that_is_told_of_new_weights_does_not_read_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvlayers.persistence.fingerprint._digest", lambda _: pytest.fail("weights were read"))
     model, other, store, ids = fresh_model("llama"), fresh_model("llama", seed=1), PrefixStore(ROOM), prompt(tokens=40)
+
+    def forget(_: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        store.forget_weights()
+        return scores
+
     for _ in range(3):
         store.forget_weights()
         assert len(store) == 0
@@ -553,22 +541,9 @@ def test_a_store_that_is_told_of_new_weights_does_not_read_them(monkeypatch: pyt
                 with tokens_passed(each) as counts:
                     assert torch.equal(by_store(each, store, ids), expected)
                 assert counts[0] == computed
+        # What this call inserts when it ends is not found behind new weights.
+        by_store(model, store, prompt(tokens=40, seed=1), logits_processor=tf.LogitsProcessorList([forget]))
         with torch.no_grad():
             model.model.layers[0].self_attn.k_proj.weight.mul_(-1)
-
-
-def test_what_an_older_call_inserts_is_not_found_behind_new_weights() -> None:
-    model, store, ids = fresh_model("llama"), PrefixStore(ROOM), prompt(tokens=40)
-    store.forget_weights()
-
-    def forget(_: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        store.forget_weights()
-        return scores
-
-    by_store(model, store, ids, logits_processor=tf.LogitsProcessorList([forget]))
-    with torch.no_grad():
-        model.model.layers[0].self_attn.k_proj.weight.mul_(-1)
-    expected = plain(model, ids)
-    with tokens_passed(model) as counts:
-        assert torch.equal(by_store(model, store, ids), expected)
-    assert counts[0] == 40
+        expected = plain(model, prompt(tokens=40, seed=1))
+        assert torch.equal(by_store(model, store, prompt(tokens=40, seed=1)), expected)

@@ -203,8 +203,7 @@ BATCHES: dict[str, list[list[Piece]]] = {
 
 @pytest.mark.parametrize(("kind", "beams", "family"), once(BATCHES, (1, 3), SEEING))
 def test_batches(kind: str, beams: int, family: str) -> None:
-    model, store = seeing_model(family), PrefixStore(ROOM)
-    given = inputs(family, *BATCHES[kind])
+    model, store, given = seeing_model(family), PrefixStore(ROOM), inputs(family, *BATCHES[kind])
     tokens_given = given["attention_mask"].sum()
     if kind == "other images, without a mask":
         del given["attention_mask"]
@@ -239,8 +238,7 @@ def test_a_prefix_that_ends_within_an_image_is_left_before_it(tmp_path: pathlib.
     files[0].unlink()
     seen, _, images = by_store(model, PrefixStore(ROOM, directory=tmp_path), given)
     assert_equal(seen, plain(model, given))
-    assert seen.cached_tokens[0] == 247
-    assert images == [1]
+    assert (seen.cached_tokens, images) == ((247,), [1])
 
 
 # Images whose states are apart from those of tokens
@@ -275,8 +273,7 @@ def test_tokens_without_the_states_of_their_images_are_computed_again() -> None:
             tokens = None if int(input_ids.min()) >= 0 else self.kept
             return kvlayers.prefix.Hit() if tokens == 0 else super().lookup(input_ids[:, :tokens], *args, **options)
 
-    model, store = seeing_model("mllama"), Forgetful(ROOM)
-    given = inputs("mllama", [[5, 6, 7], (1, WIDE), [8, 9]])
+    model, store, given = seeing_model("mllama"), Forgetful(ROOM), inputs("mllama", [[5, 6, 7], (1, WIDE), [8, 9]])
     for store.kept in (0, 0, 6):
         seen, _, images = by_store(model, store, given)
         assert_equal(seen, plain(model, given))
@@ -303,8 +300,7 @@ def test_what_a_processor_returns_is_taken() -> None:
         given = processor(images=photo, text=f"<image> what is {question}", return_tensors="pt")
         seen, _, images = by_store(model, store, given)
         assert_equal(seen, plain(model, given))
-        assert seen.cached_tokens[0] == covered
-        assert bool(images) == (covered == 0)
+        assert (seen.cached_tokens, bool(images)) == ((covered,), covered == 0)
 
 
 # Calls that cannot use a store
@@ -411,8 +407,7 @@ BYPASSED = (
 
 @pytest.mark.parametrize("family", BYPASSED)
 def test_a_bypassed_call_answers_as_without_a_store(family: str) -> None:
-    model, store = any_seeing_model(family), PrefixStore(ROOM)
-    given = inputs(family, [[5, 6], (1, WIDE), [7, 8]])
+    model, store, given = any_seeing_model(family), PrefixStore(ROOM), inputs(family, [[5, 6], (1, WIDE), [7, 8]])
     expected = plain(model, given)
     with kvlayers.installed(prefix_store=store):
         for _ in range(2):

@@ -2,7 +2,6 @@
 
 import shutil
 import tempfile
-from typing import ClassVar
 
 import hypothesis.strategies as st
 import pytest
@@ -48,9 +47,6 @@ class PrefixMachine(RuleBasedStateMachine):
         kinds: of caches, one of which a sequence is with.
         on_disk: whether the store has a directory.
     """
-
-    kinds: ClassVar[tuple[str, ...]]
-    on_disk: ClassVar[bool]
 
     @initialize(data=st.data(), entries=st.integers(1, 4))
     def begin(self, data: st.DataObject, entries: int) -> None:
@@ -108,8 +104,7 @@ class PrefixMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.ids)
     @rule(namespace=namespaces)
     def insert(self, namespace: str) -> None:
-        ids = torch.tensor([self.ids])
-        before = self.store.statistics
+        ids, before = torch.tensor([self.ids]), self.store.statistics
         try:
             self.store.insert(ids, self.cache, namespace=namespace, model="m")
         except CapacityError:
@@ -156,8 +151,7 @@ class PrefixMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.pinned)
     @rule(data=st.data())
     def unpin(self, data: st.DataObject) -> None:
-        where = data.draw(st.integers(0, len(self.pinned) - 1))
-        namespace, ids = self.pinned.pop(where)
+        namespace, ids = self.pinned.pop(data.draw(st.integers(0, len(self.pinned) - 1)))
         self.store.unpin(torch.tensor(ids), namespace=namespace, model="m")
 
     @rule(nbytes=st.one_of(st.none(), st.integers(1, 10_000)))

@@ -8,6 +8,7 @@ import os
 import pathlib
 import threading
 import time
+import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -47,6 +48,12 @@ def write(
 ) -> str:
     """Write an entry, and return its path."""
     return directory.write(LABEL, np.array(ids, np.int64), {len(ids)}, filled(kind, ids), neighbours)[0]
+
+
+def with_document(backend: Any, kind: Kind = KINDS["full"]) -> tuple[Directory, str]:
+    """A directory, and the path of the only entry there."""
+    directory = Directory(backend)
+    return directory, write(directory, DOCUMENT, kind=kind)
 
 
 def load(directory: Directory, path: str, ids: Ids, length: int | None = None, deadline: float | None = None) -> Any:
@@ -100,37 +107,15 @@ def test_what_is_loaded_is_what_was_written_and_goes_on(kind: str, tmp_path: pat
     assert (directory.damaged_files, directory.failed_reads) == (0, 0)
 
 
-def as_wide_as_large_models(cache: kvlayers.Cache) -> kvlayers.Cache:
-    states = torch.randn(1, 8, 300, 128, dtype=torch.bfloat16)
-    cache.update(states, -states, 0)
-    return cache
-
-
-def of_a_model(name: str) -> Any:
-    return read(tiny_model("llama"), prompt(tokens=20), kvlayers.make_cache(name, tiny_model("llama")))[0]
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: of_a_model("int4"),
-        lambda: of_a_model("h2o"),
-        lambda: as_wide_as_large_models(kvlayers.DynamicCache()),
-        lambda: as_wide_as_large_models(kvlayers.QuantizedCache(nbits=4)),
-    ],
-    ids=["int4", "h2o", "wide", "wide int4"],
-)
-def test_what_is_loaded_is_on_the_host_whatever_the_default_device(make: Any, tmp_path: pathlib.Path) -> None:
-    cache = make()
-    length = cache.get_seq_length()
-    path, _ = opened(tmp_path).write(LABEL, np.arange(length), {length}, cache)
-    again = opened(tmp_path)
+@pytest.mark.parametrize("name", ["int4", "h2o"])
+def test_what_is_loaded_is_on_the_host_whatever_the_default_device(name: str, tmp_path: pathlib.Path) -> None:
+    model = tiny_model("llama")
+    cache, _ = read(model, prompt(tokens=20), kvlayers.make_cache(name, model))
+    path, _ = opened(tmp_path).write(LABEL, np.arange(20), {20}, cache)
     with torch.device("meta"):
-        loaded = again.load(path, length, tiny_model("llama").config, None)
-    assert loaded is not None
+        loaded: Any = opened(tmp_path).load(path, 20, model.config, None)
     for one, other in zip(loaded.layers[0].peek(), cache.layers[0].peek(), strict=True):
         assert torch.equal(one + 0, other + 0)
-    assert again.damaged_files == 0
 
 
 @pytest.mark.parametrize(
@@ -140,8 +125,7 @@ def test_only_the_nodes_of_the_needed_tokens_are_read(
     kind: str, needed: dict[int, int], tmp_path: pathlib.Path
 ) -> None:
     backend = ControlledBackend(tmp_path)
-    directory = Directory(backend)
-    entry = write(directory, DOCUMENT, kind=KINDS[kind])
+    directory, entry = with_document(backend, KINDS[kind])
     for length, count in needed.items():
         backend.read_names.clear()
         check(KINDS[kind], load(directory, entry, DOCUMENT, length), DOCUMENT[:length])
@@ -160,8 +144,7 @@ LONG = {"full": KINDS["full"], "quantized": KINDS["quantized"], "window": LONG_W
 )
 def test_a_branch_writes_its_own_tokens_alone(kind: str, shared: int, tmp_path: pathlib.Path) -> None:
     made, backend = LONG[kind], ControlledBackend(tmp_path)
-    directory = Directory(backend)
-    first = write(directory, DOCUMENT, kind=made)
+    directory, first = with_document(backend, made)
     backend.written.clear()
     ids = [*DOCUMENT[:shared], *range(8000, 8100)]
     branch = write(directory, ids, [(first, shared)], made)
@@ -257,8 +240,8 @@ def every_damage(path: pathlib.Path, other: pathlib.Path) -> Iterator[tuple[str,
 
 @pytest.mark.parametrize(("kind", "which"), once(LONG, [0, 1, -1]))
 def test_a_damaged_node_costs_the_tokens_from_there_on(kind: str, which: int, tmp_path: pathlib.Path) -> None:
-    made, writer = LONG[kind], opened(tmp_path)
-    entry = write(writer, DOCUMENT, kind=made)
+    made = LONG[kind]
+    writer, entry = with_document(LocalBackend(str(tmp_path)), made)
     chain = nodes(writer, entry)
     path, usable = tmp_path / chain[which].name, chain[which].record.start
     content = path.read_bytes()
@@ -292,8 +275,7 @@ def test_a_backend_that_hangs_is_not_waited_for_beyond_the_deadline(
 ) -> None:
     monkeypatch.setattr("kvlayers.prefix.directory.ASIDE_SECONDS", 30)
     backend, goes_on = ControlledBackend(tmp_path), threading.Event()
-    directory = Directory(backend)
-    entry = write(directory, DOCUMENT)
+    directory, entry = with_document(backend)
     pathlib.Path(entry).write_bytes(b"damaged")
     backend.before = lambda name: name in ("find", "touch") and goes_on.wait(60)
     start = time.monotonic()
@@ -306,8 +288,7 @@ def test_a_backend_that_hangs_is_not_waited_for_beyond_the_deadline(
 
 
 def test_an_entry_of_another_tenant_is_not_believed(tmp_path: pathlib.Path) -> None:
-    directory = opened(tmp_path)
-    mine = write(directory, DOCUMENT)
+    directory, mine = with_document(LocalBackend(str(tmp_path)))
     cache = filled(KINDS["full"], DOCUMENT)
     other, _ = directory.write(label_of(None, "m", "another"), np.array(DOCUMENT), {700}, cache, ())
     pathlib.Path(mine).write_bytes(pathlib.Path(other).read_bytes())
@@ -319,8 +300,7 @@ def test_an_entry_of_another_tenant_is_not_believed(tmp_path: pathlib.Path) -> N
 
 
 def test_a_version_of_the_future_is_refused_and_stays(tmp_path: pathlib.Path) -> None:
-    writer = opened(tmp_path)
-    path = pathlib.Path(write(writer, DOCUMENT))
+    path = pathlib.Path(write(opened(tmp_path), DOCUMENT))
     path.write_bytes(path.read_bytes().replace(b'"format_version":"11"', b'"format_version":"7"'))
     age(tmp_path)
     directory = Directory(LocalBackend(str(tmp_path)))
@@ -337,8 +317,7 @@ def test_nodes_that_have_not_arrived_in_time_cost_the_tokens_behind_them(
 ) -> None:
     monkeypatch.setattr("kvlayers.prefix.directory.BATCH_BYTES", 1)
     backend, goes_on, reads = ControlledBackend(tmp_path), threading.Event(), itertools.count()
-    directory = Directory(backend)
-    entry = write(directory, DOCUMENT)
+    directory, entry = with_document(backend)
     check_and_continue(KINDS["full"], load(directory, entry, DOCUMENT), DOCUMENT)
 
     def only_the_first_in_time(name: str) -> None:
@@ -375,7 +354,8 @@ def forged(content: bytes, change: Any) -> tuple[str, bytes]:
     header = json.loads(content[8 : 8 + length])
     metadata = header["__metadata__"]
     node = json.loads(metadata["node"])
-    change(Forgery(node["entry"], node, header))
+    entry = node["entry"]
+    change(types.SimpleNamespace(entry=entry, node=node, header=header, tensors=entry["groups"][0][1]))
     metadata["node"] = canonical(node)
     text = canonical(header).encode()
     text += b" " * (-len(text) % 8)
@@ -388,23 +368,7 @@ def forged(content: bytes, change: Any) -> tuple[str, bytes]:
     return f"{name}.safetensors", begin + content[8 + length : -len(table)] + table
 
 
-@dataclasses.dataclass(frozen=True)
-class Forgery:
-    entry: dict[str, Any]
-    node: dict[str, Any]
-    header: dict[str, Any]
-
-    @property
-    def tensors(self) -> list[Any]:
-        return list(self.entry["groups"][0][1])
-
-    def swap(self, one: str, other: str) -> None:
-        for name in ("shape", "data_offsets"):
-            values = self.header[one][name], self.header[other][name]
-            self.header[other][name], self.header[one][name] = values
-
-
-FORGERIES: dict[str, Callable[[Forgery], Any]] = {
+FORGERIES: dict[str, Callable[[Any], Any]] = {
     "more fields": lambda of: of.node.update(os="system"),
     "more facts": lambda of: of.entry.update(os="system"),
     "no fields": lambda of: of.node.clear(),
@@ -425,7 +389,7 @@ FORGERIES: dict[str, Callable[[Forgery], Any]] = {
     "no saved cache": lambda of: of.node.update(cache=""),
     "a label that is none": lambda of: of.entry.update(label=5),
     "versions that are none": lambda of: of.entry.update(versions=[1]),
-    "a digest before the end": lambda of: of.swap("cache", "digests"),
+    "a digest before the end": lambda of: of.header.update(cache=of.header["digests"], digests=of.header["cache"]),
     # These are well-formed, and seen to be wrong as soon as they are used.
     "tensors of another layer": lambda of: of.entry["groups"][0].__setitem__(0, [7]),
     "tensors of other names": lambda of: (
@@ -501,8 +465,8 @@ def age(path: pathlib.Path) -> None:
 def test_a_writer_writes_again_what_others_delete_meanwhile(
     when: str, call: str, can_be_touched: bool, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mine, other = ControlledBackend(tmp_path), opened(tmp_path)
-    first = write(other, DOCUMENT)
+    mine = ControlledBackend(tmp_path)
+    other, first = with_document(LocalBackend(str(tmp_path)))
     age(tmp_path)
     if not can_be_touched:
         monkeypatch.setattr(LocalBackend, "touch", lambda self, names: None)
@@ -519,8 +483,7 @@ def test_a_writer_writes_again_what_others_delete_meanwhile(
 
 def test_what_others_begin_to_use_meanwhile_is_not_tidied_away(tmp_path: pathlib.Path) -> None:
     backend = ControlledBackend(tmp_path)
-    directory = Directory(backend)
-    first = write(directory, DOCUMENT)
+    directory, first = with_document(backend)
     write(directory, [*DOCUMENT, 1])
     other, entries = opened(tmp_path), []
     age(tmp_path)
@@ -533,8 +496,7 @@ def test_what_others_begin_to_use_meanwhile_is_not_tidied_away(tmp_path: pathlib
 
 def test_nodes_whose_parents_are_gone_go_an_hour_after_their_last_use(tmp_path: pathlib.Path) -> None:
     kept = write(opened(tmp_path), [1, *DOCUMENT])
-    directory = opened(tmp_path)
-    lost = write(directory, DOCUMENT)
+    directory, lost = with_document(LocalBackend(str(tmp_path)))
     (tmp_path / nodes(directory, lost)[0].name).unlink()
     directory = opened(tmp_path)
     directory.tidy()
@@ -555,20 +517,9 @@ def test_a_writer_gives_up_where_nodes_keep_disappearing(
         write(opened(tmp_path), DOCUMENT)
 
 
-def test_what_others_have_deleted_is_not_counted(tmp_path: pathlib.Path) -> None:
-    directory, other = opened(tmp_path), opened(tmp_path)
-    entries = [write(directory, [number, *DOCUMENT]) for number in range(3)]
-    other.changes(())
-    other.delete_all(entries[:2])
-    with pytest.raises(GoneError):
-        load(directory, entries[0], [0, *DOCUMENT])
-    assert directory.changes(entries).gone == set(entries[:2])
-    assert directory.nbytes == other.nbytes == du(tmp_path)
-
-
 def test_the_nodes_used_longest_ago_go_first_and_their_children_before_them(tmp_path: pathlib.Path) -> None:
-    directory, branch = opened(tmp_path), [*DOCUMENT[:256], *range(9000, 9100)]
-    first = write(directory, DOCUMENT)
+    branch = [*DOCUMENT[:256], *range(9000, 9100)]
+    directory, first = with_document(LocalBackend(str(tmp_path)))
     kept = write(directory, branch, [(first, 256)])
     age(tmp_path)
     load(directory, kept, branch)

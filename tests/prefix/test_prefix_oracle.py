@@ -18,16 +18,14 @@ import torch
 import families
 import kvlayers
 from kvlayers import CapacityError, PrefixStore
-from kvlayers.core.buffer import StateForm, TokenBuffer
+from kvlayers.core.buffer import TokenBuffer
 from kvlayers.errors import PrefixError
 from kvlayers.prefix import LeastRecentlyUsed, PrefixEntry
 from kvlayers.prefix.entry import MOST_RANKED, MemoryAccount
+from spies import spy
 
 HEADS, HEAD_DIM, LAYERS = 2, 4, 2
 TOKEN_BYTES = LAYERS * 2 * HEADS * HEAD_DIM * 4
-
-STEPS = 150
-"""Prompts of a simulation."""
 
 ASKED: dict[str, Any] = {
     "max_new_tokens": 2,
@@ -43,14 +41,11 @@ class IdealTree:
     """Each token of each prompt once. Leaves go first, of these the one that was used longest ago."""
 
     def __init__(self, most: int) -> None:
-        self.most = most
+        self.most, self.now = most, 0
         self.numbers: dict[tuple[int, int], int] = {}
         """Of each token behind another one, by the number of that and the token; 0 is before the first ones."""
-        self.above: dict[int, int] = {}
-        self.used: dict[int, int] = {}
-        self.children: dict[int, int] = {0: 0}
+        self.above, self.used, self.children = dict[int, int](), dict[int, int](), {0: 0}
         self.pinned: set[int] = set()
-        self.now = 0
 
     def path(self, ids: Ids) -> list[int]:
         """The numbers of the tokens of a prompt."""
@@ -99,11 +94,11 @@ def passed(cache: Any, ids: Iterable[int], head_dim: int = HEAD_DIM) -> None:
         cache.update(states, -states, layer)
 
 
-def ask(store: PrefixStore, ids: Ids, is_room: bool = True) -> tuple[int, kvlayers.Cache]:
+def ask(store: PrefixStore, ids: Ids, is_room: bool = True, head_dim: int = HEAD_DIM) -> tuple[int, kvlayers.Cache]:
     """Look a prompt up, compute the rest, and insert it, as `generate()` does. Then all of it is found."""
     hit = store.lookup(torch.tensor(ids), model="m")
     cache = kvlayers.DynamicCache() if hit.cache is None else hit.cache
-    passed(cache, ids[hit.covered :])
+    passed(cache, ids[hit.covered :], head_dim)
     try:
         store.insert(torch.tensor(ids), cache, model="m")
     except CapacityError:
@@ -111,27 +106,21 @@ def ask(store: PrefixStore, ids: Ids, is_room: bool = True) -> tuple[int, kvlaye
             raise
     else:
         held = store.lookup(torch.tensor((*ids, 0)), model="m")
-        assert held.covered == len(ids)
-        assert held.cache.layers[1].keys[0, 0, :, 0].tolist() == list(map(float, ids))
+        assert (held.covered, held.cache.layers[1].keys[0, 0, :, 0].tolist()) == (len(ids), list(ids))
     return hit.covered, cache
 
 
 def union_of(store: PrefixStore) -> int:
     """Bytes of memory that the caches of a store keep alive."""
-    found: dict[int, int] = {}
-    for entry in store._index.entries:
-        if entry.cache is not None:
-            found.update(entry.cache.storages())
-    return sum(found.values())
+    caches = (entry.cache for entry in store._index.entries if entry.cache is not None)
+    return sum(dict(piece for cache in caches for piece in cache.storages().items()).values())
 
 
 class Prompts:
     """Random prompts that begin like others: with the same first token, with instructions, with a document."""
 
     def __init__(self, seed: int, longest: int) -> None:
-        self.chance = random.Random(seed)
-        self.longest = longest
-        self.asked: list[Ids] = []
+        self.chance, self.longest, self.asked = random.Random(seed), longest, list[Ids]()
         self.beginnings = [self.fresh(1, 3), *(self.fresh(1, longest) for _ in range(self.chance.randint(0, 4)))]
 
     def fresh(self, least: int, most: int) -> Ids:
@@ -154,22 +143,23 @@ class Prompts:
         return ids
 
 
-def simulate(seed: int, most: int, longest: int, pins: int = 0, held: int = 0, **options: Any) -> tuple[int, int]:
-    """Tokens that a store of `most` tokens finds in random prompts, and those that the ideal tree finds.
-
-    Args:
-        seed: which prompts.
-        most: tokens for which there is memory.
-        longest: most tokens of a part of a prompt.
-        pins: prompts that are pinned.
-        held: how many of the last caches the caller goes on holding.
-        options: of the store.
-    """
-    prompts, ideal = Prompts(seed, longest), IdealTree(most)
-    store = PrefixStore(most * TOKEN_BYTES, **options)
+@pytest.mark.parametrize(
+    ("seed", "longest", "most", "held", "pins"),
+    [
+        *((1, 20, 25, 0, 0), (2, 20, 80, 0, 0), (3, 20, 200, 1, 0), (4, 100, 105, 0, 0), (5, 100, 400, 1, 0)),
+        *((6, 150, 600, 1, 0), (7, 400, 1600, 0, 0), (8, 400, 4000, 1, 0), (9, 400, 4000, 10, 0)),
+        # Room for two of the longest prompts, while callers hold as much as several times the room.
+        *((1, 100, 210, 1, 0), (1, 100, 210, 4, 0), (2, 100, 400, 10, 0), (3, 100, 400, 10, 0)),
+        # What is pinned takes no more than its own tokens.
+        *((1, 20, 200, 0, 3), (2, 100, 600, 0, 3), (3, 150, 1500, 0, 3)),
+    ],
+)
+def test_as_many_tokens_are_found_as_in_an_ideal_tree(seed: int, longest: int, most: int, held: int, pins: int) -> None:
+    """A store of `most` tokens; the caller goes on holding some of the last caches, and pins some prompts."""
+    prompts, ideal, store = Prompts(seed, longest), IdealTree(most), PrefixStore(most * TOKEN_BYTES)
     caches: list[kvlayers.Cache] = []
     found = of_ideal = 0
-    for step in range(STEPS):
+    for step in range(150):
         ids = prompts.next()
         of_ideal += ideal.find(ids)
         is_room = ideal.add(ids)
@@ -182,33 +172,11 @@ def simulate(seed: int, most: int, longest: int, pins: int = 0, held: int = 0, *
         assert store.statistics.bytes == union_of(store) <= most * TOKEN_BYTES
         caches = [*caches, cache][-held:] if held else []
         del cache
-    return found, of_ideal
-
-
-@pytest.mark.parametrize(
-    ("seed", "longest", "most", "held"),
-    [
-        *((1, 20, 25, 0), (2, 20, 80, 0), (3, 20, 200, 1), (4, 100, 105, 0), (5, 100, 400, 1)),
-        *((6, 150, 600, 1), (7, 400, 1600, 0), (8, 400, 4000, 1), (9, 400, 4000, 10)),
-        # Room for two of the longest prompts, while callers hold as much as several times the room.
-        *((1, 100, 210, 1), (1, 100, 210, 4), (2, 100, 400, 10), (3, 100, 400, 10)),
-    ],
-)
-def test_as_many_tokens_are_found_as_in_an_ideal_tree(seed: int, longest: int, most: int, held: int) -> None:
-    found, of_ideal = simulate(seed, most, longest, held=held)
-    assert of_ideal > 0
-    assert found >= 0.97 * of_ideal
-
-
-@pytest.mark.parametrize(("seed", "longest", "most"), [(1, 20, 200), (2, 100, 600), (3, 150, 1500)])
-def test_what_is_pinned_takes_no_more_than_its_own_tokens(seed: int, longest: int, most: int) -> None:
-    found, of_ideal = simulate(seed, most, longest, pins=3)
-    assert found >= 0.97 * of_ideal
+    assert found >= 0.97 * of_ideal > 0
 
 
 def test_a_pin_keeps_its_tokens_alone() -> None:
-    store = PrefixStore(1100 * TOKEN_BYTES)
-    ids = torch.arange(1024)
+    store, ids = PrefixStore(1100 * TOKEN_BYTES), torch.arange(1024)
     ask(store, tuple(range(1024)))
     store.pin(ids[:32], model="m")
     store.pin(ids[:32], model="m")
@@ -284,11 +252,6 @@ def test_no_model_stops_learning(family: str) -> None:
 # Directories
 
 
-def test_what_leaves_memory_for_files_is_found_there(tmp_path: pathlib.Path) -> None:
-    found, of_ideal = simulate(5, 400, 100, directory=tmp_path)
-    assert found >= of_ideal
-
-
 WIDE = 64
 """Channels of states beside which the heads of files are small."""
 
@@ -314,19 +277,15 @@ def test_a_directory_with_a_limit_finds_as_many_as_an_ideal_tree(place: str, see
         ids = prompts.next()
         of_ideal += ideal.find(ids)
         ideal.add(ids)
-        hit = store.lookup(torch.tensor(ids), model="m")
-        cache = kvlayers.DynamicCache() if hit.cache is None else hit.cache
-        passed(cache, ids[hit.covered :], WIDE)
-        store.insert(torch.tensor(ids), cache, model="m")
+        found += ask(store, ids, head_dim=WIDE)[0]
         if step == 30:
-            store.pin(torch.tensor(ids[:50]), model="m")
-            ideal.pin(ids[:50])
             pinned = ids[:50]
+            store.pin(torch.tensor(pinned), model="m")
+            ideal.pin(pinned)
         if alone:
             store.evict()
         else:
             store.refresh()
-        found += hit.covered
         assert store.statistics.file_bytes <= most * WIDE_BYTES
         assert step < 30 or store.lookup(torch.tensor((*pinned, 0)), model="m").covered == 50
     assert found >= 0.97 * of_ideal
@@ -374,13 +333,7 @@ def test_a_branch_moves_nothing_of_its_document(monkeypatch: pytest.MonkeyPatch)
         ask(store, ids)
     cache = store.lookup(torch.tensor([*document, 0]), model="m").cache
     passed(cache, tail(1, 100))
-    allocate = TokenBuffer.allocate.__func__  # type: ignore[attr-defined]
-
-    def counted(cls: type[TokenBuffer], form: StateForm, capacity: int, *how: Any) -> TokenBuffer:
-        allocated.append(capacity)
-        return allocate(cls, form, capacity, *how)  # type: ignore[no-any-return]
-
-    monkeypatch.setattr(TokenBuffer, "allocate", classmethod(counted))
+    spy(monkeypatch, TokenBuffer, "allocate", lambda form, capacity, *how: allocated.append(capacity))
     store.insert(torch.tensor([*document, *tail(1, 100)]), cache, model="m")  # type: ignore[arg-type]
     # The tail alone, for keys and values of each layer.
     assert sum(allocated) <= 2 * LAYERS * 100
@@ -413,39 +366,25 @@ def test_an_address_that_was_given_to_other_memory_counts_with_its_new_size() ->
     assert (account.nbytes, account.staying_bytes, account.shared_bytes, account.pieces) == (0, 0, 0, {})
 
 
-class Counting(LeastRecentlyUsed):
-    """Counts how often it is asked."""
-
-    asked = 0
-
-    def rank(self, entry: PrefixEntry) -> float:
-        self.asked += 1
-        return super().rank(entry)
-
-
 def test_an_eviction_costs_what_leaves_and_not_what_the_store_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    storages, looked_at, tokens = kvlayers.DynamicCache.storages, 0, 16
-
-    def counted(cache: kvlayers.DynamicCache) -> dict[int, int]:
-        nonlocal looked_at
-        looked_at += 1
-        return storages(cache)
+    tokens, looked_at, ranked = 16, list[int](), list[int]()
 
     def ids_of(number: int) -> list[int]:
         # All begin with one token, which the first entry has brought.
         return [0, *range(number * tokens + 1, (number + 1) * tokens)]
 
-    monkeypatch.setattr(kvlayers.DynamicCache, "storages", counted)
+    spy(monkeypatch, kvlayers.DynamicCache, "storages", lambda cache: looked_at.append(1))
+    spy(monkeypatch, LeastRecentlyUsed, "rank", lambda policy, entry: ranked.append(1))
     most: dict[int, list[int]] = {}
     for entries in (50, 350):
-        policy, spent = Counting(), []
-        store = PrefixStore(entries * tokens * TOKEN_BYTES, policy=policy)
+        store, spent = PrefixStore(entries * tokens * TOKEN_BYTES), []
         for number in range(entries * 5 // 4):
             cache = kvlayers.DynamicCache()
             passed(cache, ids_of(number))
-            looked_at = policy.asked = 0
+            for counted in (looked_at, ranked):
+                counted.clear()
             store.insert(torch.tensor(ids_of(number)), cache, model="m")
-            spent.append((looked_at, policy.asked))
+            spent.append((len(looked_at), len(ranked)))
             for earlier in range(number if number == entries - 10 else 0):
                 assert store.lookup(torch.tensor(ids_of(earlier)), model="m", leave=0).covered == tokens
         assert store.statistics.bytes == union_of(store)
@@ -461,13 +400,7 @@ def test_states_that_a_fork_copies_are_copied_once_to_be_inserted(monkeypatch: p
     passed(cache, range(16))
     store.insert(torch.arange(16), cache, model="m")
     passed(cache, range(16, 32))
-    fork = type(cache).fork
-
-    def counted(self: kvlayers.Cache) -> kvlayers.Cache:
-        forks.append(self)
-        return fork(self)
-
-    monkeypatch.setattr(type(cache), "fork", counted)
+    spy(monkeypatch, type(cache), "fork", forks.append)
     assert store.insert(torch.arange(32), cache, model="m")
     assert forks == [cache]
     assert store.lookup(torch.arange(33), model="m").covered == 32

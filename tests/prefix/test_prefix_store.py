@@ -178,17 +178,9 @@ def test_full_attention_serves_every_prompt_that_begins_alike() -> None:
         hit = store.lookup(ids_of(*asked), model="m")
         assert (hit.covered, hit.cache is None) == (tokens, tokens == 0)
         assert (why in hit.reason) if why else hit.reason == ""
-        if hit.cache is not None:
-            assert held(hit.cache) == held(filled(asked))[:tokens]
+        assert held(hit.cache) == held(filled(asked))[:tokens]
     now = store.statistics
     assert (now.hits, now.misses, now.tokens_covered, now.tokens_asked) == (4, 2, 17, 27)
-
-
-def test_the_store_has_the_ids_of_the_call_that_the_cache_has_seen() -> None:
-    store, ids = PrefixStore(ROOM), ids_of(1, 2, 3, 4)
-    store.insert(ids, filled([1, 2]), model="m")
-    ids.fill_(7)
-    assert store.lookup(ids_of(1, 2, 3, 4), model="m").covered == 2
 
 
 def test_neither_tenants_nor_models_find_one_anothers() -> None:
@@ -240,14 +232,12 @@ def test_a_policy_sees_the_use_of_an_entry_that_comes_in(place: str, tmp_path: p
 
 
 def test_a_policy_that_fails_for_a_while_only_keeps_entries_from_leaving() -> None:
-    def fail(entry: Any) -> float:
-        raise RuntimeError("a policy of somebody else's")
-
-    failing = policy(fail)
+    # An entry is no number.
+    failing = policy(float)
     store = PrefixStore(ROOM, policy=failing)
     for first in range(3):
         assert insert(store, [first, 0, 0])
-    with pytest.raises(RuntimeError, match="somebody else's"):
+    with pytest.raises(TypeError, match="must be a string or a real number"):
         store.evict()
     assert [covered(store, [first, 0, 0]) for first in range(3)] == [3, 3, 3]
     failing.rank = newest_use
@@ -309,11 +299,8 @@ def test_a_cache_of_layers_of_transformers_needs_the_config(
 
 
 def test_what_cannot_be_written_is_dropped_and_counted(tmp_path: pathlib.Path) -> None:
-    class Mine(kvlayers.DynamicCache):
-        pass
-
-    store, cache = PrefixStore(ROOM, tmp_path), Mine([(torch.ones(1, 1, 3, 1), torch.ones(1, 1, 3, 1))])
-    put(store, [1, 2, 3], cache)
+    store, mine = PrefixStore(ROOM, tmp_path), type("Mine", (kvlayers.DynamicCache,), {})
+    put(store, [1, 2, 3], mine([(torch.ones(1, 1, 3, 1), torch.ones(1, 1, 3, 1))]))
     assert (len(store), store.statistics.failed_writes, list(tmp_path.iterdir())) == (0, 1, [])
 
 
@@ -455,18 +442,19 @@ def test_caches_that_cannot_be_held_are_refused() -> None:
         (lambda: PrefixStore(ROOM).flush(), "a store with a directory"),
         (lambda: PrefixStore(ROOM).refresh(), "a store with a directory"),
         (lambda: PrefixStore(ROOM).evict(-1), "nbytes"),
+        *(
+            (
+                lambda name=name, value=value: PrefixStore(ROOM, **{name: value}),
+                f"`{name}` must be a number of seconds, 0 or more, got",
+            )
+            for name in ("write_wait_seconds", "read_wait_seconds")
+            for value in (-1, "1", None, True, float("inf"), float("nan"))
+        ),
     ],
 )
 def test_options_that_make_no_sense_are_refused(call: Callable[[], Any], message: str) -> None:
     with pytest.raises(OptionError, match=message):
         call()
-
-
-@pytest.mark.parametrize("value", [-1, "1", None, True, float("inf"), float("nan")])
-@pytest.mark.parametrize("name", ["write_wait_seconds", "read_wait_seconds"])
-def test_bounds_that_are_no_number_of_seconds_are_refused(name: str, value: Any) -> None:
-    with pytest.raises(OptionError, match=f"`{name}` must be a number of seconds, 0 or more, got"):
-        PrefixStore(ROOM, **{name: value})
 
 
 def test_directories_that_cannot_be_written_to_are_refused(tmp_path: pathlib.Path) -> None:

@@ -385,7 +385,7 @@ def test_who_is_interrupted_before_the_pause_holds_nothing_up(
         patched.setattr(running, "is_running", lambda: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt), running.pause():
             pass
-    assert not status.is_held_here
+    assert status.holders == []
     name = running.add_request(PROMPTS[0])
     assert running.get_result(name, timeout=20).generated_tokens == expected()[0]
 
@@ -477,6 +477,58 @@ def test_a_name_may_be_used_again_by_the_time_its_request_has_been_given_up(
     wait_for(asked_again)
     assert [running.get_result(name, timeout=20).generated_tokens for name in (other, "mine")] == expected()[:2]
     assert running.get_result(timeout=0.05) is None
+
+
+def test_a_request_that_has_ended_takes_none_of_its_name_along_if_it_is_given_up(running: Any, llama: Any) -> None:
+    for _ in range(3):
+        running.add_request(PROMPTS[0], request_id="mine", max_new_tokens=1)
+        wait_for(lambda: not any(running.metrics.values()))
+        with running.pause():
+            running.cancel_request("mine")
+            running.add_request(PROMPTS[1], request_id="mine")
+        assert running.get_result("mine", timeout=20).generated_tokens == expected()[1]
+    assert running.get_result(timeout=0.05) is None
+
+
+def test_threads_that_ask_by_one_name_get_one_answer(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever they do meanwhile, and also by the name of another one's copy."""
+    with kvlayers.installed():
+        manager = llama.init_continuous_batching(config_of())
+    meeting, config_with = threading.Barrier(2, timeout=20), manager._config_with
+
+    def met(*given: Any) -> Any:
+        with contextlib.suppress(threading.BrokenBarrierError):
+            meeting.wait()
+        return config_with(*given)
+
+    monkeypatch.setattr(manager, "_config_with", met)
+    refused = list[str]()
+
+    def ask() -> None:
+        try:
+            manager.add_request(PROMPTS[0], request_id="mine")
+        except kvlayers.OptionError as error:
+            refused.append(str(error))
+
+    threads = [threading.Thread(target=ask) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    meeting.abort()
+    assert len(refused) == 1
+    child = manager.add_request(PROMPTS[1], request_id="other__child#0")
+    with pytest.raises(kvlayers.OptionError, match="`request_id`"):
+        manager.add_request(PROMPTS[2], request_id="other", num_return_sequences=2, do_sample=True)
+    # A name that is made is one that nobody has.
+    made = [manager.add_request(PROMPTS[3], request_id="req_0"), manager.add_request(PROMPTS[3])]
+    manager.start()
+    outputs = {
+        output.request_id: output.generated_tokens for output in (manager.get_result(timeout=20) for _ in "four")
+    }
+    manager.stop()
+    assert outputs == {"mine": expected()[0], child: expected()[1], **dict.fromkeys(made, expected()[3])}
+    assert manager.metrics["waiting"] == 0
 
 
 def test_who_finds_the_queue_full_is_told_and_leaves_nothing(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:

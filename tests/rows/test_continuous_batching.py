@@ -198,6 +198,29 @@ def test_requests_have_options_of_their_own(running: Any, llama: Any) -> None:
     assert outputs[wrong].status.name == "FAILED"
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"max_new_tokens": 2.5}, "max_new_tokens"),
+        ({"max_length": len(PROMPTS[0])}, "max_new_tokens"),
+        ({"num_beams": 2}, "beam_search"),
+    ],
+    ids=str,
+)
+def test_an_option_that_rows_do_not_have_fails_its_request_alone(
+    options: dict[str, Any], words: str, llama: Any
+) -> None:
+    with (
+        kvlayers.installed(),
+        llama.continuous_batching_context_manager(config_of(max_new_tokens=None)) as manager,
+    ):
+        wrong = manager.add_request(PROMPTS[0], **options)
+        other = manager.add_request(PROMPTS[1], max_length=len(PROMPTS[1]) + 3)
+        outputs = {output.request_id: output for output in (manager.get_result(timeout=20) for _ in range(2))}
+    assert words in outputs[wrong].error
+    assert outputs[other].generated_tokens == expected()[1][:3]
+
+
 def test_tokens_are_streamed_and_timed(running: Any, llama: Any) -> None:
     name = running.add_request(PROMPTS[2], streaming=True, record_timestamps=True)
     outputs = list(running.request_id_iter(name))

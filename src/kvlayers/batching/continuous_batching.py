@@ -28,6 +28,7 @@ from kvlayers.generation.install import SERVED
 from kvlayers.generation.prefix_reuse import active_store
 from kvlayers.generation.row_decoding import drafter_of
 from kvlayers.upstream import generate_calls, model_types
+from kvlayers.utils.options import check_whole_number
 
 logger = logging.getLogger(__name__)
 
@@ -285,11 +286,16 @@ class RowsManager:
                 f"`options` must be those of a GenerationConfig, got {', '.join(sorted(left))}: leave them out."
             )
         config, _ = generate_calls.full_generation_config(self.model, {"generation_config": own})
+        # Drafts are those of the manager.
+        if (mode := config.get_generation_mode().value) not in ("greedy_search", "sample", "assisted_generation"):
+            raise OptionError(
+                f"`options` must ask for greedy search or samples, got {mode}: leave it out, or call generate()."
+            )
         if config.max_new_tokens is None:
             # Until the model has no positions left. A model that counts none has no end of them.
-            config.max_new_tokens = (
-                MAX_ROWS * CHUNK_TOKENS if self._positions is None else self._positions - prompt_tokens
-            )
+            longest = options.get("max_length") or self._positions
+            config.max_new_tokens = MAX_ROWS * CHUNK_TOKENS if longest is None else longest - prompt_tokens
+        check_whole_number(config.max_new_tokens, "`max_new_tokens`", 1, of="tokens")
         # What transformers' continuous batching has for answers that end by their length alone.
         if config.eos_token_id == -1:
             config.eos_token_id = None

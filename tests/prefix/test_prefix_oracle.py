@@ -22,6 +22,7 @@ from kvlayers.core.buffer import StateForm, TokenBuffer
 from kvlayers.errors import PrefixError
 from kvlayers.prefix import LeastRecentlyUsed, PrefixEntry
 from kvlayers.prefix.entry import MOST_RANKED, MemoryAccount
+from kvlayers.prefix.keys import PrefixMap
 
 HEADS, HEAD_DIM, LAYERS = 2, 4, 2
 TOKEN_BYTES = LAYERS * 2 * HEADS * HEAD_DIM * 4
@@ -544,3 +545,44 @@ def test_an_interrupt_while_memory_is_counted_leaves_a_store_that_goes_on(
     assert interrupts > 4
     store.evict()
     assert (store.statistics.bytes, len(store)) == (0, 0)
+
+
+def test_an_interrupt_while_an_entry_gets_shorter_leaves_none_that_holds_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nobody would find it again, to remove it."""
+    counted, left, interrupts = MemoryAccount.count, 0, 0
+
+    def interrupted(account: MemoryAccount, *arguments: Any) -> None:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            raise KeyboardInterrupt
+        counted(account, *arguments)
+
+    monkeypatch.setattr(MemoryAccount, "count", interrupted)
+    store = PrefixStore(200 * 128)
+    for calls, question in itertools.product(range(1, 14), range(5)):
+        left = calls
+        try:
+            ask(store, (calls, *range(60), *tail(question, 20)))
+        except KeyboardInterrupt:
+            interrupts += 1
+        left = 0
+    assert interrupts > 4
+    store.evict()
+    assert (len(store), store.statistics.bytes) == (0, 0)
+
+
+def test_an_interrupt_between_a_key_and_its_value_leaves_a_mapping_that_can_be_read() -> None:
+    class Keys(list[Any]):
+        def insert(self, *arguments: Any) -> None:
+            super().insert(*arguments)
+            raise KeyboardInterrupt
+
+    known = PrefixMap[str]()
+    known.insert("m", np.array([1, 2]), "ab")
+    known._keys = Keys(known._keys)
+    with pytest.raises(KeyboardInterrupt):
+        known.insert("m", np.array([1, 3]), "ac")
+    assert list(known) == ["ab", "ac"]

@@ -513,6 +513,26 @@ def test_a_request_that_has_ended_takes_none_of_its_name_along_if_it_is_given_up
     assert running.get_result(timeout=0.05) is None
 
 
+def test_an_answer_that_ends_as_it_is_given_up_is_not_told(
+    running: Any, llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward, names = llama.forward, list[str]()
+
+    def given_up(*given: Any, **named: Any) -> Any:
+        output = forward(*given, **named)
+        # In the pass after which it has its last token.
+        if names and running._asked[names[0]].ids.shape[1] == len(PROMPTS[0]) + 2:
+            running.cancel_request(names.pop())
+        return output
+
+    monkeypatch.setattr(llama, "forward", given_up)
+    with running.pause():
+        names.append(running.add_request(PROMPTS[0], max_new_tokens=3, streaming=True))
+    wait_for(lambda: not any(running.metrics.values()))
+    assert names == []
+    assert running.get_result(timeout=0.05) is None
+
+
 def test_threads_that_ask_by_one_name_get_one_answer(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever they do meanwhile, and also by the name of another one's copy."""
     with kvlayers.installed():

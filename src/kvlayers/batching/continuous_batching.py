@@ -547,10 +547,10 @@ class RowsManager:
         while self._cancelled:
             asked = self._cancelled.popleft()
             for each in () if asked is None else asked.with_copies:
-                # It may have ended since, and its name may be that of another request by now.
+                self._engine.cancel(each)
+                # Its name may be that of another request by now, of which nothing has come yet.
+                self._outputs.forget(each.request_id)
                 if self._asked.get(each.request_id) is each:
-                    self._engine.cancel(each)
-                    self._outputs.forget(each.request_id)
                     del self._asked[each.request_id]
         for failed in self._engine.admit(self._next):
             self._end(failed, failed.error)
@@ -574,8 +574,8 @@ class RowsManager:
         return None
 
     def _end(self, asked: _Asked, error: BaseException | None) -> None:
-        """Tell how a request ended, and its copies if it has not been read."""
-        for each in asked.with_copies:
+        """Tell how a request ended, and its copies if it has not been read; of one that is given up, nothing."""
+        for each in () if asked in self._cancelled else asked.with_copies:
             # Who was given up may have a namesake.
             if self._asked.get(each.request_id) is each:
                 self._outputs.put(each.output("FINISHED", error))

@@ -23,6 +23,7 @@ from kvlayers.errors import PrefixError
 from kvlayers.prefix import LeastRecentlyUsed, PrefixEntry
 from kvlayers.prefix.entry import MOST_RANKED, MemoryAccount
 from kvlayers.prefix.keys import PrefixMap
+from kvlayers.prefix.lookup import EntryAccess
 
 HEADS, HEAD_DIM, LAYERS = 2, 4, 2
 TOKEN_BYTES = LAYERS * 2 * HEADS * HEAD_DIM * 4
@@ -586,3 +587,22 @@ def test_an_interrupt_between_a_key_and_its_value_leaves_a_mapping_that_can_be_r
     with pytest.raises(KeyboardInterrupt):
         known.insert("m", np.array([1, 3]), "ac")
     assert list(known) == ["ab", "ac"]
+
+
+def test_an_entry_that_gets_shorter_while_it_is_looked_up_leaves_as_others_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Look-ups do not hold the lock all the time, so another thread may have it cut."""
+    store, keep = PrefixStore(200 * TOKEN_BYTES), EntryAccess._keep
+    cache = kvlayers.DynamicCache()
+    passed(cache, range(150))
+    store.insert(torch.arange(150), cache, model="m")
+    del cache
+
+    def cut_before(access: EntryAccess, search: Any) -> None:
+        access.index.evict(100 * TOKEN_BYTES)
+        keep(access, search)
+
+    monkeypatch.setattr(EntryAccess, "_keep", cut_before)
+    assert store.lookup(torch.arange(150), model="m", leave=0).covered == 150
+    assert 0 < store.statistics.tokens < 150
+    store.evict()
+    assert len(store) == 0

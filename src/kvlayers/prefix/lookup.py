@@ -349,6 +349,7 @@ class EntryAccess:
             search.cache = cache.fork()
             with contextlib.suppress(CapacityError):
                 self._take(entry, cache)
-        self.index.touch(entry, search.covered)
+        # Another thread may have made it shorter meanwhile.
+        self.index.touch(entry, min(search.covered, entry.length))
         entry.hits += 1
         entry.used = time.time()

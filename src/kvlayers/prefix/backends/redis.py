@@ -131,7 +131,7 @@ class RedisBackend(StorageBackend):
     def find(self, names: Sequence[str]) -> list[StoredFile | None]:
         """As `StorageBackend.find`. The last digest in a file stands for all of its bytes.
 
-        A file that the index lacks, as the server has evicted it, is found by nobody else: it is to be written again.
+        A file that the index lacks, as the server has evicted it, is listed for nobody: it is to be written again.
         """
         asked = [
             command

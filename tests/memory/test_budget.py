@@ -164,6 +164,32 @@ def test_windows_stay_within_the_budget(share: float, chunks: list[int]) -> None
     check_states(cache, full, 1.0)
 
 
+def test_windows_stay_within_the_budget_that_begin_to_record_when_they_are_full() -> None:
+    cache = DynamicCache(config=config_of("windows", 100), max_bytes=(300 + 2 * 124) * TOKEN_BYTES // LAYERS)
+    read(cache, [90, *[1] * 60])
+    cache.activate_past_recording()
+    assert read(cache, [1] * 10, first=150) <= cache.budget.max_bytes
+    with pytest.raises(CapacityError):
+        read(cache, [1] * 200, first=160)
+    assert cache.nbytes <= cache.budget.max_bytes
+
+
+def test_a_first_pass_that_does_not_fit_leaves_nothing_in_layers_that_have_begun_it() -> None:
+    """Without a config nobody knows how many there are, and recurrent layers ask no budget."""
+    cache = DynamicCache(max_bytes=2 * 100 * TOKEN_BYTES // LAYERS)
+    assert least_bytes(cache, 150)[0] == 2 * 150 * TOKEN_BYTES // LAYERS
+    assert cache.most_seen() == 0
+    read(cache, [50])
+    assert [layer.length for layer in cache.layers] == [50] * LAYERS
+    model = families.model_of("lfm2")
+    cache = DynamicCache(config=model.config, max_bytes=20_000)
+    with pytest.raises(CapacityError):
+        read_by_model(model, torch.ones(1, 500, dtype=torch.int64), cache)
+    assert cache.most_seen() == 0
+    read_by_model(model, torch.ones(1, 5, dtype=torch.int64), cache)
+    assert cache.most_seen() == 5
+
+
 @pytest.mark.parametrize("narrow", [1, 2])
 def test_layers_narrow_from_the_first_on_and_none_before_it_must(narrow: int) -> None:
     """Residuals are full at so many tokens, and there must be room for one block more."""

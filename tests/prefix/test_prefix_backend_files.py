@@ -234,6 +234,19 @@ def keys(files: ServerFiles) -> set[str]:
     return {key.decode() for key in files.client.keys("*")}
 
 
+def test_what_is_flushed_is_found_although_the_server_has_dropped_the_index(files: ServerFiles) -> None:
+    put(PrefixStore(ROOM, files.url), IDS)
+    store = PrefixStore(ROOM, files.url)
+    files.client.delete("kvlayers:prefix:index")
+    for each in (store, PrefixStore(ROOM, files.url)):
+        insert(each, IDS)
+        assert each.flush()
+    other = PrefixStore(ROOM, files.url)
+    assert covered(other, IDS) == len(IDS)
+    other.clear()
+    assert keys(files) == set()
+
+
 def test_a_file_that_is_larger_than_a_value_is_not_written(
     files: ServerFiles, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

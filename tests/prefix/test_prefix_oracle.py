@@ -22,6 +22,8 @@ from kvlayers.core.buffer import TokenBuffer
 from kvlayers.errors import PrefixError
 from kvlayers.prefix import LeastRecentlyUsed, PrefixEntry
 from kvlayers.prefix.entry import MOST_RANKED, MemoryAccount
+from kvlayers.prefix.keys import PrefixMap
+from kvlayers.prefix.lookup import EntryAccess
 from spies import spy
 
 HEADS, HEAD_DIM, LAYERS = 2, 4, 2
@@ -477,3 +479,63 @@ def test_an_interrupt_while_memory_is_counted_leaves_a_store_that_goes_on(
     assert interrupts > 4
     store.evict()
     assert (store.statistics.bytes, len(store)) == (0, 0)
+
+
+def test_an_interrupt_while_an_entry_gets_shorter_leaves_none_that_holds_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nobody would find it again, to remove it."""
+    counted, left, interrupts = MemoryAccount.count, 0, 0
+
+    def interrupted(account: MemoryAccount, *arguments: Any) -> None:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            raise KeyboardInterrupt
+        counted(account, *arguments)
+
+    monkeypatch.setattr(MemoryAccount, "count", interrupted)
+    store = PrefixStore(200 * 128)
+    for calls, question in itertools.product(range(1, 14), range(5)):
+        left = calls
+        try:
+            ask(store, (calls, *range(60), *tail(question, 20)))
+        except KeyboardInterrupt:
+            interrupts += 1
+        left = 0
+    assert interrupts > 4
+    store.evict()
+    assert (len(store), store.statistics.bytes) == (0, 0)
+
+
+def test_an_interrupt_between_a_key_and_its_value_leaves_a_mapping_that_can_be_read() -> None:
+    class Keys(list[Any]):
+        def insert(self, *arguments: Any) -> None:
+            super().insert(*arguments)
+            raise KeyboardInterrupt
+
+    known = PrefixMap[str]()
+    known.insert("m", np.array([1, 2]), "ab")
+    known._keys = Keys(known._keys)
+    with pytest.raises(KeyboardInterrupt):
+        known.insert("m", np.array([1, 3]), "ac")
+    assert list(known) == ["ab", "ac"]
+
+
+def test_an_entry_that_gets_shorter_while_it_is_looked_up_leaves_as_others_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Look-ups do not hold the lock all the time, so another thread may have it cut."""
+    store, keep = PrefixStore(200 * TOKEN_BYTES), EntryAccess._keep
+    cache = kvlayers.DynamicCache()
+    passed(cache, range(150))
+    store.insert(torch.arange(150), cache, model="m")
+    del cache
+
+    def cut_before(access: EntryAccess, search: Any) -> None:
+        access.index.evict(100 * TOKEN_BYTES)
+        keep(access, search)
+
+    monkeypatch.setattr(EntryAccess, "_keep", cut_before)
+    assert store.lookup(torch.arange(150), model="m", leave=0).covered == 150
+    assert 0 < store.statistics.tokens < 150
+    store.evict()
+    assert len(store) == 0

@@ -201,6 +201,29 @@ def test_requests_have_options_and_errors_of_their_own(running: Any, llama: Any)
             assert outputs[name].generated_tokens == wanted
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"max_new_tokens": 2.5}, "max_new_tokens"),
+        ({"max_length": len(PROMPTS[0])}, "max_new_tokens"),
+        ({"num_beams": 2}, "beam_search"),
+    ],
+    ids=str,
+)
+def test_an_option_that_rows_do_not_have_fails_its_request_alone(
+    options: dict[str, Any], words: str, llama: Any
+) -> None:
+    with (
+        kvlayers.installed(),
+        llama.continuous_batching_context_manager(config_of(max_new_tokens=None)) as manager,
+    ):
+        wrong = manager.add_request(PROMPTS[0], **options)
+        other = manager.add_request(PROMPTS[1], max_length=len(PROMPTS[1]) + 3)
+        outputs = {output.request_id: output for output in (manager.get_result(timeout=20) for _ in range(2))}
+    assert words in outputs[wrong].error
+    assert outputs[other].generated_tokens == expected()[1][:3]
+
+
 def test_tokens_are_streamed_and_timed(running: Any, llama: Any) -> None:
     name = running.add_request(PROMPTS[2], streaming=True, record_timestamps=True)
     outputs = list(running.request_id_iter(name))
@@ -358,7 +381,7 @@ def test_who_is_interrupted_before_the_pause_holds_nothing_up(
         patched.setattr(running, "is_running", lambda: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt), running.pause():
             pass
-    assert not status.is_held_here
+    assert status.holders == []
     name = running.add_request(PROMPTS[0])
     assert running.get_result(name, timeout=20).generated_tokens == expected()[0]
 
@@ -448,6 +471,78 @@ def test_a_name_may_be_used_again_by_the_time_its_request_has_been_given_up(
     wait_for(asked_again)
     assert [running.get_result(name, timeout=20).generated_tokens for name in (other, "mine")] == expected()[:2]
     assert running.get_result(timeout=0.05) is None
+
+
+def test_a_request_that_has_ended_takes_none_of_its_name_along_if_it_is_given_up(running: Any, llama: Any) -> None:
+    for _ in range(3):
+        running.add_request(PROMPTS[0], request_id="mine", max_new_tokens=1)
+        wait_for(lambda: not any(running.metrics.values()))
+        with running.pause():
+            running.cancel_request("mine")
+            running.add_request(PROMPTS[1], request_id="mine")
+        assert running.get_result("mine", timeout=20).generated_tokens == expected()[1]
+    assert running.get_result(timeout=0.05) is None
+
+
+def test_an_answer_that_ends_as_it_is_given_up_is_not_told(
+    running: Any, llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward, names = llama.forward, list[str]()
+
+    def given_up(*given: Any, **named: Any) -> Any:
+        output = forward(*given, **named)
+        # In the pass after which it has its last token.
+        if names and running._asked[names[0]].ids.shape[1] == len(PROMPTS[0]) + 2:
+            running.cancel_request(names.pop())
+        return output
+
+    monkeypatch.setattr(llama, "forward", given_up)
+    with running.pause():
+        names.append(running.add_request(PROMPTS[0], max_new_tokens=3, streaming=True))
+    wait_for(lambda: not any(running.metrics.values()))
+    assert names == []
+    assert running.get_result(timeout=0.05) is None
+
+
+def test_threads_that_ask_by_one_name_get_one_answer(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever they do meanwhile, and also by the name of another one's copy."""
+    with kvlayers.installed():
+        manager = llama.init_continuous_batching(config_of())
+    meeting, config_with = threading.Barrier(2, timeout=20), manager._config_with
+
+    def met(*given: Any) -> Any:
+        with contextlib.suppress(threading.BrokenBarrierError):
+            meeting.wait()
+        return config_with(*given)
+
+    monkeypatch.setattr(manager, "_config_with", met)
+    refused = list[str]()
+
+    def ask() -> None:
+        try:
+            manager.add_request(PROMPTS[0], request_id="mine")
+        except kvlayers.OptionError as error:
+            refused.append(str(error))
+
+    threads = [threading.Thread(target=ask) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    meeting.abort()
+    assert len(refused) == 1
+    child = manager.add_request(PROMPTS[1], request_id="other__child#0")
+    with pytest.raises(kvlayers.OptionError, match="`request_id`"):
+        manager.add_request(PROMPTS[2], request_id="other", num_return_sequences=2, do_sample=True)
+    # A name that is made is one that nobody has.
+    made = [manager.add_request(PROMPTS[3], request_id="req_0"), manager.add_request(PROMPTS[3])]
+    manager.start()
+    outputs = {
+        output.request_id: output.generated_tokens for output in (manager.get_result(timeout=20) for _ in "four")
+    }
+    manager.stop()
+    assert outputs == {"mine": expected()[0], child: expected()[1], **dict.fromkeys(made, expected()[3])}
+    assert manager.metrics["waiting"] == 0
 
 
 def test_who_finds_the_queue_full_is_told_and_leaves_nothing(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ from kvlayers.errors import (
     CapacityError,
     InterruptedPassError,
     OptionError,
+    PromptMismatchError,
     ReadOnlyStatesError,
     RollbackError,
     StateMismatchError,
@@ -638,6 +639,33 @@ def test_the_cache_goes_on_behind_the_answer() -> None:
     assert cache.row_lengths == (first.shape[1] - 1,) * 2
     again = under_install(continued, model, first, 4, past_key_values=cache)
     assert torch.equal(again, continued(model, ids, 10))
+
+
+def test_what_rows_have_seen_is_known_whatever_padding_they_had_and_wherever_they_ended() -> None:
+    """A further turn drops the padding that all rows have, and rows that have ended before others begin later."""
+    model = tiny_model("llama")
+    ids, mask = (each[[0, 2]] for each in padded_prompts())
+    plain = model.generate(ids, attention_mask=mask, max_new_tokens=14, do_sample=False)
+    for ends in (None, plain[1, -14 + 3].item()):
+        cache = kvlayers.DynamicCache(config=model.config)
+        asked = {"do_sample": False, "eos_token_id": ends, "pad_token_id": 0, "past_key_values": cache}
+        with kvlayers.installed(strict_prompts=True):
+            first = model.generate(ids, attention_mask=mask, max_new_tokens=14, prompt_lookup_num_tokens=3, **asked)
+            rows = [
+                own[padding:][: length + 1]
+                for own, padding, length in zip(first, (4, 9), cache.row_lengths, strict=True)
+            ]
+            turn = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_side="left")
+            turn = torch.cat([turn, prompt(2, 3)], 1)
+            seen = torch.tensor([[3 + len(own)] for own in rows])
+            turn_mask = (torch.arange(turn.shape[1]) >= turn.shape[1] - seen).long()
+            other = turn.clone()
+            other[1, -8] += 1
+            with pytest.raises(PromptMismatchError, match="of sequence 1"):
+                model.generate(other, attention_mask=turn_mask, max_new_tokens=4, **asked)
+            again = model.generate(turn, attention_mask=turn_mask, max_new_tokens=4, **asked)
+        del asked["past_key_values"]
+        assert torch.equal(again, model.generate(turn, attention_mask=turn_mask, max_new_tokens=4, **asked))
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """Sessions: what one conversation holds, for how long, and on another host; what pins with a time and a rank do; what
 clients of `transformers serve` say of their conversations; and what listeners and Prometheus are told of a store."""
 
+import asyncio
 import contextvars
 import gc
 import hashlib
@@ -13,6 +14,7 @@ import time
 import weakref
 import zipfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -154,6 +156,87 @@ def test_an_expired_session_names_nothing(store: PrefixStore, clock: Any, tmp_pa
     assert store.session("a") is not session
     # The states are in the store as before.
     assert found(store, ONE) == len(ONE)
+
+
+def test_a_session_does_not_expire_while_a_turn_takes_its_time(store: PrefixStore, clock: Any) -> None:
+    with store.session("a", ttl=5) as session:
+        insert(store, ONE)
+        clock.now += 9
+        insert(store, OTHER)
+    clock.now += 4
+    with store.session("a", ttl=5):
+        clock.now += 4
+        assert session.tokens == len(ONE) + len(OTHER)
+    clock.now += 2
+    with session:
+        insert(store, THIRD)
+    # What has expired names nothing of before.
+    assert session.tokens == len(THIRD)
+
+
+def test_turns_of_one_session_overlap(store: PrefixStore) -> None:
+    """In threads and in tasks, each of which leaves its block while others are in theirs."""
+    texts, meeting = (ONE, OTHER, THIRD), threading.Barrier(3, timeout=20)
+
+    def turn(ids: list[int]) -> None:
+        with store.session("a"):
+            meeting.wait()
+            with store.session("b"):
+                insert(store, FOURTH)
+            insert(store, ids)
+
+    with ThreadPoolExecutor(3) as threads:
+        list(threads.map(turn, texts))
+    assert [store.session(name).tokens for name in "ab"] == [sum(map(len, texts)), len(FOURTH)]
+
+    async def task(number: int) -> None:
+        with store.session("c"):
+            await asyncio.sleep(0.01 * (3 - number))
+            insert(store, texts[number])
+
+    async def all_tasks() -> None:
+        await asyncio.gather(*map(task, range(3)))
+
+    asyncio.run(all_tasks())
+    assert store.session("c").tokens == sum(map(len, texts))
+    insert(store, [*FOURTH, 1])
+    assert [store.session(name).tokens for name in "abc"] == [sum(map(len, texts)), len(FOURTH), sum(map(len, texts))]
+
+
+def test_whoever_pins_a_session_last_holds_its_only_pin(store: PrefixStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    with store.session("a") as session:
+        insert(store, ONE)
+    unpin, meeting = kvlayers.serving.Session.unpin, threading.Barrier(2, timeout=20)
+
+    def met(own: Any) -> None:
+        unpin(own)
+        meeting.wait()
+
+    monkeypatch.setattr(kvlayers.serving.Session, "unpin", met)
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(lambda _: session.pin(), range(2)))
+    monkeypatch.undo()
+    session.unpin()
+    store.evict()
+    assert len(store) == 0
+
+
+def test_a_session_of_several_namespaces_is_exported_to_no_file(store: PrefixStore, tmp_path: pathlib.Path) -> None:
+    with store.session("a") as session:
+        for namespace in ("tenant 1", "tenant 2"):
+            insert(store, ONE, namespace=namespace)
+    with pytest.raises(PrefixError, match="several"):
+        session.export(tmp_path / "file")
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_name_that_no_file_could_have_is_refused(store: PrefixStore, tmp_path: pathlib.Path) -> None:
+    with store.session("x" * 65_533) as session:
+        insert(store, ONE)
+    session.export(tmp_path / "file")
+    assert store.import_session(tmp_path / "file").name == session.name
+    with pytest.raises(OptionError, match="`name` must be a text of at most 65535 bytes"):
+        store.session("x" * 65_534)
 
 
 def test_a_pinned_session_stays_as_it_grows_and_leaves_when_its_time_is_over(clock: Any) -> None:
@@ -353,8 +436,10 @@ def test_a_client_keeps_its_session_for_a_time_but_no_one_else_out(store: Prefix
         {"prompt_cache_key": "a", "metadata": {"cache_ttl": "-1"}},
         {"prompt_cache_key": "a", "metadata": {"cache_ttl": "1", "cache_priority": "inf"}},
         {"prompt_cache_key": "a", "metadata": {"cache_ttl": None}},
+        {"prompt_cache_key": "a", "metadata": {"cache_ttl": 10**400}},
+        {"prompt_cache_key": "a" * 10**5, "metadata": {"cache_ttl": "1"}},
     ],
-    ids=str,
+    ids=lambda body: str(body)[:80],
 )
 def test_whatever_a_client_writes_is_answered(
     store: PrefixStore, body: dict[str, Any], caplog: pytest.LogCaptureFixture

@@ -14,7 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
@@ -28,6 +28,7 @@ from kvlayers.generation.install import SERVED
 from kvlayers.generation.prefix_reuse import active_store
 from kvlayers.generation.row_decoding import drafter_of
 from kvlayers.upstream import generate_calls, model_types
+from kvlayers.utils.options import check_whole_number
 
 logger = logging.getLogger(__name__)
 
@@ -38,9 +39,6 @@ IDLE_SECONDS = 0.1
 
 SECONDS_FOR_A_PLACE = 10
 """How long who asks waits for a place in a full queue, as in transformers. The thread may have ended meanwhile."""
-
-NO_END = -1
-"""The `eos_token_id` of transformers' continuous batching for answers that end by their length alone."""
 
 PAGED = "paged|"
 """What stands before the name of an attention function that reads pages, which rows do not have."""
@@ -64,9 +62,8 @@ def init_continuous_batching(
     **more: Any,
 ) -> Any:
     """For `init_continuous_batching`: a manager of rows, or transformers' own for models that rows refuse."""
-    is_served = model.device.type == "cpu" if SERVED.get() is None else SERVED.get()
     try:
-        if is_served:
+        if model.device.type == "cpu" if SERVED.get() is None else SERVED.get():
             return vars(model).get(_KEPT) or RowsManager(
                 model, generation_config or model.generation_config, continuous_batching_config
             )
@@ -118,10 +115,11 @@ class Outputs:
             if handler is None:
                 self._waiting.append(output)
                 self._changed.notify_all()
-            elif output.is_finished():
+                return
+            if output.is_finished():
                 del self._handlers[output.request_id]
-        # A client that has gone may have taken its loop along.
-        if handler is not None and not handler[1].is_closed():
+        # A client that has gone may have taken its loop along, at this very moment.
+        with suppress(RuntimeError):
             handler[1].call_soon_threadsafe(handler[0], output)
 
     def get(self, request_id: str | None, timeout: float | None, is_over: Callable[[], bool]) -> Any:
@@ -203,19 +201,15 @@ class ThreadStatus:
         fatal_error: what ended it, apart from `stop()`.
         is_finishing: whether it takes no more requests.
         is_stopping: whether it gives up the requests that it has.
+        holders: the threads that have paused it.
     """
 
     def __init__(self) -> None:
         self.fatal_error: BaseException | None = None
         self.is_finishing = self.is_stopping = False
         self._changed = threading.Condition()
-        self._holders: list[int] = []
+        self.holders: list[int] = []
         self._is_paused = False
-
-    @property
-    def is_held_here(self) -> bool:
-        """Whether the thread that asks has paused the manager's."""
-        return threading.get_ident() in self._holders
 
     @contextmanager
     def pause(self, is_running: Callable[[], bool]) -> Iterator[None]:
@@ -223,7 +217,7 @@ class ThreadStatus:
         holder = threading.get_ident()
         try:
             with self._changed:
-                self._holders.append(holder)
+                self.holders.append(holder)
                 while not self._is_paused and is_running():
                     self._changed.wait(IDLE_SECONDS)
             if not is_running():
@@ -234,14 +228,14 @@ class ThreadStatus:
         finally:
             # Also if the wait was interrupted.
             with self._changed:
-                self._holders.remove(holder)
+                self.holders.remove(holder)
                 self._changed.notify_all()
 
     def wait_while_held(self) -> None:
         """Called by the thread between two steps."""
         with self._changed:
-            self._is_paused = bool(self._holders)
-            while self._holders:
+            self._is_paused = bool(self.holders)
+            while self.holders:
                 self._changed.notify_all()
                 self._changed.wait()
             self._is_paused = False
@@ -281,7 +275,7 @@ class RowsManager:
         self._numbers, self._work = itertools.count(), threading.Event()
         self._input: queue.Queue[_Asked] = queue.Queue(given.get("max_queue_size") or 0)
         self._asked: dict[str, _Asked] = {}
-        self._cancelled: deque[str] = deque()
+        self._cancelled: deque[_Asked | None] = deque()
         self._thread: threading.Thread | None = None
 
     def _config_with(self, options: dict[str, Any], prompt_tokens: int) -> Any:
@@ -292,29 +286,35 @@ class RowsManager:
                 f"`options` must be those of a GenerationConfig, got {', '.join(sorted(left))}: leave them out."
             )
         config, _ = generate_calls.full_generation_config(self.model, {"generation_config": own})
+        # Drafts are those of the manager.
+        if (mode := config.get_generation_mode().value) not in ("greedy_search", "sample", "assisted_generation"):
+            raise OptionError(
+                f"`options` must ask for greedy search or samples, got {mode}: leave it out, or call generate()."
+            )
         if config.max_new_tokens is None:
             # Until the model has no positions left. A model that counts none has no end of them.
-            config.max_new_tokens = (
-                MAX_ROWS * CHUNK_TOKENS if self._positions is None else self._positions - prompt_tokens
-            )
-        if config.eos_token_id == NO_END:
+            longest = options.get("max_length") or self._positions
+            config.max_new_tokens = MAX_ROWS * CHUNK_TOKENS if longest is None else longest - prompt_tokens
+        check_whole_number(config.max_new_tokens, "`max_new_tokens`", 1, of="tokens")
+        # What transformers' continuous batching has for answers that end by their length alone.
+        if config.eos_token_id == -1:
             config.eos_token_id = None
         generate_calls.prepare_special_tokens(self.model, config)
         return config
 
     def _engine_for(self, config: Any, given: dict[str, Any]) -> "RowEngine[_Asked]":
         named = copy.copy(config)
-        requested = cache_by_name.requested_name({"generation_config": config})
-        asked = cache_by_name.resolve_name(self.model, named, requested, is_given_a_cache=False)
+        asked = cache_by_name.resolve_name(
+            self.model, named, cache_by_name.requested_name({"generation_config": config}), is_given_a_cache=False
+        )
         name = cache_by_name.DYNAMIC if asked == cache_by_name.CONTINUOUS_BATCHING else asked
-        share = given.get("max_memory_percent")
         return RowEngine[_Asked](
             self.model,
             config,
             cache_by_name.requested_cache(name, named.cache_config),
             active_store.for_call() if given.get("allow_block_sharing", True) else None,
             given.get("max_requests_per_batch") or MAX_ROWS,
-            None if share is None else Fraction(share),
+            None if given.get("max_memory_percent") is None else Fraction(given["max_memory_percent"]),
             given.get("max_batch_tokens") or CHUNK_TOKENS,
             drafter_of(config, config.prompt_lookup_num_tokens, None),
         )
@@ -355,7 +355,7 @@ class RowsManager:
             RuntimeError: the caller has paused the manager.
         """
         status = self.background_thread_status
-        if status.is_held_here:
+        if threading.get_ident() in status.holders:
             raise RuntimeError("The manager must not be stopped from inside a pause: leave the block of pause() first.")
         status.is_finishing, status.is_stopping = True, status.is_stopping or hard_stop
         self._work.set()
@@ -387,6 +387,7 @@ class RowsManager:
         streaming: bool = False,
         record_timestamps: bool = False,
         eos_token_id: int | list[int] | None = None,
+        tokenizer: Any = None,
         **options: Any,
     ) -> str | None:
         """Ask for an answer.
@@ -398,8 +399,8 @@ class RowsManager:
             streaming: whether each token is an output.
             record_timestamps: whether outputs say when each token came.
             eos_token_id: tokens that end the answer.
-            options: other options of a `GenerationConfig`, such as `temperature`, and a `tokenizer` for stop strings.
-                Wrong ones fail this request alone.
+            tokenizer: for stop strings.
+            options: other options of a `GenerationConfig`, such as `temperature`. Wrong ones fail this request alone.
 
         Returns:
             Its name; `None` if the manager takes no more requests.
@@ -412,12 +413,16 @@ class RowsManager:
         if status.fatal_error is not None or status.is_finishing:
             logger.warning("A request was dropped: the manager has been stopped, or its thread has failed.")
             return None
-        request_id = f"req_{next(self._numbers)}" if request_id is None else request_id
-        if request_id in self._asked:
-            raise OptionError(f"`request_id` must be one that no other request has, got {request_id!r}: leave it out.")
-        given = {"tokenizer": options.pop("tokenizer", None)}
-        named = (("max_new_tokens", max_new_tokens), ("eos_token_id", eos_token_id))
-        options |= {name: value for name, value in named if value is not None}
+        request_id = (
+            next(name for name in map("req_{}".format, self._numbers) if name not in self._asked)
+            if request_id is None
+            else request_id
+        )
+        options |= {
+            name: value
+            for name, value in (("max_new_tokens", max_new_tokens), ("eos_token_id", eos_token_id))
+            if value is not None
+        }
         prompt, config, error = list(input_ids), self.generation_config, None
         ids = torch.empty(1, 0, dtype=torch.int64)
         try:
@@ -434,7 +439,7 @@ class RowsManager:
             _Asked(
                 ids,
                 config=config,
-                given=given,
+                given={"tokenizer": tokenizer},
                 logprobs=[] if self._keeps_logprobs else None,
                 error=error,
                 outputs=self._outputs,
@@ -452,7 +457,12 @@ class RowsManager:
             )
         )
         first.copies = copies
-        self._asked.update({each.request_id: each for each in (first, *copies)})
+        # At once, as other threads may ask by the same name.
+        own = [each for each in first.with_copies if self._asked.setdefault(each.request_id, each) is each]
+        if len(own) <= len(copies):
+            for each in own:
+                self._asked.pop(each.request_id, None)
+            raise OptionError(f"`request_id` must be one that no other request has, got {request_id!r}: leave it out.")
         try:
             self._input.put(first, timeout=SECONDS_FOR_A_PLACE)
         except queue.Full:
@@ -474,7 +484,8 @@ class RowsManager:
 
     def cancel_request(self, request_id: str) -> None:
         """Give a request up: it has no further output."""
-        self._cancelled.append(request_id)
+        self._cancelled.append(self._asked.get(request_id))
+        self._outputs.forget(request_id)
         self._work.set()
 
     def get_result(self, request_id: str | None = None, timeout: float | None = None) -> Any:
@@ -534,12 +545,13 @@ class RowsManager:
         if status.is_stopping:
             return False
         while self._cancelled:
-            asked = self._asked.pop(self._cancelled.popleft(), None)
-            if asked is not None:
-                self._engine.cancel(asked)
-                for each in asked.with_copies:
-                    self._asked.pop(each.request_id, None)
-                    self._outputs.forget(each.request_id)
+            asked = self._cancelled.popleft()
+            for each in () if asked is None else asked.with_copies:
+                self._engine.cancel(each)
+                # Its name may be that of another request by now, of which nothing has come yet.
+                self._outputs.forget(each.request_id)
+                if self._asked.get(each.request_id) is each:
+                    del self._asked[each.request_id]
         for failed in self._engine.admit(self._next):
             self._end(failed, failed.error)
         if self._engine.held:
@@ -562,8 +574,8 @@ class RowsManager:
         return None
 
     def _end(self, asked: _Asked, error: BaseException | None) -> None:
-        """Tell how a request ended, and its copies if it has not been read."""
-        for each in asked.with_copies:
+        """Tell how a request ended, and its copies if it has not been read; of one that is given up, nothing."""
+        for each in () if asked in self._cancelled else asked.with_copies:
             # Who was given up may have a namesake.
             if self._asked.get(each.request_id) is each:
                 self._outputs.put(each.output("FINISHED", error))

@@ -163,15 +163,15 @@ class RowEngine(Generic[Kind]):
                 joins = request.error is None and self._joins(request)
             except Exception as error:
                 request.error = error
-            if request.error is not None:
-                del self._waiting[place]
-                yield request
-            elif joins:
-                del self._waiting[place]
-                for each in self._waiting[:place]:
-                    each.overtaken += 1
-            else:
+            if request.error is None and not joins:
                 place += 1
+            else:
+                del self._waiting[place]
+                if request.error is not None:
+                    yield request
+                else:
+                    for each in self._waiting[:place]:
+                        each.overtaken += 1
         self._held_before = len(self.held)
 
     def advance(self) -> Iterator[Kind]:

@@ -67,8 +67,6 @@ class Cache(LegacySurface, transformers.Cache):  # type: ignore[misc]
     """The other attributes that a file records. A subclass inherits them, and names its own in `described`."""
     prefix_notes: tuple[str, ...] = ()
     """What a prefix store had of the prompts of the call that made the cache; see `explain`."""
-    budget: Any = None
-    """The bytes that the cache stays within, a `Budget` of the room `memory`, `None` for as many as it takes."""
     recall: AttentionMaker | None = None
     """How single queries choose the pages that they attend to, if they do."""
     _traces: Mapping[int, int] = MappingProxyType({})
@@ -269,10 +267,9 @@ class Cache(LegacySurface, transformers.Cache):  # type: ignore[misc]
             attention: states are held in full precision, for torch or the compiled kernel to read
             compiled: no code that updates this cache
         """
-        layers = [layer for layers in self._layers_by_use().values() for layer in layers]
         return explanation_of(
             self.prefix_notes,
-            layers,
+            [layer for layers in self._layers_by_use().values() for layer in layers],
             max(self._traces.values(), default=0),
             "" if self.budget is None else self.budget.note,
         )
@@ -285,8 +282,10 @@ class Cache(LegacySurface, transformers.Cache):  # type: ignore[misc]
         return count
 
     def _layers_by_use(self) -> dict[str, Sequence[CacheLayer]]:
-        uses = ("self", "cross") if self.is_pair else ("",)
-        return {use: part.adapted_layers() for use, part in zip(uses, self.parts(), strict=True)}
+        return {
+            use: part.adapted_layers()
+            for use, part in zip(("self", "cross") if self.is_pair else ("",), self.parts(), strict=True)
+        }
 
     # Taking in states
 

@@ -114,6 +114,8 @@ class LayerwiseOperations(metaclass=CacheClass):
     """Ids of the first tokens that the cache has seen, int64 `[batch, tokens]`, as far as they are known. Under
     `install()` the ids of prompts are known, and of sequences that `generate()` has returned. Forks share the tensor.
     """
+    budget: Any = None
+    """The bytes that the cache stays within, a `Budget` of the room `memory`, `None` for as many as it takes."""
     origins: tuple[Origin, ...] = (AS_TEXT,)
     """Where the states of each sequence come from, `[batch]`; one for all of them if they have the same.
 
@@ -848,6 +850,9 @@ class LayerwiseOperations(metaclass=CacheClass):
 
     def activate_past_recording(self) -> None:
         """From now on, let windows hold all tokens between one crop and the next, which may take them back."""
+        for part in self.parts():
+            # It has counted windows as full.
+            part.budget = part.budget and part.budget.fork()
         for layer in self.adapted_layers():
             layer.activate_past_recording()
 

@@ -55,6 +55,7 @@ class TokenRecord:
         self._ids: Tensor | None = input_ids if is_ids else None  # type: ignore[assignment]
         # The ids are either the whole sequence, or only the tokens that the cache has not seen.
         self._is_whole = not isinstance(mask, Tensor) or self._ids is None or mask.shape[-1] == self._ids.shape[1]
+        self._mask = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
         self._length_before = 0
         self.has_beams = False
 
@@ -96,8 +97,14 @@ class TokenRecord:
             sequences: ids of which the next pass is prepared, `[prompts * beams, tokens]`.
         """
         # A prompt may be read once, before it is repeated.
-        is_behind = self._ids is not None and sequences.shape[1] > self._ids.shape[1]
-        if self.has_beams and is_behind and self._is_whole and not self._length_before and _records_ids(cache):
+        if (
+            self.has_beams
+            and self._ids is not None
+            and sequences.shape[1] > self._ids.shape[1]
+            and self._is_whole
+            and not self._length_before
+            and _records_ids(cache)
+        ):
             cache.known_ids = sequences
 
     def end(self, output: object, cache: object) -> None:
@@ -116,9 +123,13 @@ class TokenRecord:
             # They may be others than what is returned. Before the second pass, only their prompts are known.
             sequences = ids if known is None or known.shape[1] <= ids.shape[1] else known
         fed = sequences.detach().cpu()
-        fits = torch.equal(fed[:, : ids.shape[1]], ids.repeat_interleave(len(fed) // len(ids), dim=0))
         # Sequences that go on from beams may have been selected since.
-        if not fits or rows < 1 or rows % len(fed) or (self.has_beams and before):
+        if (
+            not torch.equal(fed[:, : ids.shape[1]], ids.repeat_interleave(len(fed) // len(ids), dim=0))
+            or rows < 1
+            or rows % len(fed)
+            or (self.has_beams and before)
+        ):
             return
         fed = fed.repeat_interleave(rows // len(fed), dim=0)
         known = fed if before == 0 else known
@@ -126,6 +137,22 @@ class TokenRecord:
         if known is None or known.shape[0] != rows or known.shape[1] < before:
             return
         known = torch.cat([known[:, :before].cpu(), fed[:, before:] if self._is_whole else fed], dim=1)
+        if any(layer.traits.counts_rows for layer in cache.adapted_layers()):
+            # They are aligned on the right, whatever padding there was, and wherever each has ended.
+            is_token = torch.ones_like(ids) if self._mask is None else self._mask.ne(0).int()
+            known = torch.nn.utils.rnn.pad_sequence(
+                [
+                    own[first:][:length]
+                    for own, first, length in zip(
+                        known,
+                        is_token.argmax(1).repeat_interleave(rows // len(is_token)).tolist(),
+                        cache.row_lengths,
+                        strict=True,
+                    )
+                ],
+                batch_first=True,
+                padding_side="left",
+            )
         # If the cache has seen more tokens than there are ids, some have no id, such as those of an image.
         if seen <= known.shape[1]:
             cache.known_ids = known[:, :seen].clone()
@@ -148,8 +175,7 @@ def record_forward(cache: Cache, ids: Tensor, forward: Callable[[], Any]) -> Any
     output = forward()
     # If a model calls another one with the same ids, both passes come here.
     known = ids[:, :0] if length == 0 or cache.known_ids is None else cache.known_ids[:, :length]
-    is_followed = known.shape == (cache.batch_size, length) and cache.most_seen() == length + ids.shape[1]
-    if is_followed and cache.batch_size == ids.shape[0]:
+    if known.shape == (cache.batch_size, length) == (len(ids), cache.most_seen() - ids.shape[1]):
         cache.known_ids = torch.cat([known.to(ids.device), ids.detach()], dim=1)
     return output
 

@@ -444,10 +444,10 @@ def _check_batch(
     if model_types.decoder_config(model.config) is not model.config:
         others.append("model")
     if others or (cache.length and any(padding)):
-        what = ", ".join(others) or "a cache that has seen tokens, beside padding"
         raise OptionError(
-            f"`input_ids` of several prompts must come with a mask alone for drafts with {name}, got {what}: pass the "
-            "prompts one by one, or leave out the drafts."
+            f"`input_ids` of several prompts must come with a mask alone for drafts with {name}, got "
+            f"{', '.join(others) or 'a cache that has seen tokens, beside padding'}: pass the prompts one by one, or "
+            "leave out the drafts."
         )
 
 

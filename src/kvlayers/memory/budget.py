@@ -157,8 +157,6 @@ class Budget:
         before, self.asked = self.asked, (length, layer_idx)
         if before < self.asked and tokens <= last and known_layers == len(layers) and known_forms == forms:
             return
-        # A cache without a config may make further layers in this pass.
-        is_whole = cache.layer_class_to_replicate is None or known_layers == len(layers)
         set_rows_apart(cache)
         layers = [*cache.adapted_layers(), *layers[len(cache.layers) :]]
         beyond = cache.nbytes - self.max_bytes
@@ -185,7 +183,14 @@ class Budget:
             )
         # Of a hybrid layer the recurrent states.
         others_held = [part for layer in layers for part in layer.parts[bool(holders(layer)) :]]
-        more = self._fitted(cache, held, self.max_bytes - sum(part.nbytes for part in others_held), tokens, is_whole)
+        more = self._fitted(
+            cache,
+            held,
+            self.max_bytes - sum(part.nbytes for part in others_held),
+            tokens,
+            # A cache without a config may make further layers in this pass.
+            is_whole=cache.layer_class_to_replicate is None or known_layers == len(layers),
+        )
         # What they hold is known once they have taken in tokens, and several tokens at once may add a checkpoint. Until
         # then, there is room for this pass alone.
         self._planned = (
@@ -234,6 +239,10 @@ class Budget:
         sizes = [sum(each.rounded(0, 0, bits) for each in held) for bits in self.bits]
         if may_be_exact or not sizes:
             sizes.append(sum(each.exact(each.tokens) for each in held))
+        # Layers that nobody knew of, and recurrent ones, may have begun the first pass.
+        if cache.most_seen() == tokens and not all(each.layer.length for each in held):
+            cache.reset()
+            cache.trim()
         others = {*(BITS if all(device.type == "cpu" for device in devices) else LADDER)} - {*self.ladder}
         raise CapacityError(
             f"`max_bytes` must be at least {exact_bytes(min(sizes) + int(self.max_bytes) - nbytes)} for {tokens} "

@@ -61,10 +61,9 @@ def place_elsewhere(part: Any, devices: Iterable[torch.device] = ()) -> bool:
         part: the cache.
         devices: those of states that it is about to take in.
     """
-    prefetcher = Offloading().prefetcher()
-    held = [layer.device for layer in part.adapted_layers() if layer.traits.attends]
+    held = (layer.device for layer in part.adapted_layers() if layer.traits.attends)
     # Elsewhere, states would take memory of the device that computes all the same.
-    if part.offloading or not any(map(prefetcher.offloads, (*held, *devices))):
+    if part.offloading or not any(map(Offloading().prefetcher().offloads, (*held, *devices))):
         return False
     try:
         _place(part, Offloading())
@@ -259,8 +258,7 @@ def _onloaded(layer: CacheLayer) -> CacheLayer:
     if not any(isinstance(row, OffloadedLayer) for row in rows):
         return layer
     here = [_on_device(row) if isinstance(row, OffloadedLayer) else row for row in rows]
-    attention = here[0] if rows[0] is layer.parts[0] else late.function("separate rows")(here)
-    return beside_attention(layer, attention)
+    return beside_attention(layer, here[0] if rows[0] is layer.parts[0] else late.function("separate rows")(here))
 
 
 def _on_device(layer: OffloadedLayer) -> TokenLayer:

@@ -111,8 +111,11 @@ class EntryIndex:
 
     def neighbours_in_files(self, entry: PrefixEntry) -> list[tuple[str, int]]:
         """Paths of other entries that begin with some of the tokens of `entry`, and how many; the best first."""
-        begin_alike = self.entries.nearest(entry.label, entry.ids)
-        in_files = ((each.path, tokens) for each, tokens in begin_alike if each is not entry and each.path is not None)
+        in_files = (
+            (each.path, tokens)
+            for each, tokens in self.entries.nearest(entry.label, entry.ids)
+            if each is not entry and each.path is not None
+        )
         return list(itertools.islice(in_files, MOST_NEIGHBOURS))
 
     def shorter(self, entry: PrefixEntry) -> list[PrefixEntry]:
@@ -377,7 +380,8 @@ class EntryIndex:
     def counted(self) -> Iterator[None]:
         """Count all memory anew if an interrupt ends this context, such as by Ctrl-C: it may have come in between.
 
-        What has not entered by then is forgotten, and what was leaving stays.
+        What has not entered by then is forgotten, as is what has lost its cache and has no file, and what was leaving
+        stays.
         """
         try:
             yield
@@ -389,8 +393,10 @@ class EntryIndex:
             self._start()
             for entry in entries:
                 cache, entry.cache, entry.pieces, entry.is_leaving = entry.cache, None, (), False
-                self.entries.insert(entry.label, entry.ids, entry)
-                self.set_pins(entry, entry.pins)
+                self.note(entry)
+                if cache is not None or entry.path is not None:
+                    self.entries.insert(entry.label, entry.ids, entry)
+                    self.set_pins(entry, entry.pins)
                 if cache is not None:
                     self.set_cache(entry, cache)
                     self._unpacked[entry] = None
@@ -464,8 +470,7 @@ class EntryIndex:
             return
         if entry.cache is None or not shares_memory(entry.cache):
             return
-        ids = entry.ids[:length]
-        closest, shared = self.closest_in_memory(entry.label, ids, besides=entry)
+        closest, shared = self.closest_in_memory(entry.label, entry.ids[:length], besides=entry)
         before, cache, pieces = self.memory.nbytes, entry.cache, entry.pieces
         beside = None if closest is None else closest.cache
         self.set_cache(entry, packed(entry.fork(cache, length), length, beside, shared))

@@ -59,9 +59,11 @@ class PrefixMap(Generic[T]):
     def insert(self, label: str, ids: Tokens, value: T) -> None:
         """Set the value of these tokens."""
         key = label, ids.tobytes()
-        if key not in self._values:
-            bisect.insort(self._keys, key)
+        place = bisect.bisect_left(self._keys, key)
+        # First, as an interrupt must leave no key without a value.
         self._values[key] = value
+        if self._keys[place : place + 1] != [key]:
+            self._keys.insert(place, key)
 
     def remove(self, label: str, ids: Tokens) -> None:
         """Remove the value of these tokens, if there is one."""

@@ -25,8 +25,9 @@ MAX_FILES = 4
 """Files that one lookup tries at most: only loading tells whether a window can be rolled back far enough."""
 
 
-IN_SESSION: contextvars.ContextVar[Any] = contextvars.ContextVar("the session of what is inserted", default=None)
-"""The session that the insertions of this context belong to: a `Session`, which stands above this room."""
+IN_SESSION: contextvars.ContextVar[tuple[Any, ...]] = contextvars.ContextVar("sessions of this context", default=())
+"""The sessions whose blocks this context is in. To the innermost one, a `Session`, which stands above this room, its
+insertions belong."""
 
 
 @dataclass(frozen=True)
@@ -341,6 +342,7 @@ class EntryAccess:
             search.cache = cache.fork()
             with contextlib.suppress(CapacityError):
                 self._take(entry, cache)
-        self.index.touch(entry, search.covered)
+        # Another thread may have made it shorter meanwhile.
+        self.index.touch(entry, min(search.covered, entry.length))
         entry.hits += 1
         entry.used = time.time()

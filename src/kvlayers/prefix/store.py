@@ -177,7 +177,7 @@ class PrefixStore:
         """
         ids, label = tokens_of(input_ids), label_of(config, model, namespace)
         cache, length = checked_cache(cache, ids)
-        ids, session = ids[:length].copy(), IN_SESSION.get()
+        ids, session = ids[:length].copy(), (None, *IN_SESSION.get())[-1]
         with self._lock:
             is_new = not self._index.use_covering(label, ids)
         if is_new:

@@ -147,13 +147,12 @@ def report_on(directory: str, progress: Callable[[int, int], None]) -> Directory
         entry.used = node.used / 10**9 if node.used else None
         entries[entry] = {each.name: each.nbytes for each in held.chain(node.name)}
     tree = tree_of(entries)
-    sizes = {name: nbytes for files in entries.values() for name, nbytes in files.items()}
     return DirectoryReport(
         backend.path_of("").rstrip("/"),
         tree,
         len(entries),
         sum(node.tokens for node in tree.nodes),
-        sum(sizes.values()),
+        sum({name: nbytes for files in entries.values() for name, nbytes in files.items()}.values()),
         sum(nbytes for files in entries.values() for nbytes in files.values()),
         tuple(StoredFile(node.name, node.nbytes) for node in sorted(orphans, key=lambda node: node.name)),
         tuple(problems),

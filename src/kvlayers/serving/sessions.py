@@ -8,7 +8,6 @@ import re
 import time
 import zipfile
 from collections.abc import Mapping
-from contextvars import Token
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -83,14 +82,17 @@ class Session:
         self._end = time.monotonic() + ttl
         self._texts: list[tuple[str, Tokens]] = []
         self._pin: Pin | None = None
-        self._tokens: list[Token[Any]] = []
 
     def __enter__(self) -> Self:
-        self._tokens.append(IN_SESSION.set(self))
+        # Threads and tasks may be in it at the same time, each in a context of its own.
+        IN_SESSION.set((*IN_SESSION.get(), self))
+        with self.access.lock:
+            self._texts = self._texts if self.seconds_left else []
+            self._end = time.monotonic() + self.ttl
         return self
 
     def __exit__(self, *error: object) -> None:
-        IN_SESSION.reset(self._tokens.pop())
+        IN_SESSION.set(IN_SESSION.get()[:-1])
 
     @property
     def seconds_left(self) -> float:
@@ -110,12 +112,12 @@ class Session:
         """Note that tokens were inserted into a store, by a thread that has its lock. Only those of its own count."""
         if access is not self.access:
             return
-        known = self._texts if self.seconds_left else []
-        texts = [(own, text, common_tokens(text, ids) if own == label else 0) for own, text in known]
+        texts = [(own, text, common_tokens(text, ids) if own == label else 0) for own, text in self._texts]
         if not any(tokens == len(ids) for _, _, tokens in texts):
             others = [(own, text) for own, text, tokens in texts if tokens < len(text)]
-            known = [*others, (label, ids)][-MOST_BRANCHES:]
-        self._texts, self._end = known, time.monotonic() + self.ttl
+            self._texts = [*others, (label, ids)][-MOST_BRANCHES:]
+        # Also if it has expired since its block began, as a turn may take longer.
+        self._end = time.monotonic() + self.ttl
         self._pin_all()
 
     def _entries(self) -> dict[PrefixEntry, Tokens]:
@@ -157,8 +159,8 @@ class Session:
             OptionError: as `PrefixStore.pin`.
         """
         pin = pin_of(ttl, priority)
-        self.unpin()
         with self.access.lock:
+            self.access.index.end_pins(self._pin)
             self._pin = pin
             self._pin_all()
 
@@ -178,12 +180,17 @@ class Session:
             Number of tokens that were written; what several texts begin with counts once.
 
         Raises:
-            PrefixError: the store has nothing of it any more, or it has expired.
+            PrefixError: the store has nothing of it any more, or it has expired; or it has texts of several namespaces.
             CachePathError: the file cannot be written.
             KVLayersError: its caches are of a kind that cannot be loaded from a file.
         """
         with self.access.lock:
             wanted = [(entry.label, ids) for entry, ids in self._entries().items()]
+        if len({label.rpartition(":")[2] for label, _ in wanted}) > 1:
+            raise PrefixError(
+                f"the session {self.name!r} must have texts of one namespace to be exported, got several, into none of "
+                "which a file of them could be imported: use a session for each."
+            )
         trees, paths = PrefixMap[str](), list[str]()
         with replacing(os.fspath(path)) as temporary, TemporaryDirectory(ignore_cleanup_errors=True) as place:
             directory = Directory(LocalBackend(place))
@@ -191,8 +198,9 @@ class Session:
                 hit = self.access.find(label, ids, None, None, MOST_SECONDS)
                 if hit.cache is not None:
                     ids = ids[: hit.covered]
-                    neighbours = list(trees.nearest(label, ids))
-                    paths.append(directory.write(label, ids, {len(ids)}, hit.cache, neighbours[:4])[0])
+                    paths.append(
+                        directory.write(label, ids, {len(ids)}, hit.cache, list(trees.nearest(label, ids))[:4])[0]
+                    )
                     trees.insert(label, ids, paths[-1])
             if not paths:
                 raise PrefixError(f"the store has nothing of the session {self.name!r}: it has left, or has expired.")
@@ -208,10 +216,12 @@ class Session:
 
 def session_of(access: EntryAccess, name: str, namespace: str, ttl: float) -> Session:
     """As `PrefixStore.session`, given the entries of the store."""
-    if not isinstance(name, str) or not name or not isinstance(namespace, str):
+    # An exported file has it in its comment.
+    is_name = isinstance(name, str) and name and len(json.dumps(name)) <= zipfile.ZIP_MAX_COMMENT
+    if not is_name or not isinstance(namespace, str):
         raise OptionError(
-            f"`name` must be a text, and so must `namespace`, got {name!r} and {namespace!r}: pass str(name), for "
-            "example."
+            f"`name` must be a text of at most {zipfile.ZIP_MAX_COMMENT} bytes, and `namespace` a text, got "
+            f"{name!r:.60} and {namespace!r:.60}: pass str(name), for example."
         )
     if ttl != math.inf:
         pin_of(ttl, None)
@@ -247,20 +257,19 @@ def import_session(
         if not all(entry.label.endswith(f":{namespace_mark(namespace)}") for entry in entries):
             raise PrefixError(f"{path} has a session of another namespace than {namespace!r}: pass its own.")
         try:
-            caches = [directory.load(str(entry.path), entry.length, config, device) for entry in entries]
+            loaded = [(entry, directory.load(str(entry.path), entry.length, config, device)) for entry in entries]
         except NeedsConfigError:
             raise OptionError(
                 f"`config` must be that of the model to load {path}, got none: pass model.config."
             ) from None
-        lengths = [0 if cache is None else cache.length for cache in caches]
-        if not entries or directory.damaged_files or lengths != [entry.length for entry in entries]:
+        whole = [(entry, cache) for entry, cache in loaded if cache is not None and cache.length == entry.length]
+        if not entries or directory.damaged_files or len(whole) < len(entries):
             raise CacheFileError(f"{path} is damaged: some of its tokens cannot be loaded.")
     session = session_of(access, exported if name is None else name, namespace, MOST_SECONDS)
-    for entry, cache in zip(entries, caches, strict=True):
-        if cache is not None:
-            access.insert(entry.label, entry.ids, cache, wait_seconds, session.pins)
-            with access.lock:
-                session.add(access, entry.label, entry.ids)
+    for entry, cache in whole:
+        access.insert(entry.label, entry.ids, cache, wait_seconds, session.pins)
+        with access.lock:
+            session.add(access, entry.label, entry.ids)
     return session
 
 
@@ -287,10 +296,10 @@ def enter_session(store: PrefixStore, namespace: str, body: Mapping[str, Any]) -
     name, options = body.get(NAME_FIELD), body.get(OPTIONS_FIELD)
     if not isinstance(name, str) or not name:
         return
-    session = store.session(name, namespace)
-    IN_SESSION.set(session)
-    if isinstance(options, Mapping) and "cache_ttl" in options:
-        try:
+    try:
+        session = store.session(name, namespace)
+        IN_SESSION.set((session,))
+        if isinstance(options, Mapping) and "cache_ttl" in options:
             session.pin(float(options["cache_ttl"]), float(options.get("cache_priority", 1)))
-        except (TypeError, ValueError, OptionError) as error:
-            logger.warning("A request does not keep its session: %.300s", error)
+    except (TypeError, ValueError, OverflowError, OptionError) as error:
+        logger.warning("A request does not keep its session: %.300s", error)

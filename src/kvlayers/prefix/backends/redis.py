@@ -126,7 +126,10 @@ class RedisBackend(StorageBackend):
         return [file for file in found.values() if file is not None]
 
     def find(self, names: Sequence[str]) -> list[StoredFile | None]:
-        """As `StorageBackend.find`. The last digest in a file stands for all of its bytes."""
+        """As `StorageBackend.find`. The last digest in a file stands for all of its bytes.
+
+        A file that the index lacks, as the server has evicted it, is listed for nobody: it is to be written again.
+        """
         asked = [
             command
             for key, name in ((self._key(name), name) for name in names)
@@ -134,7 +137,7 @@ class RedisBackend(StorageBackend):
         ]
         found = iter(self._many(asked))
         return [
-            StoredFile(name, nbytes, digest.hex(), _used(score)) if nbytes and digest else None
+            StoredFile(name, nbytes, digest.hex(), _used(score)) if nbytes and digest and score is not None else None
             for name, nbytes, digest, score in zip(names, found, found, found, strict=True)
         ]
 

@@ -58,6 +58,13 @@ def takes_tuples() -> bool:
         return isinstance(tiny_model("llama")(prompt(), past_key_values=()).past_key_values, tuple)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def what_is_imported_lazily_is_there() -> None:
+    with kvlayers.installed():
+        cache_of_a_call()
+        takes_tuples()
+
+
 def check(is_installed: bool, has_names: bool) -> None:
     assert kvlayers.is_installed() is is_installed
     assert cache_of_a_call() is (kvlayers if is_installed else transformers).DynamicCache

@@ -13,8 +13,8 @@ from torch import nn
 
 import kvlayers
 from fake_device import CPU, DEVICE, IS_SUPPORTED
-from kvlayers.generation import cache_by_name
 from kvlayers.planning import auto
+from kvlayers.upstream import model_layers
 from kvlayers.upstream.model_layers import layer_devices
 from models import COMMON, fresh_model, prompt, tiny_model
 
@@ -173,7 +173,7 @@ def test_layers_of_different_sizes_count_for_their_devices(monkeypatch: pytest.M
 @needs_devices
 def test_no_layer_is_left_out_if_the_model_lists_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
     model = spread(4, 1)
-    monkeypatch.setattr(cache_by_name, "layer_devices", lambda model: (CPU, DEVICE))
+    monkeypatch.setattr(model_layers, "layer_devices", lambda model: (CPU, DEVICE))
     dynamic = layer_bytes(model, "dynamic")
     free = {CPU: dynamic, DEVICE: 3 * dynamic}
     assert type(choice(model, monkeypatch, free)) is kvlayers.DynamicCache

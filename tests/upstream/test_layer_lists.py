@@ -63,6 +63,8 @@ def test_fewer_layers_than_a_config_lists_are_its_first_ones_and_more_are_refuse
                 continue
             # Before 5.14, transformers makes layers that the model does not have.
             seen = windows(kvlayers.DynamicCache(config=config))
+            # Behind all layers stand those of the loops of dory.
+            seen = seen[:layers] if model_type == "dory" else seen
             assert seen == expected[:layers] or getattr(decoder, "num_kv_shared_layers", 0), model_type
             checked += 1
         decoder.num_hidden_layers = listed + 1

@@ -103,11 +103,12 @@ class RaggedStore(TokenStore):
         """Raise an error if states cannot follow the flat part, whatever the tail says."""
         if self.flat is None:
             return
-        forms, held = checked_forms(keys, values), self.forms
-        if torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad):
+        are_tensors, held = isinstance(keys, Tensor) and isinstance(values, Tensor), self.forms
+        if are_tensors and torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad):
             raise UnsupportedLayerError(UNEVEN_HEADS)
         # An empty tail takes any form, and any tail promotes its dtype. The flat part can do neither.
-        if not self.tail.length or (keys.dtype, values.dtype) != (held[0].dtype, held[1].dtype):
+        if not (are_tensors and self.tail.length) or (keys.dtype, values.dtype) != (held[0].dtype, held[1].dtype):
+            forms = checked_forms(keys, values)
             forms = forms if self.tail.bits is None else in_one_dtype(*forms)
             if forms != held:
                 raise mismatch(forms, held, self.length)

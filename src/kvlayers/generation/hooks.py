@@ -151,7 +151,9 @@ def prepare_cache_for_generation(
     if past is not None:
         _prepare_passed_cache(model, past, generation_config, model_kwargs, max_cache_length, generation_mode, encoded)
     if call.record is not None:
-        call.record.begin(model, past, generation_config, call_cache.padding_mask(model, model_kwargs))
+        call.record.has_beams = (generation_config.num_beams or 1) > 1
+        if past is not None:
+            call.record.begin(model, past, generation_config, call_cache.padding_mask(model, model_kwargs))
     if generation_config.prefill_chunk_size is not None:
         is_filled = compat.CHUNKS_BEGIN_AT_ZERO and isinstance(past, Cache) and past.length
         # transformers cuts the mask of an encoder as if it were of the new tokens, and passes no part of embeddings.
@@ -270,7 +272,7 @@ _handing_over: dict[tuple[type, Callable[..., Any]], Patch] = {}
 
 def hand_over_cache(model: Any) -> None:
     """Let a model that keeps an old name, or gives the cache up, get that of `generate()`, until `take_cache_back`."""
-    if generate_calls.replaces_cross_attention_cache(model):
+    if model.config.is_encoder_decoder and generate_calls.replaces_cross_attention_cache(model):
         _replace_method(type(model), _keeping_pair, "_prepare_cache_for_generation")
     if getattr(type(model), PREPARES_INPUTS) is getattr(GenerationMixin, PREPARES_INPUTS):
         return

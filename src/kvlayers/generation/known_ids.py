@@ -64,7 +64,7 @@ class TokenRecord:
 
         Args:
             model: the model that generates.
-            cache: the cache that the call was given, if any.
+            cache: the cache that the call was given.
             generation_config: config of the call.
             mask: `[sequences, tokens]`, 0 for padding, if there is any.
 
@@ -73,7 +73,6 @@ class TokenRecord:
                 tokens or with unknown ones, or the cache has states of other weights, under
                 `install(strict_prompts=True)`.
         """
-        self.has_beams = (generation_config.num_beams or 1) > 1
         if isinstance(cache, Cache):
             _compare_models(cache, model)
         if generation_config.is_assistant or not _records_ids(cache):

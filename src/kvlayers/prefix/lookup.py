@@ -343,6 +343,6 @@ class EntryAccess:
             with contextlib.suppress(CapacityError):
                 self._take(entry, cache)
         # Another thread may have made it shorter meanwhile.
-        self.index.touch(entry, min(search.covered, entry.length))
+        self.index.touch(entry, min(search.covered, len(entry.ids)))
         entry.hits += 1
         entry.used = time.time()

@@ -178,10 +178,7 @@ def leaves_states_as_they_are(hook: Any) -> bool:
 
 def replaces_cross_attention_cache(model: Any) -> bool:
     """Whether a model (t5gemma) replaces the cross-attention cache by one that it makes from a config."""
-    return bool(
-        model.config.is_encoder_decoder
-        and type(model)._prepare_cache_for_generation is not GenerationMixin._prepare_cache_for_generation
-    )
+    return bool(type(model)._prepare_cache_for_generation is not GenerationMixin._prepare_cache_for_generation)
 
 
 def makes_own_static_cache(model: Any, name: str) -> bool:

@@ -105,8 +105,8 @@ def layer_specs(config: object) -> list[LayerSpec]:
     ]
     # The loops of Dory behind the first one hold states of their own, behind those of all layers.
     if vars(decoder).get("recurrent_kv_cache_mode") == "per_loop":
-        again = range(decoder.n_input_layers, decoder.n_input_layers + decoder.n_recurrent_layers)
-        specs += [specs[index] for index in again] * (decoder.n_recurrent_loops - 1)
+        first = decoder.n_input_layers
+        specs += specs[first : first + decoder.n_recurrent_layers] * (decoder.n_recurrent_loops - 1)
     return specs
 
 

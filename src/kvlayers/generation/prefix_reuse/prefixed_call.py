@@ -198,8 +198,9 @@ class PrefixedCall:
         if cache_argument.passed_in(self._arguments) is not None:
             raise IneligibleError("it is given a cache")
         self.config, model_kwargs = generate_calls.full_generation_config(model, self._arguments)
-        requested = cache_by_name.requested_name(self._arguments)
-        self._name = cache_by_name.resolve_name(model, self.config, requested, is_given_a_cache=False)
+        self._name = cache_by_name.resolve_name(
+            model, self.config, cache_by_name.requested_name(self._arguments), is_given_a_cache=False
+        )
         names = model_types.image_arguments(model.config)
         check_options(self.config, self._arguments, model_kwargs, names)
         self._prompts = prompts_of(model, self.config, self._arguments)

@@ -574,6 +574,19 @@ def test_a_copy_goes_on_as_the_rows_do(family: str, cache: str, how: str) -> Non
     check_steps(model, rows)
 
 
+def test_a_pickled_copy_of_rows_that_one_has_joined_goes_on() -> None:
+    """The layer that held the others before is no part of it: it would take their recurrent states back."""
+    model = fresh_model("mamba")
+    empty = kvlayers.DynamicCache(config=model.config)
+    rows = [read(model, prompt(1, tokens, tokens), empty.fork())[0] for tokens in (3, 5, 4)]
+    cache = kvlayers.merge(rows[:2])
+    cache.extend(rows[2])
+    copied = pickle.loads(pickle.dumps(cache))
+    for seed in range(3):
+        new = prompt(3, 1, seed)
+        assert torch.equal(row_logits(model, copied, new), row_logits(model, cache, new))
+
+
 # Drafts for several prompts: each row goes on with what it accepts
 
 

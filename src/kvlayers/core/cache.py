@@ -112,8 +112,13 @@ class Cache(LegacySurface, transformers.Cache):  # type: ignore[misc]
         let_static_layers_agree(self.adapted_layers())
 
     def __getstate__(self) -> dict[str, Any]:
-        # Compiled code knows a copy by another handle, and no call of generate() was given the copy.
-        return {name: value for name, value in self.__dict__.items() if name not in ("_handle", "_given")}
+        # Compiled code knows a copy by another handle, and no call of generate() was given the copy. Layers that others
+        # have replaced would take back the rows that they share.
+        return {
+            name: value
+            for name, value in {**self.__dict__, "_adapted": self.adapted_layers()}.items()
+            if name not in ("_handle", "_given")
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

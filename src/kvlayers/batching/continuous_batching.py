@@ -62,8 +62,9 @@ def init_continuous_batching(
     **more: Any,
 ) -> Any:
     """For `init_continuous_batching`: a manager of rows, or transformers' own for models that rows refuse."""
+    is_served = model.device.type == "cpu" if SERVED.get() is None else SERVED.get()
     try:
-        if model.device.type == "cpu" if SERVED.get() is None else SERVED.get():
+        if is_served:
             return vars(model).get(_KEPT) or RowsManager(
                 model, generation_config or model.generation_config, continuous_batching_config
             )
@@ -115,12 +116,12 @@ class Outputs:
             if handler is None:
                 self._waiting.append(output)
                 self._changed.notify_all()
-                return
-            if output.is_finished():
-                del self._handlers[output.request_id]
-        # A client that has gone may have taken its loop along, at this very moment.
-        with suppress(RuntimeError):
-            handler[1].call_soon_threadsafe(handler[0], output)
+            else:
+                # A client that has gone may have taken its loop along, at this very moment.
+                with suppress(RuntimeError):
+                    handler[1].call_soon_threadsafe(handler[0], output)
+                if output.is_finished():
+                    del self._handlers[output.request_id]
 
     def get(self, request_id: str | None, timeout: float | None, is_over: Callable[[], bool]) -> Any:
         """The first output, or the first of one request; `None` after `timeout` seconds, or if no more will come."""

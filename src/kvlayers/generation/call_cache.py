@@ -135,7 +135,8 @@ def validate(
 
 def check_windows(model: Any, cache: Cache) -> None:
     """Raise `ConfigError` if a layer holds fewer tokens than the model attends to, as it was made for another model."""
-    for part in cache.parts():
+    # Asked of a pair alone, as every call comes here.
+    for part in cache.parts() if cache.is_pair else (cache,):
         windows = [layer.sliding_window for layer in part.adapted_layers()]
         # A model that has none may have a config that does not describe its layers.
         specs = model_layers.layer_specs(model.config) if set(windows) - {None} else []

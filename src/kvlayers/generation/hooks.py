@@ -2,7 +2,7 @@
 
 `PreTrainedModel.__call__` is one of them, since every forward pass of every model goes through it, and since what
 replaces it costs next to nothing at each token. Models that were written for an older name of the cache argument get
-their cache by the name that they take. So do those that would make one of its two parts anew.
+their cache by the name that they take. A model that makes one part of a pair of caches anew keeps the pair of the call.
 """
 
 import functools
@@ -188,9 +188,11 @@ def prepare_cache_for_generation(
     if (
         isinstance(cache, Cache)
         and cache.is_pair
+        and model.config.is_encoder_decoder
         and call.record is not None
         and generate_calls.replaces_cross_attention_cache(model)
     ):
+        # What it changes is this one, until `_keeping_pair` puts the other back.
         call.pair = cache
         model_kwargs[argument] = transformers.EncoderDecoderCache(
             transformers.DynamicCache(), transformers.DynamicCache()

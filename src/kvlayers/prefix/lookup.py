@@ -100,7 +100,7 @@ class Search:
         """Find the longest prefix in memory, and the files that may have a longer one.
 
         Returns:
-            The entry of the first file; `None` if there is none.
+            The entry of the first file, `None` without files.
         """
         self.cache, self.entry, self.covered, self.files, self.shared = None, None, 0, [], 0
         for bound, group in index.in_memory.groups(self.label, self.ids):

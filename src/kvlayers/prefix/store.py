@@ -177,7 +177,7 @@ class PrefixStore:
         """
         ids, label = tokens_of(input_ids), label_of(config, model, namespace)
         cache, length = checked_cache(cache, ids)
-        ids, session = ids[:length].copy(), (None, *IN_SESSION.get())[-1]
+        ids, session = ids[:length].copy(), next(reversed(IN_SESSION.get()), None)
         with self._lock:
             is_new = not self._index.use_covering(label, ids)
         if is_new:

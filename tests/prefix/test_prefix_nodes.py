@@ -270,6 +270,22 @@ def test_a_damaged_node_costs_the_tokens_from_there_on(kind: str, which: int, tm
         assert (again.damaged_files, path.stat().st_size) == (0, len(content))
 
 
+@pytest.mark.parametrize("kind", ["full", "quantized"])
+def test_behind_a_damaged_node_of_a_neighbour_no_rows_of_other_tokens_are_taken(
+    kind: str, tmp_path: pathlib.Path
+) -> None:
+    made = LONG[kind]
+    directory, document = with_document(LocalBackend(str(tmp_path)), made)
+    # The nodes of the neighbour begin within the last node of the document.
+    neighbour = [*DOCUMENT[:600], *range(8000, 8200)]
+    entry = write(directory, neighbour, [(document, 600)], made)
+    (tmp_path / nodes(directory, entry)[3].name).unlink()
+    assert load(directory, entry, neighbour).length in (576, 600)
+    for ids in ([*neighbour[:750], 7], neighbour):
+        written = write(directory, ids, [(entry, min(len(ids), 750))], made)
+        check_and_continue(made, load(opened(tmp_path), written, ids), ids)
+
+
 def test_a_backend_that_hangs_is_not_waited_for_beyond_the_deadline(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotArrived
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import TypeVar
 
 import torch
@@ -260,12 +261,17 @@ class Directory:
 
     def _shared(self, states: EntryStates, neighbours: Sequence[tuple[str, int]]) -> tuple[list[Node], int]:
         """Nodes of a neighbour that an entry may go on from, and the position of the first row that they lack."""
-        chains = (
-            (list(itertools.takewhile(lambda node: node.name not in self._unusable, self.chain(path))), tokens)
-            for path, tokens in neighbours
+        chains = ((self.chain(path), tokens) for path, tokens in neighbours)
+        # What follows the last usable node of a neighbour may begin with other tokens than the end of that node.
+        usable = (
+            (chain, min([tokens, *(node.record.start for node in chain if node.name in self._unusable)]))
+            for chain, tokens in chains
         )
-        shared = [(states.shared(chain, tokens), chain) for chain, tokens in chains]
-        most, best = max(shared, key=lambda found: found[0], default=(0, list[Node]()))
+        most, best = max(
+            ((states.shared([node for node in chain if node.record.start < end], end), chain) for chain, end in usable),
+            key=itemgetter(0),
+            default=(0, list[Node]()),
+        )
         boundary = most // NODE_TOKENS * NODE_TOKENS
         if sum(boundary <= node.record.start < most for node in best) >= MOST_PIECES:
             most = boundary

@@ -207,6 +207,7 @@ def test_requests_have_options_and_errors_of_their_own(running: Any, llama: Any)
         ({"max_new_tokens": 2.5}, "max_new_tokens"),
         ({"max_length": len(PROMPTS[0])}, "max_new_tokens"),
         ({"num_beams": 2}, "beam_search"),
+        ({"token_healing": True}, "token_healing"),
     ],
     ids=str,
 )

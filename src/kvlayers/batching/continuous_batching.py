@@ -287,10 +287,11 @@ class RowsManager:
                 f"`options` must be those of a GenerationConfig, got {', '.join(sorted(left))}: leave them out."
             )
         config, _ = generate_calls.full_generation_config(self.model, {"generation_config": own})
+        asked = "token_healing" if config.token_healing else config.get_generation_mode().value
         # Drafts are those of the manager.
-        if (mode := config.get_generation_mode().value) not in ("greedy_search", "sample", "assisted_generation"):
+        if asked not in ("greedy_search", "sample", "assisted_generation"):
             raise OptionError(
-                f"`options` must ask for greedy search or samples, got {mode}: leave it out, or call generate()."
+                f"`options` must ask for greedy search or samples, got {asked}: leave it out, or call generate()."
             )
         if config.max_new_tokens is None:
             # Until the model has no positions left. A model that counts none has no end of them.

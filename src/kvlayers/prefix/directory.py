@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotArrived
 from dataclasses import dataclass
-from operator import itemgetter
 from typing import TypeVar
 
 import torch
@@ -269,7 +268,7 @@ class Directory:
         )
         most, best = max(
             ((states.shared([node for node in chain if node.record.start < end], end), chain) for chain, end in usable),
-            key=itemgetter(0),
+            key=lambda found: found[0],
             default=(0, list[Node]()),
         )
         boundary = most // NODE_TOKENS * NODE_TOKENS

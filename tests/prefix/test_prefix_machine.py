@@ -1,5 +1,6 @@
 """Random sequences of what is done to a prefix store and to its caches, against plain lists."""
 
+import pathlib
 import shutil
 import tempfile
 
@@ -57,6 +58,7 @@ class PrefixMachine(RuleBasedStateMachine):
         self.store = PrefixStore(self.max_bytes, self.directory)
         self.inserted: list[tuple[str, Ids]] = []
         self.pinned: list[tuple[str, Ids]] = []
+        self.has_lost_files = False
         self.forks: list[tuple[Cache, Ids]] = []
         self.cache, self.ids = self.kind.make(), []
 
@@ -133,12 +135,14 @@ class PrefixMachine(RuleBasedStateMachine):
 
     def least(self, namespace: str, asked: Ids) -> int:
         """What must be found of a prompt, where all that is in `inserted` is held."""
+        if self.has_lost_files:
+            return 0
         own = [ids for where, ids in self.inserted if where == namespace]
         shared = [common(ids, asked) for ids in own if not self.windowed or asked[: len(ids)] == ids]
         # A window that has seen the whole prompt cannot always go back by one token.
         return max((min(n, len(asked) - 1) for n in shared if n < len(asked) or not self.windowed), default=0)
 
-    @precondition(lambda self: self.inserted)
+    @precondition(lambda self: self.inserted and not self.has_lost_files)
     @rule(data=st.data())
     def pin(self, data: st.DataObject) -> None:
         namespace, ids = data.draw(st.sampled_from(self.inserted))
@@ -169,15 +173,27 @@ class PrefixMachine(RuleBasedStateMachine):
         assert not flush or self.store.flush()
         self.store = PrefixStore(self.max_bytes, self.directory)
         self.pinned = []
+        if self.has_lost_files:
+            return
         if flush:
             self.inserted_are_found()
         else:
             self.forget_what_is_lost()
 
+    @precondition(lambda self: self.directory is not None and not self.pinned)
+    @rule(which=st.integers(0, 9))
+    def lose_a_file(self, which: int) -> None:
+        """As servers do that have no more memory. From now on anything may be missing, and nothing may be wrong."""
+        self.store.flush()
+        files = sorted(pathlib.Path(str(self.directory)).glob("*.safetensors"))
+        if files:
+            files[which % len(files)].unlink()
+            self.has_lost_files = True
+
     @rule()
     def clear(self) -> None:
         self.store.clear()
-        self.inserted, self.pinned = [], []
+        self.inserted, self.pinned, self.has_lost_files = [], [], False
         assert self.store.statistics.bytes == len(self.store) == 0
 
     def covered(self, inserted: tuple[str, Ids]) -> int:
@@ -188,6 +204,8 @@ class PrefixMachine(RuleBasedStateMachine):
         return hit.covered
 
     def see_what_is_lost(self, before: PrefixStatistics) -> None:
+        if self.has_lost_files:
+            return
         if self.directory is not None:
             self.inserted_are_found()
         elif self.store.statistics.evictions > before.evictions:

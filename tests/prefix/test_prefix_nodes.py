@@ -525,6 +525,18 @@ def test_nodes_whose_parents_are_gone_go_an_hour_after_their_last_use(tmp_path: 
     check_and_continue(KINDS["full"], load(directory, kept, [1, *DOCUMENT]), [1, *DOCUMENT])
 
 
+@pytest.mark.parametrize("kind", LONG)
+def test_what_a_deleted_entry_has_replaced_is_deleted_too(kind: str, tmp_path: pathlib.Path) -> None:
+    directory, lengths = opened(tmp_path), (15, 64)
+    for length in lengths:
+        ids, served = np.array(DOCUMENT[:length], np.int64), [each for each in lengths if each <= length]
+        entry = directory.write(LABEL, ids, served, filled(LONG[kind], DOCUMENT[:length]))[0]
+    other = write(directory, range(900, 950), kind=LONG[kind])
+    # Another process, which has never known what was replaced.
+    opened(tmp_path).delete_all([entry])
+    assert [file.name for file in files(tmp_path)] == [pathlib.Path(other).name]
+
+
 def test_a_writer_gives_up_where_nodes_keep_disappearing(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

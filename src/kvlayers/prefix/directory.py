@@ -407,9 +407,10 @@ class Directory:
             # Others may have written nodes behind these.
             self._refresh()
             with self._lock:
-                nodes = self._tree.nodes
-                inner = {node.record.parent for node in nodes.values()}
-                names = self._tree.unneeded(nodes.keys() - inner - set(map(name_in, paths)))
+                inner = {node.record.parent for node in self._tree.nodes.values()}
+                # What these entries have replaced is no end. It goes, too, or it would be found again.
+                others = {node.name for node in self._tree.ends()}
+                names = self._tree.unneeded(others - inner - set(map(name_in, paths)))
             self._delete(names)
         except UnreachableError as error:
             logger.warning("A file of a prefix store was not deleted: %s", error)

@@ -230,8 +230,7 @@ class EvictionOrder:
         except Exception:
             # It is asked again when the entry would be evicted: only there its error stops anything.
             rank = entry.priority, -math.inf
-        self._count += 1
-        self._numbers[entry] = self._count
+        self._numbers[entry] = self._count = self._count + 1
         heapq.heappush(self._heap, (*rank, self._count, entry))
 
     def discard(self, entry: PrefixEntry) -> None:
@@ -322,12 +321,11 @@ class MemoryAccount:
 
     def move(self, piece: MemoryPiece, address: int, nbytes: int) -> None:
         """Note that a piece is elsewhere now, where no other one is, for all of its holders."""
-        del self.pieces[piece.address, piece.nbytes]
+        self.pieces[address, nbytes] = self.pieces.pop((piece.address, piece.nbytes))
         more = nbytes - piece.nbytes
         self.nbytes += more
         self.staying_bytes += more * (piece.staying > 0)
         piece.address, piece.nbytes = address, nbytes
-        self.pieces[address, nbytes] = piece
 
     def bytes_without(self, holders: Collection[PrefixEntry]) -> int:
         """Total bytes if these had left."""

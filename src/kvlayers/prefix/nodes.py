@@ -150,8 +150,9 @@ class NodeTree:
         different = PrefixMap[Node]()
         for node, ids in sorted(ends, key=lambda end: end[0].end):
             kind = f"{node.record.entry.label} {node.record.entry.cuttable}"
-            for shorter in different.prefixes_of(kind, ids) if node.record.entry.cuttable else ():
-                different.remove(kind, ids[: shorter.end])
+            for shorter in different.prefixes_of(kind, ids):
+                if node.record.entry.cuttable or set(shorter.record.lengths) <= set(node.record.lengths):
+                    different.remove(kind, ids[: shorter.end])
             different.insert(kind, ids, node)
         return list(different)
 

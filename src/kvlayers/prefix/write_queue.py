@@ -239,7 +239,8 @@ class WriteQueue:
                 return
             used = {entry.path for entry in self._index.entries}
         # The store was cleared meanwhile.
-        self.directory.delete_all({path} - used)
+        if path not in used:
+            self.directory.delete_all([path])
 
     def _do_shrink(self) -> None:
         most = self.directory_max_bytes

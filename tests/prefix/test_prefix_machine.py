@@ -47,6 +47,8 @@ class PrefixMachine(RuleBasedStateMachine):
     Attributes:
         kinds: of caches, one of which a sequence is with.
         on_disk: whether the store has a directory.
+        ever: what was inserted and not cleared, as (namespace, tokens).
+        inserted: what of it must be found.
     """
 
     @initialize(data=st.data(), entries=st.integers(1, 4))
@@ -56,16 +58,18 @@ class PrefixMachine(RuleBasedStateMachine):
         self.max_bytes = ENTRY_BYTES * self.kind.channels * entries
         self.directory = tempfile.mkdtemp() if self.on_disk else None
         self.store = PrefixStore(self.max_bytes, self.directory)
+        self.ever: list[tuple[str, Ids]] = []
         self.inserted: list[tuple[str, Ids]] = []
         self.pinned: list[tuple[str, Ids]] = []
-        self.has_lost_files = False
+        self.has_lost_files, self.left = False, list[PrefixStore]()
         self.forks: list[tuple[Cache, Ids]] = []
         self.cache, self.ids = self.kind.make(), []
 
     def teardown(self) -> None:
         if vars(self).get("directory"):
             # Its thread may be about to write or delete a file there.
-            self.store.close()
+            for store in (*self.left, self.store):
+                store.close()
             shutil.rmtree(str(self.directory))
 
     @rule(more=tokens)
@@ -114,6 +118,7 @@ class PrefixMachine(RuleBasedStateMachine):
             assert self.store.statistics == before
             return
         self.inserted.append((namespace, self.ids))
+        self.ever.append((namespace, self.ids))
         self.see_what_is_lost(before)
         found = self.store.lookup(torch.tensor([[*self.ids, 9]]), namespace=namespace, model="m")
         assert found.covered == len(self.ids)
@@ -122,7 +127,7 @@ class PrefixMachine(RuleBasedStateMachine):
     def lookup(self, more: Ids, back: int, namespace: str, go_on: bool) -> None:
         asked = [*self.ids[: max(len(self.ids) - back, 0)], *more]
         hit = self.store.lookup(torch.tensor(asked), namespace=namespace, model="m")
-        most = max((common(ids, asked) for where, ids in self.inserted if where == namespace), default=0)
+        most = max((common(ids, asked) for where, ids in self.ever if where == namespace), default=0)
         assert 0 <= hit.covered <= min(most, len(asked) - 1)
         assert hit.covered >= self.least(namespace, asked)
         assert (hit.cache is None) == (hit.covered == 0)
@@ -171,6 +176,7 @@ class PrefixMachine(RuleBasedStateMachine):
     @rule(flush=st.booleans())
     def restart(self, flush: bool) -> None:
         assert not flush or self.store.flush()
+        self.left.append(self.store)
         self.store = PrefixStore(self.max_bytes, self.directory)
         self.pinned = []
         if self.has_lost_files:
@@ -192,8 +198,13 @@ class PrefixMachine(RuleBasedStateMachine):
 
     @rule()
     def clear(self) -> None:
+        if self.directory is not None:
+            # Those that were left may still write, and what they write is known after a refresh.
+            while self.left:
+                self.left.pop().close()
+            self.store.refresh()
         self.store.clear()
-        self.inserted, self.pinned, self.has_lost_files = [], [], False
+        self.ever, self.inserted, self.pinned, self.has_lost_files = [], [], [], False
         assert self.store.statistics.bytes == len(self.store) == 0
 
     def covered(self, inserted: tuple[str, Ids]) -> int:

@@ -286,6 +286,32 @@ def test_behind_a_damaged_node_of_a_neighbour_no_rows_of_other_tokens_are_taken(
         check_and_continue(made, load(opened(tmp_path), written, ids), ids)
 
 
+def test_what_is_left_of_layers_that_are_packed_differently_has_as_many_tokens_in_each(tmp_path: pathlib.Path) -> None:
+    layers = [kvlayers.DynamicLayer(), kvlayers.QuantizedLayer(kvlayers.Quantization(nbits=8, residual_length=0))]
+    cache, directory, states = kvlayers.Cache(layers), opened(tmp_path), torch.randn(1, 1, 600, 64)
+    for layer in range(2):
+        cache.update(states, states, layer)
+    path, _ = directory.write(LABEL, np.arange(600), {600}, cache)
+    for node in nodes(directory, path)[1:]:
+        (tmp_path / node.name).unlink()
+    directory = opened(tmp_path)
+    (entry,) = directory.changes(()).added
+    # The last packed block of the first node goes on behind these.
+    assert entry.length == NODE_TOKENS < nodes(directory, str(entry.path))[0].end
+    for length in (100, 256, 600):
+        found = load(directory, str(entry.path), entry.ids, length)
+        assert [layer.length for layer in found.layers] == [min(length, 256)] * 2
+
+
+def test_a_cache_whose_first_node_has_no_codes_is_found(tmp_path: pathlib.Path) -> None:
+    cache, states = kvlayers.QuantizedCache(nbits=8, sink_tokens=300), torch.randn(1, 1, 700, 64)
+    cache.update(states, states, 0)
+    path, _ = opened(tmp_path).write(LABEL, np.arange(700), {700}, cache)
+    for length in (100, 300, 512, 700):
+        found = load(opened(tmp_path), path, DOCUMENT, length)
+        assert torch.equal(found.layers[0].keys + 0, (cache.layers[0].keys + 0)[:, :, :length])
+
+
 def test_a_backend_that_hangs_is_not_waited_for_beyond_the_deadline(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -307,7 +307,7 @@ class Directory:
         if not chain:
             raise GoneError("the entry has no file any more.")
         end = chain[-1].record
-        length = min(length, chain[-1].end)
+        length = min(length, end.stop)
         first, stop = span_needed(end, length)
         if end.entry.cuttable:
             chain = [node for node in chain if node.record.start < stop]

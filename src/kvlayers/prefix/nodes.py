@@ -148,11 +148,11 @@ class NodeTree:
                 served.setdefault(parent.name, set()).update(serves, node.record.lengths)
         # Writers that know only some of the files may have written the same tokens in other nodes.
         different = PrefixMap[Node]()
-        for node, ids in sorted(ends, key=lambda end: end[0].end):
+        for node, ids in sorted(ends, key=lambda end: len(end[1])):
             kind = f"{node.record.entry.label} {node.record.entry.cuttable}"
             for shorter in different.prefixes_of(kind, ids):
                 if node.record.entry.cuttable or set(shorter.record.lengths) <= set(node.record.lengths):
-                    different.remove(kind, ids[: shorter.end])
+                    different.remove(kind, ids[: shorter.record.stop])
             different.insert(kind, ids, node)
         return list(different)
 
@@ -166,8 +166,8 @@ class NodeTree:
         return sorted(self.nodes.keys() - needed, key=lambda name: -self.nodes[name].record.start)
 
     def ids(self, chain: Sequence[Node]) -> Tokens:
-        """All tokens that lead to the end of a chain."""
-        stops = [node.record.start for node in chain[1:]] + [chain[-1].end]
+        """All tokens of which a chain has all rows. Packed ones may go on behind them, where other layers have none."""
+        stops = [node.record.start for node in chain[1:]] + [chain[-1].record.stop]
         return np.concatenate([node.ids[: stop - node.record.start] for node, stop in zip(chain, stops, strict=True)])
 
     def entry(self, node: Node, path: str) -> PrefixEntry:

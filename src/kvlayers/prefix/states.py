@@ -112,8 +112,8 @@ class EntryStates:
         last = chain[-1].record.entry if chain else None
         if last is None or not last.groups or (last.cuttable, last.settings) != (self.cuttable, self._facts.settings):
             return 0
-        start = min(tokens, chain[-1].end) if self.cuttable else min(tokens, chain[-1].end, len(self.ids) - 1)
         stops = [node.record.start for node in chain[1:]] + [chain[-1].record.stop]
+        start = min(tokens, stops[-1]) if self.cuttable else min(tokens, stops[-1], len(self.ids) - 1)
         for group in self.groups:
             held = [
                 other.between(node.record.start, stop).positions()

@@ -163,7 +163,7 @@ class NodeRecord:
     @property
     def has_cache(self) -> bool:
         """Whether the saved cache without rows is in this node. The nodes behind it need no other one."""
-        return self.whole and not (self.entry.cuttable and self.parent)
+        return not self.parent if self.entry.cuttable else self.whole
 
     def own(self) -> tuple[RowGroup, ...]:
         """The groups, with the rows alone that are in this node."""

@@ -327,6 +327,22 @@ def test_embeddings_of_all_tokens_are_read_once_by_recurrent_states_too() -> Non
         assert cache.get_seq_length() == 16
 
 
+@versions.kvlayers_recurrent_layers
+def test_a_prompt_that_recurrent_states_alone_have_seen_in_full_is_refused(installed: None) -> None:
+    """As a call is made again that was interrupted: the text would be read once more behind itself."""
+    model, ids = families.model_of("mamba2"), prompt(1, 12)
+    how: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False}
+    cache, _ = read(model, ids, kvlayers.DynamicCache(config=model.config))
+    for given in (ids, ids[:, :7]):
+        with pytest.raises(StateMismatchError, match="has no new ones"):
+            model.generate(given, attention_mask=torch.ones_like(given), past_key_values=cache, **how)
+    assert cache.get_seq_length() == 12
+    longer = torch.cat([ids, prompt(1, 1, 5)], dim=1)
+    how["attention_mask"] = torch.ones_like(longer)
+    expected = model.generate(longer, **how)
+    assert torch.equal(model.generate(longer, past_key_values=cache, **how), expected)
+
+
 @versions.prefills_apart
 def test_embeddings_are_read_whole_whatever_the_chunks(installed: None) -> None:
     """transformers would pass all of them with the positions of a part, which torch refuses."""

@@ -118,11 +118,11 @@ def validate(
             left_padding_of(attention_mask)
         if not seen:
             self_attention.prepare(model.config, attention_mask)
-    # transformers does not count what a cache of recurrent states has seen: such a model gets the new tokens only.
-    if self_attention.layers and not model.config.is_encoder_decoder and not self_attention.is_recurrent:
+    if self_attention.layers and not model.config.is_encoder_decoder:
         if total_tokens is not None:
             check_is_new(self_attention, seen, total_tokens)
-        given = None if inputs_embeds is None else inputs_embeds.shape[1]
+        # transformers does not count what a cache of recurrent states has seen: such a model may get new ones alone.
+        given = None if inputs_embeds is None or self_attention.is_recurrent else inputs_embeds.shape[1]
         # transformers would drop some of the embeddings of new tokens alone.
         if seen and given is not None and (given <= seen or given < (total_tokens or 0)):
             raise StateMismatchError(

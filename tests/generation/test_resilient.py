@@ -341,14 +341,27 @@ def test_calls_under_install_go_on_too(installed: None) -> None:
         model.generate(ids)
 
 
-def test_windows_that_cannot_go_back_are_named_where_earlier_tokens_are_unknown() -> None:
+@pytest.mark.parametrize(
+    ("seen", "at", "is_embedded"),
+    [(38, 1, False), (12, 1, False), (0, 3, True)],
+    ids=["few new tokens", "many new tokens", "embeddings"],
+)
+def test_windows_that_cannot_go_back_are_named_where_earlier_tokens_are_unknown(
+    seen: int, at: int, is_embedded: bool
+) -> None:
+    """New tokens alone are not taken for the whole text, however many they are, nor the newest embeddings."""
     versions.need_since("5.4", "new tokens alone behind a cache")
     model, ids = fresh_model("mistral"), prompt(1, 40)
-    mine, _ = read(model, ids[:, :38], kvlayers.DynamicCache(config=model.config))
-    RunningOut(model, [1])
-    with no_step_down(), pytest.raises(torch.OutOfMemoryError, match="earlier tokens cannot be read again") as seen:
-        resilient_generate(model, ids[:, 38:], attention_mask=torch.ones_like(ids), past_key_values=mine)
-    assert str(seen.value).startswith(MESSAGE)
+    mine = kvlayers.DynamicCache(config=model.config)
+    if seen:
+        read(model, ids[:, :seen], mine)
+    embeddings = {"inputs_embeds": model.get_input_embeddings()(ids).detach()} if is_embedded else {}
+    RunningOut(model, [at])
+    with no_step_down(), pytest.raises(torch.OutOfMemoryError, match="earlier tokens cannot be read again") as raised:
+        resilient_generate(
+            model, input_ids=ids[:, seen:], attention_mask=torch.ones_like(ids), past_key_values=mine, **embeddings
+        )
+    assert str(raised.value).startswith(MESSAGE)
 
 
 @pytest.mark.parametrize(("family", "how"), [("mamba", {}), ("qwen2", {"ladder": ("offloaded",)})], ids=str)

@@ -44,6 +44,7 @@ class TokenRecord:
 
     Attributes:
         has_beams: whether the call searches with beams, known when its cache is prepared.
+        is_whole: whether the ids are the whole sequence, rather than the tokens alone that the cache has not seen.
 
     Args:
         input_ids: the ids that the call was given, `[prompts, tokens]`; `None` if the cache sees other ones.
@@ -53,8 +54,7 @@ class TokenRecord:
     def __init__(self, input_ids: object, mask: object) -> None:
         is_ids = isinstance(input_ids, Tensor) and input_ids.dim() == 2 and not input_ids.is_floating_point()
         self._ids: Tensor | None = input_ids if is_ids else None  # type: ignore[assignment]
-        # The ids are either the whole sequence, or only the tokens that the cache has not seen.
-        self._is_whole = not isinstance(mask, Tensor) or self._ids is None or mask.shape[-1] == self._ids.shape[1]
+        self.is_whole = not isinstance(mask, Tensor) or self._ids is None or mask.shape[-1] == self._ids.shape[1]
         self._mask = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
         self._length_before = 0
         self.has_beams = False
@@ -80,7 +80,7 @@ class TokenRecord:
         ids, known, length = self._ids, cache.known_ids, cache.most_seen()
         # What is known of tokens that stay is known during the call as well, and if it fails.
         cache.known_ids = None if known is None or not length else known[:, :length]
-        if ids is not None and length and self._is_whole:
+        if ids is not None and length and self.is_whole:
             sequences = ids.cpu().repeat_interleave(sequences_per_prompt(generation_config), dim=0)
             held = ids[:, :0].cpu() if cache.known_ids is None else cache.known_ids.cpu()
             _compare(cache, held, length, sequences, mask)
@@ -100,7 +100,7 @@ class TokenRecord:
             self.has_beams
             and self._ids is not None
             and sequences.shape[1] > self._ids.shape[1]
-            and self._is_whole
+            and self.is_whole
             and not self._length_before
             and _records_ids(cache)
         ):
@@ -135,7 +135,7 @@ class TokenRecord:
         # Without all ids of the tokens before, those of new tokens have no place.
         if known is None or known.shape[0] != rows or known.shape[1] < before:
             return
-        known = torch.cat([known[:, :before].cpu(), fed[:, before:] if self._is_whole else fed], dim=1)
+        known = torch.cat([known[:, :before].cpu(), fed[:, before:] if self.is_whole else fed], dim=1)
         if any(layer.traits.counts_rows for layer in cache.adapted_layers()):
             # They are aligned on the right, whatever padding there was, and wherever each has ended.
             is_token = torch.ones_like(ids) if self._mask is None else self._mask.ne(0).int()

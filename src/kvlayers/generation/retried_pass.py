@@ -240,7 +240,13 @@ def _whole_inputs(call: CurrentCall, length: int) -> Inputs:
     """
     for ids, arguments in filter(None, (call.inputs, call.prompt)):
         mask = arguments.get("attention_mask")
-        is_whole = not isinstance(mask, Tensor) or mask.dim() != 2 or mask.shape[1] == ids.shape[1]
+        # transformers leaves out a mask of ones, and embeddings may be of other tokens than the ids beside them.
+        is_whole = (
+            call.record is not None
+            and call.record.is_whole
+            and arguments.get("inputs_embeds") is None
+            and (not isinstance(mask, Tensor) or mask.dim() != 2 or mask.shape[1] == ids.shape[1])
+        )
         if is_whole and length < ids.shape[1]:
             return ids, arguments
     raise RollbackError("its layers cannot be put back, and earlier tokens cannot be read again")

@@ -343,6 +343,23 @@ def test_a_prompt_that_recurrent_states_alone_have_seen_in_full_is_refused(insta
     assert torch.equal(model.generate(longer, past_key_values=cache, **how), expected)
 
 
+@versions.kvlayers_recurrent_layers
+@pytest.mark.parametrize("seen", [4, 9])
+@pytest.mark.parametrize("family", ["mamba", "mamba2", "jamba"])
+def test_new_tokens_alone_go_on_behind_recurrent_states_however_many_they_are(
+    family: str, seen: int, installed: None
+) -> None:
+    """transformers leaves out a mask of ones, which says how many tokens there are."""
+    versions.need_since("5.4", "new tokens alone behind a cache")
+    model, ids = families.model_of(family), prompt(1, 13)
+    how: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 5, "do_sample": False}
+    expected = model.generate(ids, output_logits=True, **how, **RETURNED)
+    cache, _ = read(model, ids[:, :seen], kvlayers.DynamicCache(config=model.config))
+    found = model.generate(ids[:, seen:], past_key_values=cache, output_logits=True, **how, **RETURNED)
+    torch.testing.assert_close(torch.stack(found.logits), torch.stack(expected.logits), rtol=0, atol=1e-4)
+    assert cache.get_seq_length() == 17
+
+
 @versions.prefills_apart
 def test_embeddings_are_read_whole_whatever_the_chunks(installed: None) -> None:
     """transformers would pass all of them with the positions of a part, which torch refuses."""

@@ -208,8 +208,9 @@ def prefill_in_chunks(
         return None
     limit, chunk, tokens = pass_limit(model, cache), generation_config.prefill_chunk_size, input_ids.shape[1]
     seen = cache.length
+    # transformers leaves out a mask of ones.
+    total = vars(generation_config).get(generate_calls.MASK_LENGTH, tokens) if mask is None else mask.shape[1]
     if embeds is not None:
-        total = vars(generation_config).get(generate_calls.MASK_LENGTH) if mask is None else mask.shape[1]
         # Those of all tokens may be passed, and transformers does not ask how many of them the cache has seen.
         model_kwargs["inputs_embeds"] = embeds[:, seen - total :] if cache.is_recurrent and seen < total else embeds
         return None
@@ -222,7 +223,7 @@ def prefill_in_chunks(
         check_no_padding(mask, tokens - chunk)
         pass_tokens(model, input_ids[:, :chunk], without_last(model_kwargs, tokens - chunk), cache, 0, chunk)
         return pass_tokens(model, input_ids, model_kwargs, cache, chunk, limit or chunk)
-    start = seen if mask is None or mask.shape[1] == tokens else 0
+    start = seen if total == tokens else 0
     if limit is not None or cache.is_recurrent:
         check_no_padding(mask, tokens - start)
     if start >= tokens or (not cache.is_recurrent and (limit is None or tokens - start <= limit)):

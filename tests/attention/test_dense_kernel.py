@@ -17,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import kvlayers
 import versions
-from kvlayers.kernels.attention import dense_kernels, gqa, model_attention
+from kvlayers.kernels.attention import custom_masks, dense_kernels, gqa, model_attention
 from kvlayers.kernels.attention.cpu import kernel
 from matrix import product, seeds
 from models import fresh_model, given, prompt, tiny_model
@@ -215,6 +215,24 @@ def test_states_that_wait_to_be_repeated_are_plain_tensors_to_everything_else() 
         assert type(result) is Tensor
 
 
+@pytest.mark.parametrize("columns", [None, 40])
+def test_what_is_written_to_states_that_wait_to_be_repeated_is_read(columns: int | None) -> None:
+    states, query = torch.randn(2, 2, 30, 8), torch.randn(2, 6, 3, 8)
+    marked: Any = gqa.marked_for_sdpa(states, states.clone(), 3)
+    if columns is not None:
+        marked = custom_masks.marked_for_custom_masks(*marked, custom_masks.columns_of(columns))
+    keys, values = (side[:, :, None].expand(2, 2, 3, 30, 8).reshape(2, 6, 30, 8) for side in marked)
+    plain = [states.repeat_interleave(3, dim=1) for _ in range(2)]
+    for repeated in ([keys, values], plain):
+        repeated[0][:, :, 5] = 0
+        repeated[0] += 1
+        repeated[1].mul_(2)
+    seen = scaled_dot_product_attention(query, keys, values)
+    torch.testing.assert_close(seen, scaled_dot_product_attention(query, *plain))
+    # The cache holds what it did.
+    assert torch.equal(marked[0] + 0, states)
+
+
 @pytest.mark.parametrize("trained", [False, True])
 @pytest.mark.parametrize("queries", [1, 4])
 def test_soft_caps_and_sinks_of_models(queries: int, trained: bool, calls: list[tuple[int, int]]) -> None:
@@ -393,6 +411,10 @@ def test_masks_are_broadcast_as_in_torch_or_refused_as_by_torch(monkeypatch: pyt
             expected = scaled_dot_product_attention(query, keys, values, mask, enable_gqa=True)
             torch.testing.assert_close(gqa.attend_dense(query, keys, values, mask, False, None), expected)
     assert len(calls) == 2 * len(shapes)
+    # A negation that torch only notes.
+    negated = torch.randn(2, 1, 40, 50, dtype=torch.complex64, generator=generator).conj().imag
+    expected = scaled_dot_product_attention(query, keys, values, negated, enable_gqa=True)
+    torch.testing.assert_close(gqa.attend_dense(query, keys, values, negated, False, None), expected)
     wrong: list[Tensor] = [torch.ones(shape, dtype=torch.bool) for shape in ((50,), (40, 49), (3, 40, 50), (1,) * 5)]
     wrong += [torch.ones(40, 50, dtype=dtype) for dtype in (torch.int64, torch.float64, torch.float16)]
     for mask in (*wrong, torch.ones(3, 1, 40, 50)):

@@ -129,16 +129,17 @@ def _belong_together(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor |
 
 def is_mask_of(mask: Tensor, query: Tensor, keys: Tensor) -> bool:
     """Whether the kernels read a mask of these queries and keys."""
-    if (
-        type(mask) is not Tensor
-        or mask.device != query.device
-        or (mask.requires_grad and torch.is_grad_enabled())
-        or mask.dtype not in (torch.bool, torch.float32, query.dtype)
-        or not 2 <= mask.dim() <= 4
-    ):
-        return False
-    wanted = (*query.size()[:3], keys.size(2))[4 - mask.dim() :]
-    return all(given in (1, size) for given, size in zip(mask.size(), wanted, strict=True))
+    wanted = *query.size()[:3], keys.size(2)
+    return (
+        type(mask) is Tensor
+        and mask.device == query.device
+        and not (mask.requires_grad and torch.is_grad_enabled())
+        and mask.dtype in (torch.bool, torch.float32, query.dtype)
+        and 2 <= mask.dim() <= 4
+        # Memory of a negation that torch only notes has the other sign.
+        and not mask.is_neg()
+        and all(given in (1, size) for given, size in zip(mask.size(), wanted[4 - mask.dim() :], strict=True))
+    )
 
 
 def takes_on_cpu(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, is_causal: bool = False) -> bool:

@@ -87,7 +87,8 @@ class SharedStates(MarkedStates):
 class RepeatedStates(MarkedTensor):
     """States `[batch, kv_heads, n, tokens, head_dim]` that report the shape `[batch, kv_heads * n, tokens, ...]`.
 
-    A function that would read another shape gets them really repeated.
+    A function that would read another shape gets them really repeated, and so does what is called after it: what was
+    written to them is not lost.
     """
 
     @classmethod
@@ -135,10 +136,19 @@ def repeating(shared: type[SharedStates], repeated: type[RepeatedStates]) -> dic
 def _written_out(argument: Any) -> Any:
     """An argument in which `RepeatedStates` are really repeated."""
     if isinstance(argument, RepeatedStates):
-        return argument.reshape(_merged_shape(argument))
+        kept = _kept_beside(argument)
+        if "repeated" not in kept:
+            kept["repeated"] = argument.reshape(_merged_shape(argument))
+        return kept["repeated"]
     if isinstance(argument, list | tuple):
         return type(argument)([_written_out(part) for part in argument])
     return argument
+
+
+def _kept_beside(states: Tensor) -> dict[str, Any]:
+    """The attributes of `RepeatedStates`: among them the repeated ones, once something has read them."""
+    # A tensor that TorchDynamo traces has no attributes of its own.
+    return {} if torch.compiler.is_compiling() or not isinstance(states, RepeatedStates) else vars(states)
 
 
 def _merged_shape(states: Tensor) -> torch.Size:
@@ -259,6 +269,7 @@ def attend(
     enable_gqa: bool = False,
 ) -> Tensor:
     """Torch's attention, whose keys or values may be `RepeatedStates`, by another way if that takes less time."""
+    key, value = (_kept_beside(states).get("repeated", states) for states in (key, value))
     keys = key[:, :, 0] if isinstance(key, RepeatedStates) else key
     values = value[:, :, 0] if isinstance(value, RepeatedStates) else value
     repeats_wait = keys is not key
@@ -272,22 +283,20 @@ def attend(
         if group >= CPU_MINIMUM_FLOAT32_GROUP or (group and (repeats_wait or query.dtype.itemsize <= 2)):
             if group == 1 and attn_mask is None:
                 # Two rows of half precision take less time than one.
-                rows = query.expand(-1, -1, 2, -1)
-                return scaled_dot_product_attention(rows, keys, values, scale=scale)[:, :, :1]
+                return scaled_dot_product_attention(query.expand(-1, -1, 2, -1), keys, values, scale=scale)[:, :, :1]
             if group > 1 and (attn_mask is None or (attn_mask.dim() == 4 and attn_mask.size(1) in (1, query.size(1)))):
                 return dense_kernels.attend_grouped(query, keys, values, attn_mask, scale)
-    key, value = _written_out(key), _written_out(value)
     return scaled_dot_product_attention(
-        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        *(query, _written_out(key), _written_out(value), attn_mask, dropout_p, is_causal),
+        scale=scale,
+        enable_gqa=enable_gqa,
     )
 
 
 def _group_of_one_query(query: torch.Size, key: torch.Size, value: torch.Size) -> int:
     """Query heads that share a KV head if there is one query token, and 0 if there are more or shapes do not match."""
-    if len(query) != 4 or len(value) != 4 or query[2] != 1 or query[0] != key[0] or value[:3] != key[:3]:
-        return 0
-    group, rest = divmod(query[1], key[1])
-    return 0 if rest else group
+    match = len(query) == len(value) == 4 and query[2] == 1 and query[0] == key[0] and value[:3] == key[:3]
+    return query[1] // key[1] if match and query[1] % key[1] == 0 else 0
 
 
 GroupedKeys.implementations = {scaled_dot_product_attention: attend}

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import kvlayers
+from agreement import bytes_reached
 from kvlayers.eviction.evicted import evicted
 from kvlayers.eviction.held_tokens import held_tokens
 from kvlayers.eviction.selection import KeptTokens
@@ -514,6 +515,8 @@ def test_runs_go_on_after_a_change(name: str, change: str, kernel: bool, monkeyp
     for some in zip(*(side.split(1, 2) for side in more), strict=True):
         store.take_in(*some)
     check_runs(store, tuple(torch.cat(sides, 2) for sides in zip(states, more, strict=True)), name)
+    # The vectors of each run, as kernels read them, count as well.
+    assert store.nbytes == bytes_reached(store)
 
 
 @pytest.mark.usefixtures("usual_smoothing")

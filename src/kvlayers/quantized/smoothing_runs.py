@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
@@ -20,17 +20,22 @@ class SmoothingRuns:
 
     Attributes:
         starts: first block of each run; of the first one 0.
-        buffers: the vectors of all runs by their names, `[batch, kv_heads, runs, head_dim]`, in buffers because they
-            are offloaded with the tokens.
+        buffers: the vectors of each run by their names, `[batch, kv_heads, 1, head_dim]`, contiguous as kernels read
+            them, and in buffers because they are offloaded with the tokens.
     """
 
     starts: tuple[int, ...] = ()
-    buffers: Mapping[str, TokenBuffer] = field(default_factory=dict)
+    buffers: tuple[Mapping[str, TokenBuffer], ...] = ()
 
     @classmethod
     def of(cls, vectors: KeySmoothing, starts: tuple[int, ...] = (0,)) -> Self:
         """Runs with vectors `[batch, kv_heads, runs, head_dim]`."""
-        return cls(starts, {name: TokenBuffer(held) for name, held in vectors.state().items()})
+
+        def of_run(run: int) -> dict[str, TokenBuffer]:
+            held = vectors.state().items()
+            return {name: TokenBuffer(of_all[:, :, run : run + 1].contiguous()) for name, of_all in held}
+
+        return cls(starts, tuple(map(of_run, range(len(starts)))))
 
     @classmethod
     def of_state(cls, tensors: dict[str, Tensor], blocks: int) -> Self:
@@ -47,27 +52,17 @@ class SmoothingRuns:
     @property
     def are_settled(self) -> bool:
         """Whether no later block is asked: there are no vectors, or as many runs as there may be."""
-        return len(self) == MOST_RUNS or (len(self) > 0 and not self.buffers)
-
-    @property
-    def vectors(self) -> KeySmoothing:
-        """The vectors of all runs."""
-        return KeySmoothing.of_state({name: buffer.tensor for name, buffer in self.buffers.items()})
+        return len(self) == MOST_RUNS or (len(self) > 0 and not self.buffers[0])
 
     @functools.cached_property
     def in_order(self) -> tuple[KeySmoothing, ...]:
-        """How the keys of each run were smoothed, in vectors that are contiguous as kernels read them."""
-        vectors = self.vectors
-        return tuple(
-            vectors.mapped(lambda of_all, run=run: of_all[:, :, run : run + 1].contiguous())  # type: ignore[misc]
-            for run in range(len(self))
-        )
+        """How the keys of each run were smoothed."""
+        vectors = ({name: buffer.tensor for name, buffer in of_run.items()} for of_run in self.buffers)
+        return tuple(map(KeySmoothing.of_state, vectors))
 
     def followed(self, start: int, smoothing: KeySmoothing) -> Self:
         """These runs, and one more that begins at a block."""
-        held, new = self.vectors.state(), smoothing.state()
-        both = {name: torch.cat([vectors, new[name]], 2) for name, vectors in held.items()}
-        return self.of(KeySmoothing.of_state(both), (*self.starts, start))
+        return self.__class__((*self.starts, start), self.buffers + self.of(smoothing).buffers)
 
     def within(self, begin: int, end: int) -> Iterator[tuple[int, int, KeySmoothing]]:
         """The parts of the blocks from `begin` to `end` that belong to a run: first block, block behind, and run."""
@@ -82,35 +77,33 @@ class SmoothingRuns:
         """The runs of the blocks from `begin` to `end`. The first one may serve other tokens, and is kept then."""
         starts = tuple(max(start - begin, 0) for start in self.starts)
         skipped = 0 if keeps_first else max(starts.count(0) - 1, 0)
-        starts = starts[skipped : max(sum(start < end - begin for start in starts), int(keeps_first))]
-        if starts == self.starts:
-            return self
-        count = len(starts)
-        return (
-            self._each(lambda buffer: buffer.reallocated(skipped, count, count), starts) if count else self.__class__()
-        )
+        kept = slice(skipped, max(sum(start < end - begin for start in starts), int(keeps_first)))
+        return self if starts[kept] == self.starts else self.__class__(starts[kept], self.buffers[kept])
 
-    def _each(self, change: Callable[[TokenBuffer], TokenBuffer], starts: tuple[int, ...] | None = None) -> Self:
-        vectors = {name: change(buffer) for name, buffer in self.buffers.items()}
-        return self.__class__(self.starts if starts is None else starts, vectors)
+    def _each(self, change: Callable[[TokenBuffer], TokenBuffer]) -> Self:
+        changed = ({name: change(buffer) for name, buffer in of_run.items()} for of_run in self.buffers)
+        return self.__class__(self.starts, tuple(changed))
+
+    def _in_buffers(self) -> Iterator[TokenBuffer]:
+        return (buffer for of_run in self.buffers for buffer in of_run.values())
 
     def selected(self, indices: Tensor) -> Self:
         """The runs of the selected sequences."""
-        return self._each(lambda buffer: buffer.selected(indices, 0, len(self), len(self)))
+        return self._each(lambda buffer: buffer.selected(indices, 0, 1, 1))
 
     def promoted(self, dtype: torch.dtype) -> Self:
         """The runs in another dtype."""
-        return self.of(self.vectors.mapped(lambda vectors: vectors.to(dtype)), self.starts)
+        return self._each(lambda buffer: TokenBuffer(buffer.tensor.to(dtype)))
 
     def owned(self) -> Self:
         """The same runs: nobody writes to them, but memory that is offloaded has one owner."""
-        if all(type(buffer) is TokenBuffer for buffer in self.buffers.values()):
+        if all(type(buffer) is TokenBuffer for buffer in self._in_buffers()):
             return self
-        return self._each(lambda buffer: buffer.reallocated(0, len(self), len(self)))
+        return self._each(lambda buffer: buffer.reallocated(0, 1, 1))
 
     def swapped(self, swap: BufferSwap) -> Self:
         """The runs in other buffers."""
-        return self._each(lambda buffer: swap(buffer, 0, len(self)))
+        return self._each(lambda buffer: swap(buffer, 0, 1))
 
     def common_blocks(self, other: Self, blocks: int) -> int:
         """How many of the first blocks have the same vectors as in other runs of as many sequences, of `blocks`."""
@@ -125,11 +118,12 @@ class SmoothingRuns:
 
     def held_tensors(self) -> Iterator[Tensor]:
         """See `TokenStore.held_tensors`."""
-        yield from (buffer.tensor for buffer in self.buffers.values())
+        return (buffer.tensor for buffer in self._in_buffers())
 
     def state(self) -> dict[str, Tensor]:
         """Copies of the vectors, and where the runs begin; empty without vectors."""
-        tensors = self.vectors.mapped(torch.clone).state()
+        of_runs = [run.state() for run in self.in_order]
+        tensors = {name: torch.cat([run[name] for run in of_runs], 2) for name in of_runs[0]} if of_runs else {}
         if tensors:
             device = next(iter(tensors.values())).device
             tensors[STARTS_NAME] = torch.tensor(self.starts, dtype=torch.int64, device=device)

@@ -21,7 +21,7 @@ from decodings import OPERATIONS, Decoding, Operation, check_goes_on_after, crop
 from families import FAMILIES as OTHERS
 from kvlayers.upstream import cache_argument
 from matrix import once, seeds, some
-from models import CONFIGS, fresh_model, prompt, tiny_model
+from models import CONFIGS, fresh_model, prompt, read, tiny_model
 
 Pair = kvlayers.EncoderDecoderCache
 ENCODED, NEW_TOKENS, ROOM = 12, 6, 40
@@ -303,9 +303,27 @@ def test_self_attention_within_a_window_has_cross_attention_to_all() -> None:
             assert pair.is_sliding == [True, False]
             assert pair.cross_attention_cache.is_sliding == [False, False]
     # A window there would lose tokens of the input without a word.
-    windows = Pair(kvlayers.DynamicCache(config=config), kvlayers.DynamicCache(config=config))
-    with kvlayers.installed(), pytest.raises(kvlayers.errors.ConfigError, match="must hold all tokens"):
-        model.generate(**given, past_key_values=windows, **how)
+    for cross in (
+        kvlayers.DynamicCache(config=config),
+        kvlayers.QuantizedCache(config=config),
+        kvlayers.HybridCache(config, max_cache_len=ROOM),
+        kvlayers.DynamicCache(config=config, offloading=True, offload_only_non_sliding=False),
+    ):
+        with pytest.raises(kvlayers.OptionError, match="must keep all tokens of the encoder"):
+            Pair(kvlayers.DynamicCache(config=config), cross)
+
+
+@pytest.mark.parametrize("lengths", [[0, 0], [0, 3]])
+def test_rows_without_tokens_may_belong_to_another_input(lengths: list[int]) -> None:
+    """A rollback of all rows to nothing forgets the input, as one of the whole cache does."""
+    model, pair = model_of("bart"), Pair(kvlayers.DynamicCache(), kvlayers.DynamicCache())
+    source, other, ids = prompt(2, 9, 1), prompt(2, 9, 2), prompt(2, 5, 3)
+    read(model, source, pair, decoder_input_ids=ids)
+    pair.crop_rows(lengths)
+    assert pair.cross_attention_cache.length == (9 if any(lengths) else 0)
+    if not any(lengths):
+        expected = model(other, decoder_input_ids=ids, use_cache=False).logits
+        torch.testing.assert_close(read(model, other, pair, decoder_input_ids=ids)[1], expected, atol=1e-3, rtol=1e-3)
 
 
 @pytest.mark.parametrize("name", ["dynamic", "static", "int8", "offloaded", "offloaded_quantized"])

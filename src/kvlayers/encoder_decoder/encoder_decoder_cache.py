@@ -35,7 +35,7 @@ class EncoderDecoderCache(Cache, transformers.EncoderDecoderCache):  # type: ign
             and values of both, each `[batch, kv_heads, tokens, head_dim]` (4 tensors, or 6 with sliding windows).
 
     Raises:
-        OptionError: neither two caches nor one iterable.
+        OptionError: neither two caches nor one iterable; or cross-attention would keep a window of its tokens.
         LegacyFormatError: the iterable is nested in another way.
         StateMismatchError: the caches hold tokens of different numbers of sequences.
 
@@ -63,6 +63,11 @@ class EncoderDecoderCache(Cache, transformers.EncoderDecoderCache):  # type: ign
         own, cross = caches
         if own.is_pair or cross.is_pair:
             raise OptionError("The two caches must not be pairs themselves, got a pair: pass its parts.")
+        if any(cross.is_sliding):
+            raise OptionError(
+                "Cross-attention must keep all tokens of the encoder, got layers that keep a window: pass the "
+                "for_cross_attention() of the self-attention cache."
+            )
         if {id(layer) for layer in own.layers} & {id(layer) for layer in cross.layers} or own is cross:
             raise OptionError("The two caches must share nothing, got shared layers: make one for each part.")
         _check_sequences({part.batch_size for part in caches if _holds_tokens(part)})
@@ -197,10 +202,10 @@ class EncoderDecoderCache(Cache, transformers.EncoderDecoderCache):  # type: ign
         return both
 
     @override
-    def _remove(self, removals: list[tuple[CacheLayer, int]]) -> None:
-        held = self.most_seen()
-        super()._remove(removals)
-        if held and not self.most_seen():
+    def _cut_origins(self) -> None:
+        super()._cut_origins()
+        # Behind a rollback, of all rows or of each.
+        if not self.most_seen():
             self.cross_attention_cache.reset()
             self._read = None
 
@@ -286,8 +291,7 @@ class EncoderDecoderCache(Cache, transformers.EncoderDecoderCache):  # type: ign
 
     def __iter__(self) -> Iterator[tuple[Tensor | None, ...]]:  # type: ignore[override]
         """For each layer, the four tensors of `cache[layer]`."""
-        layers = enumerate(self.adapted_layers())
-        return (legacy_api.with_window(self[layer_idx], layer) for layer_idx, layer in layers)
+        return (legacy_api.with_window(self[index], layer) for index, layer in enumerate(self.adapted_layers()))
 
     @override
     def as_tuples(self, states_of: Callable[[Any], legacy_api.StatePair]) -> legacy_api.LegacyStates:

@@ -135,21 +135,18 @@ def validate(
 
 def check_windows(model: Any, cache: Cache) -> None:
     """Raise `ConfigError` if a layer holds fewer tokens than the model attends to, as it was made for another model."""
-    # Asked of a pair alone, as every call comes here.
-    for part in cache.parts() if cache.is_pair else (cache,):
-        windows = [layer.sliding_window for layer in part.adapted_layers()]
-        # A model that has none may have a config that does not describe its layers.
-        specs = model_layers.layer_specs(model.config) if set(windows) - {None} else []
-        for index, (window, spec) in enumerate(zip(windows, specs, strict=False)):
-            # Cross-attention reads the whole input.
-            attended = spec.options.get("sliding_window") if part is cache.self_attention else None
-            if window is not None and (attended is None or attended > window):
-                raise ConfigError(
-                    f"layer {index} of the cache must hold {'all' if attended is None else attended} tokens, as "
-                    f"{type(model).__name__} attends to them, got a window of {window}: the cache was made for another "
-                    "model or for self-attention, make one with config=model.config, and one without for "
-                    "cross-attention."
-                )
+    # A pair has no window for cross-attention.
+    windows = [layer.sliding_window for layer in cache.adapted_layers()]
+    # A model that has none may have a config that does not describe its layers.
+    specs = model_layers.layer_specs(model.config) if set(windows) - {None} else []
+    for index, (window, spec) in enumerate(zip(windows, specs, strict=False)):
+        attended = spec.options.get("sliding_window")
+        if window is not None and (attended is None or attended > window):
+            raise ConfigError(
+                f"layer {index} of the cache must hold {'all' if attended is None else attended} tokens, as "
+                f"{type(model).__name__} attends to them, got a window of {window}: the cache was made for another "
+                "model, make one with config=model.config."
+            )
 
 
 def check_whole_sequence(cache: Cache, input_ids: object) -> None:

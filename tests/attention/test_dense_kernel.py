@@ -249,6 +249,20 @@ def test_soft_caps_and_sinks_of_models(queries: int, trained: bool, calls: list[
         torch.testing.assert_close(*gradients, atol=1e-3, rtol=1e-5)
 
 
+@pytest.mark.parametrize("queries", [1, 40])
+def test_a_cap_of_zero_and_too_few_sinks_are_what_eager_attention_makes_of_them(queries: int) -> None:
+    query, keys, values = torch.randn(2, 4, queries, 16), torch.randn(2, 2, 3000, 16), torch.randn(2, 2, 3000, 16)
+    mask = torch.ones(queries, 3000, dtype=torch.bool)
+    attended, _ = model_attention.attention(torch.nn.Module(), query, keys, values, mask, softcap=0.0)
+    # All scores are 0.
+    expected = values.mean(2).repeat_interleave(2, dim=1)[:, None].expand(2, queries, 4, 16)
+    torch.testing.assert_close(attended, expected, atol=1e-5, rtol=1e-5)
+    for sinks in (1, 3, 5):
+        # The memory behind them is not read.
+        with pytest.raises(RuntimeError, match="shape"):
+            model_attention.attention(torch.nn.Module(), query, keys, values, mask, s_aux=torch.zeros(sinks))
+
+
 # Many queries, as in a prompt: as exact as torch, whatever the mask hides
 
 QUERIES = struct.Struct("@88x q")

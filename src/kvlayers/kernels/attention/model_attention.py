@@ -91,11 +91,13 @@ def attention(
             "cannot compute: load the model with attn_implementation='eager'."
         )
     scale = query.shape[3] ** -0.5 if scaling is None else scaling
-    # Sinks may be trained where nothing else is.
+    # Sinks may be trained where nothing else is. The kernel reads one for each head, and takes a cap of 0 for none.
     if not (
         dropout
+        or softcap == 0
         or isinstance(key, StateTensor)
         or isinstance(value, StateTensor)
+        or (s_aux is not None and s_aux.numel() != query.shape[1])
         or (s_aux is not None and s_aux.requires_grad and torch.is_grad_enabled())
     ):
         with torch._C.DisableTorchFunctionSubclass():

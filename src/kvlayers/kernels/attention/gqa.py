@@ -148,7 +148,7 @@ def _written_out(argument: Any) -> Any:
 def _kept_beside(states: Tensor) -> dict[str, Any]:
     """The attributes of `RepeatedStates`: among them the repeated ones, once something has read them."""
     # A tensor that TorchDynamo traces has no attributes of its own.
-    return {} if torch.compiler.is_compiling() or not isinstance(states, RepeatedStates) else vars(states)
+    return vars(states) if isinstance(states, RepeatedStates) and not torch.compiler.is_compiling() else {}
 
 
 def _merged_shape(states: Tensor) -> torch.Size:

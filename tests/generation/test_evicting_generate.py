@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import families
 from eviction_oracle_model import OracleCache, oracle_model, oracle_tokens
 from kvlayers import EvictingCache
 from kvlayers.eviction import BUILTIN_RULES
@@ -80,3 +81,14 @@ def test_samples_of_a_prompt_go_on_from_the_same_kept_tokens(rule: str) -> None:
         assert torch.equal(under_install(generated, model, ids, **named).sequences, given)
     layer = under_install(generated, model, ids, tokens=1, **named).past_key_values.layers[0]
     assert (layer.batch_size, layer.held_tokens) == (4, 24)
+
+
+@pytest.mark.parametrize("how", [{"num_beams": 2}, {"num_return_sequences": 3, "do_sample": True}], ids=str)
+def test_padding_is_known_of_each_prompt_that_is_read_once_beside_recurrent_states(how: dict[str, Any]) -> None:
+    """A layer of a hybrid model has both, and its part that attends is told of the padding before it holds anything."""
+    model, ids, mask = families.model_of("falcon_h1"), prompt(2, 40), torch.ones(2, 40, dtype=torch.int64)
+    mask[0, :7] = 0
+    expected = generated(model, ids, attention_mask=mask, **how).sequences
+    # It evicts nothing here.
+    named = {"cache_implementation": "keydiff", "cache_config": {"budget": 100}}
+    assert torch.equal(under_install(generated, model, ids, attention_mask=mask, **named, **how).sequences, expected)

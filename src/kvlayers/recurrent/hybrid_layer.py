@@ -199,8 +199,8 @@ class HybridLayer(
 
     @override
     def select(self, indices: Tensor) -> None:
-        if self.wrapped.batch_size is not None:
-            self.wrapped.select(indices)
+        # Also without tokens, as it may know the padding of each sequence.
+        self.wrapped.select(indices)
         self.linear.select(indices)
 
     @override

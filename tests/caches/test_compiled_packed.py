@@ -411,3 +411,25 @@ def test_placeholders_of_states_are_no_numbers() -> None:
             return keys * 1
 
     assert torch.compile(leak, backend="eager", fullgraph=True)(torch.zeros(1, 2, 1, 8)).isnan().all()
+
+
+@pytest.mark.parametrize("kind", ["packed", "offloaded"])
+@pytest.mark.parametrize("way", ["mul_", "__setitem__", "__imul__"])
+def test_what_would_be_written_to_placeholders_is_refused(kind: str, way: str) -> None:
+    model = model_of(layers=1)
+    cache, states = CACHES[kind](model), torch.randn(1, 2, 20, 8)
+    cache.update(states, states.clone(), 0)
+
+    @torch.compile(backend="eager")
+    def step(new: torch.Tensor) -> torch.Tensor:
+        keys, values = cache.update(new, new.clone(), 0)
+        if way == "mul_":
+            keys.mul_(2.0)
+        elif way == "__setitem__":
+            keys[:, :, 0] = 0
+        else:
+            keys *= 2
+        return torch.nn.functional.scaled_dot_product_attention(new, keys, values)
+
+    with torch.no_grad(), pytest.raises(kvlayers.errors.ReadOnlyStatesError, match="read-only"):
+        step(torch.randn(1, 2, 1, 8))

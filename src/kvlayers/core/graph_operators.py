@@ -22,7 +22,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from typing_extensions import override
 
 from kvlayers.core.token_store import KVPair
-from kvlayers.errors import StaleStatesError
+from kvlayers.errors import ReadOnlyStatesError, StaleStatesError
 from kvlayers.kernels.attention.gqa import kv_head_copies
 from kvlayers.kernels.attention.packed_tensor import GIVEN_TO_COMPILED_CODE, PackedStates, as_dense
 from kvlayers.kernels.attention.state_tensor import METADATA_FUNCTIONS
@@ -256,7 +256,7 @@ class CalledStates(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if func in METADATA_FUNCTIONS or func in PLACEHOLDER_FUNCTIONS:
                 return func(*args, **kwargs)
-            states, result = args[0], None
+            states, result, name = args[0], None, getattr(func, "__name__", "")
             if func is scaled_dot_product_attention and not kwargs.get("dropout_p") and len(args) < 5:
                 result = _attend(*args, **kwargs)
             elif func is torch.matmul and len(args) == 2 and not kwargs:
@@ -267,9 +267,16 @@ class CalledStates(Tensor):
                 result = _swapped(states, *args[1:], **kwargs)
             elif func in (Tensor.__getitem__, Tensor.expand, Tensor.reshape) and isinstance(states, CalledStates):
                 result = _repeated(states, func(*args, **kwargs))
-            if result is not None:
-                return result
-            return func(*map(_in_full, args), **{name: _in_full(value) for name, value in kwargs.items()})
+            elif isinstance(states, CalledStates) and (name == "__setitem__" or name[-1:] == "_" != name[-2:-1]):
+                raise ReadOnlyStatesError(
+                    f"The states that this cache returns are read-only, and what {name} writes would be lost: clone() "
+                    "the states first."
+                )
+            return (
+                func(*map(_in_full, args), **{key: _in_full(value) for key, value in kwargs.items()})
+                if result is None
+                else result
+            )
 
 
 def _called(

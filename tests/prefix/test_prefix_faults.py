@@ -178,6 +178,20 @@ def test_an_insert_waits_no_longer_than_its_bound(closed_for_writing: Gate) -> N
     assert (store.statistics.dropped_writes, covered(store, [9, 9, 9])) == (4, 3)
 
 
+def test_who_waits_for_a_dropped_entry_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    store, flushed = PrefixStore(room_for(1), tmp_path, write_wait_seconds=0.0), list[bool]()
+    # As between two jobs of the thread, which finds none of them any more.
+    monkeypatch.setattr(store._writes, "_ensure_worker", lambda: None)
+    insert(store, [1, 2, 3])
+    waiting = threading.Thread(target=lambda: flushed.append(store.flush()), daemon=True)
+    waiting.start()
+    while not store.statistics.pending_writes:
+        time.sleep(0.001)
+    assert insert(store, [4, 5, 6])
+    waiting.join(20)
+    assert (flushed, store.statistics.dropped_writes) == ([False], 1)
+
+
 def test_where_writing_holds_all_memory_an_insert_is_refused_after_its_bound(closed_for_writing: Gate) -> None:
     store = PrefixStore(room_for(1), "elsewhere", write_wait_seconds=BOUND)
     insert(store, [1, 2, 3])

@@ -260,11 +260,10 @@ class Directory:
 
     def _shared(self, states: EntryStates, neighbours: Sequence[tuple[str, int]]) -> tuple[list[Node], int]:
         """Nodes of a neighbour that an entry may go on from, and the position of the first row that they lack."""
-        chains = ((self.chain(path), tokens) for path, tokens in neighbours)
         # What follows the last usable node of a neighbour may begin with other tokens than the end of that node.
         usable = (
             (chain, min([tokens, *(node.record.start for node in chain if node.name in self._unusable)]))
-            for chain, tokens in chains
+            for chain, tokens in ((self.chain(path), tokens) for path, tokens in neighbours)
         )
         most, best = max(
             ((states.shared([node for node in chain if node.record.start < end], end), chain) for chain, end in usable),

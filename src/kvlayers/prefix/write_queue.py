@@ -129,6 +129,8 @@ class WriteQueue:
                 self.jobs.remove(job)
                 self.dropped_writes += 1
                 self._index.remove(job.entry)
+                # The thread says nothing if it finds no job any more.
+                self._changed.notify_all()
                 return True
         if writing is None or not writing.is_leaving:
             return False

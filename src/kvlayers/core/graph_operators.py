@@ -267,9 +267,8 @@ class CalledStates(Tensor):
                 result = _swapped(states, *args[1:], **kwargs)
             elif func in (Tensor.__getitem__, Tensor.expand, Tensor.reshape) and isinstance(states, CalledStates):
                 result = _repeated(states, func(*args, **kwargs))
-            elif isinstance(states, CalledStates) and (
-                name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
-            ):
+            # One underscore at the end. TorchDynamo cannot trace `endswith` of this name.
+            elif isinstance(states, CalledStates) and (name == "__setitem__" or name[-1:] == "_" != name[-2:-1]):
                 raise ReadOnlyStatesError(
                     f"The states that this cache returns are read-only, and what {name} writes would be lost: clone() "
                     "the states first."

@@ -318,6 +318,11 @@ def test_rows_without_tokens_may_belong_to_another_input(lengths: list[int]) -> 
     """A rollback of all rows to nothing forgets the input, as one of the whole cache does."""
     model, pair = model_of("bart"), Pair(kvlayers.DynamicCache(), kvlayers.DynamicCache())
     source, other, ids = prompt(2, 9, 1), prompt(2, 9, 2), prompt(2, 5, 3)
+    # What is known of the input before the first token stays, as nothing is rolled back.
+    pair.cross_attention_cache.update(torch.ones(2, 4, 9, 8), torch.ones(2, 4, 9, 8), 0)
+    pair.truncate(0)
+    assert pair.cross_attention_cache.length == 9
+    pair.reset()
     read(model, source, pair, decoder_input_ids=ids)
     pair.crop_rows(lengths)
     assert pair.cross_attention_cache.length == (9 if any(lengths) else 0)

@@ -572,13 +572,12 @@ class LayerwiseOperations(metaclass=CacheClass):
             layer.check_truncate(length)
         for layer, length in targets:
             layer.truncate(length)
-        if self.known_ids is not None:
-            self.known_ids = self.known_ids[:, : self.most_seen()]
-        self._cut_origins()
+        self.known_ids = None if self.known_ids is None else self.known_ids[:, : self.most_seen()]
+        self._forget_what_is_gone(max([tokens for _, tokens in removals], default=0))
         self._forget_pass()
 
-    def _cut_origins(self) -> None:
-        """Forget of the origins what belongs to tokens that are gone."""
+    def _forget_what_is_gone(self, removed: int) -> None:
+        """Forget what belongs to tokens that a rollback has removed, `removed` at most of a sequence."""
         if self.origins != (AS_TEXT,):
             lengths = self.row_lengths or (self.most_seen(),)
             left = zip(self._origin_of_each(len(lengths)), lengths, strict=True)
@@ -754,7 +753,7 @@ class LayerwiseOperations(metaclass=CacheClass):
         for layer in filled:
             layer.truncate_rows(wanted)
         part.replace_layers(layers)
-        self._cut_origins()
+        self._forget_what_is_gone(sum(held) - sum(wanted))
 
     def expand(self, repeats: int) -> None:
         """Let `repeats` sequences go on from each sequence.

@@ -25,7 +25,7 @@ from kvlayers.core.token_store import KVPair
 from kvlayers.errors import ReadOnlyStatesError, StaleStatesError
 from kvlayers.kernels.attention.gqa import kv_head_copies
 from kvlayers.kernels.attention.packed_tensor import GIVEN_TO_COMPILED_CODE, PackedStates, as_dense
-from kvlayers.kernels.attention.state_tensor import METADATA_FUNCTIONS
+from kvlayers.kernels.attention.state_tensor import METADATA_FUNCTIONS, writes_in_place
 from kvlayers.upstream import compat
 
 _numbers = itertools.count()
@@ -223,6 +223,9 @@ def updated(handle: GraphHandle, layer: Any, layer_idx: int, keys: Tensor, value
 PLACEHOLDER_FUNCTIONS = frozenset({Tensor.stride, Tensor.storage_offset, Tensor.is_contiguous})
 """Functions by which TorchDynamo describes a placeholder that is an argument of code behind a graph break."""
 
+WRITING_FUNCTIONS = frozenset(getattr(Tensor, name) for name in dir(Tensor) if writes_in_place(name))
+"""Functions that write to their first argument."""
+
 
 class CalledStates(Tensor):
     """Stands for keys or values that attention reads by an operator, while TorchDynamo traces.
@@ -256,7 +259,7 @@ class CalledStates(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if func in METADATA_FUNCTIONS or func in PLACEHOLDER_FUNCTIONS:
                 return func(*args, **kwargs)
-            states, result, name = args[0], None, getattr(func, "__name__", "")
+            states, result = args[0], None
             if func is scaled_dot_product_attention and not kwargs.get("dropout_p") and len(args) < 5:
                 result = _attend(*args, **kwargs)
             elif func is torch.matmul and len(args) == 2 and not kwargs:
@@ -267,14 +270,13 @@ class CalledStates(Tensor):
                 result = _swapped(states, *args[1:], **kwargs)
             elif func in (Tensor.__getitem__, Tensor.expand, Tensor.reshape) and isinstance(states, CalledStates):
                 result = _repeated(states, func(*args, **kwargs))
-            # One underscore at the end. TorchDynamo cannot trace `endswith` of this name.
-            elif isinstance(states, CalledStates) and (name == "__setitem__" or name[-1:] == "_" != name[-2:-1]):
+            elif func in WRITING_FUNCTIONS and isinstance(states, CalledStates):
                 raise ReadOnlyStatesError(
-                    f"The states that this cache returns are read-only, and what {name} writes would be lost: clone() "
-                    "the states first."
+                    "The states that this cache returns are read-only, as what is written to them would be lost: "
+                    "clone() the states first."
                 )
             return (
-                func(*map(_in_full, args), **{key: _in_full(value) for key, value in kwargs.items()})
+                func(*map(_in_full, args), **{name: _in_full(value) for name, value in kwargs.items()})
                 if result is None
                 else result
             )

@@ -202,10 +202,9 @@ class EncoderDecoderCache(Cache, transformers.EncoderDecoderCache):  # type: ign
         return both
 
     @override
-    def _cut_origins(self) -> None:
-        super()._cut_origins()
-        # Behind a rollback, of all rows or of each.
-        if not self.most_seen():
+    def _forget_what_is_gone(self, removed: int) -> None:
+        super()._forget_what_is_gone(removed)
+        if removed and not self.most_seen():
             self.cross_attention_cache.reset()
             self._read = None
 

@@ -401,13 +401,16 @@ class Directory:
             return error
 
     def delete_all(self, paths: Collection[str]) -> None:
-        """Delete entries, and the nodes before them that no other entry needs. What cannot be reached now stays."""
+        """Delete entries, what they have replaced, and the nodes before them that no other entry needs.
+
+        What cannot be reached now stays.
+        """
         try:
             # Others may have written nodes behind these.
             self._refresh()
             with self._lock:
                 inner = {node.record.parent for node in self._tree.nodes.values()}
-                # What these entries have replaced is no end. It goes, too, or it would be found again.
+                # What these entries have replaced is no end, and would be found again.
                 others = {node.name for node in self._tree.ends()}
                 names = self._tree.unneeded(others - inner - set(map(name_in, paths)))
             self._delete(names)

@@ -129,7 +129,6 @@ def _belong_together(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor |
 
 def is_mask_of(mask: Tensor, query: Tensor, keys: Tensor) -> bool:
     """Whether the kernels read a mask of these queries and keys."""
-    wanted = *query.size()[:3], keys.size(2)
     return (
         type(mask) is Tensor
         and mask.device == query.device
@@ -138,7 +137,11 @@ def is_mask_of(mask: Tensor, query: Tensor, keys: Tensor) -> bool:
         and 2 <= mask.dim() <= 4
         # Memory of a negation that torch only notes has the other sign.
         and not mask.is_neg()
-        and all(given in (1, size) for given, size in zip(mask.size(), wanted[4 - mask.dim() :], strict=True))
+        # Against the right of `[batch, heads, queries, tokens]`.
+        and all(
+            given in (1, size)
+            for given, size in zip(mask.size(), (*query.size()[:3], keys.size(2))[4 - mask.dim() :], strict=True)
+        )
     )
 
 

@@ -97,8 +97,9 @@ def attention(
         or softcap == 0
         or isinstance(key, StateTensor)
         or isinstance(value, StateTensor)
-        or (s_aux is not None and s_aux.numel() != query.shape[1])
-        or (s_aux is not None and s_aux.requires_grad and torch.is_grad_enabled())
+        or (
+            s_aux is not None and (s_aux.numel() != query.shape[1] or (s_aux.requires_grad and torch.is_grad_enabled()))
+        )
     ):
         with torch._C.DisableTorchFunctionSubclass():
             if dense_kernels.takes_on_cpu(query, key, value, attention_mask):

@@ -143,10 +143,14 @@ def implements(table: Implementations) -> Callable[..., Callable[[Implementation
     return of_functions
 
 
+def writes_in_place(name: str) -> bool:
+    """Whether a function of torch writes to its first argument, by its name."""
+    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+
+
 def _call_on_dense(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], reason: str) -> Any:
     name = getattr(func, "__name__", "").removesuffix(".default")
-    in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or kwargs.get("inplace")
-    written = (args[:1] if in_place else (), kwargs.get("out"))
+    written = args[:1] if writes_in_place(name) or kwargs.get("inplace") else (), kwargs.get("out")
     if any(isinstance(leaf, StateTensor) and leaf.is_read_only for leaf in tree_leaves(written)):
         raise ReadOnlyStatesError(
             f"The states that this cache returns are read-only, and what {name} writes would be lost: clone() the "
